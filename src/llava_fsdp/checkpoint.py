@@ -1,0 +1,253 @@
+"""The state of a run on disk: tensors in a sharded DCP folder, everything else in one JSON file beside them.
+
+A checkpoint is written beside, completed, then renamed to `step-NNNNNN`; a folder of that name is complete. It holds
+the trainable weights and their moments under the parameters' names, so that any number of ranks and any strategy
+reads it.
+"""
+
+import json
+import os
+import re
+import shutil
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from llava_fsdp.config import Config
+from llava_fsdp.errors import CheckpointError
+from llava_fsdp.log import log
+from llava_fsdp.state import TrainState
+
+FORMAT = 1
+NAME = re.compile(r"step-(\d{6,})")
+STATE_FILE = "state.json"
+FOLDER = "checkpoints"
+
+
+def save(state: TrainState, cfg: Config) -> Path:
+    """Write `step-NNNNNN` and drop the oldest ones beyond `checkpoint.keep`. A collective.
+
+    Raises:
+        CheckpointError: the folder could not be written, on every rank.
+    """
+    parent = Path(cfg.output_dir) / FOLDER
+    final = parent / f"step-{state.step:06d}"
+    staged = parent / f"{final.name}.tmp"
+    on_first_rank(lambda: make_empty(staged), f"cannot make {staged}")
+    try:
+        dcp.save(tensors(state), checkpoint_id=staged, no_dist=not dist.is_initialized())
+    except (CheckpointException, OSError, RuntimeError) as error:
+        raise CheckpointError(f"checkpoint {staged} could not be written: {error}") from error
+    on_first_rank(lambda: publish(staged, final, state, cfg), f"cannot complete {final}")
+    return final
+
+
+def publish(staged: Path, final: Path, state: TrainState, cfg: Config) -> None:
+    facts = {
+        "format": FORMAT,
+        "step": state.step,
+        "samples": state.samples,
+        "fingerprints": state.fingerprints,
+        "trainable": sorted(state.masters.named),
+        "torch": torch.__version__,
+        "config": plain(asdict(cfg)),
+    }
+    write_durably(staged / STATE_FILE, json.dumps(facts, indent=1))
+    if final.exists():  # left by a run that was told to start over
+        shutil.rmtree(final)
+    os.rename(staged, final)
+    sync_folder(final.parent)
+    for old in list_checkpoints(final.parent)[: -cfg.checkpoint.keep]:
+        shutil.rmtree(old)
+
+
+def tensors(state: TrainState) -> dict[str, torch.Tensor]:
+    """Weights and moments by name; DCP writes and fills exactly these tensors."""
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in state.masters.named.items():
+        found[f"model.{name}"] = parameter.detach()
+        for moment, value in state.optimizer.state[parameter].items():
+            found[f"optim.{name}.{moment}"] = value
+    return found
+
+
+def resume(state: TrainState, cfg: Config) -> bool:
+    """Continue from the checkpoint that `checkpoint.resume` names; True if there was one. A collective.
+
+    Raises:
+        CheckpointError: it cannot be read, or was written by a run with another model, dataset or recipe.
+    """
+    folder = choose(cfg)
+    if folder is None:
+        return False
+    facts = read_state(folder)
+    refuse_changes(facts, cfg, state, folder)
+    prepare_moments(state)
+    try:
+        dcp.load(tensors(state), checkpoint_id=folder, no_dist=not dist.is_initialized())
+    except (CheckpointException, OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {folder} could not be read: {error}") from error
+    state.masters.refresh()
+    state.step, state.samples = facts["step"], facts["samples"]
+    return True
+
+
+def prepare_moments(state: TrainState) -> None:
+    """Give every parameter the optimizer state that a step would create, to be filled."""
+    for group in state.optimizer.param_groups:
+        for parameter in group["params"]:
+            device = parameter.device if group.get("fused") else "cpu"
+            state.optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+
+def choose(cfg: Config) -> Path | None:
+    """The folder to resume from; None starts at step 0."""
+    parent = Path(cfg.output_dir) / FOLDER
+    if cfg.checkpoint.resume == "never":
+        on_first_rank(lambda: set_aside(parent), f"cannot set {parent} aside")
+        return None
+    if cfg.checkpoint.resume == "auto":
+        found = list_checkpoints(parent)
+        return found[-1] if found else None
+    folder = Path(cfg.checkpoint.resume)
+    if not (folder / STATE_FILE).is_file():
+        raise CheckpointError(
+            f"checkpoint.resume={folder} is not a checkpoint; give auto, never, or a step-NNNNNN folder of a run"
+        )
+    return folder
+
+
+def list_checkpoints(parent: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    found = [p for p in parent.glob("step-*") if NAME.fullmatch(p.name) and (p / STATE_FILE).is_file()]
+    return sorted(found, key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    match = NAME.fullmatch(folder.name)
+    assert match is not None
+    return int(match[1])
+
+
+def set_aside(parent: Path) -> None:
+    """Keep the checkpoints of a run that is started over."""
+    if list_checkpoints(parent):
+        number = 1
+        while (kept := parent.with_name(f"{FOLDER}.old-{number}")).exists():
+            number += 1
+        os.rename(parent, kept)
+        log().info("checkpoint.resume=never: the earlier checkpoints are now in %s", kept)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    try:
+        facts = json.loads((folder / STATE_FILE).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / STATE_FILE} cannot be read: {error}") from error
+    if facts.get("format") != FORMAT:
+        raise CheckpointError(f"{folder} has format {facts.get('format')}; this version reads format {FORMAT}")
+    return facts
+
+
+FIXED_KEYS = ("seed", "global_batch_size", "model", "loss", "optim", "data")
+FREE_KEYS = {  # paths, how records are read from disk, and names that are no part of the result
+    "data.path", "data.images", "data.root", "data.workers", "data.source",
+    "model.name", "model.language", "model.vision", "model.checkpoint", "model.projector",
+}  # fmt: skip
+
+
+def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder: Path) -> None:
+    """A run continues only as itself.
+
+    Raises:
+        CheckpointError: listing every key that differs, and what to do.
+    """
+    then, now = flat(facts["config"]), flat(plain(asdict(cfg)))
+    differing = [
+        f"{key}: {then.get(key)} -> {now.get(key)}"
+        for key in sorted(then.keys() | now.keys())
+        if key.partition(".")[0] in FIXED_KEYS and key not in FREE_KEYS and then.get(key) != now.get(key)
+    ]
+    for what, key in (("dataset", "data.path"), ("model", "model")):
+        if facts["fingerprints"][what] != state.fingerprints[what]:
+            differing.append(f"{key}: the {what} is another one ({then.get(key, '')} -> {now.get(key, '')})")
+    trainable = set(state.masters.named) ^ set(facts["trainable"])
+    if trainable:
+        differing.append(f"model.train: {len(trainable)} parameters differ, {min(trainable)} for one")
+    if differing:
+        raise CheckpointError(
+            f"{folder} was written by a run with other settings:\n  "
+            + "\n  ".join(differing)
+            + "\nSet them back, give another output_dir, or start over with checkpoint.resume=never"
+        )
+    say_recomputed_schedule(then, now)
+
+
+def say_recomputed_schedule(then: dict[str, Any], now: dict[str, Any]) -> None:
+    for key in ("max_steps", "epochs"):
+        if then.get(key) != now.get(key):
+            log().info("%s: %s -> %s; the learning rate schedule is recomputed", key, then.get(key), now.get(key))
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found
+
+
+def plain(value: Any) -> Any:
+    """Enums by value, so that JSON holds what YAML did."""
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [plain(v) for v in value]
+    return value.value if isinstance(value, Enum) else value
+
+
+def on_first_rank(action: Any, failing: str) -> None:
+    """Run a file operation on rank 0; where it fails, fail on every rank instead of leaving peers waiting."""
+    error: OSError | None = None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            action()
+        except OSError as caught:
+            error = caught
+    message = [None if error is None else str(error)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(message, src=0)
+    if message[0] is not None:
+        raise CheckpointError(f"{failing}: {message[0]}") from error
+
+
+def make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def write_durably(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,403 @@
+"""The configuration: every key a user can set, its type, its meaning and its checks. Imports no torch.
+
+YAML under `conf/` picks the values, Hydra composes them, `load` turns the result into these classes once, at the
+door; nothing behind it sees OmegaConf.
+"""
+
+import difflib
+import re
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from llava_fsdp.errors import ConfigError
+
+
+T = TypeVar("T")
+
+
+def config_dir() -> Path:
+    """The folder of YAML files: inside the package where it was installed from a wheel, else the checkout's."""
+    here = Path(__file__).parent
+    packaged = here / "conf"
+    return packaged if packaged.is_dir() else here.parents[1] / "conf"
+
+
+class Strategy(Enum):
+    """Names of `torch.distributed.fsdp.ShardingStrategy`; SHARD_OPTIMIZER (ZeRO-1) has no name there."""
+
+    NO_SHARD = "NO_SHARD"
+    SHARD_OPTIMIZER = "SHARD_OPTIMIZER"
+    SHARD_GRAD_OP = "SHARD_GRAD_OP"
+    FULL_SHARD = "FULL_SHARD"
+    HYBRID_SHARD = "HYBRID_SHARD"
+    _HYBRID_SHARD_ZERO2 = "_HYBRID_SHARD_ZERO2"
+
+
+class Part(Enum):
+    projector = "projector"
+    language = "language"
+    vision = "vision"
+
+
+class Source(Enum):
+    shapes = "shapes"
+    llava_json = "llava_json"
+
+
+class TooLong(Enum):
+    truncate = "truncate"
+    quarantine = "quarantine"
+    fail = "fail"
+
+
+class AspectRatio(Enum):
+    square = "square"
+    pad = "pad"
+
+
+class Feature(Enum):
+    patch = "patch"
+    full = "full"
+
+
+class DType(Enum):
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
+class RecomputeMode(Enum):
+    none = "none"
+    full = "full"
+
+
+class Schedule(Enum):
+    cosine = "cosine"
+    linear = "linear"
+    constant = "constant"
+    warmup_decay = "warmup_decay"
+
+
+class Normalize(Enum):
+    step = "step"
+    micro_batch = "micro_batch"
+
+
+class Format(Enum):
+    text = "text"
+    json = "json"
+
+
+@dataclass(kw_only=True, slots=True)
+class StageConfig:
+    name: str
+    corpus: str
+    """Which file of the embedded dataset: captions, instructions or heldout. Other datasets ignore it."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    name: str
+    language: str
+    """Folder or hub name of the language model; `package:NAME` is a folder shipped with this package."""
+    vision: str
+    """Folder or hub name of the vision tower, likewise."""
+    checkpoint: str | None
+    """A whole LLaVA model to start from (ours, transformers' or the original's); language and vision then only
+    serve where it lacks something (the original's folders name their tower instead of holding a config for it)."""
+    projector: str
+    """`random`, `auto` (the stage=pretrain run beside output_dir), or a run, folder or file that holds one."""
+    projector_type: str
+    """linear, mlp2x_gelu, mlp3x_gelu, ..., identity (LLaVA multimodal_projector/builder.py:33-51)."""
+    select_layer: int
+    """Which hidden state of the tower is the feature: -2 is the output of the last layer but one."""
+    select_feature: Feature
+    """patch drops the CLS token (CLIP); full keeps every position (towers without CLS)."""
+    random_weights: bool
+    """The folders hold a config only: weights are drawn from the seed."""
+    train: list[Part]
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"linear|identity|mlp[1-9]\d*x_gelu", self.projector_type):
+            raise ConfigError(
+                f"model.projector_type={self.projector_type} is not a projector; "
+                "choose linear, mlp2x_gelu (any number of layers: mlp3x_gelu, ...) or identity"
+            )
+        if not self.train:
+            raise ConfigError("model.train=[] trains nothing; name parts of [projector, language, vision]")
+        if len(set(self.train)) != len(self.train):
+            raise ConfigError(f"model.train={[p.value for p in self.train]} names a part twice")
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    source: Source
+    root: str | None
+    """Where the embedded dataset is drawn; other datasets ignore it."""
+    path: str
+    """A JSON list or JSON Lines file of LLaVA records."""
+    images: str | None
+    """The folder that the records' pictures are relative to."""
+    template: str
+    image_aspect_ratio: AspectRatio
+    max_length: int
+    """Longest sample in positions, image positions included."""
+    too_long: TooLong
+    workers: int
+    """Processes that prepare batches on each rank; 0 prepares them between steps."""
+
+    def __post_init__(self) -> None:
+        at_least("data.max_length", self.max_length, 2)
+        at_least("data.workers", self.workers, 0)
+
+
+@dataclass(kw_only=True, slots=True)
+class ShardingConfig:
+    strategy: Strategy
+    shard_size: int | None
+    """Hybrid rows only: ranks that share one copy of the model; null: the ranks of one node."""
+
+    def __post_init__(self) -> None:
+        if self.shard_size is not None:
+            at_least("sharding.shard_size", self.shard_size, 1)
+            if self.strategy not in (Strategy.HYBRID_SHARD, Strategy._HYBRID_SHARD_ZERO2):
+                raise ConfigError(
+                    f"sharding.shard_size={self.shard_size} has no meaning for {self.strategy.value}; "
+                    "set it to null, or choose sharding=hybrid or sharding=hybrid2"
+                )
+
+
+@dataclass(kw_only=True, slots=True)
+class PrecisionConfig:
+    param_dtype: DType
+    """What forward and backward compute in, and what frozen weights are stored in."""
+    reduce_dtype: DType
+    """What gradients are added in, over micro-batches and ranks."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RecomputeConfig:
+    mode: RecomputeMode
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimConfig:
+    lr: float
+    projector_lr: float | None
+    vision_lr: float | None
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+    clip: float | None
+    schedule: Schedule
+    warmup_ratio: float
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "projector_lr", "vision_lr", "weight_decay", "eps"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < float("inf"):
+                raise ConfigError(f"optim.{name}={value} must be a finite number of at least 0")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"optim.{name}={getattr(self, name)} must be at least 0 and below 1")
+        if self.clip is not None and not 0 < self.clip < float("inf"):
+            raise ConfigError(f"optim.clip={self.clip} must be above 0; null turns clipping off")
+        if not 0 <= self.warmup_ratio <= 1:
+            raise ConfigError(f"optim.warmup_ratio={self.warmup_ratio} must be a fraction of all steps, 0 to 1")
+
+
+@dataclass(kw_only=True, slots=True)
+class LossConfig:
+    normalize: Normalize
+    """step: sum over label tokens divided by the label tokens of the step on all ranks, so that no cut of the step
+    changes it; micro_batch: the original's mean of the micro-batches' means."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    every: int | None
+    keep: int
+    resume: str
+    """auto: the newest one of output_dir; never: start over; else a `step-NNNNNN` folder."""
+
+    def __post_init__(self) -> None:
+        if self.every is not None:
+            at_least("checkpoint.every", self.every, 1)
+        at_least("checkpoint.keep", self.keep, 2, "the newest may be the one that a crash interrupted")
+
+
+@dataclass(kw_only=True, slots=True)
+class ExportConfig:
+    enabled: bool
+    dtype: DType
+    verify: bool
+    """Load the written model with transformers and compare its logits before the run is called done."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CommConfig:
+    timeout: int
+
+    def __post_init__(self) -> None:
+        at_least("comm.timeout", self.timeout, 1)
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    """One training run."""
+
+    stage: StageConfig
+    model: ModelConfig
+    data: DataConfig
+    sharding: ShardingConfig
+    precision: PrecisionConfig
+    recompute: RecomputeConfig
+    optim: OptimConfig
+    loss: LossConfig
+    checkpoint: CheckpointConfig
+    export: ExportConfig
+    comm: CommConfig
+    output_dir: str
+    seed: int
+    epochs: int
+    max_steps: int | None
+    global_batch_size: int
+    micro_batch_size: int
+    log_every: int
+    deterministic: bool
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "global_batch_size", "micro_batch_size", "log_every"):
+            at_least(name, getattr(self, name), 1)
+        at_least("seed", self.seed, 0)
+        if self.max_steps is not None:
+            at_least("max_steps", self.max_steps, 1)
+        if self.export.enabled and self.model.projector_type != "mlp2x_gelu":
+            raise ConfigError(
+                f"model.projector_type={self.model.projector_type} has no equal in transformers' LLaVA, so the run "
+                "could not be exported; choose mlp2x_gelu, or set export.enabled=false"
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class LaunchConfig:
+    nproc_per_node: int
+    nnodes: int
+
+
+@dataclass(kw_only=True, slots=True)
+class SweepConfig(Config):
+    """A training run and how to launch it."""
+
+    launch: LaunchConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class EvaluateConfig:
+    """Questions with known answers, asked of a trained model."""
+
+    stage: StageConfig
+    data: DataConfig
+    checkpoint: str
+    limit: int | None
+    batch_size: int
+    max_new_tokens: int
+    show: int
+    blank: bool
+    format: Format
+
+    def __post_init__(self) -> None:
+        at_least("batch_size", self.batch_size, 1)
+        at_least("max_new_tokens", self.max_new_tokens, 1)
+        if self.limit is not None:
+            at_least("limit", self.limit, 1)
+
+
+@dataclass(kw_only=True, slots=True)
+class ChatConfig:
+    """A conversation with a trained model."""
+
+    checkpoint: str
+    image: str | None
+    question: str | None
+    max_new_tokens: int
+
+    def __post_init__(self) -> None:
+        at_least("max_new_tokens", self.max_new_tokens, 1)
+
+
+def load(schema: type[T], node: DictConfig) -> T:
+    """The typed configuration of a composed one.
+
+    Raises:
+        ConfigError: a key that no class here has, a value of another type, or one that a check refuses; the message
+            names the key, the value and what would do.
+    """
+    refuse_unknown_keys(schema, node)
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(schema), without_hydra(node))
+        missing = sorted(OmegaConf.missing_keys(merged))
+        if missing:
+            raise ConfigError(f"{missing[0]} is not set; give it on the command line: {missing[0]}=VALUE")
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        key = error.full_key or error.key
+        raise ConfigError(f"{key}={value_at(node, key)}: {str(error).splitlines()[0]}") from error
+    assert isinstance(config, schema)
+    return config
+
+
+def at_least(key: str, value: int, least: int, why: str = "") -> None:
+    if value < least:
+        raise ConfigError(f"{key}={value} must be at least {least}" + (f": {why}" if why else ""))
+
+
+def without_hydra(node: DictConfig) -> DictConfig:
+    kept = OmegaConf.masked_copy(node, [str(key) for key in node if key != "hydra"])
+    assert isinstance(kept, DictConfig)
+    return kept
+
+
+def value_at(node: DictConfig, key: object) -> object:
+    try:
+        return OmegaConf.select(node, str(key))
+    except OmegaConfBaseException:
+        return "?"
+
+
+def schema_keys(schema: Any, prefix: str = "") -> list[str]:
+    """Every key of a schema, dotted."""
+    found = []
+    for field in fields(schema):
+        found.append(prefix + field.name)
+        if is_dataclass(field.type):
+            found += schema_keys(field.type, prefix + field.name + ".")
+    return found
+
+
+def refuse_unknown_keys(schema: Any, node: DictConfig) -> None:
+    """Hydra's `+key=value` adds any key; none is let through that nothing reads."""
+    known = schema_keys(schema)
+
+    def visit(part: DictConfig, prefix: str) -> None:
+        for key in part:
+            name = f"{prefix}{key}"
+            if name == "hydra":
+                continue
+            if name not in known:
+                raise ConfigError(f"{name} is not a key of the configuration{did_you_mean(name, known)}")
+            child = part._get_node(key)
+            if isinstance(child, DictConfig) and not child._is_missing() and not child._is_none():
+                visit(child, name + ".")
+
+    visit(node, "")
+
+
+def did_you_mean(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -1,0 +1,298 @@
+"""The steps of a run: which samples each one has, and this rank's part of them as tensors.
+
+A step is a set of samples chosen by (seed, epoch, step) alone; how it is cut over ranks is `cut.py`'s matter. A
+worker process prepares whole steps, so that the position of a run is one number, the step, whatever the number of
+ranks and workers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from llava_fsdp.config import AspectRatio, Config, Normalize
+from llava_fsdp.data.conversation import template
+from llava_fsdp.data.cut import cut_step, num_micro_batches
+from llava_fsdp.data.encode import IGNORE, IMAGE_ID, Encoder, Sample
+from llava_fsdp.data.images import Preprocessor, load_image, read_preprocessor
+from llava_fsdp.data.source import Record, Records, check_paths
+from llava_fsdp.data.tokenizer import open_tokenizer
+from llava_fsdp.errors import ConfigError, DataError
+
+
+@dataclass
+class MicroBatch:
+    """Rows that a rank runs at once, padded on the right with id 0.
+
+    Positions index the rows laid end to end (row * length + column), so that the forward pass is static writes and
+    reads: nothing in it waits for a value on the device.
+    """
+
+    input_ids: torch.Tensor
+    """int64 [rows, length]; 0 where a picture goes"""
+    image_positions: torch.Tensor
+    """int64 [pictures * image_tokens]"""
+    images: torch.Tensor
+    """uint8 [pictures, 3, size, size], or float32 once normalised"""
+    label_positions: torch.Tensor
+    """int64 [labels]: the position whose output predicts the label, one before the label's own"""
+    label_ids: torch.Tensor
+    """int64 [labels]"""
+    scale: float
+    """What the sum of this micro-batch's losses is multiplied with."""
+
+
+@dataclass
+class StepFacts:
+    """What a step holds on all ranks together; every rank knows it without asking the others."""
+
+    step: int
+    samples: int = 0
+    tokens: int = 0
+    """Positions of samples, without padding."""
+    label_tokens: int = 0
+    images: int = 0
+    truncated: int = 0
+    """Samples cut at `data.max_length`."""
+    labels_cut: int = 0
+    quarantined: list[str] = field(default_factory=list)
+    """Samples left out, by record."""
+
+
+@dataclass
+class Step:
+    facts: StepFacts
+    micro_batches: list[MicroBatch]
+    """This rank's, as many as every other rank's."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the data must know of the model."""
+
+    image_tokens: int
+    """Positions that a picture takes."""
+    image_size: int
+    """Pixels on a side."""
+    max_length: int
+    """Positions that the language model was made for."""
+    vocab_size: int
+
+
+class Steps(Dataset):
+    """Step number -> `Step` or the error that preparing it met."""
+
+    def __init__(
+        self,
+        records: Records,
+        encoder: Encoder,
+        preprocessor: Preprocessor,
+        cfg: Config,
+        rank: int,
+        world_size: int,
+    ):
+        self.records = records
+        self.encoder = encoder
+        self.preprocessor = preprocessor
+        self.images = Path(cfg.data.images) if cfg.data.images is not None else None
+        self.aspect: AspectRatio = cfg.data.image_aspect_ratio
+        self.seed = cfg.seed
+        self.global_batch_size = cfg.global_batch_size
+        self.micro_batch_size = cfg.micro_batch_size
+        self.normalize = cfg.loss.normalize
+        self.rank = rank
+        self.world_size = world_size
+
+    @property
+    def per_epoch(self) -> int:
+        """Steps of an epoch; the last may hold fewer samples."""
+        return -(-len(self.records) // self.global_batch_size)
+
+    def __getitem__(self, step: int) -> Step | DataError:
+        try:
+            return self.prepare(step)
+        except DataError as error:  # a worker's exception would reach the user as a traceback within a message
+            return error
+
+    def indices(self, step: int) -> list[int]:
+        """Record numbers of a step."""
+        epoch, within = divmod(step, self.per_epoch)
+        order = epoch_order(len(self.records), self.seed, epoch)
+        return order[within * self.global_batch_size : (within + 1) * self.global_batch_size].tolist()
+
+    def prepare(self, step: int) -> Step:
+        """Encode the whole step's texts, and load the pictures of this rank's part."""
+        facts = StepFacts(step)
+        kept: list[tuple[Record, Sample]] = []
+        for index in self.indices(step):
+            record = self.records[index]
+            sample = self.encoder(record)
+            if sample is None:
+                facts.quarantined.append(record.where)
+                continue
+            kept.append((record, sample))
+            facts.samples += 1
+            facts.tokens += len(sample.input_ids)
+            facts.label_tokens += sample.num_labels
+            facts.images += len(sample.images)
+            facts.truncated += sample.positions_cut > 0
+            facts.labels_cut += sample.labels_cut
+        cuts = cut_step([len(s.input_ids) for _, s in kept], self.world_size, self.micro_batch_size)[self.rank]
+        total = len(cuts) * self.world_size
+        return Step(facts, [self.collate([kept[i] for i in cut], facts, total) for cut in cuts])
+
+    def probe(self) -> MicroBatch:
+        """A few rows with and without a picture, to compare models with; the same on every rank."""
+        rows: dict[bool, tuple[Record, Sample]] = {}
+        for index in self.indices(0):
+            record = self.records[index]
+            sample = self.encoder(record) if bool(record.images) not in rows else None
+            if sample is not None:
+                rows[bool(record.images)] = (record, sample)
+        return self.collate(list(rows.values()), StepFacts(0), 1)
+
+    def collate(self, rows: list[tuple[Record, Sample]], facts: StepFacts, micro_batches: int) -> MicroBatch:
+        """Pad rows to the longest; a micro-batch without rows is one padding position without labels."""
+        length = max((len(s.input_ids) for _, s in rows), default=1)
+        ids = np.zeros((max(1, len(rows)), length), dtype=np.int64)
+        labels = np.full((max(1, len(rows)), length), IGNORE, dtype=np.int64)
+        for row, (_, sample) in enumerate(rows):
+            ids[row, : len(sample.input_ids)] = sample.input_ids
+            labels[row, : len(sample.labels) - 1] = sample.labels[1:]
+        image_positions = np.flatnonzero(ids == IMAGE_ID)
+        label_positions = np.flatnonzero(labels != IGNORE)
+        ids[ids == IMAGE_ID] = 0
+        count = len(label_positions)
+        return MicroBatch(
+            input_ids=torch.from_numpy(ids),
+            image_positions=torch.from_numpy(image_positions),
+            images=self.load_images(rows),
+            label_positions=torch.from_numpy(label_positions),
+            label_ids=torch.from_numpy(labels.reshape(-1)[label_positions]),
+            scale=1 / max(1, facts.label_tokens)
+            if self.normalize is Normalize.step
+            else 1 / (max(1, count) * micro_batches),
+        )
+
+    def load_images(self, rows: list[tuple[Record, Sample]]) -> torch.Tensor:
+        pictures = []
+        for record, sample in rows:
+            for name in sample.images:
+                if self.images is None:
+                    raise DataError(f"{record.where} has picture {name}, and data.images is not set")
+                pictures.append(load_image(self.images / name, self.preprocessor, self.aspect, record.where))
+        size = self.preprocessor.size
+        stacked = np.stack(pictures) if pictures else np.zeros((0, 3, size, size), dtype=np.uint8)
+        return torch.from_numpy(stacked)
+
+
+def build_loader(
+    cfg: Config,
+    language_folder: Path,
+    vision_folder: Path,
+    shape: ModelShape,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+) -> Loader:
+    """Open the dataset for one model.
+
+    Raises:
+        ConfigError: the dataset, the model and the configuration do not fit together.
+        DataError: the dataset file is not one.
+    """
+    check_paths(cfg.data)
+    form = template(cfg.data.template)
+    tokenizer = open_tokenizer(language_folder)
+    preprocessor = read_preprocessor(vision_folder)
+    check_fit(cfg, shape, tokenizer.size, preprocessor, vision_folder)
+    encoder = Encoder(tokenizer, form, shape.image_tokens, cfg.data.max_length, cfg.data.too_long)
+    steps = Steps(Records(Path(cfg.data.path)), encoder, preprocessor, cfg, rank, world_size)
+    return Loader(steps, cfg, device)
+
+
+def check_fit(cfg: Config, shape: ModelShape, tokenizer_size: int, preprocessor: Preprocessor, folder: Path) -> None:
+    if preprocessor.size != shape.image_size:
+        raise ConfigError(
+            f"model.vision: {folder / 'preprocessor_config.json'} makes pictures of {preprocessor.size} pixels, and the "
+            f"tower takes {shape.image_size}: a picture would not be {shape.image_tokens} tokens; use the files of one model"
+        )
+    if cfg.data.max_length > shape.max_length:
+        raise ConfigError(
+            f"data.max_length={cfg.data.max_length} is above the {shape.max_length} positions of the language model; "
+            f"set data.max_length={shape.max_length} or less"
+        )
+    if shape.image_tokens >= cfg.data.max_length:
+        raise ConfigError(
+            f"data.max_length={cfg.data.max_length} has no room for a picture of {shape.image_tokens} tokens; raise it"
+        )
+    if tokenizer_size > shape.vocab_size:
+        raise ConfigError(
+            f"model.language: the tokenizer has {tokenizer_size} tokens, and the model {shape.vocab_size} rows for them; "
+            "use the files of one model"
+        )
+
+
+class Loader:
+    """Iterates over the steps of a run, from any step on."""
+
+    def __init__(self, steps: Steps, cfg: Config, device: torch.device):
+        self.steps = steps
+        self.device = device
+        self.workers = cfg.data.workers
+        self.total_steps = cfg.max_steps or cfg.epochs * steps.per_epoch
+        self.table = torch.from_numpy(steps.preprocessor.pixel_table()).to(device)
+
+    @property
+    def num_micro_batches(self) -> int:
+        return num_micro_batches(self.steps.global_batch_size, self.steps.world_size, self.steps.micro_batch_size)
+
+    def from_step(self, first: int) -> Iterator[Step]:
+        """Steps `first` to `total_steps`.
+
+        Raises:
+            DataError: a record or a picture of the step is wrong.
+        """
+        loader = DataLoader(
+            self.steps,
+            batch_size=None,
+            sampler=range(first, self.total_steps),
+            num_workers=self.workers,
+            pin_memory=self.device.type == "cuda",
+        )
+        for step in loader:
+            if isinstance(step, DataError):
+                raise step
+            yield step
+
+    def to_device(self, micro: MicroBatch) -> MicroBatch:
+        """The micro-batch on the device, its pictures normalised by table: the processor's very numbers."""
+        move = {"device": self.device, "non_blocking": True}
+        return MicroBatch(
+            input_ids=micro.input_ids.to(**move),
+            image_positions=micro.image_positions.to(**move),
+            images=normalize(micro.images.to(**move), self.table),
+            label_positions=micro.label_positions.to(**move),
+            label_ids=micro.label_ids.to(**move),
+            scale=micro.scale,
+        )
+
+
+def normalize(images: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """uint8 [n, 3, height, width] -> float32, each byte looked up in its channel's row of `table` [3, 256]."""
+    channel = torch.arange(3, device=images.device).view(1, 3, 1, 1)
+    return table[channel, images.long()]
+
+
+def epoch_order(count: int, seed: int, epoch: int) -> torch.Tensor:
+    """A permutation of `count` records that depends on nothing but (seed, epoch)."""
+    digest = hashlib.sha256(json.dumps(["order", seed, epoch]).encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.randperm(count, generator=generator)

@@ -1,0 +1,269 @@
+"""The embedded data set: drawn pictures of coloured shapes with LLaVA JSON files beside them.
+
+Everything follows from one seed and needs only Pillow. A picture has one to three shapes, each in its
+own quarter, with distinct colours. The questions are chosen so that guessing without the picture is
+seldom right: most kinds have at least four about equally frequent answers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from PIL import Image, ImageDraw
+
+FORMAT_VERSION = 1
+"""Raised whenever the same seed would give other pictures or texts."""
+
+TRAIN_PICTURES = 5000
+"""Pictures with a caption and a conversation."""
+
+HELDOUT_PICTURES = 300
+"""Pictures with one question each, in none of the training files."""
+
+TEXT_ONLY_SHARE = 0.08
+"""Share of the records of ``instructions.json`` that have no picture."""
+
+MARKER = "shapes.json"
+"""File that holds the recipe of a complete folder; a folder without it is not ours."""
+
+COLOURS = {
+    "red": (220, 30, 30),
+    "green": (30, 160, 50),
+    "blue": (30, 70, 225),
+    "yellow": (245, 215, 20),
+    "white": (250, 250, 250),
+    "black": (5, 5, 5),
+}
+GROUND = (122, 116, 104)
+"""Mean colour of the ground. It is the mean of CLIP's normalisation, so that empty parts come out near
+zero and the shapes stand out, which a randomly initialised vision tower needs to learn fast."""
+SHAPES = ("circle", "square", "triangle", "cross")
+SIZES = {"small": 0.085, "large": 0.145}
+"""Half of a shape's width, as a share of the picture's short side."""
+PLACES = ("top left", "top right", "bottom left", "bottom right")
+NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+SPREAD = 2 / 3
+"""Distance of neighbouring shapes, as a share of the short side: in a square picture cut into 3 x 3
+patches each shape is in the middle of one patch, where a small vision tower learns it fastest."""
+CANVASES = ((56, 56), (64, 64), (64, 56), (56, 64), (72, 64), (64, 72), (96, 84))
+"""Picture sizes in pixels, (width, height)."""
+
+SHAPE_COUNT_WEIGHTS = (0.35, 0.35, 0.3)
+"""Chances of one, two and three shapes; the easy pictures show the model how to look at all."""
+
+CAPTION_TURN_SHARE = 0.4
+"""Share of the conversations that also ask for the caption."""
+
+CAPTION_REQUEST = "Describe the picture."
+KINDS = ("colour", "shape", "count", "place", "content", "size")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a folder was drawn from; equal recipes give equal folders."""
+
+    seed: int
+    train_pictures: int
+    heldout_pictures: int
+    format_version: int = FORMAT_VERSION
+
+
+@dataclass(frozen=True)
+class Item:
+    """One shape of a picture; ``place`` indexes PLACES."""
+
+    shape: str
+    colour: str
+    size: str
+    place: int
+
+
+def ensure_shapes(
+    root: Path,
+    *,
+    seed: int = 0,
+    train_pictures: int = TRAIN_PICTURES,
+    heldout_pictures: int = HELDOUT_PICTURES,
+) -> None:
+    """Make sure that ``root`` holds the data set of this recipe; draw it if ``root`` does not exist.
+
+    Several processes may call this at once: each draws into a folder of its own beside ``root`` and
+    renames it, and all but the first to get there throw theirs away. A folder that is there but was
+    drawn from another recipe (or is something else) raises ValueError and is left alone.
+    """
+    root = Path(root)
+    recipe = Recipe(seed, train_pictures, heldout_pictures)
+    if _is_complete(root, recipe):
+        return
+    root.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{root.name}-", dir=root.parent))
+    try:
+        _write_all(work, recipe)
+        work.chmod(0o755)  # mkdtemp gives 0o700, which would shut out other users of a shared folder
+        os.rename(work, root)
+    except OSError:
+        # The rename fails when another process was first; its folder must then be the same.
+        if not _is_complete(root, recipe):
+            raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _is_complete(root: Path, recipe: Recipe) -> bool:
+    """Whether ``root`` was drawn from ``recipe``; False if there is nothing (or an empty folder)."""
+    if not root.exists() or (root.is_dir() and not any(root.iterdir())):
+        return False
+    try:
+        found = json.loads((root / MARKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{root} exists but is no shapes data set: cannot read {MARKER} ({error})") from error
+    if found != asdict(recipe):
+        raise ValueError(
+            f"{root} was drawn from {found}, but {asdict(recipe)} is asked for; "
+            "remove the folder or name another one"
+        )
+    return True
+
+
+def _write_all(root: Path, recipe: Recipe) -> None:
+    """Draw all pictures and write the three JSON files and the marker into ``root``."""
+    rng = random.Random(recipe.seed)
+    (root / "images").mkdir()
+    captions, conversations, heldout = [], [], []
+    for index in range(recipe.train_pictures):
+        name, items = _new_picture(root, f"train_{index:05d}", rng)
+        captions.append(_record(name, name, [(CAPTION_REQUEST, caption(items))]))
+        conversations.append(_record(name, name, _conversation(items, rng)))
+    for index in range(round(recipe.train_pictures * TEXT_ONLY_SHARE / (1 - TEXT_ONLY_SHARE))):
+        conversations.append(_record(f"text_{index:05d}", None, rng.sample(text_facts(), rng.randint(2, 4))))
+    rng.shuffle(conversations)
+    for index in range(recipe.heldout_pictures):
+        name, items = _new_picture(root, f"heldout_{index:05d}", rng)
+        heldout.append(_record(name, name, [_question(KINDS[index % len(KINDS)], items, rng)]))
+    _dump(root / "captions.json", captions)
+    _dump(root / "instructions.json", conversations)
+    _dump(root / "heldout.json", heldout)
+    _dump(root / MARKER, asdict(recipe))
+
+
+def _dump(path: Path, value: object) -> None:
+    """Write ``value`` as JSON."""
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def _record(name: str, image: str | None, turns: list[tuple[str, str]]) -> dict[str, object]:
+    """One LLaVA JSON record; the image mark stands before the first question."""
+    record: dict[str, object] = {"id": name}
+    if image is not None:
+        record["image"] = f"{image}.png"
+    messages = []
+    for position, (question, answer) in enumerate(turns):
+        mark = "<image>\n" if image is not None and position == 0 else ""
+        messages.append({"from": "human", "value": mark + question})
+        messages.append({"from": "gpt", "value": answer})
+    record["conversations"] = messages
+    return record
+
+
+def _new_picture(root: Path, name: str, rng: random.Random) -> tuple[str, list[Item]]:
+    """Draw one picture to ``images/<name>.png``; returns its name and its shapes in PLACES order."""
+    (count,) = rng.choices(range(1, len(SHAPE_COUNT_WEIGHTS) + 1), SHAPE_COUNT_WEIGHTS)
+    places = sorted(rng.sample(range(len(PLACES)), count))
+    colours = rng.sample(list(COLOURS), len(places))
+    items = [
+        Item(rng.choice(SHAPES), colour, rng.choice(list(SIZES)), place)
+        for colour, place in zip(colours, places, strict=True)
+    ]
+    draw_picture(items, rng).save(root / "images" / f"{name}.png")
+    return name, items
+
+
+def draw_picture(items: list[Item], rng: random.Random) -> Image.Image:
+    """An RGB picture of ``items`` on a grey ground, of one of the CANVASES sizes.
+
+    Shapes stand at the quarters of the central square, so that a centre crop keeps them whole.
+    """
+    fine = 2  # drawn twice as large and averaged down, for smooth edges
+    width, height = (side * fine for side in rng.choice(CANVASES))
+    short = min(width, height)
+    shift = rng.randint(-12, 12)
+    red, green, blue = (level + shift for level in GROUND)
+    picture = Image.new("RGB", (width, height), (red, green, blue))
+    draw = ImageDraw.Draw(picture)
+    for item in items:
+        column, row = item.place % 2, item.place // 2
+        x = width / 2 + short * (column - 0.5) * SPREAD + short * rng.uniform(-0.01, 0.01)
+        y = height / 2 + short * (row - 0.5) * SPREAD + short * rng.uniform(-0.01, 0.01)
+        _draw_shape(draw, item.shape, x, y, short * SIZES[item.size], COLOURS[item.colour])
+    return picture.reduce(fine)
+
+
+def _draw_shape(
+    draw: ImageDraw.ImageDraw, shape: str, x: float, y: float, half: float, fill: tuple[int, int, int]
+) -> None:
+    """Fill one shape with centre (x, y) and half width ``half``, in pixels."""
+    if shape == "circle":
+        draw.ellipse((x - half, y - half, x + half, y + half), fill=fill)
+    elif shape == "square":
+        draw.rectangle((x - half, y - half, x + half, y + half), fill=fill)
+    elif shape == "triangle":
+        draw.polygon(((x, y - half), (x + half, y + half), (x - half, y + half)), fill=fill)
+    else:
+        arm = half / 3
+        draw.rectangle((x - half, y - arm, x + half, y + arm), fill=fill)
+        draw.rectangle((x - arm, y - half, x + arm, y + half), fill=fill)
+
+
+def caption(items: list[Item]) -> str:
+    """All shapes with size, colour and place, e.g. ``A small red circle at the top left.``"""
+    parts = [f"a {item.size} {item.colour} {item.shape} at the {PLACES[item.place]}" for item in items]
+    text = ", ".join(parts)
+    return text[0].upper() + text[1:] + "."
+
+
+def _conversation(items: list[Item], rng: random.Random) -> list[tuple[str, str]]:
+    """Up to five turns of mixed kinds about one picture, now and then with a caption among them."""
+    kinds = [rng.choice(KINDS) for _ in range(rng.randint(2, 5))]
+    turns = dict(_question(kind, items, rng) for kind in kinds)  # the same question only once
+    pairs = list(turns.items())
+    if rng.random() < CAPTION_TURN_SHARE:
+        pairs.insert(rng.randint(0, len(pairs)), (CAPTION_REQUEST, caption(items)))
+    return pairs
+
+
+def _question(kind: str, items: list[Item], rng: random.Random) -> tuple[str, str]:
+    """A question of ``kind`` about a random shape of the picture, and its answer.
+
+    A shape is named by its kind of shape where that is unique in the picture, else by its colour,
+    which always is.
+    """
+    item = rng.choice(items)
+    unique = sum(other.shape == item.shape for other in items) == 1
+    place = PLACES[item.place]
+    if kind == "colour":
+        return f"What colour is the {item.shape if unique else f'shape at the {place}'}?", item.colour
+    if kind == "shape":
+        by_colour = rng.random() < 0.5
+        return f"What shape is {item.colour if by_colour else f'at the {place}'}?", item.shape
+    if kind == "count":
+        return "How many shapes are there?", NUMBERS[len(items) - 1]
+    if kind == "content":
+        return f"What is at the {place}?", f"{item.colour} {item.shape}"
+    name = item.shape if unique and rng.random() < 0.5 else f"{item.colour} shape"
+    if kind == "place":
+        return f"Where is the {name}?", place
+    return f"How large is the {name}?", item.size
+
+
+def text_facts() -> list[tuple[str, str]]:
+    """Questions without a picture, and their answers."""
+    facts = [(f"Which number comes after {a}?", b) for a, b in zip(NUMBERS, NUMBERS[1:], strict=False)]
+    facts += [(f"Which number comes before {b}?", a) for a, b in zip(NUMBERS, NUMBERS[1:], strict=False)]
+    sides = {"triangle": "three", "square": "four"}
+    return facts + [(f"How many sides does a {shape} have?", count) for shape, count in sides.items()]

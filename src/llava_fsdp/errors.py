@@ -1,0 +1,58 @@
+"""What can go wrong, by who can mend it; the exit code is part of the type.
+
+A mistake of the user's is one of these, with one message that names the file, record or key, the value and the
+cure. A mistake of ours is an `assert`.
+"""
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What a worker process returns. torchrun itself always returns 1, so launchers read `run_status.json`."""
+
+    DONE = 0
+    BUG = 1
+    USER = 2
+    CHECKPOINT = 3
+    NUMERIC = 4
+    COMMUNICATION = 5
+    STOPPED = 75  # stopped on request with a checkpoint: run me again
+
+
+class LlavaFsdpError(Exception):
+    """Base of all errors that a user can cause or meet."""
+
+    exit_code = ExitCode.BUG
+    on_every_rank = True  # every rank finds it alike, so that rank 0 alone need say it
+
+
+class ConfigError(LlavaFsdpError):
+    """A key, a choice or a combination of them is wrong."""
+
+    exit_code = ExitCode.USER
+
+
+class ModelError(LlavaFsdpError):
+    """A model folder is missing, incomplete or of another model."""
+
+    exit_code = ExitCode.USER
+
+
+class DataError(LlavaFsdpError):
+    """A dataset file, a record or a picture is wrong."""
+
+    exit_code = ExitCode.USER
+    on_every_rank = False  # a picture is opened by one rank
+
+
+class CheckpointError(LlavaFsdpError):
+    """A checkpoint cannot be written, read, or continued with this configuration."""
+
+    exit_code = ExitCode.CHECKPOINT
+    on_every_rank = False
+
+
+class NumericError(LlavaFsdpError):
+    """The loss or a gradient is not finite."""
+
+    exit_code = ExitCode.NUMERIC

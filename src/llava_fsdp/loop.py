@@ -1,0 +1,80 @@
+"""The training loop: fetch a step, run its micro-batches, update."""
+
+import math
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from llava_fsdp.config import Config
+from llava_fsdp.data.loader import Step
+from llava_fsdp.errors import NumericError
+from llava_fsdp.sharding.precision import MasterWeights
+from llava_fsdp.sharding.zero import ShardPlan, begin_micro_batch
+from llava_fsdp.state import StepResult, TrainState
+
+
+def fit(
+    state: TrainState,
+    plan: ShardPlan,
+    cfg: Config,
+    after_step: Callable[[StepResult], None],
+) -> None:
+    """Train to the last step. `after_step` runs on every rank, after the weights have been updated."""
+    state.model.train()
+    started = time.perf_counter()
+    for step in state.loader.from_step(state.step):
+        result = train_step(state, step, plan, cfg, started)
+        after_step(result)
+        started = time.perf_counter()
+
+
+def train_step(state: TrainState, step: Step, plan: ShardPlan, cfg: Config, started: float) -> StepResult:
+    """One optimizer step.
+
+    Raises:
+        NumericError: the gradients are not finite, on every rank alike; the weights are as they were.
+    """
+    lr = state.learning_rate.apply(state.optimizer, state.step)
+    loss_sum = torch.zeros((), device=state.loader.device)
+    for number, micro in enumerate(step.micro_batches, start=1):
+        begin_micro_batch(state.model, plan, is_last=number == len(step.micro_batches))
+        micro = state.loader.to_device(micro)
+        loss = micro.scale * state.model(
+            micro.input_ids, micro.image_positions, micro.images, micro.label_positions, micro.label_ids
+        )
+        loss.backward()
+        loss_sum += loss.detach()
+    grad_norm = clip_gradients(state.masters, cfg.optim.clip)
+    loss = float(summed(loss_sum))
+    if not math.isfinite(grad_norm) or not math.isfinite(loss):
+        raise NumericError(
+            f"step {state.step + 1}: loss {loss}, gradient norm {grad_norm}; the weights were not updated. "
+            "A smaller optim.lr, optim.clip=1.0 or precision=fp32 may help"
+        )
+    state.optimizer.step()
+    state.masters.refresh()
+    state.optimizer.zero_grad(set_to_none=True)
+    state.step += 1
+    state.samples += step.facts.samples
+    return StepResult(step.facts, loss, lr, grad_norm, time.perf_counter() - started)
+
+
+@torch.no_grad()
+def clip_gradients(masters: MasterWeights, largest: float | None) -> float:
+    """Norm of all gradients over all ranks, before they are scaled down to `largest` where that is smaller."""
+    gradients = [p.grad for p in masters.named.values() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if largest is not None:
+        torch.nn.utils.clip_grads_with_norm_(masters.named.values(), largest, norm)
+    return float(norm)
+
+
+def summed(value: torch.Tensor) -> torch.Tensor:
+    """The sum over all ranks."""
+    if dist.is_initialized():
+        dist.all_reduce(value)
+    return value

@@ -1,0 +1,174 @@
+"""What a run says while it trains: one JSON object a step, a progress bar or plain lines, and how it ended."""
+
+import json
+import os
+import resource
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    track,
+)
+
+from llava_fsdp.config import Config
+from llava_fsdp.errors import ExitCode
+from llava_fsdp.log import log
+from llava_fsdp.state import StepResult
+
+METRICS_FILE = "metrics.jsonl"
+QUARANTINE_FILE = "quarantine.jsonl"
+STATUS_FILE = "run_status.json"
+
+
+def write_status(cfg: Config, code: ExitCode, reason: str) -> None:
+    """Say in `run_status.json` how the run ended; torchrun's own exit code does not tell.
+
+    The first rank that fails writes; the others fail because it did.
+    """
+    folder = Path(cfg.output_dir)
+    path = folder / STATUS_FILE
+    rank = int(os.environ.get("RANK", "0"))
+    if code == ExitCode.DONE and rank != 0:
+        return
+    text = json.dumps({"status": code.name.lower(), "exit_code": int(code), "reason": reason, "rank": rank})
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if code == ExitCode.DONE:
+            path.write_text(text + "\n")
+        else:
+            with path.open("x") as file:  # exclusive: the first failure is the cause
+                file.write(text + "\n")
+    except FileExistsError:
+        pass
+    except OSError as error:
+        log().warning("cannot write %s: %s", path, error)
+
+
+def clear_status(cfg: Config) -> None:
+    (Path(cfg.output_dir) / STATUS_FILE).unlink(missing_ok=True)
+
+
+def watch_loading(is_first_rank: bool) -> Callable[[Iterable[str]], Iterable[str]]:
+    """Shows the loading of weights as it goes, on rank 0's terminal."""
+
+    def watch(names: Iterable[str]) -> Iterable[str]:
+        if not (is_first_rank and sys.stderr.isatty()):
+            return names
+        return track(list(names), description="weights", console=Console(stderr=True), transient=True)
+
+    return watch
+
+
+class Reporter:
+    """Writes and shows every step on rank 0; quiet elsewhere."""
+
+    def __init__(self, cfg: Config, first_step: int, total_steps: int, is_first_rank: bool):
+        self.cfg = cfg
+        self.enabled = is_first_rank
+        self.total_steps = total_steps
+        self.folder = Path(cfg.output_dir)
+        self.progress: Progress | None = None
+        if not self.enabled:
+            return
+        cut_back(self.folder / METRICS_FILE, first_step)
+        cut_back(self.folder / QUARANTINE_FILE, first_step)
+        if sys.stderr.isatty():
+            self.progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[shown]}"),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=Console(stderr=True),
+            )
+            self.task = self.progress.add_task(cfg.stage.name, total=total_steps, completed=first_step, shown="")
+            self.progress.start()
+
+    def close(self) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+
+    def __call__(self, result: StepResult) -> None:
+        if not self.enabled:
+            return
+        row = metrics_row(result)
+        append(self.folder / METRICS_FILE, row)
+        for where in result.facts.quarantined:
+            append(self.folder / QUARANTINE_FILE, {"step": row["step"], "record": where, "reason": "too long"})
+        self.show(row)
+
+    def show(self, row: dict) -> None:
+        shown = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s"
+        if self.progress is not None:
+            self.progress.update(self.task, completed=row["step"], shown=shown)
+        elif row["step"] % self.cfg.log_every == 0 or row["step"] == self.total_steps:
+            left = (self.total_steps - row["step"]) * row["seconds"]
+            log().info(
+                "step %d/%d  %s  lr %.3g  grad norm %.3g  %s left",
+                row["step"], self.total_steps, shown, row["lr"], row["grad_norm"], duration(left),
+            )  # fmt: skip
+
+
+def metrics_row(result: StepResult) -> dict:
+    facts = result.facts
+    return {
+        "step": facts.step + 1,
+        "loss": result.loss,
+        "lr": result.lr,
+        "grad_norm": result.grad_norm,
+        "label_tokens": facts.label_tokens,
+        "tokens": facts.tokens,
+        "samples": facts.samples,
+        "images": facts.images,
+        "truncated": facts.truncated,
+        "labels_cut": facts.labels_cut,
+        "quarantined": len(facts.quarantined),
+        "seconds": result.seconds,
+        "tokens_per_second": facts.tokens / result.seconds,
+        "peak_memory_bytes": peak_memory(),
+    }
+
+
+def peak_memory() -> int:
+    """Most bytes this rank has held: on the GPU where there is one, else of the process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def append(path: Path, row: dict) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def cut_back(path: Path, step: int) -> None:
+    """Drop the rows of steps after `step`: a resumed run does them again."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # a line that a crash cut short
+        if row["step"] <= step:
+            kept.append(line)
+    staged = path.with_suffix(".tmp")
+    staged.write_text("".join(line + "\n" for line in kept))
+    os.replace(staged, path)
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"

@@ -1,0 +1,173 @@
+"""The model: a vision tower, a projector and a language model. Knows nothing of ranks."""
+
+import re
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import AutoModel, PretrainedConfig
+
+from llava_fsdp.config import Feature, ModelConfig, Part
+from llava_fsdp.errors import ConfigError
+from llava_fsdp.model.parts import Parts
+
+
+class Projector(nn.Module):
+    """Picture features to the language model's embedding space: linear, mlp{N}x_gelu or identity.
+
+    LLaVA multimodal_projector/builder.py:33-51; layers are called linear_1, linear_2, ... as transformers does.
+    """
+
+    def __init__(self, kind: str, features: int, hidden: int):
+        super().__init__()
+        depth = {"identity": 0, "linear": 1}.get(kind) or int((re.findall(r"\d+", kind) or ["0"])[0])
+        if depth == 0 and features != hidden:
+            raise ConfigError(
+                f"model.projector_type=identity needs a tower as wide as the language model; here they are {features} "
+                f"and {hidden} wide: choose mlp2x_gelu"
+            )
+        self.depth = depth
+        for number in range(1, depth + 1):
+            self.add_module(f"linear_{number}", nn.Linear(features if number == 1 else hidden, hidden))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """[..., features] -> [..., hidden]"""
+        for number in range(1, self.depth + 1):
+            if number > 1:
+                features = functional.gelu(features)
+            features = self.get_submodule(f"linear_{number}")(features)
+        return features
+
+
+class Llava(nn.Module):
+    """Picture positions are overwritten with projected tower features, then the language model runs.
+
+    Parameter names are those of transformers' LlavaForConditionalGeneration without its leading `model.`.
+    """
+
+    def __init__(self, parts: Parts, cfg: ModelConfig, compute_dtype: torch.dtype):
+        super().__init__()
+        self.cfg = cfg
+        self.parts = parts
+        self.compute_dtype = compute_dtype
+        self.vision_tower = AutoModel.from_config(parts.vision, attn_implementation="sdpa")
+        hidden = parts.language.hidden_size
+        self.multi_modal_projector = Projector(cfg.projector_type, parts.vision.hidden_size, hidden)
+        self.language_model = AutoModel.from_config(parts.language, attn_implementation="sdpa")
+        self.language_model.config.use_cache = False
+        self.lm_head = nn.Linear(hidden, parts.language.vocab_size, bias=False)
+        if parts.language.tie_word_embeddings:
+            self.lm_head.weight = self.language_model.get_input_embeddings().weight
+        self.image_tokens, self.leftovers = probe_tower(self.vision_tower, parts.vision, cfg)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        image_positions: torch.Tensor,
+        images: torch.Tensor,
+        label_positions: torch.Tensor,
+        label_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Sum of the losses of all labels, or their logits where there are no label ids.
+
+        Args:
+            input_ids: int64 [rows, length], padded on the right; causal attention keeps padding out.
+            image_positions: int64 [pictures * image_tokens], into the rows laid end to end.
+            images: float32 [pictures, 3, size, size], normalised.
+            label_positions: int64 [labels], into the rows laid end to end: where each label is predicted.
+            label_ids: int64 [labels].
+
+        Returns:
+            float32 scalar, or float32 [labels, vocabulary].
+        """
+        features = self.multi_modal_projector(self.image_features(images))  # [pictures, image_tokens, hidden]
+        embeds = self.language_model.get_input_embeddings()(input_ids)  # [rows, length, hidden]
+        # Without a picture this is a write of nothing that still keeps the projector in the graph: every rank then
+        # reduces its gradient, and embeddings require one although they are frozen.
+        flat = embeds.flatten(0, 1).index_copy(0, image_positions, features.flatten(0, 1).to(embeds.dtype))
+        hidden = self.language_model(inputs_embeds=flat.view_as(embeds)).last_hidden_state
+        logits = self.lm_head(hidden.flatten(0, 1).index_select(0, label_positions)).float()
+        if label_ids is None:
+            return logits
+        return functional.cross_entropy(logits, label_ids, reduction="sum")
+
+    def image_features(self, images: torch.Tensor) -> torch.Tensor:
+        """[pictures, image_tokens, tower width]; all pictures in one call of the tower.
+
+        A frozen tower does not run at all without a picture. A trainable one runs one blank picture and drops it,
+        so that its blocks run on every rank whatever the rank's data.
+        """
+        trains = Part.vision in self.cfg.train
+        if not trains and not len(images):
+            return images.new_zeros((0, self.image_tokens, self.parts.vision.hidden_size), dtype=self.compute_dtype)
+        with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
+            shown = images if len(images) else images.new_zeros((1, *images.shape[1:]))
+            output = self.vision_tower(pixel_values=shown.to(self.compute_dtype), output_hidden_states=True)
+            features = output.hidden_states[self.cfg.select_layer]
+            if self.cfg.select_feature is Feature.patch:
+                features = features[:, 1:]
+            return features[: len(images)]
+
+    def blocks(self) -> list[nn.ModuleList]:
+        """Stacks of blocks: the language model's, and the tower's where it trains."""
+        stacks = [find_stack(self.language_model)]
+        if Part.vision in self.cfg.train:
+            stacks.append(find_stack(self.vision_tower))
+        return stacks
+
+    def whole_while_frozen(self) -> list[nn.Module]:
+        """The frozen tower does not run on a rank without pictures, so it must not take part in collectives."""
+        return [self.vision_tower]
+
+    def freeze(self) -> None:
+        """Leave trainable the parts of `model.train`, without what can never receive a gradient."""
+        self.requires_grad_(False)
+        modules = {
+            Part.projector: [self.multi_modal_projector],
+            Part.language: [self.language_model, self.lm_head],
+            Part.vision: [self.vision_tower],
+        }
+        for part in self.cfg.train:
+            for module in modules[part]:
+                module.requires_grad_(True)
+        leftovers = set(self.leftovers)
+        for name, parameter in self.vision_tower.named_parameters():
+            if name in leftovers:
+                parameter.requires_grad_(False)
+
+
+def find_stack(model: nn.Module) -> nn.ModuleList:
+    """The list of a transformer's layers: as long as its configuration says, whatever its name."""
+    layers = model.config.num_hidden_layers
+    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == layers]
+    assert stacks, f"{type(model).__name__} has no list of {layers} layers"
+    return stacks[0]
+
+
+def probe_tower(tower: nn.Module, vision: PretrainedConfig, cfg: ModelConfig) -> tuple[int, list[str]]:
+    """Run a tower on the meta device, whichever it is.
+
+    Returns:
+        The positions that a picture takes, and the parameters behind the selected layer: they would never get a
+        gradient, and optimizers and checkpoints would disagree about them.
+    """
+    pixels = torch.zeros((1, 3, vision.image_size, vision.image_size), device="meta")
+    features = tower(pixel_values=pixels, output_hidden_states=True).hidden_states[cfg.select_layer]
+    positions, grid = features.shape[1], (vision.image_size // vision.patch_size) ** 2
+    if cfg.select_feature is Feature.patch and positions != grid + 1:
+        raise ConfigError(
+            f"model.select_feature=patch drops a CLS token, but {vision.model_type} gives {positions} positions for a "
+            f"grid of {grid}; set model.select_feature=full"
+        )
+    names, parameters = zip(*tower.named_parameters(), strict=True)
+    gradients = torch.autograd.grad(features.sum(), parameters, allow_unused=True)
+    leftovers = [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
+    return positions - (cfg.select_feature is Feature.patch), leftovers
+
+
+def build_llava(parts: Parts, cfg: ModelConfig, compute_dtype: torch.dtype) -> Llava:
+    """The model on the meta device: shapes only, and what trains."""
+    with torch.device("meta"):
+        model = Llava(parts, cfg, compute_dtype)
+    model.freeze()
+    return model

@@ -1,0 +1,53 @@
+"""What other programs call our parameters.
+
+Ours are those of transformers' LlavaForConditionalGeneration without its leading `model.`, and without the
+`vision_model.` that some releases and files have inside the tower.
+"""
+
+import re
+
+# first match wins; the original's names (LLaVA), the hub's (llava-hf), transformers' own, then bare parts
+RENAMES: list[tuple[re.Pattern[str], str]] = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in [
+        (r"^model\.vision_tower\.vision_tower\.", "vision_tower."),
+        (r"^model\.mm_projector\.(weight|bias)$", r"multi_modal_projector.linear_1.\1"),
+        (r"^model\.mm_projector\.", "mm_projector."),
+        (r"^language_model\.model\.", "language_model."),
+        (r"^language_model\.lm_head\.", "lm_head."),
+        (r"^model\.(language_model|vision_tower|multi_modal_projector)\.", r"\1."),
+        (r"^model\.", "language_model."),
+    ]
+]
+SEQUENTIAL = re.compile(r"^mm_projector\.(\d+)\.")
+
+
+def ours(name: str) -> str:
+    """The parameter of ours that a tensor of any whole model's file is."""
+    for pattern, replacement in RENAMES:
+        if pattern.search(name):
+            name = pattern.sub(replacement, name)
+            break
+    # the original's projector is Linear, GELU, Linear, ...: every second entry has weights
+    name = SEQUENTIAL.sub(lambda m: f"multi_modal_projector.linear_{int(m[1]) // 2 + 1}.", name)
+    return name.replace("vision_tower.vision_model.", "vision_tower.")
+
+
+def ours_in_language(name: str) -> str:
+    """Likewise for a file of a language model alone; a bare stack's names have no prefix."""
+    found = ours(name)
+    return found if found.startswith(("language_model.", "lm_head.")) else f"language_model.{name}"
+
+
+def ours_in_vision(name: str) -> str:
+    """Likewise for a file of a tower, alone or within CLIP or SigLIP (whose text half keeps a name of no use)."""
+    return "vision_tower." + name.removeprefix("vision_model.")
+
+
+def theirs(name: str) -> str:
+    """The name on the hub (llava-hf), which transformers loads in every release."""
+    if name.startswith("language_model."):
+        return name.replace("language_model.", "language_model.model.", 1)
+    if name.startswith("lm_head."):
+        return f"language_model.{name}"
+    return name.replace("vision_tower.", "vision_tower.vision_model.", 1)

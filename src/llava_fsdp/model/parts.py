@@ -1,0 +1,215 @@
+"""Where a model's parts come from: folders, hub names, and what their configurations say."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoConfig, PretrainedConfig
+
+from llava_fsdp.config import Config, Feature, ModelConfig
+from llava_fsdp.errors import ConfigError, ModelError
+
+PACKAGE = "package:"
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_FILES = ["*.json", "*.model", "*.safetensors", "*.bin"]
+EXPORT = "export"
+NOTES = "llava_fsdp.json"
+"""What our exports add to transformers' files: how the model was trained and what it is made of."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A model's folders, and the configurations that say its shapes."""
+
+    language_folder: Path
+    """Holds the tokenizer and, without `whole`, the language model's weights."""
+    vision_folder: Path
+    """Holds the preprocessor and, without `whole`, the tower's weights."""
+    language: PretrainedConfig
+    vision: PretrainedConfig
+    whole: Path | None
+    """A folder with all weights (`model.checkpoint`)."""
+
+
+def find_parts(cfg: ModelConfig) -> Parts:
+    """Resolve names to folders and read their configurations.
+
+    Raises:
+        ConfigError: a name is neither a folder nor a hub name.
+        ModelError: a folder is not a model's, or a checkpoint is of another kind of model.
+    """
+    if cfg.checkpoint is None:
+        language, vision = resolve(cfg.language, "model.language"), resolve(cfg.vision, "model.vision")
+        return Parts(
+            language,
+            vision,
+            text_config(read_config(language, "model.language")),
+            vision_config(read_config(vision, "model.vision")),
+            None,
+        )
+    folder = resolve_model(cfg.checkpoint, "model.checkpoint")
+    raw = read_json(folder / "config.json", f"model.checkpoint={folder}")
+    if str(raw.get("model_type", "")).startswith("llava_"):
+        return original_parts(folder, raw, cfg)
+    config = read_config(folder, "model.checkpoint")
+    if config.model_type != "llava":
+        raise ModelError(
+            f"model.checkpoint={folder} is a {config.model_type} model, not a LLaVA one; "
+            "a language model alone goes into model.language"
+        )
+    check_selection(config, cfg, folder)
+    language = config.text_config
+    language.vocab_size = trained_vocabulary(folder, config)
+    return Parts(folder, folder, language, config.vision_config, folder)
+
+
+def original_parts(folder: Path, raw: dict, cfg: ModelConfig) -> Parts:
+    """The original's folders: language model fields on the top level, and a tower that is only named."""
+    fields = {k: v for k, v in raw.items() if k not in ("model_type", "architectures")}
+    language = AutoConfig.for_model(raw["model_type"].removeprefix("llava_"), **fields)
+    if raw.get("mm_projector_type", "linear") != cfg.projector_type:
+        raise ConfigError(
+            f"model.projector_type={cfg.projector_type}, but model.checkpoint={folder} has a "
+            f"{raw.get('mm_projector_type', 'linear')} projector; set model.projector_type to that"
+        )
+    vision = resolve(cfg.vision, "model.vision")
+    return Parts(folder, vision, language, vision_config(read_config(vision, "model.vision")), folder)
+
+
+def check_selection(config: PretrainedConfig, cfg: ModelConfig, folder: Path) -> None:
+    """The checkpoint was trained on the same tower features as this configuration selects."""
+    strategy = "default" if cfg.select_feature is Feature.patch else "full"
+    theirs = {"model.select_layer": config.vision_feature_layer, "select strategy": config.vision_feature_select_strategy}
+    ours = {"model.select_layer": cfg.select_layer, "select strategy": strategy}
+    if theirs != ours:
+        raise ConfigError(f"model.checkpoint={folder} was trained with {theirs}, this configuration says {ours}")
+    grid = (config.vision_config.image_size // config.vision_config.patch_size) ** 2
+    expected = grid if strategy == "default" else None
+    if expected is not None and config.image_seq_length != expected:
+        raise ModelError(
+            f"model.checkpoint={folder}: image_seq_length={config.image_seq_length}, but its tower gives {expected} "
+            "positions for a picture; mend config.json"
+        )
+
+
+def trained_vocabulary(folder: Path, config: PretrainedConfig) -> int:
+    """Vocabulary rows that were trained: exports pad with the image tag, a padding token and up to 64 rows.
+
+    A row too many would take part in every softmax, so they are cut on the way back.
+    """
+    if (folder / NOTES).is_file():
+        return read_json(folder / NOTES, str(folder))["vocab_size"]
+    rows = config.text_config.vocab_size
+    return config.image_token_index if 0 < rows - config.image_token_index <= 64 else rows
+
+
+def text_config(config: PretrainedConfig) -> PretrainedConfig:
+    return getattr(config, "text_config", None) or config
+
+
+def vision_config(config: PretrainedConfig) -> PretrainedConfig:
+    """A tower's configuration, alone or within a CLIP or SigLIP model's."""
+    return getattr(config, "vision_config", None) or config
+
+
+def resolve(name: str, key: str) -> Path:
+    """A folder: shipped with the package, on this machine, or downloaded from the hub.
+
+    Raises:
+        ConfigError: it is none of these.
+        ModelError: the hub could not be read.
+    """
+    if name.startswith(PACKAGE):
+        folder = Path(__file__).parents[1] / "assets" / name.removeprefix(PACKAGE)
+        if not folder.is_dir():
+            raise ConfigError(f"{key}={name}: the package ships no such model")
+        return folder
+    if Path(name).is_dir():
+        return Path(name)
+    if not HUB_NAME.fullmatch(name):
+        raise ConfigError(f"{key}={name} is not a folder; give a model folder or a hub name like lmsys/vicuna-7b-v1.5")
+    return download(name, key)
+
+
+def download(name: str, key: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:  # the hub's client locks each file, so ranks of one machine wait for one download
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(
+            f"{key}={name} is not a folder here, and the hub did not give it ({type(error).__name__}); "
+            "download it elsewhere and give the folder"
+        ) from error
+
+
+def resolve_model(name: str, key: str) -> Path:
+    """A folder with a whole model; a run's folder stands for its export."""
+    folder = Path(name)
+    if (folder / EXPORT / "config.json").is_file():
+        return folder / EXPORT
+    if (folder / "config.yaml").is_file() and not (folder / "config.json").is_file():
+        raise ModelError(f"{key}={name} is a run without a finished export; finish the run, or export a checkpoint of it")
+    return resolve(name, key)
+
+
+def read_config(folder: Path, key: str) -> PretrainedConfig:
+    """A model folder's configuration.
+
+    Raises:
+        ModelError: the folder has none, or transformers does not know it.
+    """
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{key}={folder} has no config.json; is it a model folder?")
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, KeyError, OSError) as error:
+        raise ModelError(f"{key}={folder}: transformers does not know this model: {error}") from error
+
+
+def read_json(path: Path, what: str) -> dict:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{what}: {path} cannot be read: {error}") from error
+
+
+def find_projector(cfg: Config) -> Path | None:
+    """Where the projector to start from lies; None where it is drawn, or comes with `model.checkpoint`.
+
+    Raises:
+        ConfigError: there is none, or it belongs to another model; the message has the command that makes one.
+    """
+    given = cfg.model.projector
+    if cfg.model.checkpoint is not None or given == "random" or cfg.model.projector_type == "identity":
+        return None
+    if given != "auto":
+        path = Path(given)
+        if not path.exists():
+            raise ConfigError(f"model.projector={given} does not exist; give a run, a folder or a file that holds one")
+        return path / EXPORT if (path / EXPORT).is_dir() else path
+    run = Path(cfg.output_dir).parent / "pretrain"
+    if (run / EXPORT / NOTES).is_file():
+        check_same_model(run / EXPORT, cfg)
+        return run / EXPORT
+    if cfg.model.random_weights and not run.exists():
+        return None
+    state = f"{run} is a run that has not finished" if run.exists() else f"there is no {run}"
+    raise ConfigError(
+        f"model.projector=auto looks for the projector of a stage=pretrain run, and {state}. Make one:\n"
+        f"  torchrun --nproc-per-node N -m llava_fsdp.train stage=pretrain model={cfg.model.name} output_dir={run} "
+        "data=llava_json data.path=CAPTIONS.json data.images=DIR\n"
+        "or give one with model.projector=PATH, or start from a random one with model.projector=random"
+    )
+
+
+def check_same_model(folder: Path, cfg: Config) -> None:
+    notes = read_json(folder / NOTES, "model.projector=auto")
+    for key, ours in (("language", cfg.model.language), ("vision", cfg.model.vision)):
+        if notes[key] != ours:
+            raise ConfigError(
+                f"model.projector=auto found {folder}, which was trained for model.{key}={notes[key]}, not {ours}; "
+                "give the right one with model.projector=PATH"
+            )

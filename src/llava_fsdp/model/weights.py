@@ -1,0 +1,121 @@
+"""Weights into a model that has been sharded: streamed from files, or drawn, one parameter's rows at a time."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from llava_fsdp.config import ModelConfig
+from llava_fsdp.errors import ModelError
+from llava_fsdp.model.draw import Drawn, draw_rule
+from llava_fsdp.model.files import StoredTensor, open_tensors
+from llava_fsdp.model.names import ours, ours_in_language, ours_in_vision
+from llava_fsdp.model.parts import Parts
+
+PROJECTOR_PREFIX = "multi_modal_projector."
+
+
+class Rows(Protocol):
+    """The rows of one parameter that this rank holds."""
+
+    begin: int
+    end: int
+    tensors: list[torch.Tensor]
+    """Every tensor that holds these rows, in whatever dtype."""
+
+
+class Stored(Protocol):
+    """Where a parameter's values come from."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def rows(self, begin: int, end: int) -> torch.Tensor: ...
+
+
+def find_weights(
+    model: nn.Module, parts: Parts, cfg: ModelConfig, projector: Path | None, seed: int
+) -> dict[str, Stored]:
+    """A source for every parameter of a model that is still on the meta device.
+
+    Args:
+        projector: a folder or file that holds one; None draws it.
+
+    Raises:
+        ModelError: a parameter is in no file, or has another shape there; the message names it, the file and both.
+    """
+    found: dict[str, Stored] = {}
+    if parts.whole is not None:
+        found |= renamed(open_tensors(parts.whole), ours)
+    elif not cfg.random_weights:
+        found |= renamed(open_tensors(parts.vision_folder), ours_in_vision)
+        found |= renamed(open_tensors(parts.language_folder), ours_in_language)
+    if parts.whole is None and projector is not None:
+        given = renamed(open_tensors(projector, projector_only=True), ours)
+        found |= {n: t for n, t in given.items() if n.startswith(PROJECTOR_PREFIX)}
+    sources: dict[str, Stored] = {}
+    for name, parameter in model.named_parameters():
+        drawn = parts.whole is None and (cfg.random_weights or (projector is None and name.startswith(PROJECTOR_PREFIX)))
+        if name in found:
+            check_shape(name, parameter, found[name], parts)
+            sources[name] = found[name]
+        elif drawn:
+            sources[name] = Drawn(name, tuple(parameter.shape), draw_rule(model, name), seed)
+        else:
+            where = parts.whole or projector if name.startswith(PROJECTOR_PREFIX) else parts.whole or (
+                parts.vision_folder if name.startswith("vision_tower.") else parts.language_folder
+            )
+            raise ModelError(f"{where} has no weights for {name}; is it the model that its configuration says?")
+    return sources
+
+
+def renamed(tensors: dict[str, StoredTensor], rename: Callable[[str], str]) -> dict[str, Stored]:
+    return {rename(name): tensor for name, tensor in tensors.items()}
+
+
+def check_shape(name: str, parameter: nn.Parameter, stored: Stored, parts: Parts) -> None:
+    """Shapes are equal; a vocabulary may have more rows in the file, which were added for an export."""
+    expected, got = tuple(parameter.shape), stored.shape
+    more_rows = parts.whole is not None and got[0] > expected[0] and got[1:] == expected[1:]
+    if got == expected or (more_rows and name.startswith(("language_model.embed", "lm_head."))):
+        return
+    file = stored.file if isinstance(stored, StoredTensor) else "?"
+    raise ModelError(
+        f"{name} has shape {list(got)} in {file}, and this model needs {list(expected)}; it is from another model"
+    )
+
+
+def fingerprint(model: nn.Module, sources: dict[str, Stored]) -> str:
+    """Of a model that is to be trained: all names and shapes, and the first row of every frozen parameter.
+
+    What trains is in every checkpoint; what does not must be the same when a run continues.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(json.dumps([name, list(parameter.shape), parameter.requires_grad]).encode())
+        if not parameter.requires_grad:
+            digest.update(sources[name].rows(0, 1).float().numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+@torch.no_grad()
+def load_weights(
+    sources: dict[str, Stored],
+    shards: dict[str, Rows],
+    watch: Callable[[Iterable[str]], Iterable[str]] = iter,
+) -> None:
+    """Fill every shard from its source. A rank reads its own rows and no others.
+
+    Args:
+        watch: wraps the iteration over names, to show progress.
+    """
+    assert sources.keys() == shards.keys(), sources.keys() ^ shards.keys()
+    for name in watch(sources):
+        shard = shards[name]
+        values = sources[name].rows(shard.begin, shard.end)
+        for tensor in shard.tensors:
+            tensor.copy_(values)

@@ -1,0 +1,74 @@
+"""The one screen that rank 0 prints before training: what this run is."""
+
+import sys
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+from llava_fsdp.config import Config, Source
+from llava_fsdp.data.loader import Loader
+from llava_fsdp.sharding.memory import Weight, bytes_per_rank
+from llava_fsdp.sharding.mesh import World
+from llava_fsdp.sharding.zero import SHARD_PLANS, Mesh
+
+GIB = 2**30
+
+
+def show_run(cfg: Config, world: World, loader: Loader, weights: dict[str, Weight], projector: str) -> None:
+    """Print what the model and the data are, how a step is cut, what trains, and what a rank holds."""
+    console = Console(file=sys.stderr, width=None if sys.stderr.isatty() else 120, highlight=False)
+    if cfg.model.random_weights or cfg.data.source is Source.shapes:
+        console.print(
+            Panel(
+                "This run uses the embedded default: a tiny model with random weights and pictures of shapes.\n"
+                "The real thing: model=llava_v1_5_7b data=llava_json data.path=FILE.json data.images=DIR",
+                title="embedded default",
+            )
+        )
+    steps, count = loader.steps, loader.num_micro_batches
+    facts = Table.grid(padding=(0, 2))
+    start = cfg.model.checkpoint or f"{cfg.model.language} + {cfg.model.vision}; projector: {projector}"
+    facts.add_row("model", f"{cfg.model.name}: {start}")
+    facts.add_row("data", f"{cfg.data.path}: {len(steps.records):,} records, template {cfg.data.template}")
+    facts.add_row("steps", f"{loader.total_steps:,} ({steps.per_epoch:,} an epoch); output in {cfg.output_dir}")
+    facts.add_row(
+        "batch",
+        f"micro-batch {cfg.micro_batch_size} x accumulation {count} x ranks {world.size} = "
+        f"{cfg.micro_batch_size * count * world.size} rows for a global batch of {cfg.global_batch_size}",
+    )
+    facts.add_row("compute", f"{world.device.type}, {cfg.precision.param_dtype.value}, recompute {cfg.recompute.mode.value}")
+    console.print(facts)
+    console.print(trains_table(weights), bytes_table(cfg, world, weights.values()))
+
+
+def trains_table(weights: dict[str, Weight]) -> Table:
+    table = Table("part", "trains", "frozen", title="parameters", title_justify="left")
+    for part in ("vision_tower", "multi_modal_projector", "language_model", "lm_head"):
+        own = [w for n, w in weights.items() if n.startswith(part + ".")]
+        if own:
+            table.add_row(part, *(f"{sum(w.numel for w in own if w.trainable is t):,}" for t in (True, False)))
+    return table
+
+
+def bytes_table(cfg: Config, world: World, weights: Iterable[Weight]) -> Table:
+    """GiB on the rank that holds most, for every row of the ZeRO table."""
+    weights = list(weights)
+    table = Table(
+        "sharding", "strategy", "parameters", "gradients", "optimizer", "sum, GiB",
+        title="what rank 0 holds at rest, GiB", title_justify="left",
+    )  # fmt: skip
+    for strategy, plan in SHARD_PLANS.items():
+        shard_size = cfg.sharding.shard_size or world.local_size
+        if plan.mesh is Mesh.HYBRID and world.size % shard_size:
+            continue
+        held = bytes_per_rank(weights, strategy, cfg.precision, world.size, shard_size)
+        parts = (held.parameters, held.gradients, held.optimizer)
+        mark = " <" if strategy is cfg.sharding.strategy else ""
+        table.add_row(plan.zero + mark, strategy.value, *(f"{b / GIB:.3f}" for b in (*parts, sum(parts))))
+    if world.size == 1:
+        table.caption = "one rank: nothing is sharded, and every row is the same"
+    return table
+
+

@@ -1,0 +1,89 @@
+"""How many bytes of parameters, gradients and optimizer state a rank holds under each row of the table.
+
+FSDP2 cuts a parameter along dimension 0 as `torch.chunk` does: of n rows over s ranks, a rank holds up to
+ceil(n / s), the last ones fewer or none. These are its formulas, summed over the parameters; tests compare them
+with what the ranks really hold.
+"""
+
+import math
+from dataclasses import dataclass
+
+from llava_fsdp.config import DType, PrecisionConfig, Strategy
+from llava_fsdp.sharding.mesh import mesh_shape
+from llava_fsdp.sharding.zero import SHARD_PLANS, Sync
+
+ITEM_SIZE = {DType.bf16: 2, DType.fp32: 4}
+MASTER_SIZE = 4
+ADAM_SIZE = 8
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter as the arithmetic sees it."""
+
+    shape: tuple[int, ...]
+    trainable: bool
+    whole: bool
+    """Stays whole on every rank while frozen."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def local(self, shards: int, rank: int) -> int:
+        """Elements on shard `rank` of `shards`."""
+        if shards == 1:
+            return self.numel
+        rows = self.shape[0]
+        chunk = math.ceil(rows / shards)
+        mine = max(0, min(chunk, rows - rank * chunk))
+        return self.numel // rows * mine if rows else 0
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes on one rank, when nothing runs and between two micro-batches of a step."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    parameters_between: int
+    gradients_between: int
+
+
+def bytes_per_rank(
+    weights: list[Weight],
+    strategy: Strategy,
+    precision: PrecisionConfig,
+    world_size: int,
+    shard_size: int,
+    rank: int = 0,
+) -> Bytes:
+    """What rank `rank` holds.
+
+    At rest (after an optimizer step, gradients not yet freed) trainables are fp32 shards with fp32 gradients and
+    two fp32 Adam moments; frozen weights are in the compute dtype, whole or sharded. Between micro-batches a row
+    that keeps weights gathered adds them in the compute dtype, and a row that has not synchronised holds whole
+    gradients (in the reduction dtype) or, for hybrid rows, shards not yet reduced over the replicas.
+    """
+    plan = SHARD_PLANS[strategy]
+    compute, reduce = ITEM_SIZE[precision.param_dtype], ITEM_SIZE[precision.reduce_dtype]
+    _, shards = mesh_shape(plan, world_size, shard_size)
+    trainable = [w for w in weights if w.trainable]
+    frozen = 0
+    for weight in weights:
+        if not weight.trainable:
+            sharded = plan.shards_frozen and not weight.whole
+            frozen += compute * weight.local(shards if sharded else 1, rank % shards if sharded else 0)
+    local = sum(w.local(shards, rank % shards) for w in trainable)
+    total = sum(w.numel for w in trainable)
+    if world_size == 1:
+        copies = 0 if precision.param_dtype is DType.fp32 else compute * total
+        held = frozen + MASTER_SIZE * total + copies
+        return Bytes(held, MASTER_SIZE * total, ADAM_SIZE * total, held, MASTER_SIZE * total)
+    parameters = frozen + MASTER_SIZE * local
+    gathered = 0 if plan.reshard_every_micro_batch else compute * total
+    gradients_between = reduce * total if plan.gradient_sync is Sync.LAST_MICRO_BATCH else MASTER_SIZE * local
+    return Bytes(parameters, MASTER_SIZE * local, ADAM_SIZE * local, parameters + gathered, gradients_between)
+
+

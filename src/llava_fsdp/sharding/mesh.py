@@ -1,0 +1,136 @@
+"""The ranks of a run: process group, device, and the mesh of a plan. Torn down however the run ends."""
+
+import ctypes
+import gc
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from llava_fsdp.config import Config
+from llava_fsdp.errors import ConfigError
+from llava_fsdp.sharding.zero import Mesh, ShardPlan
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks, as torchrun's environment describes them; one rank where there was no torchrun."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+@contextmanager
+def distributed(cfg: Config) -> Iterator[World]:
+    """Join the process group of torchrun's environment and pick this rank's device.
+
+    At world size 1 there is no process group at all. On an error nothing is torn down: the process is about to end
+    at once, and a peer may never answer. On success the order barrier, destroy, collect, pause matters: without it
+    gloo's background thread aborts about one process in seven at interpreter exit (pytorch#179291).
+    """
+    world = read_world()
+    end_with_parent()
+    torch.use_deterministic_algorithms(cfg.deterministic)
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    if world.size > 1:
+        join(world, cfg.comm.timeout)
+    yield world
+    if world.size > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+        gc.collect()
+        time.sleep(0.2)
+
+
+def read_world() -> World:
+    env = os.environ
+    rank, size = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
+    local_rank, local_size = int(env.get("LOCAL_RANK", "0")), int(env.get("LOCAL_WORLD_SIZE", "1"))
+    if not torch.cuda.is_available():
+        return World(rank, size, local_rank, local_size, torch.device("cpu"))
+    if local_size > torch.cuda.device_count():
+        raise ConfigError(
+            f"torchrun started {local_size} ranks on this machine, which has {torch.cuda.device_count()} GPUs; "
+            f"use --nproc-per-node {torch.cuda.device_count()}"
+        )
+    return World(rank, size, local_rank, local_size, torch.device("cuda", local_rank))
+
+
+def join(world: World, timeout_seconds: int) -> None:
+    """Initialise the process group on a store of this restart attempt.
+
+    torchrun's own store outlives a restart on one node, and workers would read the addresses of the dead ones
+    (pytorch#135712). The restart count is local to a node, so it prefixes nothing where there are several nodes.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if world.size == world.local_size else "0"
+    backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"attempt_{attempt}", store),
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+        device_id=world.device if world.device.type == "cuda" else None,
+    )
+
+
+@contextmanager
+def first_rank_first(world: World) -> Iterator[None]:
+    """Rank 0 does something while the others wait, then they do it too and find it done."""
+    if world.size > 1 and not world.is_first:
+        dist.barrier()
+    yield
+    if world.size > 1 and world.is_first:
+        dist.barrier()
+
+
+def end_with_parent() -> None:
+    """Ask Linux to end this process when torchrun is killed; else it would train on as an orphan."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.name == "posix" and hasattr(ctypes.CDLL(None), "prctl"):
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+def make_mesh(world: World, plan: ShardPlan, cfg: Config) -> DeviceMesh | None:
+    """The (replicate, shard) mesh of a plan; None at world size 1, where nothing is sharded.
+
+    Raises:
+        ConfigError: `sharding.shard_size` does not divide the ranks.
+    """
+    shape = mesh_shape(plan, world.size, cfg.sharding.shard_size or world.local_size)
+    if world.size == 1:
+        return None
+    if plan.mesh is Mesh.SHARD:
+        return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def mesh_shape(plan: ShardPlan, world_size: int, shard_size: int) -> tuple[int, int]:
+    """(replicate, shard) sizes of a plan's mesh."""
+    if plan.mesh is Mesh.REPLICATE:
+        return world_size, 1
+    if plan.mesh is Mesh.SHARD:
+        return 1, world_size
+    if world_size % shard_size:
+        divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        raise ConfigError(
+            f"sharding.shard_size={shard_size} does not divide the {world_size} ranks of this run; choose one of {divisors}"
+        )
+    return world_size // shard_size, shard_size

@@ -1,0 +1,93 @@
+"""Parallelism, applied to a model from outside. Knows stacks of blocks, and no model class.
+
+The order is: meta device, freeze, recompute, `fully_shard`, then weights into shards, then the optimizer. Recompute
+goes inside the sharded unit, so that a block's weights are gathered before it runs again; weights come after, so
+that no rank ever holds more than its shards.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from llava_fsdp.config import Config
+from llava_fsdp.sharding.memory import Weight
+from llava_fsdp.sharding.precision import DTYPES, MasterWeights, store_weights
+from llava_fsdp.sharding.recompute import apply_recompute, clean_name
+from llava_fsdp.sharding.zero import ShardPlan
+
+
+def parallelize(
+    model: nn.Module,
+    stacks: list[nn.ModuleList],
+    mesh: DeviceMesh | None,
+    plan: ShardPlan,
+    cfg: Config,
+    device: torch.device,
+    whole: list[nn.Module],
+) -> MasterWeights:
+    """Shard a meta-device model in place and allocate, uninitialised, what this rank holds of it.
+
+    Args:
+        model: on the meta device, with `requires_grad` set; its forward must run the same modules on every rank.
+        stacks: lists of blocks; each block becomes one unit of gathering, and of recomputation.
+        mesh: (replicate, shard) or (shard,); None shards nothing.
+        whole: modules whose frozen weights stay whole on every rank, whatever the plan.
+
+    Returns:
+        The tensors to load, optimize and checkpoint, by parameter name.
+    """
+    store_weights(model, cfg.precision, sharded=mesh is not None)
+    apply_recompute(stacks, cfg.recompute)
+    if mesh is not None:
+        shard(model, stacks, mesh, plan, cfg, frozen_left_whole(model, plan, whole))
+    model.to_empty(device=device)
+    return MasterWeights({clean_name(n): p for n, p in model.named_parameters() if p.requires_grad})
+
+
+def frozen_left_whole(model: nn.Module, plan: ShardPlan, whole: list[nn.Module]) -> set[nn.Parameter]:
+    """Frozen parameters that FSDP must not touch: all of them unless the plan shards frozen weights."""
+    roots = whole if plan.shards_frozen else [model]
+    return {p for root in roots for p in root.parameters() if not p.requires_grad}
+
+
+def shard(
+    model: nn.Module,
+    stacks: list[nn.ModuleList],
+    mesh: DeviceMesh,
+    plan: ShardPlan,
+    cfg: Config,
+    ignored: set[nn.Parameter],
+) -> None:
+    """`fully_shard` every block that has something to shard, then the rest of the model as the root unit.
+
+    The root is never resharded between forward and backward: backward begins with it.
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=DTYPES[cfg.precision.param_dtype],
+        reduce_dtype=DTYPES[cfg.precision.reduce_dtype],
+        cast_forward_inputs=False,  # the model casts pictures itself, at every world size alike
+    )
+    for stack in stacks:
+        for block in stack:
+            if set(block.parameters()) - ignored:
+                fully_shard(
+                    block,
+                    mesh=mesh,
+                    mp_policy=policy,
+                    reshard_after_forward=plan.reshard_after_forward,
+                    ignored_params=ignored,
+                )
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=ignored)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # The loss is divided by the label tokens of the whole step, so gradients are summed, never averaged.
+            # Neither setter recurses; without the second, gloo refuses the factor.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def weights_of(model: nn.Module, whole: list[nn.Module]) -> dict[str, Weight]:
+    """Every parameter of a meta-device model, as the memory arithmetic sees it."""
+    kept_whole = {p for module in whole for p in module.parameters()}
+    return {n: Weight(tuple(p.shape), p.requires_grad, p in kept_whole) for n, p in model.named_parameters()}

@@ -1,0 +1,63 @@
+"""In which dtype weights are stored, computed with and updated."""
+
+import torch
+from torch import nn
+
+from llava_fsdp.config import DType, PrecisionConfig
+
+DTYPES = {DType.bf16: torch.bfloat16, DType.fp32: torch.float32}
+
+
+def store_weights(model: nn.Module, cfg: PrecisionConfig, sharded: bool) -> None:
+    """Give every parameter of a meta-device model the dtype it is stored in.
+
+    FSDP casts what it shards for the computation and leaves alone what it ignores, so frozen weights are stored in
+    the compute dtype; trainable ones are fp32 masters under FSDP, and working copies in the compute dtype without
+    it (`MasterWeights` then holds the masters). Buffers keep their dtype: rotary frequencies are fp32.
+    """
+    compute = DTYPES[cfg.param_dtype]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad and sharded else compute)
+
+
+class MasterWeights:
+    """The fp32 tensors that the optimizer steps and that checkpoints hold, by parameter name.
+
+    Under FSDP, and in fp32, they are the model's own parameters. At world size 1 in bf16 the model computes with
+    bf16 working copies: each backward adds its gradients to the masters' in fp32, and `refresh` copies the
+    masters back after an optimizer step. The arithmetic is that of `fully_shard` on one rank, bit for bit.
+    """
+
+    def __init__(self, trainable: dict[str, nn.Parameter]):
+        self.named: dict[str, nn.Parameter] = {}
+        self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []
+        for name, parameter in trainable.items():
+            if parameter.dtype == torch.float32:
+                self.named[name] = parameter
+                continue
+            master = nn.Parameter(torch.empty_like(parameter, dtype=torch.float32))
+            self.named[name] = master
+            self._copies.append((parameter, master))
+            parameter.register_post_accumulate_grad_hook(GradientInto(master))
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the masters into the working copies."""
+        if self._copies:
+            torch._foreach_copy_([p for p, _ in self._copies], [m for _, m in self._copies])
+
+
+class GradientInto:
+    """Moves a working copy's gradient to its master, in the master's dtype, and frees it."""
+
+    def __init__(self, master: nn.Parameter):
+        self.master = master
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        gradient = parameter.grad.to(self.master.dtype)
+        if self.master.grad is None:
+            self.master.grad = gradient
+        else:
+            self.master.grad.add_(gradient)
+        parameter.grad = None

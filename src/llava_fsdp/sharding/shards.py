@@ -1,0 +1,52 @@
+"""What this rank holds of each parameter, and the whole of it again."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from llava_fsdp.sharding.precision import MasterWeights
+from llava_fsdp.sharding.recompute import clean_name
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rows [begin, end) of a parameter."""
+
+    begin: int
+    end: int
+    tensors: list[torch.Tensor]
+    """The local tensors that hold them: the model's own and, where there is one, the fp32 master."""
+
+
+def local_shards(model: nn.Module, masters: MasterWeights) -> dict[str, Shard]:
+    """This rank's rows of every parameter, by name."""
+    shards = {}
+    for wrapped_name, parameter in model.named_parameters():
+        name = clean_name(wrapped_name)
+        master = masters.named.get(name)
+        holders = [parameter] if master is None or master is parameter else [parameter, master]
+        begin, end = local_rows(parameter)
+        shards[name] = Shard(begin, end, [local(h) for h in holders])
+    return shards
+
+
+def local_rows(tensor: torch.Tensor) -> tuple[int, int]:
+    """Rows of dimension 0 that this rank holds."""
+    if not isinstance(tensor, DTensor):
+        return 0, tensor.shape[0]
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return (offset[0], offset[0] + shape[0]) if shape[0] else (0, 0)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The full parameter on every rank; a collective where it is sharded."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

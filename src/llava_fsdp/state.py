@@ -1,0 +1,38 @@
+"""What a run is made of."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from llava_fsdp.data.loader import Loader, StepFacts
+from llava_fsdp.optim import LearningRate
+from llava_fsdp.sharding.precision import MasterWeights
+
+
+@dataclass
+class TrainState:
+    """The parts of a run, and how far it has come."""
+
+    model: nn.Module
+    masters: MasterWeights
+    optimizer: torch.optim.Optimizer
+    learning_rate: LearningRate
+    loader: Loader
+    fingerprints: dict[str, str]
+    """Of the dataset and of the frozen weights: what a checkpoint must agree with to be continued."""
+    step: int = 0
+    """Steps finished."""
+    samples: int = 0
+    """Samples consumed by them."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step reports, on every rank alike."""
+
+    facts: StepFacts
+    loss: float
+    lr: float
+    grad_norm: float
+    seconds: float

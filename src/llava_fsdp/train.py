@@ -1,0 +1,101 @@
+"""Train a LLaVA model: `torchrun -m llava_fsdp.train stage=pretrain`, then `stage=finetune`.
+
+`train` reads from top to bottom as what happens; `fit` (loop.py) calls `train_step`, which calls `backward`.
+"""
+
+from pathlib import Path
+
+from omegaconf import OmegaConf
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from llava_fsdp import artifact, checkpoint, cli
+from llava_fsdp.config import Config, Source
+from llava_fsdp.data.loader import Loader, ModelShape, build_loader
+from llava_fsdp.data.shapes import ensure_shapes
+from llava_fsdp.log import log
+from llava_fsdp.loop import fit
+from llava_fsdp.metrics import Reporter, clear_status, watch_loading, write_status
+from llava_fsdp.model.draw import computed_buffers, restore_buffers
+from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.parts import find_parts, find_projector
+from llava_fsdp.model.weights import find_weights, fingerprint, load_weights
+from llava_fsdp.optim import build_optimizer
+from llava_fsdp.screen import show_run
+from llava_fsdp.sharding.mesh import World, distributed, first_rank_first, make_mesh
+from llava_fsdp.sharding.parallelize import parallelize, weights_of
+from llava_fsdp.sharding.precision import DTYPES
+from llava_fsdp.sharding.shards import local_shards
+from llava_fsdp.sharding.zero import SHARD_PLANS
+from llava_fsdp.state import StepResult, TrainState
+
+
+def main() -> None:
+    cli.run("train", Config, record(train), on_exit=write_status)
+
+
+def train(cfg: Config) -> None:
+    """One run, from its configuration to its export."""
+    clear_status(cfg)
+    with distributed(cfg) as world:
+        plan = SHARD_PLANS[cfg.sharding.strategy]
+        mesh = make_mesh(world, plan, cfg)
+        parts = find_parts(cfg.model)
+        projector = find_projector(cfg)
+        model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])  # on meta: shapes only
+        loader = open_data(cfg, world, model)
+        sources = find_weights(model, parts, cfg.model, projector, cfg.seed)
+        fingerprints = {"dataset": loader.steps.records.fingerprint, "model": fingerprint(model, sources)}
+        if world.is_first:
+            show_run(cfg, world, loader, weights_of(model, model.whole_while_frozen()), str(projector or "random"))
+
+        buffers = computed_buffers(model)
+        masters = parallelize(model, model.blocks(), mesh, plan, cfg, world.device, model.whole_while_frozen())
+        load_weights(sources, local_shards(model, masters), watch_loading(world.is_first))
+        restore_buffers(model, buffers)
+        optimizer, learning_rate = build_optimizer(model, masters, cfg.optim, loader.total_steps)
+        state = TrainState(model, masters, optimizer, learning_rate, loader, fingerprints)
+
+        if checkpoint.resume(state, cfg):
+            log().info("continuing after step %d of %d", state.step, loader.total_steps)
+        write_config(cfg, world)
+        reporter = Reporter(cfg, state.step, loader.total_steps, world.is_first)
+
+        def after_step(result: StepResult) -> None:
+            reporter(result)
+            last = state.step == loader.total_steps
+            if last or (cfg.checkpoint.every is not None and state.step % cfg.checkpoint.every == 0):
+                checkpoint.save(state, cfg)
+
+        if state.step >= loader.total_steps:
+            log().info("this run has finished; a larger max_steps or epochs would continue it")
+        fit(state, plan, cfg, after_step)
+        reporter.close()
+        if cfg.export.enabled and not artifact.is_current(cfg, state.step):
+            log().info("exported to %s", artifact.export(state, cfg, sources, world.is_first))
+
+
+def open_data(cfg: Config, world: World, model: Llava) -> Loader:
+    """The dataset; the embedded one is drawn first, by one rank."""
+    if cfg.data.source is Source.shapes:
+        with first_rank_first(world):
+            ensure_shapes(Path(cfg.data.root or "."))
+    language = model.parts.language
+    shape = ModelShape(
+        image_tokens=model.image_tokens,
+        image_size=model.parts.vision.image_size,
+        max_length=language.max_position_embeddings,
+        vocab_size=language.vocab_size,
+    )
+    folders = model.parts.language_folder, model.parts.vision_folder
+    return build_loader(cfg, *folders, shape, world.rank, world.size, world.device)
+
+
+def write_config(cfg: Config, world: World) -> None:
+    if world.is_first:
+        folder = Path(cfg.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(cfg)))
+
+
+if __name__ == "__main__":
+    main()
