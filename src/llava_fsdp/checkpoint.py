@@ -5,10 +5,13 @@ the trainable weights and their moments under the parameters' names, so that any
 reads it.
 """
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import warnings
+from collections.abc import Iterator
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
@@ -41,7 +44,8 @@ def save(state: TrainState, cfg: Config) -> Path:
     staged = parent / f"{final.name}.tmp"
     on_first_rank(lambda: make_empty(staged), f"cannot make {staged}")
     try:
-        dcp.save(tensors(state), checkpoint_id=staged, no_dist=not dist.is_initialized())
+        with quiet_single_process():
+            dcp.save(tensors(state), checkpoint_id=staged, no_dist=not dist.is_initialized())
     except (CheckpointException, OSError, RuntimeError) as error:
         raise CheckpointError(f"checkpoint {staged} could not be written: {error}") from error
     on_first_rank(lambda: publish(staged, final, state, cfg), f"cannot complete {final}")
@@ -90,12 +94,21 @@ def resume(state: TrainState, cfg: Config) -> bool:
     refuse_changes(facts, cfg, state, folder)
     prepare_moments(state)
     try:
-        dcp.load(tensors(state), checkpoint_id=folder, no_dist=not dist.is_initialized())
+        with quiet_single_process():
+            dcp.load(tensors(state), checkpoint_id=folder, no_dist=not dist.is_initialized())
     except (CheckpointException, OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"checkpoint {folder} could not be read: {error}") from error
     state.masters.refresh()
     state.step, state.samples = facts["step"], facts["samples"]
     return True
+
+
+@contextlib.contextmanager
+def quiet_single_process() -> Iterator[None]:
+    """DCP warns that it works in a single process, which is what it was told."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def prepare_moments(state: TrainState) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import re
 import sys
@@ -45,12 +46,14 @@ def run(
         code, reason = ExitCode.DONE, ""
     except LlavaFsdpError as error:
         code, reason = error.exit_code, str(error)
+        tell_torchrun(f"{type(error).__name__}: {error}")
         say_once(f"{type(error).__name__}: {error}", error.on_every_rank)
     except KeyboardInterrupt:
         code, reason = ExitCode.BUG, "interrupted"
         log().error("interrupted")
     except BaseException as error:
         code, reason = ExitCode.BUG, f"{type(error).__name__}: {error}"
+        tell_torchrun(traceback.format_exc())
         traceback.print_exc()
     if config is not None:
         on_exit(config, code, reason)
@@ -58,6 +61,18 @@ def run(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def tell_torchrun(what: str) -> None:
+    """Write the error file from which torchrun prints the root cause.
+
+    torch's own `@record` would put a traceback around a user's mistake.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        info = {"py_callstack": what, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError), open(path, "w") as file:
+            json.dump({"message": {"message": what, "extraInfo": info}}, file)
 
 
 def say_once(message: str, on_every_rank: bool) -> None:

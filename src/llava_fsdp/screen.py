@@ -13,9 +13,6 @@ from llava_fsdp.sharding.memory import Weight, bytes_per_rank
 from llava_fsdp.sharding.mesh import World
 from llava_fsdp.sharding.zero import SHARD_PLANS, Mesh
 
-GIB = 2**30
-
-
 def show_run(cfg: Config, world: World, loader: Loader, weights: dict[str, Weight], projector: str) -> None:
     """Print what the model and the data are, how a step is cut, what trains, and what a rank holds."""
     console = Console(file=sys.stderr, width=None if sys.stderr.isatty() else 120, highlight=False)
@@ -56,8 +53,8 @@ def bytes_table(cfg: Config, world: World, weights: Iterable[Weight]) -> Table:
     """GiB on the rank that holds most, for every row of the ZeRO table."""
     weights = list(weights)
     table = Table(
-        "sharding", "strategy", "parameters", "gradients", "optimizer", "sum, GiB",
-        title="what rank 0 holds at rest, GiB", title_justify="left",
+        "sharding", "strategy", "parameters", "gradients", "optimizer", "sum",
+        title="what rank 0 holds at rest", title_justify="left",
     )  # fmt: skip
     for strategy, plan in SHARD_PLANS.items():
         shard_size = cfg.sharding.shard_size or world.local_size
@@ -66,9 +63,17 @@ def bytes_table(cfg: Config, world: World, weights: Iterable[Weight]) -> Table:
         held = bytes_per_rank(weights, strategy, cfg.precision, world.size, shard_size)
         parts = (held.parameters, held.gradients, held.optimizer)
         mark = " <" if strategy is cfg.sharding.strategy else ""
-        table.add_row(plan.zero + mark, strategy.value, *(f"{b / GIB:.3f}" for b in (*parts, sum(parts))))
+        table.add_row(plan.zero + mark, strategy.value, *(readable(b) for b in (*parts, sum(parts))))
     if world.size == 1:
         table.caption = "one rank: nothing is sharded, and every row is the same"
     return table
 
 
+
+
+def readable(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"

@@ -6,7 +6,6 @@
 from pathlib import Path
 
 from omegaconf import OmegaConf
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from llava_fsdp import artifact, checkpoint, cli
 from llava_fsdp.config import Config, Source
@@ -30,7 +29,7 @@ from llava_fsdp.state import StepResult, TrainState
 
 
 def main() -> None:
-    cli.run("train", Config, record(train), on_exit=write_status)
+    cli.run("train", Config, train, on_exit=write_status)
 
 
 def train(cfg: Config) -> None:

@@ -32,19 +32,22 @@ TEXT_ONLY_SHARE = 0.08
 MARKER = "shapes.json"
 """File that holds the recipe of a complete folder; a folder without it is not ours."""
 
-COLOURS = {
-    "red": (220, 30, 30),
-    "green": (30, 160, 50),
-    "blue": (30, 70, 225),
-    "yellow": (245, 215, 20),
-    "white": (250, 250, 250),
-    "black": (5, 5, 5),
-}
 GROUND = (122, 116, 104)
-"""Mean colour of the ground. It is the mean of CLIP's normalisation, so that empty parts come out near
-zero and the shapes stand out, which a randomly initialised vision tower needs to learn fast."""
-SHAPES = ("circle", "square", "triangle", "cross")
-SIZES = {"small": 0.085, "large": 0.145}
+"""Colour of the ground: the mean of CLIP's normalisation, so that empty parts come out as zero."""
+_DARK, _LIT = GROUND, (255, 255, 255)
+COLOURS = {
+    "red": (_LIT[0], _DARK[1], _DARK[2]),
+    "green": (_DARK[0], _LIT[1], _DARK[2]),
+    "blue": (_DARK[0], _DARK[1], _LIT[2]),
+    "yellow": (_LIT[0], _LIT[1], _DARK[2]),
+    "purple": (_LIT[0], _DARK[1], _LIT[2]),
+    "white": _LIT,
+}
+"""No channel is ever darker than the ground. So a shape has the same sign in every colour, and even
+randomly initialised patch features tell its outline by a linear rule."""
+SHAPES = ("ring", "bar", "cross", "triangle")
+"""Shapes that differ in many pixels, which random patch features tell apart far better than outlines."""
+SIZES = {"small": 0.1, "large": 0.155}
 """Half of a shape's width, as a share of the picture's short side."""
 PLACES = ("top left", "top right", "bottom left", "bottom right")
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -57,7 +60,7 @@ CANVASES = ((56, 56), (64, 64), (64, 56), (56, 64), (72, 64), (64, 72), (96, 84)
 SHAPE_COUNT_WEIGHTS = (0.35, 0.35, 0.3)
 """Chances of one, two and three shapes; the easy pictures show the model how to look at all."""
 
-CAPTION_TURN_SHARE = 0.4
+CAPTION_TURN_SHARE = 0.3
 """Share of the conversations that also ask for the caption."""
 
 CAPTION_REQUEST = "Describe the picture."
@@ -192,7 +195,7 @@ def draw_picture(items: list[Item], rng: random.Random) -> Image.Image:
     fine = 2  # drawn twice as large and averaged down, for smooth edges
     width, height = (side * fine for side in rng.choice(CANVASES))
     short = min(width, height)
-    shift = rng.randint(-12, 12)
+    shift = rng.randint(-6, 6)
     red, green, blue = (level + shift for level in GROUND)
     picture = Image.new("RGB", (width, height), (red, green, blue))
     draw = ImageDraw.Draw(picture)
@@ -208,10 +211,10 @@ def _draw_shape(
     draw: ImageDraw.ImageDraw, shape: str, x: float, y: float, half: float, fill: tuple[int, int, int]
 ) -> None:
     """Fill one shape with centre (x, y) and half width ``half``, in pixels."""
-    if shape == "circle":
-        draw.ellipse((x - half, y - half, x + half, y + half), fill=fill)
-    elif shape == "square":
-        draw.rectangle((x - half, y - half, x + half, y + half), fill=fill)
+    if shape == "ring":
+        draw.ellipse((x - half, y - half, x + half, y + half), outline=fill, width=round(0.4 * half))
+    elif shape == "bar":
+        draw.rectangle((x - half, y - half / 3, x + half, y + half / 3), fill=fill)
     elif shape == "triangle":
         draw.polygon(((x, y - half), (x + half, y + half), (x - half, y + half)), fill=fill)
     else:
@@ -221,15 +224,15 @@ def _draw_shape(
 
 
 def caption(items: list[Item]) -> str:
-    """All shapes with size, colour and place, e.g. ``A small red circle at the top left.``"""
+    """All shapes with size, colour and place, e.g. ``A small red ring at the top left.``"""
     parts = [f"a {item.size} {item.colour} {item.shape} at the {PLACES[item.place]}" for item in items]
     text = ", ".join(parts)
     return text[0].upper() + text[1:] + "."
 
 
 def _conversation(items: list[Item], rng: random.Random) -> list[tuple[str, str]]:
-    """Up to five turns of mixed kinds about one picture, now and then with a caption among them."""
-    kinds = [rng.choice(KINDS) for _ in range(rng.randint(2, 5))]
+    """Up to seven turns of mixed kinds about one picture, now and then with a caption among them."""
+    kinds = [rng.choice(KINDS) for _ in range(rng.randint(3, 7))]
     turns = dict(_question(kind, items, rng) for kind in kinds)  # the same question only once
     pairs = list(turns.items())
     if rng.random() < CAPTION_TURN_SHARE:
