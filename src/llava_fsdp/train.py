@@ -33,44 +33,48 @@ def main() -> None:
 
 
 def train(cfg: Config) -> None:
-    """One run, from its configuration to its export."""
     clear_status(cfg)
     with distributed(cfg) as world:
-        plan = SHARD_PLANS[cfg.sharding.strategy]
-        mesh = make_mesh(world, plan, cfg)
-        parts = find_parts(cfg.model)
-        projector = find_projector(cfg)
-        model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])  # on meta: shapes only
-        loader = open_data(cfg, world, model)
-        sources = find_weights(model, parts, cfg.model, projector, cfg.seed)
-        fingerprints = {"dataset": loader.steps.records.fingerprint, "model": fingerprint(model, sources)}
-        if world.is_first:
-            show_run(cfg, world, loader, weights_of(model, model.whole_while_frozen()), str(projector or "random"))
+        run(cfg, world)
 
-        buffers = computed_buffers(model)
-        masters = parallelize(model, model.blocks(), mesh, plan, cfg, world.device, model.whole_while_frozen())
-        load_weights(sources, local_shards(model, masters), watch_loading(world.is_first))
-        restore_buffers(model, buffers)
-        optimizer, learning_rate = build_optimizer(model, masters, cfg.optim, loader.total_steps)
-        state = TrainState(model, masters, optimizer, learning_rate, loader, fingerprints)
 
-        if checkpoint.resume(state, cfg):
-            log().info("continuing after step %d of %d", state.step, loader.total_steps)
-        write_config(cfg, world)
-        reporter = Reporter(cfg, state.step, loader.total_steps, world.is_first)
+def run(cfg: Config, world: World) -> None:
+    """One run, from its configuration to its export."""
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    mesh = make_mesh(world, plan, cfg)
+    parts = find_parts(cfg.model)
+    projector = find_projector(cfg)
+    model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])  # on meta: shapes only
+    loader = open_data(cfg, world, model)
+    sources = find_weights(model, parts, cfg.model, projector, cfg.seed)
+    fingerprints = {"dataset": loader.steps.records.fingerprint, "model": fingerprint(model, sources)}
+    if world.is_first:
+        show_run(cfg, world, loader, weights_of(model, model.whole_while_frozen()), str(projector or "random"))
 
-        def after_step(result: StepResult) -> None:
-            reporter(result)
-            last = state.step == loader.total_steps
-            if last or (cfg.checkpoint.every is not None and state.step % cfg.checkpoint.every == 0):
-                checkpoint.save(state, cfg)
+    buffers = computed_buffers(model)
+    masters = parallelize(model, model.blocks(), mesh, plan, cfg, world.device, model.whole_while_frozen())
+    load_weights(sources, local_shards(model, masters), watch_loading(world.is_first))
+    restore_buffers(model, buffers)
+    optimizer, learning_rate = build_optimizer(model, masters, cfg.optim, loader.total_steps)
+    state = TrainState(model, masters, optimizer, learning_rate, loader, fingerprints)
 
-        if state.step >= loader.total_steps:
-            log().info("this run has finished; a larger max_steps or epochs would continue it")
-        fit(state, plan, cfg, after_step)
-        reporter.close()
-        if cfg.export.enabled and not artifact.is_current(cfg, state.step):
-            log().info("exported to %s", artifact.export(state, cfg, sources, world.is_first))
+    if checkpoint.resume(state, cfg):
+        log().info("continuing after step %d of %d", state.step, loader.total_steps)
+    write_config(cfg, world)
+    reporter = Reporter(cfg, state.step, loader.total_steps, world.is_first)
+
+    def after_step(result: StepResult) -> None:
+        reporter(result)
+        last = state.step == loader.total_steps
+        if last or (cfg.checkpoint.every is not None and state.step % cfg.checkpoint.every == 0):
+            checkpoint.save(state, cfg)
+
+    if state.step >= loader.total_steps:
+        log().info("this run has finished; a larger max_steps or epochs would continue it")
+    fit(state, plan, cfg, after_step)
+    reporter.close()
+    if cfg.export.enabled and not artifact.is_current(cfg, state.step):
+        log().info("exported to %s", artifact.export(state, cfg, sources, world.is_first))
 
 
 def open_data(cfg: Config, world: World, model: Llava) -> Loader:

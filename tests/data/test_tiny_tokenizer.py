@@ -28,17 +28,19 @@ def corpus_words() -> list[str]:
     Punctuation is left out so that no merge joins a word with the mark behind it; the two speakers
     keep their colon, because they never stand without it.
     """
-    rng = random.Random(0)
     texts = [SYSTEM, shapes.CAPTION_REQUEST]
-    for place in range(len(shapes.PLACES)):
+    for places in ((0,), (1, 2), (0, 1, 3), (0, 1, 2, 3)):
         for shape in shapes.SHAPES:
             for colour in shapes.COLOURS:
-                item = shapes.Item(shape, colour, rng.choice(list(shapes.SIZES)), place)
-                texts += [shapes.caption([item]), *shapes._question(rng.choice(shapes.KINDS), [item], rng)]
+                for size in shapes.SIZES:
+                    scene = shapes.Scene(shape, colour, size, places)
+                    texts.append(shapes.caption(scene))
+                    for pair in shapes.questions(scene).values():
+                        texts += pair
     for pair in shapes.text_facts():
         texts += pair
     words = {word for text in texts for word in re.findall(r"[A-Za-z]+", text)}
-    return sorted(f"▁{word}" for word in words) + ["▁USER:", "▁ASSISTANT:"]
+    return [*sorted(f"▁{word}" for word in words), "▁USER:", "▁ASSISTANT:"]
 
 
 def build() -> Tokenizer:

@@ -1,12 +1,13 @@
 """The embedded data set: drawn pictures of coloured shapes with LLaVA JSON files beside them.
 
-Everything follows from one seed and needs only Pillow. A picture has one to three shapes, each in its
-own quarter, with distinct colours. The questions are chosen so that guessing without the picture is
-seldom right: most kinds have at least four about equally frequent answers.
+Everything follows from one seed and needs only Pillow. A picture has one to four equal shapes, each in
+a corner of its own. The questions are chosen so that guessing without the picture is seldom right: all
+kinds but one have at least four answers, none of them much more frequent than the others.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -20,7 +21,7 @@ from PIL import Image, ImageDraw
 FORMAT_VERSION = 1
 """Raised whenever the same seed would give other pictures or texts."""
 
-TRAIN_PICTURES = 5000
+TRAIN_PICTURES = 3000
 """Pictures with a caption and a conversation."""
 
 HELDOUT_PICTURES = 300
@@ -47,6 +48,7 @@ COLOURS = {
 randomly initialised patch features tell its outline by a linear rule."""
 SHAPES = ("ring", "bar", "cross", "triangle")
 """Shapes that differ in many pixels, which random patch features tell apart far better than outlines."""
+PLURALS = {"ring": "rings", "bar": "bars", "cross": "crosses", "triangle": "triangles"}
 SIZES = {"small": 0.1, "large": 0.155}
 """Half of a shape's width, as a share of the picture's short side."""
 PLACES = ("top left", "top right", "bottom left", "bottom right")
@@ -57,14 +59,13 @@ patches each shape is in the middle of one patch, where a small vision tower lea
 CANVASES = ((56, 56), (64, 64), (64, 56), (56, 64), (72, 64), (64, 72), (96, 84))
 """Picture sizes in pixels, (width, height)."""
 
-SHAPE_COUNT_WEIGHTS = (0.35, 0.35, 0.3)
-"""Chances of one, two and three shapes; the easy pictures show the model how to look at all."""
+COUNT_WEIGHTS = (4, 2, 2, 2)
+"""Weights of one to four shapes; only a single shape can be asked for its place."""
 
 CAPTION_TURN_SHARE = 0.3
 """Share of the conversations that also ask for the caption."""
 
 CAPTION_REQUEST = "Describe the picture."
-KINDS = ("colour", "shape", "count", "place", "content", "size")
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,13 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Item:
-    """One shape of a picture; ``place`` indexes PLACES."""
+class Scene:
+    """What a picture shows: one to four equal shapes; ``places`` indexes PLACES, in ascending order."""
 
     shape: str
     colour: str
     size: str
-    place: int
+    places: tuple[int, ...]
 
 
 def ensure_shapes(
@@ -125,11 +126,10 @@ def _is_complete(root: Path, recipe: Recipe) -> bool:
     try:
         found = json.loads((root / MARKER).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{root} exists but is no shapes data set: cannot read {MARKER} ({error})") from error
+        raise ValueError(f"{root} exists but is no shapes data set: {MARKER}: {error}") from error
     if found != asdict(recipe):
         raise ValueError(
-            f"{root} was drawn from {found}, but {asdict(recipe)} is asked for; "
-            "remove the folder or name another one"
+            f"{root} was drawn from {found}, not from {asdict(recipe)}; remove the folder or name another one"
         )
     return True
 
@@ -138,17 +138,18 @@ def _write_all(root: Path, recipe: Recipe) -> None:
     """Draw all pictures and write the three JSON files and the marker into ``root``."""
     rng = random.Random(recipe.seed)
     (root / "images").mkdir()
+    seen: set[bytes] = set()
     captions, conversations, heldout = [], [], []
     for index in range(recipe.train_pictures):
-        name, items = _new_picture(root, f"train_{index:05d}", rng)
-        captions.append(_record(name, name, [(CAPTION_REQUEST, caption(items))]))
-        conversations.append(_record(name, name, _conversation(items, rng)))
+        name, scene = _new_picture(root, f"train_{index:05d}", rng, seen)
+        captions.append(_record(name, name, [(CAPTION_REQUEST, caption(scene))]))
+        conversations.append(_record(name, name, _conversation(scene, rng)))
     for index in range(round(recipe.train_pictures * TEXT_ONLY_SHARE / (1 - TEXT_ONLY_SHARE))):
         conversations.append(_record(f"text_{index:05d}", None, rng.sample(text_facts(), rng.randint(2, 4))))
     rng.shuffle(conversations)
     for index in range(recipe.heldout_pictures):
-        name, items = _new_picture(root, f"heldout_{index:05d}", rng)
-        heldout.append(_record(name, name, [_question(KINDS[index % len(KINDS)], items, rng)]))
+        name, scene = _new_picture(root, f"heldout_{index:05d}", rng, seen)
+        heldout.append(_record(name, name, [rng.choice(list(questions(scene).values()))]))
     _dump(root / "captions.json", captions)
     _dump(root / "instructions.json", conversations)
     _dump(root / "heldout.json", heldout)
@@ -174,23 +175,26 @@ def _record(name: str, image: str | None, turns: list[tuple[str, str]]) -> dict[
     return record
 
 
-def _new_picture(root: Path, name: str, rng: random.Random) -> tuple[str, list[Item]]:
-    """Draw one picture to ``images/<name>.png``; returns its name and its shapes in PLACES order."""
-    (count,) = rng.choices(range(1, len(SHAPE_COUNT_WEIGHTS) + 1), SHAPE_COUNT_WEIGHTS)
-    places = sorted(rng.sample(range(len(PLACES)), count))
-    colours = rng.sample(list(COLOURS), len(places))
-    items = [
-        Item(rng.choice(SHAPES), colour, rng.choice(list(SIZES)), place)
-        for colour, place in zip(colours, places, strict=True)
-    ]
-    draw_picture(items, rng).save(root / "images" / f"{name}.png")
-    return name, items
+def _new_picture(root: Path, name: str, rng: random.Random, seen: set[bytes]) -> tuple[str, Scene]:
+    """Draw a random picture to ``images/<name>.png``; returns its name and what it shows.
+
+    ``seen`` holds the pixels of all earlier pictures, so that no held-out picture is a training one.
+    """
+    while True:
+        (count,) = rng.choices(range(1, len(PLACES) + 1), COUNT_WEIGHTS)
+        places = tuple(sorted(rng.sample(range(len(PLACES)), count)))
+        scene = Scene(rng.choice(SHAPES), rng.choice(list(COLOURS)), rng.choice(list(SIZES)), places)
+        picture = draw_picture(scene, rng)
+        if picture.tobytes() not in seen:
+            seen.add(picture.tobytes())
+            picture.save(root / "images" / f"{name}.png")
+            return name, scene
 
 
-def draw_picture(items: list[Item], rng: random.Random) -> Image.Image:
-    """An RGB picture of ``items`` on a grey ground, of one of the CANVASES sizes.
+def draw_picture(scene: Scene, rng: random.Random) -> Image.Image:
+    """An RGB picture of ``scene`` on a grey ground, of one of the CANVASES sizes.
 
-    Shapes stand at the quarters of the central square, so that a centre crop keeps them whole.
+    Shapes stand in the corners of the central square, so that a centre crop keeps them whole.
     """
     fine = 2  # drawn twice as large and averaged down, for smooth edges
     width, height = (side * fine for side in rng.choice(CANVASES))
@@ -199,11 +203,11 @@ def draw_picture(items: list[Item], rng: random.Random) -> Image.Image:
     red, green, blue = (level + shift for level in GROUND)
     picture = Image.new("RGB", (width, height), (red, green, blue))
     draw = ImageDraw.Draw(picture)
-    for item in items:
-        column, row = item.place % 2, item.place // 2
+    for place in scene.places:
+        row, column = divmod(place, 2)
         x = width / 2 + short * (column - 0.5) * SPREAD + short * rng.uniform(-0.01, 0.01)
         y = height / 2 + short * (row - 0.5) * SPREAD + short * rng.uniform(-0.01, 0.01)
-        _draw_shape(draw, item.shape, x, y, short * SIZES[item.size], COLOURS[item.colour])
+        _draw_shape(draw, scene.shape, x, y, short * SIZES[scene.size], COLOURS[scene.colour])
     return picture.reduce(fine)
 
 
@@ -223,50 +227,40 @@ def _draw_shape(
         draw.rectangle((x - arm, y - half, x + arm, y + half), fill=fill)
 
 
-def caption(items: list[Item]) -> str:
-    """All shapes with size, colour and place, e.g. ``A small red ring at the top left.``"""
-    parts = [f"a {item.size} {item.colour} {item.shape} at the {PLACES[item.place]}" for item in items]
-    text = ", ".join(parts)
-    return text[0].upper() + text[1:] + "."
+def caption(scene: Scene) -> str:
+    """Number, size, colour, shape and places, e.g. ``One small red ring at the top left.``"""
+    count = len(scene.places)
+    noun = scene.shape if count == 1 else PLURALS[scene.shape]
+    places = " and ".join(PLACES[place] for place in scene.places)
+    return f"{NUMBERS[count - 1].capitalize()} {scene.size} {scene.colour} {noun} at the {places}."
 
 
-def _conversation(items: list[Item], rng: random.Random) -> list[tuple[str, str]]:
-    """Up to seven turns of mixed kinds about one picture, now and then with a caption among them."""
-    kinds = [rng.choice(KINDS) for _ in range(rng.randint(3, 7))]
-    turns = dict(_question(kind, items, rng) for kind in kinds)  # the same question only once
-    pairs = list(turns.items())
-    if rng.random() < CAPTION_TURN_SHARE:
-        pairs.insert(rng.randint(0, len(pairs)), (CAPTION_REQUEST, caption(items)))
+def questions(scene: Scene) -> dict[str, tuple[str, str]]:
+    """The questions that can be asked about ``scene`` and their answers, by kind of question."""
+    pairs = {
+        "colour": ("What colour is shown?", scene.colour),
+        "shape": ("What shape is shown?", scene.shape),
+        "count": ("How many shapes are there?", NUMBERS[len(scene.places) - 1]),
+        "size": ("How large is the shape?", scene.size),
+        "content": ("What is shown in the picture?", f"{scene.colour} {scene.shape}"),
+    }
+    if len(scene.places) == 1:
+        pairs["place"] = ("Where is the shape?", PLACES[scene.places[0]])
     return pairs
 
 
-def _question(kind: str, items: list[Item], rng: random.Random) -> tuple[str, str]:
-    """A question of ``kind`` about a random shape of the picture, and its answer.
-
-    A shape is named by its kind of shape where that is unique in the picture, else by its colour,
-    which always is.
-    """
-    item = rng.choice(items)
-    unique = sum(other.shape == item.shape for other in items) == 1
-    place = PLACES[item.place]
-    if kind == "colour":
-        return f"What colour is the {item.shape if unique else f'shape at the {place}'}?", item.colour
-    if kind == "shape":
-        by_colour = rng.random() < 0.5
-        return f"What shape is {item.colour if by_colour else f'at the {place}'}?", item.shape
-    if kind == "count":
-        return "How many shapes are there?", NUMBERS[len(items) - 1]
-    if kind == "content":
-        return f"What is at the {place}?", f"{item.colour} {item.shape}"
-    name = item.shape if unique and rng.random() < 0.5 else f"{item.colour} shape"
-    if kind == "place":
-        return f"Where is the {name}?", place
-    return f"How large is the {name}?", item.size
+def _conversation(scene: Scene, rng: random.Random) -> list[tuple[str, str]]:
+    """Two to five turns of different kinds about one picture, often with a caption among them."""
+    pairs = list(questions(scene).values())
+    pairs = rng.sample(pairs, rng.randint(2, 5))
+    if rng.random() < CAPTION_TURN_SHARE:
+        pairs.insert(rng.randint(0, len(pairs)), (CAPTION_REQUEST, caption(scene)))
+    return pairs
 
 
 def text_facts() -> list[tuple[str, str]]:
     """Questions without a picture, and their answers."""
-    facts = [(f"Which number comes after {a}?", b) for a, b in zip(NUMBERS, NUMBERS[1:], strict=False)]
-    facts += [(f"Which number comes before {b}?", a) for a, b in zip(NUMBERS, NUMBERS[1:], strict=False)]
+    facts = [(f"Which number comes after {a}?", b) for a, b in itertools.pairwise(NUMBERS)]
+    facts += [(f"Which number comes before {b}?", a) for a, b in itertools.pairwise(NUMBERS)]
     sides = {"triangle": "three", "square": "four"}
     return facts + [(f"How many sides does a {shape} have?", count) for shape, count in sides.items()]

@@ -39,6 +39,10 @@ class Weight:
         mine = max(0, min(chunk, rows - rank * chunk))
         return self.numel // rows * mine if rows else 0
 
+    def padded(self, shards: int) -> int:
+        """Elements of the largest shard, as which FSDP lays out every rank's part of a collective."""
+        return self.local(shards, 0)
+
 
 @dataclass(frozen=True)
 class Bytes:
@@ -83,7 +87,11 @@ def bytes_per_rank(
         return Bytes(held, MASTER_SIZE * total, ADAM_SIZE * total, held, MASTER_SIZE * total)
     parameters = frozen + MASTER_SIZE * local
     gathered = 0 if plan.reshard_every_micro_batch else compute * total
-    gradients_between = reduce * total if plan.gradient_sync is Sync.LAST_MICRO_BATCH else MASTER_SIZE * local
+    gradients_between = {
+        Sync.EVERY_MICRO_BATCH: MASTER_SIZE * local,
+        Sync.LAST_MICRO_BATCH: reduce * total,
+        Sync.SCATTER_EVERY_REDUCE_LAST: reduce * sum(w.padded(shards) for w in trainable),
+    }[plan.gradient_sync]
     return Bytes(parameters, MASTER_SIZE * local, ADAM_SIZE * local, parameters + gathered, gradients_between)
 
 

@@ -1,0 +1,747 @@
+"""What does each row of the ZeRO table cost on the same work?
+
+    torchrun --standalone --nproc-per-node 4 benchmarks/strategies.py
+    python benchmarks/strategies.py --nproc 4          # the same; starts torchrun itself
+
+Step time, memory and bytes moved of `torch.nn.parallel.DistributedDataParallel` and of every row, on the same
+samples, weights and optimizer. Losses are compared first: figures of variants that do not compute the same thing are
+not printed. How to read the result is in benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import gc
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from hydra import compose, initialize_config_dir
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from llava_fsdp.config import Config, DType, config_dir, load
+from llava_fsdp.data.loader import Loader, MicroBatch, Step
+from llava_fsdp.data.shapes import ensure_shapes
+from llava_fsdp.loop import clip_gradients, summed, train_step
+from llava_fsdp.model.draw import computed_buffers, restore_buffers
+from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.parts import find_parts
+from llava_fsdp.model.weights import find_weights, load_weights
+from llava_fsdp.optim import build_optimizer
+from llava_fsdp.sharding.mesh import World, distributed, make_mesh, read_world
+from llava_fsdp.sharding.parallelize import parallelize
+from llava_fsdp.sharding.precision import DTYPES, MasterWeights, store_weights
+from llava_fsdp.sharding.recompute import apply_recompute, clean_name
+from llava_fsdp.sharding.shards import local_shards
+from llava_fsdp.sharding.zero import SHARD_PLANS, ShardPlan
+from llava_fsdp.state import TrainState
+from llava_fsdp.train import open_data
+
+REPOSITORY = Path(__file__).parents[1]
+ROWS = ["zero0", "zero1", "zero2", "zero3"]
+HYBRID_ROWS = ["hybrid", "hybrid2"]
+EQUAL_WITHIN = 1e-5
+CHECKED_STEPS = 3
+CORPORA = {"pretrain": "captions.json", "finetune": "instructions.json"}
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+COLLECTIVES = {
+    "c10d::_allgather_base_": "all_gather",
+    "c10d::allgather_": "all_gather",
+    "c10d::allgather_into_tensor_coalesced_": "all_gather",
+    "c10d::_reduce_scatter_base_": "reduce_scatter",
+    "c10d::reduce_scatter_": "reduce_scatter",
+    "c10d::reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "c10d::allreduce_": "all_reduce",
+    "c10d::allreduce_coalesced_": "all_reduce",
+    "_c10d_functional::all_gather_into_tensor": "all_gather",
+    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
+    "_c10d_functional::all_reduce": "all_reduce",
+}
+
+
+# What is compared
+
+
+@dataclass(frozen=True)
+class Case:
+    """The work: a stage, and how its steps are cut. Every accumulation runs the same samples in a step."""
+
+    stage: str
+    accumulation: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}, accumulation {self.accumulation}"
+
+
+@dataclass
+class Run:
+    """A variant built for a case, ready to step, and what was seen of it."""
+
+    variant: str
+    cfg: Config
+    state: TrainState
+    plan: ShardPlan
+    ddp: DistributedDataParallel | None
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    memory: dict[str, Any] = field(default_factory=dict)
+    moved: dict[str, dict[str, int]] = field(default_factory=dict)
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    events: list[float] = field(default_factory=list)
+
+    def step(self, step: Step) -> None:
+        if self.ddp is not None:
+            loss, norm = ddp_step(self.state, self.ddp, step, self.cfg)
+        else:
+            result = train_step(self.state, step, self.plan, self.cfg, 0.0)
+            loss, norm = result.loss, result.grad_norm
+        self.losses.append(loss)
+        self.norms.append(norm)
+
+
+def ddp_step(state: TrainState, ddp: DistributedDataParallel, step: Step, cfg: Config) -> tuple[float, float]:
+    """`train_step` as one writes it with DDP: the same loss, the same sum of gradients, the same update."""
+    lr_source, device = state.learning_rate, state.loader.device
+    lr_source.apply(state.optimizer, state.step)
+    loss_sum = torch.zeros((), device=device)
+    bf16 = cfg.precision.param_dtype is DType.bf16
+    for number, micro in enumerate(step.micro_batches, start=1):
+        last = number == len(step.micro_batches)
+        with contextlib.nullcontext() if last else ddp.no_sync():
+            micro = state.loader.to_device(micro)
+            with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+                loss = micro.scale * ddp(
+                    micro.input_ids, micro.image_positions, micro.images, micro.label_positions, micro.label_ids
+                )
+            (loss * dist.get_world_size()).backward()  # DDP averages over the ranks, and the step's loss is a sum
+        loss_sum += loss.detach()
+    norm = clip_gradients(state.masters, cfg.optim.clip)
+    loss_of_step = float(summed(loss_sum))
+    state.optimizer.step()
+    state.optimizer.zero_grad(set_to_none=True)
+    state.step += 1
+    return loss_of_step, norm
+
+
+def variants(world_size: int) -> list[str]:
+    """At one rank every row is the same; the question there is what `fully_shard` and DDP would add."""
+    if world_size == 1:
+        return ["ddp", "one rank", "fully_shard"]
+    return ["ddp", *ROWS, *(HYBRID_ROWS if world_size % 2 == 0 and world_size > 2 else [])]
+
+
+# How it is built: the order of `llava_fsdp.train.run`
+
+
+def configure(case: Case, variant: str, precision: str, options: argparse.Namespace, work: Path, ranks: int) -> Config:
+    """The project's own configuration of a run, read as `train` reads it."""
+    row = variant if variant in ROWS + HYBRID_ROWS else "zero3"
+    rows = options.rows // case.accumulation
+    overrides = [
+        f"stage={case.stage}",
+        f"sharding={row}",
+        f"precision={precision}",
+        f"recompute={options.recompute}",
+        f"model.language={work / 'language'}",
+        "model.projector=random",
+        "data=llava_json",
+        f"data.path={work / 'shapes' / CORPORA[case.stage]}",
+        f"data.images={work / 'shapes' / 'images'}",
+        "data.max_length=512",
+        "data.workers=0",
+        f"output_dir={work / 'run'}",
+        f"micro_batch_size={rows}",
+        f"global_batch_size={rows * case.accumulation * ranks}",
+        "max_steps=100000",
+        "export.enabled=false",
+    ]
+    if row in HYBRID_ROWS:
+        overrides.append("sharding.shard_size=2")
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return load(Config, compose("train", overrides))
+
+
+def build(variant: str, cfg: Config, world: World) -> Run:
+    parts = find_parts(cfg.model)
+    model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])
+    loader = open_data(cfg, world, model)
+    sources = find_weights(model, parts, cfg.model, None, cfg.seed)
+    buffers = computed_buffers(model)
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    if variant == "ddp":
+        masters = materialize_whole(model, cfg, world.device)
+    else:
+        mesh = mesh_of(variant, plan, cfg, world)
+        masters = parallelize(model, model.blocks(), mesh, plan, cfg, world.device, model.whole_while_frozen())
+    load_weights(sources, local_shards(model, masters))
+    restore_buffers(model, buffers)
+    optimizer, learning_rate = build_optimizer(model, masters, cfg.optim, loader.total_steps)
+    model.train()
+    state = TrainState(model, masters, optimizer, learning_rate, loader, {})
+    return Run(variant, cfg, state, plan, wrap(model, world) if variant == "ddp" else None)
+
+
+def mesh_of(variant: str, plan: ShardPlan, cfg: Config, world: World) -> DeviceMesh | None:
+    if variant == "fully_shard":
+        return init_device_mesh(world.device.type, (1,), mesh_dim_names=("shard",))
+    return make_mesh(world, plan, cfg)
+
+
+def materialize_whole(model: Any, cfg: Config, device: torch.device) -> MasterWeights:
+    """The same storage as under FSDP, unsharded: fp32 trainables, frozen weights in the compute dtype."""
+    store_weights(model, cfg.precision, sharded=True)
+    apply_recompute(model.blocks(), cfg.recompute)
+    model.to_empty(device=device)
+    return MasterWeights({clean_name(n): p for n, p in model.named_parameters() if p.requires_grad})
+
+
+def wrap(model: nn.Module, world: World) -> DistributedDataParallel:
+    return DistributedDataParallel(
+        model,
+        device_ids=[world.device] if world.device.type == "cuda" else None,
+        broadcast_buffers=False,  # they are constants here
+        gradient_as_bucket_view=True,  # else DDP keeps a second copy of every gradient
+    )
+
+
+# What is measured
+
+
+class CollectiveBytes(TorchDispatchMode):
+    """Counts the collectives that are issued while it is active, and their bytes.
+
+    `bytes` is the whole tensor of the collective: what an all-gather gives, what a reduce-scatter or an all-reduce
+    takes. `sent` is what a rank sends if it runs as a ring over its n ranks: (n - 1) / n of it, twice that for an
+    all-reduce. A collective of one rank moves nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved = {kind: {"calls": 0, "bytes": 0, "sent": 0} for kind in KINDS}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # the collectives inside of it come back here
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name if isinstance(func, torch._ops.OpOverload) else ""
+        if name in COLLECTIVES:
+            self.count(COLLECTIVES[name], ranks_of(func, args), args, result)
+        elif name.startswith(("c10d::", "_c10d_functional::")) and not name.endswith(("wait_tensor", "barrier")):
+            raise AssertionError(f"{name} is a collective that this benchmark does not know how to count")
+        return result
+
+    def count(self, kind: str, ranks: int, args: tuple, result: Any) -> None:
+        sizes = [nbytes(args[0]), nbytes(args[1]) if len(args) > 1 else 0, nbytes(result)]
+        payload = max(sizes)  # the gathered or the not yet scattered side; equal sides for an all-reduce
+        if ranks < 2:
+            return
+        passes = 2 if kind == "all_reduce" else 1
+        for key, value in (("calls", 1), ("bytes", payload), ("sent", passes * payload * (ranks - 1) // ranks)):
+            self.moved[kind][key] += value
+
+
+def ranks_of(func: Any, args: tuple) -> int:
+    """How many ranks take part in a collective."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.name == "process_group":
+            return dist.ProcessGroup.unbox(value).size()
+        if argument.name == "group_name":
+            return dist.distributed_c10d._resolve_process_group(value).size()
+    raise AssertionError(f"{func} has no process group")
+
+
+def nbytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, list | tuple):
+        return sum(nbytes(v) for v in value)
+    return 0
+
+
+class WatchedLoader:
+    """A loader that looks at the memory between two micro-batches: `train_step` then asks it for the next one."""
+
+    def __init__(self, loader: Loader, look: Any):
+        self.loader = loader
+        self.device = loader.device
+        self.look = look
+        self.asked = 0
+
+    def to_device(self, micro: MicroBatch) -> MicroBatch:
+        self.asked += 1
+        if self.asked == 2:
+            self.look()
+        return self.loader.to_device(micro)
+
+
+def local_storages(tensors: Any) -> dict[int, int]:
+    """Bytes of every distinct storage of this rank behind the tensors."""
+    found = {}
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
+        if storage.size():
+            found[storage.data_ptr()] = storage.size()
+    return found
+
+
+def live_storages() -> dict[int, int]:
+    """Every storage that a Python object holds: FSDP's gathered weights and unsynchronised gradients too."""
+    found = {}
+    for thing in gc.get_objects():
+        if type(thing) in (torch.Tensor, nn.Parameter) and thing.device.type != "meta":
+            storage = thing.untyped_storage()
+            if storage.size():
+                found[storage.data_ptr()] = storage.size()
+    return found
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+
+
+def measure_memory(run: Run, step: Step) -> None:
+    """One step, watched: what is held at rest, what is added between micro-batches, and the peak.
+
+    At rest is right after the optimizer's update, before gradients are freed.
+    """
+    state, loader, device = run.state, run.state.loader, run.state.loader.device
+    gc.collect()
+    before = live_storages()
+    held_before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+    def between() -> None:
+        now = live_storages()
+        new = {k: v for k, v in now.items() if k not in before}
+        weights = sum(v for k, v in local_storages(state.model.parameters()).items() if k in new)
+        run.memory["between"] = {"gathered_parameters": weights, "gradients": sum(new.values()) - weights}
+
+    def at_rest(*_: Any) -> None:
+        gradients = [p.grad for p in state.masters.named.values() if p.grad is not None]
+        run.memory["rest"] = {
+            "parameters": sum(local_storages([*state.model.parameters(), *state.masters.named.values()]).values()),
+            "gradients": sum(local_storages(gradients).values()),
+            "optimizer": sum(local_storages(optimizer_tensors(state.optimizer)).values()),
+        }
+
+    hook = state.optimizer.register_step_post_hook(at_rest)
+    state.loader = WatchedLoader(loader, between)  # type: ignore[assignment]
+    reset_peak(device)
+    try:
+        run.step(step)
+    finally:
+        hook.remove()
+        state.loader = loader
+    run.memory["peak"] = peak_of_step(run, device, held_before)
+    run.memory = {k: largest_over_ranks(v) if isinstance(v, dict) else v for k, v in run.memory.items()}
+
+
+def reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from the present size
+
+
+def peak_of_step(run: Run, device: torch.device, held_before: int) -> dict[str, int]:
+    """On CUDA the most that this variant held; other variants are idle, and what they hold is taken off."""
+    if device.type == "cuda":
+        own = local_storages([*run.state.model.parameters(), *run.state.masters.named.values()])
+        own |= local_storages(optimizer_tensors(run.state.optimizer))
+        return {"max_memory_allocated": torch.cuda.max_memory_allocated(device) - held_before + sum(own.values())}
+    return {"process_rss": high_water()}
+
+
+def high_water() -> int:
+    """Resident bytes of the whole process at their highest since `reset_peak`: every variant built so far in it."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def largest_over_ranks(values: dict[str, int]) -> dict[str, int]:
+    tensor = torch.tensor(list(values.values()), dtype=torch.int64)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, tensor.tolist())
+    return dict(zip(values, (max(column) for column in zip(*gathered, strict=True)), strict=True))
+
+
+def measure_moved(run: Run, step: Step) -> None:
+    with CollectiveBytes() as counter:
+        run.step(step)
+    run.moved = counter.moved
+
+
+def measure_time(runs: list[Run], steps: list[Step], repetitions: int) -> None:
+    """Interleaved: every variant runs once before any runs again, in an order that turns round each time."""
+    for repetition in range(repetitions):
+        for run in runs if repetition % 2 == 0 else runs[::-1]:
+            time_step(run, steps[repetition % len(steps)])
+
+
+def time_step(run: Run, step: Step) -> None:
+    device = run.state.loader.device
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if device.type == "cuda" else (None, None)
+    gc.collect()
+    gc.disable()  # its pauses would fall on whoever is running
+    dist.barrier()
+    cpu, wall = time.process_time(), time.perf_counter()
+    if start is not None:
+        start.record()
+    run.step(step)
+    if end is not None:
+        end.record()
+        torch.cuda.synchronize(device)
+    mine = [time.perf_counter() - wall, time.process_time() - cpu, start.elapsed_time(end) / 1000 if start else 0.0]
+    gc.enable()
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    run.wall.append(max(g[0] for g in gathered))
+    run.cpu.append(sum(g[1] for g in gathered))
+    if start is not None:
+        run.events.append(max(g[2] for g in gathered))
+
+
+# One case
+
+
+def prepare(case: Case, precision: str, options: argparse.Namespace, work: Path, world: World) -> list[Run]:
+    """Build every variant and run the first steps of each: their losses, memory and bytes moved."""
+    runs = []
+    for variant in variants(world.size):
+        run = build(variant, configure(case, variant, precision, options, work, world.size), world)
+        steps = first_steps(run.state.loader)
+        run.step(steps[0])
+        measure_memory(run, steps[1])
+        measure_moved(run, steps[2])
+        runs.append(run)
+    return runs
+
+
+def first_steps(loader: Loader) -> list[Step]:
+    """Prepared before anything is timed: the same samples for every variant."""
+    source = loader.from_step(0)
+    return [next(source) for _ in range(CHECKED_STEPS)]
+
+
+def largest_difference(runs: list[Run]) -> float:
+    """Of all losses, relative to DDP's."""
+    reference = runs[0].losses
+    return max(abs(a - b) / abs(b) for run in runs for a, b in zip(run.losses, reference, strict=True))
+
+
+def run_case(case: Case, options: argparse.Namespace, work: Path, world: World) -> tuple[list[dict], float]:
+    """The rows of one case.
+
+    Raises:
+        SystemExit: variants do not compute the same thing in fp32, so that their cost cannot be compared.
+    """
+    runs = prepare(case, "fp32", options, work, world)
+    difference = largest_difference(runs)
+    if not difference <= EQUAL_WITHIN:
+        losses = {run.variant: run.losses for run in runs}
+        raise SystemExit(f"{case}: losses differ by {difference:.2g} (bound {EQUAL_WITHIN:g}): {losses}")
+    if options.precision != "fp32":
+        runs.clear()
+        gc.collect()
+        runs = prepare(case, options.precision, options, work, world)
+    steps = first_steps(runs[0].state.loader)
+    measure_time(runs, steps, options.repetitions)
+    tokens = statistics.mean(s.facts.tokens for s in steps)
+    base = statistics.median(runs[0].cpu), statistics.median(runs[0].events or runs[0].wall)
+    return [row_of(case, run, tokens, base) for run in runs], difference
+
+
+def row_of(case: Case, run: Run, tokens: float, base: tuple[float, float]) -> dict:
+    seconds = {"cpu": run.cpu, "wall": run.wall} | ({"cuda_events": run.events} if run.events else {})
+    clock = statistics.median(run.events or run.wall)
+    return {
+        "stage": case.stage,
+        "accumulation": case.accumulation,
+        "variant": run.variant,
+        "strategy": None if run.variant in ("ddp", "one rank") else run.cfg.sharding.strategy.value,
+        "step_seconds": {k: {"min": min(v), "median": statistics.median(v), "all": v} for k, v in seconds.items()},
+        "cpu_ratio_to_ddp": statistics.median(run.cpu) / base[0],
+        "time_ratio_to_ddp": clock / base[1],
+        "tokens_per_second": tokens / clock,
+        "memory": run.memory,
+        "moved_per_step": run.moved,
+        "losses_of_first_steps": run.losses[:CHECKED_STEPS],
+    }
+
+
+# The whole
+
+
+def main() -> None:
+    options = parse()
+    if "RANK" not in os.environ and options.nproc > 1:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        sys.exit(subprocess.call([*command, str(options.nproc), __file__, *sys.argv[1:]]))
+    torch.set_num_threads(options.threads)
+    world = read_world()
+    options.precision = options.precision or ("bf16" if world.device.type == "cuda" else "fp32")
+    started = time.perf_counter()
+    with process_group(world), working_folder(world) as work:
+        if world.is_first:
+            write_language_model(work / "language", options)
+            ensure_shapes(work / "shapes", train_pictures=CHECKED_STEPS * options.rows * world.size)
+        dist.barrier()
+        rows, difference = [], 0.0
+        for case in [Case(s, a) for s in options.stages for a in options.accumulations]:
+            found, differing = run_case(case, options, work, world)
+            rows += found
+            difference = max(difference, differing)
+            gc.collect()
+            if world.is_first:
+                print(f"{case}: done after {time.perf_counter() - started:.0f} s", file=sys.stderr)
+        if world.is_first:
+            finish(rows, difference, options, world)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="What each row of the ZeRO table costs on the same work.")
+    parser.add_argument("--nproc", type=int, default=1, help="ranks to start, where torchrun has not: 1, 2 or 4")
+    parser.add_argument("--hidden", type=int, default=128, help="width of the random language model")
+    parser.add_argument("--layers", type=int, default=3, help="its layers")
+    parser.add_argument("--rows", type=int, default=8, help="samples of a step on each rank, at any accumulation")
+    parser.add_argument("--stages", nargs="+", default=["pretrain", "finetune"], choices=["pretrain", "finetune"])
+    parser.add_argument("--accumulations", nargs="+", type=int, default=[1, 4])
+    parser.add_argument("--repetitions", type=int, default=6, help="timed steps of each variant")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], help="of the timed steps; bf16 on CUDA, else fp32")
+    parser.add_argument("--recompute", choices=["none", "full"], default="full")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank")
+    parser.add_argument("--out", type=Path, help="JSON file; the picture goes beside it")
+    options = parser.parse_args()
+    if any(options.rows % a for a in options.accumulations):
+        parser.error(f"--rows {options.rows} must be a multiple of every --accumulations {options.accumulations}")
+    if options.hidden % 32:
+        parser.error(f"--hidden {options.hidden} must be a multiple of 32, the width of a head")
+    return options
+
+
+@contextlib.contextmanager
+def process_group(world: World) -> Iterator[None]:
+    """The project's own group; DDP and `fully_shard` need one at one rank, too."""
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        cfg = load(Config, compose("train", ["deterministic=false"]))
+    with distributed(cfg):
+        if world.size == 1:
+            backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        yield
+    if world.size == 1:
+        dist.destroy_process_group()
+        gc.collect()
+        time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def working_folder(world: World) -> Iterator[Path]:
+    """A temporary folder that all ranks share."""
+    made: list[Any] = [tempfile.mkdtemp(prefix="strategies-") if world.is_first else None]
+    dist.broadcast_object_list(made, src=0)
+    try:
+        yield Path(made[0])
+    finally:
+        if world.is_first:
+            shutil.rmtree(made[0])
+
+
+def write_language_model(folder: Path, options: argparse.Namespace) -> None:
+    """The embedded language model with another width and depth; its weights are random anyway."""
+    source = REPOSITORY / "src" / "llava_fsdp" / "assets" / "tiny-llama"
+    shutil.copytree(source, folder)
+    config = json.loads((source / "config.json").read_text())
+    heads = options.hidden // 32
+    config |= {"hidden_size": options.hidden, "intermediate_size": 3 * options.hidden, "head_dim": 32}
+    config |= {"num_hidden_layers": options.layers, "num_attention_heads": heads, "num_key_value_heads": heads}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def finish(rows: list[dict], difference: float, options: argparse.Namespace, world: World) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(f"losses of all variants in fp32 are equal: they differ by at most {difference:.2g} (bound 1e-5)")
+    for case in dict.fromkeys((r["stage"], r["accumulation"]) for r in rows):
+        console.print(table_of(case, [r for r in rows if (r["stage"], r["accumulation"]) == case]))
+    for line in not_run(world):
+        console.print(f"not run: {line}")
+    path = options.out or default_path(world)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    report = facts(options, world) | {
+        "equality": {"fp32_largest_relative_difference": difference, "bound": EQUAL_WITHIN, "steps": CHECKED_STEPS},
+        "not_run": not_run(world),
+        "rows": rows,
+    }
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    drawn = draw(report, path.with_suffix(".png"))
+    console.print(f"wrote {path}" + (f" and {path.with_suffix('.png')}" if drawn else "; no picture: no matplotlib"))
+
+
+def default_path(world: World) -> Path:
+    today = datetime.date.today().isoformat()
+    return REPOSITORY / "benchmarks" / "results" / f"strategies-{world.device.type}-{today}.json"
+
+
+def not_run(world: World) -> list[str]:
+    left = []
+    if world.size == 1:
+        left.append("the rows over several ranks: this was one rank, where all rows are the same")
+    elif world.size < 4:
+        left.append("hybrid and hybrid2: a 2 x 2 mesh needs 4 ranks")
+    if world.device.type != "cuda":
+        left.append("CUDA: torch sees no GPU; gloo's bytes are exact, its times say nothing of NCCL's")
+    return left
+
+
+def facts(options: argparse.Namespace, world: World) -> dict:
+    """What a reader needs to run it again."""
+    shown = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items() if k != "out"}
+    return {
+        "question": "what does each row of the ZeRO table cost on the same work?",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "command": f"torchrun --standalone --nproc-per-node {world.size} benchmarks/strategies.py "
+        + " ".join(sys.argv[1:]),
+        "options": shown,
+        "ranks": world.size,
+        "machine": {
+            "device": torch.cuda.get_device_name() if world.device.type == "cuda" else processor(),
+            "cpus": len(os.sched_getaffinity(0)),
+            "system": f"{platform.system()} {platform.machine()}",
+        },
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def commit() -> str:
+    """The commit, marked where the code that was run is not what it says; unknown outside a checkout."""
+    try:
+        git = ["git", "-C", str(REPOSITORY)]
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run([*git, "status", "--porcelain", "src"], capture_output=True, text=True, check=True)
+        return head + (" with changes" if changed.stdout.strip() else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def table_of(case: tuple[str, int], rows: list[dict]) -> Table:
+    clock = "cuda_events" if "cuda_events" in rows[0]["step_seconds"] else "wall"
+    table = Table(title=f"{case[0]}, accumulation {case[1]}", title_justify="left")
+    heads = ["variant", "CPU s min", "median", "/ ddp", f"{clock} s min", "median", "/ ddp"]
+    heads += ["at rest", "between +", "peak", "all-gather", "reduce-scatter", "all-reduce"]
+    for head in heads:
+        table.add_column(head, justify="left" if head == "variant" else "right")
+    for row in rows:
+        cpu, wall, memory = row["step_seconds"]["cpu"], row["step_seconds"][clock], row["memory"]
+        between = mib(sum(memory["between"].values())) if "between" in memory else "-"
+        moved = [f"{mib(row['moved_per_step'][k]['bytes'])} / {row['moved_per_step'][k]['calls']}" for k in KINDS]
+        times = [f"{cpu['min']:.3f}", f"{cpu['median']:.3f}", f"{row['cpu_ratio_to_ddp']:.2f}"]
+        times += [f"{wall['min']:.3f}", f"{wall['median']:.3f}", f"{row['time_ratio_to_ddp']:.2f}"]
+        held = [mib(sum(memory["rest"].values())), between, mib(*memory["peak"].values())]
+        table.add_row(row["variant"], *times, *held, *moved)
+    table.caption = "memory and bytes in MiB, of the rank with most; collectives as bytes / calls in a step"
+    return table
+
+
+def mib(size: float) -> str:
+    return f"{size / 2**20:.2f}" if size < 100 * 2**20 else f"{size / 2**20:,.0f}"
+
+
+def draw(report: dict, path: Path) -> bool:
+    """Time, memory and bytes moved of every variant, a column for each case. False without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return False
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    cases = list(dict.fromkeys((r["stage"], r["accumulation"]) for r in report["rows"]))
+    figure, axes = pyplot.subplots(3, len(cases), figsize=(4 * len(cases), 9), squeeze=False, layout="constrained")
+    for column, case in enumerate(cases):
+        rows = [r for r in report["rows"] if (r["stage"], r["accumulation"]) == case]
+        axes[0][column].set_title(f"{case[0]}, accumulation {case[1]}")
+        draw_case([axes[n][column] for n in range(3)], rows)
+    for row, label in enumerate(["seconds a step", "MiB on a rank", "MiB in collectives a step"]):
+        axes[row][0].set_ylabel(label)
+    for row in range(3):
+        axes[row][-1].legend(fontsize="x-small")
+    machine = f"{report['ranks']} x {report['machine']['device']}"
+    figure.suptitle(f"{machine}, torch {report['torch']}, {report['options']['precision']}, {report['date'][:10]}")
+    figure.savefig(path, dpi=90)
+    return True
+
+
+def draw_case(axes: list[Any], rows: list[dict]) -> None:
+    names = [r["variant"] for r in rows]
+    places = range(len(rows))
+    for offset, (clock, label) in enumerate(clocks(rows[0])):
+        for statistic, alpha in (("median", 0.4), ("min", 1.0)):
+            heights = [r["step_seconds"][clock][statistic] for r in rows]
+            shifted = [p + 0.4 * offset - 0.2 for p in places]
+            axes[0].bar(shifted, heights, 0.38, color=f"C{offset}", alpha=alpha, label=f"{label}, {statistic}")
+    memory = [("rest", "parameters"), ("rest", "gradients"), ("rest", "optimizer")]
+    stack(axes[1], -0.2, [(f"at rest: {k}", [r["memory"][w][k] for r in rows]) for w, k in memory], 0)
+    if "between" in rows[0]["memory"]:
+        names_between = {"gathered_parameters": "between: gathered weights", "gradients": "between: gradients"}
+        parts = [(label, [r["memory"]["between"][k] for r in rows]) for k, label in names_between.items()]
+        stack(axes[1], 0.2, parts, 3)
+    stack(axes[2], 0.0, [(k, [r["moved_per_step"][k]["bytes"] for r in rows]) for k in KINDS], 0)
+    for axis in axes:
+        axis.set_xticks(list(places), names, rotation=35, ha="right", fontsize="small")
+
+
+def clocks(row: dict) -> list[tuple[str, str]]:
+    found = [("cpu", "CPU of all ranks"), ("wall", "wall"), ("cuda_events", "CUDA events")]
+    present = [f for f in found if f[0] in row["step_seconds"]]
+    return [present[0], present[-1]]
+
+
+def stack(axis: Any, offset: float, parts: list[tuple[str, list[int]]], first_colour: int) -> None:
+    bottoms = [0.0] * len(parts[0][1])
+    for number, (label, sizes) in enumerate(parts):
+        heights = [size / 2**20 for size in sizes]
+        places = [p + offset for p in range(len(sizes))]
+        axis.bar(places, heights, 0.38, bottom=bottoms, color=f"C{first_colour + number}", label=label)
+        bottoms = [b + h for b, h in zip(bottoms, heights, strict=True)]
+
+
+if __name__ == "__main__":
+    main()

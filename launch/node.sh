@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Trains on all GPUs of this machine: launch/node.sh stage=finetune model=llava_v1_5_7b ...
+# NPROC_PER_NODE=4 uses four of them (CUDA_VISIBLE_DEVICES says which), or that many CPU ranks.
+set -euo pipefail
+
+# shellcheck source=launch/setup.sh
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+use_venv
+
+ranks="$(ranks_here)"
+OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(threads_per_rank "$ranks")}"
+export OMP_NUM_THREADS
+exec torchrun --standalone --nproc-per-node "$ranks" -m llava_fsdp.train "$@"

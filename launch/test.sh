@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# Every check of the project: launch/test.sh [--full] [pytest's own arguments]
+#   default   the fast tier of the tests
+#   --full    all tests that this machine can run
+# Sets up .venv on first use. Runs everything, says what could not run here, and fails if anything failed.
+set -euo pipefail
+
+# shellcheck source=launch/setup.sh
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+cd "$ROOT"
+
+full=""
+if [[ "${1:-}" == "--full" ]]; then
+    full=yes
+    shift
+fi
+set_up "dev,bench"
+
+failed=()
+not_run=()
+log="$(mktemp)"
+trap 'rm -f "$log"' EXIT
+
+# check NAME COMMAND...: runs it, and remembers where it failed.
+check() {
+    local name="$1"
+    shift
+    say "$name"
+    "$@" || failed+=("$name")
+}
+
+run_tests() {
+    # CUDA is what the tests marked gpu need: a GPU that torch does not find is none
+    local marks="" status=0
+    if ! python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+        marks="not gpu"
+        not_run+=("tests marked gpu: torch finds no CUDA GPU here")
+    elif [[ -z "$full" ]]; then
+        marks="not gpu"
+        not_run+=("tests marked gpu: not in the fast tier; --full runs them")
+    fi
+    if [[ -z "$full" ]]; then
+        marks="not slow${marks:+ and $marks}"
+        not_run+=("tests marked slow: not in the fast tier; --full runs them")
+    fi
+    OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" python -m pytest -m "$marks" "$@" 2>&1 | tee "$log" || status=$?
+    # a skipped test says in its reason what this machine lacks
+    while IFS= read -r line; do
+        not_run+=("${line#SKIPPED }")
+    done < <(grep '^SKIPPED ' "$log" || true)
+    return "$status"
+}
+
+check "format" ruff format --check .
+check "lint" ruff check .
+check "types" pyright
+check "import contracts" lint-imports
+check "spelling" codespell
+check "shell scripts" shellcheck --external-sources launch/*.sh .ci/run
+check "tests" run_tests "$@"
+
+echo
+for line in ${not_run[@]+"${not_run[@]}"}; do
+    echo "NOT RUN: $line"
+done
+for name in ${failed[@]+"${failed[@]}"}; do
+    echo "FAILED: $name"
+done
+grep -E '^=+ .* in [0-9.]+s.* =+$' "$log" | tail -n 1 || echo "pytest printed no summary"
+[[ ${#failed[@]} -eq 0 ]]

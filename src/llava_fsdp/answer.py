@@ -1,0 +1,112 @@
+"""Ask a trained model: what `chat` and `evaluate` share."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import LlavaForConditionalGeneration
+
+from llava_fsdp.artifact import quiet_transformers
+from llava_fsdp.config import AspectRatio
+from llava_fsdp.data.conversation import Template, prompt, template
+from llava_fsdp.data.encode import IMAGE_ID, encode_prompt
+from llava_fsdp.data.images import Preprocessor, load_image, read_preprocessor
+from llava_fsdp.data.loader import normalize
+from llava_fsdp.data.source import Turn
+from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
+from llava_fsdp.model.parts import NOTES, resolve_model
+
+
+@dataclass(frozen=True)
+class Question:
+    """A conversation that ends with a question, and its pictures."""
+
+    turns: list[Turn]
+    """Image tags stand in the text where the pictures go."""
+    images: list[Path]
+    where: str
+    """What a message about a picture calls this question."""
+
+
+class Assistant:
+    """An exported model with its tokenizer, its pictures' preprocessing and its conversation template."""
+
+    def __init__(self, checkpoint: str, form: str, aspect: AspectRatio):
+        """Load a run's export, or any folder that LlavaForConditionalGeneration loads.
+
+        Args:
+            form: the template for a folder that does not say its own; likewise `aspect`.
+        """
+        folder = resolve_model(checkpoint, "checkpoint")
+        notes = json.loads((folder / NOTES).read_text()) if (folder / NOTES).is_file() else {}
+        self.form: Template = template(notes.get("template", form))
+        self.aspect = AspectRatio(notes.get("image_aspect_ratio", aspect.value))
+        self.tokenizer: Tokenizer = open_tokenizer(folder)
+        self.preprocessor: Preprocessor = read_preprocessor(folder)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        with quiet_transformers():
+            model = LlavaForConditionalGeneration.from_pretrained(folder, dtype="auto", attn_implementation="sdpa")
+        self.model = model.to(self.device).eval()
+        self.table = torch.from_numpy(self.preprocessor.pixel_table()).to(self.device)
+
+    @torch.no_grad()
+    def answers(self, questions: list[Question], max_new_tokens: int, blank: bool = False) -> list[str]:
+        """The greedy answer to every question.
+
+        Args:
+            blank: show pictures of the mean colour instead.
+
+        Raises:
+            DataError: a picture cannot be read.
+        """
+        config = self.model.config
+        prompts = [self.ids(q) for q in questions]
+        length = max(len(p) for p in prompts)
+        ids = torch.zeros((len(prompts), length), dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, tokens in enumerate(prompts):  # padded on the left: all answers begin at the same position
+            ids[row, length - len(tokens) :] = torch.where(tokens == IMAGE_ID, config.image_token_id, tokens)
+            mask[row, length - len(tokens) :] = 1
+        images = self.pictures(questions, blank)
+        output = self.model.generate(
+            input_ids=ids.to(self.device),
+            attention_mask=mask.to(self.device),
+            pixel_values=images if len(images) else None,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            eos_token_id=self.stops(),
+            pad_token_id=0,
+        )
+        return [self.text(row[length:].tolist()) for row in output]
+
+    def ids(self, question: Question) -> torch.Tensor:
+        tokens = self.model.config.image_seq_length
+        text = prompt(question.turns, self.form)
+        return torch.from_numpy(encode_prompt(text, self.tokenizer, len(question.images), tokens))
+
+    def pictures(self, questions: list[Question], blank: bool) -> torch.Tensor:
+        """[pictures, 3, size, size] in the model's dtype."""
+        loaded = [
+            torch.from_numpy(load_image(path, self.preprocessor, self.aspect, q.where))
+            for q in questions
+            for path in q.images
+        ]
+        if not loaded:
+            return torch.zeros(0)
+        values = normalize(torch.stack(loaded).to(self.device), self.table).to(self.model.dtype)
+        return torch.zeros_like(values) if blank else values
+
+    def stops(self) -> list[int]:
+        """Ids that end an answer: the model's end of sequence, and the template's where it is one token."""
+        end = self.model.generation_config.eos_token_id
+        stops = set(end if isinstance(end, list) else [end]) - {None}
+        last = self.tokenizer.encode(self.form.stop)
+        return sorted(stops | ({last[-1].id} if len(last) == 1 else set()))
+
+    def text(self, ids: list[int]) -> str:
+        for position, token in enumerate(ids):
+            if token in self.stops():
+                ids = ids[:position]
+                break
+        return self.tokenizer.decode(ids).strip()

@@ -1,0 +1,36 @@
+"""Fixtures that every test may ask for."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from harness import RankPool
+
+# One thread: ranks share the cores, and a forked child must not inherit a running thread pool.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[dict[int, RankPool]]:
+    """Ranks by their number, started when first used and kept to the end of the session."""
+    made = {size: RankPool(size) for size in (2, 4)}
+    yield made
+    for pool in made.values():
+        pool.close()
+
+
+@pytest.fixture(scope="session")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders `language` and `vision` of a model with odd sizes, so that no cut into shards is even."""
+    from small import write_parts
+
+    return write_parts(tmp_path_factory.mktemp("parts"))
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `mixed.json`, `text.json`, `late_images.json` and pictures in `images`."""
+    from small import write_dataset
+
+    return write_dataset(tmp_path_factory.mktemp("dataset"))

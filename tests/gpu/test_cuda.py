@@ -1,0 +1,122 @@
+"""What only a CUDA GPU can show. The bodies also run on the CPU, in tests/test_working_copy.py.
+
+One GPU is enough for all of them; several ranks over NCCL need several.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from harness import CPU
+from small import make_config
+from test_working_copy import (
+    ACCUMULATION,
+    BF16,
+    SAME_BITS_CASES,
+    STEPS,
+    assert_close_losses,
+    assert_same_bits,
+    assert_transfers_whole,
+    build_run,
+    export_and_reload,
+    run_steps,
+    train_alone,
+    train_sharded,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and torch sees none"),
+]
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    return device
+
+
+@pytest.mark.parametrize(("stage", "sharding", "recompute"), SAME_BITS_CASES)
+def test_one_rank_equals_fully_shard_bit_for_bit(
+    stage: str,
+    sharding: str,
+    recompute: str,
+    cuda: torch.device,
+    parts: Path,
+    dataset: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With kernels that repeat themselves: scattered additions on CUDA otherwise differ from run to run."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    cfg = make_config(
+        parts, dataset, tmp_path / "run", *BF16, f"sharding={sharding}", f"recompute={recompute}", stage=stage
+    )
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert_same_bits(train_alone(cfg, cuda), train_sharded(cfg, cuda, tmp_path))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("stage", ["pretrain", "finetune"])
+def test_bf16_on_cuda_is_near_fp32_on_the_cpu(
+    stage: str, cuda: torch.device, parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    exact = make_config(parts, dataset, tmp_path / "run", *BF16, "precision=fp32", stage=stage)
+    cfg = make_config(parts, dataset, tmp_path / "run", *BF16, stage=stage)
+    assert_close_losses(train_alone(cfg, cuda), train_alone(exact, CPU), 0.03)
+
+
+def test_fp32_on_cuda_is_fp32_on_the_cpu(cuda: torch.device, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    cfg = make_config(parts, dataset, tmp_path / "run", *BF16, "precision=fp32")
+    assert_close_losses(train_alone(cfg, cuda), train_alone(cfg, CPU), 1e-4)
+
+
+def test_peak_memory_is_reported(
+    cuda: torch.device, parts: Path, dataset: Path, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """The peak covers masters, gradients and both moments in fp32, and the working copies; it goes into the report."""
+    before = torch.cuda.memory_allocated(cuda)
+    torch.cuda.reset_peak_memory_stats(cuda)
+    state, _ = build_run(make_config(parts, dataset, tmp_path / "run", *BF16), cuda, None)
+    run_steps(state, make_config(parts, dataset, tmp_path / "run", *BF16))
+    peak = torch.cuda.max_memory_allocated(cuda) - before
+    trained = sum(p.numel() for p in state.masters.named.values())
+    record_property("peak_memory_bytes", peak)
+    record_property("trained_parameters", trained)
+    assert peak >= (4 + 4 + 8 + 2) * trained
+
+
+def test_copies_that_nothing_waits_for_do_not_race(
+    cuda: torch.device, parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    cfg = make_config(parts, dataset, tmp_path / "run", *BF16, "max_steps=12")
+    assert assert_transfers_whole(cfg, cuda) == 12 * ACCUMULATION
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_steps_arrive_pinned(
+    workers: int, cuda: torch.device, parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """Copies out of pageable memory make the host wait, whatever `non_blocking` says."""
+    cfg = make_config(parts, dataset, tmp_path / "run", *BF16, f"data.workers={workers}", "max_steps=1")
+    state, _ = build_run(cfg, cuda, None)
+    for step in state.loader.from_step(0):
+        for micro in step.micro_batches:
+            tensors = [micro.input_ids, micro.image_positions, micro.images, micro.label_positions, micro.label_ids]
+            assert all(t.is_pinned() for t in tensors if t.numel())
+
+
+def test_workers__steps_do_not_race(cuda: torch.device, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    cfg = make_config(parts, dataset, tmp_path / "run", *BF16, "data.workers=2", f"max_steps={STEPS}")
+    assert assert_transfers_whole(cfg, cuda) == STEPS * ACCUMULATION
+
+
+def test_export_reloads_on_cuda(cuda: torch.device, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    cfg = make_config(
+        parts, dataset, tmp_path / "run", f"max_steps={STEPS}", "export.enabled=true", "export.dtype=fp32"
+    )
+    assert export_and_reload(cfg, cuda) < 1e-4

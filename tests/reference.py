@@ -1,0 +1,110 @@
+"""LLaVA's training as a plain loop, to compare everything with; and what a run of ours came to."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from harness import single_world
+from safetensors.torch import load_file
+from torch.nn import functional
+from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+from llava_fsdp import train
+from llava_fsdp.config import Config, DType, Part
+from llava_fsdp.data.encode import IGNORE, IMAGE_ID
+from llava_fsdp.data.loader import Steps, normalize
+from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.names import ours
+from llava_fsdp.model.parts import find_parts
+from llava_fsdp.sharding.mesh import World
+from llava_fsdp.sharding.precision import DTYPES
+
+TOLERANCE = 1e-5
+# Adding one number to every key changes no attention weight, so the true gradient of a key bias is exactly zero, and
+# Adam turns its rounding noise into full steps.
+ZERO_GRADIENT = "self_attn.k_proj.bias"
+EXPORTED = ["export.enabled=true", "export.dtype=fp32", "export.verify=false"]
+
+
+@dataclass
+class Outcome:
+    losses: list[float]
+    grad_norms: list[float]
+    weights: dict[str, torch.Tensor]
+
+
+def run_ranks(world: World, cfg: Config) -> None:
+    train.run(cfg, world)
+
+
+def outcome(folder: Path) -> Outcome:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    weights = {ours(n): t for n, t in load_file(folder / "export" / "model.safetensors").items()}
+    return Outcome([r["loss"] for r in rows], [r["grad_norm"] for r in rows], weights)
+
+
+def plain_loop(cfg: Config, start: Path) -> Outcome:
+    """LLaVA's training without any of our model, cutting or sharding: one sample at a time, one process, AdamW.
+
+    Starts from the weights that a run exported; takes nothing but the choice of samples and their ids from us.
+    """
+    config = LlavaConfig.from_pretrained(start)
+    model = LlavaForConditionalGeneration.from_pretrained(start, dtype=torch.float32, attn_implementation="eager")
+    parts = {
+        Part.projector: model.model.multi_modal_projector,
+        Part.language: model.model.language_model,
+        Part.vision: model.model.vision_tower,
+    }
+    model.requires_grad_(False)
+    for part in cfg.model.train:
+        parts[part].requires_grad_(True)
+    model.lm_head.requires_grad_(Part.language in cfg.model.train)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    assert cfg.max_steps is not None and cfg.optim.schedule.value == "cosine"
+    total, warmup = cfg.max_steps, math.ceil(cfg.optim.warmup_ratio * cfg.max_steps)
+    steps = open_steps(cfg)
+    losses, norms = [], []
+    for step in range(total):
+        factor = step / warmup if step < warmup else 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
+        for group in optimizer.param_groups:
+            group["lr"] = cfg.optim.lr * factor
+        for p in trained:
+            p.grad = torch.zeros_like(p)
+        samples = [(steps.records[i], steps.encoder(steps.records[i])) for i in steps.indices(step)]
+        count = sum(int((s.labels[1:] != IGNORE).sum()) for _, s in samples if s is not None)
+        loss_sum = 0.0
+        for record, sample in samples:
+            assert sample is not None
+            ids = torch.from_numpy(sample.input_ids)[None]
+            ids = torch.where(ids == IMAGE_ID, config.image_token_id, ids)
+            images = steps.load_images([(record, sample)])
+            pixels = normalize(images, torch.from_numpy(steps.preprocessor.pixel_table())) if len(images) else None
+            logits = model(input_ids=ids, pixel_values=pixels).logits[0, :-1, : vocabulary(cfg)]
+            loss = functional.cross_entropy(logits, torch.from_numpy(sample.labels[1:]), reduction="sum") / count
+            if loss.requires_grad:  # stage 1 trains nothing on a sample without a picture
+                loss.backward()
+            loss_sum += float(loss.detach())
+        norms.append(math.sqrt(sum(float(p.grad.square().sum()) for p in trained if p.grad is not None)))
+        optimizer.step()
+        losses.append(loss_sum)
+    return Outcome(losses, norms, {ours(n): p.detach() for n, p in model.named_parameters()})
+
+
+def vocabulary(cfg: Config) -> int:
+    return json.loads((Path(cfg.model.language) / "config.json").read_text())["vocab_size"]
+
+
+def open_steps(cfg: Config) -> Steps:
+    model = build_llava(find_parts(cfg.model), cfg.model, DTYPES[DType.fp32])
+    return train.open_data(cfg, single_world(), model).steps
+
+
+def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], vocab: int) -> float:
+    """Norm of the difference over the norm, over all parameters together."""
+    names = [n for n in a if not n.endswith(ZERO_GRADIENT)]
+    assert set(a) == set(b)
+    squares = [((a[n][:vocab] - b[n][:vocab]).square().sum(), b[n][:vocab].square().sum()) for n in names]
+    return math.sqrt(sum(float(d) for d, _ in squares) / sum(float(n) for _, n in squares))

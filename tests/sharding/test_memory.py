@@ -1,0 +1,131 @@
+"""The planner's bytes are the bytes that ranks hold, to the byte, for every row of the table."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import RankPool, single_world
+from small import make_config
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from llava_fsdp import train
+from llava_fsdp.config import Config
+from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.parts import find_parts
+from llava_fsdp.optim import build_optimizer
+from llava_fsdp.sharding.memory import Bytes, bytes_per_rank
+from llava_fsdp.sharding.mesh import World, make_mesh
+from llava_fsdp.sharding.parallelize import parallelize, weights_of
+from llava_fsdp.sharding.precision import DTYPES, MasterWeights
+from llava_fsdp.sharding.shards import local
+from llava_fsdp.sharding.zero import SHARD_PLANS, begin_micro_batch
+
+
+def size(tensors: Any) -> int:
+    """Bytes of tensors, each counted once, however many names it has."""
+    kept = list(tensors)  # alive while their ids are compared
+    return sum({id(t): t.numel() * t.element_size() for t in kept}.values())
+
+
+def held(model: nn.Module, masters: MasterWeights) -> tuple[int, int]:
+    """Bytes of parameters and of gradients on this rank, as FSDP's own books and the modules have them.
+
+    Gathered weights are the ones that FSDP has registered; gradients are local shards, gradients of gathered weights
+    that wait to be synchronised, and shards that wait to be reduced over the replicas.
+    """
+    parameters = {id(p): local(p) for p in [*model.parameters(), *masters.named.values()]}
+    gradients: list[torch.Tensor] = [local(p.grad) for p in masters.named.values() if p.grad is not None]
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        group = module._get_fsdp_state()._fsdp_param_group
+        if group is None:
+            continue
+        for p in group.fsdp_params:
+            parameters[id(p.sharded_param)] = local(p.sharded_param)
+            if p.unsharded_accumulated_grad is not None:
+                gradients.append(p.unsharded_accumulated_grad)
+            elif hasattr(p, "_unsharded_param") and p._unsharded_param.grad is not None:
+                gradients.append(p._unsharded_param.grad)
+        if group._partial_reduce_output is not None:
+            gradients.append(group._partial_reduce_output)
+    return size(parameters.values()), size(gradients)
+
+
+def measure(world: World, cfg: Config) -> Bytes:
+    """Two micro-batches and an optimizer step on this rank, with the bytes between and after them."""
+    torch.manual_seed(0)
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    model = build_llava(find_parts(cfg.model), cfg.model, DTYPES[cfg.precision.param_dtype])
+    loader = train.open_data(cfg, world, model)
+    mesh = make_mesh(world, plan, cfg)
+    masters = parallelize(model, model.blocks(), mesh, plan, cfg, world.device, model.whole_while_frozen())
+    for tensor in [*model.parameters(), *model.buffers(), *masters.named.values()]:
+        local(tensor).zero_()
+    optimizer, _ = build_optimizer(model, masters, cfg.optim, 1)
+    step = loader.steps.prepare(0)
+    assert len(step.micro_batches) == 2
+    for number, micro in enumerate(step.micro_batches):
+        begin_micro_batch(model, plan, is_last=number == 1)
+        micro = loader.to_device(micro)
+        model(micro.input_ids, micro.image_positions, micro.images, micro.label_positions, micro.label_ids).backward()
+        if number == 0:
+            between = held(model, masters)
+    optimizer.step()
+    masters.refresh()
+    parameters, gradients = held(model, masters)
+    moments = [v for state in optimizer.state.values() for n, v in state.items() if n != "step"]
+    return Bytes(parameters, gradients, size(local(m) for m in moments), *between)
+
+
+ROWS = [("zero0", 4), ("zero1", 4), ("zero2", 4), ("zero3", 4), ("hybrid", 2), ("hybrid2", 2)]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("stage", ["pretrain", "finetune"])
+def test_bytes_equal_the_formulas(
+    stage: str, precision: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    for row, shard_size in ROWS:
+        cfg = make_config(
+            parts,
+            dataset,
+            tmp_path,
+            f"sharding={row}",
+            f"precision={precision}",
+            f"sharding.shard_size={shard_size if row.startswith('hybrid') else 'null'}",
+            "micro_batch_size=1",
+            "global_batch_size=8",
+            stage=stage,
+        )
+        model = build_llava(find_parts(cfg.model), cfg.model, DTYPES[cfg.precision.param_dtype])
+        weights = list(weights_of(model, model.whole_while_frozen()).values())
+        for rank, got in enumerate(pools[4].run(measure, cfg)):
+            expected = bytes_per_rank(weights, cfg.sharding.strategy, cfg.precision, 4, shard_size, rank)
+            assert got == expected, (row, rank)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_bytes_of_one_rank(precision: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    cfg = make_config(
+        parts, dataset, tmp_path, f"precision={precision}", "micro_batch_size=4", "global_batch_size=8"
+    )
+    model = build_llava(find_parts(cfg.model), cfg.model, DTYPES[cfg.precision.param_dtype])
+    weights = list(weights_of(model, model.whole_while_frozen()).values())
+    assert measure(single_world(), cfg) == bytes_per_rank(weights, cfg.sharding.strategy, cfg.precision, 1, 1)
+
+
+def test_whole_model_is_gathered_between_no_micro_batches_of_zero3(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """The formulas tell the rows apart; else their agreement with the ranks would show little."""
+    cfg = make_config(parts, dataset, tmp_path)
+    model = build_llava(find_parts(cfg.model), cfg.model, DTYPES[cfg.precision.param_dtype])
+    weights = list(weights_of(model, model.whole_while_frozen()).values())
+    rows = {p.zero: bytes_per_rank(weights, s, cfg.precision, 4, 2) for s, p in SHARD_PLANS.items()}
+    total = sum(4 * w.numel for w in weights if w.trainable)
+    assert rows["zero0"].gradients == total and rows["zero0"].optimizer == 2 * total
+    assert rows["zero1"].gradients_between == total > 3 * rows["zero2"].gradients_between
+    assert rows["zero1"].parameters_between == rows["zero2"].parameters_between + total
+    assert rows["hybrid"].optimizer > 1.9 * rows["zero3"].optimizer
