@@ -15,6 +15,7 @@ import contextlib
 import datetime
 import gc
 import importlib.util
+import inspect
 import json
 import os
 import platform
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llava_fsdp.config import Config, DType, config_dir, load
+from llava_fsdp.config import Config, DType, PrecisionConfig, ShardingConfig, Strategy, config_dir, load
 from llava_fsdp.data.loader import Loader, MicroBatch, Step
 from llava_fsdp.data.shapes import ensure_shapes
 from llava_fsdp.loop import clip_gradients, summed, train_step
@@ -55,13 +56,12 @@ from llava_fsdp.sharding.parallelize import parallelize
 from llava_fsdp.sharding.precision import DTYPES, MasterWeights, store_weights
 from llava_fsdp.sharding.recompute import apply_recompute, clean_name
 from llava_fsdp.sharding.shards import local_shards
-from llava_fsdp.sharding.zero import SHARD_PLANS, ShardPlan
+from llava_fsdp.sharding.zero import SHARD_PLANS, Mesh, ShardPlan
 from llava_fsdp.state import TrainState
 from llava_fsdp.train import open_data
 
 REPOSITORY = Path(__file__).parents[1]
-ROWS = ["zero0", "zero1", "zero2", "zero3"]
-HYBRID_ROWS = ["hybrid", "hybrid2"]
+STRATEGIES = {plan.zero: strategy for strategy, plan in SHARD_PLANS.items()}
 EQUAL_WITHIN = 1e-5
 CHECKED_STEPS = 3
 CORPORA = {"pretrain": "captions.json", "finetune": "instructions.json"}
@@ -150,20 +150,18 @@ def variants(world_size: int) -> list[str]:
     """At one rank every row is the same; the question there is what `fully_shard` and DDP would add."""
     if world_size == 1:
         return ["ddp", "one rank", "fully_shard"]
-    return ["ddp", *ROWS, *(HYBRID_ROWS if world_size % 2 == 0 and world_size > 2 else [])]
+    two_by_two = world_size > 2 and world_size % 2 == 0
+    return ["ddp", *(z for z, s in STRATEGIES.items() if two_by_two or SHARD_PLANS[s].mesh is not Mesh.HYBRID)]
 
 
 # How it is built: the order of `llava_fsdp.train.run`
 
 
-def configure(case: Case, variant: str, precision: str, options: argparse.Namespace, work: Path, ranks: int) -> Config:
-    """The project's own configuration of a run, read as `train` reads it."""
-    row = variant if variant in ROWS + HYBRID_ROWS else "zero3"
+def configure(case: Case, options: argparse.Namespace, work: Path, ranks: int) -> Config:
+    """The project's own configuration of a run, read as `train` reads it; without what differs between variants."""
     rows = options.rows // case.accumulation
     overrides = [
         f"stage={case.stage}",
-        f"sharding={row}",
-        f"precision={precision}",
         f"recompute={options.recompute}",
         f"model.language={work / 'language'}",
         "model.projector=random",
@@ -175,13 +173,21 @@ def configure(case: Case, variant: str, precision: str, options: argparse.Namesp
         f"output_dir={work / 'run'}",
         f"micro_batch_size={rows}",
         f"global_batch_size={rows * case.accumulation * ranks}",
-        "max_steps=100000",
+        "optim.lr=1e-3",  # one that shows in the losses after a step, so that their equality means something
+        "optim.schedule=constant",
+        "optim.warmup_ratio=0",
+        "max_steps=1000",
         "export.enabled=false",
     ]
-    if row in HYBRID_ROWS:
-        overrides.append("sharding.shard_size=2")
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         return load(Config, compose("train", overrides))
+
+
+def specialize(cfg: Config, variant: str, precision: str) -> Config:
+    plan = STRATEGIES.get(variant, Strategy.FULL_SHARD)
+    shard_size = 2 if SHARD_PLANS[plan].mesh is Mesh.HYBRID else None
+    sharding = ShardingConfig(strategy=plan, shard_size=shard_size)
+    return replace(cfg, sharding=sharding, precision=PrecisionConfig(param_dtype=DType(precision), reduce_dtype=DType.fp32))
 
 
 def build(variant: str, cfg: Config, world: World) -> Run:
@@ -219,10 +225,12 @@ def materialize_whole(model: Any, cfg: Config, device: torch.device) -> MasterWe
 
 
 def wrap(model: nn.Module, world: World) -> DistributedDataParallel:
+    known = inspect.signature(DistributedDataParallel).parameters
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # before torch 2.13
     return DistributedDataParallel(
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,
-        broadcast_buffers=False,  # they are constants here
+        **{buffers: False},  # they are constants here
         gradient_as_bucket_view=True,  # else DDP keeps a second copy of every gradient
     )
 
@@ -249,8 +257,8 @@ class CollectiveBytes(TorchDispatchMode):
         name = func._schema.name if isinstance(func, torch._ops.OpOverload) else ""
         if name in COLLECTIVES:
             self.count(COLLECTIVES[name], ranks_of(func, args), args, result)
-        elif name.startswith(("c10d::", "_c10d_functional::")) and not name.endswith(("wait_tensor", "barrier")):
-            raise AssertionError(f"{name} is a collective that this benchmark does not know how to count")
+        elif name.startswith(("c10d::", "_c10d_functional::")) and "barrier" not in name:
+            assert not has_group(func), f"{name} is a collective that this benchmark does not know how to count"
         return result
 
     def count(self, kind: str, ranks: int, args: tuple, result: Any) -> None:
@@ -271,6 +279,10 @@ def ranks_of(func: Any, args: tuple) -> int:
         if argument.name == "group_name":
             return dist.distributed_c10d._resolve_process_group(value).size()
     raise AssertionError(f"{func} has no process group")
+
+
+def has_group(func: torch._ops.OpOverload) -> bool:
+    return any(a.name in ("process_group", "group_name") for a in func._schema.arguments)
 
 
 def nbytes(value: Any) -> int:
@@ -319,6 +331,19 @@ def live_storages() -> dict[int, int]:
     return found
 
 
+def debug(run, before):
+    by = {}
+    for thing in gc.get_objects():
+        if type(thing) in (torch.Tensor, nn.Parameter) and thing.device.type != "meta":
+            st = thing.untyped_storage()
+            if st.size() and st.data_ptr() not in before:
+                by.setdefault(st.data_ptr(), []).append(thing)
+    print(run.variant, run.state.model.__class__.__name__, file=sys.stderr)
+    for k, ts in sorted(by.items(), key=lambda kv: -kv[1][0].untyped_storage().size())[:14]:
+        refs = [type(r).__name__ + (":" + ",".join(str(n) for n, v in r.items() if v is ts[0])[:60] if isinstance(r, dict) else "") for r in gc.get_referrers(ts[0]) if r is not ts]
+        print("  ", ts[0].untyped_storage().size(), [tuple(t.shape) for t in ts][:4], len(ts), refs[:5], file=sys.stderr)
+
+
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
 
@@ -334,9 +359,12 @@ def measure_memory(run: Run, step: Step) -> None:
     held_before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
     def between() -> None:
-        now = live_storages()
-        new = {k: v for k, v in now.items() if k not in before}
-        weights = sum(v for k, v in local_storages(state.model.parameters()).items() if k in new)
+        held = [*state.model.parameters(), *state.masters.named.values()]
+        gradients = [p.grad for p in held if p.grad is not None]
+        weights = sum(v for k, v in local_storages(held).items() if k not in before)
+        # Not every gradient has a Python object, and some that FSDP keeps are in no parameter's `.grad`.
+        new = {k: v for k, v in (live_storages() | local_storages(gradients)).items() if k not in before}
+        if os.environ.get("DBG") and dist.get_rank()==0: debug(run, before)
         run.memory["between"] = {"gathered_parameters": weights, "gradients": sum(new.values()) - weights}
 
     def at_rest(*_: Any) -> None:
@@ -401,6 +429,7 @@ def measure_moved(run: Run, step: Step) -> None:
 def measure_time(runs: list[Run], steps: list[Step], repetitions: int) -> None:
     """Interleaved: every variant runs once before any runs again, in an order that turns round each time."""
     for repetition in range(repetitions):
+        gc.collect()
         for run in runs if repetition % 2 == 0 else runs[::-1]:
             time_step(run, steps[repetition % len(steps)])
 
@@ -408,7 +437,6 @@ def measure_time(runs: list[Run], steps: list[Step], repetitions: int) -> None:
 def time_step(run: Run, step: Step) -> None:
     device = run.state.loader.device
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if device.type == "cuda" else (None, None)
-    gc.collect()
     gc.disable()  # its pauses would fall on whoever is running
     dist.barrier()
     cpu, wall = time.process_time(), time.perf_counter()
@@ -434,8 +462,9 @@ def time_step(run: Run, step: Step) -> None:
 def prepare(case: Case, precision: str, options: argparse.Namespace, work: Path, world: World) -> list[Run]:
     """Build every variant and run the first steps of each: their losses, memory and bytes moved."""
     runs = []
+    cfg = configure(case, options, work, world.size)
     for variant in variants(world.size):
-        run = build(variant, configure(case, variant, precision, options, work, world.size), world)
+        run = build(variant, specialize(cfg, variant, precision), world)
         steps = first_steps(run.state.loader)
         run.step(steps[0])
         measure_memory(run, steps[1])

@@ -8,7 +8,7 @@
 #   RDZV_ID         a name that is the same on all machines, and new for every run
 #   NODE_RANK       optional; this machine's number, for an order of ranks that is the same every time
 #   NPROC_PER_NODE  optional; ranks on this machine, else one for each GPU
-#   LOG_DIR         optional; what every rank prints, else logs/RDZV_ID; the terminal shows local rank 0
+#   LOG_DIR         optional; what every rank prints, else outputs/logs/RDZV_ID; the terminal shows local rank 0
 #
 # output_dir must be a folder that all machines share.
 set -euo pipefail
@@ -33,5 +33,5 @@ export OMP_NUM_THREADS
 exec torchrun \
     --nnodes "$NNODES" --nproc-per-node "$ranks" ${NODE_RANK:+--node-rank "$NODE_RANK"} \
     --rdzv-backend c10d --rdzv-endpoint "$RDZV_ENDPOINT" --rdzv-id "$RDZV_ID" \
-    --log-dir "${LOG_DIR:-logs/$RDZV_ID}" --tee 3 --local-ranks-filter 0 \
+    --log-dir "${LOG_DIR:-outputs/logs/$RDZV_ID}" --tee 3 --local-ranks-filter 0 \
     -m llava_fsdp.train "$@"

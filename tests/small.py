@@ -114,6 +114,7 @@ def make_config(parts: Path, dataset: Path, output: Path, *overrides: str, stage
         f"model.language={parts / 'language'}",
         f"model.vision={parts / 'vision'}",
         "model.projector=random",
+        "model.random_weights=true",
         "data=llava_json",
         f"data.path={dataset / ('captions.json' if stage == 'pretrain' else 'mixed.json')}",
         f"data.images={dataset / 'images'}",

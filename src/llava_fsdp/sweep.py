@@ -63,38 +63,40 @@ def main() -> None:
     """Run every job, print how each went, and end with the exit code of the first that failed."""
     setup_logging()
     signal.signal(signal.SIGTERM, interrupt)
-    jobs: list[Job] = []
-    said = io.StringIO()
     try:
         sweep = sweep_folder()
-
-        def task(node: DictConfig) -> float:
-            job = run_job(node)
-            jobs.append(job)
-            if job.loss is None:
-                raise JobFailed(f"{job.reason}\ncommand: {job.command}")
-            return job.loss
-
-        program = hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="sweep")(task)
-        failed = run_hydra(program, said)
     except ConfigError as error:
         stop(error.exit_code, f"ConfigError: {error}")
+    jobs: list[Job] = []
+    said = io.StringIO()
+
+    def task(node: DictConfig) -> float:
+        job = run_job(node)
+        jobs.append(job)
+        if job.loss is None:
+            raise JobFailed(f"{job.reason}\ncommand: {job.command}")
+        return job.loss
+
+    program = hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="sweep")(task)
+    try:
+        succeeded = run_hydra(program, said)
     except KeyboardInterrupt:
-        stop(ExitCode.BUG, "interrupted")
+        succeeded = False
+        said.write("interrupted")
     if sweep is not None:
         jobs = read_jobs(sweep)
         show(jobs)
     for job in jobs:
         if job.exit_code != ExitCode.DONE:
             stop(job.exit_code)
-    if failed:  # before the first job, or in the launcher
+    if not succeeded:  # before the first job, between two, or in the launcher
         text = said.getvalue()
-        bug = "Traceback" in text
-        stop(ExitCode.BUG if bug else ExitCode.USER, text if bug else f"ConfigError: {shorten(text, SweepConfig)}")
+        mistake = not jobs and "Traceback" not in text and text != "interrupted"
+        stop(*(ExitCode.USER, f"ConfigError: {shorten(text, SweepConfig)}") if mistake else (ExitCode.BUG, text))
 
 
 def run_hydra(program: Callable[[], object], said: io.StringIO) -> bool:
-    """Whether Hydra ended with an error; what it wrote about it goes to `said`.
+    """Whether Hydra and all jobs ended well; what Hydra wrote about an error goes to `said`.
 
     Hydra runs every job of a batch before it raises the first one's error, which the job has then told already.
     """
@@ -103,10 +105,10 @@ def run_hydra(program: Callable[[], object], said: io.StringIO) -> bool:
         with contextlib.nullcontext() if full else contextlib.redirect_stderr(said):
             program()
     except SystemExit as end:
-        return end.code not in (0, None)
+        return end.code in (0, None)
     except JobFailed:  # under HYDRA_FULL_ERROR=1
-        return True
-    return False
+        return False
+    return True
 
 
 def sweep_folder() -> Path | None:

@@ -152,16 +152,17 @@ def probe_tower(tower: nn.Module, vision: PretrainedConfig, cfg: ModelConfig) ->
         gradient, and optimizers and checkpoints would disagree about them.
     """
     pixels = torch.zeros((1, 3, vision.image_size, vision.image_size), device="meta")
-    features = tower(pixel_values=pixels, output_hidden_states=True).hidden_states[cfg.select_layer]
+    names, parameters = zip(*tower.named_parameters(), strict=True)
+    with torch.enable_grad():
+        features = tower(pixel_values=pixels, output_hidden_states=True).hidden_states[cfg.select_layer]
+        gradients = torch.autograd.grad(features.sum(), parameters, allow_unused=True)
+    leftovers = [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
     positions, grid = features.shape[1], (vision.image_size // vision.patch_size) ** 2
     if cfg.select_feature is Feature.patch and positions != grid + 1:
         raise ConfigError(
             f"model.select_feature=patch drops a CLS token, but {vision.model_type} gives {positions} positions for a "
             f"grid of {grid}; set model.select_feature=full"
         )
-    names, parameters = zip(*tower.named_parameters(), strict=True)
-    gradients = torch.autograd.grad(features.sum(), parameters, allow_unused=True)
-    leftovers = [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
     return positions - (cfg.select_feature is Feature.patch), leftovers
 
 

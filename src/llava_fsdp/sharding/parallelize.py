@@ -41,8 +41,20 @@ def parallelize(
     apply_recompute(stacks, cfg.recompute)
     if mesh is not None:
         shard(model, stacks, mesh, plan, cfg, frozen_left_whole(model, plan, whole))
-    model.to_empty(device=device)
+    materialize(model, device)
     return MasterWeights({clean_name(n): p for n, p in model.named_parameters() if p.requires_grad})
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Allocate what this rank holds, uninitialised. `to_empty` alone would part tied parameters."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    model.to_empty(device=device)
+    for first, *others in names.values():
+        for other in others:
+            module_name, _, leaf = other.rpartition(".")
+            model.get_submodule(module_name).register_parameter(leaf, model.get_parameter(first))
 
 
 def frozen_left_whole(model: nn.Module, plan: ShardPlan, whole: list[nn.Module]) -> set[nn.Parameter]:

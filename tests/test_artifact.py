@@ -1,0 +1,291 @@
+"""What a run exports, transformers loads; what others wrote, a run starts from."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from harness import RankPool, single_world
+from reference import EXPORTED, open_steps, outcome, run_ranks
+from safetensors.torch import load_file, save_file
+from small import make_config, write_json
+from transformers import AutoProcessor, LlavaForConditionalGeneration
+
+from llava_fsdp import train
+from llava_fsdp.config import Config
+from llava_fsdp.data.encode import IMAGE_ID
+from llava_fsdp.errors import ConfigError, ModelError
+from llava_fsdp.model.draw import computed_buffers, restore_buffers
+from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.parts import find_parts
+from llava_fsdp.model.weights import find_weights, load_weights
+from llava_fsdp.sharding.parallelize import materialize
+from llava_fsdp.sharding.precision import MasterWeights
+from llava_fsdp.sharding.shards import local_shards
+
+
+def load_ours(cfg: Config, checkpoint: Path) -> torch.nn.Module:
+    """Our model with the weights of a folder, in fp32, on one rank."""
+    cfg.model.checkpoint, cfg.model.random_weights = str(checkpoint), False
+    parts = find_parts(cfg.model)
+    model = build_llava(parts, cfg.model, torch.float32)
+    sources, buffers = find_weights(model, parts, cfg.model, None, 0), computed_buffers(model)
+    materialize(model, torch.device("cpu"))
+    load_weights(sources, local_shards(model, MasterWeights({})))
+    restore_buffers(model, buffers)
+    return model.eval()
+
+
+def probe(cfg: Config):
+    return train.open_data(cfg, single_world(), build_llava(find_parts(cfg.model), cfg.model, torch.float32))
+
+
+@torch.no_grad()
+def compare_with_transformers(cfg: Config, folder: Path) -> None:
+    """Our logits and those of transformers' own model on the same samples, one at a time there."""
+    theirs, info = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    loader = probe(cfg)
+    model = load_ours(cfg, folder)
+    rows = [loader.steps.encoder(loader.steps.records[i]) for i in range(6)]
+    assert {bool(r.images) for r in rows if r} == {True, False}
+    for index, sample in enumerate(rows):
+        assert sample is not None
+        micro = loader.steps.collate([(loader.steps.records[index], sample)], facts(), 1)
+        micro = loader.to_device(micro)
+        everywhere = torch.arange(micro.input_ids.numel())
+        ours = model(micro.input_ids, micro.image_positions, micro.images, everywhere)
+        ids = torch.from_numpy(sample.input_ids)[None]
+        ids = torch.where(ids == IMAGE_ID, theirs.config.image_token_id, ids)
+        logits = theirs(input_ids=ids, pixel_values=micro.images if len(micro.images) else None).logits[0]
+        torch.testing.assert_close(logits[:, : ours.shape[1]], ours, rtol=1e-4, atol=1e-5)
+
+
+def facts():
+    from llava_fsdp.data.loader import StepFacts
+
+    return StepFacts(0)
+
+
+@pytest.fixture(scope="module")
+def exported(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps of the small model, exported in fp32 and verified."""
+    folder = tmp_path_factory.mktemp("exported")
+    cfg = make_config(parts, dataset, folder, *EXPORTED, "export.verify=true", "max_steps=2")
+    train.run(cfg, single_world())
+    return folder
+
+
+def test_export_gives_the_same_logits_in_transformers(exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    compare_with_transformers(make_config(parts, dataset, tmp_path), exported / "export")
+
+
+def test_processor_loads_and_makes_our_ids(exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """transformers' processor with the exported chat template gives the ids that training saw."""
+    from PIL import Image
+
+    processor = AutoProcessor.from_pretrained(exported / "export")
+    messages = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what colour is the circle"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "red"}]},
+        {"role": "user", "content": [{"type": "text", "text": "how many"}]},
+    ]
+    text = processor.apply_chat_template(messages)
+    assert text.startswith("A chat between") and text.endswith("</s>USER: how many ASSISTANT:")
+    inputs = processor(text=text, images=Image.new("RGB", (40, 30), (200, 10, 10)), return_tensors="pt")
+    pictures = (inputs["input_ids"] == processor.tokenizer.convert_tokens_to_ids("<image>")).sum()
+    assert int(pictures) == 4 and inputs["pixel_values"].shape == (1, 3, 28, 28)
+
+
+@pytest.mark.ranks
+def test_sharded_export_equals_the_single_one(
+    exported: Path, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """Before any update (the first step's learning rate is 0) the bits are the same, gathered or not."""
+    first = ["max_steps=1", *EXPORTED]
+    train.run(make_config(parts, dataset, tmp_path / "one", *first), single_world())
+    pools[4].run(run_ranks, make_config(parts, dataset, tmp_path / "four", *first, "sharding=zero3"))
+    a, b = (load_file(tmp_path / n / "export" / "model.safetensors") for n in ("one", "four"))
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_bf16_export_is_the_rounded_fp32_one(exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    cfg = make_config(parts, dataset, tmp_path, "export.enabled=true", "max_steps=2")
+    train.run(cfg, single_world())
+    rounded, full = (load_file(f / "export" / "model.safetensors") for f in (tmp_path, exported))
+    assert all(torch.equal(rounded[k], full[k].bfloat16()) for k in full)
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_broken_export_is_refused(parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof can fail: an export with two linears swapped is not called done."""
+    from llava_fsdp import artifact
+
+    def swapped(name: str) -> str:
+        return {"lm_head.weight": "language_model.model.embed_tokens.weight"}.get(name, original(name)) if not (
+            name == "language_model.embed_tokens.weight"
+        ) else "language_model.lm_head.weight"
+
+    original = artifact.theirs
+    monkeypatch.setattr(artifact, "theirs", swapped)
+    cfg = make_config(parts, dataset, tmp_path, *EXPORTED, "export.verify=true", "max_steps=1")
+    with pytest.raises(ModelError, match="its logits differ"):
+        train.run(cfg, single_world())
+    assert not (tmp_path / "export").exists()
+
+
+def write_original(exported: Path, folder: Path, kind: str) -> Path:
+    """The same weights as the original LLaVA saves them: its names, its config, without padding rows."""
+    config = json.loads((exported / "config.json").read_text())
+    vocabulary = json.loads((exported / "llava_fsdp.json").read_text())["vocab_size"]
+    tensors = {}
+    for name, tensor in load_file(exported / "model.safetensors").items():
+        if "embed_tokens" in name or "lm_head" in name:
+            tensor = tensor[:vocabulary].clone()
+        name = name.replace("language_model.model.", "model.").replace("language_model.lm_head.", "lm_head.")
+        name = name.replace("multi_modal_projector.linear_1.", "model.mm_projector.0.")
+        name = name.replace("multi_modal_projector.linear_2.", "model.mm_projector.2.")
+        name = name.replace("vision_tower.vision_model.", "model.vision_tower.vision_tower.vision_model.")
+        tensors[name] = tensor
+    original = {
+        **config["text_config"],
+        "model_type": "llava_llama",
+        "architectures": ["LlavaLlamaForCausalLM"],
+        "mm_projector_type": "mlp2x_gelu",
+        "vocab_size": vocabulary,
+    }
+    write_json(folder / "config.json", original)
+    if kind == "safetensors":
+        save_file(tensors, folder / "model.safetensors")
+    else:
+        torch.save(tensors, folder / "pytorch_model.bin")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).write_bytes((exported / file).read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["ours", "original safetensors", "original bin"])
+def test_starts_from_a_whole_model(kind: str, exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    folder = exported if kind == "ours" else write_original(exported / "export", tmp_path / "original", kind.split()[1])
+    cfg = make_config(
+        parts,
+        dataset,
+        tmp_path / "run",
+        *EXPORTED,
+        f"model.checkpoint={folder}",
+        "model.random_weights=false",
+        "max_steps=1",
+        "export.verify=true",
+    )
+    train.run(cfg, single_world())
+    before, after = outcome(exported).weights, outcome(tmp_path / "run").weights
+    assert all(torch.equal(before[n], after[n]) for n in before), "the first step's learning rate is 0"
+
+
+@pytest.mark.parametrize("kind", ["run", "export folder", "mm_projector.bin"])
+def test_starts_from_a_projector(kind: str, exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    start = outcome(exported).weights
+    given = {"run": exported, "export folder": exported / "export"}.get(kind, tmp_path / "mm_projector.bin")
+    if kind == "mm_projector.bin":
+        names = {"linear_1": "0", "linear_2": "2"}
+        torch.save(
+            {f"model.mm_projector.{names[n.split('.')[1]]}.{n.split('.')[2]}": t for n, t in start.items() if "proj" in n.split(".")[0]},
+            given,
+        )
+    cfg = make_config(parts, dataset, tmp_path / "run", *EXPORTED, f"model.projector={given}", "max_steps=1")
+    train.run(cfg, single_world())
+    after = outcome(tmp_path / "run").weights
+    same = {n: torch.equal(start[n], after[n]) for n in start}
+    assert all(s for n, s in same.items() if n.startswith("multi_modal_projector."))
+    assert not all(same.values())
+
+
+def test_projector_of_the_stage_before_is_found(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    pretrain = make_config(parts, dataset, tmp_path / "pretrain", *EXPORTED, "max_steps=2", stage="pretrain")
+    train.run(pretrain, single_world())
+    cfg = make_config(parts, dataset, tmp_path / "finetune", *EXPORTED, "model.projector=auto", "max_steps=1")
+    train.run(cfg, single_world())
+    made, used = outcome(tmp_path / "pretrain").weights, outcome(tmp_path / "finetune").weights
+    assert all(torch.equal(made[n], used[n]) for n in made), "everything else is drawn alike"
+
+    cfg = make_config(parts, dataset, tmp_path / "other", "model.projector=auto", "model.vision=package:tiny-clip")
+    with pytest.raises(ConfigError, match=r"was trained for model\.vision="):
+        train.run(cfg, single_world())
+
+
+def test_real_model_without_a_projector_names_the_command(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    cfg = make_config(
+        parts, dataset, tmp_path / "finetune", "model.projector=auto", "model.random_weights=false"
+    )
+    with pytest.raises(ConfigError, match=r"stage=pretrain model=tiny(.|\n)*model\.projector=random"):
+        train.run(cfg, single_world())
+
+
+def qwen_and_siglip(parts: Path, folder: Path) -> Path:
+    """Another language model, with tied embeddings and biases, and another tower, without CLS."""
+    language = json.loads((parts / "language" / "config.json").read_text())
+    language |= {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True}
+    write_json(folder / "language" / "config.json", language)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / "language" / file).write_bytes((parts / "language" / file).read_bytes())
+    vision = {"model_type": "siglip_vision_model", "hidden_size": 20, "intermediate_size": 30, "num_hidden_layers": 3}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    write_json(folder / "vision" / "config.json", vision)
+    preprocessor = {"image_processor_type": "SiglipImageProcessor", "size": {"height": 28, "width": 28}, "resample": 3}
+    preprocessor |= {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5], "do_resize": True}
+    write_json(folder / "vision" / "preprocessor_config.json", preprocessor)
+    return folder
+
+
+OTHER = ["model.select_feature=full"]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("tower", ["frozen", "trainable"])
+def test_another_language_model_and_tower(
+    tower: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """Sharded on four ranks as on one, exported, and read back."""
+    folder = qwen_and_siglip(parts, tmp_path / "parts")
+    trained = [*OTHER, "model.train=[projector,language,vision]"] if tower == "trainable" else OTHER
+    runs = {}
+    for size in (1, 4):
+        cfg = make_config(folder, dataset, tmp_path / str(size), *EXPORTED, *trained, "sharding=zero3")
+        cfg.export.verify = True
+        if size == 1:
+            train.run(cfg, single_world())
+        else:
+            pools[size].run(run_ranks, cfg)
+        runs[size] = outcome(tmp_path / str(size))
+    assert runs[4].losses == pytest.approx(runs[1].losses, rel=1e-5)
+    compare_with_transformers(make_config(folder, dataset, tmp_path / "none", *OTHER), tmp_path / "1" / "export")
+
+
+def test_tower_without_cls_refuses_to_drop_one(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    cfg = make_config(qwen_and_siglip(parts, tmp_path / "parts"), dataset, tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"model\.select_feature=patch drops a CLS token.*set model\.select_feature=full"):
+        train.run(cfg, single_world())
+
+
+def test_weights_from_another_model(exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """A file whose shapes or names do not fit: the message has the parameter, the file and both shapes."""
+    config = json.loads((exported / "export" / "config.json").read_text())
+    config["text_config"]["intermediate_size"] = 51
+    folder = tmp_path / "other"
+    write_json(folder / "config.json", config)
+    for file in (exported / "export").iterdir():
+        if file.name != "config.json":
+            (folder / file.name).write_bytes(file.read_bytes())
+    start = [f"model.checkpoint={folder}", "model.random_weights=false"]
+    with pytest.raises(ModelError, match=r"mlp\.gate_proj\.weight has shape \[50, 36\] in .*model\.safetensors.*\[51, 36\]"):
+        train.run(make_config(parts, dataset, tmp_path / "run", *start), single_world())
+    tensors = load_file(exported / "export" / "model.safetensors")
+    del tensors["language_model.model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    write_json(folder / "config.json", json.loads((exported / "export" / "config.json").read_text()))
+    with pytest.raises(ModelError, match=r"other has no weights for language_model\.norm\.weight"):
+        train.run(make_config(parts, dataset, tmp_path / "run", *start), single_world())
+
+
+def test_open_steps_is_what_training_reads(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    assert len(open_steps(make_config(parts, dataset, tmp_path)).records) == 44

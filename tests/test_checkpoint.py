@@ -1,0 +1,184 @@
+"""A run continues where it was, as itself, on any number of ranks."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from harness import RankPool, single_world
+from reference import EXPORTED, TOLERANCE, difference, outcome, run_ranks, vocabulary
+from small import make_config
+
+from llava_fsdp import checkpoint, train
+from llava_fsdp.errors import CheckpointError
+
+OFTEN = ["max_steps=6", "checkpoint.every=2", "checkpoint.keep=9", *EXPORTED]
+
+
+@pytest.fixture(scope="module")
+def whole_run(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps on one rank, with a checkpoint after every second; an epoch is four steps."""
+    folder = tmp_path_factory.mktemp("whole")
+    train.run(make_config(parts, dataset, folder, *OFTEN), single_world())
+    return folder
+
+
+def interrupted(whole_run: Path, folder: Path, step: int) -> Path:
+    """What a crash after `step` leaves: its checkpoint, and the metrics of steps that were done after it."""
+    kept = f"checkpoints/step-{step:06d}"
+    shutil.copytree(whole_run / kept, folder / kept)
+    rows = (whole_run / "metrics.jsonl").read_text().splitlines()[: step + 1]
+    (folder / "metrics.jsonl").write_text("\n".join([*rows, '{"step": 99, "lo']))
+    return folder
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("size", "overrides"),
+    [
+        (1, []),
+        (2, ["sharding=zero3"]),
+        (4, ["sharding=zero2", "micro_batch_size=2", "recompute=full"]),
+        (4, ["sharding=hybrid", "sharding.shard_size=2"]),
+    ],
+)
+@pytest.mark.parametrize("step", [2, 4])
+def test_resumes_at_the_next_sample(
+    step: int,
+    size: int,
+    overrides: list[str],
+    whole_run: Path,
+    parts: Path,
+    dataset: Path,
+    pools: dict[int, RankPool],
+    tmp_path: Path,
+) -> None:
+    """Step 2 lies within an epoch, step 4 at its end. One rank continues to the bit."""
+    cfg = make_config(parts, dataset, interrupted(whole_run, tmp_path, step), *OFTEN, *overrides)
+    if size == 1:
+        train.run(cfg, single_world())
+    else:
+        pools[size].run(run_ranks, cfg)
+    expected, got = outcome(whole_run), outcome(tmp_path)
+    assert [json.loads(r)["step"] for r in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
+    if size == 1:
+        assert got.losses == expected.losses
+        assert all(torch.equal(got.weights[n], expected.weights[n]) for n in expected.weights)
+    else:
+        assert got.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+        assert difference(got.weights, expected.weights, vocabulary(cfg)) < TOLERANCE
+
+
+@pytest.mark.ranks
+def test_from_four_ranks_to_one(
+    whole_run: Path, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    sharded = ["sharding=zero3", "max_steps=6", "checkpoint.every=4", *EXPORTED]
+    pools[4].run(run_ranks, make_config(parts, dataset, tmp_path / "four", *sharded))
+    shutil.copytree(tmp_path / "four" / "checkpoints" / "step-000004", tmp_path / "one" / "checkpoints" / "step-000004")
+    cfg = make_config(parts, dataset, tmp_path / "one", *OFTEN)
+    train.run(cfg, single_world())
+    expected, got = outcome(whole_run), outcome(tmp_path / "one")
+    assert got.losses == pytest.approx(expected.losses[4:], rel=TOLERANCE)
+    assert difference(got.weights, expected.weights, vocabulary(cfg)) < TOLERANCE
+
+
+def test_bf16_masters_resume_to_the_bit(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """The working copies are made anew from the masters, which hold more than bf16."""
+    values = [*OFTEN, "precision=bf16"]
+    train.run(make_config(parts, dataset, tmp_path / "whole", *values), single_world())
+    folder = interrupted(tmp_path / "whole", tmp_path / "again", 4)
+    train.run(make_config(parts, dataset, folder, *values), single_world())
+    expected, got = outcome(tmp_path / "whole"), outcome(folder)
+    assert got.losses == expected.losses
+    assert all(torch.equal(got.weights[n], expected.weights[n]) for n in expected.weights)
+
+
+def test_finished_run_does_nothing(whole_run: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(whole_run, folder)
+    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file() and p.name != "config.yaml"}
+    train.run(make_config(parts, dataset, folder, *OFTEN), single_world())
+    for path, time in before.items():
+        if path.name != "metrics.jsonl":  # cut back to the checkpoint's step, which it was at
+            assert path.stat().st_mtime_ns == time, path
+    assert (folder / "metrics.jsonl").read_text() == (whole_run / "metrics.jsonl").read_text()
+
+
+def test_more_steps_continue(whole_run: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole_run, tmp_path / "copy")
+    train.run(make_config(parts, dataset, tmp_path / "copy", *OFTEN, "max_steps=7"), single_world())
+    got = outcome(tmp_path / "copy")
+    assert len(got.losses) == 7 and got.losses[:6] == outcome(whole_run).losses
+    assert json.loads((tmp_path / "copy" / "export" / "llava_fsdp.json").read_text())["step"] == 7
+
+
+CHANGES = {
+    "seed": "seed=7",
+    "global_batch_size": "global_batch_size=6",
+    "optim.lr": "optim.lr=1e-3",
+    "optim.schedule": "optim.schedule=linear",
+    "loss.normalize": "loss.normalize=micro_batch",
+    "model.train": "model.train=[projector]",
+    "data.max_length": "data.max_length=64",
+    "data.template": "data.template=chatml",
+}
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_another_recipe_is_refused(key: str, whole_run: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    cfg = make_config(parts, dataset, interrupted(whole_run, tmp_path, 4), *OFTEN, CHANGES[key])
+    with pytest.raises(CheckpointError, match=key.replace(".", r"\.")) as caught:
+        train.run(cfg, single_world())
+    assert "checkpoint.resume=never" in str(caught.value) and "output_dir" in str(caught.value)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 6, "a refused run must not touch anything"
+
+
+def test_another_dataset_is_refused_and_a_moved_one_is_not(
+    whole_run: Path, parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    records = json.loads((dataset / "mixed.json").read_text())
+    folder = interrupted(whole_run, tmp_path / "run", 4)
+    moved = tmp_path / "moved.json"
+    moved.write_text(json.dumps(records[:-1]))
+    with pytest.raises(CheckpointError, match=r"data\.path: the dataset is another one"):
+        train.run(make_config(parts, dataset, folder, *OFTEN, f"data.path={moved}"), single_world())
+    shutil.copyfile(dataset / "mixed.json", moved)
+    train.run(make_config(parts, dataset, folder, *OFTEN, f"data.path={moved}"), single_world())
+    assert outcome(folder).losses == outcome(whole_run).losses
+
+
+def test_another_model_is_refused(whole_run: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Frozen weights are in no checkpoint, so another tower of the same shape must be noticed."""
+    first = tmp_path / "first"
+    values = ["max_steps=2", *EXPORTED]
+    train.run(make_config(parts, dataset, first, *values, stage="pretrain"), single_world())
+    shutil.rmtree(first / "export")
+    other = ["model.random_weights=false", f"model.checkpoint={whole_run / 'export'}", "max_steps=3"]
+    with pytest.raises(CheckpointError, match="the model is another one"):
+        train.run(make_config(parts, dataset, first, *values, *other, stage="pretrain"), single_world())
+
+
+def test_never_starts_over_and_loses_nothing(whole_run: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole_run, tmp_path / "copy")
+    cfg = make_config(parts, dataset, tmp_path / "copy", *OFTEN, "checkpoint.resume=never", "seed=9")
+    train.run(cfg, single_world())
+    assert outcome(tmp_path / "copy").losses != outcome(whole_run).losses
+    old = checkpoint.list_checkpoints(tmp_path / "copy" / "checkpoints.old-1")
+    assert [p.name for p in old] == ["step-000002", "step-000004", "step-000006"]
+
+
+def test_only_the_newest_are_kept(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    cfg = make_config(parts, dataset, tmp_path, "max_steps=5", "checkpoint.every=1", "checkpoint.keep=2")
+    (tmp_path / "checkpoints" / "step-000009.tmp").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-12").mkdir()
+    train.run(cfg, single_world())
+    found = [p.name for p in checkpoint.list_checkpoints(tmp_path / "checkpoints")]
+    assert found == ["step-000004", "step-000005"]
+
+
+def test_checkpoint_that_is_none(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    cfg = make_config(parts, dataset, tmp_path, f"checkpoint.resume={tmp_path / 'nothing'}")
+    with pytest.raises(CheckpointError, match=r"nothing is not a checkpoint; give auto, never, or a step-NNNNNN"):
+        train.run(cfg, single_world())
