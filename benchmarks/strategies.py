@@ -104,6 +104,8 @@ class Run:
     state: TrainState
     plan: ShardPlan
     ddp: DistributedDataParallel | None
+    allocated_before: int
+    """Bytes on the GPU before it was built."""
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     memory: dict[str, Any] = field(default_factory=dict)
@@ -187,10 +189,12 @@ def specialize(cfg: Config, variant: str, precision: str) -> Config:
     plan = STRATEGIES.get(variant, Strategy.FULL_SHARD)
     shard_size = 2 if SHARD_PLANS[plan].mesh is Mesh.HYBRID else None
     sharding = ShardingConfig(strategy=plan, shard_size=shard_size)
-    return replace(cfg, sharding=sharding, precision=PrecisionConfig(param_dtype=DType(precision), reduce_dtype=DType.fp32))
+    dtypes = PrecisionConfig(param_dtype=DType(precision), reduce_dtype=DType.fp32)
+    return replace(cfg, sharding=sharding, precision=dtypes)
 
 
 def build(variant: str, cfg: Config, world: World) -> Run:
+    allocated = torch.cuda.memory_allocated(world.device) if world.device.type == "cuda" else 0
     parts = find_parts(cfg.model)
     model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])
     loader = open_data(cfg, world, model)
@@ -207,7 +211,7 @@ def build(variant: str, cfg: Config, world: World) -> Run:
     optimizer, learning_rate = build_optimizer(model, masters, cfg.optim, loader.total_steps)
     model.train()
     state = TrainState(model, masters, optimizer, learning_rate, loader, {})
-    return Run(variant, cfg, state, plan, wrap(model, world) if variant == "ddp" else None)
+    return Run(variant, cfg, state, plan, wrap(model, world) if variant == "ddp" else None, allocated)
 
 
 def mesh_of(variant: str, plan: ShardPlan, cfg: Config, world: World) -> DeviceMesh | None:
@@ -331,19 +335,6 @@ def live_storages() -> dict[int, int]:
     return found
 
 
-def debug(run, before):
-    by = {}
-    for thing in gc.get_objects():
-        if type(thing) in (torch.Tensor, nn.Parameter) and thing.device.type != "meta":
-            st = thing.untyped_storage()
-            if st.size() and st.data_ptr() not in before:
-                by.setdefault(st.data_ptr(), []).append(thing)
-    print(run.variant, run.state.model.__class__.__name__, file=sys.stderr)
-    for k, ts in sorted(by.items(), key=lambda kv: -kv[1][0].untyped_storage().size())[:14]:
-        refs = [type(r).__name__ + (":" + ",".join(str(n) for n, v in r.items() if v is ts[0])[:60] if isinstance(r, dict) else "") for r in gc.get_referrers(ts[0]) if r is not ts]
-        print("  ", ts[0].untyped_storage().size(), [tuple(t.shape) for t in ts][:4], len(ts), refs[:5], file=sys.stderr)
-
-
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
 
@@ -356,68 +347,71 @@ def measure_memory(run: Run, step: Step) -> None:
     state, loader, device = run.state, run.state.loader, run.state.loader.device
     gc.collect()
     before = live_storages()
-    held_before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
     def between() -> None:
         held = [*state.model.parameters(), *state.masters.named.values()]
-        gradients = [p.grad for p in held if p.grad is not None]
         weights = sum(v for k, v in local_storages(held).items() if k not in before)
         # Not every gradient has a Python object, and some that FSDP keeps are in no parameter's `.grad`.
-        new = {k: v for k, v in (live_storages() | local_storages(gradients)).items() if k not in before}
-        if os.environ.get("DBG") and dist.get_rank()==0: debug(run, before)
-        run.memory["between"] = {"gathered_parameters": weights, "gradients": sum(new.values()) - weights}
+        found = live_storages() | local_storages(p.grad for p in held if p.grad is not None)
+        new = sum(v for k, v in found.items() if k not in before)
+        run.memory["between"] = {"gathered_parameters": weights, "gradients": new - weights}
 
     def at_rest(*_: Any) -> None:
+        weights = [*state.model.parameters(), *state.masters.named.values()]
         gradients = [p.grad for p in state.masters.named.values() if p.grad is not None]
         run.memory["rest"] = {
-            "parameters": sum(local_storages([*state.model.parameters(), *state.masters.named.values()]).values()),
+            "parameters": sum(local_storages(weights).values()),
             "gradients": sum(local_storages(gradients).values()),
             "optimizer": sum(local_storages(optimizer_tensors(state.optimizer)).values()),
         }
 
     hook = state.optimizer.register_step_post_hook(at_rest)
     state.loader = WatchedLoader(loader, between)  # type: ignore[assignment]
-    reset_peak(device)
+    resident = reset_peak(device)
     try:
         run.step(step)
     finally:
         hook.remove()
         state.loader = loader
-    run.memory["peak"] = peak_of_step(run, device, held_before)
-    run.memory = {k: largest_over_ranks(v) if isinstance(v, dict) else v for k, v in run.memory.items()}
+    run.memory["peak"] = peak(run, resident)
+    run.memory = {name: largest_over_ranks(held) for name, held in run.memory.items()}
 
 
-def reset_peak(device: torch.device) -> None:
+def reset_peak(device: torch.device) -> int:
+    """Begin to look for the peak; returns the resident bytes of the process."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from the present size
+        return 0
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from VmRSS
+    return process_bytes("VmRSS")
 
 
-def peak_of_step(run: Run, device: torch.device, held_before: int) -> dict[str, int]:
-    """On CUDA the most that this variant held; other variants are idle, and what they hold is taken off."""
+def peak(run: Run, resident: int) -> dict[str, int]:
+    """On CUDA all that this variant held at once: others are idle, and what they hold is taken off.
+
+    On the CPU by how much the process grew in the step; memory that it had freed and kept hides a part of that.
+    """
+    device = run.state.loader.device
     if device.type == "cuda":
-        own = local_storages([*run.state.model.parameters(), *run.state.masters.named.values()])
-        own |= local_storages(optimizer_tensors(run.state.optimizer))
-        return {"max_memory_allocated": torch.cuda.max_memory_allocated(device) - held_before + sum(own.values())}
-    return {"process_rss": high_water()}
+        return {"max_memory_allocated": torch.cuda.max_memory_allocated(device) - run.allocated_before}
+    return {"rss_rise": max(0, process_bytes("VmHWM") - resident), "process_rss": process_bytes("VmHWM")}
 
 
-def high_water() -> int:
-    """Resident bytes of the whole process at their highest since `reset_peak`: every variant built so far in it."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
+def process_bytes(key: str) -> int:
+    """A size that Linux reports of this process; 0 where it does not."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(key + ":"):
+                return int(line.split()[1]) * 1024
     return 0
 
 
 def largest_over_ranks(values: dict[str, int]) -> dict[str, int]:
-    tensor = torch.tensor(list(values.values()), dtype=torch.int64)
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, tensor.tolist())
-    return dict(zip(values, (max(column) for column in zip(*gathered, strict=True)), strict=True))
+    dist.all_gather_object(gathered, values)
+    return {key: max(other[key] for other in gathered) for key in values}
 
 
 def measure_moved(run: Run, step: Step) -> None:
@@ -532,7 +526,7 @@ def main() -> None:
     options = parse()
     if "RANK" not in os.environ and options.nproc > 1:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-        sys.exit(subprocess.call([*command, str(options.nproc), __file__, *sys.argv[1:]]))
+        sys.exit(subprocess.call([*command, str(options.nproc), __file__, *without(sys.argv[1:], "--nproc")]))
     torch.set_num_threads(options.threads)
     world = read_world()
     options.precision = options.precision or ("bf16" if world.device.type == "cuda" else "fp32")
@@ -573,6 +567,16 @@ def parse() -> argparse.Namespace:
     if options.hidden % 32:
         parser.error(f"--hidden {options.hidden} must be a multiple of 32, the width of a head")
     return options
+
+
+def without(arguments: list[str], option: str) -> list[str]:
+    """Command line arguments less one option and its value."""
+    kept, skip = [], False
+    for argument in arguments:
+        if not skip and argument != option and not argument.startswith(option + "="):
+            kept.append(argument)
+        skip = argument == option
+    return kept
 
 
 @contextlib.contextmanager
@@ -657,7 +661,7 @@ def facts(options: argparse.Namespace, world: World) -> dict:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "command": f"torchrun --standalone --nproc-per-node {world.size} benchmarks/strategies.py "
-        + " ".join(sys.argv[1:]),
+        + " ".join(without(sys.argv[1:], "--out")),
         "options": shown,
         "ranks": world.size,
         "machine": {
@@ -694,7 +698,8 @@ def table_of(case: tuple[str, int], rows: list[dict]) -> Table:
     clock = "cuda_events" if "cuda_events" in rows[0]["step_seconds"] else "wall"
     table = Table(title=f"{case[0]}, accumulation {case[1]}", title_justify="left")
     heads = ["variant", "CPU s min", "median", "/ ddp", f"{clock} s min", "median", "/ ddp"]
-    heads += ["at rest", "between +", "peak", "all-gather", "reduce-scatter", "all-reduce"]
+    peak_kind = next(iter(rows[0]["memory"]["peak"]))
+    heads += ["at rest", "between +", peak_kind, "all-gather", "reduce-scatter", "all-reduce"]
     for head in heads:
         table.add_column(head, justify="left" if head == "variant" else "right")
     for row in rows:
@@ -703,7 +708,7 @@ def table_of(case: tuple[str, int], rows: list[dict]) -> Table:
         moved = [f"{mib(row['moved_per_step'][k]['bytes'])} / {row['moved_per_step'][k]['calls']}" for k in KINDS]
         times = [f"{cpu['min']:.3f}", f"{cpu['median']:.3f}", f"{row['cpu_ratio_to_ddp']:.2f}"]
         times += [f"{wall['min']:.3f}", f"{wall['median']:.3f}", f"{row['time_ratio_to_ddp']:.2f}"]
-        held = [mib(sum(memory["rest"].values())), between, mib(*memory["peak"].values())]
+        held = [mib(sum(memory["rest"].values())), between, mib(next(iter(memory["peak"].values())))]
         table.add_row(row["variant"], *times, *held, *moved)
     table.caption = "memory and bytes in MiB, of the rank with most; collectives as bytes / calls in a step"
     return table
@@ -723,7 +728,7 @@ def draw(report: dict, path: Path) -> bool:
     from matplotlib import pyplot
 
     cases = list(dict.fromkeys((r["stage"], r["accumulation"]) for r in report["rows"]))
-    figure, axes = pyplot.subplots(3, len(cases), figsize=(4 * len(cases), 9), squeeze=False, layout="constrained")
+    figure, axes = pyplot.subplots(3, len(cases), figsize=(4 * len(cases) + 2, 9), squeeze=False, layout="constrained")
     for column, case in enumerate(cases):
         rows = [r for r in report["rows"] if (r["stage"], r["accumulation"]) == case]
         axes[0][column].set_title(f"{case[0]}, accumulation {case[1]}")
@@ -731,7 +736,7 @@ def draw(report: dict, path: Path) -> bool:
     for row, label in enumerate(["seconds a step", "MiB on a rank", "MiB in collectives a step"]):
         axes[row][0].set_ylabel(label)
     for row in range(3):
-        axes[row][-1].legend(fontsize="x-small")
+        axes[row][-1].legend(fontsize="small", bbox_to_anchor=(1.02, 1), loc="upper left")
     machine = f"{report['ranks']} x {report['machine']['device']}"
     figure.suptitle(f"{machine}, torch {report['torch']}, {report['options']['precision']}, {report['date'][:10]}")
     figure.savefig(path, dpi=90)

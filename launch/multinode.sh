@@ -6,7 +6,8 @@
 #   NNODES          how many machines
 #   RDZV_ENDPOINT   host:port of one of them, reachable from all; torchrun meets there
 #   RDZV_ID         a name that is the same on all machines, and new for every run
-#   NODE_RANK       optional; this machine's number, for an order of ranks that is the same every time
+#   NODE_RANK       optional; 0 on the machine that RDZV_ENDPOINT names, another number elsewhere: for networks in
+#                   which a machine does not know itself by that name, and so would not open the port
 #   NPROC_PER_NODE  optional; ranks on this machine, else one for each GPU
 #   LOG_DIR         optional; what every rank prints, else outputs/logs/RDZV_ID; the terminal shows local rank 0
 #
@@ -25,13 +26,18 @@ need RDZV_ENDPOINT "host:port of one of the machines, reachable from all"
 need RDZV_ID "a name that is the same on all machines, and new for every run"
 [[ "$NNODES" =~ ^[1-9][0-9]*$ ]] || die "NNODES=$NNODES must be a number of machines"
 [[ "$RDZV_ENDPOINT" =~ ^.+:[0-9]+$ ]] || die "RDZV_ENDPOINT=$RDZV_ENDPOINT must be host:port"
+[[ "${NODE_RANK:-0}" =~ ^[0-9]+$ ]] || die "NODE_RANK=$NODE_RANK must be a number: 0 on the machine of RDZV_ENDPOINT"
 use_venv
 
+host=()
+if [[ -n "${NODE_RANK:-}" ]]; then
+    host=(--rdzv-conf "is_host=$([[ "$NODE_RANK" -eq 0 ]] && echo true || echo false)")
+fi
 ranks="$(ranks_here)"
 OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(threads_per_rank "$ranks")}"
 export OMP_NUM_THREADS
 exec torchrun \
-    --nnodes "$NNODES" --nproc-per-node "$ranks" ${NODE_RANK:+--node-rank "$NODE_RANK"} \
-    --rdzv-backend c10d --rdzv-endpoint "$RDZV_ENDPOINT" --rdzv-id "$RDZV_ID" \
+    --nnodes "$NNODES" --nproc-per-node "$ranks" \
+    --rdzv-backend c10d --rdzv-endpoint "$RDZV_ENDPOINT" --rdzv-id "$RDZV_ID" ${host[@]+"${host[@]}"} \
     --log-dir "${LOG_DIR:-outputs/logs/$RDZV_ID}" --tee 3 --local-ranks-filter 0 \
     -m llava_fsdp.train "$@"

@@ -1,6 +1,7 @@
 """A trained model as a folder that transformers loads, proven before it is called done."""
 
 import contextlib
+import copy
 import json
 import os
 import shutil
@@ -72,7 +73,7 @@ def begin(staged: Path, model: Llava, cfg: Config, step: int) -> None:
     image_id, pad_id, rows = write_tokenizer(parts.language_folder, staged, parts.language.vocab_size, cfg)
     text = type(parts.language).from_dict({**parts.language.to_dict(), "vocab_size": rows, "use_cache": True})
     config = LlavaConfig(
-        vision_config=parts.vision,
+        vision_config=copy.deepcopy(parts.vision),  # LlavaConfig resets what the live tower reads
         text_config=text,
         image_token_index=image_id,
         image_seq_length=model.image_tokens,

@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -77,6 +78,7 @@ class Reporter:
         self.total_steps = total_steps
         self.folder = Path(cfg.output_dir)
         self.progress: Progress | None = None
+        self.recent: deque[float] = deque(maxlen=20)  # seconds a step, for the time left
         if not self.enabled:
             return
         cut_back(self.folder / METRICS_FILE, first_step)
@@ -108,11 +110,12 @@ class Reporter:
         self.show(row)
 
     def show(self, row: dict) -> None:
+        self.recent.append(row["seconds"])
         shown = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s"
         if self.progress is not None:
             self.progress.update(self.task, completed=row["step"], shown=shown)
         elif row["step"] % self.cfg.log_every == 0 or row["step"] == self.total_steps:
-            left = (self.total_steps - row["step"]) * row["seconds"]
+            left = (self.total_steps - row["step"]) * sum(self.recent) / len(self.recent)
             log().info(
                 "step %d/%d  %s  lr %.3g  grad norm %.3g  %s left",
                 row["step"], self.total_steps, shown, row["lr"], row["grad_norm"], duration(left),

@@ -52,16 +52,17 @@ SCHEDULES: dict[Schedule, Callable[[int, int, int], float]] = {
 class LearningRate:
     """The factor on every group's own learning rate at a step (0 for the first: LLaVA's first step warms up from 0)."""
 
+    base: float
     schedule: Schedule
     total_steps: int
     warmup_steps: int
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
-        """Set every group's learning rate for this step; returns the first group's."""
+        """Set every group's learning rate for this step; returns that of `optim.lr`."""
         factor = SCHEDULES[self.schedule](step, self.total_steps, self.warmup_steps)
         for group in optimizer.param_groups:
             group["lr"] = group["base_lr"] * factor
-        return optimizer.param_groups[0]["lr"]
+        return self.base * factor
 
 
 def build_optimizer(
@@ -84,7 +85,7 @@ def build_optimizer(
         fused=True,
     )
     warmup = math.ceil(cfg.warmup_ratio * total_steps)
-    return optimizer, LearningRate(cfg.schedule, total_steps, warmup)
+    return optimizer, LearningRate(cfg.lr, cfg.schedule, total_steps, warmup)
 
 
 def base_lr(name: str, cfg: OptimConfig) -> float:

@@ -116,7 +116,7 @@ def sweep_folder() -> Path | None:
 
     It is fixed before Hydra starts, so that the jobs' results are found there whatever launcher places the jobs.
     """
-    if not {"-m", "--multirun"} & set(sys.argv[1:]):
+    if not {"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(sys.argv[1:]):
         return None
     given = [a.partition("=")[2].strip("'\"") for a in sys.argv[1:] if a.startswith("hydra.sweep.dir=")]
     if not given:

@@ -53,7 +53,16 @@ class Drawn:
         return whole[begin:end]
 
 
-EMBEDDING_STD = 0.02
+@dataclass(frozen=True)
+class Scale:
+    """Standard deviations of a part that is drawn: of embeddings, and of matrices times sqrt(fan-in)."""
+
+    embedding: float
+    matrix: float
+
+
+# The tower's blocks start close to the identity, so that a frozen random one still shows what a patch looks like.
+SCALES = {"vision_tower": Scale(0.2, 0.3), "language_model": Scale(0.5, 1.0), "lm_head": Scale(0.5, 1.0)}
 
 
 def draw_rule(model: nn.Module, name: str) -> DrawRule:
@@ -63,7 +72,8 @@ def draw_rule(model: nn.Module, name: str) -> DrawRule:
     """
     parent = model.get_submodule(name.rpartition(".")[0])
     shape = model.get_parameter(name).shape
-    if name.startswith("multi_modal_projector."):
+    part = name.partition(".")[0]
+    if part == "multi_modal_projector":
         assert isinstance(parent, nn.Linear)
         return DrawRule(Rule.UNIFORM, parent.in_features**-0.5)
     if name.endswith("bias"):
@@ -71,8 +81,8 @@ def draw_rule(model: nn.Module, name: str) -> DrawRule:
     if "Norm" in type(parent).__name__:
         return DrawRule(Rule.ONES)
     if isinstance(parent, nn.Embedding) or len(shape) == 1:
-        return DrawRule(Rule.NORMAL, EMBEDDING_STD)
-    return DrawRule(Rule.NORMAL, math.prod(shape[1:]) ** -0.5)
+        return DrawRule(Rule.NORMAL, SCALES[part].embedding)
+    return DrawRule(Rule.NORMAL, SCALES[part].matrix * math.prod(shape[1:]) ** -0.5)
 
 
 def computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -140,8 +140,8 @@ def download(name: str, key: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
-            f"{key}={name} is not a folder here, and the hub did not give it ({type(error).__name__}); "
-            "download it elsewhere and give the folder"
+            f"{key}={name} is not a folder here, and the hub did not give it ({type(error).__name__}); if it is a run "
+            "of yours, train it first; if it is a model, download it elsewhere and give its folder"
         ) from error
 
 

@@ -1,0 +1,138 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in one call of well under ten minutes on one GPU:
+#
+#   benchmarks/gpu.sh OUT_FOLDER          the checks and figures
+#   benchmarks/gpu.sh OUT_FOLDER --dry    the smallest sizes of every part, to try the script itself, with or without a GPU
+#
+# Into OUT_FOLDER: gpu-tests.xml, strategies.json and .png, training.json, summary.json and log.txt.
+#
+# PYTHON   the interpreter (default: python)
+# WHEELS   a folder of wheels that the machine lacks; they are installed beside it, without any index
+#
+# Every part has a time limit; one that fails or is cut off does not stop the others, and the script then returns 1.
+set -uo pipefail
+
+out=${1:?usage: benchmarks/gpu.sh OUT_FOLDER [--dry]}
+dry=${2:-}
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+python=${PYTHON:-python}
+export PYTHONPATH="$PWD/src:$work/site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
+exec > >(tee "$out/log.txt") 2>&1
+failed=0
+parts="$work/parts.jsonl"
+: > "$parts"
+
+# part NAME SECONDS COMMAND...: run one part under its limit and note how it went.
+part() {
+    local name=$1 limit=$2 started code state="done"
+    shift 2
+    echo "== $name (at most $limit s): $*"
+    started=$(date +%s)
+    timeout --kill-after=10 "$limit" "$@"
+    code=$?
+    [ "$code" -eq 0 ] || { failed=1 state=failed; }
+    if [ "$code" -eq 124 ] || [ "$code" -eq 137 ]; then state="over its limit"; fi
+    echo "== $name: $state, exit code $code, $(($(date +%s) - started)) s"
+    printf '{"part": "%s", "state": "%s", "exit_code": %d, "seconds": %d}\n' \
+        "$name" "$state" "$code" "$(($(date +%s) - started))" >> "$parts"
+    return "$code"
+}
+
+not_run() {
+    echo "NOT RUN: $1: $2"
+    printf '{"part": "%s", "state": "not run", "reason": "%s"}\n' "$1" "$2" >> "$parts"
+}
+
+has() { "$python" -c "import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))" "$@"; }
+
+if [ -n "${WHEELS:-}" ]; then
+    part wheels 30 "$python" -m pip install --quiet --no-index --no-deps --target "$work/site" "$WHEELS"/*.whl
+fi
+"$python" - << 'PY' || { echo "torch cannot be imported by $python"; exit 2; }
+import platform, torch, transformers
+gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+print(f"{gpu}; python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}")
+PY
+gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")
+
+# Missing modules are named here, once, instead of in every part's traceback.
+for module in hydra omegaconf rich safetensors PIL numpy; do
+    has "$module" || { not_run "all parts that import llava_fsdp" "$module is not installed"; failed=1; }
+done
+
+if [ "$gpus" -eq 0 ]; then
+    not_run "tests on CUDA" "torch sees no GPU, so that every test of tests/gpu is skipped"
+fi
+if has pytest; then
+    part gpu-tests 150 "$python" -m pytest tests/gpu -m gpu -q -p no:cacheprovider --junitxml "$out/gpu-tests.xml"
+else
+    not_run gpu-tests "pytest is not installed"
+    failed=1
+fi
+
+sizes=(--hidden 1024 --layers 8 --rows 32 --repetitions 8 --threads 4)
+if [ "$dry" = --dry ] || [ "$gpus" -eq 0 ]; then
+    sizes=(--rows 4 --repetitions 2 --threads 1)
+    [ "$gpus" -gt 0 ] || not_run "strategies at the size of a GPU" "torch sees no GPU; the tiny model runs on the CPU instead"
+fi
+part strategies 130 "$python" benchmarks/strategies.py --out "$out/strategies.json" "${sizes[@]}"
+has matplotlib || not_run "the picture of strategies" "matplotlib is not installed"
+
+# The embedded default, both stages, then its held-out questions: the commands of the README.
+run=("data.root=$work/shapes" "data.workers=$([ "$gpus" -gt 0 ] && echo 4 || echo 0)" "log_every=5")
+asked=()
+if [ "$dry" = --dry ] || [ "$gpus" -eq 0 ]; then
+    run+=(max_steps=2 global_batch_size=8 micro_batch_size=4)
+    asked=(limit=8 max_new_tokens=4)
+    [ "$gpus" -gt 0 ] || not_run "training on CUDA" "torch sees no GPU; two small steps of each stage run on the CPU instead"
+fi
+part pretrain 50 "$python" -m llava_fsdp.train stage=pretrain "output_dir=$work/out/pretrain" "${run[@]}" &&
+    part finetune 70 "$python" -m llava_fsdp.train stage=finetune "output_dir=$work/out/finetune" "${run[@]}"
+if [ ! -d "$work/out/finetune/export" ]; then
+    not_run evaluate "there is no trained model"
+elif has llava_fsdp.evaluate; then
+    part evaluate 40 "$python" -m llava_fsdp.evaluate "checkpoint=$work/out/finetune" "data.root=$work/shapes" \
+        "${asked[@]}" format=json > "$work/evaluate.txt"
+    cat "$work/evaluate.txt"
+else
+    not_run evaluate "llava_fsdp.evaluate does not exist"
+fi
+
+if [ "$gpus" -lt 2 ]; then
+    not_run "several ranks over NCCL" "needs two GPUs or more, here are $gpus; the same code runs on gloo in tests/"
+else
+    ranks=$((gpus >= 4 ? 4 : 2))
+    part strategies-nccl 150 "$python" benchmarks/strategies.py --nproc "$ranks" --out "$out/strategies-nccl.json" "${sizes[@]}"
+fi
+
+"$python" - "$work" "$out" << 'PY'
+import json, pathlib, sys
+
+work, out = map(pathlib.Path, sys.argv[1:])
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+keys = ("step", "loss", "grad_norm", "tokens", "seconds", "tokens_per_second", "peak_memory_bytes")
+training = {
+    stage: [{k: row[k] for k in keys if k in row} for row in rows(work / "out" / stage / "metrics.jsonl")]
+    for stage in ("pretrain", "finetune")
+}
+answers = work / "evaluate.txt"
+said = [line for line in answers.read_text().splitlines() if line.startswith("{")] if answers.is_file() else []
+training["evaluate"] = json.loads(said[-1].replace(f"{work}/", "")) if said else None
+(out / "training.json").write_text(json.dumps(training, indent=1) + "\n")
+parts = rows(work / "parts.jsonl")
+(out / "summary.json").write_text(json.dumps(parts, indent=1) + "\n")
+print("\nsummary")
+for part in parts:
+    detail = part.get("reason") or f"{part['seconds']} s, exit code {part['exit_code']}"
+    print(f"  {part['state'].upper():15} {part['part']}: {detail}")
+PY
+exit "$failed"

@@ -1,0 +1,201 @@
+"""Ids, labels and the places of pictures."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+from small import ASSETS
+
+from llava_fsdp.config import TooLong
+from llava_fsdp.data.conversation import TEMPLATES, Template, prompt, template
+from llava_fsdp.data.encode import IGNORE, IMAGE_ID, Encoder, encode_prompt
+from llava_fsdp.data.source import Record, Turn
+from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
+from llava_fsdp.errors import ConfigError, DataError
+
+SYSTEM = TEMPLATES["v1"].begin
+
+
+@pytest.fixture(scope="module")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SentencePiece BPE model with Llama's settings."""
+    folder = tmp_path_factory.mktemp("llama")
+    text = folder / "text.txt"
+    words = "the a red circle USER ASSISTANT: what colour is it? 1234567890 blue square chat between curious".split()
+    text.write_text("\n".join(" ".join(words[i:] + words[:i]) for i in range(len(words))) * 20)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(folder / "tokenizer"), vocab_size=340, model_type="bpe", byte_fallback=True,
+        split_digits=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True, minloglevel=2,
+    )  # fmt: skip
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return open_tokenizer(ASSETS / "tiny-llama")
+
+
+def record(*texts: str, images: tuple[str, ...] = ()) -> Record:
+    turns = tuple(Turn("human" if n % 2 == 0 else "gpt", text) for n, text in enumerate(texts))
+    return Record("data.json", 3, "abc", images, turns)
+
+
+def encoder(tokenizer: Tokenizer, form: str = "v1", max_length: int = 999, too_long: TooLong = TooLong.truncate) -> Encoder:
+    return Encoder(tokenizer, template(form), 4, max_length, too_long)
+
+
+def supervised(sample, tokenizer: Tokenizer) -> list[str]:
+    """The stretches of text that are supervised."""
+    stretches, current = [], []
+    for token, label in zip(sample.input_ids.tolist(), [*sample.labels.tolist()], strict=True):
+        assert label in (IGNORE, token)
+        if label == IGNORE and current:
+            stretches.append(current)
+            current = []
+        elif label != IGNORE:
+            current.append(token)
+    return [tokenizer.decode(s).strip() for s in [*stretches, current] if s]
+
+
+def both_tokenizers(tokenizer: Tokenizer, llama_folder: Path) -> list[Tokenizer]:
+    return [tokenizer, open_tokenizer(llama_folder)]
+
+
+def test_every_answer_and_nothing_else_is_supervised(tokenizer: Tokenizer, llama_folder: Path) -> None:
+    texts = ("what colour is it?", "red", "and  the\nsize 12?", "a 7 blue — größe 中", "x", "y")
+    for each in both_tokenizers(tokenizer, llama_folder):
+        sample = encoder(each)(record(*texts))
+        assert sample is not None
+        assert supervised(sample, each) == ["red", "a 7 blue — größe 中", "y"]
+        ends = sample.labels[np.flatnonzero(sample.labels == 2)]
+        assert len(ends) == 3, "the end of every answer is supervised too"
+        text = f"{SYSTEM}USER: {texts[0]} ASSISTANT: {texts[1]}</s>USER: {texts[2]} ASSISTANT: {texts[3]}</s>USER: x ASSISTANT: y</s>"
+        assert sample.input_ids.tolist() == [1, *(t.id for t in each.encode(text))]
+
+
+def test_digit_after_the_space_of_an_answer(llama_folder: Path) -> None:
+    """Digits are split from the space before them; the original supervises that space as well."""
+    each = open_tokenizer(llama_folder)
+    sample = encoder(each)(record("what", "7"))
+    assert sample is not None
+    space = each.encode("7")[0].id
+    assert [t for t in sample.labels.tolist() if t != IGNORE] == [space, each.encode("a7")[-1].id, 2]
+
+
+def test_picture_takes_its_positions_and_chunks_are_tokenized_alone(tokenizer: Tokenizer, llama_folder: Path) -> None:
+    for each in both_tokenizers(tokenizer, llama_folder):
+        sample = encoder(each)(record("what is it? <image>", "red", images=("a.png",)))
+        assert sample is not None and sample.images == ("a.png",)
+        before = [t.id for t in each.encode(f"{SYSTEM}USER: ")]
+        after = [t.id for t in each.encode("\nwhat is it? ASSISTANT: red</s>")]
+        assert sample.input_ids.tolist() == [1, *before, *[IMAGE_ID] * 4, *after], "a single tag moves to the front"
+
+
+def test_plain_supervises_the_caption_and_its_newline(tokenizer: Tokenizer) -> None:
+    sample = encoder(tokenizer, "plain")(record("Describe it <image>.", "a red circle", images=("a.png",)))
+    assert sample is not None
+    caption = [t.id for t in tokenizer.encode("a red circle\n")]
+    assert sample.input_ids.tolist() == [1, *[IMAGE_ID] * 4, *caption]
+    assert sample.labels.tolist() == [*[IGNORE] * 5, *caption]
+
+
+def test_several_pictures_stay_where_they_are(tokenizer: Tokenizer) -> None:
+    sample = encoder(tokenizer)(record("is <image> or <image> red", "a", "and <image>", "b", images=("1", "2", "3")))
+    assert sample is not None
+    starts = np.flatnonzero(np.diff((sample.input_ids == IMAGE_ID).astype(int), prepend=0) == 1)
+    assert len(starts) == 3 and (sample.input_ids == IMAGE_ID).sum() == 12
+    assert supervised(sample, tokenizer) == ["a", "b"]
+
+
+def test_tag_without_a_picture_is_text(tokenizer: Tokenizer) -> None:
+    sample = encoder(tokenizer)(record("what is <image> for", "red"))
+    assert sample is not None and IMAGE_ID not in sample.input_ids
+
+
+@pytest.mark.parametrize("cut", [-1, -3])
+def test_truncation_is_counted(tokenizer: Tokenizer, cut: int) -> None:
+    whole = encoder(tokenizer)(record("what", "red blue green circle"))
+    assert whole is not None
+    short = encoder(tokenizer, max_length=len(whole.input_ids) + cut)(record("what", "red blue green circle"))
+    assert short is not None
+    assert short.input_ids.tolist() == whole.input_ids.tolist()[:cut]
+    assert (short.positions_cut, short.labels_cut) == (-cut, -cut)
+
+
+def test_no_picture_is_partly_cut(tokenizer: Tokenizer) -> None:
+    """A sample that would end within a picture ends before it."""
+    texts = ("see <image> and then <image>", "red")
+    whole = encoder(tokenizer)(record(*texts, images=("1", "2")))
+    assert whole is not None
+    second = np.flatnonzero(whole.input_ids == IMAGE_ID)[4]
+    for length in range(second, second + 4):
+        sample = encoder(tokenizer, max_length=int(length))(record(*texts, images=("1", "2")))
+        assert sample is not None
+        assert len(sample.input_ids) == second and sample.images == ("1",)
+    sample = encoder(tokenizer, max_length=int(second) + 4)(record(*texts, images=("1", "2")))
+    assert sample is not None and sample.images == ("1", "2")
+
+
+def test_too_long_can_fail_or_be_left_out(tokenizer: Tokenizer) -> None:
+    assert encoder(tokenizer, max_length=5, too_long=TooLong.quarantine)(record("what", "red")) is None
+    with pytest.raises(DataError, match=r"data\.json, record 3 \(id abc\) is \d+ positions long, over data\.max_length=5"):
+        encoder(tokenizer, max_length=5, too_long=TooLong.fail)(record("what", "red"))
+
+
+BAD = {
+    "two questions": (("a", "b", "c"), (), "3 turns; it must end with an answer"),
+    "no turns": ((), (), "0 turns"),
+    "missing tag": (("a", "b"), ("1.png",), "0 <image> tags for 1 pictures"),
+    "missing picture": (("<image><image>", "b"), ("1.png",), "2 <image> tags for 1 pictures"),
+    "tag in answer": (("<image>", "<image>"), ("1.png",), "turn 1 is an answer with <image>"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_wrong_records_are_named(tokenizer: Tokenizer, case: str) -> None:
+    texts, images, message = BAD[case]
+    with pytest.raises(DataError, match=rf"data\.json, record 3 \(id abc\).*{message}"):
+        encoder(tokenizer)(record(*texts, images=images))
+
+
+def test_two_turns_of_one_role_are_named(tokenizer: Tokenizer) -> None:
+    wrong = Record("data.json", 3, "abc", (), (Turn("human", "a"), Turn("human", "b")))
+    with pytest.raises(DataError, match="turn 1 is from 'human', not from 'gpt'"):
+        encoder(tokenizer)(wrong)
+
+
+def test_unknown_template_lists_those_that_exist() -> None:
+    with pytest.raises(ConfigError, match=r"data\.template=v9 does not exist; choose one of \['chatml', 'plain', 'v1'\]"):
+        template("v9")
+
+
+@pytest.mark.parametrize("form", ["v1", "chatml"])
+def test_generation_continues_where_training_supervises(tokenizer: Tokenizer, form: str) -> None:
+    """The prompt of a question is the training text up to its answer."""
+    shape: Template = template(form)
+    sample = encoder(tokenizer, form)(record("<image>\nwhat", "red", images=("1",)))
+    assert sample is not None
+    asked = encode_prompt(prompt([Turn("human", "<image>\nwhat")], shape), tokenizer, 1, 4)
+    first = int(np.flatnonzero(sample.labels != IGNORE)[0])
+    assert sample.input_ids[:first].tolist() == asked.tolist()
+
+
+def test_llama_tokenizer_matches_sentencepiece(llama_folder: Path) -> None:
+    """On text without special tokens the ids are SentencePiece's own, with its one leading space."""
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(llama_folder / "tokenizer.model"))
+    each = open_tokenizer(llama_folder)
+    for text in ("the red circle", " a  b   c", "größe 中文 🙂", "1234 56", "\n\tx", "a"):
+        tokens = each.encode(text)
+        assert [t.id for t in tokens] == pieces.encode(text)
+        assert tokens[-1].end == len(text)
+        assert [t.begin for t in tokens] == sorted(t.begin for t in tokens)
+
+
+def test_no_space_is_added_after_a_special_token(llama_folder: Path) -> None:
+    each = open_tokenizer(llama_folder)
+    after = [t.id for t in each.encode("a</s>red")][len(each.encode("a")) :]
+    assert after[0] == 2
+    assert after[1:] != [t.id for t in each.encode("red")]
+    assert each.decode(after) == "red"

@@ -1,0 +1,95 @@
+"""Pictures become the very numbers that CLIP's own processor makes of them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+from llava_fsdp.config import AspectRatio
+from llava_fsdp.data.images import load_image, pad_to_square, read_preprocessor
+from llava_fsdp.data.loader import normalize
+from llava_fsdp.errors import DataError, ModelError
+
+SHAPES = [(64, 48), (48, 64), (200, 31), (28, 28), (29, 300), (333, 500)]
+
+
+@pytest.fixture
+def folder(parts: Path) -> Path:
+    return parts / "vision"
+
+
+@pytest.mark.parametrize("aspect", list(AspectRatio))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equal_to_the_bit(shape: tuple[int, int], aspect: AspectRatio, folder: Path, tmp_path: Path) -> None:
+    picture = Image.effect_noise(shape, 90).convert("RGB")
+    picture.putpixel((0, 0), (255, 0, 7))
+    picture.save(tmp_path / "a.png")
+    preprocessor = read_preprocessor(folder)
+    ours = torch.from_numpy(load_image(tmp_path / "a.png", preprocessor, aspect, "x"))[None]
+    values = normalize(ours, torch.from_numpy(preprocessor.pixel_table()))[0]
+    shown = pad_to_square(picture, (122, 116, 104)) if aspect is AspectRatio.pad else picture
+    theirs = CLIPImageProcessorPil.from_pretrained(folder)(shown, return_tensors="np")["pixel_values"][0]
+    assert values.dtype == torch.float32
+    np.testing.assert_array_equal(values.numpy(), np.asarray(theirs))
+
+
+def test_padding_is_the_mean_colour(folder: Path, tmp_path: Path) -> None:
+    Image.new("RGB", (40, 20), (255, 255, 255)).save(tmp_path / "a.png")
+    pixels = load_image(tmp_path / "a.png", read_preprocessor(folder), AspectRatio.pad, "x")
+    assert pixels[:, 0, 0].tolist() == [122, 116, 104] and pixels[:, 14, 14].tolist() == [255, 255, 255]
+
+
+BROKEN = {
+    "missing.png": (None, r"record 5: picture .*missing\.png does not exist; is data\.images right"),
+    "text.jpg": (b"<html>not found</html>", r"record 5: picture .*text\.jpg cannot be read"),
+    "empty.png": (b"", "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_files_are_named(name: str, folder: Path, tmp_path: Path) -> None:
+    content, message = BROKEN[name]
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        load_image(tmp_path / name, read_preprocessor(folder), AspectRatio.pad, "record 5")
+
+
+def test_picture_that_is_cut_short(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.jpg"
+    Image.effect_noise((100, 100), 90).convert("RGB").save(path)
+    path.write_bytes(path.read_bytes()[:1500])
+    with pytest.raises(DataError, match="truncated"):
+        load_image(path, read_preprocessor(folder), AspectRatio.pad, "record 5")
+
+
+def test_huge_picture_is_refused_before_it_is_decoded(folder: Path, tmp_path: Path) -> None:
+    Image.new("1", (9000, 9000)).save(tmp_path / "bomb.png")
+    with pytest.raises(DataError, match="9000 x 9000 pixels, over the limit"):
+        load_image(tmp_path / "bomb.png", read_preprocessor(folder), AspectRatio.pad, "record 5")
+
+
+@pytest.mark.parametrize(
+    ("size", "crop", "edge", "keep_ratio"),
+    [
+        (224, 224, 224, True),
+        ({"shortest_edge": 336}, {"height": 336, "width": 336}, 336, True),
+        ({"height": 384, "width": 384}, None, 384, False),
+    ],
+)
+def test_forms_of_preprocessor_config(size: object, crop: object, edge: int, keep_ratio: bool, tmp_path: Path) -> None:
+    config = {"size": size, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "resample": 3}
+    if crop is not None:
+        config |= {"crop_size": crop, "do_center_crop": True}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(config))
+    found = read_preprocessor(tmp_path)
+    assert (found.size, found.keep_ratio) == (edge, keep_ratio)
+
+
+def test_folder_without_preprocessor(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no preprocessor_config\.json"):
+        read_preprocessor(tmp_path)

@@ -1,0 +1,158 @@
+"""Steps are sets of samples: the same on any number of ranks, resumable at any step, each sample once an epoch."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from harness import CPU
+from small import make_config, write_json
+
+from llava_fsdp.data.loader import Loader, ModelShape, build_loader, epoch_order
+from llava_fsdp.data.source import Records
+from llava_fsdp.errors import ConfigError, DataError
+
+
+def open_loader(parts: Path, dataset: Path, *overrides: str, rank: int = 0, size: int = 1, **shape: int) -> Loader:
+    cfg = make_config(parts, dataset, Path("unused"), *overrides)
+    fits = ModelShape(**{"image_tokens": 4, "image_size": 28, "max_length": 512, "vocab_size": 10_000, **shape})
+    return build_loader(cfg, parts / "language", parts / "vision", fits, rank, size, CPU)
+
+
+def test_same_samples_in_a_step_on_any_number_of_ranks(parts: Path, dataset: Path) -> None:
+    """Token for token, picture for picture, label for label; and every rank runs as many micro-batches."""
+
+    def step(size: int, micro: int):
+        loaders = [open_loader(parts, dataset, f"micro_batch_size={micro}", rank=r, size=size) for r in range(size)]
+        steps = [loader.steps.prepare(1) for loader in loaders]
+        assert len({len(s.micro_batches) for s in steps}) == 1
+        micros = [m for s in steps for m in s.micro_batches]
+        labels = sorted(int(i) for m in micros for i in m.label_ids)
+        pictures = sorted(int(i.long().sum()) for m in micros for i in m.images)
+        assert sum(m.scale * len(m.label_ids) for m in micros) == pytest.approx(1)
+        return steps[0].facts, labels, pictures
+
+    expected = step(1, 16)
+    assert expected[0].samples == 12 and len(expected[1]) == expected[0].label_tokens
+    for size, micro in ((1, 1), (2, 2), (3, 4), (4, 1), (8, 16)):
+        assert step(size, micro) == expected, (size, micro)
+
+
+def test_an_epoch_has_every_record_once(parts: Path, dataset: Path) -> None:
+    steps = open_loader(parts, dataset).steps
+    assert steps.per_epoch == 4  # 44 records, 12 a step: the last step has 8
+    for epoch in range(2):
+        indices = [steps.indices(epoch * 4 + s) for s in range(4)]
+        assert [len(i) for i in indices] == [12, 12, 12, 8]
+        assert sorted(i for s in indices for i in s) == list(range(44))
+    assert steps.indices(0) != steps.indices(4)
+
+
+def test_order_is_a_function_of_seed_and_epoch_alone() -> None:
+    torch.manual_seed(1)
+    first = epoch_order(100, 42, 0)
+    torch.manual_seed(2)
+    assert torch.equal(first, epoch_order(100, 42, 0))
+    assert not torch.equal(first, epoch_order(100, 43, 0)) and not torch.equal(first, epoch_order(100, 42, 1))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_iterates_from_any_step(workers: int, parts: Path, dataset: Path) -> None:
+    loader = open_loader(parts, dataset, f"data.workers={workers}", "max_steps=5")
+    facts = [step.facts for step in loader.from_step(2)]
+    assert [f.step for f in facts] == [2, 3, 4]
+    assert [f.samples for f in facts] == [12, 8, 12]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_error_reaches_the_user_as_it_is(workers: int, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    write_json(tmp_path / "bad.json", [{"id": "q", "conversations": [{"from": "human", "value": "a"}]}])
+    loader = open_loader(parts, dataset, f"data.path={tmp_path / 'bad.json'}", f"data.workers={workers}")
+    with pytest.raises(DataError) as caught:
+        list(loader.from_step(0))
+    assert str(caught.value).startswith(f"{tmp_path / 'bad.json'}, record 0 (id q): the conversation has 1 turns")
+
+
+def test_padding_has_no_labels_and_positions_are_right(parts: Path, dataset: Path) -> None:
+    steps = open_loader(parts, dataset, "micro_batch_size=5").steps
+    for micro in steps.prepare(0).micro_batches:
+        length = micro.input_ids.shape[1]
+        flat = micro.input_ids.flatten()
+        assert len(micro.image_positions) == 4 * len(micro.images)
+        assert not flat[micro.image_positions].any(), "a picture's place holds id 0"
+        following = flat[micro.label_positions + 1]
+        inside = (micro.label_positions + 1) % length != 0
+        assert inside.all() and torch.equal(following, micro.label_ids)
+
+
+def test_means_of_micro_batches(parts: Path, dataset: Path) -> None:
+    steps = open_loader(parts, dataset, "micro_batch_size=3", "loss.normalize=micro_batch").steps
+    micros = steps.prepare(0).micro_batches
+    assert len(micros) == 4
+    for micro in micros:
+        assert micro.scale == pytest.approx(1 / (4 * len(micro.label_ids)))
+
+
+def test_too_long_records_are_left_out_and_named(parts: Path, dataset: Path) -> None:
+    whole = open_loader(parts, dataset).steps.prepare(0).facts
+    facts = open_loader(parts, dataset, "data.max_length=75", "data.too_long=quarantine").steps.prepare(0).facts
+    assert facts.samples + len(facts.quarantined) == 12 and facts.quarantined
+    assert all("mixed.json, record" in where for where in facts.quarantined)
+    cut = open_loader(parts, dataset, "data.max_length=75").steps.prepare(0).facts
+    assert cut.truncated == len(facts.quarantined)
+    assert whole.label_tokens - cut.label_tokens == cut.labels_cut > 0
+
+
+MISFITS = {
+    "tower of another size": ({"image_size": 56}, (), r"makes pictures of 28 pixels, and the tower takes 56"),
+    "too long": ({"max_length": 100}, (), r"data\.max_length=256 is above the 100 positions"),
+    "no room": ({"image_tokens": 300}, (), r"data\.max_length=256 has no room for a picture of 300 tokens"),
+    "small vocabulary": ({"vocab_size": 10}, (), r"the tokenizer has \d+ tokens, and the model 10 rows"),
+    "no file": ({}, ("data.path=/nowhere/x.json",), r"data\.path=/nowhere/x\.json is not a file"),
+    "no folder": ({}, ("data.images=/nowhere",), r"data\.images=/nowhere is not a folder"),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_misfits_are_refused_at_the_door(case: str, parts: Path, dataset: Path) -> None:
+    shape, overrides, message = MISFITS[case]
+    with pytest.raises(ConfigError, match=message):
+        open_loader(parts, dataset, *overrides, **shape)
+
+
+FILES = {
+    "not json": ("a.json", "[{", r"a\.json is not JSON: .*line 1"),
+    "an object": ("a.json", "{}", r"a\.json holds a JSON dict; LLaVA data is a list"),
+    "empty": ("a.json", "[]", r"a\.json holds no records"),
+    "bad line": ("a.jsonl", '{"id": 1}\n\n{"id"', r"a\.jsonl, line 3 is not JSON"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_wrong_files_are_named(case: str, tmp_path: Path) -> None:
+    name, text, message = FILES[case]
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=message):
+        Records(tmp_path / name)
+
+
+RECORDS = {
+    "not an object": ("x", r"record 0 is a str"),
+    "no turns": ({"id": 1}, r"record 0 \(id 1\): conversations is missing"),
+    "turn": ({"id": 1, "conversations": [{"from": "human"}]}, r"turn 0 is .*; it must be an object with from and value"),
+    "image": ({"id": 1, "image": 3, "conversations": []}, r"image is 3; it must be a path or a list of paths"),
+}
+
+
+@pytest.mark.parametrize("case", RECORDS)
+def test_wrong_records_are_named(case: str, tmp_path: Path) -> None:
+    raw, message = RECORDS[case]
+    write_json(tmp_path / "a.json", [raw])
+    with pytest.raises(DataError, match=message):
+        Records(tmp_path / "a.json")[0]
+
+
+def test_json_lines_are_read_like_a_list(tmp_path: Path) -> None:
+    line = '{"id": "a", "conversations": [{"from": "human", "value": "x"}]}'
+    (tmp_path / "a.jsonl").write_text(f"{line}\n\n{line}\n")
+    (tmp_path / "a.json").write_text(f"[{line}, {line}]")
+    assert [Records(tmp_path / n)[1].turns for n in ("a.jsonl", "a.json")] == [Records(tmp_path / "a.json")[0].turns] * 2

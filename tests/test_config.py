@@ -1,0 +1,165 @@
+"""Every choice of `conf/` makes a configuration, and every mistake is refused with the key and the cure."""
+
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+from torch.distributed.fsdp import ShardingStrategy
+
+from llava_fsdp import cli
+from llava_fsdp.config import (
+    ChatConfig,
+    Config,
+    EvaluateConfig,
+    Strategy,
+    SweepConfig,
+    config_dir,
+    load,
+    schema_keys,
+)
+from llava_fsdp.errors import ConfigError
+
+CHOICES = sorted((p.parent.name, p.stem) for p in config_dir().glob("*/*.yaml") if p.parent.name != "recipe")
+RECIPES = sorted(p.stem for p in config_dir().glob("recipe/*.yaml"))
+STAGES = [name for group, name in CHOICES if group == "stage"]
+MODELS = [name for group, name in CHOICES if group == "model"]
+SCHEMAS = {"train": Config, "sweep": SweepConfig, "evaluate": EvaluateConfig, "chat": ChatConfig}
+FILL = ["data.path=records.json"]  # the one value that a choice leaves open
+
+
+def composed(*overrides: str, name: str = "train") -> DictConfig:
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return compose(name, overrides=list(overrides))
+
+
+def keys(node: DictConfig, prefix: str = "") -> set[str]:
+    found = set()
+    for key in node:
+        found.add(f"{prefix}{key}")
+        child = node._get_node(key)
+        if isinstance(child, DictConfig):
+            found |= keys(child, f"{prefix}{key}.")
+    return found
+
+
+def leaves(path: Path) -> dict[str, object]:
+    """What a YAML file sets, by dotted key."""
+
+    def walk(node: dict, prefix: str) -> dict[str, object]:
+        found = {}
+        for key, value in node.items():
+            found |= walk(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        return found
+
+    whole = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(whole, dict)
+    whole.pop("defaults", None)
+    return walk(whole, "")
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES)
+def test_every_choice_composes(group: str, choice: str) -> None:
+    node = composed(f"{group}={choice}", *FILL)
+    load(Config, node)
+    assert keys(node) == set(schema_keys(Config))
+
+
+def test_choices_are_found() -> None:
+    groups = {group for group, _ in CHOICES}
+    assert {"stage", "model", "data", "sharding", "precision", "recompute", "optim"} <= groups
+    assert {"pretrain", "finetune"} <= set(STAGES)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_yaml_has_exactly_the_keys_of_the_schema(name: str) -> None:
+    assert {p.stem for p in config_dir().glob("*.yaml")} == set(SCHEMAS)
+    assert keys(composed(name=name)) == set(schema_keys(SCHEMAS[name]))
+    load(SCHEMAS[name], composed(name=name))
+
+
+@pytest.mark.parametrize(("stage", "model"), product(STAGES, MODELS))
+def test_recipe_wins_over_stage_and_command_line_over_recipe(stage: str, model: str) -> None:
+    recipe = f"{stage}_{model}"
+    expected = leaves(config_dir() / "stage" / f"{stage}.yaml")
+    if recipe in RECIPES:
+        expected |= leaves(config_dir() / "recipe" / f"{recipe}.yaml")
+    node = composed(f"stage={stage}", f"model={model}")
+    assert {key: OmegaConf.select(node, key) for key in expected} == expected
+    assert composed(f"stage={stage}", f"model={model}", "global_batch_size=6").global_batch_size == 6
+
+
+def test_every_recipe_belongs_to_a_stage_and_a_model() -> None:
+    assert set(RECIPES) <= {f"{stage}_{model}" for stage, model in product(STAGES, MODELS)}
+
+
+def test_stage_chooses_the_sharding_and_the_command_line_wins() -> None:
+    assert composed("stage=pretrain").sharding.strategy == "SHARD_GRAD_OP"
+    assert composed("stage=finetune").sharding.strategy == "FULL_SHARD"
+    assert composed("stage=pretrain", "sharding=zero3").sharding.strategy == "FULL_SHARD"
+
+
+def test_strategies_have_the_names_of_torch() -> None:
+    assert {s.value for s in Strategy} - {"SHARD_OPTIMIZER"} == {s.name for s in ShardingStrategy}
+    assert all(s.name == s.value for s in Strategy)
+
+
+WRONG = [
+    # unknown keys and choices
+    ("optim.lrr=1", "optim.lrr is not a key of the configuration; did you mean optim.lr?"),
+    ("optm.lr=1", "optm.lr is not a key of the configuration; did you mean optim.lr?"),
+    ("+x=1", "x is not a key of the configuration"),
+    ("+optim.betta1=1", "optim.betta1 is not a key of the configuration; did you mean optim.beta1?"),
+    ("~optim.lr", "optim.lr is not set; give it on the command line: optim.lr=VALUE"),
+    ("data=llava_json", "data.path is not set; give it on the command line: data.path=VALUE"),
+    ("stage=nope", "Could not find 'stage/nope'\n\nAvailable options in 'stage':\n\tfinetune\n\tpretrain"),
+    ("sharding=zero4", "Available options in 'sharding':\n\thybrid\n\thybrid2\n\tzero0\n\tzero1\n\tzero2\n\tzero3"),
+    ("precision=fp16", "Available options in 'precision':\n\tbf16\n\tfp32"),
+    # wrong types
+    ("optim.lr=fast", "optim.lr=fast: Value 'fast' of type 'str' could not be converted to Float"),
+    ("epochs=1.5", "epochs=1.5: Value '1.5' of type 'float' could not be converted to Integer"),
+    ("deterministic=maybe", "deterministic=maybe: Value 'maybe' is not a valid bool"),
+    ("optim.lr=null", "optim.lr=None: Incompatible value 'None' for field of type 'float'"),
+    ("model.train=[all]", "model.train[0]=all: Invalid value 'all', expected one of [projector, language, vision]"),
+    ("data.too_long=drop", "data.too_long=drop: Invalid value 'drop', expected one of [truncate, quarantine, fail]"),
+    ("sharding.strategy=ZERO", "expected one of [NO_SHARD, SHARD_OPTIMIZER, SHARD_GRAD_OP, FULL_SHARD, HYBRID_SHARD"),
+    # values that a check refuses
+    ("optim.lr=-1", "optim.lr=-1.0 must be a finite number of at least 0"),
+    ("optim.lr=nan", "optim.lr=nan must be a finite number of at least 0"),
+    ("optim.beta1=1", "optim.beta1=1.0 must be at least 0 and below 1"),
+    ("optim.clip=0", "optim.clip=0.0 must be above 0; null turns clipping off"),
+    ("optim.warmup_ratio=2", "optim.warmup_ratio=2.0 must be a fraction of all steps, 0 to 1"),
+    ("model.train=[]", "model.train=[] trains nothing; name parts of [projector, language, vision]"),
+    ("model.train=[vision,vision]", "model.train=['vision', 'vision'] names a part twice"),
+    ("model.projector_type=mlp", "model.projector_type=mlp is not a projector; choose linear, mlp2x_gelu"),
+    ("model.projector_type=linear", "could not be exported; choose mlp2x_gelu, or set export.enabled=false"),
+    ("sharding.shard_size=2", "sharding.shard_size=2 has no meaning for FULL_SHARD; set it to null, or choose"),
+    ("sharding=hybrid sharding.shard_size=0", "sharding.shard_size=0 must be at least 1"),
+    ("data.max_length=1", "data.max_length=1 must be at least 2"),
+    ("data.workers=-1", "data.workers=-1 must be at least 0"),
+    ("checkpoint.every=0", "checkpoint.every=0 must be at least 1"),
+    ("checkpoint.keep=1", "checkpoint.keep=1 must be at least 2"),
+    ("comm.timeout=0", "comm.timeout=0 must be at least 1"),
+    ("global_batch_size=0", "global_batch_size=0 must be at least 1"),
+    ("max_steps=0", "max_steps=0 must be at least 1"),
+    ("seed=-1", "seed=-1 must be at least 0"),
+    # several jobs in one process group
+    ("-m optim.lr=1,2", "use: python -m llava_fsdp.sweep -m optim.lr=1,2"),
+    ("optim.lr=1,2", "Ambiguous value for argument 'optim.lr=1,2'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[arguments for arguments, _ in WRONG])
+def test_a_mistake_is_refused_with_its_cure(
+    arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # Hydra makes output_dir
+    monkeypatch.setattr(sys, "argv", ["train", *arguments.split()])
+    with pytest.raises(ConfigError) as caught:
+        node = cli.compose("train", Config)
+        assert node is not None
+        load(Config, node)
+    assert message in str(caught.value)
+    assert "Traceback" not in str(caught.value)
