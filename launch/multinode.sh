@@ -11,6 +11,7 @@
 #   NPROC_PER_NODE  optional; ranks on this machine, else one for each GPU
 #   LOG_DIR         optional; what every rank prints, else outputs/logs/RDZV_ID; the terminal shows local rank 0
 #
+# torchrun numbers the machines itself, so rank 0, which reports the steps, may be on any of them.
 # output_dir must be a folder that all machines share.
 set -euo pipefail
 

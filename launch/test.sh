@@ -55,7 +55,7 @@ check "format" ruff format --check .
 check "lint" ruff check .
 check "types" pyright
 check "import contracts" lint-imports
-check "spelling" codespell
+check "spelling" codespell --skip '*.json,*.jsonl,*.safetensors,.venv,outputs'
 check "shell scripts" shellcheck --external-sources launch/*.sh .ci/run
 check "tests" run_tests "$@"
 

@@ -80,7 +80,7 @@ def test_yaml_has_exactly_the_keys_of_the_schema(name: str) -> None:
     load(SCHEMAS[name], composed(name=name))
 
 
-@pytest.mark.parametrize(("stage", "model"), product(STAGES, MODELS))
+@pytest.mark.parametrize(("stage", "model"), list(product(STAGES, MODELS)))
 def test_recipe_wins_over_stage_and_command_line_over_recipe(stage: str, model: str) -> None:
     recipe = f"{stage}_{model}"
     expected = leaves(config_dir() / "stage" / f"{stage}.yaml")

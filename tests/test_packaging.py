@@ -41,7 +41,7 @@ json.dump({"same": before == after, "heavy": heavy}, open(sys.argv[1], "w"))
 
 def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
     done = subprocess.run(
-        command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
+        command, check=False, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done

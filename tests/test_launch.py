@@ -1,0 +1,260 @@
+"""The launch scripts, on machines made of fakes: no installation and no training happens here."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted(p.relative_to(ROOT).as_posix() for p in [*ROOT.glob("launch/*.sh"), ROOT / ".ci" / "run"])
+BASH = shutil.which("bash") or "bash"
+TOOLS = "cat dirname getconf grep mktemp rm tail tee env bash".split()
+
+# Answers for pip and pytest and notes what it was asked; everything else goes to the real Python.
+FAKE_PYTHON = f"""#!{BASH}
+case "$*" in
+  "-m pip "*) echo "pip: $*" >>"$NOTES"; exit 0 ;;
+  "-m pytest "*) echo "pytest: $*" >>"$NOTES"; echo "SKIPPED [1] tests/test_x.py:3: no Slurm here"
+                 echo "===== 3 passed, 1 skipped in 0.12s ====="; exit "${{PYTEST_STATUS:-0}}" ;;
+  *torch.cuda.is_available*) exit "${{NO_CUDA:-1}}" ;;
+esac
+exec {sys.executable} "$@"
+"""
+NOTE = f'#!{BASH}\necho "$(basename "$0") $* OMP_NUM_THREADS=$OMP_NUM_THREADS" >>"$NOTES"\n'
+
+
+class Machine:
+    """A copy of the scripts beside a `.venv` of fakes, and a PATH with nothing but what is put there."""
+
+    def __init__(self, folder: Path):
+        self.root = folder / "checkout"
+        self.bin = folder / "bin"
+        self.notes = folder / "notes"
+        shutil.copytree(ROOT / "launch", self.root / "launch")
+        for name in ("pyproject.toml", "constraints.txt"):
+            shutil.copy(ROOT / name, self.root / name)
+        self.bin.mkdir()
+        for tool in [*TOOLS, "basename"]:
+            (self.bin / tool).symlink_to(shutil.which(tool) or f"/no/{tool}")
+        self.notes.touch()
+
+    def put(self, place: str, text: str) -> None:
+        path = (self.root if place.startswith(".venv") else self.bin) / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def venv(self) -> None:
+        self.put(".venv/bin/python", FAKE_PYTHON)
+        self.put(".venv/bin/torchrun", NOTE)
+
+    def gpus(self, count: int) -> None:
+        self.put("nvidia-smi", f"#!{BASH}\n" + "".join(f"echo 'GPU {n}: H200'\n" for n in range(count)))
+
+    def bash(self, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+        env = {"PATH": str(self.bin), "NOTES": str(self.notes), "HOME": os.environ.get("HOME", "/"), **environment}
+        return subprocess.run(
+            [BASH, *([script] if script.endswith(".sh") else ["-euo", "pipefail", "-c", script]), *arguments],
+            check=False, cwd=self.root, env=env, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def noted(self, word: str) -> list[str]:
+        return [line for line in self.notes.read_text().splitlines() if line.startswith(word)]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_shellcheck() -> None:
+    assert {"launch/quickstart.sh", "launch/test.sh", "launch/node.sh", "launch/multinode.sh", ".ci/run"} <= {*SCRIPTS}
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    done = subprocess.run(
+        [shellcheck, "--external-sources", *SCRIPTS], check=False, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("script", [s for s in SCRIPTS if s != "launch/setup.sh"])
+def test_scripts_can_be_run_and_stop_at_errors(script: str) -> None:
+    assert os.access(ROOT / script, os.X_OK)
+    assert (ROOT / script).read_text().startswith("#!/usr/bin/env bash\n")
+    assert "\nset -euo pipefail\n" in (ROOT / script).read_text()
+
+
+def test_missing_python_is_said(machine: Machine) -> None:
+    machine.put("python3.12", f"#!{BASH}\necho 'python3.12: command not found' >&2; exit 127\n")  # a shim of nothing
+    machine.put("python3", f"#!{BASH}\nexit 1\n")  # another version
+    done = machine.bash("launch/quickstart.sh")
+    assert done.returncode == 1
+    assert "error: no Python 3.11 or 3.12 on PATH" in done.stderr
+    assert "PYTHON=/path/to/python3.12" in done.stderr
+    assert not (machine.root / ".venv").exists()
+
+
+def test_python_is_the_first_that_works_or_has_torch_for_the_gpus(machine: Machine) -> None:
+    find = 'source launch/setup.sh; find_python "$1"'
+    machine.put("python3.12", f"#!{BASH}\nexit 127\n")
+    machine.put("python3.11", f"#!{BASH}\n[[ $* != *torch* ]]\n")
+    machine.put("python3", f"#!{BASH}\nexit 0\n")  # has torch
+    assert machine.bash(find, "find", "0").stdout == "python3.11\n"
+    assert machine.bash(find, "find", "2").stdout == "python3\n"
+    assert machine.bash(find, "find", "2", PYTHON="/no/such").stdout == "python3\n"
+
+
+def test_installs_once_and_again_after_a_change(machine: Machine) -> None:
+    machine.venv()
+    set_up = 'source launch/setup.sh; set_up "$1"'
+
+    def installs(extras: str = "") -> list[str]:
+        machine.notes.write_text("")
+        done = machine.bash(set_up, "set_up", extras)
+        assert done.returncode == 0, done.stderr
+        return machine.noted("pip")
+
+    (first,) = installs()
+    assert f"install --disable-pip-version-check --constraint {machine.root}/constraints.txt torch==2.13.0" in first
+    assert first.endswith(f"--editable {machine.root}")
+    assert installs() == []
+    (with_extras,) = installs("dev,bench")
+    assert with_extras.endswith(f"--editable {machine.root}[dev,bench]")
+    assert installs("dev,bench") == [] and installs() == []
+    with (machine.root / "constraints.txt").open("a") as file:
+        file.write("more==1\n")
+    assert len(installs()) == 1 and len(installs("dev,bench")) == 1
+
+
+def test_failed_installation_is_not_taken_for_one(machine: Machine) -> None:
+    machine.put(".venv/bin/python", FAKE_PYTHON.replace("exit 0 ;;", "exit 1 ;;", 1))
+    for _ in range(2):
+        assert machine.bash('source launch/setup.sh; set_up ""').returncode == 1
+    assert len(machine.noted("pip")) == 2
+
+
+def test_a_machine_with_gpus_keeps_its_torch(machine: Machine) -> None:
+    machine.venv()
+    machine.gpus(2)
+    assert machine.bash('source launch/setup.sh; set_up ""').returncode == 0
+    (install,) = machine.noted("pip")
+    assert "torch" not in install
+    assert not re.search(r"^torch\b", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(0, 2), (1, 1), (4, 4)])
+def test_quickstart_trains_both_stages_and_evaluates(machine: Machine, gpus: int, ranks: int) -> None:
+    machine.venv()
+    machine.put(
+        ".venv/bin/python", FAKE_PYTHON.replace("esac", '"-m llava_fsdp."*) echo "$*" >>"$NOTES"; exit ;;\nesac')
+    )
+    if gpus:
+        machine.gpus(gpus)
+    machine.put("getconf", f"#!{BASH}\necho 8\n")
+    done = machine.bash("launch/quickstart.sh")
+    assert done.returncode == 0, done.stderr
+    train = f"torchrun --standalone --nproc-per-node {ranks} -m llava_fsdp.train stage="
+    threads = f" OMP_NUM_THREADS={8 // ranks}"
+    commands = machine.notes.read_text().splitlines()[1:]  # behind the installation
+    assert commands == [f"{train}pretrain{threads}", f"{train}finetune{threads}", "-m llava_fsdp.evaluate"]
+
+
+def test_node_uses_every_gpu(machine: Machine) -> None:
+    machine.venv()
+    machine.gpus(3)
+    assert machine.bash("launch/node.sh", "stage=finetune", "a b", OMP_NUM_THREADS="5").returncode == 0
+    train = "-m llava_fsdp.train stage=finetune a b OMP_NUM_THREADS=5"
+    assert machine.noted("torchrun") == [f"torchrun --standalone --nproc-per-node 3 {train}"]
+
+
+def test_node_without_gpu_says_how_to_use_the_cpu(machine: Machine) -> None:
+    machine.venv()
+    done = machine.bash("launch/node.sh")
+    assert (done.returncode, machine.noted("torchrun")) == (1, [])
+    assert "found no GPU that works" in done.stderr and "NPROC_PER_NODE=2" in done.stderr
+
+
+NODES = {"NNODES": "2", "RDZV_ENDPOINT": "host0:29400", "RDZV_ID": "run7", "NPROC_PER_NODE": "8"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"NNODES": ""}, "error: NNODES is not set: how many machines take part. Example: NNODES=2"),
+        ({"RDZV_ENDPOINT": ""}, "error: RDZV_ENDPOINT is not set: host:port of one of the machines"),
+        ({"RDZV_ID": ""}, "error: RDZV_ID is not set: a name that is the same on all machines"),
+        ({"NNODES": "two"}, "error: NNODES=two must be a number of machines"),
+        ({"RDZV_ENDPOINT": "host0"}, "error: RDZV_ENDPOINT=host0 must be host:port"),
+        ({"NODE_RANK": "first"}, "error: NODE_RANK=first must be a number"),
+    ],
+)
+def test_multinode_says_what_is_missing(machine: Machine, wrong: dict[str, str], message: str) -> None:
+    machine.venv()
+    done = machine.bash("launch/multinode.sh", **{**NODES, **wrong})
+    assert (done.returncode, machine.noted("torchrun")) == (1, [])
+    assert message in done.stderr
+
+
+@pytest.mark.parametrize(("node_rank", "host"), [("", ""), ("0", "is_host=true"), ("1", "is_host=false")])
+def test_multinode_meets_at_the_endpoint(machine: Machine, node_rank: str, host: str) -> None:
+    machine.venv()
+    done = machine.bash("launch/multinode.sh", "stage=pretrain", **NODES, NODE_RANK=node_rank, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    (command,) = machine.noted("torchrun")
+    flags = "--rdzv-backend c10d --rdzv-endpoint host0:29400 --rdzv-id run7" + (f" --rdzv-conf {host}" if host else "")
+    assert command == (
+        f"torchrun --nnodes 2 --nproc-per-node 8 {flags} --log-dir outputs/logs/run7 --tee 3 --local-ranks-filter 0 "
+        "-m llava_fsdp.train stage=pretrain OMP_NUM_THREADS=1"
+    )
+
+
+CHECKS = ["ruff", "pyright", "lint-imports", "codespell", "shellcheck"]
+
+
+def test_all_checks_run_and_one_failure_fails_all(machine: Machine) -> None:
+    machine.venv()
+    for tool in CHECKS:
+        machine.put(f".venv/bin/{tool}", NOTE)
+    done = machine.bash("launch/test.sh", "-k", "word")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert machine.noted("pytest") == ["pytest: -m pytest -m not slow and not gpu -k word"]
+    assert done.stdout.splitlines()[-4:] == [
+        "NOT RUN: tests marked gpu: torch finds no CUDA GPU here",
+        "NOT RUN: tests marked slow: not in the fast tier; --full runs them",
+        "NOT RUN: [1] tests/test_x.py:3: no Slurm here",
+        "===== 3 passed, 1 skipped in 0.12s =====",
+    ]
+
+    machine.put(".venv/bin/pyright", f"#!{BASH}\nexit 1\n")
+    machine.notes.write_text("")
+    done = machine.bash("launch/test.sh", PYTEST_STATUS="1")
+    assert done.returncode == 1
+    assert [line.split()[0] for line in machine.notes.read_text().splitlines()] == [
+        "ruff", "ruff", "lint-imports", "codespell", "shellcheck", "pytest:",
+    ]  # fmt: skip
+    assert done.stdout.splitlines()[-3:-1] == ["FAILED: types", "FAILED: tests"]
+
+
+@pytest.mark.parametrize(("no_cuda", "marks"), [("1", "not gpu"), ("0", "")])
+def test_full_runs_all_that_the_machine_can(machine: Machine, no_cuda: str, marks: str) -> None:
+    machine.venv()
+    for tool in CHECKS:
+        machine.put(f".venv/bin/{tool}", NOTE)
+    done = machine.bash("launch/test.sh", "--full", NO_CUDA=no_cuda)
+    assert done.returncode == 0, done.stderr
+    assert machine.noted("pytest") == [f"pytest: -m pytest -m {marks}"]
+    assert ("NOT RUN: tests marked gpu" in done.stdout) == (no_cuda == "1")
+
+
+def test_every_dependency_is_pinned() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = {re.split(r"[<>=\[]", line)[0] for line in [*project["dependencies"], *extras["dev"], *extras["bench"]]}
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines)
+    pinned = {re.sub(r"[-_.]+", "-", line.split("==")[0]).lower() for line in lines}
+    assert wanted - {"torch"} <= pinned
