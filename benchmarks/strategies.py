@@ -527,6 +527,7 @@ def main() -> None:
     if "RANK" not in os.environ and options.nproc > 1:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         sys.exit(subprocess.call([*command, str(options.nproc), __file__, *without(sys.argv[1:], "--nproc")]))
+    options.commit = commit()
     torch.set_num_threads(options.threads)
     world = read_world()
     options.precision = options.precision or ("bf16" if world.device.type == "cuda" else "fp32")
@@ -655,13 +656,13 @@ def not_run(world: World) -> list[str]:
 
 def facts(options: argparse.Namespace, world: World) -> dict:
     """What a reader needs to run it again."""
-    shown = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items() if k != "out"}
+    shown = {k: v for k, v in vars(options).items() if k not in ("out", "nproc", "commit")}
+    start = ["torchrun", "--standalone", "--nproc-per-node", str(world.size), "benchmarks/strategies.py"]
     return {
         "question": "what does each row of the ZeRO table cost on the same work?",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "command": f"torchrun --standalone --nproc-per-node {world.size} benchmarks/strategies.py "
-        + " ".join(without(sys.argv[1:], "--out")),
+        "commit": options.commit,
+        "command": " ".join([*start, *without(sys.argv[1:], "--out")]),
         "options": shown,
         "ranks": world.size,
         "machine": {

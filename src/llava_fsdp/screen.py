@@ -26,8 +26,8 @@ def show_run(cfg: Config, world: World, loader: Loader, weights: dict[str, Weigh
         )
     steps, count = loader.steps, loader.num_micro_batches
     facts = Table.grid(padding=(0, 2))
-    start = cfg.model.checkpoint or f"{cfg.model.language} + {cfg.model.vision}; projector: {projector}"
-    facts.add_row("model", f"{cfg.model.name}: {start}")
+    facts.add_row("model", f"{cfg.model.name}: {cfg.model.checkpoint or f'{cfg.model.language} + {cfg.model.vision}'}")
+    facts.add_row("projector", projector)
     facts.add_row("data", f"{cfg.data.path}: {len(steps.records):,} records, template {cfg.data.template}")
     facts.add_row("steps", f"{loader.total_steps:,} ({steps.per_epoch:,} an epoch); output in {cfg.output_dir}")
     facts.add_row(

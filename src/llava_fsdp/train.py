@@ -49,7 +49,7 @@ def run(cfg: Config, world: World) -> None:
     sources = find_weights(model, parts, cfg.model, projector, cfg.seed)
     fingerprints = {"dataset": loader.steps.records.fingerprint, "model": fingerprint(model, sources)}
     if world.is_first:
-        show_run(cfg, world, loader, weights_of(model, model.whole_while_frozen()), str(projector or "random"))
+        show_run(cfg, world, loader, weights_of(model, model.whole_while_frozen()), describe_projector(cfg, projector))
 
     buffers = computed_buffers(model)
     masters = parallelize(model, model.blocks(), mesh, plan, cfg, world.device, model.whole_while_frozen())
@@ -75,6 +75,14 @@ def run(cfg: Config, world: World) -> None:
     reporter.close()
     if cfg.export.enabled and not artifact.is_current(cfg, state.step):
         log().info("exported to %s", artifact.export(state, cfg, sources, world.is_first))
+
+
+def describe_projector(cfg: Config, projector: Path | None) -> str:
+    if cfg.model.checkpoint is not None:
+        return "of the checkpoint"
+    if projector is None and cfg.model.projector == "auto":
+        return "random: there is no stage=pretrain run beside output_dir"
+    return str(projector or "random")
 
 
 def open_data(cfg: Config, world: World, model: Llava) -> Loader:

@@ -1,0 +1,121 @@
+"""Whole commands, as a user types them."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from small import write_json
+
+pytestmark = pytest.mark.e2e
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+
+def command(*words: str, cwd: Path, ranks: int = 2, timeout: float = 120) -> subprocess.CompletedProcess:
+    """Run an entry; under torchrun where it is `train`."""
+    start = [*TORCHRUN, str(ranks), "-m"] if words[0] == "llava_fsdp.train" and ranks else [sys.executable, "-m"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    return subprocess.run(
+        [*start, *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def train(*overrides: str, parts: Path, dataset: Path, cwd: Path, ranks: int = 2) -> subprocess.CompletedProcess:
+    return command(
+        "llava_fsdp.train",
+        f"model.language={parts / 'language'}",
+        f"model.vision={parts / 'vision'}",
+        "data=llava_json",
+        f"data.images={dataset / 'images'}",
+        "data.workers=1",
+        "data.max_length=256",
+        "global_batch_size=6",
+        "micro_batch_size=2",
+        *overrides,
+        cwd=cwd,
+        ranks=ranks,
+    )
+
+
+def test_both_stages_then_questions(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """A user's JSON and pictures on two ranks; stage 2 finds stage 1; the same command again does nothing."""
+    stage1 = ["stage=pretrain", f"data.path={dataset / 'captions.json'}", "max_steps=3"]
+    stage2 = ["stage=finetune", f"data.path={dataset / 'mixed.json'}", "max_steps=3", "sharding=zero3"]
+    ran = train(*stage1, parts=parts, dataset=dataset, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert "embedded default" in ran.stderr and "step 3/3" in ran.stderr
+    assert "micro-batch 2 x accumulation 2 x ranks 2 = 8 rows for a global batch of 6" in ran.stderr
+    ran = train(*stage2, parts=parts, dataset=dataset, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert re.search(r"projector +outputs/pretrain/export", ran.stderr)
+
+    folder = tmp_path / "outputs" / "finetune"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in rows] == [1, 2, 3]
+    wanted = "step loss lr grad_norm label_tokens tokens samples images seconds tokens_per_second peak_memory_bytes"
+    assert set(wanted.split()) <= set(rows[0])
+    assert all(r["samples"] == 6 and r["label_tokens"] > 0 and r["tokens"] > r["label_tokens"] for r in rows)
+    assert json.loads((folder / "run_status.json").read_text())["exit_code"] == 0
+    assert "strategy: FULL_SHARD" in (folder / "config.yaml").read_text()
+    before = (folder / "export" / "model.safetensors").stat().st_mtime_ns
+
+    ran = train(*stage2, parts=parts, dataset=dataset, cwd=tmp_path)
+    assert ran.returncode == 0 and "this run has finished" in ran.stderr
+    assert (folder / "export" / "model.safetensors").stat().st_mtime_ns == before
+
+    ran = command(
+        "llava_fsdp.evaluate", "data=llava_json", f"data.path={dataset / 'mixed.json'}",
+        f"data.images={dataset / 'images'}", "limit=6", "format=json", cwd=tmp_path,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert found["questions"] == 6 and 0 <= found["accuracy"] <= 1 and "accuracy_blank_pictures" in found
+
+    picture = dataset / "images" / "0.jpg"
+    ran = command("llava_fsdp.chat", f"image={picture}", "question=what is it", "max_new_tokens=4", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert len(ran.stdout.splitlines()) == 1
+
+
+def test_one_process_without_torchrun(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    ran = train(f"data.path={dataset / 'mixed.json'}", "max_steps=1", parts=parts, dataset=dataset, cwd=tmp_path, ranks=0)
+    assert ran.returncode == 0, ran.stderr
+    assert re.search(r"projector +random: there is no stage=pretrain run", ran.stderr)
+    assert "exported to outputs/finetune/export" in ran.stderr
+
+
+def test_mistake_is_said_once_and_every_rank_ends(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    started = time.monotonic()
+    ran = train("data.path=nowhere.json", parts=parts, dataset=dataset, cwd=tmp_path)
+    assert ran.returncode != 0 and time.monotonic() - started < 40
+    message = "ConfigError: data.path=nowhere.json is not a file; give a LLaVA JSON or JSON Lines file"
+    lines = [line for line in ran.stderr.splitlines() if line.startswith(message)]
+    assert len(lines) == 1, ran.stderr
+    assert 'File "' not in ran.stderr.partition("Traceback (most recent call last)")[0]
+    status = json.loads((tmp_path / "outputs" / "finetune" / "run_status.json").read_text())
+    assert status["exit_code"] == 2 and "nowhere.json" in status["reason"]
+
+
+def test_broken_picture_ends_every_rank(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Only one rank opens it; the message names file and record, and no rank is left waiting."""
+    records = json.loads((dataset / "mixed.json").read_text())[:24]
+    with_picture = next(n for n, r in enumerate(records) if "image" in r)
+    records[with_picture]["image"] = "gone.jpg"
+    write_json(tmp_path / "bad.json", records)
+    started = time.monotonic()
+    ran = train("data.path=bad.json", "epochs=1", parts=parts, dataset=dataset, cwd=tmp_path)
+    assert ran.returncode != 0 and time.monotonic() - started < 40
+    assert f"bad.json, record {with_picture} (id {records[with_picture]['id']}): picture" in ran.stderr
+    assert "gone.jpg does not exist; is data.images right?" in ran.stderr
+    status = json.loads((tmp_path / "outputs" / "finetune" / "run_status.json").read_text())
+    assert status["exit_code"] == 2 and "gone.jpg" in status["reason"]
+
+
+def test_multirun_under_torchrun_names_the_sweep(tmp_path: Path) -> None:
+    ran = command("llava_fsdp.train", "-m", "optim.lr=1e-4,2e-4", cwd=tmp_path)
+    assert ran.returncode != 0
+    assert "use: python -m llava_fsdp.sweep -m optim.lr=1e-4,2e-4" in ran.stderr
