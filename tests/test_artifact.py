@@ -76,7 +76,9 @@ def exported(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-def test_export_gives_the_same_logits_in_transformers(exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+def test_export_gives_the_same_logits_in_transformers(
+    exported: Path, parts: Path, dataset: Path, tmp_path: Path
+) -> None:
     compare_with_transformers(make_config(parts, dataset, tmp_path), exported / "export")
 
 
@@ -122,9 +124,11 @@ def test_broken_export_is_refused(parts: Path, dataset: Path, tmp_path: Path, mo
     from llava_fsdp import artifact
 
     def swapped(name: str) -> str:
-        return {"lm_head.weight": "language_model.model.embed_tokens.weight"}.get(name, original(name)) if not (
-            name == "language_model.embed_tokens.weight"
-        ) else "language_model.lm_head.weight"
+        return (
+            {"lm_head.weight": "language_model.model.embed_tokens.weight"}.get(name, original(name))
+            if not (name == "language_model.embed_tokens.weight")
+            else "language_model.lm_head.weight"
+        )
 
     original = artifact.theirs
     monkeypatch.setattr(artifact, "theirs", swapped)
@@ -189,7 +193,11 @@ def test_starts_from_a_projector(kind: str, exported: Path, parts: Path, dataset
     if kind == "mm_projector.bin":
         names = {"linear_1": "0", "linear_2": "2"}
         torch.save(
-            {f"model.mm_projector.{names[n.split('.')[1]]}.{n.split('.')[2]}": t for n, t in start.items() if "proj" in n.split(".")[0]},
+            {
+                f"model.mm_projector.{names[n.split('.')[1]]}.{n.split('.')[2]}": t
+                for n, t in start.items()
+                if "proj" in n.split(".")[0]
+            },
             given,
         )
     cfg = make_config(parts, dataset, tmp_path / "run", *EXPORTED, f"model.projector={given}", "max_steps=1")
@@ -214,9 +222,7 @@ def test_projector_of_the_stage_before_is_found(parts: Path, dataset: Path, tmp_
 
 
 def test_real_model_without_a_projector_names_the_command(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    cfg = make_config(
-        parts, dataset, tmp_path / "finetune", "model.projector=auto", "model.random_weights=false"
-    )
+    cfg = make_config(parts, dataset, tmp_path / "finetune", "model.projector=auto", "model.random_weights=false")
     with pytest.raises(ConfigError, match=r"stage=pretrain model=tiny(.|\n)*model\.projector=random"):
         train.run(cfg, single_world())
 
@@ -263,7 +269,9 @@ def test_another_language_model_and_tower(
 
 def test_tower_without_cls_refuses_to_drop_one(parts: Path, dataset: Path, tmp_path: Path) -> None:
     cfg = make_config(qwen_and_siglip(parts, tmp_path / "parts"), dataset, tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"model\.select_feature=patch drops a CLS token.*set model\.select_feature=full"):
+    with pytest.raises(
+        ConfigError, match=r"model\.select_feature=patch drops a CLS token.*set model\.select_feature=full"
+    ):
         train.run(cfg, single_world())
 
 
@@ -277,7 +285,9 @@ def test_weights_from_another_model(exported: Path, parts: Path, dataset: Path, 
         if file.name != "config.json":
             (folder / file.name).write_bytes(file.read_bytes())
     start = [f"model.checkpoint={folder}", "model.random_weights=false"]
-    with pytest.raises(ModelError, match=r"mlp\.gate_proj\.weight has shape \[50, 36\] in .*model\.safetensors.*\[51, 36\]"):
+    with pytest.raises(
+        ModelError, match=r"mlp\.gate_proj\.weight has shape \[50, 36\] in .*model\.safetensors.*\[51, 36\]"
+    ):
         train.run(make_config(parts, dataset, tmp_path / "run", *start), single_world())
     tensors = load_file(exported / "export" / "model.safetensors")
     del tensors["language_model.model.norm.weight"]

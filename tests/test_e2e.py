@@ -82,7 +82,9 @@ def test_both_stages_then_questions(parts: Path, dataset: Path, tmp_path: Path) 
 
 
 def test_one_process_without_torchrun(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    ran = train(f"data.path={dataset / 'mixed.json'}", "max_steps=1", parts=parts, dataset=dataset, cwd=tmp_path, ranks=0)
+    ran = train(
+        f"data.path={dataset / 'mixed.json'}", "max_steps=1", parts=parts, dataset=dataset, cwd=tmp_path, ranks=0
+    )
     assert ran.returncode == 0, ran.stderr
     assert re.search(r"projector +random: there is no stage=pretrain run", ran.stderr)
     assert "exported to outputs/finetune/export" in ran.stderr

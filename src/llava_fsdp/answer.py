@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlavaForConditionalGeneration
@@ -46,7 +47,8 @@ class Assistant:
         self.preprocessor: Preprocessor = read_preprocessor(folder)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         with quiet_transformers():
-            model = LlavaForConditionalGeneration.from_pretrained(folder, dtype="auto", attn_implementation="sdpa")
+            # transformers' own types do not admit its own methods here
+            model: Any = LlavaForConditionalGeneration.from_pretrained(folder, dtype="auto", attn_implementation="sdpa")
         self.model = model.to(self.device).eval()
         self.table = torch.from_numpy(self.preprocessor.pixel_table()).to(self.device)
 

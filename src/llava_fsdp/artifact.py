@@ -22,7 +22,6 @@ from llava_fsdp.log import log
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.names import theirs
 from llava_fsdp.model.parts import EXPORT, NOTES
-from llava_fsdp.model.weights import Stored
 from llava_fsdp.sharding.precision import DTYPES
 from llava_fsdp.sharding.shards import whole
 from llava_fsdp.state import TrainState
@@ -32,7 +31,7 @@ ROW_MULTIPLE = 64
 SHARD_BYTES = 5 * 10**9
 
 
-def export(state: TrainState, cfg: Config, sources: dict[str, Stored], is_first_rank: bool) -> Path:
+def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
     """Write `output_dir/export` and, with `export.verify`, compare its logits with the model's. A collective.
 
     Trained weights are gathered one at a time; frozen ones are read again from where they came from, so that they
@@ -47,7 +46,7 @@ def export(state: TrainState, cfg: Config, sources: dict[str, Stored], is_first_
     model = unwrapped(state.model)
     on_first_rank(lambda: begin(staged, model, cfg, state.step), f"cannot write {staged}")
     image_id, rows = read_rows(staged)
-    write_weights(state, model, cfg, sources, rows, staged, is_first_rank)
+    write_weights(state, model, cfg, rows, staged, is_first_rank)
     if cfg.export.verify:
         verify(state, model, cfg, image_id, staged, is_first_rank)
     on_first_rank(lambda: replace(staged, final), f"cannot complete {final}")
@@ -80,10 +79,10 @@ def begin(staged: Path, model: Llava, cfg: Config, step: int) -> None:
         vision_feature_layer=cfg.model.select_layer,
         vision_feature_select_strategy="default" if cfg.model.select_feature is Feature.patch else "full",
         tie_word_embeddings=bool(parts.language.tie_word_embeddings),
-        pad_token_id=pad_id,
         architectures=["LlavaForConditionalGeneration"],
         dtype=str(DTYPES[cfg.export.dtype]).removeprefix("torch."),
     )
+    config.pad_token_id = pad_id
     config.save_pretrained(staged)
     write_processor(parts.vision_folder, staged, config, cfg)
     GenerationConfig(
@@ -180,25 +179,26 @@ def write_weights(
     state: TrainState,
     model: Llava,
     cfg: Config,
-    sources: dict[str, Stored],
     rows: int,
     staged: Path,
     is_first_rank: bool,
 ) -> None:
     """Safetensors shards of at most 5 GB under the hub's names; rank 0 holds one shard at a time."""
     dtype = DTYPES[cfg.export.dtype]
-    shapes = {name: torch.Size(sources[name].shape) for name in sources}
+    shapes = {name: torch.Size(source.shape) for name, source in state.sources.items()}
     plan = plan_shards(shapes, dtype.itemsize)
     index: dict[str, str] = {}
     for number, names in enumerate(plan, start=1):
         file = "model.safetensors" if len(plan) == 1 else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
         tensors: dict[str, torch.Tensor] = {}
         for name in names:
-            tensor = parameter_values(name, state, sources, is_first_rank)
+            tensor = parameter_values(name, state, is_first_rank)
             if is_first_rank:
                 tensors[theirs(name)] = with_rows(name, tensor, rows, model).to(dtype).contiguous()
                 index[theirs(name)] = file
-        on_first_rank(lambda t=tensors, f=file: save_file(t, staged / f, metadata={"format": "pt"}), f"cannot write {file}")
+        on_first_rank(
+            lambda t=tensors, f=file: save_file(t, staged / f, metadata={"format": "pt"}), f"cannot write {file}"
+        )
     if len(plan) > 1:
         total = sum(s.numel() for s in shapes.values()) * dtype.itemsize
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
@@ -220,15 +220,14 @@ def plan_shards(shapes: dict[str, torch.Size], item_size: int) -> list[list[str]
     return plan
 
 
-def parameter_values(
-    name: str, state: TrainState, sources: dict[str, Stored], is_first_rank: bool
-) -> torch.Tensor:
+def parameter_values(name: str, state: TrainState, is_first_rank: bool) -> torch.Tensor:
     """A whole parameter on the CPU of rank 0; a collective for what trains."""
     master = state.masters.named.get(name)
     if master is not None:
         full = whole(master)
         return full.cpu() if is_first_rank else full
-    return sources[name].rows(0, sources[name].shape[0]) if is_first_rank else torch.empty(0)
+    source = state.sources[name]
+    return source.rows(0, source.shape[0]) if is_first_rank else torch.empty(0)
 
 
 def with_rows(name: str, tensor: torch.Tensor, rows: int, model: Llava) -> torch.Tensor:
@@ -240,9 +239,7 @@ def with_rows(name: str, tensor: torch.Tensor, rows: int, model: Llava) -> torch
     return torch.cat([trained, padding])
 
 
-def verify(
-    state: TrainState, model: Llava, cfg: Config, image_id: int, staged: Path, is_first_rank: bool
-) -> None:
+def verify(state: TrainState, model: Llava, cfg: Config, image_id: int, staged: Path, is_first_rank: bool) -> None:
     """Load what was written with transformers, on rank 0's CPU, and compare logits on a few samples.
 
     Raises:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from llava_fsdp.config import Config
+from llava_fsdp.config import CheckpointConfig, Config
 from llava_fsdp.errors import CheckpointError
 from llava_fsdp.log import log
 from llava_fsdp.state import TrainState
@@ -31,6 +31,11 @@ FORMAT = 1
 NAME = re.compile(r"step-(\d{6,})")
 STATE_FILE = "state.json"
 FOLDER = "checkpoints"
+
+
+def is_due(step: int, last_step: int, cfg: CheckpointConfig) -> bool:
+    """Whether to save after this step: at the end, and every `checkpoint.every`."""
+    return step == last_step or (cfg.every is not None and step % cfg.every == 0)
 
 
 def save(state: TrainState, cfg: Config) -> Path:

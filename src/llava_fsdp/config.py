@@ -16,7 +16,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llava_fsdp.errors import ConfigError
 
-
 T = TypeVar("T")
 
 

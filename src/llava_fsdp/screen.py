@@ -13,6 +13,7 @@ from llava_fsdp.sharding.memory import Weight, bytes_per_rank
 from llava_fsdp.sharding.mesh import World
 from llava_fsdp.sharding.zero import SHARD_PLANS, Mesh
 
+
 def show_run(cfg: Config, world: World, loader: Loader, weights: dict[str, Weight], projector: str) -> None:
     """Print what the model and the data are, how a step is cut, what trains, and what a rank holds."""
     console = Console(file=sys.stderr, width=None if sys.stderr.isatty() else 120, highlight=False)
@@ -35,7 +36,9 @@ def show_run(cfg: Config, world: World, loader: Loader, weights: dict[str, Weigh
         f"micro-batch {cfg.micro_batch_size} x accumulation {count} x ranks {world.size} = "
         f"{cfg.micro_batch_size * count * world.size} rows for a global batch of {cfg.global_batch_size}",
     )
-    facts.add_row("compute", f"{world.device.type}, {cfg.precision.param_dtype.value}, recompute {cfg.recompute.mode.value}")
+    facts.add_row(
+        "compute", f"{world.device.type}, {cfg.precision.param_dtype.value}, recompute {cfg.recompute.mode.value}"
+    )
     console.print(facts)
     console.print(trains_table(weights), bytes_table(cfg, world, weights.values()))
 
@@ -67,8 +70,6 @@ def bytes_table(cfg: Config, world: World, weights: Iterable[Weight]) -> Table:
     if world.size == 1:
         table.caption = "one rank: nothing is sharded, and every row is the same"
     return table
-
-
 
 
 def readable(size: float) -> str:

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from llava_fsdp.data.loader import Loader, StepFacts
+from llava_fsdp.model.weights import Stored
 from llava_fsdp.optim import LearningRate
 from llava_fsdp.sharding.precision import MasterWeights
 
@@ -19,6 +20,8 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     learning_rate: LearningRate
     loader: Loader
+    sources: dict[str, Stored]
+    """Where every parameter's first values came from, by name."""
     fingerprints: dict[str, str]
     """Of the dataset and of the frozen weights: what a checkpoint must agree with to be continued."""
     step: int = 0

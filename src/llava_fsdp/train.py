@@ -6,6 +6,7 @@
 from pathlib import Path
 
 from omegaconf import OmegaConf
+from torch.distributed.device_mesh import DeviceMesh
 
 from llava_fsdp import artifact, checkpoint, cli
 from llava_fsdp.config import Config, Source
@@ -24,7 +25,7 @@ from llava_fsdp.sharding.mesh import World, distributed, first_rank_first, make_
 from llava_fsdp.sharding.parallelize import parallelize, weights_of
 from llava_fsdp.sharding.precision import DTYPES
 from llava_fsdp.sharding.shards import local_shards
-from llava_fsdp.sharding.zero import SHARD_PLANS
+from llava_fsdp.sharding.zero import SHARD_PLANS, ShardPlan
 from llava_fsdp.state import StepResult, TrainState
 
 
@@ -42,6 +43,31 @@ def run(cfg: Config, world: World) -> None:
     """One run, from its configuration to its export."""
     plan = SHARD_PLANS[cfg.sharding.strategy]
     mesh = make_mesh(world, plan, cfg)
+    state = build_state(cfg, world, plan, mesh)
+    last_step = state.loader.total_steps
+    if checkpoint.resume(state, cfg):
+        log().info("continuing after step %d of %d", state.step, last_step)
+    if state.step >= last_step:
+        log().info("this run has finished; a larger max_steps or epochs would continue it")
+    write_config(cfg, world)
+    reporter = Reporter(cfg, state.step, last_step, world.is_first)
+
+    def after_step(result: StepResult) -> None:
+        reporter(result)
+        if checkpoint.is_due(state.step, last_step, cfg.checkpoint):
+            checkpoint.save(state, cfg)
+
+    fit(state, plan, cfg, after_step)
+    reporter.close()
+    if cfg.export.enabled and not artifact.is_current(cfg, state.step):
+        log().info("exported to %s", artifact.export(state, cfg, world.is_first))
+
+
+def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | None) -> TrainState:
+    """Model, weights, optimizer and data, sharded, at step 0.
+
+    The order matters: shapes on the meta device, what trains, recompute, sharding, weights into shards, optimizer.
+    """
     parts = find_parts(cfg.model)
     projector = find_projector(cfg)
     model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])  # on meta: shapes only
@@ -49,32 +75,14 @@ def run(cfg: Config, world: World) -> None:
     sources = find_weights(model, parts, cfg.model, projector, cfg.seed)
     fingerprints = {"dataset": loader.steps.records.fingerprint, "model": fingerprint(model, sources)}
     if world.is_first:
-        show_run(cfg, world, loader, weights_of(model, model.whole_while_frozen()), describe_projector(cfg, projector))
-
+        weights = weights_of(model, model.whole_while_frozen())
+        show_run(cfg, world, loader, weights, describe_projector(cfg, projector))
     buffers = computed_buffers(model)
     masters = parallelize(model, model.blocks(), mesh, plan, cfg, world.device, model.whole_while_frozen())
     load_weights(sources, local_shards(model, masters), watch_loading(world.is_first))
     restore_buffers(model, buffers)
     optimizer, learning_rate = build_optimizer(model, masters, cfg.optim, loader.total_steps)
-    state = TrainState(model, masters, optimizer, learning_rate, loader, fingerprints)
-
-    if checkpoint.resume(state, cfg):
-        log().info("continuing after step %d of %d", state.step, loader.total_steps)
-    write_config(cfg, world)
-    reporter = Reporter(cfg, state.step, loader.total_steps, world.is_first)
-
-    def after_step(result: StepResult) -> None:
-        reporter(result)
-        last = state.step == loader.total_steps
-        if last or (cfg.checkpoint.every is not None and state.step % cfg.checkpoint.every == 0):
-            checkpoint.save(state, cfg)
-
-    if state.step >= loader.total_steps:
-        log().info("this run has finished; a larger max_steps or epochs would continue it")
-    fit(state, plan, cfg, after_step)
-    reporter.close()
-    if cfg.export.enabled and not artifact.is_current(cfg, state.step):
-        log().info("exported to %s", artifact.export(state, cfg, sources, world.is_first))
+    return TrainState(model, masters, optimizer, learning_rate, loader, sources, fingerprints)
 
 
 def describe_projector(cfg: Config, projector: Path | None) -> str:

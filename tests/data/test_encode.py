@@ -42,7 +42,9 @@ def record(*texts: str, images: tuple[str, ...] = ()) -> Record:
     return Record("data.json", 3, "abc", images, turns)
 
 
-def encoder(tokenizer: Tokenizer, form: str = "v1", max_length: int = 999, too_long: TooLong = TooLong.truncate) -> Encoder:
+def encoder(
+    tokenizer: Tokenizer, form: str = "v1", max_length: int = 999, too_long: TooLong = TooLong.truncate
+) -> Encoder:
     return Encoder(tokenizer, template(form), 4, max_length, too_long)
 
 
@@ -71,7 +73,8 @@ def test_every_answer_and_nothing_else_is_supervised(tokenizer: Tokenizer, llama
         assert supervised(sample, each) == ["red", "a 7 blue — größe 中", "y"]
         ends = sample.labels[np.flatnonzero(sample.labels == 2)]
         assert len(ends) == 3, "the end of every answer is supervised too"
-        text = f"{SYSTEM}USER: {texts[0]} ASSISTANT: {texts[1]}</s>USER: {texts[2]} ASSISTANT: {texts[3]}</s>USER: x ASSISTANT: y</s>"
+        text = f"{SYSTEM}USER: {texts[0]} ASSISTANT: {texts[1]}</s>"
+        text += f"USER: {texts[2]} ASSISTANT: {texts[3]}</s>USER: x ASSISTANT: y</s>"
         assert sample.input_ids.tolist() == [1, *(t.id for t in each.encode(text))]
 
 
@@ -140,7 +143,9 @@ def test_no_picture_is_partly_cut(tokenizer: Tokenizer) -> None:
 
 def test_too_long_can_fail_or_be_left_out(tokenizer: Tokenizer) -> None:
     assert encoder(tokenizer, max_length=5, too_long=TooLong.quarantine)(record("what", "red")) is None
-    with pytest.raises(DataError, match=r"data\.json, record 3 \(id abc\) is \d+ positions long, over data\.max_length=5"):
+    with pytest.raises(
+        DataError, match=r"data\.json, record 3 \(id abc\) is \d+ positions long, over data\.max_length=5"
+    ):
         encoder(tokenizer, max_length=5, too_long=TooLong.fail)(record("what", "red"))
 
 
@@ -167,7 +172,9 @@ def test_two_turns_of_one_role_are_named(tokenizer: Tokenizer) -> None:
 
 
 def test_unknown_template_lists_those_that_exist() -> None:
-    with pytest.raises(ConfigError, match=r"data\.template=v9 does not exist; choose one of \['chatml', 'plain', 'v1'\]"):
+    with pytest.raises(
+        ConfigError, match=r"data\.template=v9 does not exist; choose one of \['chatml', 'plain', 'v1'\]"
+    ):
         template("v9")
 
 

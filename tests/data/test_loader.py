@@ -138,7 +138,10 @@ def test_wrong_files_are_named(case: str, tmp_path: Path) -> None:
 RECORDS = {
     "not an object": ("x", r"record 0 is a str"),
     "no turns": ({"id": 1}, r"record 0 \(id 1\): conversations is missing"),
-    "turn": ({"id": 1, "conversations": [{"from": "human"}]}, r"turn 0 is .*; it must be an object with from and value"),
+    "turn": (
+        {"id": 1, "conversations": [{"from": "human"}]},
+        r"turn 0 is .*; it must be an object with from and value",
+    ),
     "image": ({"id": 1, "image": 3, "conversations": []}, r"image is 3; it must be a path or a list of paths"),
 }
 
@@ -155,4 +158,6 @@ def test_json_lines_are_read_like_a_list(tmp_path: Path) -> None:
     line = '{"id": "a", "conversations": [{"from": "human", "value": "x"}]}'
     (tmp_path / "a.jsonl").write_text(f"{line}\n\n{line}\n")
     (tmp_path / "a.json").write_text(f"[{line}, {line}]")
-    assert [Records(tmp_path / n)[1].turns for n in ("a.jsonl", "a.json")] == [Records(tmp_path / "a.json")[0].turns] * 2
+    assert [Records(tmp_path / n)[1].turns for n in ("a.jsonl", "a.json")] == [
+        Records(tmp_path / "a.json")[0].turns
+    ] * 2

@@ -21,7 +21,9 @@ VARIANTS = {
 
 
 @pytest.fixture(scope="module")
-def references(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Outcome, Outcome]]:
+def references(
+    parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Outcome, Outcome]]:
     """By variant: the plain loop's outcome, and the weights everything starts from."""
     found = {}
     for name, (stage, overrides) in VARIANTS.items():

@@ -1,5 +1,6 @@
 """The one place where a step's samples are cut into ranks, micro-batches and rows."""
 
+import itertools
 import math
 
 
@@ -20,7 +21,7 @@ def cut_step(lengths: list[int], world_size: int, micro_batch_size: int) -> list
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     stretches = world_size * count
     bounds = [len(order) * s // stretches for s in range(stretches + 1)]
-    pieces = [order[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False)]
+    pieces = [order[begin:end] for begin, end in itertools.pairwise(bounds)]
     return [[pieces[micro * world_size + rank] for micro in range(count)] for rank in range(world_size)]
 
 

@@ -53,7 +53,9 @@ class Encoder:
         Raises:
             DataError: the record is wrong, or is too long and `too_long` says to fail.
         """
-        ids, labels = encode_segments(render(record, self.template), self.tokenizer, len(record.images), self.image_tokens)
+        ids, labels = encode_segments(
+            render(record, self.template), self.tokenizer, len(record.images), self.image_tokens
+        )
         if len(ids) <= self.max_length:
             return Sample(ids, labels, record.images, 0, 0)
         if self.too_long is TooLong.fail:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +48,11 @@ class MicroBatch:
     scale: float
     """What the sum of this micro-batch's losses is multiplied with."""
 
+    def pin_memory(self) -> MicroBatch:
+        """In page-locked memory, so that copies to a GPU need not wait; the DataLoader calls this."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "scale"}
+        return replace(self, **{name: tensor.pin_memory() for name, tensor in tensors.items()})
+
 
 @dataclass
 class StepFacts:
@@ -71,6 +76,9 @@ class Step:
     facts: StepFacts
     micro_batches: list[MicroBatch]
     """This rank's, as many as every other rank's."""
+
+    def pin_memory(self) -> Step:
+        return Step(self.facts, [micro.pin_memory() for micro in self.micro_batches])
 
 
 @dataclass(frozen=True)
@@ -221,8 +229,9 @@ def build_loader(
 def check_fit(cfg: Config, shape: ModelShape, tokenizer_size: int, preprocessor: Preprocessor, folder: Path) -> None:
     if preprocessor.size != shape.image_size:
         raise ConfigError(
-            f"model.vision: {folder / 'preprocessor_config.json'} makes pictures of {preprocessor.size} pixels, and the "
-            f"tower takes {shape.image_size}: a picture would not be {shape.image_tokens} tokens; use the files of one model"
+            f"model.vision: {folder / 'preprocessor_config.json'} makes pictures of {preprocessor.size} pixels, and "
+            f"the tower takes {shape.image_size}: a picture would not be {shape.image_tokens} tokens; "
+            "use the files of one model"
         )
     if cfg.data.max_length > shape.max_length:
         raise ConfigError(
@@ -235,8 +244,8 @@ def check_fit(cfg: Config, shape: ModelShape, tokenizer_size: int, preprocessor:
         )
     if tokenizer_size > shape.vocab_size:
         raise ConfigError(
-            f"model.language: the tokenizer has {tokenizer_size} tokens, and the model {shape.vocab_size} rows for them; "
-            "use the files of one model"
+            f"model.language: the tokenizer has {tokenizer_size} tokens, and the model {shape.vocab_size} rows for "
+            "them; use the files of one model"
         )
 
 

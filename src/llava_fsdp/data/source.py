@@ -101,7 +101,9 @@ def parse_record(path: Path, index: int, raw: Any) -> Record:
     turns = raw.get("conversations")
     if not isinstance(turns, list):
         raise DataError(f"{where}: conversations is missing or not a list")
-    return Record(str(path), index, identity, tuple(images), tuple(parse_turn(where, n, t) for n, t in enumerate(turns)))
+    return Record(
+        str(path), index, identity, tuple(images), tuple(parse_turn(where, n, t) for n, t in enumerate(turns))
+    )
 
 
 def parse_turn(where: str, position: int, raw: Any) -> Turn:

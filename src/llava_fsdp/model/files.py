@@ -68,7 +68,7 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
             handle = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path} is not a safetensors file: {error}") from error
-        return {name: StoredTensor(path, name, handle) for name in handle.keys()}  # noqa: SIM118
+        return {name: StoredTensor(path, name, handle) for name in handle.keys()}
     try:  # weights_only: such a file can carry a program; mmap: it can be larger than the memory
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # torch raises anything from KeyError to UnpicklingError here

@@ -138,7 +138,9 @@ class Llava(nn.Module):
 
 def find_stack(model: nn.Module) -> nn.ModuleList:
     """The list of a transformer's layers: as long as its configuration says, whatever its name."""
-    layers = model.config.num_hidden_layers
+    config = model.config
+    assert isinstance(config, PretrainedConfig)
+    layers = config.num_hidden_layers
     stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == layers]
     assert stacks, f"{type(model).__name__} has no list of {layers} layers"
     return stacks[0]

@@ -80,7 +80,10 @@ def original_parts(folder: Path, raw: dict, cfg: ModelConfig) -> Parts:
 def check_selection(config: PretrainedConfig, cfg: ModelConfig, folder: Path) -> None:
     """The checkpoint was trained on the same tower features as this configuration selects."""
     strategy = "default" if cfg.select_feature is Feature.patch else "full"
-    theirs = {"model.select_layer": config.vision_feature_layer, "select strategy": config.vision_feature_select_strategy}
+    theirs = {
+        "model.select_layer": config.vision_feature_layer,
+        "select strategy": config.vision_feature_select_strategy,
+    }
     ours = {"model.select_layer": cfg.select_layer, "select strategy": strategy}
     if theirs != ours:
         raise ConfigError(f"model.checkpoint={folder} was trained with {theirs}, this configuration says {ours}")
@@ -151,7 +154,9 @@ def resolve_model(name: str, key: str) -> Path:
     if (folder / EXPORT / "config.json").is_file():
         return folder / EXPORT
     if (folder / "config.yaml").is_file() and not (folder / "config.json").is_file():
-        raise ModelError(f"{key}={name} is a run without a finished export; finish the run, or export a checkpoint of it")
+        raise ModelError(
+            f"{key}={name} is a run without a finished export; finish the run, or export a checkpoint of it"
+        )
     return resolve(name, key)
 
 

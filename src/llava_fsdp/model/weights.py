@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -22,10 +22,16 @@ PROJECTOR_PREFIX = "multi_modal_projector."
 class Rows(Protocol):
     """The rows of one parameter that this rank holds."""
 
-    begin: int
-    end: int
-    tensors: list[torch.Tensor]
-    """Every tensor that holds these rows, in whatever dtype."""
+    @property
+    def begin(self) -> int: ...
+
+    @property
+    def end(self) -> int: ...
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Every tensor that holds these rows, in whatever dtype."""
+        ...
 
 
 class Stored(Protocol):
@@ -59,15 +65,19 @@ def find_weights(
         found |= {n: t for n, t in given.items() if n.startswith(PROJECTOR_PREFIX)}
     sources: dict[str, Stored] = {}
     for name, parameter in model.named_parameters():
-        drawn = parts.whole is None and (cfg.random_weights or (projector is None and name.startswith(PROJECTOR_PREFIX)))
+        drawn = parts.whole is None and (
+            cfg.random_weights or (projector is None and name.startswith(PROJECTOR_PREFIX))
+        )
         if name in found:
             check_shape(name, parameter, found[name], parts)
             sources[name] = found[name]
         elif drawn:
             sources[name] = Drawn(name, tuple(parameter.shape), draw_rule(model, name), seed)
         else:
-            where = parts.whole or projector if name.startswith(PROJECTOR_PREFIX) else parts.whole or (
-                parts.vision_folder if name.startswith("vision_tower.") else parts.language_folder
+            where = (
+                parts.whole or projector
+                if name.startswith(PROJECTOR_PREFIX)
+                else parts.whole or (parts.vision_folder if name.startswith("vision_tower.") else parts.language_folder)
             )
             raise ModelError(f"{where} has no weights for {name}; is it the model that its configuration says?")
     return sources
@@ -105,7 +115,7 @@ def fingerprint(model: nn.Module, sources: dict[str, Stored]) -> str:
 @torch.no_grad()
 def load_weights(
     sources: dict[str, Stored],
-    shards: dict[str, Rows],
+    shards: Mapping[str, Rows],
     watch: Callable[[Iterable[str]], Iterable[str]] = iter,
 ) -> None:
     """Fill every shard from its source. A rank reads its own rows and no others.

@@ -93,5 +93,3 @@ def bytes_per_rank(
         Sync.SCATTER_EVERY_REDUCE_LAST: reduce * sum(w.padded(shards) for w in trainable),
     }[plan.gradient_sync]
     return Bytes(parameters, MASTER_SIZE * local, ADAM_SIZE * local, parameters + gathered, gradients_between)
-
-

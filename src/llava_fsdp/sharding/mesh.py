@@ -131,6 +131,7 @@ def mesh_shape(plan: ShardPlan, world_size: int, shard_size: int) -> tuple[int, 
     if world_size % shard_size:
         divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
         raise ConfigError(
-            f"sharding.shard_size={shard_size} does not divide the {world_size} ranks of this run; choose one of {divisors}"
+            f"sharding.shard_size={shard_size} does not divide the {world_size} ranks of this run; "
+            f"choose one of {divisors}"
         )
     return world_size // shard_size, shard_size

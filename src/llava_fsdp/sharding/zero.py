@@ -51,9 +51,7 @@ SHARD_PLANS: dict[Strategy, ShardPlan] = {
     Strategy.SHARD_GRAD_OP: ShardPlan("zero2", Mesh.SHARD, False, Sync.EVERY_MICRO_BATCH, True, False),
     Strategy.FULL_SHARD: ShardPlan("zero3", Mesh.SHARD, True, Sync.EVERY_MICRO_BATCH, True, True),
     Strategy.HYBRID_SHARD: ShardPlan("hybrid", Mesh.HYBRID, True, Sync.SCATTER_EVERY_REDUCE_LAST, True, True),
-    Strategy._HYBRID_SHARD_ZERO2: ShardPlan(
-        "hybrid2", Mesh.HYBRID, False, Sync.SCATTER_EVERY_REDUCE_LAST, True, False
-    ),
+    Strategy._HYBRID_SHARD_ZERO2: ShardPlan("hybrid2", Mesh.HYBRID, False, Sync.SCATTER_EVERY_REDUCE_LAST, True, False),
 }
 
 
@@ -61,7 +59,6 @@ def begin_micro_batch(model: nn.Module, plan: ShardPlan, is_last: bool) -> None:
     """Tell FSDP what this micro-batch's backward does with gradients and weights. Nothing at world size 1."""
     if not isinstance(model, FSDPModule):
         return
-    model.set_is_last_backward(is_last)
     if plan.gradient_sync is Sync.LAST_MICRO_BATCH:
         model.set_requires_gradient_sync(is_last)
     if plan.gradient_sync is Sync.SCATTER_EVERY_REDUCE_LAST:
