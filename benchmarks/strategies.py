@@ -16,6 +16,7 @@ import datetime
 import gc
 import importlib.util
 import inspect
+import io
 import json
 import os
 import platform
@@ -52,13 +53,12 @@ from llava_fsdp.model.parts import find_parts
 from llava_fsdp.model.weights import find_weights, load_weights
 from llava_fsdp.optim import build_optimizer
 from llava_fsdp.sharding.mesh import World, distributed, make_mesh, read_world
-from llava_fsdp.sharding.parallelize import parallelize
 from llava_fsdp.sharding.precision import DTYPES, MasterWeights, store_weights
 from llava_fsdp.sharding.recompute import apply_recompute, clean_name
 from llava_fsdp.sharding.shards import local_shards
 from llava_fsdp.sharding.zero import SHARD_PLANS, Mesh, ShardPlan
 from llava_fsdp.state import TrainState
-from llava_fsdp.train import open_data
+from llava_fsdp.train import build_state, open_data
 
 REPOSITORY = Path(__file__).parents[1]
 STRATEGIES = {plan.zero: strategy for strategy, plan in SHARD_PLANS.items()}
@@ -195,23 +195,28 @@ def specialize(cfg: Config, variant: str, precision: str) -> Config:
 
 def build(variant: str, cfg: Config, world: World) -> Run:
     allocated = torch.cuda.memory_allocated(world.device) if world.device.type == "cuda" else 0
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    with contextlib.redirect_stderr(io.StringIO()):  # without the screen that a run begins with
+        if variant == "ddp":
+            state = build_whole(cfg, world)
+        else:
+            state = build_state(cfg, world, plan, mesh_of(variant, plan, cfg, world))
+    state.model.train()
+    return Run(variant, cfg, state, plan, wrap(state.model, world) if variant == "ddp" else None, allocated)
+
+
+def build_whole(cfg: Config, world: World) -> TrainState:
+    """What `build_state` builds, without anything of FSDP."""
     parts = find_parts(cfg.model)
     model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])
     loader = open_data(cfg, world, model)
     sources = find_weights(model, parts, cfg.model, None, cfg.seed)
     buffers = computed_buffers(model)
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    if variant == "ddp":
-        masters = materialize_whole(model, cfg, world.device)
-    else:
-        mesh = mesh_of(variant, plan, cfg, world)
-        masters = parallelize(model, model.blocks(), mesh, plan, cfg, world.device, model.whole_while_frozen())
+    masters = materialize_whole(model, cfg, world.device)
     load_weights(sources, local_shards(model, masters))
     restore_buffers(model, buffers)
     optimizer, learning_rate = build_optimizer(model, masters, cfg.optim, loader.total_steps)
-    model.train()
-    state = TrainState(model, masters, optimizer, learning_rate, loader, {})
-    return Run(variant, cfg, state, plan, wrap(model, world) if variant == "ddp" else None, allocated)
+    return TrainState(model, masters, optimizer, learning_rate, loader, sources, {})
 
 
 def mesh_of(variant: str, plan: ShardPlan, cfg: Config, world: World) -> DeviceMesh | None:

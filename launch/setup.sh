@@ -59,9 +59,10 @@ sys.exit(not (torch.cuda.is_available() and (2, 11) <= version < (2, 16)))' >/de
 }
 
 # Prints the Python to make .venv with; where $1 GPUs are present, one that has torch for them comes first.
+# 3.11 stands before 3.12 because constraints.txt was made with it.
 find_python() {
     local candidate found=""
-    for candidate in ${PYTHON:+"$PYTHON"} python3.12 python3.11 python3 python; do
+    for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3 python; do
         is_right_python "$candidate" || continue
         if [[ $1 -gt 0 ]] && has_cuda_torch "$candidate"; then
             echo "$candidate"
@@ -70,8 +71,8 @@ find_python() {
         found="${found:-$candidate}"
     done
     if [[ -z "$found" ]]; then
-        die "no Python 3.11 or 3.12 on PATH (looked for: ${PYTHON:+$PYTHON, }python3.12, python3.11, python3, python)." \
-            "Install one, or name it: PYTHON=/path/to/python3.12"
+        die "no Python 3.11 or 3.12 on PATH (looked for: ${PYTHON:+$PYTHON, }python3.11, python3.12, python3, python)." \
+            "Install one, or name it: PYTHON=/path/to/python3.11"
     fi
     echo "$found"
 }

@@ -94,16 +94,16 @@ def test_missing_python_is_said(machine: Machine) -> None:
     done = machine.bash("launch/quickstart.sh")
     assert done.returncode == 1
     assert "error: no Python 3.11 or 3.12 on PATH" in done.stderr
-    assert "PYTHON=/path/to/python3.12" in done.stderr
+    assert "PYTHON=/path/to/python3.11" in done.stderr
     assert not (machine.root / ".venv").exists()
 
 
 def test_python_is_the_first_that_works_or_has_torch_for_the_gpus(machine: Machine) -> None:
     find = 'source launch/setup.sh; find_python "$1"'
-    machine.put("python3.12", f"#!{BASH}\nexit 127\n")
-    machine.put("python3.11", f"#!{BASH}\n[[ $* != *torch* ]]\n")
+    machine.put("python3.11", f"#!{BASH}\nexit 127\n")
+    machine.put("python3.12", f"#!{BASH}\n[[ $* != *torch* ]]\n")
     machine.put("python3", f"#!{BASH}\nexit 0\n")  # has torch
-    assert machine.bash(find, "find", "0").stdout == "python3.11\n"
+    assert machine.bash(find, "find", "0").stdout == "python3.12\n"
     assert machine.bash(find, "find", "2").stdout == "python3\n"
     assert machine.bash(find, "find", "2", PYTHON="/no/such").stdout == "python3\n"
 

@@ -24,18 +24,11 @@ from transformers import LlavaForConditionalGeneration
 from llava_fsdp import artifact
 from llava_fsdp.config import Config
 from llava_fsdp.loop import train_step
-from llava_fsdp.model.draw import computed_buffers, restore_buffers
-from llava_fsdp.model.llava import build_llava
-from llava_fsdp.model.parts import find_parts
-from llava_fsdp.model.weights import Stored, find_weights, load_weights
-from llava_fsdp.optim import build_optimizer
 from llava_fsdp.sharding.mesh import World
-from llava_fsdp.sharding.parallelize import parallelize
-from llava_fsdp.sharding.precision import DTYPES
-from llava_fsdp.sharding.shards import local_shards, whole
+from llava_fsdp.sharding.shards import whole
 from llava_fsdp.sharding.zero import SHARD_PLANS
 from llava_fsdp.state import TrainState
-from llava_fsdp.train import open_data
+from llava_fsdp.train import build_state
 
 STEPS = 3
 ACCUMULATION = 2
@@ -65,20 +58,11 @@ def one_rank_mesh(device: torch.device, folder: Path) -> Iterator[DeviceMesh]:
         time.sleep(0.2)  # gloo's thread may abort the interpreter otherwise (pytorch#179291)
 
 
-def build_run(cfg: Config, device: torch.device, mesh: DeviceMesh | None) -> tuple[TrainState, dict[str, Stored]]:
-    """A run before its first step, as `train.run` makes it, on any device and mesh."""
-    parts = find_parts(cfg.model)
-    model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])
-    loader = open_data(cfg, World(0, 1, 0, 1, device), model)
-    sources = find_weights(model, parts, cfg.model, None, cfg.seed)
-    buffers = computed_buffers(model)
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    masters = parallelize(model, model.blocks(), mesh, plan, cfg, device, model.whole_while_frozen())
-    load_weights(sources, local_shards(model, masters))
-    restore_buffers(model, buffers)
-    optimizer, learning_rate = build_optimizer(model, masters, cfg.optim, loader.total_steps)
-    model.train()
-    return TrainState(model, masters, optimizer, learning_rate, loader, {}), sources
+def build_run(cfg: Config, device: torch.device, mesh: DeviceMesh | None) -> TrainState:
+    """A run before its first step, as `train` builds it, on any device and mesh."""
+    state = build_state(cfg, World(0, 1, 0, 1, device), SHARD_PLANS[cfg.sharding.strategy], mesh)
+    state.model.train()
+    return state
 
 
 def run_steps(state: TrainState, cfg: Config) -> Trace:
@@ -93,7 +77,7 @@ def run_steps(state: TrainState, cfg: Config) -> Trace:
 
 def train_alone(cfg: Config, device: torch.device) -> Trace:
     """Training of one rank as users get it: nothing wrapped, no process group."""
-    state, _ = build_run(cfg, device, None)
+    state = build_run(cfg, device, None)
     assert state.loader.num_micro_batches == cfg.global_batch_size // cfg.micro_batch_size
     return run_steps(state, cfg)
 
@@ -101,7 +85,7 @@ def train_alone(cfg: Config, device: torch.device) -> Trace:
 def train_sharded(cfg: Config, device: torch.device, folder: Path) -> Trace:
     """The same through `fully_shard`, on a mesh of one rank."""
     with one_rank_mesh(device, folder) as mesh:
-        return run_steps(build_run(cfg, device, mesh)[0], cfg)
+        return run_steps(build_run(cfg, device, mesh), cfg)
 
 
 def assert_same_bits(ours: Trace, theirs: Trace) -> None:
@@ -127,7 +111,7 @@ def assert_transfers_whole(cfg: Config, device: torch.device) -> int:
     Returns:
         Micro-batches compared.
     """
-    state, _ = build_run(cfg, device, None)
+    state = build_run(cfg, device, None)
     loader, steps = state.loader, state.loader.steps
     placed = []
     for step in loader.from_step(0):
@@ -146,9 +130,9 @@ def assert_transfers_whole(cfg: Config, device: torch.device) -> int:
 
 def export_and_reload(cfg: Config, device: torch.device) -> float:
     """Train, export, load the folder with transformers on the device; the largest relative difference of logits."""
-    state, sources = build_run(cfg, device, None)
+    state = build_run(cfg, device, None)
     run_steps(state, cfg)
-    folder = artifact.export(state, cfg, sources, is_first_rank=True)
+    folder = artifact.export(state, cfg, is_first_rank=True)
     micro = state.loader.to_device(state.loader.steps.probe())
     reloaded = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).to(device).eval()
     state.model.eval()

@@ -146,12 +146,13 @@ class DataConfig:
     max_length: int
     """Longest sample in positions, image positions included."""
     too_long: TooLong
-    workers: int
-    """Processes that prepare batches on each rank; 0 prepares them between steps."""
+    workers: int | None
+    """Processes that prepare batches on each rank; 0 prepares them between steps; null: up to 4, as cores allow."""
 
     def __post_init__(self) -> None:
         at_least("data.max_length", self.max_length, 2)
-        at_least("data.workers", self.workers, 0)
+        if self.workers is not None:
+            at_least("data.workers", self.workers, 0)
 
 
 @dataclass(kw_only=True, slots=True)

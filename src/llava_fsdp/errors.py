@@ -39,10 +39,15 @@ class ModelError(LlavaFsdpError):
 
 
 class DataError(LlavaFsdpError):
-    """A dataset file, a record or a picture is wrong."""
+    """A dataset file or a record is wrong."""
 
     exit_code = ExitCode.USER
-    on_every_rank = False  # a picture is opened by one rank
+
+
+class PictureError(DataError):
+    """A picture is missing or broken; the one rank that opens it knows."""
+
+    on_every_rank = False
 
 
 class CheckpointError(LlavaFsdpError):

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from llava_fsdp.config import Config
 from llava_fsdp.data.loader import Step
 from llava_fsdp.errors import NumericError
+from llava_fsdp.seeds import derive
 from llava_fsdp.sharding.precision import MasterWeights
 from llava_fsdp.sharding.zero import ShardPlan, begin_micro_batch
 from llava_fsdp.state import StepResult, TrainState
@@ -38,6 +39,8 @@ def train_step(state: TrainState, step: Step, plan: ShardPlan, cfg: Config, star
         NumericError: the gradients are not finite, on every rank alike; the weights are as they were.
     """
     lr = state.learning_rate.apply(state.optimizer, state.step)
+    # for dropout, where a model has it: a run that continues draws what it would have drawn
+    torch.manual_seed(derive("step", cfg.seed, state.step, dist.get_rank() if dist.is_initialized() else 0))
     loss_sum = torch.zeros((), device=state.loader.device)
     for number, micro in enumerate(step.micro_batches, start=1):
         begin_micro_batch(state.model, plan, is_last=number == len(step.micro_batches))

@@ -55,7 +55,9 @@ def write_status(cfg: Config, code: ExitCode, reason: str) -> None:
 
 
 def clear_status(cfg: Config) -> None:
-    (Path(cfg.output_dir) / STATUS_FILE).unlink(missing_ok=True)
+    """Forget how an earlier attempt ended. On rank 0, before the ranks meet: none can have failed by then."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        (Path(cfg.output_dir) / STATUS_FILE).unlink(missing_ok=True)
 
 
 def watch_loading(is_first_rank: bool) -> Callable[[Iterable[str]], Iterable[str]]:

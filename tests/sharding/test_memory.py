@@ -14,10 +14,9 @@ from llava_fsdp import train
 from llava_fsdp.config import Config
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.parts import find_parts
-from llava_fsdp.optim import build_optimizer
 from llava_fsdp.sharding.memory import Bytes, bytes_per_rank
 from llava_fsdp.sharding.mesh import World, make_mesh
-from llava_fsdp.sharding.parallelize import parallelize, weights_of
+from llava_fsdp.sharding.parallelize import weights_of
 from llava_fsdp.sharding.precision import DTYPES, MasterWeights
 from llava_fsdp.sharding.shards import local
 from llava_fsdp.sharding.zero import SHARD_PLANS, begin_micro_batch
@@ -56,15 +55,9 @@ def held(model: nn.Module, masters: MasterWeights) -> tuple[int, int]:
 
 def measure(world: World, cfg: Config) -> Bytes:
     """Two micro-batches and an optimizer step on this rank, with the bytes between and after them."""
-    torch.manual_seed(0)
     plan = SHARD_PLANS[cfg.sharding.strategy]
-    model = build_llava(find_parts(cfg.model), cfg.model, DTYPES[cfg.precision.param_dtype])
-    loader = train.open_data(cfg, world, model)
-    mesh = make_mesh(world, plan, cfg)
-    masters = parallelize(model, model.blocks(), mesh, plan, cfg, world.device, model.whole_while_frozen())
-    for tensor in [*model.parameters(), *model.buffers(), *masters.named.values()]:
-        local(tensor).zero_()
-    optimizer, _ = build_optimizer(model, masters, cfg.optim, 1)
+    state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+    model, masters, loader = state.model, state.masters, state.loader
     step = loader.steps.prepare(0)
     assert len(step.micro_batches) == 2
     for number, micro in enumerate(step.micro_batches):
@@ -73,10 +66,10 @@ def measure(world: World, cfg: Config) -> Bytes:
         model(micro.input_ids, micro.image_positions, micro.images, micro.label_positions, micro.label_ids).backward()
         if number == 0:
             between = held(model, masters)
-    optimizer.step()
+    state.optimizer.step()
     masters.refresh()
     parameters, gradients = held(model, masters)
-    moments = [v for state in optimizer.state.values() for n, v in state.items() if n != "step"]
+    moments = [v for found in state.optimizer.state.values() for n, v in found.items() if n != "step"]
     return Bytes(parameters, gradients, size(local(m) for m in moments), *between)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from llava_fsdp.config import AspectRatio
-from llava_fsdp.errors import DataError, ModelError
+from llava_fsdp.errors import ModelError, PictureError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # no decoder that starts another program
 MAX_PIXELS = 50_000_000
@@ -68,19 +68,19 @@ def load_image(path: Path, preprocessor: Preprocessor, aspect: AspectRatio, wher
     """The picture as uint8 [3, size, size].
 
     Raises:
-        DataError: the file is missing, no picture, cut short, or too large; `where` names the record.
+        PictureError: the file is missing, no picture, cut short, or too large; `where` names the record.
     """
     try:
         with Image.open(path, formats=FORMATS) as opened:
             if opened.width * opened.height > MAX_PIXELS:
-                raise DataError(
+                raise PictureError(
                     f"{where}: {path} has {opened.width} x {opened.height} pixels, over the limit of {MAX_PIXELS}"
                 )
             picture = opened.convert("RGB")
     except FileNotFoundError as error:
-        raise DataError(f"{where}: picture {path} does not exist; is data.images right?") from error
+        raise PictureError(f"{where}: picture {path} does not exist; is data.images right?") from error
     except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
-        raise DataError(f"{where}: picture {path} cannot be read: {error}") from error
+        raise PictureError(f"{where}: picture {path} cannot be read: {error}") from error
     return prepare(picture, preprocessor, aspect)
 
 

@@ -7,8 +7,7 @@ ranks and workers.
 
 from __future__ import annotations
 
-import hashlib
-import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from llava_fsdp.data.images import Preprocessor, load_image, read_preprocessor
 from llava_fsdp.data.source import Record, Records, check_paths
 from llava_fsdp.data.tokenizer import open_tokenizer
 from llava_fsdp.errors import ConfigError, DataError
+from llava_fsdp.seeds import derive
 
 
 @dataclass
@@ -255,7 +255,7 @@ class Loader:
     def __init__(self, steps: Steps, cfg: Config, device: torch.device):
         self.steps = steps
         self.device = device
-        self.workers = cfg.data.workers
+        self.workers = default_workers() if cfg.data.workers is None else cfg.data.workers
         self.total_steps = cfg.max_steps or cfg.epochs * steps.per_epoch
         self.table = torch.from_numpy(steps.preprocessor.pixel_table()).to(device)
 
@@ -294,6 +294,13 @@ class Loader:
         )
 
 
+def default_workers() -> int:
+    """Up to 4, LLaVA's own number, and no more than the cores that this rank has beside the one it runs on."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(0, min(4, cores // ranks_here - 1))
+
+
 def normalize(images: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """uint8 [n, 3, height, width] -> float32, each byte looked up in its channel's row of `table` [3, 256]."""
     channel = torch.arange(3, device=images.device).view(1, 3, 1, 1)
@@ -302,6 +309,5 @@ def normalize(images: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 def epoch_order(count: int, seed: int, epoch: int) -> torch.Tensor:
     """A permutation of `count` records that depends on nothing but (seed, epoch)."""
-    digest = hashlib.sha256(json.dumps(["order", seed, epoch]).encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    generator = torch.Generator().manual_seed(derive("order", seed, epoch))
     return torch.randperm(count, generator=generator)

@@ -1,8 +1,6 @@
 """Random weights that depend on (seed, parameter name) alone, and buffers that are computed, not stored."""
 
 import copy
-import hashlib
-import json
 import math
 from dataclasses import dataclass
 from enum import Enum
@@ -10,6 +8,8 @@ from enum import Enum
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+
+from llava_fsdp.seeds import derive
 
 
 class Rule(Enum):
@@ -38,8 +38,7 @@ class Drawn:
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
         """float32 rows [begin, end) of dimension 0."""
-        digest = hashlib.sha256(json.dumps([self.seed, self.name]).encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        generator = torch.Generator().manual_seed(derive("weight", self.seed, self.name))
         whole = torch.empty(self.shape)
         match self.rule.rule:
             case Rule.ONES:

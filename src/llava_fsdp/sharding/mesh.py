@@ -44,7 +44,9 @@ def distributed(cfg: Config) -> Iterator[World]:
     """
     world = read_world()
     end_with_parent()
-    torch.use_deterministic_algorithms(cfg.deterministic)
+    if cfg.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only with a workspace
+        torch.use_deterministic_algorithms(True)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     if world.size > 1:
