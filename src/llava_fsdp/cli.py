@@ -128,6 +128,8 @@ def shorten(said: str, schema: type) -> str:
     """Hydra's message without its search path, stack trace advice and advice to add keys with `+`."""
     text = re.split(r"\n\s*(?:Config search path|Set the environment variable|To append to your config)", said)[0]
     text = re.sub(r"\n\s*(?:full_key|object_type)\b.*", "", text).strip()
+    if "Traceback" in text:  # Hydra shows its own stack for some mistakes; the last line says which
+        text = text.splitlines()[-1]
     key = re.search(r"Could not override '([^']+)'", text)
     if key:
         return f"{key[1]} is not a key of the configuration{did_you_mean(key[1], schema_keys(schema))}"

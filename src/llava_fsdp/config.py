@@ -399,5 +399,7 @@ def refuse_unknown_keys(schema: Any, node: DictConfig) -> None:
 
 
 def did_you_mean(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
+    """The nearest key, where one is near; a dotted name is near to no group."""
+    groups = {key.rpartition(".")[0] for key in known}
+    near = difflib.get_close_matches(name, [k for k in known if "." not in name or k not in groups], n=1)
     return f"; did you mean {near[0]}?" if near else ""
