@@ -299,3 +299,22 @@ def test_weights_from_another_model(exported: Path, parts: Path, dataset: Path, 
 
 def test_open_steps_is_what_training_reads(parts: Path, dataset: Path, tmp_path: Path) -> None:
     assert len(open_steps(make_config(parts, dataset, tmp_path)).records) == 44
+
+
+def test_export_in_several_files(
+    exported: Path, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of more than one file: an index that transformers reads, and the same logits."""
+    from llava_fsdp import artifact
+
+    monkeypatch.setattr(artifact, "SHARD_BYTES", 40_000)
+    cfg = make_config(parts, dataset, tmp_path, *EXPORTED, "export.verify=true", "max_steps=2")
+    train.run(cfg, single_world())
+    files = sorted(p.name for p in (tmp_path / "export").glob("model*"))
+    assert len(files) > 3 and files[-1] == "model.safetensors.index.json"
+    single = load_file(exported / "export" / "model.safetensors")
+    index = json.loads((tmp_path / "export" / files[-1]).read_text())["weight_map"]
+    assert index.keys() == single.keys()
+    for name, file in index.items():
+        assert torch.equal(load_file(tmp_path / "export" / file)[name], single[name]), name
+    compare_with_transformers(make_config(parts, dataset, tmp_path / "none"), tmp_path / "export")

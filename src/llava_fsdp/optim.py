@@ -17,7 +17,8 @@ def cosine(step: int, total: int, warmup: int) -> float:
     """Linear warm-up, then half a cosine down to 0 (transformers `get_cosine_schedule_with_warmup`)."""
     if step < warmup:
         return step / max(1, warmup)
-    return max(0.0, 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup))))
+    progress = (step - warmup) / max(1, total - warmup)
+    return max(0.0, 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def linear(step: int, total: int, warmup: int) -> float:
@@ -29,7 +30,7 @@ def linear(step: int, total: int, warmup: int) -> float:
 
 def constant(step: int, total: int, warmup: int) -> float:
     """Linear warm-up, then no change (transformers `get_constant_schedule_with_warmup`)."""
-    return min(1.0, step / max(1, warmup))
+    return step / warmup if step < warmup else 1.0
 
 
 def warmup_decay(step: int, total: int, warmup: int) -> float:

@@ -1,0 +1,34 @@
+"""How ranks are laid out."""
+
+import pytest
+
+from llava_fsdp.config import Strategy
+from llava_fsdp.errors import ConfigError
+from llava_fsdp.sharding.mesh import mesh_shape, read_world
+from llava_fsdp.sharding.zero import SHARD_PLANS
+
+SHAPES = {
+    Strategy.NO_SHARD: (8, 1),
+    Strategy.SHARD_OPTIMIZER: (1, 8),
+    Strategy.SHARD_GRAD_OP: (1, 8),
+    Strategy.FULL_SHARD: (1, 8),
+    Strategy.HYBRID_SHARD: (2, 4),
+    Strategy._HYBRID_SHARD_ZERO2: (2, 4),
+}
+
+
+@pytest.mark.parametrize("strategy", list(Strategy))
+def test_every_strategy_has_a_row_and_a_shape(strategy: Strategy) -> None:
+    assert mesh_shape(SHARD_PLANS[strategy], 8, 4) == SHAPES[strategy]
+
+
+def test_shard_size_must_divide_the_ranks() -> None:
+    with pytest.raises(ConfigError, match=r"sharding\.shard_size=3 does not divide the 8 ranks.*\[1, 2, 4, 8\]"):
+        mesh_shape(SHARD_PLANS[Strategy.HYBRID_SHARD], 8, 3)
+
+
+def test_without_torchrun_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    world = read_world()
+    assert (world.rank, world.size, world.local_size, world.is_first) == (0, 1, 1, True)

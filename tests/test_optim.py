@@ -1,0 +1,106 @@
+"""Schedules are the ones they are named after; parameter groups are LLaVA's."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from harness import single_world
+from reference import outcome
+from small import make_config
+from torch import nn
+from transformers.optimization import (
+    get_constant_schedule_with_warmup,
+    get_cosine_schedule_with_warmup,
+    get_linear_schedule_with_warmup,
+)
+
+from llava_fsdp import train
+from llava_fsdp.config import Schedule
+from llava_fsdp.optim import SCHEDULES, decayed_names
+from llava_fsdp.sharding.zero import SHARD_PLANS
+
+THEIRS = {
+    Schedule.cosine: get_cosine_schedule_with_warmup,
+    Schedule.linear: get_linear_schedule_with_warmup,
+    Schedule.constant: lambda o, w, t: get_constant_schedule_with_warmup(o, w),
+}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+@pytest.mark.parametrize(("total", "warmup"), [(50, 7), (10, 0), (3, 3), (1, 1)])
+def test_schedules_equal_transformers(name: Schedule, total: int, warmup: int) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = THEIRS[name](optimizer, warmup, total)
+    for step in range(total):
+        assert SCHEDULES[name](step, total, warmup) == scheduler.get_last_lr()[0], step
+        optimizer.step()
+        scheduler.step()
+
+
+def test_warmup_decay_is_logarithmic_then_linear() -> None:
+    """DeepSpeed's WarmupDecayLR: log(step + 1) / log(warmup), then a straight line to 0."""
+    values = [SCHEDULES[Schedule.warmup_decay](step, 20, 5) for step in range(20)]
+    assert values[:5] == [math.log(s + 1) / math.log(5) for s in range(5)]
+    assert values[5:] == pytest.approx([(20 - s) / 15 for s in range(5, 20)])
+
+
+def test_groups(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """No decay for norms and biases; the projector and the tower with their own learning rates."""
+    cfg = make_config(
+        parts, dataset, tmp_path, "model.train=[projector,language,vision]", "optim.lr=1e-3", "optim.weight_decay=0.1",
+        "optim.projector_lr=2e-3", "optim.vision_lr=3e-4",
+    )  # fmt: skip
+    state = train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
+    names = {id(p): n for n, p in state.masters.named.items()}
+    found = {}
+    for group in state.optimizer.param_groups:
+        for parameter in group["params"]:
+            found[names[id(parameter)]] = (group["base_lr"], group["weight_decay"])
+    assert set(found) == set(state.masters.named)
+    assert found["language_model.layers.0.mlp.up_proj.weight"] == (1e-3, 0.1)
+    assert found["language_model.embed_tokens.weight"] == found["lm_head.weight"] == (1e-3, 0.1)
+    assert found["language_model.layers.0.input_layernorm.weight"] == (1e-3, 0.0)
+    assert found["multi_modal_projector.linear_1.weight"] == (2e-3, 0.1)
+    assert found["multi_modal_projector.linear_1.bias"] == (2e-3, 0.0)
+    assert found["vision_tower.encoder.layers.0.layer_norm1.weight"] == (3e-4, 0.0)
+    assert found["vision_tower.encoder.layers.0.mlp.fc1.weight"] == (3e-4, 0.1)
+    assert "vision_tower.encoder.layers.2.mlp.fc1.weight" not in found, "it lies behind the selected layer"
+    assert "vision_tower.post_layernorm.weight" not in found
+    assert "language_model.norm.weight" not in decayed_names(state.model)
+
+
+def test_clipping_scales_the_update_and_reports_the_norm_before(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """AdamW hardly notices a constant factor, so a step-dependent one must show; the reported norm is the raw one."""
+    runs = {}
+    for clip in ("null", "1e9", "1e-3"):
+        cfg = make_config(
+            parts, dataset, tmp_path / clip, f"optim.clip={clip}", "export.enabled=true", "export.dtype=fp32",
+            "export.verify=false", "optim.eps=1e-4",
+        )  # fmt: skip
+        train.run(cfg, single_world())
+        runs[clip] = outcome(tmp_path / clip)
+    assert runs["null"].losses == runs["1e9"].losses
+    assert runs["1e-3"].grad_norms[0] == runs["null"].grad_norms[0] > 1e-3
+    moved = [
+        float((runs[c].weights["lm_head.weight"] - runs["null"].weights["lm_head.weight"]).abs().max())
+        for c in ("1e9", "1e-3")
+    ]
+    assert moved[0] == 0 < moved[1]
+
+
+def test_non_finite_step_stops_with_the_weights_as_they_were(
+    parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llava_fsdp import loop
+    from llava_fsdp.errors import NumericError
+
+    cfg = make_config(parts, dataset, tmp_path)
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    state = train.build_state(cfg, single_world(), plan, None)
+    before = {n: p.detach().clone() for n, p in state.masters.named.items()}
+    step = state.loader.steps.prepare(0)
+    step.micro_batches[0].scale = float("inf")
+    with pytest.raises(NumericError, match="step 1: loss inf"):
+        loop.train_step(state, step, plan, cfg, 0.0)
+    assert all(torch.equal(before[n], p) for n, p in state.masters.named.items()) and state.step == 0
