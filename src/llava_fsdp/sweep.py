@@ -137,7 +137,8 @@ def run_job(node: DictConfig) -> Job:
     settings = HydraConfig.get()
     is_sweep = settings.mode == RunMode.MULTIRUN
     number = settings.job.num if is_sweep else 0
-    folder = Path(settings.runtime.output_dir)
+    folder = Path(settings.runtime.output_dir if is_sweep else str(node.output_dir))
+    folder.mkdir(parents=True, exist_ok=True)
     job = Job(number=number, overrides=list(settings.overrides.task), folder=os.path.relpath(folder))
     log().info("job %d: %s -> %s", number, " ".join(job.overrides), job.folder)
     started = time.monotonic()
