@@ -30,6 +30,9 @@ need RDZV_ID "a name that is the same on all machines, and new for every run"
 [[ "${NODE_RANK:-0}" =~ ^[0-9]+$ ]] || die "NODE_RANK=$NODE_RANK must be a number: 0 on the machine of RDZV_ENDPOINT"
 use_venv
 
+# A restarted worker must not read the dead ones' addresses in a store that outlived them (pytorch#135712).
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+
 host=()
 if [[ -n "${NODE_RANK:-}" ]]; then
     host=(--rdzv-conf "is_host=$([[ "$NODE_RANK" -eq 0 ]] && echo true || echo false)")

@@ -30,7 +30,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `mixed.json`, `text.json`, `late_images.json` and pictures in `images`."""
+    """A folder with `mixed.json`, `text.json`, `captions.json` and pictures in `images`."""
     from small import write_dataset
 
     return write_dataset(tmp_path_factory.mktemp("dataset"))

@@ -11,16 +11,16 @@ from llava_fsdp.config import Config, config_dir, load
 from llava_fsdp.data.tokenizer import open_tokenizer
 
 ASSETS = Path(__file__).parents[1] / "src" / "llava_fsdp" / "assets"
-VOCABULARY = 5  # rows more than the tokenizer has tokens, so that it is odd
 WORDS = "red green blue circle square triangle left right of the a is what colour how many small large".split()
 
 
-def write_parts(folder: Path) -> Path:
+def write_parts(folder: Path, spare_rows: int = 5) -> Path:
+    """Folders `language` and `vision`; the vocabulary has `spare_rows` more rows than the tokenizer has tokens."""
     size = open_tokenizer(ASSETS / "tiny-llama").size
     language = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
-        "vocab_size": size + VOCABULARY + (size + VOCABULARY + 1) % 2,
+        "vocab_size": size + spare_rows,
         "hidden_size": 36,
         "intermediate_size": 50,
         "num_hidden_layers": 3,

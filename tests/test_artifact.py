@@ -6,14 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 from harness import RankPool, single_world
+from PIL import Image
 from reference import EXPORTED, open_steps, outcome, run_ranks
 from safetensors.torch import load_file, save_file
-from small import make_config, write_json
+from small import make_config, write_json, write_parts
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 from llava_fsdp import train
 from llava_fsdp.config import Config
-from llava_fsdp.data.encode import IMAGE_ID
+from llava_fsdp.data.conversation import TEMPLATES, prompt
+from llava_fsdp.data.encode import IMAGE_ID, encode_prompt
+from llava_fsdp.data.images import load_image
+from llava_fsdp.data.loader import normalize
+from llava_fsdp.data.source import Turn
 from llava_fsdp.errors import ConfigError, ModelError
 from llava_fsdp.model.draw import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import build_llava
@@ -84,8 +89,6 @@ def test_export_gives_the_same_logits_in_transformers(
 
 def test_processor_loads_and_makes_our_ids(exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
     """transformers' processor with the exported chat template gives the ids that training saw."""
-    from PIL import Image
-
     processor = AutoProcessor.from_pretrained(exported / "export")
     messages = [
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what colour is the circle"}]},
@@ -95,8 +98,12 @@ def test_processor_loads_and_makes_our_ids(exported: Path, parts: Path, dataset:
     text = processor.apply_chat_template(messages)
     assert text.startswith("A chat between") and text.endswith("</s>USER: how many ASSISTANT:")
     inputs = processor(text=text, images=Image.new("RGB", (40, 30), (200, 10, 10)), return_tensors="pt")
-    pictures = (inputs["input_ids"] == processor.tokenizer.convert_tokens_to_ids("<image>")).sum()
-    assert int(pictures) == 4 and inputs["pixel_values"].shape == (1, 3, 28, 28)
+    assert inputs["pixel_values"].shape == (1, 3, 28, 28)
+    image_id = processor.tokenizer.convert_tokens_to_ids("<image>")
+    steps = probe(make_config(parts, dataset, tmp_path)).steps
+    turns = [Turn("human", "<image>\nwhat colour is the circle"), Turn("gpt", "red"), Turn("human", "how many")]
+    ours = encode_prompt(prompt(turns, TEMPLATES["v1"]), steps.encoder.tokenizer, 1, 4)
+    assert inputs["input_ids"][0].tolist() == [image_id if i == IMAGE_ID else i for i in ours.tolist()]
 
 
 @pytest.mark.ranks
@@ -318,3 +325,90 @@ def test_export_in_several_files(
     for name, file in index.items():
         assert torch.equal(load_file(tmp_path / "export" / file)[name], single[name]), name
     compare_with_transformers(make_config(parts, dataset, tmp_path / "none"), tmp_path / "export")
+
+
+@pytest.mark.parametrize("notes", [True, False])
+def test_vocabulary_without_a_row_to_spare(notes: bool, dataset: Path, tmp_path: Path) -> None:
+    """The image tag and the padding token of an export are left out on the way back, with our notes or without."""
+    parts = write_parts(tmp_path / "parts", spare_rows=0)
+    train.run(make_config(parts, dataset, tmp_path / "one", *EXPORTED, "max_steps=1"), single_world())
+    folder = tmp_path / "one" / "export"
+    config = json.loads((folder / "config.json").read_text())
+    rows = json.loads((folder / "llava_fsdp.json").read_text())["vocab_size"]
+    assert config["image_token_index"] == rows and config["text_config"]["vocab_size"] % 64 == 0
+    if not notes:
+        (folder / "llava_fsdp.json").unlink()
+    start = [f"model.checkpoint={folder}", "model.random_weights=false", "max_steps=1", "export.verify=true"]
+    train.run(make_config(parts, dataset, tmp_path / "two", *EXPORTED, *start), single_world())
+    one, two = outcome(tmp_path / "one"), outcome(tmp_path / "two")
+    assert one.losses == two.losses
+    assert all(torch.equal(one.weights[n], two.weights[n]) for n in one.weights)
+
+
+@pytest.mark.parametrize("aspect", ["square", "pad"])
+@pytest.mark.parametrize("tower", ["clip", "siglip"])
+def test_exported_processor_makes_our_pixels_and_positions(
+    tower: str, aspect: str, parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    folder, overrides = (parts, []) if tower == "clip" else (qwen_and_siglip(parts, tmp_path / "parts"), OTHER)
+    values = [*EXPORTED, *overrides, f"data.image_aspect_ratio={aspect}", "max_steps=1"]
+    cfg = make_config(folder, dataset, tmp_path / "run", *values)
+    train.run(cfg, single_world())
+    processor = AutoProcessor.from_pretrained(tmp_path / "run" / "export")
+    picture = Image.effect_noise((50, 31), 80).convert("RGB")
+    picture.save(tmp_path / "a.png")
+    inputs = processor(text="<image>\nwhat", images=picture, return_tensors="pt")
+    loader = probe(cfg)
+    ours = load_image(tmp_path / "a.png", loader.steps.preprocessor, cfg.data.image_aspect_ratio, "x")
+    assert torch.equal(normalize(torch.from_numpy(ours)[None], loader.table), inputs["pixel_values"])
+    image_id = processor.tokenizer.convert_tokens_to_ids("<image>")
+    assert int((inputs["input_ids"] == image_id).sum()) == loader.steps.encoder.image_tokens == 4
+
+
+def test_checkpoint_brings_its_projector(exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    start = [f"model.checkpoint={exported}", "model.random_weights=false", "model.projector=/nowhere"]
+    with pytest.raises(ConfigError, match=r"model\.projector=/nowhere and model\.checkpoint=.*give one of the two"):
+        train.run(make_config(parts, dataset, tmp_path, *start), single_world())
+
+
+def test_original_with_other_features_is_refused(exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    folder = write_original(exported / "export", tmp_path / "original", "safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    write_json(folder / "config.json", {**config, "mm_vision_select_layer": -1})
+    start = [f"model.checkpoint={folder}", "model.random_weights=false"]
+    with pytest.raises(ConfigError, match="has mm_vision_select_layer=-1, and this configuration means -2"):
+        train.run(make_config(parts, dataset, tmp_path / "run", *start), single_world())
+
+
+def test_export_in_another_dtype_is_made_again(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    values = ["export.enabled=true", "export.verify=false", "max_steps=1"]
+    train.run(make_config(parts, dataset, tmp_path, *values, "export.dtype=bf16"), single_world())
+    train.run(make_config(parts, dataset, tmp_path, *values, "export.dtype=fp32"), single_world())
+    tensors = load_file(tmp_path / "export" / "model.safetensors")
+    assert {t.dtype for t in tensors.values()} == {torch.float32}
+
+
+def test_samples_without_labels_can_still_be_verified(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """All answers are cut off; the proof compares every position, so it needs none."""
+    values = [*EXPORTED, "export.verify=true", "max_steps=1", "data.max_length=40"]
+    train.run(make_config(parts, dataset, tmp_path, *values), single_world())
+    row = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert row["label_tokens"] < row["tokens"] and (tmp_path / "export").is_dir()
+
+
+def test_weights_that_nobody_would_read_are_refused(exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """model=tiny draws its weights; a folder with weights was meant to be read."""
+    folder = tmp_path / "parts"
+    for name in ("language", "vision"):
+        (folder / name).mkdir(parents=True)
+        for file in (parts / name).iterdir():
+            (folder / name / file.name).write_bytes(file.read_bytes())
+    (folder / "language" / "model.safetensors").write_bytes((exported / "export" / "model.safetensors").read_bytes())
+    with pytest.raises(ConfigError, match=r"model\.language=.* has weights, which model\.random_weights=true"):
+        train.run(make_config(folder, dataset, tmp_path / "run"), single_world())
+
+
+@pytest.mark.parametrize("layer", [0, 4, -4])
+def test_layer_that_a_tower_has_not(layer: int, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.select_layer={layer}: clip_vision_model has 3 layers"):
+        train.run(make_config(parts, dataset, tmp_path, f"model.select_layer={layer}"), single_world())

@@ -8,10 +8,15 @@ import pytest
 import torch
 from harness import RankPool, single_world
 from reference import EXPORTED, TOLERANCE, difference, outcome, run_ranks, vocabulary
+from safetensors.torch import load_file
 from small import make_config
 
 from llava_fsdp import checkpoint, train
+from llava_fsdp.config import Config
 from llava_fsdp.errors import CheckpointError
+from llava_fsdp.model.names import ours
+from llava_fsdp.sharding.mesh import World, make_mesh
+from llava_fsdp.sharding.zero import SHARD_PLANS
 
 OFTEN = ["max_steps=6", "checkpoint.every=2", "checkpoint.keep=9", *EXPORTED]
 
@@ -165,8 +170,64 @@ def test_never_starts_over_and_loses_nothing(whole_run: Path, parts: Path, datas
     cfg = make_config(parts, dataset, tmp_path / "copy", *OFTEN, "checkpoint.resume=never", "seed=9")
     train.run(cfg, single_world())
     assert outcome(tmp_path / "copy").losses != outcome(whole_run).losses
-    old = checkpoint.list_checkpoints(tmp_path / "copy" / "checkpoints.old-1")
-    assert [p.name for p in old] == ["step-000002", "step-000004", "step-000006"]
+    old = tmp_path / "copy" / "old-1"
+    kept = [p.name for p in checkpoint.list_checkpoints(old / "checkpoints")]
+    assert kept == ["step-000002", "step-000004", "step-000006"]
+    assert (old / "metrics.jsonl").read_text() == (whole_run / "metrics.jsonl").read_text()
+    before, after = outcome(whole_run).weights, outcome(tmp_path / "copy").weights
+    assert all(torch.equal(t, before[n]) for n, t in load_export(old).items()), "the old export is kept"
+    assert not all(torch.equal(after[n], before[n]) for n in before), "and is not taken for the new one's"
+
+
+def test_going_back_starts_a_branch(whole_run: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """From an earlier checkpoint by name: the later ones are another branch, and never continued from again."""
+    folder = tmp_path / "copy"
+    shutil.copytree(whole_run, folder)
+    back = f"checkpoint.resume={whole_run / 'checkpoints' / 'step-000002'}"
+    train.run(make_config(parts, dataset, folder, *OFTEN, "checkpoint.every=1", "max_steps=4", back), single_world())
+    found = [p.name for p in checkpoint.list_checkpoints(folder / "checkpoints")]
+    assert found == ["step-000002", "step-000003", "step-000004"]
+    kept = checkpoint.list_checkpoints(folder / "old-1" / "checkpoints")
+    assert [p.name for p in kept] == ["step-000004", "step-000006"]
+    assert len(outcome(folder).losses) == 4
+
+
+def test_another_tokenizer_is_refused(whole_run: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Two words swapped: the same shapes, other ids."""
+    shutil.copytree(parts, tmp_path / "parts")
+    path = tmp_path / "parts" / "language" / "tokenizer.json"
+    frozen = json.loads(path.read_text())
+    vocabulary = frozen["model"]["vocab"]
+    one, other = sorted(vocabulary, key=vocabulary.__getitem__)[-2:]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    path.write_text(json.dumps(frozen))
+    folder = interrupted(whole_run, tmp_path / "run", 4)
+    with pytest.raises(CheckpointError, match="the tokenizer or the preprocessor is another one"):
+        train.run(make_config(tmp_path / "parts", dataset, folder, *OFTEN), single_world())
+
+
+def resumed_step(world: World, cfg: Config, older: Path) -> int:
+    """Where this rank continues, when every rank but the first sees an older checkpoint as the newest."""
+    if world.rank:
+        cfg.checkpoint.resume = str(older)
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+    assert checkpoint.resume(state, cfg)
+    return state.step
+
+
+@pytest.mark.ranks
+def test_rank_0_chooses_the_checkpoint(
+    whole_run: Path, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """Ranks that each looked for themselves would train different steps together."""
+    cfg = make_config(parts, dataset, interrupted(whole_run, tmp_path / "run", 4), *OFTEN)
+    older = whole_run / "checkpoints" / "step-000002"
+    assert pools[2].run(resumed_step, cfg, older) == [4, 4]
+
+
+def load_export(folder: Path) -> dict[str, torch.Tensor]:
+    return {ours(n): t for n, t in load_file(folder / "export" / "model.safetensors").items()}
 
 
 def test_only_the_newest_are_kept(parts: Path, dataset: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from llava_fsdp import sweep
+from llava_fsdp.cli import quoted
 from llava_fsdp.config import SweepConfig, config_dir, load
 from llava_fsdp.errors import ConfigError, ExitCode
 
@@ -104,9 +105,11 @@ def test_finetuning_job_starts_from_the_projector_that_the_run_alone_would_take(
     assert [part for part in command if part.startswith("model.projector")] == ["model.projector=random"]
 
 
-@pytest.mark.parametrize("name", ["/plain/0", "/a b", "/it's", "/a,b=c", "/back\\slash", "/back\\'s", "/(x)[y]{z}"])
-def test_any_folder_survives_the_override_grammar(name: str) -> None:
-    (override,) = OverridesParser.create().parse_overrides([f"output_dir={sweep.quoted(Path(name))}"])
+@pytest.mark.parametrize(
+    "name", ["/plain/0", "/a b", "/it's", "/a,b=c", "/back\\slash", "/back\\'s", "/(x)[y]{z}", "日本/é"]
+)
+def test_any_text_survives_the_override_grammar(name: str) -> None:
+    (override,) = OverridesParser.create().parse_overrides([f"output_dir={quoted(name)}"])
     value = override.value()
     assert getattr(value, "text", value) == name
 

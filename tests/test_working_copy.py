@@ -119,7 +119,7 @@ def assert_transfers_whole(cfg: Config, device: torch.device) -> int:
             if device.type == "cuda":
                 torch.cuda._sleep(20_000_000)
             placed.append(loader.to_device(micro))
-    originals = [micro for number in range(loader.total_steps) for micro in steps[number].micro_batches]
+    originals = [micro for number in range(loader.total_steps) for micro in steps.prepare(number).micro_batches]
     for got, made in zip(placed, originals, strict=True):
         for name in ("input_ids", "image_positions", "label_positions", "label_ids"):
             assert torch.equal(getattr(got, name).cpu(), getattr(made, name)), name

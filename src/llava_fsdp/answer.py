@@ -43,13 +43,14 @@ class Assistant:
         notes = json.loads((folder / NOTES).read_text()) if (folder / NOTES).is_file() else {}
         self.form: Template = template(notes.get("template", form))
         self.aspect = AspectRatio(notes.get("image_aspect_ratio", aspect.value))
-        self.tokenizer: Tokenizer = open_tokenizer(folder)
         self.preprocessor: Preprocessor = read_preprocessor(folder)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         with quiet_transformers():
             # transformers' own types do not admit its own methods here
             model: Any = LlavaForConditionalGeneration.from_pretrained(folder, dtype="auto", attn_implementation="sdpa")
         self.model = model.to(self.device).eval()
+        rows = notes.get("vocab_size", self.model.config.image_token_id)
+        self.tokenizer: Tokenizer = open_tokenizer(folder, rows)
         self.table = torch.from_numpy(self.preprocessor.pixel_table()).to(self.device)
 
     @torch.no_grad()
@@ -71,10 +72,11 @@ class Assistant:
             ids[row, length - len(tokens) :] = torch.where(tokens == IMAGE_ID, config.image_token_id, tokens)
             mask[row, length - len(tokens) :] = 1
         images = self.pictures(questions, blank)
+        shown = {"pixel_values": images} if len(images) else {}
         output = self.model.generate(
             input_ids=ids.to(self.device),
             attention_mask=mask.to(self.device),
-            pixel_values=images if len(images) else None,
+            **shown,
             max_new_tokens=max_new_tokens,
             do_sample=False,
             eos_token_id=self.stops(),

@@ -16,7 +16,9 @@ from transformers import AutoTokenizer, GenerationConfig, LlavaConfig, LlavaForC
 from llava_fsdp.checkpoint import on_first_rank, sync_folder
 from llava_fsdp.config import AspectRatio, Config, DType, Feature
 from llava_fsdp.data.conversation import IMAGE_TAG, Template, template
+from llava_fsdp.data.images import read_preprocessor
 from llava_fsdp.data.loader import MicroBatch
+from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.errors import ModelError
 from llava_fsdp.log import log
 from llava_fsdp.model.llava import Llava
@@ -44,19 +46,24 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
     final = Path(cfg.output_dir) / EXPORT
     staged = final.with_name(EXPORT + ".tmp")
     model = unwrapped(state.model)
-    on_first_rank(lambda: begin(staged, model, cfg, state.step), f"cannot write {staged}")
-    image_id, rows = read_rows(staged)
+    image_id, rows = on_first_rank(lambda: begin(staged, model, cfg, state), f"cannot write {staged}")
     write_weights(state, model, cfg, rows, staged, is_first_rank)
     if cfg.export.verify:
-        verify(state, model, cfg, image_id, staged, is_first_rank)
+        verify(state, cfg, image_id, staged)
     on_first_rank(lambda: replace(staged, final), f"cannot complete {final}")
     return final
 
 
-def is_current(cfg: Config, step: int) -> bool:
-    """Whether `output_dir/export` was made at this step."""
-    notes = Path(cfg.output_dir) / EXPORT / NOTES
-    return notes.is_file() and json.loads(notes.read_text())["step"] == step
+def is_current(state: TrainState, cfg: Config) -> bool:
+    """Whether `output_dir/export` is this run's, at this step and in this dtype. A collective."""
+
+    def look() -> bool:
+        notes = Path(cfg.output_dir) / EXPORT / NOTES
+        found = json.loads(notes.read_text()) if notes.is_file() else {}
+        wanted = {"run": state.run, "step": state.step, "dtype": cfg.export.dtype.value}
+        return wanted.items() <= found.items()
+
+    return on_first_rank(look, f"cannot read {cfg.output_dir}/{EXPORT}")
 
 
 def unwrapped(model: nn.Module) -> Llava:
@@ -64,8 +71,8 @@ def unwrapped(model: nn.Module) -> Llava:
     return model
 
 
-def begin(staged: Path, model: Llava, cfg: Config, step: int) -> None:
-    """Everything but the weights."""
+def begin(staged: Path, model: Llava, cfg: Config, state: TrainState) -> tuple[int, int]:
+    """Everything but the weights; returns the image tag's id and the rows of the vocabulary."""
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)
     parts = model.parts
@@ -89,22 +96,18 @@ def begin(staged: Path, model: Llava, cfg: Config, step: int) -> None:
         bos_token_id=parts.language.bos_token_id, eos_token_id=parts.language.eos_token_id, pad_token_id=pad_id
     ).save_pretrained(staged)
     notes = {
+        "run": state.run,
         "stage": cfg.stage.name,
-        "step": step,
+        "step": state.step,
+        "dtype": cfg.export.dtype.value,
         "template": cfg.data.template,
         "image_aspect_ratio": cfg.data.image_aspect_ratio.value,
         "vocab_size": parts.language.vocab_size,
         "language": cfg.model.language,
         "vision": cfg.model.vision,
-        "rows": rows,
-        "image_token_id": image_id,
     }
     (staged / NOTES).write_text(json.dumps(notes, indent=1) + "\n")
-
-
-def read_rows(staged: Path) -> tuple[int, int]:
-    notes = json.loads((staged / NOTES).read_text())
-    return notes["image_token_id"], notes["rows"]
+    return image_id, rows
 
 
 def write_tokenizer(folder: Path, staged: Path, vocab_size: int, cfg: Config) -> tuple[int, int, int]:
@@ -117,7 +120,8 @@ def write_tokenizer(folder: Path, staged: Path, vocab_size: int, cfg: Config) ->
     tokenizer.add_tokens([IMAGE_TAG], special_tokens=True)
     if tokenizer.pad_token is None or tokenizer.pad_token == tokenizer.unk_token:
         tokenizer.add_special_tokens({"pad_token": PAD_TOKEN})
-    tokenizer.chat_template = chat_template(template(cfg.data.template))
+    gap = gap_after_image(tokenizer, open_tokenizer(folder, vocab_size))
+    tokenizer.chat_template = chat_template(template(cfg.data.template), gap)
     tokenizer.save_pretrained(staged)
     if (folder / "tokenizer.model").is_file():
         shutil.copyfile(folder / "tokenizer.model", staged / "tokenizer.model")
@@ -127,13 +131,27 @@ def write_tokenizer(folder: Path, staged: Path, vocab_size: int, cfg: Config) ->
     return image_id, pad_id, rows
 
 
-def chat_template(form: Template) -> str:
+def gap_after_image(theirs: Any, ours: Tokenizer) -> str:
+    """What must stand between an image tag and the line behind it for transformers to make the ids of training.
+
+    Training tokenizes the text behind a picture by itself, and a Llama tokenizer begins every text with a space.
+    transformers tokenizes the whole conversation, where none comes after a special token.
+    """
+    wanted = [token.id for token in ours.encode("\nx")]
+    for gap in ("", " "):
+        if theirs(f"{IMAGE_TAG}{gap}\nx", add_special_tokens=False)["input_ids"][1:] == wanted:
+            return gap
+    log().warning("transformers' tokenizer makes other ids behind a picture than training did; use our chat")
+    return ""
+
+
+def chat_template(form: Template, gap: str) -> str:
     """The conversation template in transformers' Jinja form; pictures stand first in their message."""
     question = f"{form.before_question}|IMAGES||TEXT|{form.after_question}"
     answer = f"{form.before_answer}|TEXT|{form.after_answer}"
     images = (
         "{% if message['content'] is not string %}{% for part in message['content'] %}"
-        "{% if part['type'] == 'image' %}" + IMAGE_TAG + "{{ '\\n' }}{% endif %}{% endfor %}{% endif %}"
+        "{% if part['type'] == 'image' %}" + IMAGE_TAG + gap + "{{ '\\n' }}{% endif %}{% endfor %}{% endif %}"
     )
     text = (
         "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -156,11 +174,28 @@ def chat_template(form: Template) -> str:
 
 def write_processor(folder: Path, staged: Path, config: LlavaConfig, cfg: Config) -> None:
     """The tower's own preprocessing, padded to a square where training padded, and LLaVA's processor around it."""
-    images = json.loads((folder / "preprocessor_config.json").read_text())
-    images.pop("feature_extractor_type", None)
-    images["processor_class"] = "LlavaProcessor"
-    if cfg.data.image_aspect_ratio is AspectRatio.pad:
-        images |= {"image_processor_type": "LlavaImageProcessor", "do_pad": True}
+    own = json.loads((folder / "preprocessor_config.json").read_text()).get(
+        "image_processor_type", "CLIPImageProcessor"
+    )
+    ours_read = read_preprocessor(folder)
+    square = {"height": ours_read.size, "width": ours_read.size}
+    pads = cfg.data.image_aspect_ratio is AspectRatio.pad
+    images = {
+        "processor_class": "LlavaProcessor",
+        "image_processor_type": "LlavaImageProcessor" if pads else own,
+        "do_convert_rgb": True,
+        "do_pad": pads,
+        "do_resize": True,
+        "size": {"shortest_edge": ours_read.size} if ours_read.keep_ratio else square,
+        "resample": int(ours_read.resample),
+        "do_center_crop": ours_read.keep_ratio,  # transformers' LLaVA processor crops to 224 unless told otherwise
+        "crop_size": square,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(ours_read.mean),
+        "image_std": list(ours_read.std),
+    }
     (staged / "preprocessor_config.json").write_text(json.dumps(images, indent=1) + "\n")
     vision: Any = config.vision_config
     grid = (vision.image_size // vision.patch_size) ** 2
@@ -239,7 +274,7 @@ def with_rows(name: str, tensor: torch.Tensor, rows: int, model: Llava) -> torch
     return torch.cat([trained, padding])
 
 
-def verify(state: TrainState, model: Llava, cfg: Config, image_id: int, staged: Path, is_first_rank: bool) -> None:
+def verify(state: TrainState, cfg: Config, image_id: int, staged: Path) -> None:
     """Load what was written with transformers, on rank 0's CPU, and compare logits on a few samples.
 
     Raises:
@@ -251,18 +286,17 @@ def verify(state: TrainState, model: Llava, cfg: Config, image_id: int, staged: 
     with torch.no_grad():
         ours = state.model(placed.input_ids, placed.image_positions, placed.images, placed.label_positions).cpu()
     state.model.train()
-    problem = [""]
-    if is_first_rank:
-        theirs_logits = reloaded_logits(staged, micro, placed.images.cpu(), image_id, DTYPES[cfg.precision.param_dtype])
-        difference = float((theirs_logits[:, : ours.shape[1]] - ours).abs().max() / ours.abs().max())
+
+    def compare() -> None:
+        dtype = DTYPES[cfg.precision.param_dtype]
+        reloaded = reloaded_logits(staged, micro, placed.images.cpu(), image_id, dtype)
+        difference = float((reloaded[:, : ours.shape[1]] - ours).abs().max() / ours.abs().max())
         bound = 1e-4 if (cfg.export.dtype, cfg.precision.param_dtype) == (DType.fp32, DType.fp32) else 0.05
         log().info("export: logits after reloading differ by %.2g of the largest (bound %.2g)", difference, bound)
         if not difference <= bound:
-            problem[0] = f"{staged} was written, but its logits differ by {difference:.3g} from the model's"
-    if torch.distributed.is_initialized():
-        torch.distributed.broadcast_object_list(problem, src=0)
-    if problem[0]:
-        raise ModelError(problem[0])
+            raise ModelError(f"{staged} was written, but its logits differ by {difference:.3g} from the model's")
+
+    on_first_rank(compare, f"{staged} was written, but cannot be read back")
 
 
 @torch.no_grad()

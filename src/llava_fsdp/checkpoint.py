@@ -11,11 +11,11 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from llava_fsdp.config import CheckpointConfig, Config
-from llava_fsdp.errors import CheckpointError
+from llava_fsdp.errors import CheckpointError, LlavaFsdpError
 from llava_fsdp.log import log
 from llava_fsdp.state import TrainState
 
+R = TypeVar("R")
 FORMAT = 1
 NAME = re.compile(r"step-(\d{6,})")
 STATE_FILE = "state.json"
@@ -60,6 +61,7 @@ def save(state: TrainState, cfg: Config) -> Path:
 def publish(staged: Path, final: Path, state: TrainState, cfg: Config) -> None:
     facts = {
         "format": FORMAT,
+        "run": state.run,
         "step": state.step,
         "samples": state.samples,
         "fingerprints": state.fingerprints,
@@ -92,20 +94,36 @@ def resume(state: TrainState, cfg: Config) -> bool:
     Raises:
         CheckpointError: it cannot be read, or was written by a run with another model, dataset or recipe.
     """
-    folder = choose(cfg)
-    if folder is None:
+    found = on_first_rank(lambda: choose(cfg), f"cannot look for checkpoints in {cfg.output_dir}")
+    if found is None:
         return False
-    facts = read_state(folder)
+    folder, facts = found
     refuse_changes(facts, cfg, state, folder)
     prepare_moments(state)
     try:
         with quiet_single_process():
             dcp.load(tensors(state), checkpoint_id=folder, no_dist=not dist.is_initialized())
     except (CheckpointException, OSError, RuntimeError, ValueError) as error:
-        raise CheckpointError(f"checkpoint {folder} could not be read: {error}") from error
+        others = [str(p) for p in list_checkpoints(folder.parent) if p != folder]
+        cure = (
+            f"continue from another: checkpoint.resume={others[-1]}"
+            if others
+            else "start over: checkpoint.resume=never"
+        )
+        why = str(error).strip().splitlines()[-1]
+        raise CheckpointError(
+            f"checkpoint {folder} could not be read ({type(error).__name__}: {why}); {cure}"
+        ) from error
     state.masters.refresh()
-    state.step, state.samples = facts["step"], facts["samples"]
+    state.step, state.samples, state.run = facts["step"], facts["samples"], facts["run"]
+    on_first_rank(lambda: leave_branch(Path(cfg.output_dir), folder, state.step), "cannot set checkpoints aside")
     return True
+
+
+def leave_branch(output: Path, folder: Path, step: int) -> None:
+    """Going back to an earlier step starts a new branch; later checkpoints are of the old one."""
+    later = [p for p in list_checkpoints(output / FOLDER) if step_of(p) > step and p.resolve() != folder.resolve()]
+    set_aside(output, later)
 
 
 @contextlib.contextmanager
@@ -128,21 +146,21 @@ def prepare_moments(state: TrainState) -> None:
             }
 
 
-def choose(cfg: Config) -> Path | None:
-    """The folder to resume from; None starts at step 0."""
-    parent = Path(cfg.output_dir) / FOLDER
+def choose(cfg: Config) -> tuple[Path, dict[str, Any]] | None:
+    """On rank 0: the folder to resume from and its facts; None starts at step 0."""
+    output = Path(cfg.output_dir)
     if cfg.checkpoint.resume == "never":
-        on_first_rank(lambda: set_aside(parent), f"cannot set {parent} aside")
+        set_aside(output, [output / FOLDER, output / "export", output / "metrics.jsonl", output / "quarantine.jsonl"])
         return None
     if cfg.checkpoint.resume == "auto":
-        found = list_checkpoints(parent)
-        return found[-1] if found else None
+        found = list_checkpoints(output / FOLDER)
+        return (found[-1], read_state(found[-1])) if found else None
     folder = Path(cfg.checkpoint.resume)
     if not (folder / STATE_FILE).is_file():
         raise CheckpointError(
             f"checkpoint.resume={folder} is not a checkpoint; give auto, never, or a step-NNNNNN folder of a run"
         )
-    return folder
+    return folder, read_state(folder)
 
 
 def list_checkpoints(parent: Path) -> list[Path]:
@@ -157,14 +175,19 @@ def step_of(folder: Path) -> int:
     return int(match[1])
 
 
-def set_aside(parent: Path) -> None:
-    """Keep the checkpoints of a run that is started over."""
-    if list_checkpoints(parent):
-        number = 1
-        while (kept := parent.with_name(f"{FOLDER}.old-{number}")).exists():
-            number += 1
-        os.rename(parent, kept)
-        log().info("checkpoint.resume=never: the earlier checkpoints are now in %s", kept)
+def set_aside(output: Path, paths: list[Path]) -> None:
+    """Move what an earlier attempt left into `old-N`, so that nothing of it is lost or taken for this one's."""
+    present = [path for path in paths if path.exists()]
+    if not present:
+        return
+    number = 1
+    while (kept := output / f"old-{number}").exists():
+        number += 1
+    for path in present:
+        target = kept / path.relative_to(output)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.rename(path, target)
+    log().info("what this run does not continue from is now in %s: %s", kept, ", ".join(p.name for p in present))
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -196,9 +219,16 @@ def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder
         for key in sorted(then.keys() | now.keys())
         if key.partition(".")[0] in FIXED_KEYS and key not in FREE_KEYS and then.get(key) != now.get(key)
     ]
-    for what, key in (("dataset", "data.path"), ("model", "model")):
-        if facts["fingerprints"][what] != state.fingerprints[what]:
-            differing.append(f"{key}: the {what} is another one ({then.get(key, '')} -> {now.get(key, '')})")
+    moved = f"{then.get('data.path')} -> {now.get('data.path')}"
+    meanings = {
+        "dataset": f"data.path: the dataset is another one, or has changed ({moved})",
+        "encoding": "model.language, model.vision: the tokenizer or the preprocessor is another one",
+        "model": "model: the model is another one: other shapes, or other frozen weights",
+    }
+    for what, meaning in meanings.items():
+        drawn_anew = what == "model" and now["model.random_weights"] and then["seed"] != now["seed"]  # said by the seed
+        if facts["fingerprints"][what] != state.fingerprints[what] and not drawn_anew:
+            differing.append(meaning)
     trainable = set(state.masters.named) ^ set(facts["trainable"])
     if trainable:
         differing.append(f"model.train: {len(trainable)} parameters differ, {min(trainable)} for one")
@@ -236,19 +266,27 @@ def plain(value: Any) -> Any:
     return value.value if isinstance(value, Enum) else value
 
 
-def on_first_rank(action: Any, failing: str) -> None:
-    """Run a file operation on rank 0; where it fails, fail on every rank instead of leaving peers waiting."""
-    error: OSError | None = None
+def on_first_rank(action: Callable[[], R], failing: str) -> R:
+    """Run something on rank 0 and give its result to every rank; where it fails, fail on every rank alike.
+
+    Raises:
+        LlavaFsdpError: as rank 0 raised it; any other error of rank 0's becomes a CheckpointError with `failing`.
+    """
+    outcome: list[Any] = [None, None]
+    cause: Exception | None = None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            action()
-        except OSError as caught:
-            error = caught
-    message = [None if error is None else str(error)]
+            outcome[0] = action()
+        except LlavaFsdpError as error:
+            outcome[1], cause = (type(error), str(error)), error
+        except Exception as error:  # peers wait for this broadcast, whatever went wrong
+            outcome[1], cause = (CheckpointError, f"{failing}: {type(error).__name__}: {error}"), error
     if dist.is_initialized():
-        dist.broadcast_object_list(message, src=0)
-    if message[0] is not None:
-        raise CheckpointError(f"{failing}: {message[0]}") from error
+        dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        kind, message = outcome[1]
+        raise kind(message) from cause
+    return outcome[0]
 
 
 def make_empty(folder: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import hydra
@@ -21,46 +22,72 @@ from llava_fsdp.errors import ConfigError, ExitCode, LlavaFsdpError
 from llava_fsdp.log import log, setup_logging
 
 T = TypeVar("T")
-NOTHING: Callable[..., None] = lambda config, code, reason: None  # noqa: E731
+# Keys whose values are text or paths: taken as they are typed, without Hydra's grammar for lists and functions.
+LITERAL = frozenset({
+    "question", "image", "checkpoint", "output_dir", "checkpoint.resume", "data.path", "data.images", "data.root",
+    "model.language", "model.vision", "model.checkpoint", "model.projector",
+})  # fmt: skip
+Status = Callable[[Path, ExitCode, str], str | None]
 
 
-def run(
-    config_name: str,
-    schema: type[T],
-    task: Callable[[T], object],
-    on_exit: Callable[[T, ExitCode, str], None] = NOTHING,
-) -> None:
+def no_status(folder: Path, code: ExitCode, reason: str) -> None:
+    """For entries that leave no `run_status.json`."""
+
+
+def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit: Status = no_status) -> None:
     """Compose `config_name`, hand it to `task` as a `schema`, and end the process with the exit code of the outcome.
 
-    `on_exit(config, code, reason)` is called once a configuration exists, whatever then happens. After a failure the
-    process ends at once, without waiting for process groups: a peer may never answer again.
+    `on_exit(output_dir, code, reason)` is called as soon as the outcome is known; where another rank failed before, it
+    returns what that rank said, and this one adds nothing. After a failure the process ends at once, without waiting
+    for process groups: a peer may never answer again.
     """
     setup_logging()
-    config = None
+    folder = typed_output_dir()
+    said = ""
     try:
         node = compose(config_name, schema)
         if node is None:  # --help, --cfg job and the like: Hydra has answered
             return
-        config = load(schema, node)
-        task(config)
+        folder = Path(str(node.get("output_dir", ".")))
+        task(load(schema, node))
         code, reason = ExitCode.DONE, ""
     except LlavaFsdpError as error:
-        code, reason = error.exit_code, str(error)
-        tell_torchrun(f"{type(error).__name__}: {error}")
-        say_once(f"{type(error).__name__}: {error}", error.on_every_rank)
+        code, reason, said = error.exit_code, str(error), f"{type(error).__name__}: {error}"
+        if error.on_every_rank and is_later_rank():
+            said = ""
     except KeyboardInterrupt:
-        code, reason = ExitCode.BUG, "interrupted"
-        log().error("interrupted")
+        code, reason, said = ExitCode.INTERRUPTED, "interrupted", "interrupted"
     except BaseException as error:
-        code, reason = ExitCode.BUG, f"{type(error).__name__}: {error}"
-        tell_torchrun(traceback.format_exc())
-        traceback.print_exc()
-    if config is not None:
-        on_exit(config, code, reason)
+        code, reason, said = ExitCode.BUG, f"{type(error).__name__}: {error}", traceback.format_exc()
+    first = None if folder is None else on_exit(folder, code, reason)
     if code != ExitCode.DONE:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        fail(code, said or reason, speaks=bool(said) and first is None)
+
+
+def fail(code: ExitCode, what: str, speaks: bool) -> None:
+    """End this process now.
+
+    A rank that has nothing of its own to say waits a moment first: torchrun ends all ranks as soon as one has failed,
+    and takes the first one's word for the cause.
+    """
+    if speaks:
+        log().error(what)
+    else:
+        time.sleep(2)
+    tell_torchrun(what)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def is_later_rank() -> bool:
+    return int(os.environ.get("RANK", "0")) != 0
+
+
+def typed_output_dir() -> Path | None:
+    """The `output_dir` of the command line, for a run whose configuration does not compose."""
+    given = [a.partition("=")[2] for a in sys.argv[1:] if a.startswith("output_dir=")]
+    return Path(given[-1]) if given else None
 
 
 def tell_torchrun(what: str) -> None:
@@ -75,17 +102,6 @@ def tell_torchrun(what: str) -> None:
             json.dump({"message": {"message": what, "extraInfo": info}}, file)
 
 
-def say_once(message: str, on_every_rank: bool) -> None:
-    """Print an error; where every rank has it alike, on rank 0 alone.
-
-    The other ranks then wait a moment: torchrun ends all ranks as soon as one has failed, and rank 0 must have spoken.
-    """
-    if on_every_rank and int(os.environ.get("RANK", "0")) != 0:
-        time.sleep(2)
-    else:
-        log().error(message)
-
-
 def compose(config_name: str, schema: type) -> DictConfig | None:
     """What Hydra makes of the command line; None where it was only asked for help or to show the configuration.
 
@@ -93,34 +109,49 @@ def compose(config_name: str, schema: type) -> DictConfig | None:
         ConfigError: Hydra's own words for a wrong key or choice, shortened, with the nearest key that exists; or
             a multirun, which cannot work under torchrun.
     """
-    quiet = int(os.environ.get("RANK", "0")) != 0
     composed: list[DictConfig] = []
 
     def body(node: DictConfig) -> None:
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
-            raise ConfigError("multirun")
+        assert HydraConfig.get().mode == RunMode.RUN
         composed.append(node)
 
     refuse_multirun(config_name)
+    sys.argv[1:] = [taken_literally(argument) for argument in sys.argv[1:]]
     said = io.StringIO()
     program = hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=config_name)(body)
     try:
         with contextlib.redirect_stderr(said), contextlib.ExitStack() as stack:
-            if quiet:
+            if is_later_rank():
                 stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             program()
     except SystemExit as stop:
         if stop.code not in (0, None):
             raise ConfigError(shorten(said.getvalue(), schema)) from None
-        raise
     return composed[0] if composed else None
 
 
+def taken_literally(argument: str) -> str:
+    """`key=value` with the value quoted for Hydra, where the key holds text or a path and the user has not quoted."""
+    key, equals, value = argument.partition("=")
+    if not equals or key not in LITERAL or value == "null" or value[:1] in ("'", '"'):
+        return argument
+    return f"{key}={quoted(value)}"
+
+
+def quoted(text: str) -> str:
+    """A value as Hydra's override grammar takes it, whatever characters it has."""
+    if re.fullmatch(r"[\w/.:-]*", text, re.ASCII):
+        return text
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
+    return f"'{escaped}'"
+
+
 def refuse_multirun(config_name: str) -> None:
-    if {"-m", "--multirun"} & set(sys.argv[1:]):
+    flags = ("-m", "--multirun", "hydra.mode=MULTIRUN")
+    if set(flags) & set(sys.argv[1:]):
         raise ConfigError(
             f"{config_name} cannot run several jobs in one process group; "
-            f"use: python -m llava_fsdp.sweep -m {' '.join(a for a in sys.argv[1:] if a not in ('-m', '--multirun'))}"
+            f"use: python -m llava_fsdp.sweep -m {' '.join(a for a in sys.argv[1:] if a not in flags)}"
         )
 
 
@@ -133,4 +164,6 @@ def shorten(said: str, schema: type) -> str:
     key = re.search(r"Could not override '([^']+)'", text)
     if key:
         return f"{key[1]} is not a key of the configuration{did_you_mean(key[1], schema_keys(schema))}"
+    if "advanced/override_grammar" in text or "LexerNoViableAlt" in text:
+        return f"{text.splitlines()[0]}; put quotes around a value with such characters: 'key=\"...\"'"
     return text

@@ -16,6 +16,7 @@ class ExitCode(IntEnum):
     CHECKPOINT = 3
     NUMERIC = 4
     COMMUNICATION = 5
+    INTERRUPTED = 130  # Ctrl-C, as shells say it
     STOPPED = 75  # stopped on request with a checkpoint: run me again
 
 
@@ -54,7 +55,6 @@ class CheckpointError(LlavaFsdpError):
     """A checkpoint cannot be written, read, or continued with this configuration."""
 
     exit_code = ExitCode.CHECKPOINT
-    on_every_rank = False
 
 
 class NumericError(LlavaFsdpError):

@@ -1,5 +1,6 @@
 """What a run says while it trains: one JSON object a step, a progress bar or plain lines, and how it ended."""
 
+import contextlib
 import json
 import os
 import resource
@@ -21,43 +22,65 @@ from rich.progress import (
 )
 
 from llava_fsdp.config import Config
-from llava_fsdp.errors import ExitCode
+from llava_fsdp.errors import ConfigError, ExitCode
 from llava_fsdp.log import log
 from llava_fsdp.state import StepResult
 
 METRICS_FILE = "metrics.jsonl"
 QUARANTINE_FILE = "quarantine.jsonl"
 STATUS_FILE = "run_status.json"
+FIRST_FAILURE = ".run_failed"
 
 
-def write_status(cfg: Config, code: ExitCode, reason: str) -> None:
-    """Say in `run_status.json` how the run ended; torchrun's own exit code does not tell.
+def begin_status(cfg: Config) -> None:
+    """Make `output_dir` and say in it that a run is under way; what is killed leaves that word behind.
 
-    The first rank that fails writes; the others fail because it did.
+    On rank 0, before the ranks meet: none can have failed by then.
+
+    Raises:
+        ConfigError: `output_dir` cannot be written.
     """
-    folder = Path(cfg.output_dir)
-    path = folder / STATUS_FILE
-    rank = int(os.environ.get("RANK", "0"))
-    if code == ExitCode.DONE and rank != 0:
+    if int(os.environ.get("RANK", "0")) != 0:
         return
-    text = json.dumps({"status": code.name.lower(), "exit_code": int(code), "reason": reason, "rank": rank})
+    folder = Path(cfg.output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if code == ExitCode.DONE:
-            path.write_text(text + "\n")
-        else:
-            with path.open("x") as file:  # exclusive: the first failure is the cause
-                file.write(text + "\n")
-    except FileExistsError:
-        pass
+        (folder / FIRST_FAILURE).unlink(missing_ok=True)
+        put_status(folder, {"status": "running", "exit_code": None, "reason": "", "rank": 0})
     except OSError as error:
-        log().warning("cannot write %s: %s", path, error)
+        raise ConfigError(f"output_dir={cfg.output_dir} cannot be written ({error}); give another folder") from error
 
 
-def clear_status(cfg: Config) -> None:
-    """Forget how an earlier attempt ended. On rank 0, before the ranks meet: none can have failed by then."""
-    if int(os.environ.get("RANK", "0")) == 0:
-        (Path(cfg.output_dir) / STATUS_FILE).unlink(missing_ok=True)
+def write_status(folder: Path, code: ExitCode, reason: str) -> str | None:
+    """Say in `run_status.json` how the run ended; torchrun's own exit code does not tell.
+
+    The first rank that fails writes, the others fail because it did.
+
+    Returns:
+        The first failure, where another rank was it.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    if not folder.is_dir() or (code == ExitCode.DONE and rank != 0):
+        return None
+    status = {"status": code.name.lower(), "exit_code": int(code), "reason": reason, "rank": rank}
+    try:
+        if code != ExitCode.DONE:
+            (folder / FIRST_FAILURE).open("x").close()  # exclusive: one rank of all creates it
+        put_status(folder, status)
+    except FileExistsError:
+        with contextlib.suppress(OSError, ValueError):
+            first = json.loads((folder / STATUS_FILE).read_text())
+            if first["rank"] != rank:
+                return f"rank {first['rank']} failed first: {first['reason']}"
+    except OSError as error:
+        log().warning("cannot write %s: %s", folder / STATUS_FILE, error)
+    return None
+
+
+def put_status(folder: Path, status: dict) -> None:
+    staged = folder / f"{STATUS_FILE}.{os.getpid()}.tmp"
+    staged.write_text(json.dumps(status) + "\n")
+    os.replace(staged, folder / STATUS_FILE)
 
 
 def watch_loading(is_first_rank: bool) -> Callable[[Iterable[str]], Iterable[str]]:
@@ -112,6 +135,12 @@ class Reporter:
         self.show(row)
 
     def show(self, row: dict) -> None:
+        if row["label_tokens"] == 0 or row["grad_norm"] == 0:
+            log().warning(
+                "step %d taught nothing: %d samples, %d label tokens, gradient norm %g (%d samples cut at "
+                "data.max_length, %d left out); see data.max_length, data.template and model.train",
+                *(row[k] for k in ("step", "samples", "label_tokens", "grad_norm", "truncated", "quarantined")),
+            )
         self.recent.append(row["seconds"])
         shown = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s"
         if self.progress is not None:

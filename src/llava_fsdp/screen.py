@@ -17,12 +17,14 @@ from llava_fsdp.sharding.zero import SHARD_PLANS, Mesh
 def show_run(cfg: Config, world: World, loader: Loader, weights: dict[str, Weight], projector: str) -> None:
     """Print what the model and the data are, how a step is cut, what trains, and what a rank holds."""
     console = Console(file=sys.stderr, width=None if sys.stderr.isatty() else 120, highlight=False)
-    if cfg.model.random_weights or cfg.data.source is Source.shapes:
+    toys = ["a model with random weights"] if cfg.model.random_weights and cfg.model.checkpoint is None else []
+    toys += ["the embedded pictures of shapes"] if cfg.data.source is Source.shapes else []
+    if toys:
         console.print(
             Panel(
-                "This run uses the embedded default: a tiny model with random weights and pictures of shapes.\n"
+                f"This run uses {' and '.join(toys)}.\n"
                 "The real thing: model=llava_v1_5_7b data=llava_json data.path=FILE.json data.images=DIR",
-                title="embedded default",
+                title="embedded default" if len(toys) == 2 else "note",
             )
         )
     steps, count = loader.steps, loader.num_micro_batches

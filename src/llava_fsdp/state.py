@@ -1,6 +1,7 @@
 """What a run is made of."""
 
-from dataclasses import dataclass
+import uuid
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -23,7 +24,9 @@ class TrainState:
     sources: dict[str, Stored]
     """Where every parameter's first values came from, by name."""
     fingerprints: dict[str, str]
-    """Of the dataset and of the frozen weights: what a checkpoint must agree with to be continued."""
+    """Of the dataset, of what encodes it and of the frozen weights: what a checkpoint must agree with to continue."""
+    run: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Names this run through all its continuations; rank 0's is the one that is written."""
     step: int = 0
     """Steps finished."""
     samples: int = 0

@@ -27,7 +27,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from llava_fsdp.cli import shorten
+from llava_fsdp.cli import quoted, shorten
 from llava_fsdp.config import SweepConfig, at_least, config_dir, load
 from llava_fsdp.errors import ConfigError, ExitCode, LlavaFsdpError
 from llava_fsdp.log import log, setup_logging
@@ -189,16 +189,8 @@ def train_command(config: SweepConfig, overrides: list[str], folder: Path, confi
     pretrain = Path(config.output_dir).parent / "pretrain"
     if config.model.projector == "auto" and config.model.checkpoint is None and pretrain.is_dir():
         # `auto` looks beside output_dir, and that is now inside the sweep's folder
-        command.append(f"model.projector={quoted(pretrain.absolute())}")
-    return [*command, f"output_dir={quoted(folder.absolute())}"]
-
-
-def quoted(path: Path) -> str:
-    """A path as Hydra's override grammar takes it, whatever characters it has."""
-    if re.fullmatch(r"[\w/.-]+", str(path), re.ASCII):
-        return str(path)
-    escaped = re.sub(r"(\\*)'", r"\1\1\\'", str(path))
-    return f"'{escaped}'"
+        command.append(f"model.projector={quoted(str(pretrain.absolute()))}")
+    return [*command, f"output_dir={quoted(str(folder.absolute()))}"]
 
 
 def run_torchrun(command: list[str], folder: Path, name: str) -> None:

@@ -14,7 +14,7 @@ from llava_fsdp.data.loader import Loader, ModelShape, build_loader
 from llava_fsdp.data.shapes import ensure_shapes
 from llava_fsdp.log import log
 from llava_fsdp.loop import fit
-from llava_fsdp.metrics import Reporter, clear_status, watch_loading, write_status
+from llava_fsdp.metrics import Reporter, begin_status, watch_loading, write_status
 from llava_fsdp.model.draw import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.parts import find_parts, find_projector
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def train(cfg: Config) -> None:
-    clear_status(cfg)
+    begin_status(cfg)
     with distributed(cfg) as world:
         run(cfg, world)
 
@@ -45,10 +45,11 @@ def run(cfg: Config, world: World) -> None:
     mesh = make_mesh(world, plan, cfg)
     state = build_state(cfg, world, plan, mesh)
     last_step = state.loader.total_steps
-    if checkpoint.resume(state, cfg):
-        log().info("continuing after step %d of %d", state.step, last_step)
+    resumed = checkpoint.resume(state, cfg)
     if state.step >= last_step:
-        log().info("this run has finished; a larger max_steps or epochs would continue it")
+        log().info("this run has finished after step %d; a larger max_steps or epochs would continue it", state.step)
+    elif resumed:
+        log().info("continuing after step %d of %d", state.step, last_step)
     write_config(cfg, world)
     reporter = Reporter(cfg, state.step, last_step, world.is_first)
 
@@ -59,7 +60,7 @@ def run(cfg: Config, world: World) -> None:
 
     fit(state, plan, cfg, after_step)
     reporter.close()
-    if cfg.export.enabled and not artifact.is_current(cfg, state.step):
+    if cfg.export.enabled and not artifact.is_current(state, cfg):
         log().info("exported to %s", artifact.export(state, cfg, world.is_first))
 
 
@@ -73,7 +74,7 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
     model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])  # on meta: shapes only
     loader = open_data(cfg, world, model)
     sources = find_weights(model, parts, cfg.model, projector, cfg.seed)
-    fingerprints = {"dataset": loader.steps.records.fingerprint, "model": fingerprint(model, sources)}
+    fingerprints = {**loader.steps.fingerprints(), "model": fingerprint(model, sources)}
     if world.is_first:
         weights = weights_of(model, model.whole_while_frozen())
         show_run(cfg, world, loader, weights, describe_projector(cfg, projector))

@@ -12,7 +12,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.images import load_image, pad_to_square, read_preprocessor
 from llava_fsdp.data.loader import normalize
-from llava_fsdp.errors import DataError, ModelError
+from llava_fsdp.errors import DataError, ModelError, PictureError
 
 SHAPES = [(64, 48), (48, 64), (200, 31), (28, 28), (29, 300), (333, 500)]
 
@@ -93,3 +93,25 @@ def test_forms_of_preprocessor_config(size: object, crop: object, edge: int, kee
 def test_folder_without_preprocessor(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no preprocessor_config\.json"):
         read_preprocessor(tmp_path)
+
+
+@pytest.mark.parametrize("aspect", list(AspectRatio))
+def test_narrow_picture_that_would_fill_the_memory(aspect: AspectRatio, folder: Path, tmp_path: Path) -> None:
+    Image.new("L", (1, 65000)).save(tmp_path / "thin.png")
+    assert (tmp_path / "thin.png").stat().st_size < 1000
+    with pytest.raises(PictureError, match=r"thin\.png is 1 x 65000; as a (square|pad) it would need"):
+        load_image(tmp_path / "thin.png", read_preprocessor(folder), aspect, "record 5")
+
+
+def test_sixteen_bit_grey_is_not_clipped_to_white(folder: Path, tmp_path: Path) -> None:
+    """Pillow's own conversion makes nearly all of such a picture pure white."""
+    ramp = np.linspace(0, 65535, 56 * 56, dtype=np.uint16).reshape(56, 56)
+    Image.fromarray(ramp).save(tmp_path / "a.png")
+    pixels = load_image(tmp_path / "a.png", read_preprocessor(folder), AspectRatio.pad, "x")
+    assert abs(int(pixels.mean()) - 127) <= 1 and (pixels == 255).mean() < 0.05
+
+
+def test_floating_point_picture_is_refused(folder: Path, tmp_path: Path) -> None:
+    Image.fromarray(np.linspace(0, 1, 900, dtype=np.float32).reshape(30, 30)).save(tmp_path / "a.tiff")
+    with pytest.raises(PictureError, match=r"a\.tiff holds floating point numbers"):
+        load_image(tmp_path / "a.tiff", read_preprocessor(folder), AspectRatio.pad, "x")

@@ -7,9 +7,9 @@ import torch
 from harness import CPU
 from small import make_config, write_json
 
-from llava_fsdp.data.loader import Loader, ModelShape, build_loader, epoch_order
+from llava_fsdp.data.loader import Loader, ModelShape, PackedStep, build_loader, epoch_order
 from llava_fsdp.data.source import Records
-from llava_fsdp.errors import ConfigError, DataError
+from llava_fsdp.errors import ConfigError, DataError, PictureError
 
 
 def open_loader(parts: Path, dataset: Path, *overrides: str, rank: int = 0, size: int = 1, **shape: int) -> Loader:
@@ -63,13 +63,22 @@ def test_iterates_from_any_step(workers: int, parts: Path, dataset: Path) -> Non
     assert [f.samples for f in facts] == [12, 8, 12]
 
 
+ANSWER = {"from": "gpt", "value": "a"}
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_error_reaches_the_user_as_it_is(workers: int, parts: Path, dataset: Path, tmp_path: Path) -> None:
     write_json(tmp_path / "bad.json", [{"id": "q", "conversations": [{"from": "human", "value": "a"}]}])
-    loader = open_loader(parts, dataset, f"data.path={tmp_path / 'bad.json'}", f"data.workers={workers}")
     with pytest.raises(DataError) as caught:
-        list(loader.from_step(0))
+        open_loader(parts, dataset, f"data.path={tmp_path / 'bad.json'}")
     assert str(caught.value).startswith(f"{tmp_path / 'bad.json'}, record 0 (id q): the conversation has 1 turns")
+    # what only a step can find out, with workers or without
+    picture = {"id": "p", "image": "gone.png", "conversations": [{"from": "human", "value": "<image>"}, ANSWER]}
+    write_json(tmp_path / "bad.json", [picture])
+    loader = open_loader(parts, dataset, f"data.path={tmp_path / 'bad.json'}", f"data.workers={workers}")
+    with pytest.raises(PictureError) as caught:
+        list(loader.from_step(0))
+    assert str(caught.value).startswith(f"{tmp_path / 'bad.json'}, record 0 (id p): picture")
 
 
 def test_padding_has_no_labels_and_positions_are_right(parts: Path, dataset: Path) -> None:
@@ -142,6 +151,8 @@ RECORDS = {
         {"id": 1, "conversations": [{"from": "human"}]},
         r"turn 0 is .*; it must be an object with from and value",
     ),
+    "outside": ({"id": 1, "image": "a/../../b.png", "conversations": []}, r"'a/\.\./\.\./b\.png', which lies outside"),
+    "absolute": ({"id": 1, "image": "/etc/b.png", "conversations": []}, r"which lies outside data\.images"),
     "image": ({"id": 1, "image": 3, "conversations": []}, r"image is 3; it must be a path or a list of paths"),
 }
 
@@ -161,3 +172,29 @@ def test_json_lines_are_read_like_a_list(tmp_path: Path) -> None:
     assert [Records(tmp_path / n)[1].turns for n in ("a.jsonl", "a.json")] == [
         Records(tmp_path / "a.json")[0].turns
     ] * 2
+
+
+def test_first_answer_to_nothing_is_dropped(tmp_path: Path) -> None:
+    """As the original does (train.py:441-443)."""
+    turns = [{"from": role, "value": role[0]} for role in ("gpt", "human", "gpt")]
+    write_json(tmp_path / "a.json", [{"id": 1, "conversations": turns}])
+    assert [t.role for t in Records(tmp_path / "a.json")[0].turns] == ["human", "gpt"]
+
+
+def test_pictures_without_a_folder_are_refused_at_the_door(parts: Path, dataset: Path) -> None:
+    with pytest.raises(DataError, match=r"has picture .*, and data\.images is not set"):
+        open_loader(parts, dataset, "data.images=null")
+
+
+def test_packing_for_the_way_from_a_worker_changes_nothing(parts: Path, dataset: Path) -> None:
+    """One tensor a field, however many micro-batches, and every value where it was."""
+    for overrides in (["micro_batch_size=1"], ["micro_batch_size=5"], [f"data.path={dataset / 'text.json'}"]):
+        steps = open_loader(parts, dataset, *overrides).steps
+        whole, packed = steps.prepare(0), steps[0]
+        assert isinstance(packed, PackedStep) and len(packed.fields) == 5
+        again = packed.unpack()
+        assert again.facts == whole.facts and len(again.micro_batches) == len(whole.micro_batches)
+        for a, b in zip(again.micro_batches, whole.micro_batches, strict=True):
+            assert a.scale == b.scale
+            for name in packed.fields:
+                assert torch.equal(getattr(a, name), getattr(b, name)), name

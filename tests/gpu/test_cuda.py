@@ -101,7 +101,7 @@ def test_copies_that_nothing_waits_for_do_not_race(
 def test_steps_arrive_pinned(workers: int, cuda: torch.device, parts: Path, dataset: Path, tmp_path: Path) -> None:
     """Copies out of pageable memory make the host wait, whatever `non_blocking` says."""
     cfg = make_config(parts, dataset, tmp_path / "run", *BF16, f"data.workers={workers}", "max_steps=1")
-    state, _ = build_run(cfg, cuda, None)
+    state = build_run(cfg, cuda, None)
     for step in state.loader.from_step(0):
         for micro in step.micro_batches:
             tensors = [micro.input_ids, micro.image_positions, micro.images, micro.label_positions, micro.label_ids]

@@ -9,9 +9,12 @@ from reference import EXPORTED, TOLERANCE, Outcome, difference, outcome, plain_l
 from small import make_config
 
 from llava_fsdp import train
+from llava_fsdp.data.cut import num_micro_batches
 
 SHARDED = ["zero0", "zero1", "zero2", "zero3"]
 HYBRID = ["hybrid", "hybrid2"]
+SAMPLES = 16  # a step: every number of ranks and of micro-batches here divides it
+BATCH = f"global_batch_size={SAMPLES}"
 
 VARIANTS = {
     "pretrain": ("pretrain", []),
@@ -29,10 +32,10 @@ def references(
     for name, (stage, overrides) in VARIANTS.items():
         folder = tmp_path_factory.mktemp(name)
         start = make_config(
-            parts, dataset, folder, "max_steps=1", "optim.lr=0", *EXPORTED, *overrides, stage=stage
+            parts, dataset, folder, "max_steps=1", "optim.lr=0", BATCH, *EXPORTED, *overrides, stage=stage
         )  # the first step's learning rate is 0 too: this only writes the weights that a run starts from
         train.run(start, single_world())
-        cfg = make_config(parts, dataset, folder / "none", *overrides, stage=stage)
+        cfg = make_config(parts, dataset, folder / "none", BATCH, *overrides, stage=stage)
         found[name] = plain_loop(cfg, folder / "export"), outcome(folder)
     return found
 
@@ -82,11 +85,13 @@ def test_table_equals_plain_loop(
                     f"sharding={strategy}",
                     f"sharding.shard_size={2 if strategy in HYBRID else 'null'}",
                     f"recompute={recompute}",
-                    f"micro_batch_size={12 // (size * accumulation) or 1}",
+                    BATCH,
+                    f"micro_batch_size={SAMPLES // (size * accumulation)}",
                     *EXPORTED,
                     *overrides,
                     stage=stage,
                 )
+                assert num_micro_batches(SAMPLES, size, cfg.micro_batch_size) == accumulation
                 if size == 1:
                     train.run(cfg, single_world())
                 else:

@@ -5,8 +5,9 @@ Templates are data. Their texts are those of LLaVA conversation.py:211-392.
 
 from dataclasses import dataclass
 
-from llava_fsdp.data.source import Record, Turn
+from llava_fsdp.data.source import Record, Records, Turn
 from llava_fsdp.errors import ConfigError, DataError
+from llava_fsdp.log import log
 
 IMAGE_TAG = "<image>"
 
@@ -108,6 +109,26 @@ def image_first(text: str, has_images: bool) -> str:
 
 def image_tags(text: str) -> str:
     return IMAGE_TAG * text.count(IMAGE_TAG)
+
+
+def check_records(records: Records, images: str | None) -> None:
+    """Look at every record once, before training, so that a wrong one does not stop a run hours later.
+
+    Raises:
+        DataError: naming the first record that is wrong.
+    """
+    lone = []
+    for index in range(len(records)):
+        record = records[index]
+        check_turns(record)
+        if record.images and images is None:
+            raise DataError(f"{record.where} has picture {record.images[0]}, and data.images is not set")
+        if not record.images and any(IMAGE_TAG in turn.text for turn in record.turns):
+            lone.append(record.where)
+    if lone:
+        log().warning(
+            "%d records have %s in their text and no picture; it is text to them: %s", len(lone), IMAGE_TAG, lone[0]
+        )
 
 
 def check_turns(record: Record) -> None:

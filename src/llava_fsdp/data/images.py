@@ -76,12 +76,32 @@ def load_image(path: Path, preprocessor: Preprocessor, aspect: AspectRatio, wher
                 raise PictureError(
                     f"{where}: {path} has {opened.width} x {opened.height} pixels, over the limit of {MAX_PIXELS}"
                 )
-            picture = opened.convert("RGB")
+            check_enlarged(opened.size, preprocessor, aspect, f"{where}: {path}")
+            picture = to_rgb(opened, f"{where}: {path}")
     except FileNotFoundError as error:
         raise PictureError(f"{where}: picture {path} does not exist; is data.images right?") from error
     except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
         raise PictureError(f"{where}: picture {path} cannot be read: {error}") from error
     return prepare(picture, preprocessor, aspect)
+
+
+def check_enlarged(shape: tuple[int, int], preprocessor: Preprocessor, aspect: AspectRatio, what: str) -> None:
+    """A few bytes can hold a picture so narrow that a square around it, or its enlargement, would fill the memory."""
+    short, long = sorted(shape)
+    enlarged = long * long if aspect is AspectRatio.pad else preprocessor.size * preprocessor.size * long // short
+    if enlarged > MAX_PIXELS:
+        raise PictureError(f"{what} is {shape[0]} x {shape[1]}; as a {aspect.value} it would need {enlarged} pixels")
+
+
+def to_rgb(picture: Image.Image, what: str) -> Image.Image:
+    """Pillow's conversion, except where it would clip to white or black without a word."""
+    if picture.mode.startswith("I"):  # 16 bits a pixel, or such a file read as 32
+        values = np.asarray(picture).astype(np.int64)
+        eight_bits = values >> 8 if values.max(initial=0) > 255 else values
+        picture = Image.fromarray(eight_bits.clip(0, 255).astype(np.uint8))
+    if picture.mode == "F":
+        raise PictureError(f"{what} holds floating point numbers, whose black and white are not known; convert it")
+    return picture.convert("RGB")
 
 
 def prepare(picture: Image.Image, preprocessor: Preprocessor, aspect: AspectRatio) -> np.ndarray:

@@ -7,6 +7,7 @@ ranks and workers.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -17,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from llava_fsdp.config import AspectRatio, Config, Normalize
-from llava_fsdp.data.conversation import template
+from llava_fsdp.data.conversation import check_records, template
 from llava_fsdp.data.cut import cut_step, num_micro_batches
 from llava_fsdp.data.encode import IGNORE, IMAGE_ID, Encoder, Sample
 from llava_fsdp.data.images import Preprocessor, load_image, read_preprocessor
@@ -48,11 +49,6 @@ class MicroBatch:
     scale: float
     """What the sum of this micro-batch's losses is multiplied with."""
 
-    def pin_memory(self) -> MicroBatch:
-        """In page-locked memory, so that copies to a GPU need not wait; the DataLoader calls this."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "scale"}
-        return replace(self, **{name: tensor.pin_memory() for name, tensor in tensors.items()})
-
 
 @dataclass
 class StepFacts:
@@ -77,8 +73,45 @@ class Step:
     micro_batches: list[MicroBatch]
     """This rank's, as many as every other rank's."""
 
-    def pin_memory(self) -> Step:
-        return Step(self.facts, [micro.pin_memory() for micro in self.micro_batches])
+
+@dataclass
+class PackedStep:
+    """A step on its way from a worker: one tensor for each field, however many micro-batches there are.
+
+    Every tensor that crosses between processes takes a file descriptor until it is freed.
+    """
+
+    facts: StepFacts
+    fields: dict[str, torch.Tensor]
+    """All micro-batches' values laid end to end, by field."""
+    shapes: list[dict[str, torch.Size]]
+    scales: list[float]
+
+    def pin_memory(self) -> PackedStep:
+        """In page-locked memory, so that copies to a GPU need not wait; the DataLoader calls this."""
+        return replace(self, fields={name: values.pin_memory() for name, values in self.fields.items()})
+
+    def unpack(self) -> Step:
+        cut = {
+            name: values.split([shapes[name].numel() for shapes in self.shapes]) for name, values in self.fields.items()
+        }
+        return Step(
+            self.facts,
+            [
+                MicroBatch(**{name: cut[name][n].view(shape) for name, shape in shapes.items()}, scale=scale)
+                for n, (shapes, scale) in enumerate(zip(self.shapes, self.scales, strict=True))
+            ],
+        )
+
+
+def pack(step: Step) -> PackedStep:
+    names = [f.name for f in fields(MicroBatch) if f.name != "scale"]
+    return PackedStep(
+        step.facts,
+        {name: torch.cat([getattr(m, name).flatten() for m in step.micro_batches]) for name in names},
+        [{name: getattr(m, name).shape for name in names} for m in step.micro_batches],
+        [m.scale for m in step.micro_batches],
+    )
 
 
 @dataclass(frozen=True)
@@ -95,7 +128,7 @@ class ModelShape:
 
 
 class Steps(Dataset):
-    """Step number -> `Step` or the error that preparing it met."""
+    """Step number -> the step, packed, or the error that preparing it met."""
 
     def __init__(
         self,
@@ -123,9 +156,14 @@ class Steps(Dataset):
         """Steps of an epoch; the last may hold fewer samples."""
         return -(-len(self.records) // self.global_batch_size)
 
-    def __getitem__(self, step: int) -> Step | DataError:
+    def fingerprints(self) -> dict[str, str]:
+        """Of the records, and of what makes ids and pixels of them."""
+        encoding = f"{self.encoder.tokenizer.fingerprint} {self.preprocessor} {self.encoder.image_tokens}"
+        return {"dataset": self.records.fingerprint, "encoding": hashlib.sha256(encoding.encode()).hexdigest()[:32]}
+
+    def __getitem__(self, step: int) -> PackedStep | DataError:
         try:
-            return self.prepare(step)
+            return pack(self.prepare(step))
         except DataError as error:  # a worker's exception would reach the user as a traceback within a message
             return error
 
@@ -157,14 +195,15 @@ class Steps(Dataset):
         return Step(facts, [self.collate([kept[i] for i in cut], facts, total) for cut in cuts])
 
     def probe(self) -> MicroBatch:
-        """A few rows with and without a picture, to compare models with; the same on every rank."""
+        """A row with and one without a picture, to compare models at every position; the same on every rank."""
         rows: dict[bool, tuple[Record, Sample]] = {}
         for index in self.indices(0):
             record = self.records[index]
             sample = self.encoder(record) if bool(record.images) not in rows else None
             if sample is not None:
-                rows[bool(record.images)] = (record, sample)
-        return self.collate(list(rows.values()), StepFacts(0), 1)
+                rows[bool(sample.images)] = (record, sample)
+        micro = self.collate(list(rows.values()), StepFacts(0), 1)
+        return replace(micro, label_positions=torch.arange(micro.input_ids.numel()), label_ids=torch.zeros(0))
 
     def collate(self, rows: list[tuple[Record, Sample]], facts: StepFacts, micro_batches: int) -> MicroBatch:
         """Pad rows to the longest; a micro-batch without rows is one padding position without labels."""
@@ -193,8 +232,7 @@ class Steps(Dataset):
         pictures = []
         for record, sample in rows:
             for name in sample.images:
-                if self.images is None:
-                    raise DataError(f"{record.where} has picture {name}, and data.images is not set")
+                assert self.images is not None, "checked when the records were opened"
                 pictures.append(load_image(self.images / name, self.preprocessor, self.aspect, record.where))
         size = self.preprocessor.size
         stacked = np.stack(pictures) if pictures else np.zeros((0, 3, size, size), dtype=np.uint8)
@@ -218,11 +256,13 @@ def build_loader(
     """
     check_paths(cfg.data)
     form = template(cfg.data.template)
-    tokenizer = open_tokenizer(language_folder)
+    tokenizer = open_tokenizer(language_folder, shape.vocab_size)
     preprocessor = read_preprocessor(vision_folder)
     check_fit(cfg, shape, tokenizer.size, preprocessor, vision_folder)
     encoder = Encoder(tokenizer, form, shape.image_tokens, cfg.data.max_length, cfg.data.too_long)
-    steps = Steps(Records(Path(cfg.data.path)), encoder, preprocessor, cfg, rank, world_size)
+    records = Records(Path(cfg.data.path))
+    check_records(records, cfg.data.images)
+    steps = Steps(records, encoder, preprocessor, cfg, rank, world_size)
     return Loader(steps, cfg, device)
 
 
@@ -279,7 +319,7 @@ class Loader:
         for step in loader:
             if isinstance(step, DataError):
                 raise step
-            yield step
+            yield step.unpack()
 
     def to_device(self, micro: MicroBatch) -> MicroBatch:
         """The micro-batch on the device, its pictures normalised by table: the processor's very numbers."""

@@ -18,6 +18,8 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw
 
+from llava_fsdp.errors import DataError
+
 FORMAT_VERSION = 1
 """Raised whenever the same seed would give other pictures or texts."""
 
@@ -99,7 +101,7 @@ def ensure_shapes(
 
     Several processes may call this at once: each draws into a folder of its own beside ``root`` and
     renames it, and all but the first to get there throw theirs away. A folder that is there but was
-    drawn from another recipe (or is something else) raises ValueError and is left alone.
+    drawn from another recipe (or is something else) raises DataError and is left alone.
     """
     root = Path(root)
     recipe = Recipe(seed, train_pictures, heldout_pictures)
@@ -126,10 +128,10 @@ def _is_complete(root: Path, recipe: Recipe) -> bool:
     try:
         found = json.loads((root / MARKER).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{root} exists but is no shapes data set: {MARKER}: {error}") from error
+        raise DataError(f"data.root={root} exists but is no shapes data set: {MARKER}: {error}") from error
     if found != asdict(recipe):
-        raise ValueError(
-            f"{root} was drawn from {found}, not from {asdict(recipe)}; remove the folder or name another one"
+        raise DataError(
+            f"data.root={root} was drawn from {found}, not from {asdict(recipe)}; remove the folder or name another one"
         )
     return True
 

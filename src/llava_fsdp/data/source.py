@@ -38,8 +38,6 @@ class Records:
     """A dataset file. Records are parsed when asked for; a problem of one names the file, its index and its id."""
 
     def __init__(self, path: Path):
-        if not path.is_file():
-            raise ConfigError(f"data.path={path} is not a file; give a LLaVA JSON or JSON Lines file")
         text = path.read_bytes()
         self.path = path
         self.fingerprint = hashlib.sha256(text).hexdigest()[:32]
@@ -94,13 +92,18 @@ def parse_record(path: Path, index: int, raw: Any) -> Record:
         raise DataError(f"{path}, record {index} is a {type(raw).__name__}, not an object with id and conversations")
     identity = str(raw.get("id", index))
     where = f"{path}, record {index} (id {identity})"
-    image = raw.get("image", [])
+    image = raw.get("image") or []
     images = [image] if isinstance(image, str) else image
     if not isinstance(images, list) or not all(isinstance(i, str) for i in images):
         raise DataError(f"{where}: image is {image!r}; it must be a path or a list of paths")
+    for name in images:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise DataError(f"{where}: image is {name!r}, which lies outside data.images; give a path below it")
     turns = raw.get("conversations")
     if not isinstance(turns, list):
         raise DataError(f"{where}: conversations is missing or not a list")
+    if turns and isinstance(turns[0], dict) and turns[0].get("from") == "gpt":
+        turns = turns[1:]  # an answer to nothing; the original drops it too (train.py:441-443)
     return Record(
         str(path), index, identity, tuple(images), tuple(parse_turn(where, n, t) for n, t in enumerate(turns))
     )

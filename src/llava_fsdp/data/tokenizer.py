@@ -4,6 +4,7 @@ A frozen `tokenizer.json` is read with the tokenizers library as it is; a Senten
 SentencePiece itself (transformers 5's conversion of such files gives wrong ids on repeated spaces).
 """
 
+import hashlib
 import json
 import re
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ class Tokenizer(Protocol):
     """Set where the model expects every sequence to begin with it."""
     size: int
     """Highest id plus one."""
+    fingerprint: str
+    """Of the file that it was read from."""
 
     def encode(self, text: str) -> list[Token]:
         """Tokens of a text, special tokens in it included, nothing added."""
@@ -40,8 +43,12 @@ class Tokenizer(Protocol):
         ...
 
 
-def open_tokenizer(folder: Path) -> Tokenizer:
+def open_tokenizer(folder: Path, rows: int | None = None) -> Tokenizer:
     """The tokenizer of a model folder.
+
+    Args:
+        rows: tokens that were added at or beyond this id, as an export adds an image tag and a padding token, are
+            left out: the model was not trained with them, and in a text they are text.
 
     Raises:
         ModelError: the folder has neither file.
@@ -51,15 +58,20 @@ def open_tokenizer(folder: Path) -> Tokenizer:
     if (folder / "tokenizer.model").is_file():
         return LlamaTokenizer(folder / "tokenizer.model", bool(config.get("add_bos_token", True)))
     if (folder / "tokenizer.json").is_file():
-        return JsonTokenizer(folder / "tokenizer.json", config)
+        return JsonTokenizer(folder / "tokenizer.json", config, rows)
     raise ModelError(f"{folder} has no tokenizer.model and no tokenizer.json")
 
 
 class JsonTokenizer:
     """A frozen `tokenizer.json`."""
 
-    def __init__(self, path: Path, config: dict):
-        self._fast = FastTokenizer.from_file(str(path))
+    def __init__(self, path: Path, config: dict, rows: int | None):
+        frozen = json.loads(path.read_text())
+        if rows is not None:
+            frozen["added_tokens"] = [t for t in frozen.get("added_tokens", []) if t["id"] < rows]
+        text = json.dumps(frozen)
+        self._fast = FastTokenizer.from_str(text)
+        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
         self._fast.no_truncation()
         self._fast.no_padding()
         bos = config.get("bos_token")
@@ -87,6 +99,7 @@ class LlamaTokenizer:
     def __init__(self, path: Path, add_bos: bool):
         proto = sentencepiece_model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
         proto.ParseFromString(path.read_bytes())
+        self.fingerprint = hashlib.sha256(path.read_bytes()).hexdigest()
         proto.normalizer_spec.add_dummy_prefix = False
         self._pieces = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
         self._special = {

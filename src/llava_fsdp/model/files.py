@@ -47,7 +47,9 @@ def open_tensors(path: Path, projector_only: bool = False) -> dict[str, StoredTe
     for name in (PROJECTOR if projector_only else []) + WHOLE_MODEL + PROJECTOR:
         if (path / name).is_file():
             return open_index(path / name) if name.endswith(".index.json") else open_file(path / name)
-    raise ModelError(f"{path} has no weights: none of {', '.join(WHOLE_MODEL + PROJECTOR)}")
+    raise ModelError(
+        f"{path} has no weights: none of {', '.join(WHOLE_MODEL + PROJECTOR)}; of a run, give its folder or its export"
+    )
 
 
 def open_index(path: Path) -> dict[str, StoredTensor]:
@@ -69,8 +71,11 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path} is not a safetensors file: {error}") from error
         return {name: StoredTensor(path, name, handle) for name in handle.keys()}
+    if path.suffix not in (".bin", ".pt", ".pth"):
+        raise ModelError(f"{path} is no file of tensors; give a .safetensors or .bin file, or a model folder")
     try:  # weights_only: such a file can carry a program; mmap: it can be larger than the memory
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # torch raises anything from KeyError to UnpicklingError here
-        raise ModelError(f"{path} cannot be read as a file of tensors: {error}") from error
+        why = str(error).splitlines()[0]  # the rest is torch's advice to load it without protection
+        raise ModelError(f"{path} cannot be read as a file of tensors: {why}") from error
     return {name: StoredTensor(path, name, tensors) for name in tensors}

@@ -153,6 +153,12 @@ def probe_tower(tower: nn.Module, vision: PretrainedConfig, cfg: ModelConfig) ->
         The positions that a picture takes, and the parameters behind the selected layer: they would never get a
         gradient, and optimizers and checkpoints would disagree about them.
     """
+    depth = vision.num_hidden_layers
+    if not 1 <= abs(cfg.select_layer) <= depth:
+        raise ConfigError(
+            f"model.select_layer={cfg.select_layer}: {vision.model_type} has {depth} layers; give 1 to {depth}, or "
+            f"-{depth} to -1 counted from the last"
+        )
     pixels = torch.zeros((1, 3, vision.image_size, vision.image_size), device="meta")
     names, parameters = zip(*tower.named_parameters(), strict=True)
     with torch.enable_grad():

@@ -9,6 +9,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from llava_fsdp.config import Config, Feature, ModelConfig
 from llava_fsdp.errors import ConfigError, ModelError
+from llava_fsdp.model.files import WHOLE_MODEL
 
 PACKAGE = "package:"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -41,6 +42,8 @@ def find_parts(cfg: ModelConfig) -> Parts:
     """
     if cfg.checkpoint is None:
         language, vision = resolve(cfg.language, "model.language"), resolve(cfg.vision, "model.vision")
+        if cfg.random_weights:
+            refuse_unread_weights({"model.language": language, "model.vision": vision})
         return Parts(
             language,
             vision,
@@ -64,6 +67,16 @@ def find_parts(cfg: ModelConfig) -> Parts:
     return Parts(folder, folder, language, config.vision_config, folder)
 
 
+def refuse_unread_weights(folders: dict[str, Path]) -> None:
+    """A folder with weights is not given for its configuration alone."""
+    for key, folder in folders.items():
+        if any((folder / name).is_file() for name in WHOLE_MODEL):
+            raise ConfigError(
+                f"{key}={folder} has weights, which model.random_weights=true would not read; set it to false "
+                "(model=tiny, the default, draws its weights), or choose another model="
+            )
+
+
 def original_parts(folder: Path, raw: dict, cfg: ModelConfig) -> Parts:
     """The original's folders: language model fields on the top level, and a tower that is only named."""
     fields = {k: v for k, v in raw.items() if k not in ("model_type", "architectures")}
@@ -73,8 +86,23 @@ def original_parts(folder: Path, raw: dict, cfg: ModelConfig) -> Parts:
             f"model.projector_type={cfg.projector_type}, but model.checkpoint={folder} has a "
             f"{raw.get('mm_projector_type', 'linear')} projector; set model.projector_type to that"
         )
+    check_original(raw, cfg, folder)
     vision = resolve(cfg.vision, "model.vision")
     return Parts(folder, vision, language, vision_config(read_config(vision, "model.vision")), folder)
+
+
+def check_original(raw: dict, cfg: ModelConfig, folder: Path) -> None:
+    """What the original's configuration says of tower features is what this one does with them."""
+    feature = "patch" if cfg.select_feature is Feature.patch else "cls_patch"
+    expected = {
+        "mm_vision_select_layer": cfg.select_layer,
+        "mm_vision_select_feature": feature,
+        "mm_use_im_start_end": False,
+        "mm_patch_merge_type": "flat",
+    }
+    for key, ours in expected.items():
+        if raw.get(key, ours) != ours:
+            raise ConfigError(f"model.checkpoint={folder} has {key}={raw[key]}, and this configuration means {ours}")
 
 
 def check_selection(config: PretrainedConfig, cfg: ModelConfig, folder: Path) -> None:
@@ -188,6 +216,11 @@ def find_projector(cfg: Config) -> Path | None:
         ConfigError: there is none, or it belongs to another model; the message has the command that makes one.
     """
     given = cfg.model.projector
+    if cfg.model.checkpoint is not None and given not in ("auto", "random"):
+        raise ConfigError(
+            f"model.projector={given} and model.checkpoint={cfg.model.checkpoint}: a checkpoint brings its projector; "
+            "give one of the two"
+        )
     if cfg.model.checkpoint is not None or given == "random" or cfg.model.projector_type == "identity":
         return None
     if given != "auto":

@@ -1,4 +1,4 @@
-"""The ranks of a run: process group, device, and the mesh of a plan. Torn down however the run ends."""
+"""The ranks of a run: process group, device, and the mesh of a plan. Left in order when the run ends well."""
 
 import ctypes
 import gc
