@@ -14,7 +14,8 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration
 from llava_fsdp import train
 from llava_fsdp.config import Config, DType, Part
 from llava_fsdp.data.encode import IGNORE, IMAGE_ID
-from llava_fsdp.data.loader import Steps, normalize
+from llava_fsdp.data.loader import normalize
+from llava_fsdp.data.steps import Steps
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.names import ours
 from llava_fsdp.model.parts import find_parts

@@ -67,7 +67,7 @@ def compare_with_transformers(cfg: Config, folder: Path) -> None:
 
 
 def facts():
-    from llava_fsdp.data.loader import StepFacts
+    from llava_fsdp.data.steps import StepFacts
 
     return StepFacts(0)
 

@@ -1,7 +1,7 @@
 """The configuration: every key a user can set, its type, its meaning and its checks. Imports no torch.
 
 YAML under `conf/` picks the values, Hydra composes them, `load` turns the result into these classes once, at the
-door; nothing behind it sees OmegaConf.
+door; nothing behind it sees OmegaConf. One long file on purpose: it is the list of all keys, in one place.
 """
 
 import difflib

@@ -7,8 +7,9 @@ import torch
 from harness import CPU
 from small import make_config, write_json
 
-from llava_fsdp.data.loader import Loader, ModelShape, PackedStep, build_loader, epoch_order
+from llava_fsdp.data.loader import Loader, ModelShape, build_loader
 from llava_fsdp.data.source import Records
+from llava_fsdp.data.steps import PackedStep, epoch_order
 from llava_fsdp.errors import ConfigError, DataError, PictureError
 
 

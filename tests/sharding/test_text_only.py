@@ -9,7 +9,7 @@ from reference import EXPORTED, TOLERANCE, difference, outcome, plain_loop, run_
 from small import make_config
 
 from llava_fsdp import train
-from llava_fsdp.data.loader import epoch_order
+from llava_fsdp.data.steps import epoch_order
 
 SEED = 42
 BATCH = 4
