@@ -21,12 +21,15 @@ from llava_fsdp.data.loader import normalize
 from llava_fsdp.data.source import Turn
 from llava_fsdp.errors import ConfigError, ModelError
 from llava_fsdp.model.draw import computed_buffers, restore_buffers
+from llava_fsdp.model.files import StoredTensor
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.parts import find_parts
 from llava_fsdp.model.weights import find_weights, load_weights
+from llava_fsdp.sharding.mesh import World, make_mesh
 from llava_fsdp.sharding.parallelize import materialize
 from llava_fsdp.sharding.precision import MasterWeights
 from llava_fsdp.sharding.shards import local_shards
+from llava_fsdp.sharding.zero import SHARD_PLANS
 
 
 def load_ours(cfg: Config, checkpoint: Path) -> torch.nn.Module:
@@ -412,3 +415,38 @@ def test_weights_that_nobody_would_read_are_refused(exported: Path, parts: Path,
 def test_layer_that_a_tower_has_not(layer: int, parts: Path, dataset: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"model\.select_layer={layer}: clip_vision_model has 3 layers"):
         train.run(make_config(parts, dataset, tmp_path, f"model.select_layer={layer}"), single_world())
+
+
+def rows_read(world: World, cfg: Config) -> dict[str, list[tuple[int, int]]]:
+    """Which rows of every stored tensor this rank reads while it builds its part of the model."""
+    read: dict[str, list[tuple[int, int]]] = {}
+    original = StoredTensor.rows
+
+    def watched(self: StoredTensor, begin: int, end: int) -> torch.Tensor:
+        read.setdefault(self.name, []).append((begin, end))
+        return original(self, begin, end)
+
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StoredTensor, "rows", watched)
+        train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+    return read
+
+
+@pytest.mark.ranks
+def test_a_rank_reads_its_own_rows_and_no_others(
+    exported: Path, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """Sharded weights are read once by all ranks together; no rank ever holds a whole one."""
+    start = [f"model.checkpoint={exported}", "model.random_weights=false", "sharding=zero3"]
+    reads = pools[4].run(rows_read, make_config(parts, dataset, tmp_path, *start))
+    stored = load_file(exported / "export" / "model.safetensors")
+    vocabulary = json.loads((exported / "export" / "llava_fsdp.json").read_text())["vocab_size"]
+    for name, tensor in stored.items():
+        rows = vocabulary if "embed_tokens" in name or "lm_head" in name else tensor.shape[0]
+        ranges = [r for read in reads for r in read[name] if r[0] < r[1]]
+        if "vision_tower" in name:  # frozen and whole on every rank; the fingerprint looks at its first row
+            assert sorted(set(ranges)) == sorted({(0, 1), (0, rows)})
+        else:
+            assert [i for begin, end in sorted(ranges) for i in range(begin, end)] == list(range(rows)), name
+            assert max(end - begin for begin, end in ranges) == -(-rows // 4), name
