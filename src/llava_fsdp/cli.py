@@ -27,6 +27,9 @@ LITERAL = frozenset({
     "question", "image", "checkpoint", "output_dir", "checkpoint.resume", "data.path", "data.images", "data.root",
     "model.language", "model.vision", "model.checkpoint", "model.projector",
 })  # fmt: skip
+# Seconds that a rank waits which has nothing of its own to say: torchrun ends all ranks as soon as one has failed, and
+# takes the first one's word for the cause.
+PATIENCE = 2
 Status = Callable[[Path, ExitCode, str], str | None]
 
 
@@ -43,38 +46,32 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
     """
     setup_logging()
     folder = typed_output_dir()
-    said = ""
+    everywhere = False
     try:
         node = compose(config_name, schema)
         if node is None:  # --help, --cfg job and the like: Hydra has answered
             return
         folder = Path(str(node.get("output_dir", ".")))
         task(load(schema, node))
-        code, reason = ExitCode.DONE, ""
+        code, reason, said = ExitCode.DONE, "", ""
     except LlavaFsdpError as error:
         code, reason, said = error.exit_code, str(error), f"{type(error).__name__}: {error}"
-        if error.on_every_rank and is_later_rank():
-            said = ""
+        everywhere = error.on_every_rank
     except KeyboardInterrupt:
         code, reason, said = ExitCode.INTERRUPTED, "interrupted", "interrupted"
     except BaseException as error:
         code, reason, said = ExitCode.BUG, f"{type(error).__name__}: {error}", traceback.format_exc()
+    silent = everywhere and is_later_rank()
+    if silent:
+        time.sleep(PATIENCE)  # rank 0 says it, writes it, and ends first
     first = None if folder is None else on_exit(folder, code, reason)
-    if code != ExitCode.DONE:
-        fail(code, said or reason, speaks=bool(said) and first is None)
-
-
-def fail(code: ExitCode, what: str, speaks: bool) -> None:
-    """End this process now.
-
-    A rank that has nothing of its own to say waits a moment first: torchrun ends all ranks as soon as one has failed,
-    and takes the first one's word for the cause.
-    """
-    if speaks:
-        log().error(what)
-    else:
-        time.sleep(2)
-    tell_torchrun(what)
+    if code == ExitCode.DONE:
+        return
+    if not silent and (first is None or everywhere):
+        log().error(said)
+    elif not silent:
+        time.sleep(PATIENCE)
+    tell_torchrun(said)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
