@@ -157,7 +157,7 @@ def variants(world_size: int) -> list[str]:
     return ["ddp", *(z for z, s in STRATEGIES.items() if two_by_two or SHARD_PLANS[s].mesh is not Mesh.HYBRID)]
 
 
-# How it is built: the order of `llava_fsdp.train.run`
+# How it is built: the order of `llava_fsdp.train.build_state`
 
 
 def configure(case: Case, options: argparse.Namespace, work: Path, ranks: int) -> Config:

@@ -37,7 +37,7 @@ class Outcome:
 
 
 def run_ranks(world: World, cfg: Config) -> None:
-    train.run(cfg, world)
+    train.train(cfg)
 
 
 def outcome(folder: Path) -> Outcome:

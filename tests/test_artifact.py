@@ -80,7 +80,7 @@ def exported(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactor
     """Two steps of the small model, exported in fp32 and verified."""
     folder = tmp_path_factory.mktemp("exported")
     cfg = make_config(parts, dataset, folder, *EXPORTED, "export.verify=true", "max_steps=2")
-    train.run(cfg, single_world())
+    train.train(cfg)
     return folder
 
 
@@ -115,7 +115,7 @@ def test_sharded_export_equals_the_single_one(
 ) -> None:
     """Before any update (the first step's learning rate is 0) the bits are the same, gathered or not."""
     first = ["max_steps=1", *EXPORTED]
-    train.run(make_config(parts, dataset, tmp_path / "one", *first), single_world())
+    train.train(make_config(parts, dataset, tmp_path / "one", *first))
     pools[4].run(run_ranks, make_config(parts, dataset, tmp_path / "four", *first, "sharding=zero3"))
     a, b = (load_file(tmp_path / n / "export" / "model.safetensors") for n in ("one", "four"))
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
@@ -123,7 +123,7 @@ def test_sharded_export_equals_the_single_one(
 
 def test_bf16_export_is_the_rounded_fp32_one(exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
     cfg = make_config(parts, dataset, tmp_path, "export.enabled=true", "max_steps=2")
-    train.run(cfg, single_world())
+    train.train(cfg)
     rounded, full = (load_file(f / "export" / "model.safetensors") for f in (tmp_path, exported))
     assert all(torch.equal(rounded[k], full[k].bfloat16()) for k in full)
     assert json.loads((tmp_path / "export" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -144,7 +144,7 @@ def test_broken_export_is_refused(parts: Path, dataset: Path, tmp_path: Path, mo
     monkeypatch.setattr(artifact, "theirs", swapped)
     cfg = make_config(parts, dataset, tmp_path, *EXPORTED, "export.verify=true", "max_steps=1")
     with pytest.raises(ModelError, match="its logits differ"):
-        train.run(cfg, single_world())
+        train.train(cfg)
     assert not (tmp_path / "export").exists()
 
 
@@ -191,7 +191,7 @@ def test_starts_from_a_whole_model(kind: str, exported: Path, parts: Path, datas
         "max_steps=1",
         "export.verify=true",
     )
-    train.run(cfg, single_world())
+    train.train(cfg)
     before, after = outcome(exported).weights, outcome(tmp_path / "run").weights
     assert all(torch.equal(before[n], after[n]) for n in before), "the first step's learning rate is 0"
 
@@ -211,7 +211,7 @@ def test_starts_from_a_projector(kind: str, exported: Path, parts: Path, dataset
             given,
         )
     cfg = make_config(parts, dataset, tmp_path / "run", *EXPORTED, f"model.projector={given}", "max_steps=1")
-    train.run(cfg, single_world())
+    train.train(cfg)
     after = outcome(tmp_path / "run").weights
     same = {n: torch.equal(start[n], after[n]) for n in start}
     assert all(s for n, s in same.items() if n.startswith("multi_modal_projector."))
@@ -220,21 +220,21 @@ def test_starts_from_a_projector(kind: str, exported: Path, parts: Path, dataset
 
 def test_projector_of_the_stage_before_is_found(parts: Path, dataset: Path, tmp_path: Path) -> None:
     pretrain = make_config(parts, dataset, tmp_path / "pretrain", *EXPORTED, "max_steps=2", stage="pretrain")
-    train.run(pretrain, single_world())
+    train.train(pretrain)
     cfg = make_config(parts, dataset, tmp_path / "finetune", *EXPORTED, "model.projector=auto", "max_steps=1")
-    train.run(cfg, single_world())
+    train.train(cfg)
     made, used = outcome(tmp_path / "pretrain").weights, outcome(tmp_path / "finetune").weights
     assert all(torch.equal(made[n], used[n]) for n in made), "everything else is drawn alike"
 
     cfg = make_config(parts, dataset, tmp_path / "other", "model.projector=auto", "model.vision=package:tiny-clip")
     with pytest.raises(ConfigError, match=r"was trained for model\.vision="):
-        train.run(cfg, single_world())
+        train.train(cfg)
 
 
 def test_real_model_without_a_projector_names_the_command(parts: Path, dataset: Path, tmp_path: Path) -> None:
     cfg = make_config(parts, dataset, tmp_path / "finetune", "model.projector=auto", "model.random_weights=false")
     with pytest.raises(ConfigError, match=r"stage=pretrain model=tiny(.|\n)*model\.projector=random"):
-        train.run(cfg, single_world())
+        train.train(cfg)
 
 
 def qwen_and_siglip(parts: Path, folder: Path) -> Path:
@@ -269,7 +269,7 @@ def test_another_language_model_and_tower(
         cfg = make_config(folder, dataset, tmp_path / str(size), *EXPORTED, *trained, "sharding=zero3")
         cfg.export.verify = True
         if size == 1:
-            train.run(cfg, single_world())
+            train.train(cfg)
         else:
             pools[size].run(run_ranks, cfg)
         runs[size] = outcome(tmp_path / str(size))
@@ -282,7 +282,7 @@ def test_tower_without_cls_refuses_to_drop_one(parts: Path, dataset: Path, tmp_p
     with pytest.raises(
         ConfigError, match=r"model\.select_feature=patch drops a CLS token.*set model\.select_feature=full"
     ):
-        train.run(cfg, single_world())
+        train.train(cfg)
 
 
 def test_weights_from_another_model(exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
@@ -298,13 +298,13 @@ def test_weights_from_another_model(exported: Path, parts: Path, dataset: Path, 
     with pytest.raises(
         ModelError, match=r"mlp\.gate_proj\.weight has shape \[50, 36\] in .*model\.safetensors.*\[51, 36\]"
     ):
-        train.run(make_config(parts, dataset, tmp_path / "run", *start), single_world())
+        train.train(make_config(parts, dataset, tmp_path / "run", *start))
     tensors = load_file(exported / "export" / "model.safetensors")
     del tensors["language_model.model.norm.weight"]
     save_file(tensors, folder / "model.safetensors")
     write_json(folder / "config.json", json.loads((exported / "export" / "config.json").read_text()))
     with pytest.raises(ModelError, match=r"other has no weights for language_model\.norm\.weight"):
-        train.run(make_config(parts, dataset, tmp_path / "run", *start), single_world())
+        train.train(make_config(parts, dataset, tmp_path / "run", *start))
 
 
 def test_open_steps_is_what_training_reads(parts: Path, dataset: Path, tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_export_in_several_files(
 
     monkeypatch.setattr(artifact, "SHARD_BYTES", 40_000)
     cfg = make_config(parts, dataset, tmp_path, *EXPORTED, "export.verify=true", "max_steps=2")
-    train.run(cfg, single_world())
+    train.train(cfg)
     files = sorted(p.name for p in (tmp_path / "export").glob("model*"))
     assert len(files) > 3 and files[-1] == "model.safetensors.index.json"
     single = load_file(exported / "export" / "model.safetensors")
@@ -334,7 +334,7 @@ def test_export_in_several_files(
 def test_vocabulary_without_a_row_to_spare(notes: bool, dataset: Path, tmp_path: Path) -> None:
     """The image tag and the padding token of an export are left out on the way back, with our notes or without."""
     parts = write_parts(tmp_path / "parts", spare_rows=0)
-    train.run(make_config(parts, dataset, tmp_path / "one", *EXPORTED, "max_steps=1"), single_world())
+    train.train(make_config(parts, dataset, tmp_path / "one", *EXPORTED, "max_steps=1"))
     folder = tmp_path / "one" / "export"
     config = json.loads((folder / "config.json").read_text())
     rows = json.loads((folder / "llava_fsdp.json").read_text())["vocab_size"]
@@ -342,7 +342,7 @@ def test_vocabulary_without_a_row_to_spare(notes: bool, dataset: Path, tmp_path:
     if not notes:
         (folder / "llava_fsdp.json").unlink()
     start = [f"model.checkpoint={folder}", "model.random_weights=false", "max_steps=1", "export.verify=true"]
-    train.run(make_config(parts, dataset, tmp_path / "two", *EXPORTED, *start), single_world())
+    train.train(make_config(parts, dataset, tmp_path / "two", *EXPORTED, *start))
     one, two = outcome(tmp_path / "one"), outcome(tmp_path / "two")
     assert one.losses == two.losses
     assert all(torch.equal(one.weights[n], two.weights[n]) for n in one.weights)
@@ -356,7 +356,7 @@ def test_exported_processor_makes_our_pixels_and_positions(
     folder, overrides = (parts, []) if tower == "clip" else (qwen_and_siglip(parts, tmp_path / "parts"), OTHER)
     values = [*EXPORTED, *overrides, f"data.image_aspect_ratio={aspect}", "max_steps=1"]
     cfg = make_config(folder, dataset, tmp_path / "run", *values)
-    train.run(cfg, single_world())
+    train.train(cfg)
     processor = AutoProcessor.from_pretrained(tmp_path / "run" / "export")
     picture = Image.effect_noise((50, 31), 80).convert("RGB")
     picture.save(tmp_path / "a.png")
@@ -371,7 +371,7 @@ def test_exported_processor_makes_our_pixels_and_positions(
 def test_checkpoint_brings_its_projector(exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
     start = [f"model.checkpoint={exported}", "model.random_weights=false", "model.projector=/nowhere"]
     with pytest.raises(ConfigError, match=r"model\.projector=/nowhere and model\.checkpoint=.*give one of the two"):
-        train.run(make_config(parts, dataset, tmp_path, *start), single_world())
+        train.train(make_config(parts, dataset, tmp_path, *start))
 
 
 def test_original_with_other_features_is_refused(exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
@@ -380,13 +380,13 @@ def test_original_with_other_features_is_refused(exported: Path, parts: Path, da
     write_json(folder / "config.json", {**config, "mm_vision_select_layer": -1})
     start = [f"model.checkpoint={folder}", "model.random_weights=false"]
     with pytest.raises(ConfigError, match="has mm_vision_select_layer=-1, and this configuration means -2"):
-        train.run(make_config(parts, dataset, tmp_path / "run", *start), single_world())
+        train.train(make_config(parts, dataset, tmp_path / "run", *start))
 
 
 def test_export_in_another_dtype_is_made_again(parts: Path, dataset: Path, tmp_path: Path) -> None:
     values = ["export.enabled=true", "export.verify=false", "max_steps=1"]
-    train.run(make_config(parts, dataset, tmp_path, *values, "export.dtype=bf16"), single_world())
-    train.run(make_config(parts, dataset, tmp_path, *values, "export.dtype=fp32"), single_world())
+    train.train(make_config(parts, dataset, tmp_path, *values, "export.dtype=bf16"))
+    train.train(make_config(parts, dataset, tmp_path, *values, "export.dtype=fp32"))
     tensors = load_file(tmp_path / "export" / "model.safetensors")
     assert {t.dtype for t in tensors.values()} == {torch.float32}
 
@@ -394,7 +394,7 @@ def test_export_in_another_dtype_is_made_again(parts: Path, dataset: Path, tmp_p
 def test_samples_without_labels_can_still_be_verified(parts: Path, dataset: Path, tmp_path: Path) -> None:
     """All answers are cut off; the proof compares every position, so it needs none."""
     values = [*EXPORTED, "export.verify=true", "max_steps=1", "data.max_length=40"]
-    train.run(make_config(parts, dataset, tmp_path, *values), single_world())
+    train.train(make_config(parts, dataset, tmp_path, *values))
     row = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert row["label_tokens"] < row["tokens"] and (tmp_path / "export").is_dir()
 
@@ -408,13 +408,13 @@ def test_weights_that_nobody_would_read_are_refused(exported: Path, parts: Path,
             (folder / name / file.name).write_bytes(file.read_bytes())
     (folder / "language" / "model.safetensors").write_bytes((exported / "export" / "model.safetensors").read_bytes())
     with pytest.raises(ConfigError, match=r"model\.language=.* has weights, which model\.random_weights=true"):
-        train.run(make_config(folder, dataset, tmp_path / "run"), single_world())
+        train.train(make_config(folder, dataset, tmp_path / "run"))
 
 
 @pytest.mark.parametrize("layer", [0, 4, -4])
 def test_layer_that_a_tower_has_not(layer: int, parts: Path, dataset: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"model\.select_layer={layer}: clip_vision_model has 3 layers"):
-        train.run(make_config(parts, dataset, tmp_path, f"model.select_layer={layer}"), single_world())
+        train.train(make_config(parts, dataset, tmp_path, f"model.select_layer={layer}"))
 
 
 def rows_read(world: World, cfg: Config) -> dict[str, list[tuple[int, int]]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import RankPool, single_world
+from harness import RankPool
 from reference import EXPORTED, TOLERANCE, difference, outcome, run_ranks, vocabulary
 from safetensors.torch import load_file
 from small import make_config
@@ -25,7 +25,7 @@ OFTEN = ["max_steps=6", "checkpoint.every=2", "checkpoint.keep=9", *EXPORTED]
 def whole_run(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six steps on one rank, with a checkpoint after every second; an epoch is four steps."""
     folder = tmp_path_factory.mktemp("whole")
-    train.run(make_config(parts, dataset, folder, *OFTEN), single_world())
+    train.train(make_config(parts, dataset, folder, *OFTEN))
     return folder
 
 
@@ -62,7 +62,7 @@ def test_resumes_at_the_next_sample(
     """Step 2 lies within an epoch, step 4 at its end. One rank continues to the bit."""
     cfg = make_config(parts, dataset, interrupted(whole_run, tmp_path, step), *OFTEN, *overrides)
     if size == 1:
-        train.run(cfg, single_world())
+        train.train(cfg)
     else:
         pools[size].run(run_ranks, cfg)
     expected, got = outcome(whole_run), outcome(tmp_path)
@@ -83,7 +83,7 @@ def test_from_four_ranks_to_one(
     pools[4].run(run_ranks, make_config(parts, dataset, tmp_path / "four", *sharded))
     shutil.copytree(tmp_path / "four" / "checkpoints" / "step-000004", tmp_path / "one" / "checkpoints" / "step-000004")
     cfg = make_config(parts, dataset, tmp_path / "one", *OFTEN)
-    train.run(cfg, single_world())
+    train.train(cfg)
     expected, got = outcome(whole_run), outcome(tmp_path / "one")
     assert got.losses == pytest.approx(expected.losses[4:], rel=TOLERANCE)
     assert difference(got.weights, expected.weights, vocabulary(cfg)) < TOLERANCE
@@ -92,9 +92,9 @@ def test_from_four_ranks_to_one(
 def test_bf16_masters_resume_to_the_bit(parts: Path, dataset: Path, tmp_path: Path) -> None:
     """The working copies are made anew from the masters, which hold more than bf16."""
     values = [*OFTEN, "precision=bf16"]
-    train.run(make_config(parts, dataset, tmp_path / "whole", *values), single_world())
+    train.train(make_config(parts, dataset, tmp_path / "whole", *values))
     folder = interrupted(tmp_path / "whole", tmp_path / "again", 4)
-    train.run(make_config(parts, dataset, folder, *values), single_world())
+    train.train(make_config(parts, dataset, folder, *values))
     expected, got = outcome(tmp_path / "whole"), outcome(folder)
     assert got.losses == expected.losses
     assert all(torch.equal(got.weights[n], expected.weights[n]) for n in expected.weights)
@@ -104,16 +104,16 @@ def test_finished_run_does_nothing(whole_run: Path, parts: Path, dataset: Path, 
     folder = tmp_path / "copy"
     shutil.copytree(whole_run, folder)
     before = {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file() and p.name != "config.yaml"}
-    train.run(make_config(parts, dataset, folder, *OFTEN), single_world())
+    train.train(make_config(parts, dataset, folder, *OFTEN))
     for path, time in before.items():
-        if path.name != "metrics.jsonl":  # cut back to the checkpoint's step, which it was at
+        if path.name not in ("metrics.jsonl", "run_status.json"):  # cut back to the step it was at; says what runs
             assert path.stat().st_mtime_ns == time, path
     assert (folder / "metrics.jsonl").read_text() == (whole_run / "metrics.jsonl").read_text()
 
 
 def test_more_steps_continue(whole_run: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
     shutil.copytree(whole_run, tmp_path / "copy")
-    train.run(make_config(parts, dataset, tmp_path / "copy", *OFTEN, "max_steps=7"), single_world())
+    train.train(make_config(parts, dataset, tmp_path / "copy", *OFTEN, "max_steps=7"))
     got = outcome(tmp_path / "copy")
     assert len(got.losses) == 7 and got.losses[:6] == outcome(whole_run).losses
     assert json.loads((tmp_path / "copy" / "export" / "llava_fsdp.json").read_text())["step"] == 7
@@ -135,7 +135,7 @@ CHANGES = {
 def test_another_recipe_is_refused(key: str, whole_run: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
     cfg = make_config(parts, dataset, interrupted(whole_run, tmp_path, 4), *OFTEN, CHANGES[key])
     with pytest.raises(CheckpointError, match=key.replace(".", r"\.")) as caught:
-        train.run(cfg, single_world())
+        train.train(cfg)
     assert "checkpoint.resume=never" in str(caught.value) and "output_dir" in str(caught.value)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 6, "a refused run must not touch anything"
 
@@ -148,9 +148,9 @@ def test_another_dataset_is_refused_and_a_moved_one_is_not(
     moved = tmp_path / "moved.json"
     moved.write_text(json.dumps(records[:-1]))
     with pytest.raises(CheckpointError, match=r"data\.path: the dataset is another one"):
-        train.run(make_config(parts, dataset, folder, *OFTEN, f"data.path={moved}"), single_world())
+        train.train(make_config(parts, dataset, folder, *OFTEN, f"data.path={moved}"))
     shutil.copyfile(dataset / "mixed.json", moved)
-    train.run(make_config(parts, dataset, folder, *OFTEN, f"data.path={moved}"), single_world())
+    train.train(make_config(parts, dataset, folder, *OFTEN, f"data.path={moved}"))
     assert outcome(folder).losses == outcome(whole_run).losses
 
 
@@ -158,17 +158,17 @@ def test_another_model_is_refused(whole_run: Path, parts: Path, dataset: Path, t
     """Frozen weights are in no checkpoint, so another tower of the same shape must be noticed."""
     first = tmp_path / "first"
     values = ["max_steps=2", *EXPORTED]
-    train.run(make_config(parts, dataset, first, *values, stage="pretrain"), single_world())
+    train.train(make_config(parts, dataset, first, *values, stage="pretrain"))
     shutil.rmtree(first / "export")
     other = ["model.random_weights=false", f"model.checkpoint={whole_run / 'export'}", "max_steps=3"]
     with pytest.raises(CheckpointError, match="the model is another one"):
-        train.run(make_config(parts, dataset, first, *values, *other, stage="pretrain"), single_world())
+        train.train(make_config(parts, dataset, first, *values, *other, stage="pretrain"))
 
 
 def test_never_starts_over_and_loses_nothing(whole_run: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
     shutil.copytree(whole_run, tmp_path / "copy")
     cfg = make_config(parts, dataset, tmp_path / "copy", *OFTEN, "checkpoint.resume=never", "seed=9")
-    train.run(cfg, single_world())
+    train.train(cfg)
     assert outcome(tmp_path / "copy").losses != outcome(whole_run).losses
     old = tmp_path / "copy" / "old-1"
     kept = [p.name for p in checkpoint.list_checkpoints(old / "checkpoints")]
@@ -184,7 +184,7 @@ def test_going_back_starts_a_branch(whole_run: Path, parts: Path, dataset: Path,
     folder = tmp_path / "copy"
     shutil.copytree(whole_run, folder)
     back = f"checkpoint.resume={whole_run / 'checkpoints' / 'step-000002'}"
-    train.run(make_config(parts, dataset, folder, *OFTEN, "checkpoint.every=1", "max_steps=4", back), single_world())
+    train.train(make_config(parts, dataset, folder, *OFTEN, "checkpoint.every=1", "max_steps=4", back))
     found = [p.name for p in checkpoint.list_checkpoints(folder / "checkpoints")]
     assert found == ["step-000002", "step-000003", "step-000004"]
     kept = checkpoint.list_checkpoints(folder / "old-1" / "checkpoints")
@@ -203,7 +203,7 @@ def test_another_tokenizer_is_refused(whole_run: Path, parts: Path, dataset: Pat
     path.write_text(json.dumps(frozen))
     folder = interrupted(whole_run, tmp_path / "run", 4)
     with pytest.raises(CheckpointError, match="the tokenizer or the preprocessor is another one"):
-        train.run(make_config(tmp_path / "parts", dataset, folder, *OFTEN), single_world())
+        train.train(make_config(tmp_path / "parts", dataset, folder, *OFTEN))
 
 
 def resumed_step(world: World, cfg: Config, older: Path) -> int:
@@ -234,7 +234,7 @@ def test_only_the_newest_are_kept(parts: Path, dataset: Path, tmp_path: Path) ->
     cfg = make_config(parts, dataset, tmp_path, "max_steps=5", "checkpoint.every=1", "checkpoint.keep=2")
     (tmp_path / "checkpoints" / "step-000009.tmp").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-12").mkdir()
-    train.run(cfg, single_world())
+    train.train(cfg)
     found = [p.name for p in checkpoint.list_checkpoints(tmp_path / "checkpoints")]
     assert found == ["step-000004", "step-000005"]
 
@@ -242,4 +242,4 @@ def test_only_the_newest_are_kept(parts: Path, dataset: Path, tmp_path: Path) ->
 def test_checkpoint_that_is_none(parts: Path, dataset: Path, tmp_path: Path) -> None:
     cfg = make_config(parts, dataset, tmp_path, f"checkpoint.resume={tmp_path / 'nothing'}")
     with pytest.raises(CheckpointError, match=r"nothing is not a checkpoint; give auto, never, or a step-NNNNNN"):
-        train.run(cfg, single_world())
+        train.train(cfg)

@@ -78,7 +78,7 @@ def test_clipping_scales_the_update_and_reports_the_norm_before(parts: Path, dat
             parts, dataset, tmp_path / clip, f"optim.clip={clip}", "export.enabled=true", "export.dtype=fp32",
             "export.verify=false", "optim.eps=1e-4",
         )  # fmt: skip
-        train.run(cfg, single_world())
+        train.train(cfg)
         runs[clip] = outcome(tmp_path / clip)
     assert runs["null"].losses == runs["1e9"].losses
     assert runs["1e-3"].grad_norms[0] == runs["null"].grad_norms[0] > 1e-3

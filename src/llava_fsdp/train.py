@@ -34,34 +34,30 @@ def main() -> None:
 
 
 def train(cfg: Config) -> None:
+    """One run, from its configuration to its export."""
     begin_status(cfg)
     with distributed(cfg) as world:
-        run(cfg, world)
+        plan = SHARD_PLANS[cfg.sharding.strategy]
+        mesh = make_mesh(world, plan, cfg)
+        state = build_state(cfg, world, plan, mesh)
+        last_step = state.loader.total_steps
+        resumed = checkpoint.resume(state, cfg)
+        if state.step >= last_step:
+            log().info("this run has finished after step %d; a larger max_steps or epochs continues it", state.step)
+        elif resumed:
+            log().info("continuing after step %d of %d", state.step, last_step)
+        write_config(cfg, world)
+        reporter = Reporter(cfg, state.step, last_step, world.is_first)
 
+        def after_step(result: StepResult) -> None:
+            reporter(result)
+            if checkpoint.is_due(state.step, last_step, cfg.checkpoint):
+                checkpoint.save(state, cfg)
 
-def run(cfg: Config, world: World) -> None:
-    """One run, from its configuration to its export."""
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    mesh = make_mesh(world, plan, cfg)
-    state = build_state(cfg, world, plan, mesh)
-    last_step = state.loader.total_steps
-    resumed = checkpoint.resume(state, cfg)
-    if state.step >= last_step:
-        log().info("this run has finished after step %d; a larger max_steps or epochs would continue it", state.step)
-    elif resumed:
-        log().info("continuing after step %d of %d", state.step, last_step)
-    write_config(cfg, world)
-    reporter = Reporter(cfg, state.step, last_step, world.is_first)
-
-    def after_step(result: StepResult) -> None:
-        reporter(result)
-        if checkpoint.is_due(state.step, last_step, cfg.checkpoint):
-            checkpoint.save(state, cfg)
-
-    fit(state, plan, cfg, after_step)
-    reporter.close()
-    if cfg.export.enabled and not artifact.is_current(state, cfg):
-        log().info("exported to %s", artifact.export(state, cfg, world.is_first))
+        fit(state, plan, cfg, after_step)
+        reporter.close()
+        if cfg.export.enabled and not artifact.is_current(state, cfg):
+            log().info("exported to %s", artifact.export(state, cfg, world.is_first))
 
 
 def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | None) -> TrainState:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import RankPool, single_world
+from harness import RankPool
 from reference import EXPORTED, TOLERANCE, Outcome, difference, outcome, plain_loop, run_ranks, vocabulary
 from small import make_config
 
@@ -34,7 +34,7 @@ def references(
         start = make_config(
             parts, dataset, folder, "max_steps=1", "optim.lr=0", BATCH, *EXPORTED, *overrides, stage=stage
         )  # the first step's learning rate is 0 too: this only writes the weights that a run starts from
-        train.run(start, single_world())
+        train.train(start)
         cfg = make_config(parts, dataset, folder / "none", BATCH, *overrides, stage=stage)
         found[name] = plain_loop(cfg, folder / "export"), outcome(folder)
     return found
@@ -93,7 +93,7 @@ def test_table_equals_plain_loop(
                 )
                 assert num_micro_batches(SAMPLES, size, cfg.micro_batch_size) == accumulation
                 if size == 1:
-                    train.run(cfg, single_world())
+                    train.train(cfg)
                 else:
                     pools[size].run(run_ranks, cfg)
                 got = outcome(folder)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import RankPool, single_world
+from harness import RankPool
 from reference import EXPORTED, TOLERANCE, difference, outcome, plain_loop, run_ranks, vocabulary
 from small import make_config
 
@@ -49,7 +49,7 @@ def test_steps_with_few_or_no_pictures(
     stage, overrides = STAGES[name]
     common = [f"global_batch_size={BATCH}", f"seed={SEED}", f"max_steps={len(PICTURES)}", *overrides]
     start = make_config(parts, sparse, tmp_path / "start", *common, *EXPORTED, "optim.lr=0", stage=stage)
-    train.run(start, single_world())
+    train.train(start)
     cfg = make_config(parts, sparse, tmp_path / "none", *common, stage=stage)
     reference = plain_loop(cfg, tmp_path / "start" / "export")
     rows = [json.loads(line) for line in (tmp_path / "start" / "metrics.jsonl").read_text().splitlines()]

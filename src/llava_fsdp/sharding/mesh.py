@@ -42,6 +42,9 @@ def distributed(cfg: Config) -> Iterator[World]:
     at once, and a peer may never answer. On success the order barrier, destroy, collect, pause matters: without it
     gloo's background thread aborts about one process in seven at interpreter exit (pytorch#179291).
     """
+    if dist.is_initialized():  # whoever made the group ends it
+        yield world_of_group()
+        return
     world = read_world()
     end_with_parent()
     if cfg.deterministic:
@@ -71,6 +74,13 @@ def read_world() -> World:
             f"use --nproc-per-node {torch.cuda.device_count()}"
         )
     return World(rank, size, local_rank, local_size, torch.device("cuda", local_rank))
+
+
+def world_of_group() -> World:
+    """The ranks of a process group that exists already, all on this machine."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    return World(rank, size, rank, size, device)
 
 
 def join(world: World, timeout_seconds: int) -> None:
