@@ -29,6 +29,11 @@ class Order(Protocol):
         """Record numbers of a step, on all ranks together; the last step of an epoch may hold fewer."""
         ...
 
+    @property
+    def shape(self) -> str:
+        """What of a run's physical shape the order depends on."""
+        ...
+
     def cuts(self, step: int) -> Cuts | None:
         """How the step's record numbers lie on ranks and in micro-batches; None leaves it to `cut.py`."""
         ...
@@ -41,6 +46,10 @@ class Shuffle:
     count: int
     seed: int
     global_batch_size: int
+
+    @property
+    def shape(self) -> str:
+        return ""
 
     @property
     def per_epoch(self) -> int:
@@ -95,6 +104,10 @@ class OriginalOrder:
     @property
     def per_epoch(self) -> int:
         return self.batches_per_epoch // self.accumulation
+
+    @property
+    def shape(self) -> str:
+        return f"{self.world_size} x {self.accumulation} x {self.batch_size}"
 
     def samples(self, step: int) -> list[int]:
         return [index for rank in self.cuts(step) for batch in rank for index in batch]

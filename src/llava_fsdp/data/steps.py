@@ -141,9 +141,13 @@ class Steps(Dataset):
         return self.order.per_epoch
 
     def fingerprints(self) -> dict[str, str]:
-        """Of the records, and of what makes ids and pixels of them."""
+        """Of the records, of what makes ids and pixels of them, and of what their order depends on."""
         encoding = f"{self.encoder.tokenizer.fingerprint} {self.pictures.fingerprint}"
-        return {"dataset": self.records.fingerprint, "encoding": hashlib.sha256(encoding.encode()).hexdigest()[:32]}
+        return {
+            "dataset": self.records.fingerprint,
+            "encoding": hashlib.sha256(encoding.encode()).hexdigest()[:32],
+            "order": self.order.shape,
+        }
 
     def __getitem__(self, step: int) -> PackedStep | DataError:
         try:
