@@ -65,8 +65,8 @@ def show_run(cfg: Config, world: World, loader: Loader, weights: dict[str, Weigh
 
 def trains_table(weights: dict[str, Weight]) -> Table:
     table = Table("part", "trains", "frozen", title="parameters", title_justify="left")
-    for part in ("vision_tower", "multi_modal_projector", "language_model", "lm_head"):
-        own = [w for n, w in weights.items() if n.startswith(part + ".")]
+    for part in ("vision_tower", "multi_modal_projector", "image_newline", "language_model", "lm_head"):
+        own = [w for n, w in weights.items() if n.partition(".")[0] == part]
         if own:
             table.add_row(part, *(f"{sum(w.numel for w in own if w.trainable is t):,}" for t in (True, False)))
     return table
