@@ -99,6 +99,17 @@ MISFITS = {
     "tower of another size": ({"image_size": 56}, (), r"makes pictures of 28 pixels, and the tower takes 56"),
     "too long": ({"max_length": 100}, (), r"data\.max_length=256 is above the 100 positions"),
     "no room": ({"image_tokens": 300}, (), r"data\.max_length=256 has no room for a picture of 300 tokens"),
+    "no room for tiles": (
+        {},
+        ("data.image_aspect_ratio=anyres", "data.max_length=20"),
+        r"data\.max_length=20 has no room for a picture of 20 tokens",
+    ),
+    "uneven tiles": (
+        {},
+        ("data.image_aspect_ratio=anyres", "data.grid_pinpoints=[[28,30]]"),
+        r"data\.grid_pinpoints: \[28, 30\] is no multiple of the tower's 28 pixels",
+    ),
+    "tokens that the tokenizer lacks": ({}, ("model.image_start_end=true",), r"has no <im_start>; only checkpoints"),
     "small vocabulary": ({"vocab_size": 10}, (), r"the tokenizer has \d+ tokens, and the model 10 rows"),
     "no file": ({}, ("data.path=/nowhere/x.json",), r"data\.path=/nowhere/x\.json is not a file"),
     "no folder": ({}, ("data.images=/nowhere",), r"data\.images=/nowhere is not a folder"),
@@ -110,6 +121,22 @@ def test_misfits_are_refused_at_the_door(case: str, parts: Path, dataset: Path) 
     shape, overrides, message = MISFITS[case]
     with pytest.raises(ConfigError, match=message):
         open_loader(parts, dataset, *overrides, **shape)
+
+
+@pytest.mark.parametrize("merge", ["flat", "spatial", "spatial_unpad"])
+def test_tiles_have_their_positions_and_their_rows(merge: str, parts: Path, dataset: Path) -> None:
+    """Every position of a picture shows a row of its own tiles' features, or the end of a line."""
+    tiled = ("data.image_aspect_ratio=anyres", f"model.patch_merge={merge}", "micro_batch_size=5")
+    steps = open_loader(parts, dataset, *tiled).steps
+    for micro in steps.prepare(0).micro_batches:
+        assert len(micro.image_positions) == len(micro.image_rows)
+        rows = 4 * len(micro.images)
+        inside = micro.image_rows[micro.image_rows < rows]
+        assert len(inside.unique()) == len(inside) <= rows
+        assert (micro.image_rows[micro.image_rows >= rows] == rows).all()
+        assert ((micro.image_rows == rows).any() == (merge == "spatial_unpad")) or not len(micro.images)
+        if merge != "spatial_unpad":
+            assert len(inside) == rows
 
 
 FILES = {

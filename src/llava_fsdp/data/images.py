@@ -117,6 +117,14 @@ class PictureReader:
         side = math.isqrt(self.image_tokens)
         return feature_rows(size, list(self.sizes), self.preprocessor.size, side, self.merge)
 
+    @property
+    def most_positions(self) -> int:
+        """Of any picture: one that fills a grid has nothing taken off."""
+        if not self.in_tiles:
+            return self.image_tokens
+        side, tile = math.isqrt(self.image_tokens), self.preprocessor.size
+        return max(len(feature_rows(size, [size], tile, side, self.merge)) for size in self.sizes)
+
     def tiles(self, record: Record, name: str) -> np.ndarray:
         """uint8 [tiles, 3, size, size].
 

@@ -151,9 +151,10 @@ def check_fit(cfg: Config, shape: ModelShape, tokenizer_size: int, pictures: Pic
             f"data.max_length={cfg.data.max_length} is above the {shape.max_length} positions of the language model; "
             f"set data.max_length={shape.max_length} or less"
         )
-    if shape.image_tokens >= cfg.data.max_length:
+    if pictures.most_positions >= cfg.data.max_length:
         raise ConfigError(
-            f"data.max_length={cfg.data.max_length} has no room for a picture of {shape.image_tokens} tokens; raise it"
+            f"data.max_length={cfg.data.max_length} has no room for a picture of {pictures.most_positions} tokens; "
+            "raise it"
         )
     if tokenizer_size > shape.vocab_size + (cfg.labels is Parity.llava_v1_5 and cfg.data.template == "v0"):
         raise ConfigError(
