@@ -5,11 +5,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, LlavaConfig, PretrainedConfig
 
-from llava_fsdp.config import Config, Feature, ModelConfig
+from llava_fsdp.config import Config, Feature, ModelConfig, Part
 from llava_fsdp.errors import ConfigError, ModelError
 from llava_fsdp.model.files import WHOLE_MODEL
+from llava_fsdp.model.original import TOWER, check_agrees, is_original, language_config, read_selection
 
 PACKAGE = "package:"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -53,14 +54,9 @@ def find_parts(cfg: ModelConfig) -> Parts:
         )
     folder = resolve_model(cfg.checkpoint, "model.checkpoint")
     raw = read_json(folder / "config.json", f"model.checkpoint={folder}")
-    if str(raw.get("model_type", "")).startswith("llava_"):
+    if is_original(raw):
         return original_parts(folder, raw, cfg)
-    config = read_config(folder, "model.checkpoint")
-    if config.model_type != "llava":
-        raise ModelError(
-            f"model.checkpoint={folder} is a {config.model_type} model, not a LLaVA one; "
-            "a language model alone goes into model.language"
-        )
+    config = read_llava_config(folder, "model.checkpoint")
     check_selection(config, cfg, folder)
     language = config.text_config
     language.vocab_size = trained_vocabulary(folder, config)
@@ -78,34 +74,91 @@ def refuse_unread_weights(folders: dict[str, Path]) -> None:
 
 
 def original_parts(folder: Path, raw: dict, cfg: ModelConfig) -> Parts:
-    """The original's folders: language model fields on the top level, and a tower that is only named."""
-    fields = {k: v for k, v in raw.items() if k not in ("model_type", "architectures")}
-    language = AutoConfig.for_model(raw["model_type"].removeprefix("llava_"), **fields)
-    if raw.get("mm_projector_type", "linear") != cfg.projector_type:
+    """The original's folders: language model fields on the top level, and a tower that is only named.
+
+    Ours have a copy of the tower's configuration beside the weights.
+    """
+    check_agrees(raw, cfg, folder)
+    own = folder / TOWER
+    vision = own if (own / "config.json").is_file() else resolve(cfg.vision, "model.vision")
+    tower = vision_config(read_config(vision, "model.vision"))
+    return Parts(folder, vision, language_config(raw), tower, folder)
+
+
+def read_model(folder: Path, language: str | None, vision: str | None) -> ModelConfig:
+    """The `model` part of a configuration, for a folder of ours, transformers' or the original's as it is.
+
+    Args:
+        language: the language model, for a folder that holds a projector alone.
+        vision: the tower, for an original's folder whose own name for it means nothing here.
+
+    Raises:
+        ConfigError: the folder needs a language model or a tower that was not given.
+        ModelError: it is no LLaVA model, or one that we do not have.
+    """
+    raw = read_json(folder / "config.json", f"source={folder}")
+    if is_original(raw):
+        kind, layer, feature = read_selection(raw, folder)
+        whole = any((folder / name).is_file() for name in WHOLE_MODEL)
+        if not whole and language is None:
+            raise ConfigError(f"source={folder} holds a projector alone; give the language model with language=PATH")
+        base = language or ""
+        tower = vision or find_tower(raw, folder)
+    else:
+        config = read_llava_config(folder, "source")
+        kind, layer, whole, base, tower = "mlp2x_gelu", config.vision_feature_layer, True, "", vision or ""
+        feature = Feature.patch if config.vision_feature_select_strategy == "default" else Feature.full
+    return ModelConfig(
+        name=folder.name,
+        language=base,
+        vision=tower,
+        checkpoint=str(folder) if whole else None,
+        projector="auto" if whole else str(folder),
+        projector_type=kind,
+        select_layer=layer,
+        select_feature=feature,
+        random_weights=False,
+        train=[Part.projector],
+    )
+
+
+def find_tower(raw: dict, folder: Path) -> str:
+    """The tower that an original's folder names: a folder, also one beside it, or a hub name."""
+    name = str(raw.get("mm_vision_tower") or raw.get("vision_tower") or "")
+    if (folder / TOWER / "config.json").is_file() or (name and Path(name).is_dir()):
+        return name
+    if name and (folder.parent / name).is_dir():
+        return str(folder.parent / name)
+    if not HUB_NAME.fullmatch(name) and not name.startswith(PACKAGE):
         raise ConfigError(
-            f"model.projector_type={cfg.projector_type}, but model.checkpoint={folder} has a "
-            f"{raw.get('mm_projector_type', 'linear')} projector; set model.projector_type to that"
+            f"{folder / 'config.json'} has mm_vision_tower={name or 'null'}, which is no folder here; give the tower "
+            "with vision=PATH"
         )
-    check_original(raw, cfg, folder)
-    vision = resolve(cfg.vision, "model.vision")
-    return Parts(folder, vision, language, vision_config(read_config(vision, "model.vision")), folder)
+    return name
 
 
-def check_original(raw: dict, cfg: ModelConfig, folder: Path) -> None:
-    """What the original's configuration says of tower features is what this one does with them."""
-    feature = "patch" if cfg.select_feature is Feature.patch else "cls_patch"
-    expected = {
-        "mm_vision_select_layer": cfg.select_layer,
-        "mm_vision_select_feature": feature,
-        "mm_use_im_start_end": False,
-        "mm_patch_merge_type": "flat",
-    }
-    for key, ours in expected.items():
-        if raw.get(key, ours) != ours:
-            raise ConfigError(f"model.checkpoint={folder} has {key}={raw[key]}, and this configuration means {ours}")
+def read_llava_config(folder: Path, key: str) -> LlavaConfig:
+    """The configuration of transformers' LLaVA.
+
+    Raises:
+        ModelError: it is another model, or has a projector or features that ours has not.
+    """
+    config = read_config(folder, key)
+    if not isinstance(config, LlavaConfig):
+        raise ModelError(
+            f"{key}={folder} is a {config.model_type} model, not a LLaVA one; "
+            "a language model alone goes into model.language"
+        )
+    needed = {"projector_hidden_act": "gelu", "multimodal_projector_bias": True}
+    for name, value in needed.items():
+        if getattr(config, name, value) != value:
+            raise ModelError(f"{key}={folder} has {name}={getattr(config, name)}; only {value} is supported")
+    if not isinstance(config.vision_feature_layer, int):
+        raise ModelError(f"{key}={folder} takes tower layers {config.vision_feature_layer}; only one is supported")
+    return config
 
 
-def check_selection(config: PretrainedConfig, cfg: ModelConfig, folder: Path) -> None:
+def check_selection(config: LlavaConfig, cfg: ModelConfig, folder: Path) -> None:
     """The checkpoint was trained on the same tower features as this configuration selects."""
     strategy = "default" if cfg.select_feature is Feature.patch else "full"
     theirs = {
@@ -124,7 +177,7 @@ def check_selection(config: PretrainedConfig, cfg: ModelConfig, folder: Path) ->
         )
 
 
-def trained_vocabulary(folder: Path, config: PretrainedConfig) -> int:
+def trained_vocabulary(folder: Path, config: LlavaConfig) -> int:
     """Vocabulary rows that were trained: exports pad with the image tag, a padding token and up to 64 rows.
 
     A row too many would take part in every softmax, so they are cut on the way back.
