@@ -13,6 +13,7 @@ from llava_fsdp import cli
 from llava_fsdp.config import (
     ChatConfig,
     Config,
+    ConversionConfig,
     EvaluateConfig,
     Strategy,
     SweepConfig,
@@ -26,7 +27,13 @@ CHOICES = sorted((p.parent.name, p.stem) for p in config_dir().glob("*/*.yaml") 
 RECIPES = sorted(p.stem for p in config_dir().glob("recipe/*.yaml"))
 STAGES = [name for group, name in CHOICES if group == "stage"]
 MODELS = [name for group, name in CHOICES if group == "model"]
-SCHEMAS = {"train": Config, "sweep": SweepConfig, "evaluate": EvaluateConfig, "chat": ChatConfig}
+SCHEMAS = {
+    "train": Config,
+    "sweep": SweepConfig,
+    "evaluate": EvaluateConfig,
+    "chat": ChatConfig,
+    "export": ConversionConfig,
+}
 FILL = ["data.path=records.json"]  # the one value that a choice leaves open
 
 

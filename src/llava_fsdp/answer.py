@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import LlavaForConditionalGeneration
 
-from llava_fsdp.artifact import quiet_transformers
+from llava_fsdp.proof import quiet_transformers
 from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.conversation import Template, prompt, template
 from llava_fsdp.data.encode import IMAGE_ID, encode_prompt

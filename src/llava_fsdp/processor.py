@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import AutoTokenizer, LlavaConfig
 
-from llava_fsdp.config import AspectRatio, Config
+from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.conversation import IMAGE_TAG, Template, template
-from llava_fsdp.data.images import read_preprocessor
+from llava_fsdp.data.images import preprocessor_fields, read_preprocessor
 from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.log import log
 
@@ -17,18 +17,28 @@ PAD_TOKEN = "<pad>"
 ROW_MULTIPLE = 64
 
 
-def write_tokenizer(folder: Path, staged: Path, vocab_size: int, cfg: Config) -> tuple[int, int, int]:
+def has_tokenizer(folder: Path) -> bool:
+    return (folder / "tokenizer.model").is_file() or (folder / "tokenizer.json").is_file()
+
+
+def write_tokenizer(folder: Path, staged: Path, vocab_size: int, form: str) -> tuple[int, int, int]:
     """The tokenizer with an image tag and a padding token; returns their ids and the vocabulary rows needed.
 
     As the hub's LLaVA conversion: new ids follow the old ones, and rows are padded to a multiple of 64. A language
-    model with rows to spare keeps its size.
+    model with rows to spare keeps its size. A folder without a tokenizer gives one without.
+
+    Args:
+        form: name of the conversation template.
     """
+    if not has_tokenizer(folder):
+        log().warning("%s has no tokenizer, so %s gets none; put one there before you use it", folder, staged)
+        return vocab_size, vocab_size + 1, -(-(vocab_size + 2) // ROW_MULTIPLE) * ROW_MULTIPLE
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     tokenizer.add_tokens([IMAGE_TAG], special_tokens=True)
     if tokenizer.pad_token is None or tokenizer.pad_token == tokenizer.unk_token:
         tokenizer.add_special_tokens({"pad_token": PAD_TOKEN})
     gap = gap_after_image(tokenizer, open_tokenizer(folder, vocab_size))
-    tokenizer.chat_template = chat_template(template(cfg.data.template), gap)
+    tokenizer.chat_template = chat_template(template(form), gap)
     tokenizer.save_pretrained(staged)
     if (folder / "tokenizer.model").is_file():
         shutil.copyfile(folder / "tokenizer.model", staged / "tokenizer.model")
@@ -79,14 +89,13 @@ def chat_template(form: Template, gap: str) -> str:
     )
 
 
-def write_processor(folder: Path, staged: Path, config: LlavaConfig, cfg: Config) -> None:
-    """The tower's own preprocessing, padded to a square where training padded, and LLaVA's processor around it."""
-    own = json.loads((folder / "preprocessor_config.json").read_text()).get(
-        "image_processor_type", "CLIPImageProcessor"
-    )
+def write_preprocessor(folder: Path, staged: Path, pads: bool) -> None:
+    """The tower's own preprocessing, padded to a square where training padded."""
     ours_read = read_preprocessor(folder)
     square = {"height": ours_read.size, "width": ours_read.size}
-    pads = cfg.data.image_aspect_ratio is AspectRatio.pad
+    own = preprocessor_fields(folder).get("image_processor_type", "CLIPImageProcessor")
+    if own == "LlavaImageProcessor":  # it pads unless told otherwise
+        own = "CLIPImageProcessor" if ours_read.keep_ratio else "SiglipImageProcessor"
     images = {
         "processor_class": "LlavaProcessor",
         "image_processor_type": "LlavaImageProcessor" if pads else own,
@@ -104,6 +113,14 @@ def write_processor(folder: Path, staged: Path, config: LlavaConfig, cfg: Config
         "image_std": list(ours_read.std),
     }
     (staged / "preprocessor_config.json").write_text(json.dumps(images, indent=1) + "\n")
+
+
+def write_processor(folder: Path, staged: Path, config: LlavaConfig, aspect: AspectRatio) -> None:
+    """Preprocessing, and LLaVA's processor around it. A folder without preprocessing gives one without."""
+    if not preprocessor_fields(folder):
+        log().warning("%s says nothing of the preprocessing of pictures, so %s does not either", folder, staged)
+        return
+    write_preprocessor(folder, staged, aspect is AspectRatio.pad)
     vision: Any = config.vision_config
     grid = (vision.image_size // vision.patch_size) ** 2
     default = config.vision_feature_select_strategy == "default"
@@ -115,3 +132,38 @@ def write_processor(folder: Path, staged: Path, config: LlavaConfig, cfg: Config
         "image_token": IMAGE_TAG,
     }
     (staged / "processor_config.json").write_text(json.dumps(processor, indent=1) + "\n")
+
+
+def write_original_tokenizer(folder: Path, staged: Path, vocab_size: int, max_length: int) -> None:
+    """The tokenizer as the original loads it with transformers 4.37: without tokens beyond the vocabulary.
+
+    An absent `legacy` means true there; training tokenizes as `legacy=false` does.
+    """
+    if not has_tokenizer(folder):
+        log().warning("%s has no tokenizer, so %s gets none; put one there before you use it", folder, staged)
+        return
+    path = folder / "tokenizer_config.json"
+    given = json.loads(path.read_text()) if path.is_file() else {}
+    kept = ("bos_token", "eos_token", "unk_token", "add_bos_token", "add_eos_token", "clean_up_tokenization_spaces")
+    config = {key: given[key] for key in kept if key in given}
+    config |= {"model_max_length": max_length, "padding_side": "right", "legacy": bool(given.get("legacy", False))}
+    config["pad_token"] = given.get("unk_token") or given.get("eos_token")
+    if (folder / "tokenizer.model").is_file():
+        shutil.copyfile(folder / "tokenizer.model", staged / "tokenizer.model")
+        config["tokenizer_class"] = "LlamaTokenizer"
+        config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", **config}
+        config["pad_token"] = config["unk_token"]
+    else:
+        frozen = as_older_release(json.loads((folder / "tokenizer.json").read_text()), vocab_size)
+        (staged / "tokenizer.json").write_text(json.dumps(frozen, ensure_ascii=False))
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (staged / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def as_older_release(frozen: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+    """A tokenizer.json for tokenizers 0.15, which has merges as text, without tokens beyond the vocabulary."""
+    frozen["added_tokens"] = [t for t in frozen.get("added_tokens", []) if t["id"] < vocab_size]
+    merges = frozen["model"].get("merges")
+    if merges and isinstance(merges[0], list) and not any(" " in part for pair in merges for part in pair):
+        frozen["model"]["merges"] = [" ".join(pair) for pair in merges]
+    return frozen
