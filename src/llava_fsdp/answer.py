@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from transformers import LlavaForConditionalGeneration
 
-from llava_fsdp.proof import quiet_transformers
 from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.conversation import Template, prompt, template
 from llava_fsdp.data.encode import IMAGE_ID, encode_prompt
@@ -17,6 +16,7 @@ from llava_fsdp.data.loader import normalize
 from llava_fsdp.data.source import Turn
 from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.model.parts import NOTES, resolve_model
+from llava_fsdp.proof import quiet_transformers
 
 
 @dataclass(frozen=True)

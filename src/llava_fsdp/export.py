@@ -91,7 +91,9 @@ def show(opened: Opened, final: Path, cfg: ConversionConfig) -> None:
         table.add_row(str(path.relative_to(final)), readable(path.stat().st_size))
     console.print(table)
     checked = "its logits are the source's" if cfg.verify else "not verified"
-    kind = {FolderFormat.hf: "transformers", FolderFormat.llava: "the original LLaVA"}.get(cfg.format, "stage 2 of LLaVA")
+    kind = {FolderFormat.hf: "transformers", FolderFormat.llava: "the original LLaVA"}.get(
+        cfg.format, "stage 2 of LLaVA"
+    )
     log().info("%s, for %s, from %s; %s", final, kind, opened.folder, checked)
 
 

@@ -136,7 +136,7 @@ def begin_hf(subject: Subject, dtype: torch.dtype, staged: Path) -> int:
     model, parts = subject.model, subject.model.parts
     if model.cfg.projector_type != "mlp2x_gelu":
         raise ConfigError(f"transformers' LLaVA has no {model.cfg.projector_type} projector; choose format=llava")
-    image_id, pad_id, rows = write_tokenizer(parts.language_folder, staged, subject.vocabulary, subject.template)
+    image_id, pad_id, rows = write_tokenizer(parts.language_folder, staged, parts.language, subject.template)
     text = type(parts.language).from_dict({**parts.language.to_dict(), "vocab_size": rows, "use_cache": True})
     config = LlavaConfig(
         vision_config=copy.deepcopy(parts.vision),  # LlavaConfig resets what the live tower reads
@@ -247,9 +247,7 @@ def copy_files(folder: Path, to: Path, names: Iterable[str]) -> None:
             shutil.copyfile(folder / name, to / name)
 
 
-def write_shards(
-    subject: Subject, weights: Weights, staged: Path, rename: Callable[[str], str], rows: int
-) -> None:
+def write_shards(subject: Subject, weights: Weights, staged: Path, rename: Callable[[str], str], rows: int) -> None:
     """Safetensors files of at most 5 GB; rank 0 holds one at a time."""
     extra = on_first_rank(lambda: buffers_to_write(subject, rename), f"cannot read buffers for {staged}")
     plan = plan_shards(weights)

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, LlavaConfig
+from transformers import AutoTokenizer, LlavaConfig, PretrainedConfig
 
 from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.conversation import IMAGE_TAG, Template, template
@@ -21,7 +21,7 @@ def has_tokenizer(folder: Path) -> bool:
     return (folder / "tokenizer.model").is_file() or (folder / "tokenizer.json").is_file()
 
 
-def write_tokenizer(folder: Path, staged: Path, vocab_size: int, form: str) -> tuple[int, int, int]:
+def write_tokenizer(folder: Path, staged: Path, language: PretrainedConfig, form: str) -> tuple[int, int, int]:
     """The tokenizer with an image tag and a padding token; returns their ids and the vocabulary rows needed.
 
     As the hub's LLaVA conversion: new ids follow the old ones, and rows are padded to a multiple of 64. A language
@@ -30,10 +30,12 @@ def write_tokenizer(folder: Path, staged: Path, vocab_size: int, form: str) -> t
     Args:
         form: name of the conversation template.
     """
+    vocab_size = language.vocab_size
     if not has_tokenizer(folder):
         log().warning("%s has no tokenizer, so %s gets none; put one there before you use it", folder, staged)
         return vocab_size, vocab_size + 1, -(-(vocab_size + 2) // ROW_MULTIPLE) * ROW_MULTIPLE
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    # with the language model's configuration: that of an original's folder is none of transformers'
+    tokenizer = AutoTokenizer.from_pretrained(folder, config=language, trust_remote_code=False)
     tokenizer.add_tokens([IMAGE_TAG], special_tokens=True)
     if tokenizer.pad_token is None or tokenizer.pad_token == tokenizer.unk_token:
         tokenizer.add_special_tokens({"pad_token": PAD_TOKEN})

@@ -174,5 +174,3 @@ def quiet_transformers() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-

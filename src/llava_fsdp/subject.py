@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from llava_fsdp.checkpoint import FOLDER, STATE_FILE, list_checkpoints, read_state, saved_weights
 from llava_fsdp.config import AspectRatio, Config, ConversionConfig, KeptDType, load
@@ -93,7 +93,9 @@ def open_checkpoint(folder: Path, cfg: ConversionConfig) -> Opened:
 
 def run_config(facts: dict[str, Any], folder: Path) -> Config:
     try:
-        return load(Config, OmegaConf.create(facts["config"]))
+        node = OmegaConf.create(facts["config"])
+        assert isinstance(node, DictConfig)
+        return load(Config, node)
     except ConfigError as error:
         raise CheckpointError(f"{folder} was written with a configuration of another version: {error}") from error
 

@@ -35,11 +35,11 @@ class StoredTensor:
     def dtype(self) -> torch.dtype:
         """Raises ModelError for what is no floating point number of at least 16 bits: a quantized model."""
         if isinstance(self.handle, dict):
-            found, known = self.handle[self.name].dtype, CODES.values()
+            found: Any = self.handle[self.name].dtype
         else:
             code = self.handle.get_slice(self.name).get_dtype()
-            found, known = CODES.get(code, code), CODES.values()
-        if found not in known:
+            found = CODES.get(code, code)
+        if found not in CODES.values():
             raise ModelError(f"{self.file}: {self.name} is {found}; quantized weights cannot be read")
         return found
 

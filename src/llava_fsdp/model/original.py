@@ -23,7 +23,13 @@ LANGUAGE_KEYS = (
     "initializer_range", "intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
     "num_key_value_heads", "pad_token_id", "rms_norm_eps", "tie_word_embeddings", "vocab_size",
 )  # fmt: skip
-CLIP_336 = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "image_size": 336, "patch_size": 14}
+CLIP_336 = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "image_size": 336,
+    "patch_size": 14,
+}
 
 
 def is_original(raw: dict[str, Any]) -> bool:
@@ -80,7 +86,10 @@ def check_agrees(raw: dict[str, Any], cfg: ModelConfig, folder: Path) -> None:
 
 def language_config(raw: dict[str, Any]) -> PretrainedConfig:
     """The language model's configuration: its fields are on the top level."""
-    return AutoConfig.for_model("llama", **{k: v for k, v in raw.items() if k not in ("model_type", "architectures")})
+    fields = {key: raw[key] for key in (*LANGUAGE_KEYS, "rope_theta", "pretraining_tp") if key in raw}
+    if raw.get("rope_scaling") is not None:
+        fields["rope_scaling"] = raw["rope_scaling"]
+    return AutoConfig.for_model("llama", **fields)
 
 
 def original_config(
@@ -132,7 +141,7 @@ def rope(language: PretrainedConfig) -> dict[str, Any]:
         found = getattr(language, key, None)
         if found is not None and found != value:
             raise ModelError(f"the original LLaVA has no language model with {key}={found}; choose format=hf")
-    fields = dict(language.rope_parameters)
+    fields = {k: v for k, v in language.rope_parameters.items() if k != "type"}  # rope_type's older name
     kind = fields.pop("rope_type", "default")
     theta = fields.pop("rope_theta", 10000.0)
     if kind == "default":

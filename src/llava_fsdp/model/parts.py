@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig, LlavaConfig, PretrainedConfig
 
@@ -58,9 +59,9 @@ def find_parts(cfg: ModelConfig) -> Parts:
         return original_parts(folder, raw, cfg)
     config = read_llava_config(folder, "model.checkpoint")
     check_selection(config, cfg, folder)
-    language = config.text_config
+    language: Any = config.text_config
     language.vocab_size = trained_vocabulary(folder, config)
-    return Parts(folder, folder, language, config.vision_config, folder)
+    return Parts(folder, folder, language, vision_config(config), folder)
 
 
 def refuse_unread_weights(folders: dict[str, Path]) -> None:
@@ -137,8 +138,8 @@ def find_tower(raw: dict, folder: Path) -> str:
     return name
 
 
-def read_llava_config(folder: Path, key: str) -> LlavaConfig:
-    """The configuration of transformers' LLaVA.
+def read_llava_config(folder: Path, key: str) -> Any:
+    """A LlavaConfig; transformers' own types do not admit what its fields hold.
 
     Raises:
         ModelError: it is another model, or has a projector or features that ours has not.
@@ -158,7 +159,7 @@ def read_llava_config(folder: Path, key: str) -> LlavaConfig:
     return config
 
 
-def check_selection(config: LlavaConfig, cfg: ModelConfig, folder: Path) -> None:
+def check_selection(config: Any, cfg: ModelConfig, folder: Path) -> None:
     """The checkpoint was trained on the same tower features as this configuration selects."""
     strategy = "default" if cfg.select_feature is Feature.patch else "full"
     theirs = {
@@ -177,7 +178,7 @@ def check_selection(config: LlavaConfig, cfg: ModelConfig, folder: Path) -> None
         )
 
 
-def trained_vocabulary(folder: Path, config: LlavaConfig) -> int:
+def trained_vocabulary(folder: Path, config: Any) -> int:
     """Vocabulary rows that were trained: exports pad with the image tag, a padding token and up to 64 rows.
 
     A row too many would take part in every softmax, so they are cut on the way back.
