@@ -88,7 +88,7 @@ def language_config(raw: dict[str, Any]) -> PretrainedConfig:
     """The language model's configuration: its fields are on the top level."""
     fields = {key: raw[key] for key in (*LANGUAGE_KEYS, "rope_theta", "pretraining_tp") if key in raw}
     if raw.get("rope_scaling") is not None:
-        fields["rope_scaling"] = raw["rope_scaling"]
+        fields["rope_scaling"] = dict(raw["rope_scaling"])  # transformers writes into it
     return AutoConfig.for_model("llama", **fields)
 
 
