@@ -315,9 +315,9 @@ def test_export_in_several_files(
     exported: Path, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model of more than one file: an index that transformers reads, and the same logits."""
-    from llava_fsdp import formats
+    from llava_fsdp import writing
 
-    monkeypatch.setattr(formats, "SHARD_BYTES", 40_000)
+    monkeypatch.setattr(writing, "SHARD_BYTES", 40_000)
     cfg = make_config(parts, dataset, tmp_path, *EXPORTED, "export.verify=true", "max_steps=2")
     train.train(cfg)
     files = sorted(p.name for p in (tmp_path / "export").glob("model*"))

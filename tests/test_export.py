@@ -14,13 +14,15 @@ from safetensors.torch import load_file, save_file
 from small import conversion, make_config, write_json, write_parts
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
-from llava_fsdp import formats, train
+from llava_fsdp import formats, train, writing
+from llava_fsdp.answer import Assistant
+from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.tokenizer import open_tokenizer
 from llava_fsdp.errors import CheckpointError, ConfigError, ModelError
 from llava_fsdp.export import export
+from llava_fsdp.model.asis import read_model
 from llava_fsdp.model.names import original, ours
 from llava_fsdp.model.original import generation_config, known_tower, language_config, original_config
-from llava_fsdp.model.parts import read_model
 
 TOWER = "vision=some/tower"
 STEPS = ["max_steps=2", "checkpoint.every=1", *EXPORTED]
@@ -207,6 +209,7 @@ def test_projectors_that_transformers_has_not(kind: str, parts: Path, dataset: P
     assert json.loads((again / "config.json").read_text()) == json.loads((made / "config.json").read_text())
     with pytest.raises(ConfigError, match=f"transformers' LLaVA has no {kind} projector; choose format=llava"):
         export(conversion(made, tmp_path / "hf"))
+    assert not (tmp_path / "hf").exists() and not (tmp_path / "hf.tmp").exists()
     if kind == "identity":
         with pytest.raises(ConfigError, match="an identity projector has no weights"):
             export(conversion(made, tmp_path / "p", "format=projector"))
@@ -354,7 +357,7 @@ def test_the_proof_can_fail(form: str, llava: Path, tmp_path: Path, monkeypatch:
     """A writer that puts two weights in each other's place: nothing has the name that was asked for."""
     q, k = "language_model.layers.0.self_attn.q_proj.weight", "language_model.layers.1.self_attn.q_proj.weight"
     if form == "projector":
-        monkeypatch.setattr(formats, "save_file", lambda t, f, metadata: save_file({n: -v for n, v in t.items()}, f))
+        monkeypatch.setattr(writing, "save_file", lambda t, f, metadata: save_file({n: -v for n, v in t.items()}, f))
         monkeypatch.setattr(torch, "equal", lambda a, b: True)  # the twins' own check comes first
     else:
         function = "theirs" if form == "hf" else "original"
@@ -367,7 +370,7 @@ def test_the_proof_can_fail(form: str, llava: Path, tmp_path: Path, monkeypatch:
 
 
 def test_twins_are_compared(llava: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "save_file", lambda t, f, metadata: save_file({n: -v for n, v in t.items()}, f))
+    monkeypatch.setattr(writing, "save_file", lambda t, f, metadata: save_file({n: -v for n, v in t.items()}, f))
     with pytest.raises(ModelError, match=r"mm_projector\.bin and its twin differ in model\.mm_projector\.0\.bias"):
         export(conversion(llava, tmp_path / "made", "format=projector"))
 
@@ -456,6 +459,11 @@ def test_without_a_name_for_the_tower(run: Path, tmp_path: Path) -> None:
     (folder / "llava_fsdp.json").unlink()
     with pytest.raises(ConfigError, match=r"name their vision tower, and the source does not: give vision=NAME"):
         export(conversion(folder, tmp_path / "made", "format=llava"))
+
+
+def test_chat_names_the_command(llava: Path) -> None:
+    with pytest.raises(ModelError, match=r"is in the original LLaVA's format; .*llava_fsdp\.export source="):
+        Assistant(str(llava), "v1", AspectRatio.pad)
 
 
 @pytest.mark.e2e

@@ -11,7 +11,7 @@ from torch import nn
 from llava_fsdp.checkpoint import on_first_rank, sync_folder
 from llava_fsdp.config import Config, DType, FolderFormat
 from llava_fsdp.errors import ModelError
-from llava_fsdp.formats import Subject, Weights, write_folder
+from llava_fsdp.formats import Subject, write_folder
 from llava_fsdp.log import log
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.parts import EXPORT, NOTES
@@ -19,6 +19,7 @@ from llava_fsdp.proof import CLOSE, CLOSE_BF16, apart, reloaded_logits
 from llava_fsdp.sharding.precision import DTYPES
 from llava_fsdp.sharding.shards import whole
 from llava_fsdp.state import TrainState
+from llava_fsdp.writing import Weights
 
 
 def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:

@@ -4,6 +4,7 @@ Reads a run, one of its checkpoints, or a model folder (ours, transformers' or t
 transformers' or the original's, or the original's projector file.
 """
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from llava_fsdp import cli
 from llava_fsdp.artifact import replace
 from llava_fsdp.config import ConversionConfig, DType, FolderFormat, KeptDType
 from llava_fsdp.data.conversation import template
-from llava_fsdp.errors import ConfigError, LlavaFsdpError
-from llava_fsdp.formats import Weights, write_folder
+from llava_fsdp.errors import ConfigError, ModelError
+from llava_fsdp.formats import write_folder
 from llava_fsdp.log import log
 from llava_fsdp.metrics import watch_loading
 from llava_fsdp.model.parts import PACKAGE
@@ -24,6 +25,7 @@ from llava_fsdp.proof import prove
 from llava_fsdp.screen import readable
 from llava_fsdp.sharding.precision import DTYPES
 from llava_fsdp.subject import Opened, open_source, rows_of
+from llava_fsdp.writing import Weights
 
 
 def main() -> None:
@@ -53,12 +55,14 @@ def export(cfg: ConversionConfig) -> Path:
     staged = final.with_name(final.name + ".tmp")
     try:
         write_folder(cfg.format, opened.subject, weights, staged, {"dtype": cfg.dtype.value})
-        if cfg.verify:
-            prove(cfg.format, opened.subject.model, opened.sources, dtypes, staged)
-    except LlavaFsdpError as error:
-        if staged.is_dir():
-            raise type(error)(f"{error}\n{final} was not made; {staged} has what was written") from error
+    except BaseException:
+        shutil.rmtree(staged, ignore_errors=True)
         raise
+    if cfg.verify:
+        try:
+            prove(cfg.format, opened.subject.model, opened.sources, dtypes, staged)
+        except ModelError as error:
+            raise ModelError(f"{error}\n{final} was not made; {staged} has what was written") from error
     replace(staged, final)
     show(opened, final, cfg)
     return final

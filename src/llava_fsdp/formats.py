@@ -3,7 +3,7 @@
 import copy
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LlavaConfig
 
 from llava_fsdp.checkpoint import on_first_rank
 from llava_fsdp.config import AspectRatio, Feature, FolderFormat, Part
-from llava_fsdp.errors import ConfigError, ModelError
+from llava_fsdp.errors import ConfigError
 from llava_fsdp.log import log
 from llava_fsdp.model.files import open_tensors
 from llava_fsdp.model.llava import Llava
@@ -39,8 +39,8 @@ from llava_fsdp.processor import (
     write_processor,
     write_tokenizer,
 )
+from llava_fsdp.writing import Vocabulary, Weights, write_projector, write_shards
 
-SHARD_BYTES = 5 * 10**9
 KEPT = "original"
 """In transformers' folder of a model that came from the original: its small files, for the way back."""
 KEPT_FILES = ("config.json", "generation_config.json")
@@ -70,23 +70,6 @@ class Subject:
         return self.model.parts.language.vocab_size
 
 
-@dataclass(frozen=True)
-class Weights:
-    """A model's weights as they are written, one at a time. Only the first rank has them and writes."""
-
-    shapes: dict[str, tuple[int, ...]]
-    dtypes: dict[str, torch.dtype]
-    read: Callable[[str], torch.Tensor]
-    """The whole parameter, on the CPU of the first rank; a collective."""
-    is_first_rank: bool = True
-    watch: Callable[[Iterable[str]], Iterable[str]] = iter
-
-    @property
-    def widest(self) -> torch.dtype:
-        """The dtype that holds every weight's values."""
-        return reduce(torch.promote_types, self.dtypes.values())
-
-
 def write_folder(form: FolderFormat, subject: Subject, weights: Weights, staged: Path, notes: dict[str, Any]) -> None:
     """Write a model in a format. A collective.
 
@@ -98,17 +81,18 @@ def write_folder(form: FolderFormat, subject: Subject, weights: Weights, staged:
         CheckpointError: the folder could not be written.
     """
     failing = f"cannot write {staged}"
+    rename = partial(original, projector_type=subject.model.cfg.projector_type)
     on_first_rank(lambda: make_empty(staged), failing)
     if form is FolderFormat.hf:
         rows = on_first_rank(lambda: begin_hf(subject, weights.widest, staged), failing)
-        write_shards(subject, weights, staged, theirs, rows)
+        write_shards(weights, staged, theirs, Vocabulary(subject.vocabulary, rows), {})
     elif form is FolderFormat.llava:
         on_first_rank(lambda: begin_llava(subject, weights.widest, staged), failing)
-        rename = partial(original, projector_type=subject.model.cfg.projector_type)
-        write_shards(subject, weights, staged, rename, subject.vocabulary)
+        buffers = on_first_rank(lambda: saved_buffers(subject.model.parts), failing)
+        write_shards(weights, staged, rename, Vocabulary(subject.vocabulary, subject.vocabulary), buffers)
     else:
         on_first_rank(lambda: begin_projector(subject, weights, staged), failing)
-        write_projector(subject, weights, staged)
+        write_projector(weights, staged, rename)
     on_first_rank(lambda: write_notes(subject, staged, notes), failing)
 
 
@@ -245,78 +229,3 @@ def copy_files(folder: Path, to: Path, names: Iterable[str]) -> None:
     for name in names:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, to / name)
-
-
-def write_shards(subject: Subject, weights: Weights, staged: Path, rename: Callable[[str], str], rows: int) -> None:
-    """Safetensors files of at most 5 GB; rank 0 holds one at a time."""
-    extra = on_first_rank(lambda: buffers_to_write(subject, rename), f"cannot read buffers for {staged}")
-    plan = plan_shards(weights)
-    index: dict[str, str] = {}
-    names = iter(weights.watch(name for shard in plan for name in shard))
-    total = 0
-    for number, shard in enumerate(plan, start=1):
-        file = "model.safetensors" if len(plan) == 1 else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
-        tensors: dict[str, torch.Tensor] = extra if number == 1 else {}
-        for name in (next(names) for _ in shard):
-            tensor = weights.read(name)
-            if weights.is_first_rank:
-                tensors[rename(name)] = with_rows(name, tensor, rows, subject).to(weights.dtypes[name]).contiguous()
-        index |= dict.fromkeys(tensors, file)
-        total += sum(t.nbytes for t in tensors.values())
-        on_first_rank(
-            lambda t=tensors, f=file: save_file(t, staged / f, metadata={"format": "pt"}), f"cannot write {file}"
-        )
-    if len(plan) > 1:
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
-        on_first_rank(
-            lambda: (staged / "model.safetensors.index.json").write_text(text), "cannot write the index of shards"
-        )
-
-
-def buffers_to_write(subject: Subject, rename: Callable[[str], str]) -> dict[str, torch.Tensor]:
-    """The buffers that the original had saved go back to the original; transformers 5 wants none."""
-    return {} if rename is theirs else saved_buffers(subject.model.parts)
-
-
-def plan_shards(weights: Weights) -> list[list[str]]:
-    plan: list[list[str]] = [[]]
-    filled = 0
-    for name, shape in weights.shapes.items():
-        size = torch.Size(shape).numel() * weights.dtypes[name].itemsize
-        if plan[-1] and filled + size > SHARD_BYTES:
-            plan.append([])
-            filled = 0
-        plan[-1].append(name)
-        filled += size
-    return plan
-
-
-def with_rows(name: str, tensor: torch.Tensor, rows: int, subject: Subject) -> torch.Tensor:
-    """A vocabulary cut to what was trained and padded with its mean row; other parameters as they are."""
-    if not name.startswith(("language_model.embed", "lm_head.")):
-        return tensor
-    trained = tensor[: subject.vocabulary]
-    if rows == len(trained):
-        return trained.clone()
-    mean = trained.float().mean(dim=0, keepdim=True)
-    return torch.cat([trained, mean.to(trained.dtype).expand(rows - len(trained), -1)])
-
-
-def write_projector(subject: Subject, weights: Weights, staged: Path) -> None:
-    """`mm_projector.bin`, and its twin without a pickle."""
-    tensors: dict[str, torch.Tensor] = {}
-    for name in (n for n in weights.shapes if n.startswith(PROJECTOR_PREFIX)):
-        tensor = weights.read(name)
-        if weights.is_first_rank:
-            theirs_name = original(name, subject.model.cfg.projector_type)
-            tensors[theirs_name] = tensor.to(weights.dtypes[name]).contiguous().clone()
-
-    def write() -> None:
-        torch.save(tensors, staged / "mm_projector.bin")
-        save_file(tensors, staged / "mm_projector.safetensors", metadata={"format": "pt"})
-        read_back = open_tensors(staged / "mm_projector.bin")
-        for name, tensor in open_tensors(staged / "mm_projector.safetensors").items():
-            if not torch.equal(tensor.rows(0, tensor.shape[0]), read_back[name].rows(0, tensor.shape[0])):
-                raise ModelError(f"{staged}: mm_projector.bin and its twin differ in {name}")
-
-    on_first_rank(write, f"cannot write {staged}")

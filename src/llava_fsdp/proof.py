@@ -14,11 +14,12 @@ from llava_fsdp.config import FolderFormat
 from llava_fsdp.data.steps import MicroBatch
 from llava_fsdp.errors import ModelError
 from llava_fsdp.log import log
+from llava_fsdp.model.asis import read_model
 from llava_fsdp.model.draw import computed_buffers, restore_buffers
 from llava_fsdp.model.files import open_tensors
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.names import ours
-from llava_fsdp.model.parts import find_parts, read_model
+from llava_fsdp.model.parts import find_parts
 from llava_fsdp.model.weights import Stored, find_weights, load_weights
 from llava_fsdp.sharding.parallelize import materialize
 from llava_fsdp.sharding.precision import MasterWeights

@@ -9,15 +9,17 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from llava_fsdp.checkpoint import FOLDER, STATE_FILE, list_checkpoints, read_state, saved_weights
+from llava_fsdp.checkpoint import FOLDER, STATE_FILE, list_checkpoints, read_state
 from llava_fsdp.config import AspectRatio, Config, ConversionConfig, KeptDType, load
 from llava_fsdp.data.images import preprocessor_fields
 from llava_fsdp.errors import CheckpointError, ConfigError, ModelError
 from llava_fsdp.formats import Subject
+from llava_fsdp.model.asis import read_model
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.original import is_original
-from llava_fsdp.model.parts import EXPORT, NOTES, find_parts, find_projector, read_json, read_model, resolve
+from llava_fsdp.model.parts import EXPORT, NOTES, find_parts, find_projector, read_json, resolve
 from llava_fsdp.model.weights import PROJECTOR_PREFIX, Stored, find_weights, fingerprint
+from llava_fsdp.saved import saved_weights
 
 
 @dataclass(frozen=True)

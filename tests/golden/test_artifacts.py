@@ -15,8 +15,9 @@ from torch.nn import functional
 from transformers import LlavaForConditionalGeneration
 
 from llava_fsdp.export import export
+from llava_fsdp.model.asis import read_model
 from llava_fsdp.model.llava import Llava, build_llava
-from llava_fsdp.model.parts import find_parts, read_model
+from llava_fsdp.model.parts import find_parts
 from llava_fsdp.model.weights import find_weights
 from llava_fsdp.proof import filled, quiet_transformers
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from transformers import AutoConfig, LlavaConfig, PretrainedConfig
 
-from llava_fsdp.config import Config, Feature, ModelConfig, Part
+from llava_fsdp.config import Config, Feature, ModelConfig
 from llava_fsdp.errors import ConfigError, ModelError
 from llava_fsdp.model.files import WHOLE_MODEL
-from llava_fsdp.model.original import TOWER, check_agrees, is_original, language_config, read_selection
+from llava_fsdp.model.original import TOWER, check_agrees, is_original, language_config
 
 PACKAGE = "package:"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -84,58 +84,6 @@ def original_parts(folder: Path, raw: dict, cfg: ModelConfig) -> Parts:
     vision = own if (own / "config.json").is_file() else resolve(cfg.vision, "model.vision")
     tower = vision_config(read_config(vision, "model.vision"))
     return Parts(folder, vision, language_config(raw), tower, folder)
-
-
-def read_model(folder: Path, language: str | None, vision: str | None) -> ModelConfig:
-    """The `model` part of a configuration, for a folder of ours, transformers' or the original's as it is.
-
-    Args:
-        language: the language model, for a folder that holds a projector alone.
-        vision: the tower, for an original's folder whose own name for it means nothing here.
-
-    Raises:
-        ConfigError: the folder needs a language model or a tower that was not given.
-        ModelError: it is no LLaVA model, or one that we do not have.
-    """
-    raw = read_json(folder / "config.json", f"source={folder}")
-    if is_original(raw):
-        kind, layer, feature = read_selection(raw, folder)
-        whole = any((folder / name).is_file() for name in WHOLE_MODEL)
-        if not whole and language is None:
-            raise ConfigError(f"source={folder} holds a projector alone; give the language model with language=PATH")
-        base = language or ""
-        tower = vision or find_tower(raw, folder)
-    else:
-        config = read_llava_config(folder, "source")
-        kind, layer, whole, base, tower = "mlp2x_gelu", config.vision_feature_layer, True, "", vision or ""
-        feature = Feature.patch if config.vision_feature_select_strategy == "default" else Feature.full
-    return ModelConfig(
-        name=folder.name,
-        language=base,
-        vision=tower,
-        checkpoint=str(folder) if whole else None,
-        projector="auto" if whole else str(folder),
-        projector_type=kind,
-        select_layer=layer,
-        select_feature=feature,
-        random_weights=False,
-        train=[Part.projector],
-    )
-
-
-def find_tower(raw: dict, folder: Path) -> str:
-    """The tower that an original's folder names: a folder, also one beside it, or a hub name."""
-    name = str(raw.get("mm_vision_tower") or raw.get("vision_tower") or "")
-    if (folder / TOWER / "config.json").is_file() or (name and Path(name).is_dir()):
-        return name
-    if name and (folder.parent / name).is_dir():
-        return str(folder.parent / name)
-    if not HUB_NAME.fullmatch(name) and not name.startswith(PACKAGE):
-        raise ConfigError(
-            f"{folder / 'config.json'} has mm_vision_tower={name or 'null'}, which is no folder here; give the tower "
-            "with vision=PATH"
-        )
-    return name
 
 
 def read_llava_config(folder: Path, key: str) -> Any:
@@ -237,7 +185,8 @@ def resolve_model(name: str, key: str) -> Path:
         return folder / EXPORT
     if (folder / "config.yaml").is_file() and not (folder / "config.json").is_file():
         raise ModelError(
-            f"{key}={name} is a run without a finished export; finish the run, or export a checkpoint of it"
+            f"{key}={name} is a run without a finished export; finish the run, or export a checkpoint of it: "
+            f"python -m llava_fsdp.export source={name} to=FOLDER"
         )
     return resolve(name, key)
 
