@@ -168,4 +168,20 @@ def as_older_release(frozen: dict[str, Any], vocab_size: int) -> dict[str, Any]:
     merges = frozen["model"].get("merges")
     if merges and isinstance(merges[0], list) and not any(" " in part for pair in merges for part in pair):
         frozen["model"]["merges"] = [" ".join(pair) for pair in merges]
+    newer = ["ignore_merges"] if frozen["model"].get("ignore_merges") else []
+    for part in metaspaces(frozen):
+        part.setdefault("add_prefix_space", part.get("prepend_scheme", "always") != "never")
+        newer += ["Metaspace without split"] if part.get("split") is False else []
+    if newer:
+        log().warning("the tokenizer has %s, which transformers 4.37 does not know: ids may differ there", newer[0])
     return frozen
+
+
+def metaspaces(tree: Any) -> list[dict[str, Any]]:
+    """Every Metaspace of a tokenizer.json; 0.15 wants a field more than later releases write."""
+    if isinstance(tree, list):
+        return [found for part in tree for found in metaspaces(part)]
+    if not isinstance(tree, dict):
+        return []
+    own = [tree] if tree.get("type") == "Metaspace" else []
+    return own + [found for key, part in tree.items() if key not in ("vocab", "merges") for found in metaspaces(part)]
