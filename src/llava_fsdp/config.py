@@ -297,7 +297,8 @@ class Config:
         if self.export.enabled and self.model.projector_type != "mlp2x_gelu":
             raise ConfigError(
                 f"model.projector_type={self.model.projector_type} has no equal in transformers' LLaVA, so the run "
-                "could not be exported; choose mlp2x_gelu, or set export.enabled=false"
+                "could not be exported; choose mlp2x_gelu, or set export.enabled=false and turn it into the "
+                "original's format later: python -m llava_fsdp.export source=OUTPUT_DIR to=FOLDER format=llava"
             )
 
 
