@@ -133,7 +133,7 @@ def test_bf16_export_is_the_rounded_fp32_one(exported: Path, parts: Path, datase
 
 def test_broken_export_is_refused(parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof can fail: an export with two linears swapped is not called done."""
-    from llava_fsdp import artifact
+    from llava_fsdp import formats
 
     def swapped(name: str) -> str:
         return (
@@ -142,8 +142,8 @@ def test_broken_export_is_refused(parts: Path, dataset: Path, tmp_path: Path, mo
             else "language_model.lm_head.weight"
         )
 
-    original = artifact.theirs
-    monkeypatch.setattr(artifact, "theirs", swapped)
+    original = formats.theirs
+    monkeypatch.setattr(formats, "theirs", swapped)
     cfg = make_config(parts, dataset, tmp_path, *EXPORTED, "export.verify=true", "max_steps=1")
     with pytest.raises(ModelError, match="its logits differ"):
         train.train(cfg)
@@ -317,9 +317,9 @@ def test_export_in_several_files(
     exported: Path, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model of more than one file: an index that transformers reads, and the same logits."""
-    from llava_fsdp import artifact
+    from llava_fsdp import writing
 
-    monkeypatch.setattr(artifact, "SHARD_BYTES", 40_000)
+    monkeypatch.setattr(writing, "SHARD_BYTES", 40_000)
     cfg = make_config(parts, dataset, tmp_path, *EXPORTED, "export.verify=true", "max_steps=2")
     train.train(cfg)
     files = sorted(p.name for p in (tmp_path / "export").glob("model*"))

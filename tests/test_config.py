@@ -14,6 +14,7 @@ from llava_fsdp import cli
 from llava_fsdp.config import (
     ChatConfig,
     Config,
+    ConversionConfig,
     DType,
     EvaluateConfig,
     Normalize,
@@ -32,7 +33,13 @@ CHOICES = sorted((p.parent.name, p.stem) for p in config_dir().glob("*/*.yaml") 
 RECIPES = sorted(p.stem for p in config_dir().glob("recipe/*.yaml"))
 STAGES = [name for group, name in CHOICES if group == "stage"]
 MODELS = [name for group, name in CHOICES if group == "model"]
-SCHEMAS = {"train": Config, "sweep": SweepConfig, "evaluate": EvaluateConfig, "chat": ChatConfig}
+SCHEMAS = {
+    "train": Config,
+    "sweep": SweepConfig,
+    "evaluate": EvaluateConfig,
+    "chat": ChatConfig,
+    "export": ConversionConfig,
+}
 FILL = ["data.path=records.json"]  # the one value that a choice leaves open
 
 
@@ -83,7 +90,7 @@ def test_choices_are_found() -> None:
 def test_yaml_has_exactly_the_keys_of_the_schema(name: str) -> None:
     assert {p.stem for p in config_dir().glob("*.yaml")} == set(SCHEMAS)
     assert keys(composed(name=name)) == set(schema_keys(SCHEMAS[name]))
-    load(SCHEMAS[name], composed(name=name))
+    load(SCHEMAS[name], composed(*(["source=a", "to=b"] if name == "export" else []), name=name))
 
 
 @pytest.mark.parametrize(("stage", "model"), list(product(STAGES, MODELS)))

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from transformers import LlavaForConditionalGeneration
 
-from llava_fsdp.artifact import quiet_transformers
 from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.conversation import prompt
 from llava_fsdp.data.encode import encode_prompt
@@ -18,7 +17,10 @@ from llava_fsdp.data.source import Turn
 from llava_fsdp.data.templates import Template, template
 from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.data.vocabulary import IMAGE_ID
-from llava_fsdp.model.parts import NOTES, resolve_model
+from llava_fsdp.errors import ModelError
+from llava_fsdp.model.original import is_original
+from llava_fsdp.model.parts import NOTES, read_json, resolve_model
+from llava_fsdp.proof import quiet_transformers
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,16 @@ class Assistant:
 
         Args:
             form: the template for a folder that does not say its own; likewise `aspect`.
+
+        Raises:
+            ModelError: there is no model, or one in the original's format.
         """
         folder = resolve_model(checkpoint, "checkpoint")
+        if is_original(read_json(folder / "config.json", f"checkpoint={checkpoint}")):
+            raise ModelError(
+                f"checkpoint={checkpoint} is in the original LLaVA's format; turn it into transformers' first: "
+                f"python -m llava_fsdp.export source={checkpoint} to=FOLDER"
+            )
         notes = json.loads((folder / NOTES).read_text()) if (folder / NOTES).is_file() else {}
         self.form: Template = template(notes.get("template", form))
         self.aspect = AspectRatio(notes.get("image_aspect_ratio", aspect.value))

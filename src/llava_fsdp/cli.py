@@ -25,7 +25,7 @@ T = TypeVar("T")
 # Keys whose values are text or paths: taken as they are typed, without Hydra's grammar for lists and functions.
 LITERAL = frozenset({
     "question", "image", "checkpoint", "output_dir", "checkpoint.resume", "data.path", "data.images", "data.root",
-    "model.language", "model.vision", "model.checkpoint", "model.projector",
+    "model.language", "model.vision", "model.checkpoint", "model.projector", "source", "to", "language", "vision",
 })  # fmt: skip
 # Seconds that a rank waits which has nothing of its own to say: torchrun ends all ranks as soon as one has failed, and
 # takes the first one's word for the cause.

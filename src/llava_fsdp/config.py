@@ -112,6 +112,23 @@ class Normalize(Enum):
     micro_batch = "micro_batch"
 
 
+class FolderFormat(Enum):
+    """Who loads what an export writes."""
+
+    hf = "hf"
+    """transformers"""
+    llava = "llava"
+    """the original LLaVA"""
+    projector = "projector"
+    """the original's second stage: mm_projector.bin"""
+
+
+class KeptDType(Enum):
+    keep = "keep"
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
 class Format(Enum):
     text = "text"
     json = "json"
@@ -359,10 +376,16 @@ class Config:
                 f"data.pixels=llava_v1_5 trains anyres as square, as the original does; "
                 f"model.patch_merge={self.model.patch_merge.value} needs data.pixels=exact"
             )
+        if self.export.enabled and anyres and self.data.pixels is Parity.exact:
+            raise ConfigError(
+                "data.image_aspect_ratio=anyres has no equal in transformers' LLaVA, so the run could not be exported "
+                "at its end; set export.enabled=false, and use llava_fsdp.export format=llava"
+            )
         if self.export.enabled and self.model.projector_type != "mlp2x_gelu":
             raise ConfigError(
                 f"model.projector_type={self.model.projector_type} has no equal in transformers' LLaVA, so the run "
-                "could not be exported; choose mlp2x_gelu, or set export.enabled=false"
+                "could not be exported; choose mlp2x_gelu, or set export.enabled=false and turn it into the "
+                "original's format later: python -m llava_fsdp.export source=OUTPUT_DIR to=FOLDER format=llava"
             )
 
 
@@ -411,6 +434,29 @@ class ChatConfig:
 
     def __post_init__(self) -> None:
         at_least("max_new_tokens", self.max_new_tokens, 1)
+
+
+@dataclass(kw_only=True, slots=True)
+class ConversionConfig:
+    """A model from one format into another."""
+
+    source: str
+    """A run, one of its checkpoints, or a model folder: ours, transformers' or the original's."""
+    to: str
+    format: FolderFormat
+    dtype: KeptDType
+    """keep: every weight as the source has it."""
+    language: str | None
+    """The language model, for a source that holds a projector alone."""
+    vision: str | None
+    """The tower of an original's folder that names it otherwise, and the name that an original's folder gives it."""
+    template: str
+    """For a source that does not say its own."""
+    image_aspect_ratio: AspectRatio | None
+    """null: as the source says."""
+    overwrite: bool
+    verify: bool
+    """Read back what was written and compare its logits with the source's."""
 
 
 def load(schema: type[T], node: DictConfig) -> T:

@@ -5,10 +5,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, LlavaConfig
+from transformers import AutoTokenizer, LlavaConfig, PretrainedConfig
 
-from llava_fsdp.config import AspectRatio, Config
-from llava_fsdp.data.images import read_preprocessor
+from llava_fsdp.config import AspectRatio
+from llava_fsdp.data.conversation import image_tag
+from llava_fsdp.data.images import preprocessor_fields, read_preprocessor
 from llava_fsdp.data.templates import IMAGE_TAG, Template, template
 from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.log import log
@@ -17,18 +18,34 @@ PAD_TOKEN = "<pad>"
 ROW_MULTIPLE = 64
 
 
-def write_tokenizer(folder: Path, staged: Path, vocab_size: int, cfg: Config) -> tuple[int, int, int]:
+def has_tokenizer(folder: Path) -> bool:
+    return (folder / "tokenizer.model").is_file() or (folder / "tokenizer.json").is_file()
+
+
+def write_tokenizer(
+    folder: Path, staged: Path, language: PretrainedConfig, form: str, start_end: bool
+) -> tuple[int, int, int]:
     """The tokenizer with an image tag and a padding token; returns their ids and the vocabulary rows needed.
 
     As the hub's LLaVA conversion: new ids follow the old ones, and rows are padded to a multiple of 64. A language
-    model with rows to spare keeps its size.
+    model with rows to spare keeps its size. A folder without a tokenizer gives one without.
+
+    Args:
+        form: name of the conversation template.
+        start_end: `<im_start>` and `<im_end>` stand around every picture.
     """
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    vocab_size = language.vocab_size
+    if not has_tokenizer(folder):
+        log().warning("%s has no tokenizer, so %s gets none; put one there before you use it", folder, staged)
+        return vocab_size, vocab_size + 1, -(-(vocab_size + 2) // ROW_MULTIPLE) * ROW_MULTIPLE
+    # with the language model's configuration: that of an original's folder is none of transformers'
+    tokenizer = AutoTokenizer.from_pretrained(folder, config=language, trust_remote_code=False)
     tokenizer.add_tokens([IMAGE_TAG], special_tokens=True)
     if tokenizer.pad_token is None or tokenizer.pad_token == tokenizer.unk_token:
         tokenizer.add_special_tokens({"pad_token": PAD_TOKEN})
-    gap = gap_after_image(tokenizer, open_tokenizer(folder, vocab_size))
-    tokenizer.chat_template = chat_template(template(cfg.data.template), gap)
+    tag = image_tag(template(form), start_end)
+    gap = gap_after_image(tokenizer, open_tokenizer(folder, vocab_size), tag.partition(IMAGE_TAG)[2])
+    tokenizer.chat_template = chat_template(template(form), tag.replace(IMAGE_TAG, IMAGE_TAG + gap))
     tokenizer.save_pretrained(staged)
     if (folder / "tokenizer.model").is_file():
         shutil.copyfile(folder / "tokenizer.model", staged / "tokenizer.model")
@@ -38,29 +55,32 @@ def write_tokenizer(folder: Path, staged: Path, vocab_size: int, cfg: Config) ->
     return image_id, pad_id, rows
 
 
-def gap_after_image(theirs: Any, ours: Tokenizer) -> str:
+def gap_after_image(theirs: Any, ours: Tokenizer, tag_end: str) -> str:
     """What must stand between an image tag and the line behind it for transformers to make the ids of training.
 
     Training tokenizes the text behind a picture by itself, and a Llama tokenizer begins every text with a space.
     transformers tokenizes the whole conversation, where none comes after a special token.
+
+    Args:
+        tag_end: what the template puts behind a picture.
     """
-    wanted = [token.id for token in ours.encode("\nx")]
+    wanted = [token.id for token in ours.encode(f"{tag_end}\nx")]
     for gap in ("", " "):
-        if theirs(f"{IMAGE_TAG}{gap}\nx", add_special_tokens=False)["input_ids"][1:] == wanted:
+        if theirs(f"{IMAGE_TAG}{gap}{tag_end}\nx", add_special_tokens=False)["input_ids"][1:] == wanted:
             return gap
     log().warning("transformers' tokenizer makes other ids behind a picture than training did; use our chat")
     return ""
 
 
-def chat_template(form: Template, gap: str) -> str:
-    """The conversation template in transformers' Jinja form; pictures stand first in their message."""
+def chat_template(form: Template, tag: str) -> str:
+    """The conversation template in transformers' Jinja form; pictures stand first in their message, each as `tag`."""
     pattern = form.pattern
     before = "{% if loop.first %}" + pattern.first_question + "{% else %}" + pattern.next_question + "{% endif %}"
     question = f"{before}|IMAGES||TEXT|{pattern.after_question}"
     answer = f"{pattern.before_answer}|TEXT|{pattern.after_answer}"
     images = (
         "{% if message['content'] is not string %}{% for part in message['content'] %}"
-        "{% if part['type'] == 'image' %}" + IMAGE_TAG + gap + "{{ '\\n' }}{% endif %}{% endfor %}{% endif %}"
+        "{% if part['type'] == 'image' %}" + tag + "{{ '\\n' }}{% endif %}{% endfor %}{% endif %}"
     )
     text = (
         "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -80,14 +100,13 @@ def chat_template(form: Template, gap: str) -> str:
     )
 
 
-def write_processor(folder: Path, staged: Path, config: LlavaConfig, cfg: Config) -> None:
-    """The tower's own preprocessing, padded to a square where training padded, and LLaVA's processor around it."""
-    own = json.loads((folder / "preprocessor_config.json").read_text()).get(
-        "image_processor_type", "CLIPImageProcessor"
-    )
+def write_preprocessor(folder: Path, staged: Path, pads: bool) -> None:
+    """The tower's own preprocessing, padded to a square where training padded."""
     ours_read = read_preprocessor(folder)
     square = {"height": ours_read.size, "width": ours_read.size}
-    pads = cfg.data.image_aspect_ratio is AspectRatio.pad
+    own = preprocessor_fields(folder).get("image_processor_type", "CLIPImageProcessor")
+    if own == "LlavaImageProcessor":  # it pads unless told otherwise
+        own = "CLIPImageProcessor" if ours_read.keep_ratio else "SiglipImageProcessor"
     images = {
         "processor_class": "LlavaProcessor",
         "image_processor_type": "LlavaImageProcessor" if pads else own,
@@ -105,6 +124,14 @@ def write_processor(folder: Path, staged: Path, config: LlavaConfig, cfg: Config
         "image_std": list(ours_read.std),
     }
     (staged / "preprocessor_config.json").write_text(json.dumps(images, indent=1) + "\n")
+
+
+def write_processor(folder: Path, staged: Path, config: LlavaConfig, aspect: AspectRatio) -> None:
+    """Preprocessing, and LLaVA's processor around it. A folder without preprocessing gives one without."""
+    if not preprocessor_fields(folder):
+        log().warning("%s says nothing of the preprocessing of pictures, so %s does not either", folder, staged)
+        return
+    write_preprocessor(folder, staged, aspect is AspectRatio.pad)
     vision: Any = config.vision_config
     grid = (vision.image_size // vision.patch_size) ** 2
     default = config.vision_feature_select_strategy == "default"
@@ -116,3 +143,54 @@ def write_processor(folder: Path, staged: Path, config: LlavaConfig, cfg: Config
         "image_token": IMAGE_TAG,
     }
     (staged / "processor_config.json").write_text(json.dumps(processor, indent=1) + "\n")
+
+
+def write_original_tokenizer(folder: Path, staged: Path, vocab_size: int, max_length: int) -> None:
+    """The tokenizer as the original loads it with transformers 4.37: without tokens beyond the vocabulary.
+
+    An absent `legacy` means true there; training tokenizes as `legacy=false` does.
+    """
+    if not has_tokenizer(folder):
+        log().warning("%s has no tokenizer, so %s gets none; put one there before you use it", folder, staged)
+        return
+    path = folder / "tokenizer_config.json"
+    given = json.loads(path.read_text()) if path.is_file() else {}
+    kept = ("bos_token", "eos_token", "unk_token", "add_bos_token", "add_eos_token", "clean_up_tokenization_spaces")
+    config = {key: given[key] for key in kept if key in given}
+    config |= {"model_max_length": max_length, "padding_side": "right", "legacy": bool(given.get("legacy", False))}
+    config["pad_token"] = given.get("unk_token") or given.get("eos_token")
+    if (folder / "tokenizer.model").is_file():
+        shutil.copyfile(folder / "tokenizer.model", staged / "tokenizer.model")
+        config["tokenizer_class"] = "LlamaTokenizer"
+        config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", **config}
+        config["pad_token"] = config["unk_token"]
+    else:
+        frozen = as_older_release(json.loads((folder / "tokenizer.json").read_text()), vocab_size)
+        (staged / "tokenizer.json").write_text(json.dumps(frozen, ensure_ascii=False))
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (staged / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def as_older_release(frozen: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+    """A tokenizer.json for tokenizers 0.15, which has merges as text, without tokens beyond the vocabulary."""
+    frozen["added_tokens"] = [t for t in frozen.get("added_tokens", []) if t["id"] < vocab_size]
+    merges = frozen["model"].get("merges")
+    if merges and isinstance(merges[0], list) and not any(" " in part for pair in merges for part in pair):
+        frozen["model"]["merges"] = [" ".join(pair) for pair in merges]
+    newer = ["ignore_merges"] if frozen["model"].get("ignore_merges") else []
+    for part in metaspaces(frozen):
+        part.setdefault("add_prefix_space", part.get("prepend_scheme", "always") != "never")
+        newer += ["Metaspace without split"] if part.get("split") is False else []
+    if newer:
+        log().warning("the tokenizer has %s, which transformers 4.37 does not know: ids may differ there", newer[0])
+    return frozen
+
+
+def metaspaces(tree: Any) -> list[dict[str, Any]]:
+    """Every Metaspace of a tokenizer.json; 0.15 wants a field more than later releases write."""
+    if isinstance(tree, list):
+        return [found for part in tree for found in metaspaces(part)]
+    if not isinstance(tree, dict):
+        return []
+    own = [tree] if tree.get("type") == "Metaspace" else []
+    return own + [found for key, part in tree.items() if key not in ("vocab", "merges") for found in metaspaces(part)]

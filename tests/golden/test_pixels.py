@@ -1,6 +1,7 @@
 """Pixels are the original's to the bit: of every kind of file, cut to a square, padded, and as tiles."""
 
 import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from llava_fsdp.errors import PictureError
 
 def preprocessors() -> dict[str, Preprocessor]:
     folder = golden_folder() / "images" / "processors"
-    return {p.stem: parse_preprocessor(p) for p in sorted(folder.glob("*.json"))}
+    return {p.stem: parse_preprocessor(json.loads(p.read_text()), p) for p in sorted(folder.glob("*.json"))}
 
 
 def normalised(tiles: np.ndarray, preprocessor: Preprocessor) -> np.ndarray:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
@@ -42,20 +43,28 @@ class Preprocessor:
         return (scaled[None, :] - mean[:, None]) / std[:, None]
 
 
+def preprocessor_fields(folder: Path) -> dict[str, Any]:
+    """The folder's `preprocessor_config.json`, or what transformers 5 writes into `processor_config.json` instead."""
+    path, within = folder / "preprocessor_config.json", folder / "processor_config.json"
+    if path.is_file():
+        return json.loads(path.read_text())
+    return json.loads(within.read_text()).get("image_processor", {}) if within.is_file() else {}
+
+
 def read_preprocessor(folder: Path) -> Preprocessor:
-    """Read `preprocessor_config.json`; sizes may be numbers (older files) or objects.
+    """Read how a folder prepares pictures; sizes may be numbers (older files) or objects.
 
     Raises:
-        ModelError: the file is missing or describes no square picture.
+        ModelError: the folder does not say, or describes no square picture.
     """
     path = folder / "preprocessor_config.json"
-    if not path.is_file():
+    config = preprocessor_fields(folder)
+    if not config:
         raise ModelError(f"{folder} has no preprocessor_config.json; copy it from the vision tower's release")
-    return parse_preprocessor(path)
+    return parse_preprocessor(config, path)
 
 
-def parse_preprocessor(path: Path) -> Preprocessor:
-    config = json.loads(path.read_text())
+def parse_preprocessor(config: dict[str, Any], path: Path) -> Preprocessor:
     size, crop = config.get("size"), config.get("crop_size")
     edge = size if isinstance(size, int) else (size or {}).get("shortest_edge")
     keep_ratio = edge is not None

@@ -36,6 +36,10 @@ class Drawn:
     rule: DrawRule
     seed: int
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
     def rows(self, begin: int, end: int) -> torch.Tensor:
         """float32 rows [begin, end) of dimension 0."""
         generator = torch.Generator().manual_seed(derive("weight", self.seed, self.name))

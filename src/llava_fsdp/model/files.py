@@ -1,6 +1,7 @@
 """Tensors in files, read a stretch of rows at a time."""
 
 import json
+import re
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from llava_fsdp.errors import ModelError
 
 WHOLE_MODEL = ["model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin"]
 PROJECTOR = ["mm_projector.safetensors", "mm_projector.bin"]
+CODES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,18 @@ class StoredTensor:
         if isinstance(self.handle, dict):
             return tuple(self.handle[self.name].shape)
         return tuple(self.handle.get_slice(self.name).get_shape())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Raises ModelError for what is no floating point number of at least 16 bits: a quantized model."""
+        if isinstance(self.handle, dict):
+            found: Any = self.handle[self.name].dtype
+        else:
+            code = self.handle.get_slice(self.name).get_dtype()
+            found = CODES.get(code, code)
+        if found not in CODES.values():
+            raise ModelError(f"{self.file}: {self.name} is {found}; quantized weights cannot be read")
+        return found
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
         """Rows [begin, end) of dimension 0."""
@@ -76,6 +90,21 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
     try:  # weights_only: such a file can carry a program; mmap: it can be larger than the memory
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # torch raises anything from KeyError to UnpicklingError here
-        why = str(error).splitlines()[0]  # the rest is torch's advice to load it without protection
-        raise ModelError(f"{path} cannot be read as a file of tensors: {why}") from error
+        raise ModelError(why_unreadable(path, str(error))) from error
+    if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
+        raise ModelError(f"{path} holds more than tensors by name; it is no file of weights")
     return {name: StoredTensor(path, name, tensors) for name in tensors}
+
+
+def why_unreadable(path: Path, said: str) -> str:
+    """torch's message without its advice to load the file unprotected."""
+    wanted = re.search(r"GLOBAL (\S+)", said)
+    if wanted:
+        return (
+            f"{path} is not loaded: it is a pickle that wants to run code ({wanted[1]}), and weights need none; get "
+            "them from their makers as .safetensors"
+        )
+    if "Unsupported operand" in said:
+        return f"{path} is not loaded: torch.save has not written it, and a pickle of another kind can run code"
+    first = next(iter(said.splitlines()), "it is empty or cut short")
+    return f"{path} cannot be read as a file of tensors: {first}"

@@ -20,6 +20,8 @@ RENAMES: list[tuple[re.Pattern[str], str]] = [
         (r"^model\.", "language_model."),
     ]
 ]
+COMPUTED = re.compile(r"(^|\.)(position_ids|rotary_emb\.inv_freq)$")
+"""Buffers that some releases save with the weights."""
 SEQUENTIAL = re.compile(r"^mm_projector\.(\d+)\.")
 
 
@@ -43,6 +45,21 @@ def ours_in_language(name: str) -> str:
 def ours_in_vision(name: str) -> str:
     """Likewise for a file of a tower, alone or within CLIP or SigLIP (whose text half keeps a name of no use)."""
     return "vision_tower." + name.removeprefix("vision_model.")
+
+
+def original(name: str, projector_type: str) -> str:
+    """The name in the original's files: one `mm_projector` for a linear one, every second of a Sequential else."""
+    if name.startswith("language_model."):
+        return name.replace("language_model.", "model.", 1)
+    if name.startswith("lm_head."):
+        return name
+    if name == "image_newline":
+        return "model.image_newline"
+    if name.startswith("vision_tower."):
+        return name.replace("vision_tower.", "model.vision_tower.vision_tower.vision_model.", 1)
+    _, layer, kind = name.split(".")
+    place = "" if projector_type == "linear" else f"{2 * (int(layer.removeprefix('linear_')) - 1)}."
+    return f"model.mm_projector.{place}{kind}"
 
 
 def theirs(name: str) -> str:

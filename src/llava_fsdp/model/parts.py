@@ -4,12 +4,14 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, LlavaConfig, PretrainedConfig
 
 from llava_fsdp.config import Config, Feature, ModelConfig
 from llava_fsdp.errors import ConfigError, ModelError
 from llava_fsdp.model.files import WHOLE_MODEL
+from llava_fsdp.model.original import TOWER, check_agrees, is_original, language_config
 
 PACKAGE = "package:"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -53,18 +55,13 @@ def find_parts(cfg: ModelConfig) -> Parts:
         )
     folder = resolve_model(cfg.checkpoint, "model.checkpoint")
     raw = read_json(folder / "config.json", f"model.checkpoint={folder}")
-    if str(raw.get("model_type", "")).startswith("llava_"):
+    if is_original(raw):
         return original_parts(folder, raw, cfg)
-    config = read_config(folder, "model.checkpoint")
-    if config.model_type != "llava":
-        raise ModelError(
-            f"model.checkpoint={folder} is a {config.model_type} model, not a LLaVA one; "
-            "a language model alone goes into model.language"
-        )
+    config = read_llava_config(folder, "model.checkpoint")
     check_selection(config, cfg, folder)
-    language = config.text_config
+    language: Any = config.text_config
     language.vocab_size = trained_vocabulary(folder, config)
-    return Parts(folder, folder, language, config.vision_config, folder)
+    return Parts(folder, folder, language, vision_config(config), folder)
 
 
 def refuse_unread_weights(folders: dict[str, Path]) -> None:
@@ -78,34 +75,39 @@ def refuse_unread_weights(folders: dict[str, Path]) -> None:
 
 
 def original_parts(folder: Path, raw: dict, cfg: ModelConfig) -> Parts:
-    """The original's folders: language model fields on the top level, and a tower that is only named."""
-    fields = {k: v for k, v in raw.items() if k not in ("model_type", "architectures")}
-    language = AutoConfig.for_model(raw["model_type"].removeprefix("llava_"), **fields)
-    if raw.get("mm_projector_type", "linear") != cfg.projector_type:
-        raise ConfigError(
-            f"model.projector_type={cfg.projector_type}, but model.checkpoint={folder} has a "
-            f"{raw.get('mm_projector_type', 'linear')} projector; set model.projector_type to that"
+    """The original's folders: language model fields on the top level, and a tower that is only named.
+
+    Ours have a copy of the tower's configuration beside the weights.
+    """
+    check_agrees(raw, cfg, folder)
+    own = folder / TOWER
+    vision = own if (own / "config.json").is_file() else resolve(cfg.vision, "model.vision")
+    tower = vision_config(read_config(vision, "model.vision"))
+    return Parts(folder, vision, language_config(raw), tower, folder)
+
+
+def read_llava_config(folder: Path, key: str) -> Any:
+    """A LlavaConfig; transformers' own types do not admit what its fields hold.
+
+    Raises:
+        ModelError: it is another model, or has a projector or features that ours has not.
+    """
+    config = read_config(folder, key)
+    if not isinstance(config, LlavaConfig):
+        raise ModelError(
+            f"{key}={folder} is a {config.model_type} model, not a LLaVA one; "
+            "a language model alone goes into model.language"
         )
-    check_original(raw, cfg, folder)
-    vision = resolve(cfg.vision, "model.vision")
-    return Parts(folder, vision, language, vision_config(read_config(vision, "model.vision")), folder)
+    needed = {"projector_hidden_act": "gelu", "multimodal_projector_bias": True}
+    for name, value in needed.items():
+        if getattr(config, name, value) != value:
+            raise ModelError(f"{key}={folder} has {name}={getattr(config, name)}; only {value} is supported")
+    if not isinstance(config.vision_feature_layer, int):
+        raise ModelError(f"{key}={folder} takes tower layers {config.vision_feature_layer}; only one is supported")
+    return config
 
 
-def check_original(raw: dict, cfg: ModelConfig, folder: Path) -> None:
-    """What the original's configuration says of tower features is what this one does with them."""
-    feature = "patch" if cfg.select_feature is Feature.patch else "cls_patch"
-    expected = {
-        "mm_vision_select_layer": cfg.select_layer,
-        "mm_vision_select_feature": feature,
-        "mm_use_im_start_end": False,
-        "mm_patch_merge_type": "flat",
-    }
-    for key, ours in expected.items():
-        if raw.get(key, ours) != ours:
-            raise ConfigError(f"model.checkpoint={folder} has {key}={raw[key]}, and this configuration means {ours}")
-
-
-def check_selection(config: PretrainedConfig, cfg: ModelConfig, folder: Path) -> None:
+def check_selection(config: Any, cfg: ModelConfig, folder: Path) -> None:
     """The checkpoint was trained on the same tower features as this configuration selects."""
     strategy = "default" if cfg.select_feature is Feature.patch else "full"
     theirs = {
@@ -124,7 +126,7 @@ def check_selection(config: PretrainedConfig, cfg: ModelConfig, folder: Path) ->
         )
 
 
-def trained_vocabulary(folder: Path, config: PretrainedConfig) -> int:
+def trained_vocabulary(folder: Path, config: Any) -> int:
     """Vocabulary rows that were trained: exports pad with the image tag, a padding token and up to 64 rows.
 
     A row too many would take part in every softmax, so they are cut on the way back.
@@ -183,7 +185,8 @@ def resolve_model(name: str, key: str) -> Path:
         return folder / EXPORT
     if (folder / "config.yaml").is_file() and not (folder / "config.json").is_file():
         raise ModelError(
-            f"{key}={name} is a run without a finished export; finish the run, or export a checkpoint of it"
+            f"{key}={name} is a run without a finished export; finish the run, or export a checkpoint of it: "
+            f"python -m llava_fsdp.export source={name} to=FOLDER"
         )
     return resolve(name, key)
 

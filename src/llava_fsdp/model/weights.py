@@ -13,7 +13,8 @@ from llava_fsdp.config import ModelConfig
 from llava_fsdp.errors import ModelError
 from llava_fsdp.model.draw import Drawn, draw_rule
 from llava_fsdp.model.files import StoredTensor, open_tensors
-from llava_fsdp.model.names import ours, ours_in_language, ours_in_vision
+from llava_fsdp.model.names import COMPUTED, ours, ours_in_language, ours_in_vision
+from llava_fsdp.model.original import TOWER
 from llava_fsdp.model.parts import Parts
 
 PROJECTOR_PREFIX = "multi_modal_projector."
@@ -41,6 +42,9 @@ class Stored(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
 
+    @property
+    def dtype(self) -> torch.dtype: ...
+
     def rows(self, begin: int, end: int) -> torch.Tensor: ...
 
 
@@ -57,13 +61,12 @@ def find_weights(
     """
     found: dict[str, Stored] = {}
     if parts.whole is not None:
-        found |= renamed(open_tensors(parts.whole), ours)
+        found |= whole_model(parts.whole, parts.vision_folder, model)
     elif not cfg.random_weights:
         found |= renamed(open_tensors(parts.vision_folder), ours_in_vision)
         found |= renamed(open_tensors(parts.language_folder), ours_in_language)
     if parts.whole is None and projector is not None:
-        given = renamed(open_tensors(projector, projector_only=True), ours)
-        found |= {n: t for n, t in given.items() if n.startswith(PROJECTOR_PREFIX) or n == NEWLINE}
+        found |= projector_alone(projector)
     sources: dict[str, Stored] = {}
     for name, parameter in model.named_parameters():
         drawn = parts.whole is None and (
@@ -83,6 +86,41 @@ def find_weights(
             )
             raise ModelError(f"{where} has no weights for {name}; is it the model that its configuration says?")
     return sources
+
+
+def whole_model(folder: Path, tower: Path, model: nn.Module) -> dict[str, Stored]:
+    """Every parameter of a folder; the tower of an original's folder that only names it, from its own.
+
+    Raises:
+        ModelError: the folder holds what is no parameter of this model.
+    """
+    found = renamed(open_tensors(folder), ours)
+    wanted = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    unknown = sorted(n for n in found if n not in wanted and not COMPUTED.search(n))
+    if unknown:
+        raise ModelError(
+            f"{folder} has {len(unknown)} weights that this model has no place for, {unknown[0]} for one; is it the "
+            "model that its configuration says?"
+        )
+    if tower not in (folder, folder / TOWER) and not any(n.startswith("vision_tower.") for n in found):
+        named = renamed(open_tensors(tower), ours_in_vision)
+        found |= {n: t for n, t in named.items() if n in wanted}  # CLIP's text half stays
+    return found
+
+
+def projector_alone(path: Path) -> dict[str, Stored]:
+    """The projector of a file or folder, which may be of a whole model.
+
+    Raises:
+        ModelError: it was trained together with rows of the vocabulary (LLaVA's mm_use_im_start_end).
+    """
+    tensors = open_tensors(path, projector_only=True)
+    given = renamed(tensors, ours)
+    found = {n: t for n, t in given.items() if n.startswith(PROJECTOR_PREFIX) or n == NEWLINE}
+    others = sorted(tensors[n].name for n in tensors if ours(n) not in found)
+    if others and any(t.file.stem == "mm_projector" for t in tensors.values()):
+        raise ModelError(f"{path} holds {others[0]} beside a projector; mm_use_im_start_end=True is not supported")
+    return found
 
 
 def renamed(tensors: dict[str, StoredTensor], rename: Callable[[str], str]) -> dict[str, Stored]:

@@ -1,0 +1,105 @@
+"""Turn a model into a folder that others load: `python -m llava_fsdp.export source=DIR to=DIR format=llava`.
+
+Reads a run, one of its checkpoints, or a model folder (ours, transformers' or the original LLaVA's); writes a folder of
+transformers' or the original's, or the original's projector file.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from llava_fsdp import cli
+from llava_fsdp.artifact import replace
+from llava_fsdp.config import ConversionConfig, DType, FolderFormat, KeptDType
+from llava_fsdp.data.templates import template
+from llava_fsdp.errors import ConfigError, ModelError
+from llava_fsdp.formats import write_folder
+from llava_fsdp.log import log
+from llava_fsdp.metrics import watch_loading
+from llava_fsdp.model.parts import PACKAGE
+from llava_fsdp.proof import prove
+from llava_fsdp.screen import readable
+from llava_fsdp.sharding.precision import DTYPES
+from llava_fsdp.subject import Opened, open_source, rows_of
+from llava_fsdp.writing import Weights
+
+
+def main() -> None:
+    cli.run("export", ConversionConfig, export)
+
+
+@torch.no_grad()
+def export(cfg: ConversionConfig) -> Path:
+    """Write `to`, read it back and compare; it has its name only once the logits agree.
+
+    Raises:
+        ConfigError: a key is wrong, or `to` is taken.
+        ModelError: the source cannot be read, the format has no such model, or the logits differ.
+        CheckpointError: a checkpoint cannot be read, or `to` cannot be written.
+    """
+    template(cfg.template)
+    final = Path(cfg.to)
+    check_target(final, cfg)
+    opened = open_source(cfg)
+    dtypes = {name: wanted_dtype(cfg.dtype) or source.dtype for name, source in opened.sources.items()}
+    weights = Weights(
+        shapes={name: tuple(source.shape) for name, source in opened.sources.items()},
+        dtypes=dtypes,
+        read=rows_of(opened.sources),
+        watch=watch_loading(is_first_rank=True),
+    )
+    staged = final.with_name(final.name + ".tmp")
+    try:
+        write_folder(cfg.format, opened.subject, weights, staged, {"dtype": cfg.dtype.value})
+    except BaseException:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise
+    if cfg.verify:
+        try:
+            prove(cfg.format, opened.subject.model, opened.sources, dtypes, staged)
+        except ModelError as error:
+            raise ModelError(f"{error}\n{final} was not made; {staged} has what was written") from error
+    replace(staged, final)
+    show(opened, final, cfg)
+    return final
+
+
+def wanted_dtype(choice: KeptDType) -> torch.dtype | None:
+    return None if choice is KeptDType.keep else DTYPES[DType(choice.value)]
+
+
+def check_target(final: Path, cfg: ConversionConfig) -> None:
+    """`to` is free, or a model folder that may be replaced and that nothing is read from."""
+    if final.exists() and not final.is_dir():
+        raise ConfigError(f"to={final} is a file; give a folder")
+    if not final.is_dir() or not any(final.iterdir()):
+        return
+    if not cfg.overwrite:
+        raise ConfigError(f"to={final} is not empty; give another folder, or replace it with overwrite=true")
+    if not (final / "config.json").is_file():
+        raise ConfigError(f"to={final} is no model folder, so overwrite=true does not replace it; give another folder")
+    for key, name in (("source", cfg.source), ("language", cfg.language), ("vision", cfg.vision)):
+        if name and not name.startswith(PACKAGE) and Path(name).resolve().is_relative_to(final.resolve()):
+            raise ConfigError(f"to={final} holds {key}={name}, which would be lost; give another folder")
+
+
+def show(opened: Opened, final: Path, cfg: ConversionConfig) -> None:
+    """What was written, as a table and one line."""
+    console = Console(file=sys.stderr, width=None if sys.stderr.isatty() else 120, highlight=False)
+    table = Table("file", "size")
+    for path in sorted(p for p in final.rglob("*") if p.is_file()):
+        table.add_row(str(path.relative_to(final)), readable(path.stat().st_size))
+    console.print(table)
+    checked = "its logits are the source's" if cfg.verify else "not verified"
+    kind = {FolderFormat.hf: "transformers", FolderFormat.llava: "the original LLaVA"}.get(
+        cfg.format, "stage 2 of LLaVA"
+    )
+    log().info("%s, for %s, from %s; %s", final, kind, opened.folder, checked)
+
+
+if __name__ == "__main__":
+    main()
