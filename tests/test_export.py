@@ -479,3 +479,20 @@ def test_command(llava: Path, tmp_path: Path) -> None:
     again = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     assert again.returncode == 2 and "is not empty; give another folder" in again.stderr
     assert "Traceback" not in again.stderr
+
+
+def test_a_model_of_tiles_goes_to_the_original(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """transformers' LLaVA has no tiles; the original's folder has their grids and the end of a line."""
+    tiled = ["data.image_aspect_ratio=anyres", "model.patch_merge=spatial_unpad", "max_steps=2"]
+    with pytest.raises(ConfigError, match="anyres has no equal in transformers' LLaVA"):
+        make_config(parts, dataset, tmp_path / "run", *EXPORTED, *tiled)
+    train.train(make_config(parts, dataset, tmp_path / "run", *tiled))
+    with pytest.raises(ConfigError, match="takes a picture as one tile; choose format=llava"):
+        export(conversion(tmp_path / "run", tmp_path / "hf"))
+    made = export(conversion(tmp_path / "run", tmp_path / "made", "format=llava"))
+    config = json.loads((made / "config.json").read_text())
+    assert (config["image_aspect_ratio"], config["mm_patch_merge_type"]) == ("anyres", "spatial_unpad")
+    assert config["image_grid_pinpoints"] == [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]
+    assert weights(made)["model.image_newline"].any()
+    again = export(conversion(made, tmp_path / "again", "format=llava"))
+    assert same(weights(again), weights(made))

@@ -37,7 +37,8 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
     subject = Subject(
         model=unwrapped(state.model),
         template=cfg.data.template,
-        aspect=cfg.data.image_aspect_ratio,
+        aspect=cfg.data.trained_aspect,
+        grid_pinpoints=cfg.data.grid_pinpoints,
         max_length=cfg.data.max_length,
         language=cfg.model.language,
         vision=cfg.model.vision,

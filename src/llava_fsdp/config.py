@@ -204,6 +204,12 @@ class DataConfig:
     workers: int | None
     """Processes that prepare batches on each rank; 0 prepares them between steps; null: up to 4, as cores allow."""
 
+    @property
+    def trained_aspect(self) -> AspectRatio:
+        """The original trains anyres as square (LLaVA train.py:702-718)."""
+        as_square = self.image_aspect_ratio is AspectRatio.anyres and self.pixels is Parity.llava_v1_5
+        return AspectRatio.square if as_square else self.image_aspect_ratio
+
     def __post_init__(self) -> None:
         at_least("data.max_length", self.max_length, 2)
         for size in self.grid_pinpoints:
@@ -376,7 +382,7 @@ class Config:
                 f"data.pixels=llava_v1_5 trains anyres as square, as the original does; "
                 f"model.patch_merge={self.model.patch_merge.value} needs data.pixels=exact"
             )
-        if self.export.enabled and anyres and self.data.pixels is Parity.exact:
+        if self.export.enabled and self.data.trained_aspect is AspectRatio.anyres:
             raise ConfigError(
                 "data.image_aspect_ratio=anyres has no equal in transformers' LLaVA, so the run could not be exported "
                 "at its end; set export.enabled=false, and use llava_fsdp.export format=llava"

@@ -15,6 +15,7 @@ from transformers import GenerationConfig, LlavaConfig
 
 from llava_fsdp.checkpoint import on_first_rank
 from llava_fsdp.config import AspectRatio, Feature, FolderFormat, Part, PatchMerge
+from llava_fsdp.data.anyres import grid_sizes
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.log import log
 from llava_fsdp.model.files import open_tensors
@@ -58,6 +59,8 @@ class Subject:
     """Its parts and shapes; weights may be sharded, or not there."""
     template: str
     aspect: AspectRatio
+    grid_pinpoints: list[list[int]]
+    """anyres only: sizes in pixels that a picture may be fitted into; empty: LLaVA-NeXT's"""
     max_length: int
     language: str
     vision: str
@@ -107,6 +110,7 @@ def write_notes(subject: Subject, staged: Path, notes: dict[str, Any]) -> None:
         **notes,
         "template": subject.template,
         "image_aspect_ratio": subject.aspect.value,
+        "grid_pinpoints": subject.grid_pinpoints,
         "max_length": subject.max_length,
         "vocab_size": subject.vocabulary,
         "language": subject.language,
@@ -194,6 +198,9 @@ def config_of_original(subject: Subject, dtype: torch.dtype) -> dict[str, Any]:
         config["tune_mm_mlp_adapter"] = False
     if Part.vision.value in subject.history.get("train", []):
         config["unfreeze_mm_vision_tower"] = True  # else the original loads the tower's first weights over ours
+    if subject.aspect is AspectRatio.anyres:
+        sizes = grid_sizes(subject.grid_pinpoints, parts.vision.image_size)
+        config["image_grid_pinpoints"] = [list(size) for size in sizes]
     return {**config, "image_aspect_ratio": subject.aspect.value, "torch_dtype": dtype_name(dtype)}
 
 

@@ -84,7 +84,8 @@ def open_checkpoint(folder: Path, cfg: ConversionConfig) -> Opened:
     subject = Subject(
         model=model,
         template=run.data.template,
-        aspect=cfg.image_aspect_ratio or run.data.image_aspect_ratio,
+        aspect=cfg.image_aspect_ratio or run.data.trained_aspect,
+        grid_pinpoints=run.data.grid_pinpoints,
         max_length=run.data.max_length,
         language=run.model.language,
         vision=cfg.vision or run.model.vision,
@@ -118,6 +119,7 @@ def open_model(folder: Path, cfg: ConversionConfig) -> Opened:
         model=model,
         template=notes.get("template", cfg.template),
         aspect=cfg.image_aspect_ratio or aspect_of(folder, raw, notes),
+        grid_pinpoints=notes.get("grid_pinpoints") or raw.get("image_grid_pinpoints") or [],
         max_length=notes.get("max_length") or raw.get("tokenizer_model_max_length") or 2048,
         language=notes.get("language") or model_config.language,
         vision=cfg.vision or notes.get("vision") or model_config.vision,

@@ -90,6 +90,7 @@ class PictureReader:
     """What the records' paths are relative to."""
     preprocessor: Preprocessor
     aspect: AspectRatio
+    """`DataConfig.trained_aspect`"""
     pixels: Parity
     image_tokens: int
     """Features of a tile."""
@@ -104,8 +105,7 @@ class PictureReader:
 
     @property
     def in_tiles(self) -> bool:
-        """The original trains anyres as square (LLaVA train.py:702-718)."""
-        return self.aspect is AspectRatio.anyres and self.pixels is Parity.exact
+        return self.aspect is AspectRatio.anyres
 
     def no_tiles(self) -> np.ndarray:
         return np.zeros((0, 3, self.preprocessor.size, self.preprocessor.size), dtype=np.uint8)

@@ -74,7 +74,7 @@ def open_pictures(cfg: Config, vision_folder: Path, shape: ModelShape) -> Pictur
     return PictureReader(
         folder=Path(cfg.data.images) if cfg.data.images is not None else None,
         preprocessor=read_preprocessor(vision_folder),
-        aspect=cfg.data.image_aspect_ratio,
+        aspect=cfg.data.trained_aspect,
         pixels=cfg.data.pixels,
         image_tokens=shape.image_tokens,
         sizes=tuple(grid_sizes(cfg.data.grid_pinpoints, shape.image_size)),
