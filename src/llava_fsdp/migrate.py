@@ -1,7 +1,8 @@
 """Move over from DeepSpeed: `python -m llava_fsdp.migrate finetune.sh zero3.json gpus=8`.
 
-Reads LLaVA training scripts, DeepSpeed JSON files and Accelerate's YAML files; prints the llava_fsdp command that does
-the same, and a table of every key: what it became, or why nothing. Runs nothing. Imports neither torch nor transformers.
+Reads LLaVA training scripts, DeepSpeed JSON files and Accelerate's YAML files; prints the llava_fsdp command that
+does the same, and a table of every key: what it became, or why nothing. Runs nothing, and imports neither torch nor
+transformers.
 """
 
 import json
@@ -23,7 +24,8 @@ from llava_fsdp.moving.run import Options
 from llava_fsdp.moving.shell import shown
 
 USAGE = """\
-usage: python -m llava_fsdp.migrate PATH... [gpus=N] [hidden_size=N] [steps=N] [format=json] [strict=true] [NAME=VALUE...]
+usage: python -m llava_fsdp.migrate PATH... [gpus=N] [hidden_size=N] [steps=N] [format=json] [strict=true]
+                                   [NAME=VALUE...]
 
 PATH         a training script (finetune.sh), a DeepSpeed JSON (zero3.json) or an Accelerate YAML, in any number
 gpus=N       GPUs of the whole training, where the launcher's flags do not say it

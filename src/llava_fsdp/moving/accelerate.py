@@ -1,5 +1,6 @@
-"""The table of Accelerate's words: the keys of its YAML file and the flags of `accelerate launch`, which are the same
-(accelerate/commands/launch.py, commands/config/). A file's blocks `deepspeed_config` and `fsdp_config` count as flat."""
+"""The table of Accelerate's words: the keys of its YAML file and the flags of `accelerate launch`, which are the
+same (accelerate/commands/launch.py, commands/config/). A file's blocks `deepspeed_config` and
+`fsdp_config` count as flat."""
 
 from collections.abc import Mapping
 
@@ -128,7 +129,8 @@ ACCELERATE: Mapping[str, Outcome | Rule] = {
     "command_file": TPU, "commands": TPU, "tpu": TPU, "tpu_name": TPU, "tpu_zone": TPU, "tpu_cluster": TPU,
     "tpu_use_cluster": TPU, "no_tpu_cluster": TPU, "tpu_use_sudo": TPU, "tpu_vm": TPU, "tpu_env": TPU, "vm": TPU,
     "env": TPU, "downcast_bf16": TPU, "ipex": TPU, "use_xpu": TPU, "use_mps_device": TPU, "ipex_config.*": TPU,
-    "mpirun_config.*": unsupported("torchrun starts the ranks"), "mpirun_hostfile": unsupported("torchrun starts the ranks"),
+    "mpirun_config.*": unsupported("torchrun starts the ranks"),
+    "mpirun_hostfile": unsupported("torchrun starts the ranks"),
     "aws_access_key_id": TPU, "aws_secret_access_key": TPU,
     # DeepSpeed
     "deepspeed_config_file": config_file,

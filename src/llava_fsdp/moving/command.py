@@ -110,7 +110,7 @@ def lines(words: list[str], width: int = 100) -> str:
     """Ready to paste: quoted for the shell, a line for about every `width` characters."""
     made = [""]
     for word in map(quoted, words):
-        if made[-1] and len(made[-1]) + len(word) >= width:
+        if "=" in word and len(made[-1]) + len(word) >= width:
             made.append("   ")
         made[-1] += (" " if made[-1] else "") + word
     return " \\\n".join(made)

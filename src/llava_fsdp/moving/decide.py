@@ -8,7 +8,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from llava_fsdp.config import config_dir
+from llava_fsdp.config import Config, config_dir, schema_keys
 from llava_fsdp.moving.run import AUTO, Run, plain
 from llava_fsdp.moving.shell import is_open, open_mark, shown
 
@@ -45,6 +45,7 @@ DS_ADAM = frozenset({"adam", "adamw"})
 DS_MAX_LR = 0.001  # DeepSpeed's default of warmup_max_lr, and of an optimizer's lr
 DS_WARMUP_STEPS = 1000
 LEAST_KEPT = 2
+GROUPING = "order.group_by_modality_length"
 
 
 def decide(run: Run) -> Overrides:
@@ -79,7 +80,7 @@ def model(run: Run) -> Overrides:
 def frame(name: str) -> str:
     """The choice of `model=` with this language model, else the one of its size."""
     for path in sorted((config_dir() / "model").glob("*.yaml")):
-        if OmegaConf.load(path).get("language") == name:
+        if OmegaConf.select(OmegaConf.load(path), "language") == name:
             return path.stem
     return "llava_v1_5_13b" if "13b" in Path(name).name.lower() else "llava_v1_5_7b"
 
@@ -104,6 +105,8 @@ def data(run: Run) -> Overrides:
     }
     if run.hf("image_folder"):
         found["data.images"] = run.hf("image_folder")
+    if GROUPING in schema_keys(Config):
+        found[GROUPING] = run.truth("group_by_modality_length")
     return {key: value for key, value in found.items() if value is not None}
 
 

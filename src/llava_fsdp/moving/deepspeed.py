@@ -13,6 +13,7 @@ from llava_fsdp.moving.outcome import Outcome, implied, unsupported
 COMMUNICATION = implied("FSDP2 gathers and reduces one block of layers at a time, ahead of the computation")
 LIVE = implied("FSDP2 holds one block of layers gathered at a time, and prefetches the next")
 MODEL_IS_STREAMED = implied("every rank reads its own rows of every weight from the files")
+GATHERED = implied("export/ always holds the whole model, written without ever gathering it")
 NO_LOGGER = rules.switched("not yet; metrics.jsonl has every step")
 TIMES = implied("metrics.jsonl has the seconds of every step")
 NO_FP16 = rules.fp16
@@ -124,9 +125,9 @@ DEEPSPEED: Mapping[str, Outcome | Rule] = {
     "zero_optimization.leaf_module.*": LIVE,
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": COMMUNICATION,
     "zero_optimization.use_all_reduce_for_fetch_params": COMMUNICATION,
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": rules.gather_on_save,
-    "zero_optimization.gather_16bit_weights_on_model_save": rules.gather_on_save,
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": rules.gather_on_save,
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": GATHERED,
+    "zero_optimization.gather_16bit_weights_on_model_save": GATHERED,
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": GATHERED,
     "zero_optimization.ignore_unused_parameters": implied("what can never get a gradient is found and frozen"),
     "zero_optimization.legacy_stage1": implied("sharding=zero1 is one row of one table"),
     "zero_optimization.zero_hpz_partition_size": rules.hpz,
@@ -148,7 +149,7 @@ DEEPSPEED: Mapping[str, Outcome | Rule] = {
     "activation_checkpointing.*": rules.activation_checkpointing,
     "compile.*": rules.switched("no compiled graphs", flag="deepcompile"),
     # what is told
-    "steps_per_print": to("log_every", note="DeepSpeed's own line; the trainer's is --logging_steps"),
+    "steps_per_print": implied("DeepSpeed's own line; --logging_steps is log_every, and metrics.jsonl has every step"),
     "wall_clock_breakdown": TIMES,
     "memory_breakdown": implied("metrics.jsonl has the memory of every step"),
     "dump_state": implied("config.yaml in output_dir has the whole configuration"),

@@ -11,14 +11,14 @@ from llava_fsdp.moving.outcome import Outcome, implied, mapped, no_effect, unsup
 from llava_fsdp.moving.run import AUTO, plain
 from llava_fsdp.moving.shell import is_open, shown
 
-NO_SCRIPT = "the training script fills it in: give that as another PATH"
+NO_SCRIPT = mapped("filled in by the training script: give that as another PATH")
 
 
 def from_flag(context: Context, value: object, flag: str, text: str) -> Outcome:
     """`auto` is the trainer's flag; another value than the flag's is a mistake that transformers refuses."""
     run = context.run
     if value == AUTO:
-        return mapped(text, run.hf(flag)) if run.launch else unsupported(NO_SCRIPT)
+        return mapped(text, run.hf(flag)) if run.launch else NO_SCRIPT
     if run.launch and not is_open(run.hf(flag)) and value != run.hf(flag):
         return refused(f"--{flag} is {shown(run.hf(flag))}")
     return mapped(text)
@@ -31,7 +31,8 @@ def refused(why: str) -> Outcome:
 def train_batch_size(context: Context, value: object) -> Outcome:
     run, text = context.run, context.tell("global_batch_size")
     if not run.launch:
-        return unsupported(NO_SCRIPT) if value == AUTO else mapped(text)
+        whole = f"micro-batch x accumulation x {run.gpus or 'GPUs'}"
+        return mapped(NO_SCRIPT.text, whole) if value == AUTO else mapped(text)
     if value == AUTO:
         return mapped(text, shown(run.batch) if is_open(run.batch) else run.batch)
     if not is_open(run.batch) and value != run.batch:
@@ -77,7 +78,7 @@ def weight_decay(context: Context, value: object) -> Outcome:
 def betas(context: Context, value: object) -> Outcome:
     run, text = context.run, f"{context.tell('optim.beta1')}, {context.tell('optim.beta2')}"
     if not run.launch:
-        return unsupported(NO_SCRIPT) if value == AUTO else mapped(text)
+        return NO_SCRIPT if value == AUTO else mapped(text)
     theirs = [run.hf("adam_beta1"), run.hf("adam_beta2")]
     if value == AUTO:
         return mapped(text, theirs)
@@ -115,7 +116,7 @@ def warmup_num_steps(context: Context, value: object) -> Outcome:
     run = context.run
     key = "optim.warmup_steps" if "optim.warmup_steps" in context.decided else "optim.warmup_ratio"
     if value == AUTO:
-        return mapped(context.tell(key), run.warmup_steps) if run.launch else unsupported(NO_SCRIPT)
+        return mapped(context.tell(key), run.warmup_steps) if run.launch else NO_SCRIPT
     if run.launch and isinstance(run.warmup_steps, int) and value != run.warmup_steps:
         return refused(f"the trainer's warm-up is {run.warmup_steps} steps")
     return mapped(context.tell(key))
@@ -130,7 +131,7 @@ def total_num_steps(context: Context, value: object) -> Outcome:
 def gradient_clipping(context: Context, value: object) -> Outcome:
     run, text = context.run, context.tell("optim.clip")
     if value == AUTO:
-        return mapped(text, run.hf("max_grad_norm")) if run.launch else unsupported(NO_SCRIPT)
+        return mapped(text, run.hf("max_grad_norm")) if run.launch else NO_SCRIPT
     if run.launch and not is_open(run.hf("max_grad_norm")) and value != run.hf("max_grad_norm"):
         return refused(f"--max_grad_norm is {shown(run.hf('max_grad_norm'))}")
     return mapped(text)
@@ -153,7 +154,7 @@ def accumulation_dtype(context: Context, value: object) -> Outcome:
 def bf16(context: Context, value: object) -> Outcome:
     run, text = context.run, context.tell("precision")
     if value == AUTO:
-        return mapped(text, run.hf("bf16") or run.hf("bf16_full_eval")) if run.launch else unsupported(NO_SCRIPT)
+        return mapped(text, run.hf("bf16") or run.hf("bf16_full_eval")) if run.launch else NO_SCRIPT
     if run.launch and plain(value) != run.truth("bf16"):
         return refused(f"--bf16 is {run.truth('bf16')}")
     return mapped(text)
@@ -164,7 +165,7 @@ def fp16_enabled(context: Context, value: object) -> Outcome:
     resolved = None
     if value == AUTO:
         if not run.launch:
-            return unsupported(NO_SCRIPT)
+            return NO_SCRIPT
         resolved = run.truth("fp16") or run.truth("fp16_full_eval")
     if not (resolved if value == AUTO else plain(value)):
         return implied("off, as here", resolved)
@@ -225,12 +226,6 @@ def persistence(context: Context, value: object) -> Outcome:
         return implied(text)
     hidden = context.run.hidden_size
     return implied(text, 10 * hidden if hidden else "10 x hidden_size (give hidden_size=N)")
-
-
-def gather_on_save(context: Context, value: object) -> Outcome:
-    name = context.key.rpartition(".")[2]
-    prefix = "" if name.startswith("stage3_") else " (DeepSpeed before 0.10 wants the prefix stage3_ for it)"
-    return implied(f"export/ always holds the whole model, written without ever gathering it{prefix}")
 
 
 def hpz(context: Context, value: object) -> Outcome:

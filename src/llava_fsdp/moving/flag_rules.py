@@ -2,14 +2,11 @@
 
 from pathlib import PurePosixPath
 
-from llava_fsdp.config import Config, schema_keys
 from llava_fsdp.moving.context import Context
-from llava_fsdp.moving.decide import FSDP_STRATEGIES, LEAST_KEPT, SCHEDULES, TEMPLATES
+from llava_fsdp.moving.decide import FSDP_STRATEGIES, GROUPING, LEAST_KEPT, SCHEDULES, TEMPLATES
 from llava_fsdp.moving.outcome import Outcome, implied, mapped, no_effect, unsupported
 from llava_fsdp.moving.run import AUTO
 from llava_fsdp.moving.shell import is_open, shown
-
-GROUPING = "order.group_by_modality_length"
 
 
 def model_name(context: Context, value: object) -> Outcome:
@@ -131,7 +128,9 @@ def projector_lr(context: Context, value: object) -> Outcome:
 
 
 def group_by_modality_length(context: Context, value: object) -> Outcome:
-    if GROUPING not in schema_keys(Config):
+    if not value and GROUPING not in context.decided:
+        return implied("off, as here")
+    if GROUPING not in context.decided:
         return unsupported(
             "steps are a permutation of (seed, epoch); the original's sampler comes with order=llava_v1_5"
         )
@@ -219,9 +218,7 @@ def optimizer_name(context: Context, value: object) -> Outcome:
 def bf16(context: Context, value: object) -> Outcome:
     text = context.tell("precision")
     if not value:
-        return mapped(
-            f"{text}{'; the original keeps the tower in fp16 then (train.py:917)' if context.decided['precision'] == 'fp32' else ''}"
-        )
+        return mapped(text + ("; the original keeps the tower in fp16 then (train.py:917)" if "fp32" in text else ""))
     if context.run.uses_deepspeed:
         return mapped(f"{text}: fp32 masters and moments, as DeepSpeed has them; gradients are added in fp32 here")
     return mapped(f"{text}: with fp32 masters; without DeepSpeed the original steps the bf16 weights themselves")

@@ -99,7 +99,7 @@ def all_commands(text: str, variables: Mapping[str, str], where: str) -> list[Co
 def read_run(
     name: str, script: Path, launch: Launch, jsons: Mapping[Path, Block], yamls: Mapping[Path, Block], options: Options
 ) -> tuple[Run, set[Path]]:
-    flags, notes = read_flags(name, launch)
+    flags, notes = read_flags(launch)
     run = Run(name, FLAGS, options, launch, flags, notes=tuple(notes))
     used: set[Path] = set()
     if launch.launcher == "accelerate":
@@ -144,8 +144,8 @@ def choose(named: object, beside: Path, given: Mapping[Path, Block]) -> tuple[Pa
     return None, [f"{shown(named)} was not found: give it as another PATH"]
 
 
-def read_flags(name: str, launch: Launch) -> tuple[dict[str, object], list[str]]:
-    """`--flag value`, `--flag=value`, `--flag` alone and lists, as the original's parser reads them; the last one wins."""
+def read_flags(launch: Launch) -> tuple[dict[str, object], list[str]]:
+    """`--flag value`, `--flag=value`, `--flag` alone and lists, as the original's parser reads them; the last wins."""
     flags: dict[str, object] = {}
     notes = []
     current: str | None = None
@@ -170,7 +170,7 @@ def read_flags(name: str, launch: Launch) -> tuple[dict[str, object], list[str]]
         flags[current] = value if equals else True
         if given.replace("-", "_") == f"no_{current}":
             flags[current] = "False"
-    notes += [f"{name}: {left} is not set in the script" for left in sorted(unset(launch, flags))]
+    notes += [f"{left} is not set in the script" for left in sorted(unset(launch, flags))]
     return flags, notes
 
 

@@ -9,7 +9,7 @@ from llava_fsdp.moving.shell import Command, is_open
 
 PYTHON = re.compile(r"python[\d.]*")
 TRAINING = re.compile(r"train", re.IGNORECASE)
-PLACE = mapped("torchrun's flag of the same meaning")
+PLACE = mapped("torchrun's flag of the same meaning on several machines; --standalone needs none")
 ON_ITS_OWN = implied("torchrun needs no such flag")
 NUMBER = mapped("the number of ranks: --nproc-per-node, and a factor of global_batch_size")
 ELASTIC = unsupported("a run has a fixed number of ranks; the same command again continues it on another number")
@@ -83,14 +83,13 @@ TORCHRUN: dict[str, Outcome] = {
     "logs_specs": LOGS,
     "numa_binding": PLACE,
 }
-SWITCHES = frozenset(
-    "module m no_python no_local_rank no_ssh no_ssh_check force_multi save_pid enable_each_rank_log bind_cores_to_rank q "
-    "quiet elastic_training standalone use_env run_path "
-    # accelerate launch
-    "cpu multi_gpu tpu ipex enable_cpu_affinity dynamo_use_fullgraph dynamo_use_dynamic dynamo_use_regional_compilation "
-    "use_deepspeed use_fsdp use_megatron_lm use_xpu use_mps_device same_network tpu_cluster no_tpu_cluster tpu_use_sudo "
-    "downcast_bf16 debug use_parallelism_config".split()
-)
+SWITCHES = frozenset("""
+    module m no_python no_local_rank no_ssh no_ssh_check force_multi save_pid enable_each_rank_log bind_cores_to_rank
+    q quiet elastic_training standalone use_env run_path
+    cpu multi_gpu tpu ipex enable_cpu_affinity dynamo_use_fullgraph dynamo_use_dynamic dynamo_use_regional_compilation
+    use_deepspeed use_fsdp use_megatron_lm use_xpu use_mps_device same_network tpu_cluster no_tpu_cluster tpu_use_sudo
+    downcast_bf16 debug use_parallelism_config
+""".split())  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,8 @@ class Run:
         if self.options.gpus:
             nodes = found.nodes if found.nodes and self.options.gpus % found.nodes == 0 else 1
             return Ranks(self.options.gpus // nodes, nodes, found.devices)
-        if self.launch and self.launch.launcher == "accelerate" and not found.per_node:
+        launcher = self.launch.launcher if self.launch else "accelerate"
+        if launcher == "accelerate" and not found.per_node:
             total, nodes = number(str(self.launched("num_processes"))), number(str(self.launched("num_machines") or 1))
             return Ranks(total // nodes if total and nodes else None, nodes)
         return found
@@ -220,12 +221,14 @@ def parse(given: object, kind: type, where: str) -> object:
     Raises:
         ConfigError: it is none; the original's parser would have stopped too.
     """
-    if kind is bool and given is True:
-        return True
+    if given is True:
+        if kind is bool:
+            return True
+        raise ConfigError(f"{where} has no value")
     if isinstance(given, list):
         given = " ".join(given)
-    assert isinstance(given, str | bool), given
-    if is_open(given) or kind is str or given is True:
+    assert isinstance(given, str), given
+    if is_open(given) or kind is str:
         return given
     if kind is bool:
         if given.lower() in TRUE | FALSE:

@@ -1,7 +1,7 @@
 """The commands of a shell script, without running it: enough of bash's grammar for training scripts.
 
-Quotes, comments, continued lines, assignments (`X=v1`, `export X=v1`, arrays), `$X`, `${X}`, `${X:-default}` and lists of
-commands are understood. What only a shell could know (`$1`, `$(nproc)`, an unset variable) stays in the words as an
+Quotes, comments, continued lines, assignments (`X=v1`, `export X=v1`, arrays), `$X`, `${X}`, `${X:-default}` and lists
+of commands are understood. What only a shell could know (`$1`, `$(nproc)`, an unset variable) stays in the words as an
 `Open` mark, which `shown` and `quoted` turn back into what the script said.
 """
 
