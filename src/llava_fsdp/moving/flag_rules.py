@@ -121,7 +121,7 @@ def lora(context: Context, value: object) -> Outcome:
 
 def projector_lr(context: Context, value: object) -> Outcome:
     if value is None:
-        return implied("the projector learns at optim.lr")
+        return implied(f"{context.tell('optim.projector_lr')}: the projector learns at optim.lr")
     if context.run.has_ds_optimizer:
         return no_effect("DeepSpeed's optimizer entry makes one group of everything, without LLaVA's for the projector")
     return mapped(context.tell("optim.projector_lr"))
