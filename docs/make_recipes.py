@@ -43,8 +43,8 @@ ALSO = [
     "`--save_total_limit 1` is `checkpoint.keep=2`: the newest may be the one that a crash interrupted.",
     "Warm-up is `ceil(warmup_ratio x steps)`, as transformers' `get_warmup_steps` has it.",
     "Norms and biases are not decayed (with `weight_decay=0` nothing is).",
-    "Gradients are added and reduced in fp32 and divided by the label tokens of the step; the original adds them in bf16 "
-    "and takes the mean of the micro-batches' means. `compat=llava_v1_5` does as the original.",
+    "Gradients are added and reduced in fp32 and divided by the label tokens of the step; the original adds them in "
+    "bf16 and takes the mean of the micro-batches' means. `compat=llava_v1_5` does as the original.",
     "The projector of `stage=pretrain` is drawn from `seed`; the original draws it before it seeds.",
 ]
 
@@ -116,8 +116,8 @@ def page(golden: Path = GOLDEN) -> str:
     """
     parts = [
         "# Recipes",
-        "Written by `python docs/make_recipes.py` from `conf/` and from what the original's scripts are recorded to say "
-        "(haotian-liu/LLaVA at c121f04, `scripts/v1_5/`); a test compares them. LoRA stages: not yet.",
+        "Written by `python docs/make_recipes.py` from `conf/` and from what the original's scripts are recorded to "
+        "say (haotian-liu/LLaVA at c121f04, `scripts/v1_5/`); a test compares them. LoRA stages: not yet.",
     ]
     for stage in STAGES:
         run, decided, origin = original(stage, golden), decide(original(stage, golden)), sources(stage, golden)

@@ -5,9 +5,12 @@ from pathlib import Path
 
 from folder import golden_folder, read_json
 
-from llava_fsdp.moving.command import Migration, migrate
+from llava_fsdp.moving.context import Context
+from llava_fsdp.moving.decide import decide
 from llava_fsdp.moving.inputs import read_runs, sort_paths
-from llava_fsdp.moving.run import Options
+from llava_fsdp.moving.outcome import Row
+from llava_fsdp.moving.run import Options, Run
+from llava_fsdp.moving.table import rows_of
 
 ZERO = ("zero2", "zero3", "zero3_offload")
 # What transformers works out from the machine or from other flags.
@@ -42,7 +45,11 @@ def write_script(record: dict, folder: Path) -> Path:
     return path
 
 
-def migrated(record: dict, folder: Path, **options: int) -> Migration:
+def run_of(record: dict, folder: Path, **options: int) -> Run:
     given = sort_paths([str(write_script(record, folder))])
     (run,) = read_runs(given, {}, Options(**options))
-    return migrate(run)
+    return run
+
+
+def rows(run: Run) -> list[Row]:
+    return rows_of(Context(run, decide(run)))

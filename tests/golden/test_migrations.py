@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 from folder import read_json
-from originals import COMPUTED, ZERO, migrated, records, scripts
+from originals import COMPUTED, ZERO, records, rows, run_of, scripts
+from small import config_of
 
-from llava_fsdp.moving.command import assignments
+from llava_fsdp.moving.command import assignments, migrate
+from llava_fsdp.moving.decide import decide
 from llava_fsdp.moving.deepspeed import rule_of
 from llava_fsdp.moving.flags import FLAGS
 from llava_fsdp.moving.inputs import flat
@@ -32,7 +34,7 @@ def test_table_of_flags_is_the_original_parser() -> None:
 @pytest.mark.parametrize("name", RECORDS)
 def test_values_are_what_the_original_parser_made_of_them(name: str, tmp_path: Path) -> None:
     record = RECORDS[name]
-    run = migrated(record, tmp_path).run
+    run = run_of(record, tmp_path)
     expected = {n: value for n, value in theirs(record).items() if n not in COMPUTED}
     assert {n: run.hf(n) for n in expected} == expected
 
@@ -40,16 +42,14 @@ def test_values_are_what_the_original_parser_made_of_them(name: str, tmp_path: P
 @pytest.mark.parametrize("name", RECORDS)
 def test_every_key_is_accounted_for_once(name: str, tmp_path: Path) -> None:
     record = RECORDS[name]
-    done = migrated(record, tmp_path, gpus=8)
+    run = run_of(record, tmp_path, gpus=8)
     zero = Path(record["explicit_cli"]["deepspeed"]).name
-    expected = {(done.run.name, key) for key in record["explicit_cli"]}
+    expected = {(run.name, key) for key in record["explicit_cli"]}
     expected |= {(zero, key) for key in flat(read_json(f"configs/{zero}"))}
-    found = Counter((row.source, row.key) for row in done.rows)
+    found = Counter((row.source, row.key) for row in rows(run))
     assert max(found.values()) == 1
     assert expected <= found.keys()
-    assert done.unknown == []
-    assert done.refused == ""
-    assert all(row.text for row in done.rows)
+    assert all(row.known and row.text for row in rows(run))
 
 
 @pytest.mark.parametrize("name", ZERO)
@@ -64,17 +64,17 @@ def test_auto_is_resolved_as_transformers_does(name: str, tmp_path: Path) -> Non
     golden = record["deepspeed_resolved"]
     hidden = int(golden["note"].split("hidden_size ")[1].split(",")[0])
     known = {} if record["entry_point"].endswith(".py") else {"hidden_size": hidden}
-    done = migrated(record, tmp_path, gpus=1, steps=1000, **known)
+    run = run_of(record, tmp_path, gpus=1, steps=1000, **known)
     zero = Path(record["explicit_cli"]["deepspeed"]).name
     autos = [key for key, value in flat(read_json(f"configs/{zero}")).items() if value == "auto"]
     expected = flat(golden["config"])
     assert len(autos) >= 6
-    assert {row.key: row.resolved for row in done.rows if row.source == zero and row.value == "auto"} == {
+    assert {row.key: row.resolved for row in rows(run) if row.source == zero and row.value == "auto"} == {
         key: expected[key] for key in autos
     }
-    assert done.run.warmup_steps == record["derived"]["warmup_steps_for_1000_total"]
+    assert run.warmup_steps == record["derived"]["warmup_steps_for_1000_total"]
     clips = golden["config"].get("gradient_clipping")
-    assert (done.decided["optim.clip"], clips is not None) == (
+    assert (decide(run)["optim.clip"], clips is not None) == (
         clips,
         record["deepspeed_resolved"]["gradient_clipping_key_present"],
     )
@@ -83,11 +83,10 @@ def test_auto_is_resolved_as_transformers_does(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_command_is_the_script(name: str, tmp_path: Path) -> None:
     """Composed, the command has the values of the script, whichever of them it had to say."""
-    from small import config_of
-
     record = SCRIPTS[name]
     args = theirs(record)
-    done = migrated(record, tmp_path, gpus=8)
+    done = migrate(run_of(record, tmp_path, gpus=8))
+    assert done.refused == ""
     cfg = config_of(assignments(done.kept))
     assert cfg.optim.lr == args["learning_rate"]
     assert cfg.optim.projector_lr == args["mm_projector_lr"]
@@ -130,7 +129,7 @@ def test_command_is_the_script(name: str, tmp_path: Path) -> None:
 
 def test_v1_5_scripts_become_short_commands(tmp_path: Path) -> None:
     """What a stage or a recipe says is not said again."""
-    done = migrated(SCRIPTS["v1_5_finetune"], tmp_path, gpus=8)
+    done = migrate(run_of(SCRIPTS["v1_5_finetune"], tmp_path, gpus=8))
     assert set(done.kept) == {
         "stage", "model", "data", "data.path", "data.images", "model.projector", "output_dir", "checkpoint.every",
     }  # fmt: skip

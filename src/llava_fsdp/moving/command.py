@@ -53,15 +53,15 @@ def reduce(decided: Overrides) -> Overrides:
     """Without what the stage, the model and their recipe say already."""
     frame = {key: value for key, value in decided.items() if key in FRAME}
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        plain = compose("train", assignments(frame))
-        groups = {
-            key: decided[key]
-            for key in GROUPS
-            if key in decided and compose("train", assignments({**frame, key: decided[key]})) != plain
-        }
-        base = compose("train", assignments(frame | groups))
+        base = compose("train", assignments(frame))
+    groups = {key: decided[key] for key in GROUPS if key in decided and not chooses(base, key, decided[key])}
     rest = {k: v for k, v in decided.items() if k not in (*FRAME, *GROUPS) and not says(base, k, v)}
     return frame | groups | rest
+
+
+def chooses(base: DictConfig, group: str, choice: object) -> bool:
+    """The group has this choice's values already."""
+    return OmegaConf.select(base, group) == OmegaConf.load(config_dir() / group / f"{choice}.yaml")
 
 
 def says(base: DictConfig, key: str, value: object) -> bool:
