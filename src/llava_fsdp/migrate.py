@@ -148,7 +148,7 @@ def show(migration: Migration) -> None:
     for note in run.notes:
         print(f"# note: {shown(note)}")
     if run.gpus is None:
-        print("# the number of GPUs is not known: give gpus=N, or set GPUS before the command")
+        print("# the number of GPUs is not known: give gpus=N, or set GPUS (of a machine) and NODES in the shell")
     if migration.refused:
         print(f"# llava_fsdp will refuse this: {migration.refused}")
     missing = [row.key for row in migration.rows if row.verdict is Verdict.unsupported]

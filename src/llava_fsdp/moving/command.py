@@ -91,19 +91,19 @@ def assignments(overrides: Mapping[str, object]) -> list[str]:
 
 def launcher(run: Run) -> list[str]:
     ranks = run.ranks
-    per_node = str(ranks.per_node or open_mark("$GPUS"))
+    per_node, nodes = run.rank_factors
     devices = ranks.devices or (run.launch.devices if run.launch else None)
     prefix = [f"CUDA_VISIBLE_DEVICES={devices}"] if devices else []
-    if ranks.nodes == 1 or (ranks.nodes is None and run.options.gpus):
+    if nodes == 1:
         place = ["--standalone"]
     else:
         flags = run.launch.flags if run.launch else {}
         endpoint = flags.get("rdzv_endpoint")
         address = flags.get("master_addr", run.launched("main_process_ip")) or open_mark("$MASTER_ADDR")
         port = flags.get("master_port", run.launched("main_process_port")) or "29500"
-        place = ["--nnodes", str(ranks.nodes or open_mark("$NODES")), "--rdzv-backend", "c10d"]
+        place = ["--nnodes", str(nodes), "--rdzv-backend", "c10d"]
         place += ["--rdzv-endpoint", str(endpoint or f"{address}:{port}")]
-    return [*prefix, "torchrun", *place, "--nproc-per-node", per_node, "-m", "llava_fsdp.train"]
+    return [*prefix, "torchrun", *place, "--nproc-per-node", str(per_node), "-m", "llava_fsdp.train"]
 
 
 def lines(words: list[str], width: int = 100) -> str:

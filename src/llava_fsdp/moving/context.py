@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from llava_fsdp.moving.outcome import Outcome, implied, mapped, no_effect, unsupported
-from llava_fsdp.moving.run import Run
+from llava_fsdp.moving.run import Run, plain
 from llava_fsdp.moving.shell import shown
 
 
@@ -79,7 +79,7 @@ class Unless:
     otherwise: Outcome
 
     def __call__(self, context: Context, value: object) -> Outcome:
-        return self.then if value in self.usual else self.otherwise
+        return self.then if value in self.usual or plain(value) in self.usual else self.otherwise
 
 
 def off(why: str, *usual: object, text: str = "off, as here") -> Unless:

@@ -188,7 +188,7 @@ def batch(run: Run) -> Overrides:
     if isinstance(whole, int):
         found["global_batch_size"] = whole
     elif isinstance(micro, int) and (accumulation is None or isinstance(accumulation, int)):
-        found["global_batch_size"] = run.product(micro, accumulation or 1, run.gpus_or_name)
+        found["global_batch_size"] = run.product(micro, accumulation or 1, *run.rank_factors)
     return found
 
 

@@ -116,7 +116,8 @@ def read_run(
 
 def with_deepspeed(run: Run, named: object, beside: Path, jsons: Mapping[Path, Block]) -> tuple[Run, set[Path]]:
     if run.launch and not named and run.distributed_type != "DEEPSPEED":
-        return run, set()
+        note = [f"the script has no --deepspeed: {path} is not of it" for path in jsons]
+        return replace(run, notes=(*run.notes, *note)), set()
     path, note = choose(named, beside, jsons if named or run.launch else {})
     block = read_json(path) if path else None
     return replace(run, deepspeed=block, notes=(*run.notes, *note)), {path} if path else set()

@@ -176,14 +176,16 @@ class Run:
         return open_mark("$((" + " * ".join([str(known), *names] if known != 1 else names) + "))")
 
     @property
-    def gpus_or_name(self) -> object:
-        return self.gpus or open_mark("$GPUS")
+    def rank_factors(self) -> list[object]:
+        """Ranks a machine, and machines; what is not known is for the shell to say."""
+        ranks = self.ranks
+        return [ranks.per_node or open_mark("$GPUS"), ranks.nodes or open_mark("$NODES")]
 
     @property
     def batch(self) -> object:
         """Samples a step: micro-batch x accumulation x ranks."""
         micro, accumulation = self.hf("per_device_train_batch_size"), self.hf("gradient_accumulation_steps")
-        return self.product(micro, accumulation, self.gpus_or_name)
+        return self.product(micro, accumulation, *self.rank_factors)
 
     @property
     def is_lora(self) -> bool:
