@@ -373,6 +373,7 @@ def test_clipping_without_deepspeed(tmp_path: Path) -> None:
 
 
 ZERO_BLOCKS = [
+    ({"stage": [3]}, {}),
     ({"stage": 0}, {"sharding": "zero0"}),
     ({"stage": 1}, {"sharding": "zero1"}),
     ({"stage": "3"}, {"sharding": "zero3"}),

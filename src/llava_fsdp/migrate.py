@@ -6,6 +6,7 @@ transformers.
 """
 
 import json
+import os
 import re
 import sys
 from dataclasses import dataclass, field
@@ -64,8 +65,12 @@ def main() -> None:
     if request.format == "json":
         print(json.dumps({"runs": [as_json(migration) for migration in found]}, indent=1))
     else:
-        for migration in found:
-            show(migration)
+        try:
+            for migration in found:
+                show(migration)
+            sys.stdout.flush()
+        except BrokenPipeError:  # `| head` has read enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if request.strict and any(incomplete(migration) for migration in found):
         log().error("strict=true: a key is unknown, a file is missing or a variable is unset")
         sys.exit(ExitCode.USER)
@@ -125,6 +130,7 @@ def as_json(migration: Migration) -> dict[str, object]:
         "gpus": run.gpus,
         "notes": list(map(shown, run.notes)),
         "refused": migration.refused,
+        "caution": migration.caution,
         "counts": {verdict.value: migration.count(verdict) for verdict in Verdict},
         "unknown": [row.key for row in migration.unknown],
         "keys": [
@@ -149,13 +155,17 @@ def show(migration: Migration) -> None:
         print(f"# note: {shown(note)}")
     if run.gpus is None:
         print("# the number of GPUs is not known: give gpus=N, or set GPUS (of a machine) and NODES in the shell")
+    if migration.caution:
+        print(f"# caution: {migration.caution}")
     if migration.refused:
         print(f"# llava_fsdp will refuse this: {migration.refused}")
     missing = [row.key for row in migration.rows if row.verdict is Verdict.unsupported]
     if missing:
         print(f"# without: {', '.join(missing)} (see the table)")
     print(lines(migration.words))
-    print(f"# {PARITY}\n")
+    if run.launch:
+        print(f"# {PARITY}")
+    print()
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False, markup=False)
     console.print(table(migration.rows))
     counts = ", ".join(f"{migration.count(v)} {v.value}" for v in Verdict if migration.count(v))

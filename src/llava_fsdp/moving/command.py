@@ -38,6 +38,13 @@ class Migration:
     def unknown(self) -> list[Row]:
         return [row for row in self.rows if not row.known]
 
+    @property
+    def caution(self) -> str:
+        """Why the command is another training than the script; empty where it is the same."""
+        if self.run.launch and (self.run.is_lora or self.run.hf("bits") != 16):
+            return "this command trains the whole model: LoRA and quantized weights are not supported yet"
+        return ""
+
     def count(self, verdict: Verdict) -> int:
         return sum(row.verdict is verdict for row in self.rows)
 

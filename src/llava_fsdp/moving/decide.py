@@ -45,6 +45,7 @@ DS_ADAM = frozenset({"adam", "adamw"})
 DS_MAX_LR = 0.001  # DeepSpeed's default of warmup_max_lr, and of an optimizer's lr
 DS_WARMUP_STEPS = 1000
 LEAST_KEPT = 2
+IMAGE_START_END = "model.image_start_end"
 GROUPING = "order.group_by_modality_length"
 
 
@@ -72,6 +73,8 @@ def model(run: Run) -> Overrides:
     }
     if stage == "finetune":
         found["model.projector"] = run.hf("pretrain_mm_mlp_adapter") or "random"
+    if stage == "finetune_task" and run.truth("mm_use_im_start_end") and IMAGE_START_END in schema_keys(Config):
+        found[IMAGE_START_END] = True
     if projector != "mlp2x_gelu" and not is_open(projector):
         found["export.enabled"] = False
     return found
@@ -168,7 +171,7 @@ def fsdp_strategy(run: Run) -> str | None:
 
 def precision(run: Run) -> Overrides:
     """fp16 has no equal; bf16 stands in for it."""
-    ours = {run.ds("bf16.enabled"), run.ds("bfloat16.enabled"), run.ds("fp16.enabled"), run.ds("amp.enabled")}
+    ours = [run.ds(f"{name}.enabled") for name in ("bf16", "bfloat16", "fp16", "amp")]
     if run.launch:
         half = run.truth("bf16") or run.truth("fp16") or run.launched("mixed_precision") in ("bf16", "fp16", "fp8")
         return {"precision": "bf16" if half or True in ours else "fp32"}
@@ -194,7 +197,8 @@ def batch(run: Run) -> Overrides:
 
 def optimizer(run: Run) -> Overrides:
     """DeepSpeed's entry where there is one, the trainer's flags where it says `auto` or is absent."""
-    knows = (run.launch or run.deepspeed or run.uses_deepspeed) and not run.lacks_deepspeed
+    knows = (run.launch or run.uses_deepspeed) and not run.lacks_deepspeed
+    knows = knows and (run.launch or run.ds("gradient_clipping") != AUTO)
     found: Overrides = {"optim.clip": clip(run)} if knows else {}
     if run.launch and not run.has_ds_optimizer:
         names = {"lr": "learning_rate", "projector_lr": "mm_projector_lr", "weight_decay": "weight_decay"}
@@ -228,7 +232,7 @@ def clip(run: Run) -> object:
     """DeepSpeed clips by its own key, whose default is 0: none; HF fills it in only where it says `auto`."""
     value = run.ds("gradient_clipping", 0) if run.uses_deepspeed else run.hf("max_grad_norm")
     if value == AUTO:
-        value = run.hf("max_grad_norm") if run.launch else None
+        value = run.hf("max_grad_norm")
     return value or None
 
 

@@ -190,7 +190,7 @@ def amp(context: Context, value: object) -> Outcome:
 
 def stage(context: Context, value: object) -> Outcome:
     text = context.tell("sharding")
-    if plain(value) not in STAGES:
+    if plain(value) not in list(STAGES):
         return unsupported("ZeRO has stages 0 to 3")
     if "sharding.shard_size" in context.decided:
         return mapped(f"{text}, {context.tell('sharding.shard_size')}")

@@ -3,7 +3,7 @@
 from pathlib import PurePosixPath
 
 from llava_fsdp.moving.context import Context
-from llava_fsdp.moving.decide import FSDP_STRATEGIES, GROUPING, LEAST_KEPT, SCHEDULES, TEMPLATES
+from llava_fsdp.moving.decide import FSDP_STRATEGIES, GROUPING, IMAGE_START_END, LEAST_KEPT, SCHEDULES, TEMPLATES
 from llava_fsdp.moving.outcome import Outcome, implied, mapped, no_effect, unsupported
 from llava_fsdp.moving.run import AUTO
 from llava_fsdp.moving.shell import is_open, shown
@@ -72,8 +72,8 @@ def projector_type(context: Context, value: object) -> Outcome:
 def im_start_end(context: Context, value: object) -> Outcome:
     if not value:
         return implied("off, as here")
-    if "model.image_start_end" in context.decided:
-        return mapped(f"{context.tell('model.image_start_end')}: the checkpoint's tokenizer has both tokens")
+    if IMAGE_START_END in context.decided:
+        return mapped(f"{context.tell(IMAGE_START_END)}: the checkpoint's tokenizer has both tokens")
     return unsupported("it adds two tokens and draws their rows; no run here changes a vocabulary")
 
 
