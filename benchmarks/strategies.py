@@ -137,7 +137,12 @@ def ddp_step(state: TrainState, ddp: DistributedDataParallel, step: Step, cfg: C
             micro = state.loader.to_device(micro)
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
                 loss = micro.scale * ddp(
-                    micro.input_ids, micro.image_positions, micro.images, micro.label_positions, micro.label_ids
+                    micro.input_ids,
+                    micro.image_positions,
+                    micro.image_rows,
+                    micro.images,
+                    micro.label_positions,
+                    micro.label_ids,
                 )
             (loss * dist.get_world_size()).backward()  # DDP averages over the ranks, and the step's loss is a sum
         loss_sum += loss.detach()

@@ -13,9 +13,9 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 from llava_fsdp import train
 from llava_fsdp.config import Config, DType, Part
-from llava_fsdp.data.encode import IGNORE, IMAGE_ID
 from llava_fsdp.data.loader import normalize
 from llava_fsdp.data.steps import Steps
+from llava_fsdp.data.vocabulary import IGNORE, IMAGE_ID
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.names import ours
 from llava_fsdp.model.parts import find_parts
@@ -74,15 +74,16 @@ def plain_loop(cfg: Config, start: Path) -> Outcome:
             group["lr"] = cfg.optim.lr * factor
         for p in trained:
             p.grad = torch.zeros_like(p)
-        samples = [(steps.records[i], steps.encoder(steps.records[i])) for i in steps.indices(step)]
+        samples = [(steps.records[i], steps.encoder(steps.records[i])) for i in steps.order.samples(step)]
         count = sum(int((s.labels[1:] != IGNORE).sum()) for _, s in samples if s is not None)
         loss_sum = 0.0
         for record, sample in samples:
             assert sample is not None
             ids = torch.from_numpy(sample.input_ids)[None]
             ids = torch.where(ids == IMAGE_ID, config.image_token_id, ids)
-            images = steps.load_images([(record, sample)])
-            pixels = normalize(images, torch.from_numpy(steps.preprocessor.pixel_table())) if len(images) else None
+            images = torch.from_numpy(steps.load_images([(record, sample)])[0])
+            table = torch.from_numpy(steps.pictures.preprocessor.pixel_table())
+            pixels = normalize(images, table) if len(images) else None
             logits = model(input_ids=ids, pixel_values=pixels).logits[0, :-1, : vocabulary(cfg)]
             loss = functional.cross_entropy(logits, torch.from_numpy(sample.labels[1:]), reduction="sum") / count
             if loss.requires_grad:  # stage 1 trains nothing on a sample without a picture

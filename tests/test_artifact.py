@@ -14,11 +14,13 @@ from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 from llava_fsdp import train
 from llava_fsdp.config import Config
-from llava_fsdp.data.conversation import TEMPLATES, prompt
-from llava_fsdp.data.encode import IMAGE_ID, encode_prompt
+from llava_fsdp.data.conversation import prompt
+from llava_fsdp.data.encode import encode_prompt
 from llava_fsdp.data.images import load_image
 from llava_fsdp.data.loader import normalize
 from llava_fsdp.data.source import Turn
+from llava_fsdp.data.templates import TEMPLATES
+from llava_fsdp.data.vocabulary import IMAGE_ID
 from llava_fsdp.errors import ConfigError, ModelError
 from llava_fsdp.model.draw import computed_buffers, restore_buffers
 from llava_fsdp.model.files import StoredTensor
@@ -62,7 +64,7 @@ def compare_with_transformers(cfg: Config, folder: Path) -> None:
         micro = loader.steps.collate([(loader.steps.records[index], sample)], facts(), 1)
         micro = loader.to_device(micro)
         everywhere = torch.arange(micro.input_ids.numel())
-        ours = model(micro.input_ids, micro.image_positions, micro.images, everywhere)
+        ours = model(micro.input_ids, micro.image_positions, micro.image_rows, micro.images, everywhere)
         ids = torch.from_numpy(sample.input_ids)[None]
         ids = torch.where(ids == IMAGE_ID, theirs.config.image_token_id, ids)
         logits = theirs(input_ids=ids, pixel_values=micro.images if len(micro.images) else None).logits[0]
@@ -105,7 +107,7 @@ def test_processor_loads_and_makes_our_ids(exported: Path, parts: Path, dataset:
     image_id = processor.tokenizer.convert_tokens_to_ids("<image>")
     steps = probe(make_config(parts, dataset, tmp_path)).steps
     turns = [Turn("human", "<image>\nwhat colour is the circle"), Turn("gpt", "red"), Turn("human", "how many")]
-    ours = encode_prompt(prompt(turns, TEMPLATES["v1"]), steps.encoder.tokenizer, 1, 4)
+    ours = encode_prompt(prompt(turns, TEMPLATES["v1"]), steps.encoder.tokenizer, [4])
     assert inputs["input_ids"][0].tolist() == [image_id if i == IMAGE_ID else i for i in ours.tolist()]
 
 
@@ -362,10 +364,10 @@ def test_exported_processor_makes_our_pixels_and_positions(
     picture.save(tmp_path / "a.png")
     inputs = processor(text="<image>\nwhat", images=picture, return_tensors="pt")
     loader = probe(cfg)
-    ours = load_image(tmp_path / "a.png", loader.steps.preprocessor, cfg.data.image_aspect_ratio, "x")
+    ours = load_image(tmp_path / "a.png", loader.steps.pictures.preprocessor, cfg.data.image_aspect_ratio, "x")
     assert torch.equal(normalize(torch.from_numpy(ours)[None], loader.table), inputs["pixel_values"])
     image_id = processor.tokenizer.convert_tokens_to_ids("<image>")
-    assert int((inputs["input_ids"] == image_id).sum()) == loader.steps.encoder.image_tokens == 4
+    assert int((inputs["input_ids"] == image_id).sum()) == loader.steps.pictures.image_tokens == 4
 
 
 def test_checkpoint_brings_its_projector(exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:

@@ -7,13 +7,18 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
+from small import config_of
 from torch.distributed.fsdp import ShardingStrategy
 
 from llava_fsdp import cli
 from llava_fsdp.config import (
     ChatConfig,
     Config,
+    DType,
     EvaluateConfig,
+    Normalize,
+    OrderName,
+    Parity,
     Strategy,
     SweepConfig,
     config_dir,
@@ -21,6 +26,7 @@ from llava_fsdp.config import (
     schema_keys,
 )
 from llava_fsdp.errors import ConfigError
+from llava_fsdp.screen import unlike_original
 
 CHOICES = sorted((p.parent.name, p.stem) for p in config_dir().glob("*/*.yaml") if p.parent.name != "recipe")
 RECIPES = sorted(p.stem for p in config_dir().glob("recipe/*.yaml"))
@@ -167,3 +173,36 @@ def test_a_mistake_is_refused_with_its_cure(
         load(Config, node)
     assert message in str(caught.value)
     assert "Traceback" not in str(caught.value)
+
+
+def test_compat_sets_what_the_original_does() -> None:
+    """One word sets them all, whatever the stage; a key on the command line still wins, and the screen says so."""
+    cfg = config_of(["compat=llava_v1_5", "stage=pretrain"])
+    assert (cfg.labels, cfg.data.pixels) == (Parity.llava_v1_5, Parity.llava_v1_5)
+    assert (cfg.order.name, cfg.order.group_by_modality_length) == (OrderName.llava_v1_5, False)
+    assert cfg.loss.normalize is Normalize.micro_batch
+    assert cfg.precision.reduce_dtype is cfg.precision.param_dtype is DType.bf16
+    assert unlike_original(cfg).startswith("none:")
+    cfg = config_of(["compat=llava_v1_5", "labels=exact", "precision=fp32"])
+    assert cfg.order.group_by_modality_length and cfg.precision.reduce_dtype is DType.fp32
+    assert unlike_original(cfg).startswith("labels=exact;")
+    ours = unlike_original(config_of([]))
+    for key in ("labels=exact", "order=shuffle", "loss.normalize=step", "data.pixels=exact", "reduce_dtype=fp32"):
+        assert key in ours
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["labels=llava_v1_5", "data.too_long=fail"], "data.too_long=fail needs labels=exact"),
+        (["model.patch_merge=spatial"], "model.patch_merge=spatial is for data.image_aspect_ratio=anyres"),
+        (
+            ["compat=llava_v1_5", "data.image_aspect_ratio=anyres", "model.patch_merge=spatial"],
+            "trains anyres as square",
+        ),
+        (["data.grid_pinpoints=[[336]]"], r"data.grid_pinpoints: \[336\] is not a \[width, height\]"),
+    ],
+)
+def test_choices_that_exclude_each_other(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_of(overrides)

@@ -121,7 +121,7 @@ def assert_transfers_whole(cfg: Config, device: torch.device) -> int:
             placed.append(loader.to_device(micro))
     originals = [micro for number in range(loader.total_steps) for micro in steps.prepare(number).micro_batches]
     for got, made in zip(placed, originals, strict=True):
-        for name in ("input_ids", "image_positions", "label_positions", "label_ids"):
+        for name in ("input_ids", "image_positions", "image_rows", "label_positions", "label_ids"):
             assert torch.equal(getattr(got, name).cpu(), getattr(made, name)), name
         channel = torch.arange(3).view(1, 3, 1, 1)
         assert torch.equal(got.images.cpu(), loader.table.cpu()[channel, made.images.long()])
@@ -139,7 +139,9 @@ def export_and_reload(cfg: Config, device: torch.device) -> float:
     ids = micro.input_ids.clone()
     ids.view(-1)[micro.image_positions] = reloaded.config.image_token_id
     with torch.no_grad():
-        ours = state.model(micro.input_ids, micro.image_positions, micro.images, micro.label_positions)
+        ours = state.model(
+            micro.input_ids, micro.image_positions, micro.image_rows, micro.images, micro.label_positions
+        )
         theirs = reloaded(input_ids=ids, pixel_values=micro.images).logits.flatten(0, 1)[micro.label_positions]
     return float((theirs[:, : ours.shape[1]] - ours).abs().max() / ours.abs().max())
 

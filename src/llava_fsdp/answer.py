@@ -10,12 +10,14 @@ from transformers import LlavaForConditionalGeneration
 
 from llava_fsdp.artifact import quiet_transformers
 from llava_fsdp.config import AspectRatio
-from llava_fsdp.data.conversation import Template, prompt, template
-from llava_fsdp.data.encode import IMAGE_ID, encode_prompt
+from llava_fsdp.data.conversation import prompt
+from llava_fsdp.data.encode import encode_prompt
 from llava_fsdp.data.images import Preprocessor, load_image, read_preprocessor
 from llava_fsdp.data.loader import normalize
 from llava_fsdp.data.source import Turn
+from llava_fsdp.data.templates import Template, template
 from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
+from llava_fsdp.data.vocabulary import IMAGE_ID
 from llava_fsdp.model.parts import NOTES, resolve_model
 
 
@@ -87,7 +89,7 @@ class Assistant:
     def ids(self, question: Question) -> torch.Tensor:
         tokens = self.model.config.image_seq_length
         text = prompt(question.turns, self.form)
-        return torch.from_numpy(encode_prompt(text, self.tokenizer, len(question.images), tokens))
+        return torch.from_numpy(encode_prompt(text, self.tokenizer, [tokens] * len(question.images)))
 
     def pictures(self, questions: list[Question], blank: bool) -> torch.Tensor:
         """[pictures, 3, size, size] in the model's dtype."""
@@ -113,4 +115,4 @@ class Assistant:
             if token in self.stops():
                 ids = ids[:position]
                 break
-        return self.tokenizer.decode(ids).strip()
+        return self.tokenizer.decode(ids).partition(self.form.stop.strip() or "\0")[0].strip()

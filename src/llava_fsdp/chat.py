@@ -6,8 +6,8 @@ from pathlib import Path
 from llava_fsdp import cli
 from llava_fsdp.answer import Assistant, Question
 from llava_fsdp.config import AspectRatio, ChatConfig
-from llava_fsdp.data.conversation import IMAGE_TAG
 from llava_fsdp.data.source import Turn
+from llava_fsdp.data.templates import IMAGE_TAG
 from llava_fsdp.errors import ConfigError
 
 

@@ -28,7 +28,7 @@ from llava_fsdp.log import log
 from llava_fsdp.state import TrainState
 
 R = TypeVar("R")
-FORMAT = 1
+FORMAT = 2
 NAME = re.compile(r"step-(\d{6,})")
 STATE_FILE = "state.json"
 FOLDER = "checkpoints"
@@ -200,7 +200,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     return facts
 
 
-FIXED_KEYS = ("seed", "global_batch_size", "model", "loss", "optim", "data")
+FIXED_KEYS = ("seed", "global_batch_size", "model", "loss", "optim", "data", "labels", "order")
 FREE_KEYS = {  # paths, how records are read from disk, and names that are no part of the result
     "data.path", "data.images", "data.root", "data.workers", "data.source",
     "model.name", "model.language", "model.vision", "model.checkpoint", "model.projector",
@@ -223,6 +223,7 @@ def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder
     meanings = {
         "dataset": f"data.path: the dataset is another one, or has changed ({moved})",
         "encoding": "model.language, model.vision: the tokenizer or the preprocessor is another one",
+        "order": "order: the original's order depends on micro_batch_size and on the number of ranks; one is another",
         "model": "model: the model is another one: other shapes, or other frozen weights",
     }
     for what, meaning in meanings.items():

@@ -57,6 +57,32 @@ class TooLong(Enum):
 class AspectRatio(Enum):
     square = "square"
     pad = "pad"
+    anyres = "anyres"
+
+
+class Parity(Enum):
+    """Whose numbers: right ones, or those of the original LLaVA trainer, its faults included."""
+
+    exact = "exact"
+    llava_v1_5 = "llava_v1_5"
+
+
+class OrderName(Enum):
+    shuffle = "shuffle"
+    llava_v1_5 = "llava_v1_5"
+
+
+class CompatName(Enum):
+    none = "none"
+    llava_v1_5 = "llava_v1_5"
+
+
+class PatchMerge(Enum):
+    """`mm_patch_merge_type` of the original."""
+
+    flat = "flat"
+    spatial = "spatial"
+    spatial_unpad = "spatial_unpad"
 
 
 class Feature(Enum):
@@ -115,8 +141,14 @@ class ModelConfig:
     """linear, mlp2x_gelu, mlp3x_gelu, ..., identity (LLaVA multimodal_projector/builder.py:33-51)."""
     select_layer: int
     """Which hidden state of the tower is the feature: -2 is the output of the last layer but one."""
+    patch_merge: PatchMerge
+    """anyres only: how the tiles of a picture make one sequence. flat: one after the other; spatial: line by line of
+    the whole picture; spatial_unpad: likewise without the padding, a learned vector at the end of each line."""
     select_feature: Feature
     """patch drops the CLS token (CLIP); full keeps every position (towers without CLS)."""
+    image_start_end: bool
+    """Stand <im_start> and <im_end> around every picture (the original's mm_use_im_start_end); the tokenizer must
+    have both, as that of a checkpoint trained with them has."""
     random_weights: bool
     """The folders hold a config only: weights are drawn from the seed."""
     train: list[Part]
@@ -144,6 +176,12 @@ class DataConfig:
     """The folder that the records' pictures are relative to."""
     template: str
     image_aspect_ratio: AspectRatio
+    grid_pinpoints: list[list[int]]
+    """anyres only: sizes [width, height] in pixels that a picture may be fitted into, multiples of the tower's; empty:
+    LLaVA-NeXT's, 1x2, 2x1, 2x2, 3x1 and 1x3 times the tower's."""
+    pixels: Parity
+    """exact: pictures as a viewer shows them; llava_v1_5: as the original reads them (no EXIF orientation, 16-bit
+    and floating point values clipped, anyres as square)."""
     max_length: int
     """Longest sample in positions, image positions included."""
     too_long: TooLong
@@ -152,6 +190,9 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         at_least("data.max_length", self.max_length, 2)
+        for size in self.grid_pinpoints:
+            if len(size) != 2 or min(size) < 1:
+                raise ConfigError(f"data.grid_pinpoints: {size} is not a [width, height] in pixels")
         if self.workers is not None:
             at_least("data.workers", self.workers, 0)
 
@@ -217,6 +258,21 @@ class OptimConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class OrderConfig:
+    name: OrderName
+    """shuffle: a permutation of (seed, epoch), cut anew for any number of ranks; llava_v1_5: the original's samplers,
+    whose order depends on the number of ranks and on micro_batch_size."""
+    group_by_modality_length: bool
+    """llava_v1_5 only: its sampler that groups pictures and text, and like lengths; else its plain one."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CompatConfig:
+    name: CompatName
+    """llava_v1_5 has set labels, order, loss.normalize, data.pixels and precision.reduce_dtype to the original's."""
+
+
+@dataclass(kw_only=True, slots=True)
 class LossConfig:
     normalize: Normalize
     """step: sum over label tokens divided by the label tokens of the step on all ranks, so that no cut of the step
@@ -263,11 +319,16 @@ class Config:
     precision: PrecisionConfig
     recompute: RecomputeConfig
     optim: OptimConfig
+    order: OrderConfig
+    compat: CompatConfig
     loss: LossConfig
     checkpoint: CheckpointConfig
     export: ExportConfig
     comm: CommConfig
     output_dir: str
+    labels: Parity
+    """exact: every answer is supervised; llava_v1_5: as the original's preprocessing has it, which masks whole samples
+    (LLaVA train.py:332-655)."""
     seed: int
     epochs: int
     max_steps: int | None
@@ -282,6 +343,27 @@ class Config:
         at_least("seed", self.seed, 0)
         if self.max_steps is not None:
             at_least("max_steps", self.max_steps, 1)
+        if self.labels is Parity.llava_v1_5 and self.data.too_long is not TooLong.truncate:
+            raise ConfigError(
+                f"labels=llava_v1_5 truncates what is too long, as the original does; data.too_long="
+                f"{self.data.too_long.value} needs labels=exact"
+            )
+        if self.order.name is OrderName.llava_v1_5 and self.global_batch_size % self.micro_batch_size:
+            raise ConfigError(
+                f"order=llava_v1_5 has whole micro-batches, and global_batch_size={self.global_batch_size} is no "
+                f"multiple of micro_batch_size={self.micro_batch_size}"
+            )
+        anyres = self.data.image_aspect_ratio is AspectRatio.anyres
+        if self.model.patch_merge is not PatchMerge.flat and not anyres:
+            raise ConfigError(
+                f"model.patch_merge={self.model.patch_merge.value} is for data.image_aspect_ratio=anyres; with "
+                f"{self.data.image_aspect_ratio.value} a picture is one tile: set model.patch_merge=flat"
+            )
+        if anyres and self.data.pixels is Parity.llava_v1_5 and self.model.patch_merge is not PatchMerge.flat:
+            raise ConfigError(
+                f"data.pixels=llava_v1_5 trains anyres as square, as the original does; "
+                f"model.patch_merge={self.model.patch_merge.value} needs data.pixels=exact"
+            )
         if self.export.enabled and self.model.projector_type != "mlp2x_gelu":
             raise ConfigError(
                 f"model.projector_type={self.model.projector_type} has no equal in transformers' LLaVA, so the run "

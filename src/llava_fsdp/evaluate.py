@@ -10,9 +10,10 @@ from rich.progress import track
 from llava_fsdp import cli
 from llava_fsdp.answer import Assistant, Question
 from llava_fsdp.config import EvaluateConfig, Format, Source
-from llava_fsdp.data.conversation import IMAGE_TAG, image_first
+from llava_fsdp.data.conversation import asked_turns, image_first
 from llava_fsdp.data.shapes import ensure_shapes
 from llava_fsdp.data.source import Record, Records, Turn, check_paths
+from llava_fsdp.data.templates import IMAGE_TAG
 from llava_fsdp.errors import DataError
 from llava_fsdp.log import log
 
@@ -50,13 +51,14 @@ def evaluate(cfg: EvaluateConfig) -> None:
 
 
 def first_question(record: Record, images: str | None) -> tuple[Question, str]:
-    if [t.role for t in record.turns[:2]] != ["human", "gpt"]:
+    turns = asked_turns(record)
+    if [t.role for t in turns[:2]] != ["human", "gpt"]:
         raise DataError(f"{record.where}: it must begin with a question (human) and its answer (gpt)")
     if record.images and images is None:
         raise DataError(f"{record.where} has picture {record.images[0]}, and data.images is not set")
-    text = image_first(record.turns[0].text, bool(record.images))
+    text = image_first(turns[0].text, bool(record.images))
     paths = [Path(images or ".") / name for name in record.images[: text.count(IMAGE_TAG)]]
-    return Question([Turn("human", text)], paths, record.where), record.turns[1].text
+    return Question([Turn("human", text)], paths, record.where), turns[1].text
 
 
 def ask_all(assistant: Assistant, questions: list[Question], cfg: EvaluateConfig, blank: bool) -> list[str]:

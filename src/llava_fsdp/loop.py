@@ -46,7 +46,12 @@ def train_step(state: TrainState, step: Step, plan: ShardPlan, cfg: Config, star
         begin_micro_batch(state.model, plan, is_last=number == len(step.micro_batches))
         micro = state.loader.to_device(micro)
         loss = micro.scale * state.model(
-            micro.input_ids, micro.image_positions, micro.images, micro.label_positions, micro.label_ids
+            micro.input_ids,
+            micro.image_positions,
+            micro.image_rows,
+            micro.images,
+            micro.label_positions,
+            micro.label_ids,
         )
         loss.backward()
         loss_sum += loss.detach()

@@ -8,8 +8,8 @@ from typing import Any
 from transformers import AutoTokenizer, LlavaConfig
 
 from llava_fsdp.config import AspectRatio, Config
-from llava_fsdp.data.conversation import IMAGE_TAG, Template, template
 from llava_fsdp.data.images import read_preprocessor
+from llava_fsdp.data.templates import IMAGE_TAG, Template, template
 from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.log import log
 
@@ -54,8 +54,10 @@ def gap_after_image(theirs: Any, ours: Tokenizer) -> str:
 
 def chat_template(form: Template, gap: str) -> str:
     """The conversation template in transformers' Jinja form; pictures stand first in their message."""
-    question = f"{form.before_question}|IMAGES||TEXT|{form.after_question}"
-    answer = f"{form.before_answer}|TEXT|{form.after_answer}"
+    pattern = form.pattern
+    before = "{% if loop.first %}" + pattern.first_question + "{% else %}" + pattern.next_question + "{% endif %}"
+    question = f"{before}|IMAGES||TEXT|{pattern.after_question}"
+    answer = f"{pattern.before_answer}|TEXT|{pattern.after_answer}"
     images = (
         "{% if message['content'] is not string %}{% for part in message['content'] %}"
         "{% if part['type'] == 'image' %}" + IMAGE_TAG + gap + "{{ '\\n' }}{% endif %}{% endfor %}{% endif %}"
@@ -70,8 +72,7 @@ def chat_template(form: Template, gap: str) -> str:
         return pattern.replace("\n", "{{ '\\n' }}").replace("|IMAGES|", images).replace("|TEXT|", text)
 
     return (
-        form.begin.replace("\n", "{{ '\\n' }}")
-        + "{% for message in messages %}{% if message['role'] == 'user' %}"
+        "{% for message in messages %}{% if message['role'] == 'user' %}"
         + filled(question)
         + "{% elif message['role'] == 'assistant' %}"
         + filled(answer)

@@ -7,11 +7,28 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from llava_fsdp.config import Config, Source
+from llava_fsdp.config import Config, Normalize, OrderName, Parity, Source
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.sharding.memory import Weight, bytes_per_rank
 from llava_fsdp.sharding.mesh import World
 from llava_fsdp.sharding.zero import SHARD_PLANS, Mesh
+
+
+def unlike_original(cfg: Config) -> str:
+    """One line: where this run's numbers are not those of the original trainer."""
+    precision = cfg.precision
+    # key, value, whether the original has it
+    choices = [
+        ("labels", cfg.labels.value, cfg.labels is Parity.llava_v1_5),
+        ("order", cfg.order.name.value, cfg.order.name is OrderName.llava_v1_5),
+        ("loss.normalize", cfg.loss.normalize.value, cfg.loss.normalize is Normalize.micro_batch),
+        ("data.pixels", cfg.data.pixels.value, cfg.data.pixels is Parity.llava_v1_5),
+        ("precision.reduce_dtype", precision.reduce_dtype.value, precision.reduce_dtype is precision.param_dtype),
+    ]
+    ours = [f"{key}={value}" for key, value, same in choices if not same]
+    if not ours:
+        return "none: labels, order, loss, pixels and reduction are the original's (compat=llava_v1_5)"
+    return f"{', '.join(ours)}; compat=llava_v1_5 sets the original's (docs/llava.md)"
 
 
 def show_run(cfg: Config, world: World, loader: Loader, weights: dict[str, Weight], projector: str) -> None:
@@ -41,14 +58,15 @@ def show_run(cfg: Config, world: World, loader: Loader, weights: dict[str, Weigh
     facts.add_row(
         "compute", f"{world.device.type}, {cfg.precision.param_dtype.value}, recompute {cfg.recompute.mode.value}"
     )
+    facts.add_row("unlike LLaVA", unlike_original(cfg))
     console.print(facts)
     console.print(trains_table(weights), bytes_table(cfg, world, weights.values()))
 
 
 def trains_table(weights: dict[str, Weight]) -> Table:
     table = Table("part", "trains", "frozen", title="parameters", title_justify="left")
-    for part in ("vision_tower", "multi_modal_projector", "language_model", "lm_head"):
-        own = [w for n, w in weights.items() if n.startswith(part + ".")]
+    for part in ("vision_tower", "multi_modal_projector", "image_newline", "language_model", "lm_head"):
+        own = [w for n, w in weights.items() if n.partition(".")[0] == part]
         if own:
             table.add_row(part, *(f"{sum(w.numel for w in own if w.trainable is t):,}" for t in (True, False)))
     return table

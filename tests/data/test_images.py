@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from llava_fsdp.config import AspectRatio
-from llava_fsdp.data.images import load_image, pad_to_square, read_preprocessor
+from llava_fsdp.config import AspectRatio, Parity
+from llava_fsdp.data.images import load_image, pad_to_square, picture_size, read_preprocessor
 from llava_fsdp.data.loader import normalize
 from llava_fsdp.errors import DataError, ModelError, PictureError
 
@@ -22,7 +22,7 @@ def folder(parts: Path) -> Path:
     return parts / "vision"
 
 
-@pytest.mark.parametrize("aspect", list(AspectRatio))
+@pytest.mark.parametrize("aspect", [AspectRatio.square, AspectRatio.pad])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_equal_to_the_bit(shape: tuple[int, int], aspect: AspectRatio, folder: Path, tmp_path: Path) -> None:
     picture = Image.effect_noise(shape, 90).convert("RGB")
@@ -95,7 +95,7 @@ def test_folder_without_preprocessor(tmp_path: Path) -> None:
         read_preprocessor(tmp_path)
 
 
-@pytest.mark.parametrize("aspect", list(AspectRatio))
+@pytest.mark.parametrize("aspect", [AspectRatio.square, AspectRatio.pad])
 def test_narrow_picture_that_would_fill_the_memory(aspect: AspectRatio, folder: Path, tmp_path: Path) -> None:
     Image.new("L", (1, 65000)).save(tmp_path / "thin.png")
     assert (tmp_path / "thin.png").stat().st_size < 1000
@@ -111,7 +111,63 @@ def test_sixteen_bit_grey_is_not_clipped_to_white(folder: Path, tmp_path: Path) 
     assert abs(int(pixels.mean()) - 127) <= 1 and (pixels == 255).mean() < 0.05
 
 
-def test_floating_point_picture_is_refused(folder: Path, tmp_path: Path) -> None:
-    Image.fromarray(np.linspace(0, 1, 900, dtype=np.float32).reshape(30, 30)).save(tmp_path / "a.tiff")
-    with pytest.raises(PictureError, match=r"a\.tiff holds floating point numbers"):
+RAMP = np.arange(56 * 56).reshape(56, 56) / (56 * 56 - 1)
+
+
+@pytest.mark.parametrize("white", [1.0, 255.0, 65535.0])
+def test_floating_point_is_scaled_to_its_white(white: float, folder: Path, tmp_path: Path) -> None:
+    Image.fromarray((RAMP * white).astype(np.float32)).save(tmp_path / "a.tiff")
+    Image.fromarray((RAMP * 255).astype(np.uint8)).save(tmp_path / "eight.png")
+    read = [
+        load_image(tmp_path / f, read_preprocessor(folder), AspectRatio.pad, "x").astype(int)
+        for f in ("a.tiff", "eight.png")
+    ]
+    assert np.abs(read[0] - read[1]).max() <= 1
+
+
+def test_values_without_a_known_white_are_refused(folder: Path, tmp_path: Path) -> None:
+    Image.fromarray((RAMP - 1).astype(np.float32)).save(tmp_path / "a.tiff")
+    with pytest.raises(PictureError, match=r"a\.tiff holds values from -1 to 0, of which black and white are not"):
         load_image(tmp_path / "a.tiff", read_preprocessor(folder), AspectRatio.pad, "x")
+
+
+def test_original_clips_what_is_not_eight_bits(folder: Path, tmp_path: Path) -> None:
+    own = read_preprocessor(folder)
+    Image.fromarray((RAMP * 65535).astype(np.uint16)).save(tmp_path / "a.png")
+    clipped = np.asarray(Image.open(tmp_path / "a.png").convert("RGB")).transpose(2, 0, 1)
+    Image.fromarray(clipped.transpose(1, 2, 0)).save(tmp_path / "clipped.png")
+    made = load_image(tmp_path / "a.png", own, AspectRatio.square, "x", Parity.llava_v1_5)
+    assert np.array_equal(made, load_image(tmp_path / "clipped.png", own, AspectRatio.square, "x"))
+    assert not np.array_equal(made, load_image(tmp_path / "a.png", own, AspectRatio.square, "x"))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation(orientation: int, folder: Path, tmp_path: Path) -> None:
+    """A picture is read as a viewer shows it; the original's pixels leave it as it was stored."""
+    own = read_preprocessor(folder)
+    picture = Image.effect_noise((60, 40), 90).convert("RGB")
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    picture.save(tmp_path / "turned.png", exif=exif)
+    picture.save(tmp_path / "stored.png")
+    ImageOps.exif_transpose(Image.open(tmp_path / "turned.png")).save(tmp_path / "shown.png", exif=Image.Exif())
+
+    def pixels(name: str, parity: Parity) -> np.ndarray:
+        return load_image(tmp_path / name, own, AspectRatio.pad, "x", parity)
+
+    assert np.array_equal(pixels("turned.png", Parity.exact), pixels("shown.png", Parity.exact))
+    assert np.array_equal(pixels("turned.png", Parity.llava_v1_5), pixels("stored.png", Parity.exact))
+    assert picture_size(tmp_path / "turned.png", "x") == Image.open(tmp_path / "shown.png").size
+
+
+def test_heights_that_the_original_misreads(folder: Path, tmp_path: Path) -> None:
+    own = read_preprocessor(folder)
+    noise = np.random.default_rng(0).integers(0, 255, (3, 50, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "three.png")
+    Image.fromarray(noise[:1]).save(tmp_path / "one.png")
+    right = load_image(tmp_path / "three.png", own, AspectRatio.square, "x")
+    wrong = load_image(tmp_path / "three.png", own, AspectRatio.square, "x", Parity.llava_v1_5)
+    assert not np.array_equal(right, wrong)
+    load_image(tmp_path / "one.png", own, AspectRatio.square, "x")
+    with pytest.raises(PictureError, match=r"one\.png has height 1, at which the original stops"):
+        load_image(tmp_path / "one.png", own, AspectRatio.square, "x", Parity.llava_v1_5)

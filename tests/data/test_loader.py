@@ -7,9 +7,10 @@ import torch
 from harness import CPU
 from small import make_config, write_json
 
+from llava_fsdp.data.conversation import asked_turns
 from llava_fsdp.data.loader import Loader, ModelShape, build_loader
 from llava_fsdp.data.source import Records
-from llava_fsdp.data.steps import PackedStep, epoch_order
+from llava_fsdp.data.steps import PackedStep
 from llava_fsdp.errors import ConfigError, DataError, PictureError
 
 
@@ -36,24 +37,6 @@ def test_same_samples_in_a_step_on_any_number_of_ranks(parts: Path, dataset: Pat
     assert expected[0].samples == 12 and len(expected[1]) == expected[0].label_tokens
     for size, micro in ((1, 1), (2, 2), (3, 4), (4, 1), (8, 16)):
         assert step(size, micro) == expected, (size, micro)
-
-
-def test_an_epoch_has_every_record_once(parts: Path, dataset: Path) -> None:
-    steps = open_loader(parts, dataset).steps
-    assert steps.per_epoch == 4  # 44 records, 12 a step: the last step has 8
-    for epoch in range(2):
-        indices = [steps.indices(epoch * 4 + s) for s in range(4)]
-        assert [len(i) for i in indices] == [12, 12, 12, 8]
-        assert sorted(i for s in indices for i in s) == list(range(44))
-    assert steps.indices(0) != steps.indices(4)
-
-
-def test_order_is_a_function_of_seed_and_epoch_alone() -> None:
-    torch.manual_seed(1)
-    first = epoch_order(100, 42, 0)
-    torch.manual_seed(2)
-    assert torch.equal(first, epoch_order(100, 42, 0))
-    assert not torch.equal(first, epoch_order(100, 43, 0)) and not torch.equal(first, epoch_order(100, 42, 1))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -116,6 +99,17 @@ MISFITS = {
     "tower of another size": ({"image_size": 56}, (), r"makes pictures of 28 pixels, and the tower takes 56"),
     "too long": ({"max_length": 100}, (), r"data\.max_length=256 is above the 100 positions"),
     "no room": ({"image_tokens": 300}, (), r"data\.max_length=256 has no room for a picture of 300 tokens"),
+    "no room for tiles": (
+        {},
+        ("data.image_aspect_ratio=anyres", "data.max_length=20"),
+        r"data\.max_length=20 has no room for a picture of 20 tokens",
+    ),
+    "uneven tiles": (
+        {},
+        ("data.image_aspect_ratio=anyres", "data.grid_pinpoints=[[28,30]]"),
+        r"data\.grid_pinpoints: \[28, 30\] is no multiple of the tower's 28 pixels",
+    ),
+    "tokens that the tokenizer lacks": ({}, ("model.image_start_end=true",), r"has no <im_start>; only checkpoints"),
     "small vocabulary": ({"vocab_size": 10}, (), r"the tokenizer has \d+ tokens, and the model 10 rows"),
     "no file": ({}, ("data.path=/nowhere/x.json",), r"data\.path=/nowhere/x\.json is not a file"),
     "no folder": ({}, ("data.images=/nowhere",), r"data\.images=/nowhere is not a folder"),
@@ -127,6 +121,22 @@ def test_misfits_are_refused_at_the_door(case: str, parts: Path, dataset: Path) 
     shape, overrides, message = MISFITS[case]
     with pytest.raises(ConfigError, match=message):
         open_loader(parts, dataset, *overrides, **shape)
+
+
+@pytest.mark.parametrize("merge", ["flat", "spatial", "spatial_unpad"])
+def test_tiles_have_their_positions_and_their_rows(merge: str, parts: Path, dataset: Path) -> None:
+    """Every position of a picture shows a row of its own tiles' features, or the end of a line."""
+    tiled = ("data.image_aspect_ratio=anyres", f"model.patch_merge={merge}", "micro_batch_size=5")
+    steps = open_loader(parts, dataset, *tiled).steps
+    for micro in steps.prepare(0).micro_batches:
+        assert len(micro.image_positions) == len(micro.image_rows)
+        rows = 4 * len(micro.images)
+        inside = micro.image_rows[micro.image_rows < rows]
+        assert len(inside.unique()) == len(inside) <= rows
+        assert (micro.image_rows[micro.image_rows >= rows] == rows).all()
+        assert ((micro.image_rows == rows).any() == (merge == "spatial_unpad")) or not len(micro.images)
+        if merge != "spatial_unpad":
+            assert len(inside) == rows
 
 
 FILES = {
@@ -179,7 +189,7 @@ def test_first_answer_to_nothing_is_dropped(tmp_path: Path) -> None:
     """As the original does (train.py:441-443)."""
     turns = [{"from": role, "value": role[0]} for role in ("gpt", "human", "gpt")]
     write_json(tmp_path / "a.json", [{"id": 1, "conversations": turns}])
-    assert [t.role for t in Records(tmp_path / "a.json")[0].turns] == ["human", "gpt"]
+    assert [t.role for t in asked_turns(Records(tmp_path / "a.json")[0])] == ["human", "gpt"]
 
 
 def test_pictures_without_a_folder_are_refused_at_the_door(parts: Path, dataset: Path) -> None:
@@ -192,7 +202,7 @@ def test_packing_for_the_way_from_a_worker_changes_nothing(parts: Path, dataset:
     for overrides in (["micro_batch_size=1"], ["micro_batch_size=5"], [f"data.path={dataset / 'text.json'}"]):
         steps = open_loader(parts, dataset, *overrides).steps
         whole, packed = steps.prepare(0), steps[0]
-        assert isinstance(packed, PackedStep) and len(packed.fields) == 5
+        assert isinstance(packed, PackedStep) and len(packed.fields) == 6
         again = packed.unpack()
         assert again.facts == whole.facts and len(again.micro_batches) == len(whole.micro_batches)
         for a, b in zip(again.micro_batches, whole.micro_batches, strict=True):

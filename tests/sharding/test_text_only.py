@@ -9,7 +9,7 @@ from reference import EXPORTED, TOLERANCE, difference, outcome, plain_loop, run_
 from small import make_config
 
 from llava_fsdp import train
-from llava_fsdp.data.steps import epoch_order
+from llava_fsdp.data.order import Shuffle
 
 SEED = 42
 BATCH = 4
@@ -24,7 +24,7 @@ def sparse(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "images").symlink_to(dataset / "images")
     records = json.loads((dataset / "text.json").read_text())
     assert len(records) == len(PICTURES) * BATCH
-    order = epoch_order(len(records), SEED, 0).tolist()
+    order = Shuffle(len(records), SEED, len(records)).samples(0)
     for step, count in enumerate(PICTURES):
         for index in order[step * BATCH : step * BATCH + count]:
             records[index]["image"] = "0.jpg"

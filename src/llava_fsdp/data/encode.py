@@ -1,19 +1,22 @@
 """From a record to token ids, labels and exact places for its pictures."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from llava_fsdp.config import TooLong
-from llava_fsdp.data.conversation import IMAGE_TAG, Segment, Template, render
+from llava_fsdp.data.conversation import Segment, check_turns, render
+from llava_fsdp.data.llava_v1_5 import Original, check_like_original, encode_like_original
 from llava_fsdp.data.source import Record
+from llava_fsdp.data.templates import IMAGE_TAG, Template
 from llava_fsdp.data.tokenizer import Token, Tokenizer
+from llava_fsdp.data.vocabulary import IGNORE, IMAGE_ID
 from llava_fsdp.errors import DataError
 
-IMAGE_ID = -200
-"""Stands in `input_ids` for one position of a picture (LLaVA constants.py:9)."""
-IGNORE = -100
-"""A label that is not supervised (LLaVA constants.py:8)."""
+Places = Callable[[Record, int], np.ndarray]
+"""(record, which of its pictures) -> int64 [positions]: the row of the picture's features that each position shows."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +24,13 @@ class Sample:
     """A record as the model sees it, its pictures still on disk."""
 
     input_ids: np.ndarray
-    """int64 [length]; every picture takes `image_tokens` positions of IMAGE_ID"""
+    """int64 [length]; every picture takes its positions of IMAGE_ID"""
     labels: np.ndarray
     """int64 [length]; the id itself where supervised, else IGNORE. Not shifted."""
     images: tuple[str, ...]
     """Pictures whose positions are in input_ids, in their order."""
+    image_rows: tuple[np.ndarray, ...]
+    """By picture, int64: the row of its features at each of its positions."""
     positions_cut: int
     """Positions that did not fit."""
     labels_cut: int
@@ -36,48 +41,111 @@ class Sample:
         return int((self.labels[1:] != IGNORE).sum())
 
 
-@dataclass(frozen=True)
-class Encoder:
+class Encoder(Protocol):
     """How records of one dataset become samples for one model."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    def check(self, record: Record) -> None:
+        """Raises DataError where the record cannot become a sample; looks at its text only."""
+        ...
+
+    def __call__(self, record: Record) -> Sample | None:
+        """The sample; None where it is left out.
+
+        Raises:
+            DataError: the record is wrong, or is too long and may not be.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ExactEncoder:
+    """Labels made while tokenizing: every answer and what ends it, nothing else (`labels=exact`)."""
 
     tokenizer: Tokenizer
     template: Template
-    image_tokens: int
-    """Positions that a picture takes."""
+    places: Places
     max_length: int
     too_long: TooLong
+    start_end: bool = False
+    """Stand `<im_start>` and `<im_end>` around every picture."""
+
+    def check(self, record: Record) -> None:
+        check_turns(record)
 
     def __call__(self, record: Record) -> Sample | None:
-        """The sample; None where it is longer than `max_length` and such records are quarantined.
-
-        Raises:
-            DataError: the record is wrong, or is too long and `too_long` says to fail.
-        """
-        ids, labels = encode_segments(
-            render(record, self.template), self.tokenizer, len(record.images), self.image_tokens
-        )
+        rows = [self.places(record, n) for n in range(len(record.images))]
+        segments = render(record, self.template, self.start_end)
+        ids, labels = encode_segments(segments, self.tokenizer, [len(r) for r in rows])
         if len(ids) <= self.max_length:
-            return Sample(ids, labels, record.images, 0, 0)
+            return Sample(ids, labels, record.images, tuple(rows), 0, 0)
         if self.too_long is TooLong.fail:
             raise DataError(
                 f"{record.where} is {len(ids)} positions long, over data.max_length={self.max_length}; "
                 "raise it, or set data.too_long=truncate or quarantine"
             )
-        return None if self.too_long is TooLong.quarantine else self._truncate(ids, labels, record.images)
+        return None if self.too_long is TooLong.quarantine else self._truncate(ids, labels, record.images, rows)
 
-    def _truncate(self, ids: np.ndarray, labels: np.ndarray, images: tuple[str, ...]) -> Sample:
+    def _truncate(self, ids: np.ndarray, labels: np.ndarray, images: tuple[str, ...], rows: list[np.ndarray]) -> Sample:
         """Cut at max_length, or before the picture that would be cut there."""
-        whole = int((ids[: self.max_length] == IMAGE_ID).sum()) // self.image_tokens
+        shown = int((ids[: self.max_length] == IMAGE_ID).sum())
+        ends = np.cumsum([len(r) for r in rows])
+        whole = int((ends <= shown).sum())
         cut = self.max_length
         if whole < len(images):
-            starts = np.flatnonzero(ids == IMAGE_ID)[:: self.image_tokens]
-            cut = min(cut, int(starts[whole]))
+            first_cut = np.flatnonzero(ids == IMAGE_ID)[ends[whole - 1] if whole else 0]
+            cut = min(cut, int(first_cut))
         lost = int((labels[cut:] != IGNORE).sum())
-        return Sample(ids[:cut], labels[:cut], images[:whole], len(ids) - cut, lost)
+        return Sample(ids[:cut], labels[:cut], images[:whole], tuple(rows[:whole]), len(ids) - cut, lost)
+
+
+@dataclass(frozen=True)
+class OriginalEncoder:
+    """The original's ids, labels, collator and cuts (`labels=llava_v1_5`)."""
+
+    own: Original
+    places: Places
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.own.tokenizer
+
+    def check(self, record: Record) -> None:
+        check_like_original(record, self.own)
+
+    def __call__(self, record: Record) -> Sample:
+        """As its collator and its model cut and splice them (train.py:743-773, llava_arch.py:226-279)."""
+        made = encode_like_original(record, self.own)
+        kept = made.ids[: self.own.max_length] != self.own.pad_id  # what looks like padding is removed from the text
+        ids, labels = made.ids[: self.own.max_length][kept], made.labels[: self.own.max_length][kept]
+        num_tags = int((ids == IMAGE_ID).sum())
+        if num_tags > 1 or (num_tags == 1 and not record.images):
+            raise DataError(
+                f"{record.where}: {num_tags} pictures in the text of a record with {len(record.images)}; the original "
+                "stops here, or takes another record's picture. labels=exact reads lists of pictures"
+            )
+        rows = [self.places(record, 0)] if num_tags else []
+        ids, labels = spliced(ids, labels, [len(r) for r in rows])
+        cut = self.own.max_length
+        shown = int((ids[:cut] == IMAGE_ID).sum())
+        rows = [r[:shown] for r in rows if shown]
+        lost = int((made.labels != IGNORE).sum() - (labels[:cut] != IGNORE).sum())
+        beyond = max(0, len(made.ids) - self.own.max_length) + max(0, len(ids) - cut)
+        return Sample(ids[:cut], labels[:cut], record.images[: len(rows)], tuple(rows), beyond, lost)
+
+
+def spliced(ids: np.ndarray, labels: np.ndarray, counts: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Every single IMAGE_ID becomes as many as its picture has positions, without a label."""
+    repeats = np.ones(len(ids), dtype=np.int64)
+    repeats[ids == IMAGE_ID] = counts
+    labels = np.where(ids == IMAGE_ID, IGNORE, labels)
+    return np.repeat(ids, repeats), np.repeat(labels, repeats)
 
 
 def encode_segments(
-    segments: list[Segment], tokenizer: Tokenizer, num_images: int, image_tokens: int
+    segments: list[Segment], tokenizer: Tokenizer, picture_lengths: list[int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ids and labels of a rendered conversation, both int64 [length].
 
@@ -89,10 +157,10 @@ def encode_segments(
     ids: list[int] = [] if tokenizer.bos is None else [tokenizer.bos]
     labels: list[int] = [IGNORE] * len(ids)
     begin = 0
-    for number, chunk in enumerate(text.split(IMAGE_TAG) if num_images else [text]):
+    for number, chunk in enumerate(text.split(IMAGE_TAG) if picture_lengths else [text]):
         if number:
-            ids += [IMAGE_ID] * image_tokens
-            labels += [IGNORE] * image_tokens
+            ids += [IMAGE_ID] * picture_lengths[number - 1]
+            labels += [IGNORE] * picture_lengths[number - 1]
             begin += len(IMAGE_TAG)
         marks = supervised[begin : begin + len(chunk)]
         for token in tokenizer.encode(chunk) if chunk else []:
@@ -106,6 +174,6 @@ def is_supervised(token: Token, marks: np.ndarray) -> bool:
     return bool(marks[token.begin : max(token.end, token.begin + 1)].any())
 
 
-def encode_prompt(text: str, tokenizer: Tokenizer, num_images: int, image_tokens: int) -> np.ndarray:
+def encode_prompt(text: str, tokenizer: Tokenizer, picture_lengths: list[int]) -> np.ndarray:
     """Ids of a prompt, int64 [length]."""
-    return encode_segments([Segment(text, False)], tokenizer, num_images, image_tokens)[0]
+    return encode_segments([Segment(text, False)], tokenizer, picture_lengths)[0]

@@ -4,14 +4,19 @@ The arithmetic is CLIPImageProcessor's on Pillow, as LLaVA train.py:692-718 uses
 are on the device: a quarter of the memory and of the copying, and the same numbers (`pixel_table`).
 """
 
+import contextlib
 import json
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from llava_fsdp.config import AspectRatio
+from llava_fsdp.config import AspectRatio, Parity, PatchMerge
+from llava_fsdp.data.anyres import Size, cut_tiles, feature_rows
+from llava_fsdp.data.source import Record
 from llava_fsdp.errors import ModelError, PictureError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # no decoder that starts another program
@@ -46,6 +51,10 @@ def read_preprocessor(folder: Path) -> Preprocessor:
     path = folder / "preprocessor_config.json"
     if not path.is_file():
         raise ModelError(f"{folder} has no preprocessor_config.json; copy it from the vision tower's release")
+    return parse_preprocessor(path)
+
+
+def parse_preprocessor(path: Path) -> Preprocessor:
     config = json.loads(path.read_text())
     size, crop = config.get("size"), config.get("crop_size")
     edge = size if isinstance(size, int) else (size or {}).get("shortest_edge")
@@ -64,28 +73,124 @@ def read_preprocessor(folder: Path) -> Preprocessor:
     )
 
 
-def load_image(path: Path, preprocessor: Preprocessor, aspect: AspectRatio, where: str) -> np.ndarray:
-    """The picture as uint8 [3, size, size].
+@dataclass(frozen=True)
+class PictureReader:
+    """Pictures of one dataset as tiles for one tower."""
+
+    folder: Path | None
+    """What the records' paths are relative to."""
+    preprocessor: Preprocessor
+    aspect: AspectRatio
+    pixels: Parity
+    image_tokens: int
+    """Features of a tile."""
+    sizes: tuple[Size, ...] = ()
+    """anyres: what a picture may be fitted into"""
+    merge: PatchMerge = PatchMerge.flat
+
+    @property
+    def fingerprint(self) -> str:
+        """Of everything that decides the values and the places of features, the pictures themselves apart."""
+        return f"{self.preprocessor} {self.image_tokens} {self.sizes} {self.merge.value}"
+
+    @property
+    def in_tiles(self) -> bool:
+        """The original trains anyres as square (LLaVA train.py:702-718)."""
+        return self.aspect is AspectRatio.anyres and self.pixels is Parity.exact
+
+    def no_tiles(self) -> np.ndarray:
+        return np.zeros((0, 3, self.preprocessor.size, self.preprocessor.size), dtype=np.uint8)
+
+    def path(self, record: Record, name: str) -> Path:
+        assert self.folder is not None, "checked when the records were opened"
+        return self.folder / name
+
+    def places(self, record: Record, number: int) -> np.ndarray:
+        """Rows of the features of one of the record's pictures, in the order of its positions; int64 [positions].
+
+        Raises:
+            PictureError: anyres, whose number of positions depends on the picture's size, and it cannot be read.
+        """
+        if not self.in_tiles:
+            return np.arange(self.image_tokens)
+        size = picture_size(self.path(record, record.images[number]), record.where)
+        side = math.isqrt(self.image_tokens)
+        return feature_rows(size, list(self.sizes), self.preprocessor.size, side, self.merge)
+
+    @property
+    def most_positions(self) -> int:
+        """Of any picture: one that fills a grid has nothing taken off."""
+        if not self.in_tiles:
+            return self.image_tokens
+        side, tile = math.isqrt(self.image_tokens), self.preprocessor.size
+        return max(len(feature_rows(size, [size], tile, side, self.merge)) for size in self.sizes)
+
+    def tiles(self, record: Record, name: str) -> np.ndarray:
+        """uint8 [tiles, 3, size, size].
+
+        Raises:
+            PictureError: as `load_image`.
+        """
+        return self.load(self.path(record, name), record.where)
+
+    def load(self, path: Path, where: str) -> np.ndarray:
+        """uint8 [tiles, 3, size, size] of a picture file."""
+        if not self.in_tiles:
+            return load_image(path, self.preprocessor, self.aspect, where, self.pixels)[None]
+        picture = open_picture(path, where, self.pixels)
+        size = self.preprocessor.size
+        return np.stack([to_bytes(t) for t in cut_tiles(picture, size, list(self.sizes))])
+
+
+def load_image(
+    path: Path, preprocessor: Preprocessor, aspect: AspectRatio, where: str, pixels: Parity = Parity.exact
+) -> np.ndarray:
+    """The picture as one tile, uint8 [3, size, size].
 
     Raises:
         PictureError: the file is missing, no picture, cut short, or too large; `where` names the record.
     """
+    picture = open_picture(path, where, pixels)
+    check_enlarged(picture.size, preprocessor, aspect, f"{where}: {path}")
+    if aspect is AspectRatio.pad:
+        picture = pad_to_square(picture, tuple(int(m * 255) for m in preprocessor.mean))
+    if pixels is Parity.llava_v1_5:
+        picture = misread(picture, f"{where}: {path}")
+    return resize(picture, preprocessor)
+
+
+def open_picture(path: Path, where: str, pixels: Parity) -> Image.Image:
+    """The picture in RGB, the way round that its EXIF orientation says, unless the original's pixels are wanted."""
+    with opened(path, where) as picture:
+        if pixels is Parity.llava_v1_5:
+            return picture.convert("RGB")
+        return to_rgb(ImageOps.exif_transpose(picture), f"{where}: {path}")
+
+
+def picture_size(path: Path, where: str) -> Size:
+    """(width, height) as shown; reads the file's head only."""
+    with opened(path, where) as picture:
+        turned = picture.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
+        return (picture.height, picture.width) if turned else picture.size
+
+
+@contextlib.contextmanager
+def opened(path: Path, where: str) -> Iterator[Image.Image]:
+    """The open file; whatever Pillow raises while it is used becomes one error."""
     try:
-        with Image.open(path, formats=FORMATS) as opened:
-            if opened.width * opened.height > MAX_PIXELS:
+        with Image.open(path, formats=FORMATS) as picture:
+            if picture.width * picture.height > MAX_PIXELS:
                 raise PictureError(
-                    f"{where}: {path} has {opened.width} x {opened.height} pixels, over the limit of {MAX_PIXELS}"
+                    f"{where}: {path} has {picture.width} x {picture.height} pixels, over the limit of {MAX_PIXELS}"
                 )
-            check_enlarged(opened.size, preprocessor, aspect, f"{where}: {path}")
-            picture = to_rgb(opened, f"{where}: {path}")
+            yield picture
     except FileNotFoundError as error:
         raise PictureError(f"{where}: picture {path} does not exist; is data.images right?") from error
     except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
         raise PictureError(f"{where}: picture {path} cannot be read: {error}") from error
-    return prepare(picture, preprocessor, aspect)
 
 
-def check_enlarged(shape: tuple[int, int], preprocessor: Preprocessor, aspect: AspectRatio, what: str) -> None:
+def check_enlarged(shape: Size, preprocessor: Preprocessor, aspect: AspectRatio, what: str) -> None:
     """A few bytes can hold a picture so narrow that a square around it, or its enlargement, would fill the memory."""
     short, long = sorted(shape)
     enlarged = long * long if aspect is AspectRatio.pad else preprocessor.size * preprocessor.size * long // short
@@ -95,30 +200,49 @@ def check_enlarged(shape: tuple[int, int], preprocessor: Preprocessor, aspect: A
 
 def to_rgb(picture: Image.Image, what: str) -> Image.Image:
     """Pillow's conversion, except where it would clip to white or black without a word."""
-    if picture.mode.startswith("I"):  # 16 bits a pixel, or such a file read as 32
-        values = np.asarray(picture).astype(np.int64)
-        eight_bits = values >> 8 if values.max(initial=0) > 255 else values
-        picture = Image.fromarray(eight_bits.clip(0, 255).astype(np.uint8))
-    if picture.mode == "F":
-        raise PictureError(f"{what} holds floating point numbers, whose black and white are not known; convert it")
+    if picture.mode == "F" or picture.mode.startswith("I"):
+        values = np.asarray(picture).astype(np.float64)
+        picture = Image.fromarray((values * (255 / white_of(picture.mode, values, what))).astype(np.uint8))
     return picture.convert("RGB")
 
 
-def prepare(picture: Image.Image, preprocessor: Preprocessor, aspect: AspectRatio) -> np.ndarray:
+def white_of(mode: str, values: np.ndarray, what: str) -> float:
+    """The value that is white: of 16 bits 65535; of 32 and of floating point the usual one that holds all values."""
+    least, most = values.min(initial=0), values.max(initial=0)
+    known = (65535.0,) if mode.startswith("I;16") else (1.0, 255.0, 65535.0) if mode == "F" else (255.0, 65535.0)
+    for white in known:
+        if least >= 0 and most <= white:
+            return white
+    raise PictureError(
+        f"{what} holds values from {least:g} to {most:g}, of which black and white are not known; convert it"
+    )
+
+
+def resize(picture: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
     """An RGB picture as uint8 [3, size, size]."""
-    if aspect is AspectRatio.pad:
-        picture = pad_to_square(picture, tuple(int(m * 255) for m in preprocessor.mean))
     size = preprocessor.size
-    if preprocessor.keep_ratio:
-        short, long = sorted(picture.size)
-        new_long = int(size * long / short)
-        shape = (size, new_long) if picture.width <= picture.height else (new_long, size)
-        pixels = np.asarray(picture.resize(shape, preprocessor.resample))
-        top, left = (pixels.shape[0] - size) // 2, (pixels.shape[1] - size) // 2
-        pixels = pixels[top : top + size, left : left + size]
-    else:
-        pixels = np.asarray(picture.resize((size, size), preprocessor.resample))
-    return np.ascontiguousarray(pixels.transpose(2, 0, 1))
+    if not preprocessor.keep_ratio:
+        return to_bytes(picture.resize((size, size), preprocessor.resample))
+    short, long = sorted(picture.size)
+    new_long = int(size * long / short)
+    shape = (size, new_long) if picture.width <= picture.height else (new_long, size)
+    resized = picture.resize(shape, preprocessor.resample)
+    top, left = (resized.height - size) // 2, (resized.width - size) // 2
+    return to_bytes(resized.crop((left, top, left + size, top + size)))
+
+
+def misread(picture: Image.Image, what: str) -> Image.Image:
+    """transformers 4.37 takes a height of 3 for the channels; a height of 1 it refuses."""
+    if picture.height == 1:
+        raise PictureError(f"{what} has height 1, at which the original stops; data.pixels=exact reads it")
+    if picture.height == 3:
+        return Image.fromarray(np.ascontiguousarray(np.asarray(picture).transpose(1, 2, 0)))
+    return picture
+
+
+def to_bytes(picture: Image.Image) -> np.ndarray:
+    """uint8 [3, height, width]"""
+    return np.ascontiguousarray(np.asarray(picture).transpose(2, 0, 1))
 
 
 def pad_to_square(picture: Image.Image, colour: tuple[int, ...]) -> Image.Image:

@@ -14,15 +14,22 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader
 
-from llava_fsdp.config import Config
-from llava_fsdp.data.conversation import check_records, template
+from llava_fsdp.config import Config, Parity
+from llava_fsdp.data.anyres import grid_sizes
+from llava_fsdp.data.conversation import IM_END, IM_START
 from llava_fsdp.data.cut import num_micro_batches
-from llava_fsdp.data.encode import Encoder
-from llava_fsdp.data.images import Preprocessor, read_preprocessor
+from llava_fsdp.data.encode import Encoder, ExactEncoder, OriginalEncoder
+from llava_fsdp.data.images import PictureReader, read_preprocessor
+from llava_fsdp.data.llava_v1_5 import Original
+from llava_fsdp.data.order import open_order
 from llava_fsdp.data.source import Records, check_paths
 from llava_fsdp.data.steps import MicroBatch, Step, Steps
-from llava_fsdp.data.tokenizer import open_tokenizer
+from llava_fsdp.data.templates import IMAGE_TAG, template
+from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.errors import ConfigError, DataError
+from llava_fsdp.log import log
+
+PAD_OF_V0 = "[PAD]"
 
 
 @dataclass(frozen=True)
@@ -54,18 +61,85 @@ def build_loader(
         DataError: the dataset file is not one.
     """
     check_paths(cfg.data)
-    form = template(cfg.data.template)
-    tokenizer = open_tokenizer(language_folder, shape.vocab_size)
-    preprocessor = read_preprocessor(vision_folder)
-    check_fit(cfg, shape, tokenizer.size, preprocessor, vision_folder)
-    encoder = Encoder(tokenizer, form, shape.image_tokens, cfg.data.max_length, cfg.data.too_long)
+    pictures = open_pictures(cfg, vision_folder, shape)
+    encoder = open_encoder(cfg, language_folder, shape, pictures)
+    check_fit(cfg, shape, encoder.tokenizer.size, pictures, vision_folder)
     records = Records(Path(cfg.data.path))
-    check_records(records, cfg.data.images)
-    steps = Steps(records, encoder, preprocessor, cfg, rank, world_size)
+    check_records(records, encoder, cfg.data.images)
+    steps = Steps(records, open_order(records, cfg, world_size), encoder, pictures, cfg, rank, world_size)
     return Loader(steps, cfg, device)
 
 
-def check_fit(cfg: Config, shape: ModelShape, tokenizer_size: int, preprocessor: Preprocessor, folder: Path) -> None:
+def open_pictures(cfg: Config, vision_folder: Path, shape: ModelShape) -> PictureReader:
+    return PictureReader(
+        folder=Path(cfg.data.images) if cfg.data.images is not None else None,
+        preprocessor=read_preprocessor(vision_folder),
+        aspect=cfg.data.image_aspect_ratio,
+        pixels=cfg.data.pixels,
+        image_tokens=shape.image_tokens,
+        sizes=tuple(grid_sizes(cfg.data.grid_pinpoints, shape.image_size)),
+        merge=cfg.model.patch_merge,
+    )
+
+
+def open_encoder(cfg: Config, folder: Path, shape: ModelShape, pictures: PictureReader) -> Encoder:
+    """What `labels=` names.
+
+    Raises:
+        ConfigError: `data.template` is none, or the tokenizer lacks the tokens of `model.image_start_end`.
+    """
+    form, start_end = template(cfg.data.template), cfg.model.image_start_end
+    if cfg.labels is Parity.exact:
+        tokenizer = open_tokenizer(folder, shape.vocab_size)
+        check_start_end(tokenizer, start_end, folder)
+        return ExactEncoder(
+            tokenizer, form, pictures.places, cfg.data.max_length, cfg.data.too_long, start_end=start_end
+        )
+    # --version v0 adds a padding token and leaves the template at v1 (train.py:894-908)
+    is_v0 = cfg.data.template == "v0"
+    tokenizer = open_tokenizer(folder, shape.vocab_size, extra=(PAD_OF_V0,) if is_v0 else ())
+    check_start_end(tokenizer, start_end, folder)
+    pad = tokenizer.special(PAD_OF_V0) if is_v0 else None
+    own = Original(tokenizer, template("v1") if is_v0 else form, cfg.data.max_length, pad or 0, start_end)
+    return OriginalEncoder(own, pictures.places)
+
+
+def check_start_end(tokenizer: Tokenizer, start_end: bool, folder: Path) -> None:
+    for token in (IM_START, IM_END) if start_end else ():
+        if tokenizer.special(token) is None:
+            raise ConfigError(
+                f"model.image_start_end=true, and the tokenizer of {folder} has no {token}; only checkpoints that were "
+                "trained with it have it: set it to false"
+            )
+
+
+def check_records(records: Records, encoder: Encoder, images: str | None) -> None:
+    """Look at every record once, before training, so that a wrong one does not stop a run hours later.
+
+    Raises:
+        DataError: naming the first record that is wrong.
+    """
+    lone = []
+    for index in range(len(records)):
+        record = records[index]
+        encoder.check(record)
+        if record.images and images is None:
+            raise DataError(f"{record.where} has picture {record.images[0]}, and data.images is not set")
+        if not record.images and any(IMAGE_TAG in turn.text for turn in record.turns):
+            lone.append(record.where)
+    if lone:
+        log().warning(
+            "%d records have %s in their text and no picture; it is text to them: %s", len(lone), IMAGE_TAG, lone[0]
+        )
+
+
+def check_fit(cfg: Config, shape: ModelShape, tokenizer_size: int, pictures: PictureReader, folder: Path) -> None:
+    preprocessor = pictures.preprocessor
+    for width, height in pictures.sizes if pictures.in_tiles else ():
+        if width % preprocessor.size or height % preprocessor.size:
+            raise ConfigError(
+                f"data.grid_pinpoints: [{width}, {height}] is no multiple of the tower's {preprocessor.size} pixels"
+            )
     if preprocessor.size != shape.image_size:
         raise ConfigError(
             f"model.vision: {folder / 'preprocessor_config.json'} makes pictures of {preprocessor.size} pixels, and "
@@ -77,11 +151,12 @@ def check_fit(cfg: Config, shape: ModelShape, tokenizer_size: int, preprocessor:
             f"data.max_length={cfg.data.max_length} is above the {shape.max_length} positions of the language model; "
             f"set data.max_length={shape.max_length} or less"
         )
-    if shape.image_tokens >= cfg.data.max_length:
+    if pictures.most_positions >= cfg.data.max_length:
         raise ConfigError(
-            f"data.max_length={cfg.data.max_length} has no room for a picture of {shape.image_tokens} tokens; raise it"
+            f"data.max_length={cfg.data.max_length} has no room for a picture of {pictures.most_positions} tokens; "
+            "raise it"
         )
-    if tokenizer_size > shape.vocab_size:
+    if tokenizer_size > shape.vocab_size + (cfg.labels is Parity.llava_v1_5 and cfg.data.template == "v0"):
         raise ConfigError(
             f"model.language: the tokenizer has {tokenizer_size} tokens, and the model {shape.vocab_size} rows for "
             "them; use the files of one model"
@@ -96,7 +171,7 @@ class Loader:
         self.device = device
         self.workers = default_workers() if cfg.data.workers is None else cfg.data.workers
         self.total_steps = cfg.max_steps or cfg.epochs * steps.per_epoch
-        self.table = torch.from_numpy(steps.preprocessor.pixel_table()).to(device)
+        self.table = torch.from_numpy(steps.pictures.preprocessor.pixel_table()).to(device)
 
     @property
     def num_micro_batches(self) -> int:
@@ -126,6 +201,7 @@ class Loader:
         return MicroBatch(
             input_ids=micro.input_ids.to(**move),
             image_positions=micro.image_positions.to(**move),
+            image_rows=micro.image_rows.to(**move),
             images=normalize(micro.images.to(**move), self.table),
             label_positions=micro.label_positions.to(**move),
             label_ids=micro.label_ids.to(**move),

@@ -27,6 +27,13 @@ class Record:
     images: tuple[str, ...]
     """Paths below the image folder."""
     turns: tuple[Turn, ...]
+    has_image_key: bool
+    """The record says `image`, whatever it says: what the original looks at."""
+
+    @property
+    def num_words(self) -> int:
+        """Words of all messages, split at white space."""
+        return sum(len(turn.text.split()) for turn in self.turns)
 
     @property
     def where(self) -> str:
@@ -50,6 +57,11 @@ class Records:
 
     def __getitem__(self, index: int) -> Record:
         return parse_record(self.path, index, self._raw[index])
+
+    def signed_words(self) -> list[int]:
+        """The original's measure of length: words of all messages, negative without a picture (train.py:684-690)."""
+        records = (self[index] for index in range(len(self)))
+        return [r.num_words if r.has_image_key else -r.num_words for r in records]
 
 
 def check_paths(cfg: DataConfig) -> None:
@@ -102,11 +114,8 @@ def parse_record(path: Path, index: int, raw: Any) -> Record:
     turns = raw.get("conversations")
     if not isinstance(turns, list):
         raise DataError(f"{where}: conversations is missing or not a list")
-    if turns and isinstance(turns[0], dict) and turns[0].get("from") == "gpt":
-        turns = turns[1:]  # an answer to nothing; the original drops it too (train.py:441-443)
-    return Record(
-        str(path), index, identity, tuple(images), tuple(parse_turn(where, n, t) for n, t in enumerate(turns))
-    )
+    parsed = tuple(parse_turn(where, n, t) for n, t in enumerate(turns))
+    return Record(str(path), index, identity, tuple(images), parsed, "image" in raw)
 
 
 def parse_turn(where: str, position: int, raw: Any) -> Turn:

@@ -1,25 +1,26 @@
-"""A step of a run: which samples it has, and this rank's part of them as tensors.
+"""A step of a run: this rank's part of its samples as tensors.
 
-A step is a set of samples chosen by (seed, epoch, step) alone; how it is cut over ranks is `cut.py`'s matter.
+Which samples a step has is `order.py`'s matter, how they are cut over ranks `cut.py`'s.
 """
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from llava_fsdp.config import AspectRatio, Config, Normalize
+from llava_fsdp.config import Config, Normalize
+from llava_fsdp.data.anyres import NEWLINE_ROW
 from llava_fsdp.data.cut import cut_step
-from llava_fsdp.data.encode import IGNORE, IMAGE_ID, Encoder, Sample
-from llava_fsdp.data.images import Preprocessor, load_image
+from llava_fsdp.data.encode import Encoder, Sample
+from llava_fsdp.data.images import PictureReader
+from llava_fsdp.data.order import Cuts, Order
 from llava_fsdp.data.source import Record, Records
+from llava_fsdp.data.vocabulary import IGNORE, IMAGE_ID
 from llava_fsdp.errors import DataError
-from llava_fsdp.seeds import derive
 
 
 @dataclass
@@ -33,9 +34,12 @@ class MicroBatch:
     input_ids: torch.Tensor
     """int64 [rows, length]; 0 where a picture goes"""
     image_positions: torch.Tensor
-    """int64 [pictures * image_tokens]"""
+    """int64 [positions]: where features of pictures go"""
+    image_rows: torch.Tensor
+    """int64 [positions]: which features go there, as rows of all tiles' features laid end to end; the row behind the
+    last is the end of a line (anyres)"""
     images: torch.Tensor
-    """uint8 [pictures, 3, size, size], or float32 once normalised"""
+    """uint8 [tiles, 3, size, size], or float32 once normalised; a picture is one tile, with anyres several"""
     label_positions: torch.Tensor
     """int64 [labels]: the position whose output predicts the label, one before the label's own"""
     label_ids: torch.Tensor
@@ -114,18 +118,17 @@ class Steps(Dataset):
     def __init__(
         self,
         records: Records,
+        order: Order,
         encoder: Encoder,
-        preprocessor: Preprocessor,
+        pictures: PictureReader,
         cfg: Config,
         rank: int,
         world_size: int,
     ):
         self.records = records
+        self.order = order
         self.encoder = encoder
-        self.preprocessor = preprocessor
-        self.images = Path(cfg.data.images) if cfg.data.images is not None else None
-        self.aspect: AspectRatio = cfg.data.image_aspect_ratio
-        self.seed = cfg.seed
+        self.pictures = pictures
         self.global_batch_size = cfg.global_batch_size
         self.micro_batch_size = cfg.micro_batch_size
         self.normalize = cfg.loss.normalize
@@ -134,13 +137,17 @@ class Steps(Dataset):
 
     @property
     def per_epoch(self) -> int:
-        """Steps of an epoch; the last may hold fewer samples."""
-        return -(-len(self.records) // self.global_batch_size)
+        """Steps of an epoch."""
+        return self.order.per_epoch
 
     def fingerprints(self) -> dict[str, str]:
-        """Of the records, and of what makes ids and pixels of them."""
-        encoding = f"{self.encoder.tokenizer.fingerprint} {self.preprocessor} {self.encoder.image_tokens}"
-        return {"dataset": self.records.fingerprint, "encoding": hashlib.sha256(encoding.encode()).hexdigest()[:32]}
+        """Of the records, of what makes ids and pixels of them, and of what their order depends on."""
+        encoding = f"{self.encoder.tokenizer.fingerprint} {self.pictures.fingerprint}"
+        return {
+            "dataset": self.records.fingerprint,
+            "encoding": hashlib.sha256(encoding.encode()).hexdigest()[:32],
+            "order": self.order.shape,
+        }
 
     def __getitem__(self, step: int) -> PackedStep | DataError:
         try:
@@ -148,41 +155,35 @@ class Steps(Dataset):
         except DataError as error:  # a worker's exception would reach the user as a traceback within a message
             return error
 
-    def indices(self, step: int) -> list[int]:
-        """Record numbers of a step."""
-        epoch, within = divmod(step, self.per_epoch)
-        order = epoch_order(len(self.records), self.seed, epoch)
-        return order[within * self.global_batch_size : (within + 1) * self.global_batch_size].tolist()
-
     def prepare(self, step: int) -> Step:
         """Encode the whole step's texts, and load the pictures of this rank's part."""
         facts = StepFacts(step)
-        kept: list[tuple[Record, Sample]] = []
-        for index in self.indices(step):
-            record = self.records[index]
-            sample = self.encoder(record)
-            if sample is None:
-                facts.quarantined.append(record.where)
-                continue
-            kept.append((record, sample))
-            facts.samples += 1
-            facts.tokens += len(sample.input_ids)
-            facts.label_tokens += sample.num_labels
-            facts.images += len(sample.images)
-            facts.truncated += sample.positions_cut > 0
-            facts.labels_cut += sample.labels_cut
-        cuts = cut_step([len(s.input_ids) for _, s in kept], self.world_size, self.micro_batch_size)[self.rank]
-        total = len(cuts) * self.world_size
-        return Step(facts, [self.collate([kept[i] for i in cut], facts, total) for cut in cuts])
+        numbers = self.order.samples(step)
+        encoded = {n: self.encode(n) for n in dict.fromkeys(numbers)}
+        for number in numbers:
+            count(facts, *encoded[number])
+        kept = {n: (record, sample) for n, (record, sample) in encoded.items() if sample is not None}
+        cuts = self.order.cuts(step) or self.cut([n for n in numbers if n in kept], kept)
+        micro_batches = [[kept[n] for n in micro if n in kept] for micro in cuts[self.rank]]
+        total = len(micro_batches) * self.world_size
+        return Step(facts, [self.collate(rows, facts, total) for rows in micro_batches])
+
+    def encode(self, number: int) -> tuple[Record, Sample | None]:
+        record = self.records[number]
+        return record, self.encoder(record)
+
+    def cut(self, numbers: list[int], kept: dict[int, tuple[Record, Sample]]) -> Cuts:
+        lengths = [len(kept[n][1].input_ids) for n in numbers]
+        cuts = cut_step(lengths, self.world_size, self.micro_batch_size)
+        return [[[numbers[i] for i in micro] for micro in rank] for rank in cuts]
 
     def probe(self) -> MicroBatch:
         """A row with and one without a picture, to compare models at every position; the same on every rank."""
         rows: dict[bool, tuple[Record, Sample]] = {}
-        for index in self.indices(0):
-            record = self.records[index]
-            sample = self.encoder(record) if bool(record.images) not in rows else None
+        for index in self.order.samples(0):
+            record, sample = self.encode(index)
             if sample is not None:
-                rows[bool(sample.images)] = (record, sample)
+                rows.setdefault(bool(sample.images), (record, sample))
         micro = self.collate(list(rows.values()), StepFacts(0), 1)
         return replace(micro, label_positions=torch.arange(micro.input_ids.numel()), label_ids=torch.zeros(0))
 
@@ -197,30 +198,40 @@ class Steps(Dataset):
         image_positions = np.flatnonzero(ids == IMAGE_ID)
         label_positions = np.flatnonzero(labels != IGNORE)
         ids[ids == IMAGE_ID] = 0
-        count = len(label_positions)
+        images, image_rows = self.load_images(rows)
+        labels_here = len(label_positions)
         return MicroBatch(
             input_ids=torch.from_numpy(ids),
             image_positions=torch.from_numpy(image_positions),
-            images=self.load_images(rows),
+            image_rows=torch.from_numpy(image_rows),
+            images=torch.from_numpy(images),
             label_positions=torch.from_numpy(label_positions),
             label_ids=torch.from_numpy(labels.reshape(-1)[label_positions]),
             scale=1 / max(1, facts.label_tokens)
             if self.normalize is Normalize.step
-            else 1 / (max(1, count) * micro_batches),
+            else 1 / (max(1, labels_here) * micro_batches),
         )
 
-    def load_images(self, rows: list[tuple[Record, Sample]]) -> torch.Tensor:
-        pictures = []
+    def load_images(self, rows: list[tuple[Record, Sample]]) -> tuple[np.ndarray, np.ndarray]:
+        """All tiles of the rows' pictures, and which rows of their features the pictures' positions show."""
+        tiles, places = [self.pictures.no_tiles()], [np.zeros(0, dtype=np.int64)]
+        before = 0  # rows of features
         for record, sample in rows:
-            for name in sample.images:
-                assert self.images is not None, "checked when the records were opened"
-                pictures.append(load_image(self.images / name, self.preprocessor, self.aspect, record.where))
-        size = self.preprocessor.size
-        stacked = np.stack(pictures) if pictures else np.zeros((0, 3, size, size), dtype=np.uint8)
-        return torch.from_numpy(stacked)
+            for name, own in zip(sample.images, sample.image_rows, strict=True):
+                tiles.append(self.pictures.tiles(record, name))
+                places.append(np.where(own == NEWLINE_ROW, NEWLINE_ROW, own + before))
+                before += len(tiles[-1]) * self.pictures.image_tokens
+        where = np.concatenate(places)
+        return np.concatenate(tiles), np.where(where == NEWLINE_ROW, before, where)
 
 
-def epoch_order(count: int, seed: int, epoch: int) -> torch.Tensor:
-    """A permutation of `count` records that depends on nothing but (seed, epoch)."""
-    generator = torch.Generator().manual_seed(derive("order", seed, epoch))
-    return torch.randperm(count, generator=generator)
+def count(facts: StepFacts, record: Record, sample: Sample | None) -> None:
+    if sample is None:
+        facts.quarantined.append(record.where)
+        return
+    facts.samples += 1
+    facts.tokens += len(sample.input_ids)
+    facts.label_tokens += sample.num_labels
+    facts.images += len(sample.images)
+    facts.truncated += sample.positions_cut > 0
+    facts.labels_cut += sample.labels_cut

@@ -17,6 +17,9 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from llava_fsdp.errors import ModelError
 
+SPACE = "▁"
+"""What SentencePiece writes for a space."""
+
 
 @dataclass(frozen=True)
 class Token:
@@ -29,6 +32,8 @@ class Token:
 class Tokenizer(Protocol):
     bos: int | None
     """Set where the model expects every sequence to begin with it."""
+    legacy: bool
+    """Llama tokenizers only: transformers' `legacy`; see `LlamaTokenizer`."""
     size: int
     """Highest id plus one."""
     fingerprint: str
@@ -42,36 +47,69 @@ class Tokenizer(Protocol):
         """The text of ids, special tokens left out."""
         ...
 
+    def special(self, text: str) -> int | None:
+        """The id of a special token; None where it is not one."""
+        ...
 
-def open_tokenizer(folder: Path, rows: int | None = None) -> Tokenizer:
+
+def open_tokenizer(folder: Path, rows: int | None = None, extra: tuple[str, ...] = ()) -> Tokenizer:
     """The tokenizer of a model folder.
 
     Args:
         rows: tokens that were added at or beyond this id, as an export adds an image tag and a padding token, are
             left out: the model was not trained with them, and in a text they are text.
+        extra: special tokens that get the ids behind the last, unless the tokenizer has them.
 
     Raises:
         ModelError: the folder has neither file.
     """
-    config_file = folder / "tokenizer_config.json"
-    config = json.loads(config_file.read_text()) if config_file.is_file() else {}
+    config = read_optional(folder / "tokenizer_config.json")
     if (folder / "tokenizer.model").is_file():
-        return LlamaTokenizer(folder / "tokenizer.model", bool(config.get("add_bos_token", True)))
+        added = {t: i for t, i in added_tokens(folder, config).items() if within(i, rows)}
+        return LlamaTokenizer(folder / "tokenizer.model", config, added, extra)
     if (folder / "tokenizer.json").is_file():
-        return JsonTokenizer(folder / "tokenizer.json", config, rows)
+        return JsonTokenizer(folder / "tokenizer.json", config, rows, extra)
     raise ModelError(f"{folder} has no tokenizer.model and no tokenizer.json")
 
 
-class JsonTokenizer:
-    """A frozen `tokenizer.json`."""
+def read_optional(path: Path) -> dict:
+    return json.loads(path.read_text()) if path.is_file() else {}
 
-    def __init__(self, path: Path, config: dict, rows: int | None):
+
+def within(token: int, rows: int | None) -> bool:
+    return rows is None or token < rows
+
+
+def added_tokens(folder: Path, config: dict) -> dict[str, int]:
+    """Tokens that stand beside a `tokenizer.model`, in the files of transformers 4 before and after 4.34."""
+    listed = config.get("added_tokens_decoder", {})
+    return read_optional(folder / "added_tokens.json") | {t["content"]: int(i) for i, t in listed.items()}
+
+
+class JsonTokenizer:
+    """A frozen `tokenizer.json`.
+
+    Converted Llama tokenizers with `legacy=false` begin a text with one `▁` only where it has none; the tokenizer
+    they were made from always does, so here the prefix is put by hand (`Metaspace`, `prepend_scheme=first`).
+    """
+
+    def __init__(self, path: Path, config: dict, rows: int | None, extra: tuple[str, ...]):
         frozen = json.loads(path.read_text())
-        if rows is not None:
-            frozen["added_tokens"] = [t for t in frozen.get("added_tokens", []) if t["id"] < rows]
+        frozen["added_tokens"] = [t for t in frozen.get("added_tokens", []) if within(t["id"], rows)]
+        present = {t["content"] for t in frozen["added_tokens"]}
+        space = metaspace(frozen)
+        self._prefixes = space is not None and (
+            space.get("prepend_scheme") == "first" or bool(config.get("legacy") is False)
+        )
+        if space is not None and self._prefixes:
+            space["prepend_scheme"] = "never"
+        normalizer = frozen.get("normalizer") or {}
+        self.legacy = any(n.get("type") == "Prepend" for n in normalizer.get("normalizers", [normalizer]))
         text = json.dumps(frozen)
         self._fast = FastTokenizer.from_str(text)
-        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
+        self._fast.add_special_tokens([t for t in extra if t not in present])
+        self._special = {t.content: i for i, t in self._fast.get_added_tokens_decoder().items() if t.special}
+        self.fingerprint = hashlib.sha256(json.dumps([text, extra]).encode()).hexdigest()
         self._fast.no_truncation()
         self._fast.no_padding()
         bos = config.get("bos_token")
@@ -82,34 +120,71 @@ class JsonTokenizer:
         self.size = max(self._fast.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str) -> list[Token]:
-        found = self._fast.encode(text, add_special_tokens=False)
-        return [Token(i, begin, end) for i, (begin, end) in zip(found.ids, found.offsets, strict=True)]
+        if not self._prefixes:
+            found = self._fast.encode(text, add_special_tokens=False)
+            return [Token(i, begin, end) for i, (begin, end) in zip(found.ids, found.offsets, strict=True)]
+        if not text:
+            return []
+        found = self._fast.encode(SPACE + text.replace(SPACE, " "), add_special_tokens=False)
+        tokens = [
+            Token(i, max(begin - 1, 0), max(end - 1, 0))
+            for i, (begin, end) in zip(found.ids, found.offsets, strict=True)
+        ]
+        return without_lone_prefix(tokens, self._fast.token_to_id(SPACE), set(self._special.values()))
 
     def decode(self, ids: list[int]) -> str:
-        return self._fast.decode(ids, skip_special_tokens=True)
+        return self._fast.decode(ids, skip_special_tokens=True).removeprefix(" " if self._prefixes else "")
+
+    def special(self, text: str) -> int | None:
+        return self._special.get(text)
+
+
+def metaspace(frozen: dict) -> dict | None:
+    """The part of a `tokenizer.json` that turns spaces into `▁`, where a pre-tokenizer does so."""
+    found = frozen.get("pre_tokenizer") or {}
+    parts = found.get("pretokenizers", [found])
+    return next((p for p in parts if p.get("type") == "Metaspace"), None)
+
+
+def without_lone_prefix(tokens: list[Token], prefix: int | None, special: set[int]) -> list[Token]:
+    """The first `▁` is dropped where a special token comes right behind it."""
+    if len(tokens) > 1 and tokens[0].id == prefix and tokens[1].id in special:
+        return tokens[1:]
+    return tokens
 
 
 class LlamaTokenizer:
-    """A Llama `tokenizer.model`, with the ids of transformers 4's slow tokenizer and `legacy=false`.
+    """A Llama `tokenizer.model`, with the ids of transformers 4's slow tokenizer.
 
-    That tokenizer begins every text with one `▁`, however it starts, puts none after a special token, and drops the
-    first one where a special token comes right behind it.
+    With `legacy=false` that tokenizer begins every text with one `▁`, however it starts, puts none after a special
+    token, and drops the first one where a special token comes right behind it. With `legacy=true`, which is also what
+    a `tokenizer_config.json` without the key means, every stretch between special tokens begins with one.
     """
 
-    def __init__(self, path: Path, add_bos: bool):
+    def __init__(self, path: Path, config: dict, added: dict[str, int], extra: tuple[str, ...]):
         proto = sentencepiece_model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
         proto.ParseFromString(path.read_bytes())
-        self.fingerprint = hashlib.sha256(path.read_bytes()).hexdigest()
         proto.normalizer_spec.add_dummy_prefix = False
         self._pieces = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
+        self.legacy = bool(config.get("legacy", True))
         self._special = {
             self._pieces.id_to_piece(i): i
             for i in (self._pieces.unk_id(), self._pieces.bos_id(), self._pieces.eos_id())
             if i >= 0
-        }
-        self._split = re.compile("(" + "|".join(re.escape(s) for s in self._special) + ")")
-        self.bos = self._pieces.bos_id() if add_bos else None
-        self.size = self._pieces.get_piece_size()
+        } | added
+        for token in extra:
+            self._special.setdefault(
+                token, max(self._pieces.get_piece_size(), *(i + 1 for i in self._special.values()))
+            )
+        facts = json.dumps([self.legacy, self._special], sort_keys=True).encode()
+        self.fingerprint = hashlib.sha256(path.read_bytes() + facts).hexdigest()
+        longest_first = sorted(self._special, key=len, reverse=True)
+        self._split = re.compile("(" + "|".join(re.escape(s) for s in longest_first) + ")")
+        self.bos = self._pieces.bos_id() if config.get("add_bos_token", True) else None
+        self.size = self._next_id()
+
+    def _next_id(self) -> int:
+        return max(self._pieces.get_piece_size(), *(i + 1 for i in self._special.values()))
 
     def encode(self, text: str) -> list[Token]:
         tokens: list[Token] = []
@@ -123,8 +198,8 @@ class LlamaTokenizer:
         return tokens
 
     def _encode_part(self, part: str, at: int) -> list[Token]:
-        prefix = 1 if at == 0 else 0
-        plain = " " * prefix + part.replace("▁", " ")
+        prefix = 1 if at == 0 or self.legacy else 0
+        plain = " " * prefix + part.replace(SPACE, " ")
         tokens = []
         end = at - prefix
         for piece in self._pieces.encode(plain, return_type="proto").pieces:
@@ -135,3 +210,6 @@ class LlamaTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return self._pieces.decode([i for i in ids if i not in self._special.values()]).removeprefix(" ")
+
+    def special(self, text: str) -> int | None:
+        return self._special.get(text)

@@ -75,6 +75,8 @@ def draw_rule(model: nn.Module, name: str) -> DrawRule:
     if part == "multi_modal_projector":
         assert isinstance(parent, nn.Linear)
         return DrawRule(Rule.UNIFORM, parent.in_features**-0.5)
+    if part == "image_newline":  # LLaVA llava_arch.py:83-88
+        return DrawRule(Rule.NORMAL, shape[0] ** -0.5)
     if name.endswith("bias"):
         return DrawRule(Rule.ZEROS)
     if "Norm" in type(parent).__name__:

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModel, PretrainedConfig
 
-from llava_fsdp.config import Feature, ModelConfig, Part
+from llava_fsdp.config import Feature, ModelConfig, Part, PatchMerge
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.model.parts import Parts
 
@@ -53,6 +53,8 @@ class Llava(nn.Module):
         self.vision_tower = AutoModel.from_config(parts.vision, attn_implementation="sdpa")
         hidden = parts.language.hidden_size
         self.multi_modal_projector = Projector(cfg.projector_type, parts.vision.hidden_size, hidden)
+        if cfg.patch_merge is PatchMerge.spatial_unpad:
+            self.image_newline = nn.Parameter(torch.empty(hidden))
         self.language_model = AutoModel.from_config(parts.language, attn_implementation="sdpa")
         self.language_model.config.use_cache = False
         self.lm_head = nn.Linear(hidden, parts.language.vocab_size, bias=False)
@@ -64,6 +66,7 @@ class Llava(nn.Module):
         self,
         input_ids: torch.Tensor,
         image_positions: torch.Tensor,
+        image_rows: torch.Tensor,
         images: torch.Tensor,
         label_positions: torch.Tensor,
         label_ids: torch.Tensor | None = None,
@@ -72,19 +75,24 @@ class Llava(nn.Module):
 
         Args:
             input_ids: int64 [rows, length], padded on the right; causal attention keeps padding out.
-            image_positions: int64 [pictures * image_tokens], into the rows laid end to end.
-            images: float32 [pictures, 3, size, size], normalised.
+            image_positions: int64 [positions], into the rows laid end to end.
+            image_rows: int64 [positions], into the features of all tiles laid end to end; the row behind the last is
+                the end of a line.
+            images: float32 [tiles, 3, size, size], normalised.
             label_positions: int64 [labels], into the rows laid end to end: where each label is predicted.
             label_ids: int64 [labels].
 
         Returns:
             float32 scalar, or float32 [labels, vocabulary].
         """
-        features = self.multi_modal_projector(self.image_features(images))  # [pictures, image_tokens, hidden]
+        features = self.multi_modal_projector(self.image_features(images)).flatten(0, 1)  # [tiles * tokens, hidden]
+        if self.cfg.patch_merge is PatchMerge.spatial_unpad:
+            features = torch.cat([features, self.image_newline[None].to(features.dtype)])
         embeds = self.language_model.get_input_embeddings()(input_ids)  # [rows, length, hidden]
         # Without a picture this is a write of nothing that still keeps the projector in the graph: every rank then
         # reduces its gradient, and embeddings require one although they are frozen.
-        flat = embeds.flatten(0, 1).index_copy(0, image_positions, features.flatten(0, 1).to(embeds.dtype))
+        shown = features.index_select(0, image_rows).to(embeds.dtype)
+        flat = embeds.flatten(0, 1).index_copy(0, image_positions, shown)
         hidden = self.language_model(inputs_embeds=flat.view_as(embeds)).last_hidden_state
         logits = self.lm_head(hidden.flatten(0, 1).index_select(0, label_positions)).float()
         if label_ids is None:
@@ -92,7 +100,7 @@ class Llava(nn.Module):
         return functional.cross_entropy(logits, label_ids, reduction="sum")
 
     def image_features(self, images: torch.Tensor) -> torch.Tensor:
-        """[pictures, image_tokens, tower width]; all pictures in one call of the tower.
+        """[tiles, image_tokens, tower width]; all pictures in one call of the tower.
 
         A frozen tower does not run at all without a picture. A trainable one runs one blank picture and drops it,
         so that its blocks run on every rank whatever the rank's data.
@@ -130,6 +138,8 @@ class Llava(nn.Module):
         for part in self.cfg.train:
             for module in modules[part]:
                 module.requires_grad_(True)
+        if self.cfg.patch_merge is PatchMerge.spatial_unpad:
+            self.image_newline.requires_grad_(Part.projector in self.cfg.train)
         leftovers = set(self.leftovers)
         for name, parameter in self.vision_tower.named_parameters():
             if name in leftovers:

@@ -10,6 +10,7 @@ import re
 RENAMES: list[tuple[re.Pattern[str], str]] = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
+        (r"^model\.image_newline$", "image_newline"),
         (r"^model\.vision_tower\.vision_tower\.", "vision_tower."),
         (r"^model\.mm_projector\.(weight|bias)$", r"multi_modal_projector.linear_1.\1"),
         (r"^model\.mm_projector\.", "mm_projector."),

@@ -17,6 +17,7 @@ from llava_fsdp.model.names import ours, ours_in_language, ours_in_vision
 from llava_fsdp.model.parts import Parts
 
 PROJECTOR_PREFIX = "multi_modal_projector."
+NEWLINE = "image_newline"
 
 
 class Rows(Protocol):
@@ -62,12 +63,13 @@ def find_weights(
         found |= renamed(open_tensors(parts.language_folder), ours_in_language)
     if parts.whole is None and projector is not None:
         given = renamed(open_tensors(projector, projector_only=True), ours)
-        found |= {n: t for n, t in given.items() if n.startswith(PROJECTOR_PREFIX)}
+        found |= {n: t for n, t in given.items() if n.startswith(PROJECTOR_PREFIX) or n == NEWLINE}
     sources: dict[str, Stored] = {}
     for name, parameter in model.named_parameters():
         drawn = parts.whole is None and (
             cfg.random_weights or (projector is None and name.startswith(PROJECTOR_PREFIX))
         )
+        drawn = drawn or name == NEWLINE  # the original too draws it where a model has none (llava_arch.py:83-88)
         if name in found:
             check_shape(name, parameter, found[name], parts)
             sources[name] = found[name]

@@ -1,0 +1,58 @@
+"""Which samples a step has."""
+
+import math
+
+import pytest
+import torch
+from small import config_of
+
+from llava_fsdp.data.order import OriginalOrder, Shuffle, open_order
+from llava_fsdp.errors import ConfigError
+
+
+def test_shuffle_has_every_record_once_an_epoch() -> None:
+    order = Shuffle(44, seed=42, global_batch_size=12)
+    assert order.per_epoch == 4
+    for epoch in range(2):
+        steps = [order.samples(epoch * 4 + s) for s in range(4)]
+        assert [len(s) for s in steps] == [12, 12, 12, 8]
+        assert sorted(i for s in steps for i in s) == list(range(44))
+    assert order.samples(0) != order.samples(4)
+
+
+def test_shuffle_is_a_function_of_seed_and_epoch_alone() -> None:
+    torch.manual_seed(1)
+    first = Shuffle(100, 42, 100).samples(0)
+    torch.manual_seed(2)
+    assert first == Shuffle(100, 42, 100).samples(0)
+    assert first != Shuffle(100, 43, 100).samples(0) and first != Shuffle(100, 42, 100).samples(1)
+
+
+LENGTHS = [n % 7 + 1 if n % 3 else -(n % 5 + 1) for n in range(50)]
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 1), (1, 3), (2, 2), (4, 1)])
+def test_original_order_is_one_stream_of_micro_batches(world_size: int, accumulation: int, grouped: bool) -> None:
+    """Steps take the epochs' micro-batches one after the other, also those that an epoch has left over."""
+    order = OriginalOrder(LENGTHS, 4, accumulation, world_size, seed=1, grouped=grouped)
+    batches = math.ceil(math.ceil(50 / 4) / world_size)
+    assert order.per_epoch == batches // accumulation
+    steps = [order.cuts(s) for s in range(2 * order.per_epoch)]
+    for rank in range(world_size):
+        stream = [batch for step in steps for batch in step[rank]]
+        epochs = order.epoch(0)[rank] + order.epoch(1)[rank]
+        assert stream == epochs[: len(stream)] and len(epochs) - len(stream) < 2 * accumulation
+    seen = {i for rank in order.epoch(0) for batch in rank for i in batch}
+    assert seen == set(range(50))
+    assert OriginalOrder(LENGTHS, 4, accumulation, world_size, seed=1, grouped=grouped).cuts(3) == steps[3]
+
+
+def test_original_order_needs_whole_micro_batches() -> None:
+    cfg = config_of(["compat=llava_v1_5", "global_batch_size=16", "micro_batch_size=8"])
+    with pytest.raises(ConfigError, match="16 is not a multiple of 8 x 3"):
+        open_order([None] * 64, cfg, 3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="global_batch_size=16 is no multiple of micro_batch_size=5"):
+        config_of(["compat=llava_v1_5", "global_batch_size=16", "micro_batch_size=5"])
+    with pytest.raises(ConfigError, match="an epoch has 1 micro-batches for each rank, fewer than the 2 of a step"):
+        OriginalOrder([1] * 4, 4, 2, 1, seed=1, grouped=False)

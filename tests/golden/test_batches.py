@@ -1,0 +1,146 @@
+"""Loss and gradients of single batches are the original's, for every way that pictures come."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from folder import golden_folder, read_json
+from safetensors.torch import load_file
+from small import config_of
+
+from llava_fsdp.config import Config, PatchMerge
+from llava_fsdp.data.anyres import NEWLINE_ROW, feature_rows, grid_sizes
+from llava_fsdp.data.encode import spliced
+from llava_fsdp.data.vocabulary import IGNORE, IMAGE_ID
+from llava_fsdp.model.draw import computed_buffers, restore_buffers
+from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.names import ours
+from llava_fsdp.model.parts import find_parts
+from llava_fsdp.model.weights import find_weights
+
+TOLERANCE = 1e-5
+TILE, SIDE = 56, 4
+NOT_RUN = {
+    "no_images": "a batch with tags and no pictures, at which the original crashes; a record like it is refused",
+    "im_start_end": "two rows more in the vocabulary than the checkpoint's",
+}
+
+
+def variants() -> list[tuple[str, str]]:
+    """(batch, model)"""
+    found = [(b["name"], m) for b in read_json("model/batches/index.json") for m in b.get("expected", {"mha32": 0})]
+    return [(b, m) for b, m in found if (golden_folder() / "model" / f"llava-{m}").is_dir()]
+
+
+def load(model: str, stage: str, merge: str) -> Llava:
+    """The original's folder in our model, fp32."""
+    vision = next((golden_folder() / "model").glob("clip-*"))
+    cfg: Config = config_of([
+        f"stage={stage}", f"model.checkpoint={golden_folder() / 'model' / f'llava-{model}'}", f"model.vision={vision}",
+        "model.projector=auto", f"model.patch_merge={merge}", "data.image_aspect_ratio=anyres",
+        "export.enabled=false",
+    ])  # fmt: skip
+    parts = find_parts(cfg.model)
+    built = build_llava(parts, cfg.model, torch.float32)
+    buffers = computed_buffers(built)
+    sources = find_weights(built, parts, cfg.model, None, 0)
+    built.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, parameter in built.named_parameters():
+            parameter.copy_(sources[name].rows(0, parameter.shape[0]))
+    restore_buffers(built, buffers)
+    return built
+
+
+def tiles_of(inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """float32 [tiles, 3, size, size] of every picture, in order."""
+    if "images" in inputs:
+        return list(inputs["images"].unsqueeze(1))
+    return [inputs[f"images.{n}"] for n in range(sum(k.startswith("images.") for k in inputs))]
+
+
+def rows_of(number: int, tiles: torch.Tensor, overrides: dict, merge: PatchMerge) -> torch.Tensor:
+    if "image_sizes_wh" not in overrides:
+        return torch.arange(len(tiles) * SIDE * SIDE)
+    width, height = overrides["image_sizes_wh"][number]
+    sizes = grid_sizes(overrides["image_grid_pinpoints"], TILE)
+    return torch.from_numpy(feature_rows((width, height), sizes, TILE, SIDE, merge))
+
+
+def run(model: Llava, batch: dict, inputs: dict[str, torch.Tensor]) -> tuple[float, int]:
+    """The original's loss, with gradients left in the model: how our samples and micro-batches are made of a batch."""
+    overrides = batch["config_overrides"] or {}
+    cut = overrides.get("tokenizer_model_max_length", 2048)
+    pictures = tiles_of(inputs)
+    ids, labels, rows, shown, before, used = [], [], [], [], 0, 0
+    for line, mask in enumerate(inputs["attention_mask"].bool()):
+        own = inputs["input_ids"][line][mask].numpy()
+        tags = int((own == IMAGE_ID).sum())
+        taken = list(range(used, used + tags))
+        used += max(1, tags)  # a row without a tag uses up one picture
+        places = [rows_of(n, pictures[n], overrides, model.cfg.patch_merge) for n in taken]
+        made = spliced(own, inputs["labels"][line][mask].numpy(), [len(p) for p in places])
+        left = int((made[0][:cut] == IMAGE_ID).sum())
+        ids.append(torch.from_numpy(made[0][:cut]))
+        labels.append(torch.from_numpy(made[1][:cut]))
+        for n, place in zip(taken, places, strict=True):
+            rows.append(torch.where(place == NEWLINE_ROW, place, place + before))
+            shown.append(pictures[n])
+            before += len(pictures[n]) * SIDE * SIDE
+        if taken:
+            total = sum(len(p) for p in places)
+            rows[-1] = rows[-1][: len(rows[-1]) - (total - left)]
+    all_ids = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+    targets = torch.nn.utils.rnn.pad_sequence([t[1:] for t in labels], batch_first=True, padding_value=IGNORE)
+    targets = torch.nn.functional.pad(targets, (0, all_ids.shape[1] - targets.shape[1]), value=IGNORE).flatten()
+    where = torch.cat([*rows, torch.zeros(0, dtype=torch.int64)])
+    label_positions = torch.nonzero(targets != IGNORE).flatten()
+    count = len(label_positions)
+    loss = model(
+        torch.where(all_ids == IMAGE_ID, 0, all_ids),
+        torch.nonzero((all_ids == IMAGE_ID).flatten()).flatten(),
+        torch.where(where == NEWLINE_ROW, before, where),
+        torch.cat([*shown, torch.zeros(0, 3, TILE, TILE)]),
+        label_positions,
+        targets[label_positions],
+    ) / max(1, count)
+    loss.backward()
+    return float(loss.detach()), count
+
+
+def norms(model: Llava) -> dict[str, float]:
+    return {n: float(p.grad.double().norm()) for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(("name", "variant"), variants())
+def test_loss_and_gradients(name: str, variant: str, count: Callable) -> None:
+    batch = next(b for b in read_json("model/batches/index.json") if b["name"] == name)
+    if name in NOT_RUN:
+        count("batches", f"not run: {NOT_RUN[name]}")
+        return
+    if "exception" in batch or "exception" in batch["expected"][variant]:
+        count("batches", "not run: the original crashes; records like these are refused when they are read")
+        return
+    folder = golden_folder() / "model" / "batches"
+    inputs = load_file(folder / batch["inputs_file"])
+    expected = batch["expected"][variant]
+    overrides = batch["config_overrides"] or {}
+    for stage in ("pretrain", "finetune"):
+        golden = expected["stage1_grad_norms" if stage == "pretrain" else "stage2_grad_norms"]
+        model = load(variant, stage, overrides.get("mm_patch_merge_type", "flat"))
+        newline = folder / f"{name}.newline.safetensors"
+        if newline.is_file():
+            with torch.no_grad():
+                model.image_newline.copy_(next(iter(load_file(newline).values())))
+        loss, labels = run(model, batch, inputs)
+        assert labels == expected["n_loss_tokens"]
+        if labels:  # without a label the original's loss is nan, ours 0; gradients are 0 in both
+            assert loss == pytest.approx(expected["loss"], rel=TOLERANCE)
+        made = norms(model)
+        wanted = {ours(n): v for n, v in golden.items()}
+        assert made.keys() == wanted.keys()
+        total = math.sqrt(sum(v * v for v in wanted.values()))
+        for parameter, norm in wanted.items():
+            assert made[parameter] == pytest.approx(norm, rel=TOLERANCE, abs=TOLERANCE * total * 0.1), parameter
+        count("batches", "equal")

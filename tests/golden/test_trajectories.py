@@ -1,0 +1,183 @@
+"""Whole runs are the original Trainer's: samples, losses, learning rates, gradient norms and final weights."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from folder import golden_folder, read_json
+from harness import RankPool, single_world
+from reference import run_ranks
+from safetensors.torch import load_file
+from small import config_of
+
+from llava_fsdp import train
+from llava_fsdp.config import Config
+from llava_fsdp.model.names import ours
+from llava_fsdp.sharding.zero import SHARD_PLANS
+
+TOLERANCE = 1e-5
+NOT_RUN = {
+    "s2_fp16_tower": "the tower is computed in the run's own dtype, never in fp16",
+    "lora": "adapters",
+}
+FLAGS = {
+    "--learning_rate": "optim.lr",
+    "--mm_projector_lr": "optim.projector_lr",
+    "--weight_decay": "optim.weight_decay",
+    "--warmup_ratio": "optim.warmup_ratio",
+    "--num_train_epochs": "epochs",
+    "--per_device_train_batch_size": "micro_batch_size",
+    "--image_aspect_ratio": "data.image_aspect_ratio",
+    "--version": "data.template",
+    "--model_max_length": "data.max_length",
+}
+
+
+def cases() -> list[str]:
+    folder = golden_folder() / "training"
+    return sorted(
+        p.parent.name for p in folder.glob("*/record*.json") if p.name in ("record.json", "record.rank0.json")
+    )
+
+
+def records(case: str) -> list[dict]:
+    """What each rank of the original recorded."""
+    folder = golden_folder() / "training" / case
+    single = folder / "record.json"
+    files = [single] if single.is_file() else sorted(folder.glob("record.rank*.json"))
+    return [json.loads(f.read_text()) for f in files]
+
+
+def config_for(case: str, record: dict, language: Path, output: Path) -> Config:
+    """The original's command line as ours; what it leaves open, `compat=llava_v1_5` alone decides."""
+    said = dict(zip(record["cli"][::2], record["cli"][1::2], strict=True))
+    training, model = golden_folder() / "training", golden_folder() / "model"
+    captions = said["--data_path"] == "train_stage1.json"
+    rows = int(said["--per_device_train_batch_size"]) * int(said["--gradient_accumulation_steps"])
+    clip = float(said.get("--max_grad_norm", 1.0))  # without DeepSpeed the Trainer's own default
+    grouped = said.get("--group_by_modality_length", "False").lower()
+    start = training / case / "initial_trainables.safetensors" if captions else training / "s1_b4" / "mm_projector.bin"
+    if captions and not start.is_file():
+        start = training / "s1_b4" / "initial_trainables.safetensors"
+    return config_of([
+        f"stage={'pretrain' if captions else 'finetune'}",
+        "compat=llava_v1_5",
+        "data=llava_json",
+        f"data.path={training / 'data' / said['--data_path']}",
+        f"data.images={training / 'data' / 'images'}",
+        "data.workers=0",
+        f"model.language={language}",
+        f"model.vision={next(model.glob('clip-*'))}",
+        f"model.projector={start}",
+        "model.random_weights=false",
+        "precision=fp32",
+        f"recompute={'full' if said.get('--gradient_checkpointing') == 'True' else 'none'}",
+        "optim.projector_lr=null",  # the tiny model's recipe has one
+        *(f"{key}={said[flag]}" for flag, key in FLAGS.items() if flag in said),
+        f"order.group_by_modality_length={grouped}",
+        f"global_batch_size={rows * record['world_size']}",
+        f"optim.clip={clip or 'null'}",
+        f"output_dir={output}",
+        "export.dtype=fp32",
+        "export.verify=false",
+        "log_every=1000",
+    ])  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def language(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy language model with its tokenizer."""
+    folder = tmp_path_factory.mktemp("language") / "llm"
+    shutil.copytree(golden_folder() / "model" / "llm-mha32", folder)
+    for file in (golden_folder() / "tokenizer" / "hf4_legacy_false").iterdir():
+        shutil.copyfile(file, folder / file.name)
+    return folder
+
+
+def training_loader(cfg: Config, rank: int, world_size: int):
+    world = single_world()
+    world = type(world)(rank, world_size, rank, world_size, world.device)
+    return train.build_state(cfg, world, SHARD_PLANS[cfg.sharding.strategy], None).loader
+
+
+@pytest.mark.parametrize("case", cases())
+def test_samples_of_every_micro_batch(case: str, language: Path, tmp_path: Path, count: Callable) -> None:
+    """Each rank gets the original's rows in the original's micro-batches, as long and with as many labels."""
+    if case == "lora":
+        count("micro-batches", f"not run: {NOT_RUN[case]}")
+        return
+    for rank, record in enumerate(records(case)):
+        cfg = config_for(case, record, language, tmp_path / "run")
+        loader = training_loader(cfg, rank, record["world_size"])
+        assert loader.total_steps == record["max_steps"]
+        expected = record["micro_batches"]
+        made = []
+        for number in range(loader.total_steps):
+            rows = loader.steps.order.cuts(number)[rank]
+            step = loader.steps.prepare(number)
+            made += [
+                {
+                    "step": number + 1,
+                    "indices": indices,
+                    "n_loss_tokens": len(micro.label_ids),
+                    "merged_shape": list(micro.input_ids.shape),
+                }
+                for indices, micro in zip(rows, step.micro_batches, strict=True)
+            ]
+        keys = ("step", "indices", "n_loss_tokens", "merged_shape")
+        assert made == [{k: e[k] for k in keys} for e in expected[: len(made)]]
+        assert len(made) == len(expected)
+        count("micro-batches", "equal", len(made))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", cases())
+def test_trajectory(case: str, language: Path, pools: dict[int, RankPool], tmp_path: Path, count: Callable) -> None:
+    """Loss, learning rate and gradient norm of every step, and the final weights, within 1e-5."""
+    if case in NOT_RUN:
+        count("trajectories", f"not run: {NOT_RUN[case]}")
+        return
+    by_rank = records(case)
+    first = by_rank[0]
+    cfg = config_for(case, first, language, tmp_path / "run")
+    train_on(pools, first["world_size"], cfg)
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(metrics) == first["max_steps"] == len(first["steps"])
+    for number, (made, golden) in enumerate(zip(metrics, first["steps"], strict=True)):
+        losses = [r["steps"][number]["mean_micro_loss"] for r in by_rank]
+        norm = golden.get("grad_norm_before_clip", golden["grad_norm_at_step"])
+        assert made["loss"] == pytest.approx(sum(losses) / len(losses), rel=TOLERANCE)
+        assert made["grad_norm"] == pytest.approx(norm, rel=TOLERANCE)
+        assert made["lr"] == pytest.approx(golden["lr"][0], rel=1e-12)
+    compare_weights(case, first, tmp_path / "run" / "export", count)
+    count("trajectories", "equal")
+
+
+def train_on(pools: dict[int, RankPool], size: int, cfg: Config) -> None:
+    if size == 1:
+        train.train(cfg)
+    else:
+        pools[size].run(run_ranks, cfg)
+
+
+def compare_weights(case: str, record: dict, export: Path, count: Callable) -> None:
+    made = {ours(n): t.double() for n, t in load_file(export / "model.safetensors").items()}
+    final = golden_folder() / "training" / case / "final_weights.safetensors"
+    if final.is_file():
+        wanted = {ours(n): t.double() for n, t in load_file(final).items()}
+        pairs = [(made[n][: len(t)], t) for n, t in wanted.items()]
+        distance = math.sqrt(sum(float((a - b).square().sum()) for a, b in pairs))
+        size = math.sqrt(sum(float(b.square().sum()) for _, b in pairs))
+        assert distance <= TOLERANCE * size
+        count("final weights", "equal")
+        return
+    rows = read_json("training/param_groups.json")["stage2"]["vocab_size"]
+    for name, facts in record["final"].items():
+        tensor = made[ours(name)]
+        tensor = tensor[:rows] if "embed_tokens" in name or "lm_head" in name else tensor
+        assert float(torch.linalg.vector_norm(tensor)) == pytest.approx(facts["l2"], rel=TOLERANCE)
+    count("final weights", "norms equal")
