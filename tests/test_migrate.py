@@ -11,10 +11,12 @@ import pytest
 from small import config_of
 
 from llava_fsdp import migrate as entry
+from llava_fsdp.data.templates import template
 from llava_fsdp.errors import ConfigError, ExitCode
 from llava_fsdp.moving.accelerate import ACCELERATE
 from llava_fsdp.moving.accelerate import rule_of as accelerate_rule
 from llava_fsdp.moving.command import Migration, assignments, lines, migrate
+from llava_fsdp.moving.decide import TEMPLATES
 from llava_fsdp.moving.deepspeed import DEEPSPEED
 from llava_fsdp.moving.deepspeed import rule_of as deepspeed_rule
 from llava_fsdp.moving.inputs import flat, read_runs, sort_paths
@@ -298,6 +300,17 @@ def test_templates(version: str, template: str | None, verdict: Verdict, tmp_pat
     assert row(done, "version").verdict is verdict
 
 
+def test_templates_exist() -> None:
+    assert {template(name) for name in TEMPLATES.values()}
+
+
+def test_tokens_around_pictures_come_with_a_checkpoint(tmp_path: Path) -> None:
+    model = "--model_name_or_path my/llava --pretrain_mm_mlp_adapter '' --mm_use_im_start_end True"
+    done = finetune(tmp_path, model)
+    assert done.kept["model.image_start_end"] is True
+    assert row(done, "mm_use_im_start_end").verdict is Verdict.mapped
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
@@ -320,6 +333,8 @@ FLAGS_AND_VERDICTS = [
     ("--lora_r 8", "lora_r", Verdict.no_effect, {}),
     ("--bits 4", "bits", Verdict.unsupported, {}),
     ("--mm_use_im_start_end True", "mm_use_im_start_end", Verdict.unsupported, {}),
+    ("--group_by_modality_length True", "group_by_modality_length", Verdict.mapped, {}),
+    ("", "group_by_modality_length", Verdict.mapped, {"order.group_by_modality_length": False}),
     ("--freeze_backbone True", "freeze_backbone", Verdict.unsupported, {"model.train": ["projector"]}),
     ("--freeze_mm_mlp_adapter True", "freeze_mm_mlp_adapter", Verdict.mapped, {"model.train": ["language"]}),
     (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from llava_fsdp.config import Config, config_dir, schema_keys
+from llava_fsdp.config import config_dir
 from llava_fsdp.moving.run import AUTO, Run, plain
 from llava_fsdp.moving.shell import is_open, open_mark, shown
 
@@ -45,8 +45,6 @@ DS_ADAM = frozenset({"adam", "adamw"})
 DS_MAX_LR = 0.001  # DeepSpeed's default of warmup_max_lr, and of an optimizer's lr
 DS_WARMUP_STEPS = 1000
 LEAST_KEPT = 2
-IMAGE_START_END = "model.image_start_end"
-GROUPING = "order.group_by_modality_length"
 
 
 def decide(run: Run) -> Overrides:
@@ -73,8 +71,8 @@ def model(run: Run) -> Overrides:
     }
     if stage == "finetune":
         found["model.projector"] = run.hf("pretrain_mm_mlp_adapter") or "random"
-    if stage == "finetune_task" and run.truth("mm_use_im_start_end") and IMAGE_START_END in schema_keys(Config):
-        found[IMAGE_START_END] = True
+    if stage == "finetune_task":
+        found["model.image_start_end"] = run.truth("mm_use_im_start_end")
     if projector != "mlp2x_gelu" and not is_open(projector):
         found["export.enabled"] = False
     return found
@@ -105,11 +103,10 @@ def data(run: Run) -> Overrides:
         "data.image_aspect_ratio": ratio if is_open(ratio) or ratio == "pad" else "square",
         "data.max_length": run.hf("model_max_length"),
         "data.workers": run.hf("dataloader_num_workers"),
+        "order.group_by_modality_length": run.truth("group_by_modality_length"),
     }
     if run.hf("image_folder"):
         found["data.images"] = run.hf("image_folder")
-    if GROUPING in schema_keys(Config):
-        found[GROUPING] = run.truth("group_by_modality_length")
     return {key: value for key, value in found.items() if value is not None}
 
 

@@ -3,7 +3,7 @@
 from pathlib import PurePosixPath
 
 from llava_fsdp.moving.context import Context
-from llava_fsdp.moving.decide import FSDP_STRATEGIES, GROUPING, IMAGE_START_END, LEAST_KEPT, SCHEDULES, TEMPLATES
+from llava_fsdp.moving.decide import FSDP_STRATEGIES, LEAST_KEPT, SCHEDULES, TEMPLATES
 from llava_fsdp.moving.outcome import Outcome, implied, mapped, no_effect, unsupported
 from llava_fsdp.moving.run import AUTO
 from llava_fsdp.moving.shell import is_open, shown
@@ -65,15 +65,17 @@ def projector(context: Context, value: object) -> Outcome:
 def projector_type(context: Context, value: object) -> Outcome:
     text = context.tell("model.projector_type")
     if "export.enabled" in context.decided:
-        return mapped(f"{text}, export.enabled=false: transformers' LLaVA has no equal of it to export to")
+        return mapped(
+            f"{text}, export.enabled=false: transformers' LLaVA has no equal of it; llava_fsdp.export format=llava does"
+        )
     return mapped(text)
 
 
 def im_start_end(context: Context, value: object) -> Outcome:
+    if context.run.stage == "finetune_task":
+        return mapped(f"{context.tell('model.image_start_end')}: the checkpoint's tokenizer has both tokens")
     if not value:
         return implied("off, as here")
-    if IMAGE_START_END in context.decided:
-        return mapped(f"{context.tell(IMAGE_START_END)}: the checkpoint's tokenizer has both tokens")
     return unsupported("it adds two tokens and draws their rows; no run here changes a vocabulary")
 
 
@@ -128,13 +130,10 @@ def projector_lr(context: Context, value: object) -> Outcome:
 
 
 def group_by_modality_length(context: Context, value: object) -> Outcome:
-    if not value and GROUPING not in context.decided:
-        return implied("off, as here")
-    if GROUPING not in context.decided:
-        return unsupported(
-            "steps are a permutation of (seed, epoch); the original's sampler comes with order=llava_v1_5"
-        )
-    return mapped(f"{context.tell(GROUPING)}: read with order=llava_v1_5 or compat=llava_v1_5 only")
+    return mapped(
+        f"{context.tell('order.group_by_modality_length')}: read with order=llava_v1_5 or compat=llava_v1_5; else the "
+        "order is a permutation of (seed, epoch)"
+    )
 
 
 def accumulation(context: Context, value: object) -> Outcome:
