@@ -1,4 +1,5 @@
-"""What becomes of those flags of LLaVA's training script that need more than a name (`flags.FLAGS` is the table)."""
+"""What becomes of those flags of LLaVA's training script that need more than a name (`flags.FLAGS` is the table).
+One function a flag, none of them long."""
 
 from pathlib import PurePosixPath
 
