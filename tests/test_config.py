@@ -127,7 +127,10 @@ WRONG = [
     ("+optim.betta1=1", "optim.betta1 is not a key of the configuration; did you mean optim.beta1?"),
     ("~optim.lr", "optim.lr is not set; give it on the command line: optim.lr=VALUE"),
     ("data=llava_json", "data.path is not set; give it on the command line: data.path=VALUE"),
-    ("stage=nope", "Could not find 'stage/nope'\n\nAvailable options in 'stage':\n\tfinetune\n\tpretrain"),
+    (
+        "stage=nope",
+        "Could not find 'stage/nope'\n\nAvailable options in 'stage':\n\tfinetune\n\tfinetune_task\n\tpretrain",
+    ),
     ("sharding=zero4", "Available options in 'sharding':\n\thybrid\n\thybrid2\n\tzero0\n\tzero1\n\tzero2\n\tzero3"),
     ("precision=fp16", "Available options in 'precision':\n\tbf16\n\tfp32"),
     # wrong types
@@ -143,6 +146,7 @@ WRONG = [
     ("optim.lr=nan", "optim.lr=nan must be a finite number of at least 0"),
     ("optim.beta1=1", "optim.beta1=1.0 must be at least 0 and below 1"),
     ("optim.clip=0", "optim.clip=0.0 must be above 0; null turns clipping off"),
+    ("optim.warmup_steps=-1", "optim.warmup_steps=-1 must be at least 0"),
     ("optim.warmup_ratio=2", "optim.warmup_ratio=2.0 must be a fraction of all steps, 0 to 1"),
     ("model.train=[]", "model.train=[] trains nothing; name parts of [projector, language, vision]"),
     ("model.train=[vision,vision]", "model.train=['vision', 'vision'] names a part twice"),

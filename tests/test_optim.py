@@ -45,6 +45,25 @@ def test_warmup_decay_is_logarithmic_then_linear() -> None:
     assert values[5:] == pytest.approx([(20 - s) / 15 for s in range(5, 20)])
 
 
+def test_warmup_log_is_logarithmic_then_constant() -> None:
+    """DeepSpeed's WarmupLR: log(step + 1) / log(warmup), then 1; a warm-up is at least two steps long there."""
+    values = [SCHEDULES[Schedule.warmup_log](step, 20, 5) for step in range(20)]
+    assert values == [math.log(s + 1) / math.log(5) for s in range(5)] + [1.0] * 15
+    assert [SCHEDULES[Schedule.warmup_log](step, 9, 0) for step in range(3)] == [0.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(("override", "expected"), [("null", 2), ("3", 3), ("0", 0)])
+def test_a_number_of_warmup_steps_wins_over_the_ratio(
+    override: str, expected: int, parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """ceil(0.3 x 4 steps) = 2, unless the number is given."""
+    cfg = make_config(
+        parts, dataset, tmp_path, "optim.warmup_ratio=0.3", f"optim.warmup_steps={override}", "max_steps=4"
+    )
+    state = train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
+    assert state.learning_rate.warmup_steps == expected
+
+
 def test_groups(parts: Path, dataset: Path, tmp_path: Path) -> None:
     """No decay for norms and biases; the projector and the tower with their own learning rates."""
     cfg = make_config(

@@ -94,7 +94,7 @@ def test_import_has_no_effects(tmp_path: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("module", ["config", "cli", "errors", "log", "sweep"])
+@pytest.mark.parametrize("module", ["config", "cli", "errors", "log", "sweep", "migrate"])
 def test_what_runs_beside_a_training_is_light(module: str, tmp_path: Path) -> None:
     """The import contract sees our own modules; this one also sees what they import from elsewhere."""
     code = f"import llava_fsdp.{module}, sys; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"

@@ -105,6 +105,7 @@ class Schedule(Enum):
     linear = "linear"
     constant = "constant"
     warmup_decay = "warmup_decay"
+    warmup_log = "warmup_log"
 
 
 class Normalize(Enum):
@@ -260,6 +261,8 @@ class OptimConfig:
     clip: float | None
     schedule: Schedule
     warmup_ratio: float
+    warmup_steps: int | None
+    """Wins over warmup_ratio; null: by the ratio."""
 
     def __post_init__(self) -> None:
         for name in ("lr", "projector_lr", "vision_lr", "weight_decay", "eps"):
@@ -273,6 +276,8 @@ class OptimConfig:
             raise ConfigError(f"optim.clip={self.clip} must be above 0; null turns clipping off")
         if not 0 <= self.warmup_ratio <= 1:
             raise ConfigError(f"optim.warmup_ratio={self.warmup_ratio} must be a fraction of all steps, 0 to 1")
+        if self.warmup_steps is not None:
+            at_least("optim.warmup_steps", self.warmup_steps, 0)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -41,11 +41,18 @@ def warmup_decay(step: int, total: int, warmup: int) -> float:
     return max(0.0, (total - step) / max(1, total - warmup))
 
 
+def warmup_log(step: int, total: int, warmup: int) -> float:
+    """Logarithmic warm-up, then no change (DeepSpeed `WarmupLR` with its default warm-up)."""
+    warmup = max(2, warmup)
+    return math.log(step + 1) / math.log(warmup) if step < warmup else 1.0
+
+
 SCHEDULES: dict[Schedule, Callable[[int, int, int], float]] = {
     Schedule.cosine: cosine,
     Schedule.linear: linear,
     Schedule.constant: constant,
     Schedule.warmup_decay: warmup_decay,
+    Schedule.warmup_log: warmup_log,
 }
 
 
@@ -85,7 +92,7 @@ def build_optimizer(
         eps=cfg.eps,
         fused=True,
     )
-    warmup = math.ceil(cfg.warmup_ratio * total_steps)
+    warmup = math.ceil(cfg.warmup_ratio * total_steps) if cfg.warmup_steps is None else cfg.warmup_steps
     return optimizer, LearningRate(cfg.lr, cfg.schedule, total_steps, warmup)
 
 

@@ -1,0 +1,152 @@
+"""Writes docs/recipes.md: `python docs/make_recipes.py`. Every value of the recipes beside the original's script.
+
+The scripts are those that the golden configurations record (tests/golden/open/configs), read through the tables of
+`llava_fsdp.migrate`; the composed configurations are compared key by key, and a difference must be explained here.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+
+from llava_fsdp.config import config_dir
+from llava_fsdp.moving.command import assignments
+from llava_fsdp.moving.context import Context, outcome, written
+from llava_fsdp.moving.decide import decide
+from llava_fsdp.moving.flags import FLAGS
+from llava_fsdp.moving.inputs import flat, read_json
+from llava_fsdp.moving.launch import Launch
+from llava_fsdp.moving.run import Options, Run
+
+DOCS = Path(__file__).parent
+GOLDEN = DOCS.parent / "tests" / "golden" / "open"
+STAGES = ("pretrain", "finetune", "finetune_task")
+MODELS = ("llava_v1_5_7b", "llava_v1_5_13b")
+GPUS = 8
+SIZE = "the one script is 13B's; docs/MODEL_ZOO.md there gives the published 7B models the same schedule"
+# Why a recipe has another value than the script: by key, for every stage and model that differs.
+EXPLAINED = {
+    "data.path": "yours to give",
+    "data.images": "yours to give",
+    "output_dir": "`outputs/STAGE`; `stage=finetune` finds the projector of `stage=pretrain` beside it",
+    "model.projector": "`auto` is the projector of the `stage=pretrain` run beside `output_dir`",
+    "checkpoint.every": "the script's number is beyond its last step, so that it saves nothing on the way",
+    "model.name": SIZE,
+    "model.language": SIZE,
+    "model.checkpoint": SIZE,
+}
+# Values of the script that a configuration key cannot hold, or that mean something else here.
+ALSO = [
+    "`--save_total_limit 1` is `checkpoint.keep=2`: the newest may be the one that a crash interrupted.",
+    "Warm-up is `ceil(warmup_ratio x steps)`, as transformers' `get_warmup_steps` has it.",
+    "Norms and biases are not decayed (with `weight_decay=0` nothing is).",
+    "Gradients are added and reduced in fp32 and divided by the label tokens of the step; the original adds them in "
+    "bf16 and takes the mean of the micro-batches' means. `compat=llava_v1_5` does as the original.",
+    "The projector of `stage=pretrain` is drawn from `seed`; the original draws it before it seeds.",
+]
+
+
+def original(stage: str, golden: Path) -> Run:
+    """The script of a stage, started on the 8 GPUs that it was made for."""
+    record = json.loads((golden / "configs" / f"v1_5_{stage}.json").read_text())
+    flags = record["explicit_cli"]
+    launch = Launch("deepspeed", {"num_gpus": str(GPUS)}, record["entry_point"], [], 1, None)
+    zero = read_json(golden / "configs" / Path(flags["deepspeed"]).name)
+    return Run(record["script"], FLAGS, Options(), launch, flags, deepspeed=zero)
+
+
+def composed(overrides: list[str]) -> dict[str, object]:
+    """Every key of a configuration, dotted."""
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        node = compose("train", overrides)
+    assert isinstance(node, DictConfig)
+    whole = OmegaConf.to_container(node, resolve=True)
+    assert isinstance(whole, dict)
+    return flat(whole)
+
+
+def theirs(stage: str, golden: Path) -> dict[str, object]:
+    """The configuration that the script alone makes, whatever the recipe says."""
+    decided = decide(original(stage, golden))
+    return composed(assignments(decided))
+
+
+def ours(stage: str, model: str) -> dict[str, object]:
+    return composed([f"stage={stage}", f"model={model}", "data=llava_json"])
+
+
+def difference(stage: str, model: str, golden: Path) -> dict[str, tuple[object, object]]:
+    """Keys whose values differ: the script's, the recipe's."""
+    left, right = theirs(stage, golden), ours(stage, model)
+    assert left.keys() == right.keys()
+    return {key: (left[key], right[key]) for key in left if left[key] != right[key]}
+
+
+def sources(stage: str, golden: Path) -> dict[str, list[str]]:
+    """Which flags said a key."""
+    run = original(stage, golden)
+    context = Context(run, decide(run))
+    found: dict[str, list[str]] = {}
+    for name, flag in FLAGS.items():
+        told: set[str] = set()
+        outcome(flag.rule, replace(context, key=name, told=told), run.hf(name))
+        given = run.flags.get(name)
+        text = f"`--{name} {given}`" if name in run.flags else f"no `--{name}`: {written(flag.default)}"
+        for key in told & context.decided.keys():
+            found.setdefault(key, []).append(text)
+    name = run.deepspeed.name if run.deepspeed else ""
+    found["sharding"] = [f"`zero_optimization.stage` {run.ds('zero_optimization.stage')} in `{name}`"]
+    found["precision"] = [f"`--bf16 {run.flags['bf16']}`"]
+    found["optim.clip"] = [f"no `gradient_clipping` in `{name}`; `max_grad_norm` is not looked at"]
+    found["global_batch_size"] = [
+        f"`--per_device_train_batch_size {run.hf('per_device_train_batch_size')}` x "
+        f"`--gradient_accumulation_steps {run.hf('gradient_accumulation_steps')}` x {GPUS} GPUs"
+    ]
+    return found
+
+
+def page(golden: Path = GOLDEN) -> str:
+    """The whole document.
+
+    Raises:
+        SystemExit: a recipe differs from its script and nothing here says why.
+    """
+    parts = [
+        "# Recipes",
+        "Written by `python docs/make_recipes.py` from `conf/` and from what the original's scripts are recorded to "
+        "say (haotian-liu/LLaVA at c121f04, `scripts/v1_5/`); a test compares them. LoRA stages: not yet.",
+    ]
+    for stage in STAGES:
+        run, decided, origin = original(stage, golden), decide(original(stage, golden)), sources(stage, golden)
+        parts.append(f"## `stage={stage}`: {run.name}")
+        table = ["| key | value | in the original |", "|---|---|---|"]
+        for key, value in sorted(decided.items()):
+            if key in ("stage", "model", "data", *EXPLAINED):
+                continue
+            table.append(f"| `{key}` | `{written(value)}` | {'; '.join(origin.get(key, ['']))} |")
+        parts.append("\n".join(table))
+        for model in MODELS:
+            parts.append(difference_text(stage, model, golden))
+    parts += ["## What no key says", "\n".join(f"- {line}" for line in ALSO)]
+    return "\n\n".join(parts) + "\n"
+
+
+def difference_text(stage: str, model: str, golden: Path) -> str:
+    found = difference(stage, model, golden)
+    missing = sorted(found.keys() - EXPLAINED.keys())
+    if missing:
+        raise SystemExit(f"stage={stage} model={model}: no reason is given why {missing} differ from the script")
+    title = f"Differences of `model={model}` from the script:"
+    if not found:
+        return f"{title} none."
+    rows = ["| key | script | recipe | why |", "|---|---|---|---|"]
+    rows += [f"| `{k}` | `{written(a)}` | `{written(b)}` | {EXPLAINED[k]} |" for k, (a, b) in sorted(found.items())]
+    return "\n".join([title, "", *rows])
+
+
+if __name__ == "__main__":
+    (DOCS / "recipes.md").write_text(page())
+    sys.stdout.write(f"{DOCS / 'recipes.md'}\n")

@@ -1,0 +1,192 @@
+"""The table of Accelerate's words: the keys of its YAML file and the flags of `accelerate launch`, which are the
+same (accelerate/commands/launch.py, commands/config/). A file's blocks `deepspeed_config` and
+`fsdp_config` count as flat."""
+
+from collections.abc import Mapping
+
+from llava_fsdp.moving.context import Context, Rule, off, to
+from llava_fsdp.moving.decide import FSDP_STRATEGIES
+from llava_fsdp.moving.launch import ELASTIC, LOGS, NUMBER, ON_ITS_OWN, PLACE
+from llava_fsdp.moving.outcome import Outcome, implied, mapped, no_effect, unsupported
+from llava_fsdp.moving.run import plain
+
+TPU = off("CUDA or CPU, as the machine has it", "false", "main", {})
+FP8 = unsupported("precision=bf16 or fp32; fp8: not yet")
+COMPILE = off("no compiled graphs", "NO", "default", "false")
+MEGATRON = unsupported("no tensor or pipeline parallelism: sharding=zero3 for models that fit no GPU")
+UNITS = implied("every block of layers is a unit, always")
+AHEAD = implied("FSDP2 gathers the next block ahead of the computation")
+STREAMED = implied("every rank reads its own rows of every weight from the files")
+
+
+def distributed_type(context: Context, value: object) -> Outcome:
+    name = str(value).upper()
+    if name in ("DEEPSPEED", "FSDP", "MULTI_GPU", "NO", "MULTI_CPU"):
+        return mapped(context.tell("sharding"))
+    return unsupported(f"{value}: a run uses CUDA or CPU, on FSDP2")
+
+
+def mixed_precision(context: Context, value: object) -> Outcome:
+    if value in ("fp16", "fp8"):
+        return unsupported(f"{value} has no equal here; {context.tell('precision')} stands in for it")
+    return mapped(context.tell("precision"))
+
+
+def zero_stage(context: Context, value: object) -> Outcome:
+    if context.run.deepspeed is not None:
+        return no_effect(f"the DeepSpeed configuration {context.run.deepspeed.name} says it")
+    return mapped(context.tell("sharding"))
+
+
+def gradient_clipping(context: Context, value: object) -> Outcome:
+    if context.run.deepspeed is not None:
+        return no_effect(f"the DeepSpeed configuration {context.run.deepspeed.name} says it")
+    return mapped(context.tell("optim.clip"))
+
+
+def accumulation(context: Context, value: object) -> Outcome:
+    run = context.run
+    if run.deepspeed is not None:
+        return no_effect(f"the DeepSpeed configuration {run.deepspeed.name} says it")
+    if not run.launch:
+        return unsupported("a factor of global_batch_size; give the training script as another PATH")
+    ours = run.hf("gradient_accumulation_steps")
+    if plain(value) != ours:
+        return unsupported(f"--gradient_accumulation_steps is {ours}: the original's trainer and its engine disagree")
+    return mapped(f"a factor of {context.tell('global_batch_size')}")
+
+
+def offload(context: Context, value: object) -> Outcome:
+    if plain(value) in (False, None, "none", ""):
+        return implied("off, as here")
+    return unsupported("offload: not yet. Shard over more GPUs, or take sharding=zero3 recompute=full")
+
+
+def config_file(context: Context, value: object) -> Outcome:
+    if context.run.deepspeed is None:
+        return unsupported("this file was not found: give it as another PATH")
+    return mapped(f"read: {context.run.deepspeed.name}")
+
+
+def read_file(context: Context, value: object) -> Outcome:
+    if context.run.accelerate is None:
+        return unsupported("this file was not found: give it as another PATH")
+    return mapped(f"read: {context.run.accelerate.name}")
+
+
+def strategy(context: Context, value: object) -> Outcome:
+    if str(value).upper() not in FSDP_STRATEGIES and not isinstance(plain(value), bool):
+        return unsupported(f"{value} is none of PyTorch's strategies; {context.tell('sharding')}")
+    return mapped(context.tell("sharding"))
+
+
+def state_dict_type(context: Context, value: object) -> Outcome:
+    return implied("checkpoints are sharded, and export/ holds the whole model")
+
+
+def checkpointing(context: Context, value: object) -> Outcome:
+    if not context.run.launch:
+        return mapped("recompute=full" if plain(value) else "recompute=none")
+    if bool(plain(value)) == context.run.truth("gradient_checkpointing"):
+        return mapped(context.tell("recompute"))
+    return unsupported(f"--gradient_checkpointing of the script says otherwise: {context.tell('recompute')}")
+
+
+ACCELERATE: Mapping[str, Outcome | Rule] = {
+    "config_file": read_file,
+    "compute_environment": off("machines are started by torchrun", "LOCAL_MACHINE"),
+    "distributed_type": distributed_type,
+    "use_deepspeed": to("sharding"),
+    "use_fsdp": to("sharding"),
+    "multi_gpu": to("sharding"),
+    "mixed_precision": mixed_precision,
+    "num_processes": NUMBER,
+    "num_machines": NUMBER,
+    "machine_rank": PLACE,
+    "main_process_ip": PLACE,
+    "main_process_port": PLACE,
+    "rdzv_backend": PLACE,
+    "rdzv_conf": PLACE,
+    "same_network": ON_ITS_OWN,
+    "gpu_ids": mapped("CUDA_VISIBLE_DEVICES before the command"),
+    "max_restarts": ELASTIC,
+    "monitor_interval": LOGS,
+    "log_dir": LOGS,
+    "tee": LOGS,
+    "t": LOGS,
+    "role": ON_ITS_OWN,
+    "module": ON_ITS_OWN,
+    "m": ON_ITS_OWN,
+    "no_python": ON_ITS_OWN,
+    "quiet": LOGS,
+    "q": LOGS,
+    "debug": LOGS,
+    "main_training_function": ON_ITS_OWN,
+    "num_cpu_threads_per_process": implied("OMP_NUM_THREADS before the command"),
+    "enable_cpu_affinity": off("bind with numactl or the scheduler"),
+    "use_cpu": off("CUDA_VISIBLE_DEVICES= before the command"),
+    "cpu": off("CUDA_VISIBLE_DEVICES= before the command"),
+    "command_file": TPU, "commands": TPU, "tpu": TPU, "tpu_name": TPU, "tpu_zone": TPU, "tpu_cluster": TPU,
+    "tpu_use_cluster": TPU, "no_tpu_cluster": TPU, "tpu_use_sudo": TPU, "tpu_vm": TPU, "tpu_env": TPU, "vm": TPU,
+    "env": TPU, "downcast_bf16": TPU, "ipex": TPU, "use_xpu": TPU, "use_mps_device": TPU, "ipex_config.*": TPU,
+    "mpirun_config.*": unsupported("torchrun starts the ranks"),
+    "mpirun_hostfile": unsupported("torchrun starts the ranks"),
+    "aws_access_key_id": TPU, "aws_secret_access_key": TPU,
+    # DeepSpeed
+    "deepspeed_config_file": config_file,
+    "zero_stage": zero_stage,
+    "gradient_accumulation_steps": accumulation,
+    "gradient_clipping": gradient_clipping,
+    "offload_optimizer_device": offload,
+    "offload_param_device": offload,
+    "offload_optimizer_nvme_path": offload,
+    "offload_param_nvme_path": offload,
+    "zero3_init_flag": implied("the model is built without weights, and every rank reads its own rows"),
+    "zero3_save_16bit_model": implied("export/ always holds the whole model"),
+    "deepspeed_hostfile": unsupported("torchrun is started on every machine: launch/multinode.sh"),
+    "deepspeed_inclusion_filter": unsupported("CUDA_VISIBLE_DEVICES before the command, and gpus=N here"),
+    "deepspeed_exclusion_filter": unsupported("CUDA_VISIBLE_DEVICES before the command, and gpus=N here"),
+    "deepspeed_multinode_launcher": unsupported("torchrun is the launcher; launch/multinode.sh"),
+    "deepspeed_moe_layer_cls_names": off("no mixtures of experts"),
+    # FSDP
+    "fsdp_sharding_strategy": strategy,
+    "fsdp_reshard_after_forward": strategy,
+    "fsdp_version": implied("FSDP2"),
+    "fsdp_auto_wrap_policy": UNITS,
+    "fsdp_transformer_layer_cls_to_wrap": UNITS,
+    "fsdp_min_num_params": UNITS,
+    "fsdp_offload_params": offload,
+    "fsdp_backward_prefetch": AHEAD,
+    "fsdp_backward_prefetch_policy": AHEAD,
+    "fsdp_forward_prefetch": AHEAD,
+    "fsdp_state_dict_type": state_dict_type,
+    "fsdp_use_orig_params": implied("FSDP2 keeps every parameter"),
+    "fsdp_cpu_ram_efficient_loading": STREAMED,
+    "fsdp_sync_module_states": STREAMED,
+    "fsdp_activation_checkpointing": checkpointing,
+    # others
+    "dynamo_backend": COMPILE, "dynamo_mode": COMPILE, "dynamo_use_dynamic": COMPILE, "dynamo_use_fullgraph": COMPILE,
+    "dynamo_use_regional_compilation": COMPILE, "dynamo_config.*": COMPILE,
+    "fp8_config.*": FP8, "fp8_*": FP8,
+    "use_megatron_lm": MEGATRON, "megatron_lm_config.*": MEGATRON, "megatron_lm_*": MEGATRON,
+    "use_parallelism_config": off("sharding= says how a model is spread"),
+    "parallelism_config.*": off("sharding= says how a model is spread", 1),
+    "parallelism_config_*": off("sharding= says how a model is spread", "1"),
+    # SageMaker
+    "ec2_instance_type": TPU, "iam_role_name": TPU, "image_uri": TPU, "profile": TPU, "region": TPU,
+    "base_job_name": TPU, "pytorch_version": TPU, "transformers_version": TPU, "py_version": TPU,
+    "sagemaker_inputs_file": TPU, "sagemaker_metrics_file": TPU, "additional_args.*": TPU,
+}  # fmt: skip
+
+
+def rule_of(key: str) -> Outcome | Rule | None:
+    """The row of the table for a flag or a file's dotted key."""
+    name = key
+    for block in ("deepspeed_config.", "fsdp_config.", "dynamo_config.", "fp8_config."):
+        name = name.removeprefix(block) if key.removeprefix(block) in ACCELERATE else name
+    if name in ACCELERATE:
+        return ACCELERATE[name]
+    for pattern, rule in ACCELERATE.items():
+        if pattern.endswith("*") and name.startswith(pattern[:-1]):
+            return rule
+    return None

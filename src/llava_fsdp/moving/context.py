@@ -1,0 +1,91 @@
+"""What a table's rule may look at, and the rules that most keys share."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from llava_fsdp.moving.outcome import Outcome, implied, mapped, no_effect, unsupported
+from llava_fsdp.moving.run import Run, plain
+from llava_fsdp.moving.shell import shown
+
+
+@dataclass(frozen=True)
+class Context:
+    run: Run
+    decided: Mapping[str, object]
+    """Every override of the run."""
+    omitted: frozenset[str] = field(default_factory=frozenset)
+    """Those that the command leaves out, because the stage or the recipe says the same."""
+    key: str = ""
+    """The key that is asked about."""
+    told: set[str] = field(default_factory=set)
+    """Overrides that the answer has spoken of."""
+
+    def tell(self, key: str) -> str:
+        self.told.add(key)
+        if key not in self.decided:
+            return f"{key} stays as the stage has it"
+        same = " (the recipe's own)" if key in self.omitted else ""
+        return f"{key}={written(self.decided[key])}{same}"
+
+
+Rule = Callable[[Context, object], Outcome]
+
+
+def outcome(rule: object, context: Context, value: object) -> Outcome:
+    if isinstance(rule, Outcome):
+        return rule
+    assert callable(rule), rule
+    result = rule(context, value)
+    assert isinstance(result, Outcome), result
+    return result
+
+
+def written(value: object) -> str:
+    """A value as Hydra's grammar has it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        text = repr(value) if abs(value) < 1e7 or value != int(value) else f"{value:g}"
+        return (text if float(text) == value else repr(value)).replace("e-0", "e-").replace("e+0", "e+")
+    if isinstance(value, list):
+        return "[" + ",".join(map(written, value)) + "]"
+    return shown(value)
+
+
+def to(*keys: str, note: str = "") -> "To":
+    return To(keys, note)
+
+
+@dataclass(frozen=True)
+class To:
+    """Mapped to these overrides."""
+
+    keys: tuple[str, ...]
+    note: str = ""
+
+    def __call__(self, context: Context, value: object) -> Outcome:
+        text = ", ".join(context.tell(key) for key in self.keys)
+        return mapped(text + (f": {self.note}" if self.note else ""))
+
+
+@dataclass(frozen=True)
+class Unless:
+    """What the usual value means, and what any other would have needed."""
+
+    usual: tuple[object, ...]
+    then: Outcome
+    otherwise: Outcome
+
+    def __call__(self, context: Context, value: object) -> Outcome:
+        return self.then if value in self.usual or plain(value) in self.usual else self.otherwise
+
+
+def off(why: str, *usual: object, text: str = "off, as here") -> Unless:
+    """Something that is off by default and has no equal here."""
+    return Unless((None, False, "", "no", "none", *usual), implied(text), unsupported(why))
+
+
+def unused(why: str) -> Outcome:
+    return no_effect(why)

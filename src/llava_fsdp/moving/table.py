@@ -1,0 +1,107 @@
+"""Every key of every input of a run, once, with its verdict: nothing is dropped."""
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from llava_fsdp.moving import accelerate, deepspeed
+from llava_fsdp.moving.context import Context, Rule, outcome
+from llava_fsdp.moving.flags import FLAGS
+from llava_fsdp.moving.launch import DEEPSPEED_LAUNCHER, TORCHRUN
+from llava_fsdp.moving.outcome import Outcome, Row, Verdict, implied, mapped, unsupported
+from llava_fsdp.moving.shell import is_open, open_names, shown
+
+Lookup = Callable[[str], Outcome | Rule | None]
+DEFAULT = "not in the script"
+ENTRY = "the script"
+
+
+def rows_of(context: Context) -> list[Row]:
+    run = context.run
+    rows: list[Row] = []
+    if run.launch:
+        rows += launcher_rows(context) + flag_rows(context)
+    if run.deepspeed:
+        rows += rows_of_block(context, run.deepspeed.name, run.deepspeed.values, deepspeed.rule_of, deepspeed.DEEPSPEED)
+    if run.accelerate:
+        rows += rows_of_block(
+            context, run.accelerate.name, run.accelerate.values, accelerate.rule_of, accelerate.ACCELERATE
+        )
+    return rows + list(silent_rows(context))
+
+
+def launcher_rows(context: Context) -> list[Row]:
+    launch = context.run.launch
+    assert launch is not None
+    tables: dict[str, Lookup] = {
+        "deepspeed": DEEPSPEED_LAUNCHER.get, "torchrun": TORCHRUN.get, "accelerate": accelerate.rule_of,
+    }  # fmt: skip
+    source = f"{context.run.name} ({launch.launcher})"
+    rows = []
+    if launch.devices is not None:
+        where = mapped("CUDA_VISIBLE_DEVICES before the command")
+        rows.append(row(source, "CUDA_VISIBLE_DEVICES", launch.devices, where))
+    known = tables.get(launch.launcher, {}.get)
+    for name, value in launch.flags.items():
+        rows.append(answered(context, source, name, value, known(name), ()))
+    program = mapped("python -m llava_fsdp.train; attention is PyTorch's own")
+    return [*rows, row(source, ENTRY, launch.script, program)]
+
+
+def flag_rows(context: Context) -> list[Row]:
+    run = context.run
+    rows = []
+    for name, given in run.flags.items():
+        flag = FLAGS.get(name)
+        value = run.hf(name) if flag else given
+        if flag and flag.type is bool and is_open(value):
+            names = ", ".join(open_names(value))
+            rows.append(
+                row(run.name, name, value, unsupported(f"{names} is not known: give NAME=VALUE after the PATHs"))
+            )
+            continue
+        rows.append(answered(context, run.name, name, value, flag.rule if flag else None, FLAGS))
+    return rows
+
+
+def rows_of_block(
+    context: Context, source: str, values: Mapping[str, object], rule_of: Lookup, table: Iterable[str]
+) -> list[Row]:
+    rows = []
+    for key, value in values.items():
+        rule = rule_of(key)
+        if rule is None and value in ({}, None) and any(known.startswith(key + ".") for known in table):
+            rule = implied("an empty block: all of it has its defaults")
+        rows.append(answered(context, source, key, value, rule, table))
+    return rows
+
+
+def answered(context: Context, source: str, key: str, value: object, rule: object, table: Iterable[str]) -> Row:
+    if rule is None:
+        near = difflib.get_close_matches(key, list(table), n=1, cutoff=0.8)
+        text = "unknown to us" + (f"; did you mean {near[0]}?" if near else "")
+        return row(source, key, value, unsupported(text), known=False)
+    return row(source, key, value, outcome(rule, replace(context, key=key), value))
+
+
+def row(source: str, key: str, value: object, found: Outcome, known: bool = True) -> Row:
+    return Row(source, key, value, found.verdict, found.text, found.resolved, known)
+
+
+def silent_rows(context: Context) -> Iterator[Row]:
+    """What the inputs do not say, where the command has to say it or nothing can."""
+    run = context.run
+    if run.deepspeed and "gradient_clipping" not in run.deepspeed.values:
+        norm = f", although --max_grad_norm is {shown(run.hf('max_grad_norm'))}" if run.launch else ""
+        text = f"{context.tell('optim.clip')}: without this key DeepSpeed does not clip{norm}"
+        yield row(f"{run.deepspeed.name} (not in it)", "gradient_clipping", 0.0, mapped(text))
+    if not run.launch:
+        return
+    for name, flag in FLAGS.items():
+        if name in run.flags:
+            continue
+        told: set[str] = set()
+        found = outcome(flag.rule, replace(context, key=name, told=told), flag.default)
+        needed = (told & context.decided.keys()) - context.omitted
+        if found.verdict is Verdict.unsupported or (found.verdict is Verdict.mapped and needed):
+            yield row(DEFAULT, name, flag.default, found)
