@@ -305,7 +305,7 @@ def launch(command: list[str], what: str, log: Path, timeout: int) -> None:
             raise
     if problem:
         end(process)
-        last = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+        last = "\n".join(log.read_text(errors="replace").splitlines()[-100:])  # torchrun's own traceback is 40
         raise SystemExit(f"{last}\n{what}: {problem}; the end of its output is above")
 
 
