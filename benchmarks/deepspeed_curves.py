@@ -310,8 +310,8 @@ def launch(command: list[str], what: str, log: Path, timeout: int) -> None:
 
 
 def end(process: subprocess.Popen) -> None:
-    """torchrun ends its ranks when it is asked to; what is left after ten seconds is killed, ranks and all."""
-    for sign, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
+    """Ask torchrun to end its ranks, which are process groups of their own; it kills them itself after 30 seconds."""
+    for sign, patience in ((signal.SIGTERM, 60), (signal.SIGKILL, 10)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, sign)
         with contextlib.suppress(subprocess.TimeoutExpired):
