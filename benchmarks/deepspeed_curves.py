@@ -37,9 +37,11 @@ from hydra import compose, initialize_config_dir
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
+from torch.nn import functional
 from transformers import LlavaConfig, PretrainedConfig
 
 from llava_fsdp.config import Config, DType, config_dir, load
+from llava_fsdp.data.encode import IGNORE
 from llava_fsdp.data.shapes import ensure_shapes
 from llava_fsdp.data.steps import MicroBatch
 from llava_fsdp.model.llava import build_llava
@@ -167,7 +169,8 @@ def write_samples(folder: Path, overrides: list[str], steps: int) -> None:
         tensors = {}
         for number in range(steps):
             for micro_number, micro in enumerate(loader.steps.prepare(number).micro_batches):
-                inputs = transformers_inputs(loader.to_device(micro), image_id(model.parts.language))
+                given = loader.to_device(micro)
+                inputs = transformers_inputs(given, image_id(model.parts.language), model.image_tokens)
                 tensors |= {f"{number}.{micro_number}.{name}": value for name, value in inputs.items()}
         save_file(tensors, folder / f"rank{rank}.safetensors")
 
@@ -177,15 +180,27 @@ def image_id(language: PretrainedConfig) -> int:
     return language.vocab_size - 1
 
 
-def transformers_inputs(micro: MicroBatch, image: int) -> dict[str, torch.Tensor]:
-    """A micro-batch with normalised pictures as LlavaForConditionalGeneration takes it: labels beside ids."""
+def transformers_inputs(micro: MicroBatch, image: int, image_tokens: int) -> dict[str, torch.Tensor]:
+    """A micro-batch with normalised pictures as LlavaForConditionalGeneration takes it: labels beside ids.
+
+    One without pictures gets a row of a blank picture and no label: the original shows its tower a blank picture
+    there (train.py:735-738), because a rank that leaves modules out goes wrong in DeepSpeed's collectives.
+    """
     ids = micro.input_ids.clone()
     ids.view(-1)[micro.image_positions] = image
-    labels = torch.full_like(ids, -100)
+    labels = torch.full_like(ids, IGNORE)
     labels.view(-1)[micro.label_positions + 1] = micro.label_ids  # ours is where a label is predicted
     # rows are padded on the right with id 0, which no text has
     mask = ids.flip(1).cumsum(1).flip(1).ne(0).long()
-    return {"input_ids": ids, "labels": labels, "attention_mask": mask, "pixel_values": micro.images}
+    images = micro.images
+    if not len(images):
+        width = max(0, image_tokens - ids.shape[1])
+        ids, mask = (functional.pad(rows, (0, width, 0, 1)) for rows in (ids, mask))
+        labels = functional.pad(labels, (0, width, 0, 1), value=IGNORE)
+        ids[-1, :image_tokens] = image
+        mask[-1, :image_tokens] = 1
+        images = images.new_zeros((1, *images.shape[1:]))
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask, "pixel_values": images}
 
 
 # One training
@@ -524,7 +539,7 @@ def draw(report: dict[str, Any], path: Path) -> bool:
 
     figure, (curves, distances) = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
     draw_curves(curves, [r for r in report["rows"] if r["seed"] == 0])
-    draw_distances(distances, report["rows"])
+    draw_distances(distances, sorted(report["rows"], key=lambda r: (r["stage"] != "pretrain", r["zero"], r["seed"])))
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     figure.suptitle(f"{report['ranks']} CPU ranks, {versions}, {report['date'][:10]}", fontsize="medium")
     figure.savefig(path, dpi=90)
@@ -558,6 +573,7 @@ def draw_distances(axis: Any, rows: list[dict[str, Any]]) -> None:
         axis.bar(places, heights, width, color=f"C{number}", label=name)
     labels = [f"{r['stage']}\nZeRO-{r['zero']}\nseed {r['seed']}" for r in rows]
     axis.set_xticks(range(len(rows)), labels, fontsize="x-small")
+    axis.set_ylim(0, 1.25 * axis.get_ylim()[1])  # room for the legend
     axis.set(ylabel="mean |loss - fp32 loss|", title="bf16: distance from the fp32 curve")
     axis.legend(fontsize="small")
 

@@ -20,28 +20,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import nn
 from transformers import LlavaForConditionalGeneration, get_cosine_schedule_with_warmup
-
-
-class AlwaysWithPictures(nn.Module):
-    """The model's loss, with the projector in the graph of every micro-batch.
-
-    The original does the same (train.py:735-738, llava_arch.py:234-241): a row of text brings a blank picture, whose
-    features go nowhere. Otherwise a rank without pictures would miss in collectives.
-    """
-
-    def __init__(self, model: LlavaForConditionalGeneration):
-        super().__init__()
-        self.model = model
-
-    def forward(self, pixel_values: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
-        """Mean loss of the labels; pixel_values is [pictures, 3, size, size], of 0 pictures too."""
-        if len(pixel_values):
-            return self.model(pixel_values=pixel_values, **inputs).loss
-        blank = pixel_values.new_zeros((1, *pixel_values.shape[1:]))
-        features = self.model.get_image_features(pixel_values=blank).pooler_output[0]
-        return self.model(**inputs).loss + 0.0 * features.sum()
 
 
 def main() -> None:
@@ -78,9 +57,7 @@ def build_engine(plan: dict[str, Any]) -> Any:
         parameters, lr=plan["lr"], betas=plan["betas"], eps=plan["eps"], weight_decay=plan["weight_decay"]
     )
     schedule = get_cosine_schedule_with_warmup(optimizer, plan["warmup_steps"], plan["steps"])
-    engine, *_ = deepspeed.initialize(
-        model=AlwaysWithPictures(model), optimizer=optimizer, lr_scheduler=schedule, config=plan["deepspeed"]
-    )
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=plan["deepspeed"])
     return engine
 
 
@@ -94,7 +71,7 @@ def run_step(engine: Any, batches: dict[str, torch.Tensor], number: int, plan: d
         inputs = {name: batches[f"{number}.{micro}.{name}"] for name in fields}
         # transformers' Trainer casts what floats to the dtype of the engine
         inputs["pixel_values"] = inputs["pixel_values"].to(torch.bfloat16 if plan["bf16"] else torch.float32)
-        loss = engine(**inputs)
+        loss = engine(**inputs).loss
         engine.backward(loss)
         engine.step()
         loss_sum += loss.detach().double()

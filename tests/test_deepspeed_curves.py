@@ -40,7 +40,10 @@ def test_transformers_is_given_the_very_samples(curves: ModuleType, parts: Path,
         for loader in ranks:
             step = loader.steps.prepare(number)
             for micro in step.micro_batches:
-                given = curves.transformers_inputs(loader.to_device(micro), IMAGE)
+                given = curves.transformers_inputs(loader.to_device(micro), IMAGE, model.image_tokens)
+                if not len(micro.images):
+                    given = without_blank(given, micro.input_ids.shape, model.image_tokens)
+                    without_picture += 1
                 flat = given["input_ids"].flatten()
                 assert torch.equal((flat == IMAGE).nonzero().flatten(), micro.image_positions)
                 assert torch.equal(flat[flat != IMAGE], micro.input_ids.flatten()[flat != IMAGE])
@@ -50,10 +53,21 @@ def test_transformers_is_given_the_very_samples(curves: ModuleType, parts: Path,
                 assert torch.equal(shifted[micro.label_positions], micro.label_ids)
                 lengths = given["attention_mask"].sum(1)
                 assert all(row[:n].all() for row, n in zip(given["attention_mask"], lengths, strict=True))
-                without_picture += len(given["pixel_values"]) == 0
                 tokens, labels = tokens + int(lengths.sum()), labels + len(micro.label_ids)
         assert (tokens, labels) == (step.facts.tokens, step.facts.label_tokens)
     assert without_picture  # else nothing was said about them
+
+
+def without_blank(given: dict[str, torch.Tensor], shape: torch.Size, image_tokens: int) -> dict[str, torch.Tensor]:
+    """The rows of the samples, after a look at the one that was added: a blank picture and nothing else."""
+    rows, length = shape
+    shown = [IMAGE] * image_tokens
+    assert given["input_ids"][rows:].tolist() == [shown + [0] * (given["input_ids"].shape[1] - image_tokens)]
+    assert torch.equal(given["attention_mask"][rows], (given["input_ids"][rows] == IMAGE).long())
+    assert (given["labels"][rows] == -100).all()
+    assert given["pixel_values"].shape[0] == 1 and not given["pixel_values"].any()
+    assert (given["labels"][:, length:] == -100).all() and not given["attention_mask"][:rows, length:].any()
+    return {name: value[:rows, :length] for name, value in given.items()}
 
 
 def test_curves_are_compared_step_by_step(curves: ModuleType) -> None:
