@@ -1,0 +1,582 @@
+"""Does a training come out as under DeepSpeed, which the original uses?
+
+    python benchmarks/deepspeed_curves.py [FOLDER]
+
+The same weights, samples, optimizer and schedule go through DeepSpeed's ZeRO-2 and ZeRO-3 and through this project's
+zero2 and zero3, on two CPU ranks: in fp32, where the losses must agree, and in bf16, where the distance from the fp32
+curve is what is compared. How to read the result is in benchmarks/README.md.
+
+Ours is `llava_fsdp.train` itself; DeepSpeed's side is deepspeed_peer.py. Each training is a torchrun of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import save_file
+from torch.nn import functional
+from transformers import LlavaConfig, PretrainedConfig
+
+from llava_fsdp.config import Config, DType, config_dir, load
+from llava_fsdp.data.encode import IGNORE
+from llava_fsdp.data.shapes import ensure_shapes
+from llava_fsdp.data.steps import MicroBatch
+from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.names import theirs
+from llava_fsdp.model.parts import NOTES, find_parts
+from llava_fsdp.model.weights import find_weights
+from llava_fsdp.sharding.mesh import World
+from llava_fsdp.sharding.precision import DTYPES
+from llava_fsdp.train import open_data
+
+REPOSITORY = Path(__file__).parents[1]
+ASSETS = REPOSITORY / "src" / "llava_fsdp" / "assets"
+RANKS = 2
+ACCUMULATION = 2
+ROWS = 4
+"""Samples of a micro-batch."""
+FP32_BOUND = 1e-5
+AS_THE_ORIGINAL = ["compat=llava_v1_5"]
+"""The key that makes a training the original's."""
+CORPORA = {"pretrain": "captions.json", "finetune": "instructions.json"}
+LEARNING_RATES = {"pretrain": 4e-3, "finetune": 1e-3}
+"""conf/recipe's for the tiny model."""
+
+
+@dataclass(frozen=True)
+class Case:
+    stage: str
+    zero: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}, ZeRO-{self.zero}"
+
+
+CASES = [Case("pretrain", 2), Case("finetune", 2), Case("finetune", 3)]
+
+# Whose training, its dtype, and what DeepSpeed's configuration adds to the recipe's.
+VARIANTS: dict[str, tuple[str, DType, dict[str, Any]]] = {
+    "ours fp32": ("ours", DType.fp32, {}),
+    "deepspeed fp32": ("deepspeed", DType.fp32, {}),
+    "ours bf16": ("ours", DType.bf16, {}),
+    "deepspeed bf16": ("deepspeed", DType.bf16, {}),
+    "deepspeed bf16, fp32 gradients": (
+        "deepspeed",
+        DType.bf16,
+        {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}},
+    ),
+}
+PEERS_IN_BF16 = [v for v, (who, dtype, _) in VARIANTS.items() if who == "deepspeed" and dtype is DType.bf16]
+
+
+# What both sides start from
+
+
+def configure(case: Case, dtype: DType, seed: int, steps: int, work: Path, output: Path) -> list[str]:
+    """The command line of our training."""
+    return [
+        f"stage={case.stage}",
+        f"sharding=zero{case.zero}",
+        f"precision={dtype.value}",
+        "model=tiny",
+        "data=llava_json",
+        f"data.path={work / 'shapes' / CORPORA[case.stage]}",
+        f"data.images={work / 'shapes' / 'images'}",
+        "data.max_length=512",
+        "data.workers=0",
+        f"output_dir={output}",
+        f"micro_batch_size={ROWS}",
+        f"global_batch_size={ROWS * ACCUMULATION * RANKS}",
+        f"optim.lr={LEARNING_RATES[case.stage]}",
+        "optim.projector_lr=null",
+        "optim.schedule=cosine",
+        "optim.warmup_ratio=0.03",
+        f"max_steps={steps}",
+        f"seed={seed}",
+        "checkpoint.every=null",
+        "export.enabled=false",
+        *AS_THE_ORIGINAL,
+        "precision.reduce_dtype=fp32",
+    ]
+
+
+def composed(overrides: list[str]) -> Config:
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return load(Config, compose("train", overrides))
+
+
+def write_start(folder: Path, seed: int, work: Path) -> None:
+    """The embedded tiny model with weights drawn from the seed, as transformers writes a LLaVA.
+
+    They are rounded to bf16 and stored in fp32: DeepSpeed makes its fp32 weights of the bf16 ones, so that
+    otherwise the bf16 curves would not start from the same point.
+    """
+    overrides = configure(CASES[0], DType.fp32, seed, 1, work, folder)
+    cfg = composed([*overrides, "model.projector=random"])
+    parts = find_parts(cfg.model)
+    model = build_llava(parts, cfg.model, torch.float32)
+    sources = find_weights(model, parts, cfg.model, None, seed)
+    weights = {theirs(name): s.rows(0, s.shape[0]).bfloat16().float() for name, s in sources.items()}
+    folder.mkdir(parents=True)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    LlavaConfig(
+        vision_config=parts.vision,
+        text_config=parts.language,
+        image_token_index=image_id(parts.language),
+        image_seq_length=model.image_tokens,
+        vision_feature_layer=cfg.model.select_layer,
+        vision_feature_select_strategy="default",
+        architectures=["LlavaForConditionalGeneration"],
+        dtype="float32",
+    ).save_pretrained(folder)
+    (folder / NOTES).write_text(json.dumps({"vocab_size": parts.language.vocab_size}))
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        shutil.copy(ASSETS / "tiny-llama" / name, folder / name)
+    shutil.copy(ASSETS / "tiny-clip" / "preprocessor_config.json", folder)
+
+
+def write_samples(folder: Path, overrides: list[str], steps: int) -> None:
+    """Every rank's micro-batches, as our loader cuts them, under the names that transformers' model takes."""
+    cfg = composed(overrides)
+    model = build_llava(find_parts(cfg.model), cfg.model, DTYPES[cfg.precision.param_dtype])
+    folder.mkdir(parents=True)
+    for rank in range(RANKS):
+        loader = open_data(cfg, World(rank, RANKS, rank, RANKS, torch.device("cpu")), model)
+        assert loader.num_micro_batches == ACCUMULATION
+        tensors = {}
+        for number in range(steps):
+            for micro_number, micro in enumerate(loader.steps.prepare(number).micro_batches):
+                given = loader.to_device(micro)
+                inputs = transformers_inputs(given, image_id(model.parts.language), model.image_tokens)
+                tensors |= {f"{number}.{micro_number}.{name}": value for name, value in inputs.items()}
+        save_file(tensors, folder / f"rank{rank}.safetensors")
+
+
+def image_id(language: PretrainedConfig) -> int:
+    """The last row of the tiny model's vocabulary, which no token of its tokenizer has."""
+    return language.vocab_size - 1
+
+
+def transformers_inputs(micro: MicroBatch, image: int, image_tokens: int) -> dict[str, torch.Tensor]:
+    """A micro-batch with normalised pictures as LlavaForConditionalGeneration takes it: labels beside ids.
+
+    One without pictures gets a row of a blank picture and no label: the original shows its tower a blank picture
+    there (train.py:735-738), because a rank that leaves modules out goes wrong in DeepSpeed's collectives.
+    """
+    ids = micro.input_ids.clone()
+    ids.view(-1)[micro.image_positions] = image
+    labels = torch.full_like(ids, IGNORE)
+    labels.view(-1)[micro.label_positions + 1] = micro.label_ids  # ours is where a label is predicted
+    # rows are padded on the right with id 0, which no text has
+    mask = ids.flip(1).cumsum(1).flip(1).ne(0).long()
+    images = micro.images
+    if not len(images):
+        width = max(0, image_tokens - ids.shape[1])
+        ids, mask = (functional.pad(rows, (0, width, 0, 1)) for rows in (ids, mask))
+        labels = functional.pad(labels, (0, width, 0, 1), value=IGNORE)
+        ids[-1, :image_tokens] = image
+        mask[-1, :image_tokens] = 1
+        images = images.new_zeros((1, *images.shape[1:]))
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask, "pixel_values": images}
+
+
+# One training
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What a training of one variant did at every step, and how long the whole took."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    lrs: list[float]
+    seconds: float
+
+
+def train(case: Case, variant: str, seed: int, options: argparse.Namespace, work: Path) -> Curve:
+    """Run one training to its end.
+
+    Raises:
+        SystemExit: it failed, or took longer than `--timeout`.
+    """
+    who, dtype, more = VARIANTS[variant]
+    start = work / f"start{seed}"
+    output = work / "runs" / re.sub(r"\W+", "-", f"{case} {seed} {variant}")  # no sign that Hydra's grammar has
+    output.mkdir(parents=True)
+    overrides = [*configure(case, dtype, seed, options.steps, work, output), f"model.checkpoint={start}"]
+    if who == "ours":
+        command = ["-m", "llava_fsdp.train", *overrides]
+    else:
+        plan = peer_plan(composed(overrides), case, more, options)
+        plan |= {"weights": str(start), "samples": str(work / f"samples{seed}-{case.stage}")}
+        (output / "plan.json").write_text(json.dumps(plan, indent=1))
+        peer = Path(__file__).with_name("deepspeed_peer.py")
+        command = [str(peer), str(output / "plan.json"), str(output / "steps.json")]
+    began = time.perf_counter()
+    launch(command, f"{case}, seed {seed}: {variant}", output / "log.txt", options.timeout)
+    seconds = time.perf_counter() - began
+    if who == "ours":
+        rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    else:
+        rows = json.loads((output / "steps.json").read_text())
+    assert len(rows) == options.steps
+    return Curve([r["loss"] for r in rows], [r["grad_norm"] for r in rows], [r["lr"] for r in rows], seconds)
+
+
+def peer_plan(cfg: Config, case: Case, more: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """What DeepSpeed's side is told: our configuration in its words."""
+    bf16 = cfg.precision.param_dtype is DType.bf16
+    return {
+        "train": [part.value for part in cfg.model.train],
+        "steps": options.steps,
+        "accumulation": ACCUMULATION,
+        "lr": cfg.optim.lr,
+        "betas": [cfg.optim.beta1, cfg.optim.beta2],
+        "eps": cfg.optim.eps,
+        "weight_decay": cfg.optim.weight_decay,
+        "warmup_steps": math.ceil(cfg.optim.warmup_ratio * options.steps),
+        "bf16": bf16,
+        "threads": 1,
+        "timeout": options.timeout,
+        "deepspeed": deepspeed_config(case.zero, bf16) | more,
+    }
+
+
+def deepspeed_config(zero: int, bf16: bool) -> dict[str, Any]:
+    """LLaVA's scripts/zero2.json and zero3.json, their "auto" filled in as transformers' Trainer does.
+
+    Two keys differ. overlap_comm is true there, and needs streams that a CPU does not have. gradient_clipping is not
+    there: the release that LLaVA pins takes that for no clipping, and this one for 1.0.
+    """
+    hidden = json.loads((ASSETS / "tiny-llama" / "config.json").read_text())["hidden_size"]
+    sharding: dict[str, Any] = {
+        "stage": zero,
+        "overlap_comm": False,
+        "contiguous_gradients": True,
+        "sub_group_size": 10**9,
+        "reduce_bucket_size": hidden * hidden,
+    }
+    if zero == 3:
+        sharding |= {
+            "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+            "stage3_param_persistence_threshold": 10 * hidden,
+            "stage3_max_live_parameters": 10**9,
+            "stage3_max_reuse_distance": 10**9,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        }
+    return {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": bf16},
+        "zero_optimization": sharding,
+    }
+
+
+def launch(command: list[str], what: str, log: Path, timeout: int) -> None:
+    """torchrun with two CPU ranks; ended with all its processes when it takes too long."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    env = os.environ | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        # DeepSpeed calls ninja by name, and a virtual environment need not be active
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+    }
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [*torchrun, *command], env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout)
+            problem = f"failed with exit code {code}" if code else ""
+        except subprocess.TimeoutExpired:
+            problem = f"had not ended after {timeout} s (--timeout)"
+        except BaseException:
+            end(process)
+            raise
+    if problem:
+        end(process)
+        last = "\n".join(log.read_text(errors="replace").splitlines()[-100:])  # torchrun's own traceback is 40
+        raise SystemExit(f"{last}\n{what}: {problem}; the end of its output is above")
+
+
+def end(process: subprocess.Popen) -> None:
+    """Ask torchrun to end its ranks, which are process groups of their own; it kills them itself after 30 seconds."""
+    for sign, patience in ((signal.SIGTERM, 60), (signal.SIGKILL, 10)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, sign)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
+
+
+# What came out
+
+
+def largest_difference(ours: list[float], theirs: list[float]) -> float:
+    """The largest relative difference of two curves, step by step."""
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+
+
+def distance(curve: list[float], exact: list[float]) -> float:
+    """Mean absolute difference of two curves."""
+    return sum(abs(a - b) for a, b in zip(curve, exact, strict=True)) / len(exact)
+
+
+def steps_alike(ours: list[float], theirs: list[float], within: float) -> int:
+    """How many steps two curves go together before they first differ by more than that, relatively."""
+    apart = [abs(a - b) > within * abs(b) for a, b in zip(ours, theirs, strict=True)]
+    return apart.index(True) if True in apart else len(apart)
+
+
+def compare(case: Case, seed: int, curves: dict[str, Curve]) -> dict[str, Any]:
+    """The figures of one case and seed: fp32 against fp32, and how far each bf16 curve is from DeepSpeed's fp32."""
+    ours, peer = curves["ours fp32"], curves["deepspeed fp32"]
+    return {
+        "stage": case.stage,
+        "zero": case.zero,
+        "seed": seed,
+        "fp32_largest_relative_difference": {
+            "loss": largest_difference(ours.losses, peer.losses),
+            "grad_norm": largest_difference(ours.grad_norms, peer.grad_norms),
+            "lr": max(abs(a - b) for a, b in zip(ours.lrs, peer.lrs, strict=True)),
+        },
+        "bf16_distance_from_fp32": {
+            name: distance(curve.losses, peer.losses) for name, curve in curves.items() if "bf16" in name
+        },
+        "bf16_steps_alike": {
+            name: steps_alike(curves["ours bf16"].losses, curves[name].losses, FP32_BOUND) for name in PEERS_IN_BF16
+        },
+        "first_and_last_loss": [peer.losses[0], peer.losses[-1]],
+        "seconds": {name: round(curve.seconds, 1) for name, curve in curves.items()},
+        "curves": {name: {"loss": c.losses, "grad_norm": c.grad_norms} for name, c in curves.items()},
+    }
+
+
+def findings(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Each requirement and whether it holds. Distances are means over the seeds; single seeds are counted beside."""
+    worst = max(r["fp32_largest_relative_difference"]["loss"] for r in rows)
+    means = {}
+    for case in CASES:
+        far = [r["bf16_distance_from_fp32"] for r in rows if (r["stage"], r["zero"]) == (case.stage, case.zero)]
+        means[str(case)] = {name: statistics.mean(f[name] for f in far) for name in far[0]}
+    return {
+        "fp32_largest_relative_difference_of_loss": worst,
+        "fp32_bound": FP32_BOUND,
+        "fp32_within_bound": worst <= FP32_BOUND,
+        "bf16_mean_distance": means,
+        "bf16_ours_no_further_than": {peer: no_further(peer, means, rows) for peer in PEERS_IN_BF16},
+    }
+
+
+def no_further(peer: str, means: dict[str, dict[str, float]], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    far = [r["bf16_distance_from_fp32"] for r in rows]
+    return {
+        "by_case": {case: mean["ours bf16"] <= mean[peer] for case, mean in means.items()},
+        "single_trainings": f"{sum(f['ours bf16'] <= f[peer] for f in far)} of {len(far)}",
+    }
+
+
+# The whole
+
+
+def main() -> None:
+    options = parse()
+    check_peer()
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="deepspeed-curves-") as folder:
+        work = Path(folder)
+        ensure_shapes(work / "shapes", train_pictures=options.steps * ROWS * ACCUMULATION * RANKS)
+        for seed in range(options.seeds):
+            write_start(work / f"start{seed}", seed, work)
+            for stage in CORPORA:
+                overrides = configure(Case(stage, 2), DType.fp32, seed, options.steps, work, work / "run")
+                overrides.append(f"model.checkpoint={work / f'start{seed}'}")
+                write_samples(work / f"samples{seed}-{stage}", overrides, options.steps)
+            for case in CASES:
+                curves = {variant: train(case, variant, seed, options, work) for variant in VARIANTS}
+                rows.append(compare(case, seed, curves))
+                print(f"{case}, seed {seed}: {describe(rows[-1])}", file=sys.stderr)
+    finish(rows, options)
+
+
+def describe(row: dict[str, Any]) -> str:
+    exact = row["fp32_largest_relative_difference"]
+    distances = ", ".join(f"{name} {value:.3g}" for name, value in row["bf16_distance_from_fp32"].items())
+    return f"fp32 loss {exact['loss']:.2g}, norm {exact['grad_norm']:.2g}; distances {distances}"
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Does a training come out as under DeepSpeed?")
+    parser.add_argument("folder", nargs="?", type=Path, default=REPOSITORY / "benchmarks" / "results")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--seeds", type=int, default=3, help="trainings of every kind; a seed draws weights and order")
+    parser.add_argument("--timeout", type=int, default=300, help="seconds that one training may take")
+    options = parser.parse_args()
+    options.commit = commit()
+    return options
+
+
+def check_peer() -> None:
+    """DeepSpeed, and what it compiles its CPU collectives with when it first runs."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise SystemExit("DeepSpeed is not installed here: pip install -e '.[bench]' (docs/deepspeed.md)")
+    places = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    for tool in ("ninja", "g++"):
+        if shutil.which(tool, path=places) is None:
+            raise SystemExit(f"{tool} is not on PATH; DeepSpeed compiles its CPU collectives with it")
+
+
+def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    report = facts(options) | {"findings": findings(rows), "rows": rows}
+    path = options.folder / f"deepspeed-curves-{datetime.date.today().isoformat()}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json_text(report))
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table_of(rows))
+    console.print(report["findings"])
+    drawn = draw(report, path.with_suffix(".png"))
+    console.print(f"wrote {path}" + (f" and {path.with_suffix('.png')}" if drawn else "; no picture: no matplotlib"))
+    if not report["findings"]["fp32_within_bound"]:
+        raise SystemExit(f"losses in fp32 differ by more than {FP32_BOUND:g}")
+
+
+def json_text(report: dict[str, Any]) -> str:
+    """Indented, with every curve on a line of its own."""
+    text = json.dumps(report, indent=1)
+    return re.sub(r"\[[^\[\]{}\"]*\]", lambda m: " ".join(m[0].split()), text) + "\n"
+
+
+def facts(options: argparse.Namespace) -> dict[str, Any]:
+    """What a reader needs to run it again."""
+    packages = ("torch", "transformers", "deepspeed")
+    return {
+        "question": "does a training come out as under DeepSpeed?",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": options.commit,
+        "command": f"python benchmarks/deepspeed_curves.py --steps {options.steps} --seeds {options.seeds}",
+        "ranks": RANKS,
+        "accumulation": ACCUMULATION,
+        "rows_of_a_micro_batch": ROWS,
+        "ours": AS_THE_ORIGINAL,
+        "machine": {
+            "device": processor(),
+            "cpus": len(os.sched_getaffinity(0)),
+            "system": f"{platform.system()} {platform.machine()}",
+        },
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+    }
+
+
+def processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def commit() -> str:
+    """The commit, marked where the code that was run is not what it says; unknown outside a checkout."""
+    try:
+        git = ["git", "-C", str(REPOSITORY)]
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        looked_at = ["src", "conf", "benchmarks/*.py"]
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", *looked_at], capture_output=True, text=True, check=True
+        )
+        return head + (" with changes" if changed.stdout.strip() else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def table_of(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="fp32: largest relative difference; bf16: mean distance from fp32", title_justify="left")
+    names = list(rows[0]["bf16_distance_from_fp32"])
+    for head in ["stage", "ZeRO", "seed", "loss from, to", "fp32 loss", "fp32 gradient norm", *names]:
+        table.add_column(head, justify="left" if head == "stage" else "right")
+    for row in rows:
+        exact, far = row["fp32_largest_relative_difference"], row["bf16_distance_from_fp32"]
+        first, last = row["first_and_last_loss"]
+        shown = [row["stage"], str(row["zero"]), str(row["seed"]), f"{first:.2f}, {last:.2f}"]
+        shown += [f"{exact['loss']:.1e}", f"{exact['grad_norm']:.1e}", *(f"{far[n]:.5f}" for n in names)]
+        table.add_row(*shown)
+    return table
+
+
+def draw(report: dict[str, Any], path: Path) -> bool:
+    """The fp32 curves over each other with their difference, and the bf16 distances. False without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return False
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (curves, distances) = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
+    draw_curves(curves, [r for r in report["rows"] if r["seed"] == 0])
+    draw_distances(distances, sorted(report["rows"], key=lambda r: (r["stage"] != "pretrain", r["zero"], r["seed"])))
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    figure.suptitle(f"{report['ranks']} CPU ranks, {versions}, {report['date'][:10]}", fontsize="medium")
+    figure.savefig(path, dpi=90)
+    return True
+
+
+def draw_curves(axis: Any, rows: list[dict[str, Any]]) -> None:
+    below = axis.twinx()
+    for number, row in enumerate(rows):
+        ours, peer = (row["curves"][name]["loss"] for name in ("ours fp32", "deepspeed fp32"))
+        steps, label = range(1, len(ours) + 1), f"{row['stage']}, ZeRO-{row['zero']}"
+        axis.plot(steps, peer, color=f"C{number}", linewidth=4, alpha=0.35, label=f"{label}: DeepSpeed")
+        axis.plot(steps, ours, color=f"C{number}", linewidth=1, label=f"{label}: ours")
+        apart = [abs(a - b) / abs(b) or float("nan") for a, b in zip(ours, peer, strict=True)]
+        below.plot(steps, apart, color=f"C{number}", linestyle="none", marker=".", markersize=4)
+    below.axhline(FP32_BOUND, color="grey", linestyle="--", linewidth=1)
+    below.set(yscale="log", ylim=(1e-8, 1e2), ylabel="dots: relative difference (dashed: bound)")
+    below.set_yticks([1e-8, 1e-7, 1e-6, 1e-5])
+    axis.set(xlabel="step", ylabel="loss", title="fp32, seed 0: the curves lie on each other")
+    low, high = axis.get_ylim()
+    axis.set_ylim(low - 0.5 * (high - low), high)  # room for the dots
+    axis.legend(fontsize="small")
+
+
+def draw_distances(axis: Any, rows: list[dict[str, Any]]) -> None:
+    names = list(rows[0]["bf16_distance_from_fp32"])
+    width = 0.8 / len(names)
+    for number, name in enumerate(names):
+        places = [place + width * (number - (len(names) - 1) / 2) for place in range(len(rows))]
+        heights = [row["bf16_distance_from_fp32"][name] for row in rows]
+        axis.bar(places, heights, width, color=f"C{number}", label=name)
+    labels = [f"{r['stage']}\nZeRO-{r['zero']}\nseed {r['seed']}" for r in rows]
+    axis.set_xticks(range(len(rows)), labels, fontsize="x-small")
+    axis.set_ylim(0, 1.25 * axis.get_ylim()[1])  # room for the legend
+    axis.set(ylabel="mean |loss - fp32 loss|", title="bf16: distance from the fp32 curve")
+    axis.legend(fontsize="small")
+
+
+if __name__ == "__main__":
+    main()
