@@ -141,6 +141,8 @@ class Reporter:
                 "data.max_length, %d left out); see data.max_length, data.template and model.train",
                 *(row[k] for k in ("step", "samples", "label_tokens", "grad_norm", "truncated", "quarantined")),
             )
+        elif 2 * row["unlabelled"] > row["samples"]:
+            log().warning("step %d: %d of %d samples have no label", row["step"], row["unlabelled"], row["samples"])
         self.recent.append(row["seconds"])
         shown = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s"
         if self.progress is not None:
@@ -166,6 +168,7 @@ def metrics_row(result: StepResult) -> dict:
         "images": facts.images,
         "truncated": facts.truncated,
         "labels_cut": facts.labels_cut,
+        "unlabelled": facts.unlabelled,
         "quarantined": len(facts.quarantined),
         "seconds": result.seconds,
         "tokens_per_second": facts.tokens / result.seconds,

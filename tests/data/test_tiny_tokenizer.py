@@ -7,12 +7,19 @@ import random
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 import llava_fsdp
+from llava_fsdp.config import TooLong
 from llava_fsdp.data import shapes
+from llava_fsdp.data.encode import ExactEncoder
+from llava_fsdp.data.llava_v1_5 import Original, encode_like_original
+from llava_fsdp.data.source import Record, Turn
+from llava_fsdp.data.templates import template
+from llava_fsdp.data.tokenizer import open_tokenizer
 
 ASSETS = Path(llava_fsdp.__file__).parent / "assets" / "tiny-llama"
 SPECIAL = ("<unk>", "<s>", "</s>")
@@ -26,7 +33,8 @@ def corpus_words() -> list[str]:
     """Every distinct word of the data set and of the chat template, with the mark of a word's start.
 
     Punctuation is left out so that no merge joins a word with the mark behind it; the two speakers
-    keep their colon, because they never stand without it.
+    keep their colon, because they never stand without it. `USER:` has no mark of a word's start: as in Llama's
+    vocabulary it is one token more behind a space, which the original's labels count on (LLaVA train.py:477-479).
     """
     texts = [SYSTEM, shapes.CAPTION_REQUEST]
     for places in ((0,), (1, 2), (0, 1, 3), (0, 1, 2, 3)):
@@ -40,7 +48,7 @@ def corpus_words() -> list[str]:
     for pair in shapes.text_facts():
         texts += pair
     words = {word for text in texts for word in re.findall(r"[A-Za-z]+", text)}
-    return [*sorted(f"▁{word}" for word in words), "▁USER:", "▁ASSISTANT:"]
+    return [*sorted(f"▁{word}" for word in words), "USER:", "▁ASSISTANT:"]
 
 
 def build() -> Tokenizer:
@@ -105,8 +113,27 @@ def test_special_ids(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def test_corpus_words_are_single_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
-    for word in corpus_words():
+    for word in set(corpus_words()) - {"USER:"}:
         assert tokenizer.tokenize(word.removeprefix("▁")) == [word]
+    assert tokenizer.tokenize("USER:") == ["▁", "USER:"] and tokenizer.tokenize("</s>USER:") == ["</s>", "USER:"]
+
+
+def test_the_originals_labels_can_be_made_with_it() -> None:
+    """`compat=llava_v1_5` on the embedded default masks no sample, and its labels are the exact ones."""
+    own = Original(open_tokenizer(ASSETS), template("v1"), 2048)
+    exact = ExactEncoder(own.tokenizer, own.form, lambda *_: np.zeros(1), 2048, TooLong.fail)
+    for pictures in ((), ("a.png",)):
+        tag = "<image>\n" if pictures else ""
+        turns = [
+            Turn("human", f"{tag}What colour is the circle?"),
+            Turn("gpt", "red"),
+            Turn("human", "How many?"),
+            Turn("gpt", "3"),
+        ]
+        record = Record("a.json", 0, "x", pictures, tuple(turns), bool(pictures))
+        made, sample = encode_like_original(record, own), exact(record)
+        assert made.mismatch is None and sample is not None
+        assert made.labels.tolist() == sample.labels.tolist()
 
 
 @pytest.mark.parametrize(

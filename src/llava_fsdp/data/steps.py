@@ -61,6 +61,8 @@ class StepFacts:
     truncated: int = 0
     """Samples cut at `data.max_length`."""
     labels_cut: int = 0
+    unlabelled: int = 0
+    """Samples without any label: masked by the original's rules, or cut before their first answer."""
     quarantined: list[str] = field(default_factory=list)
     """Samples left out, by record."""
 
@@ -235,3 +237,4 @@ def count(facts: StepFacts, record: Record, sample: Sample | None) -> None:
     facts.images += len(sample.images)
     facts.truncated += sample.positions_cut > 0
     facts.labels_cut += sample.labels_cut
+    facts.unlabelled += sample.num_labels == 0
