@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 from hydra import compose, initialize_config_dir
+from provenance import REPOSITORY, commit, machine
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
@@ -41,9 +42,9 @@ from torch.nn import functional
 from transformers import LlavaConfig, PretrainedConfig
 
 from llava_fsdp.config import Config, DType, config_dir, load
-from llava_fsdp.data.encode import IGNORE
 from llava_fsdp.data.shapes import ensure_shapes
 from llava_fsdp.data.steps import MicroBatch
+from llava_fsdp.data.vocabulary import IGNORE
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.names import theirs
 from llava_fsdp.model.parts import NOTES, find_parts
@@ -52,7 +53,6 @@ from llava_fsdp.sharding.mesh import World
 from llava_fsdp.sharding.precision import DTYPES
 from llava_fsdp.train import open_data
 
-REPOSITORY = Path(__file__).parents[1]
 ASSETS = REPOSITORY / "src" / "llava_fsdp" / "assets"
 RANKS = 2
 ACCUMULATION = 2
@@ -482,36 +482,10 @@ def facts(options: argparse.Namespace) -> dict[str, Any]:
         "accumulation": ACCUMULATION,
         "rows_of_a_micro_batch": ROWS,
         "ours": AS_THE_ORIGINAL,
-        "machine": {
-            "device": processor(),
-            "cpus": len(os.sched_getaffinity(0)),
-            "system": f"{platform.system()} {platform.machine()}",
-        },
+        "machine": machine(),
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in packages},
     }
-
-
-def processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def commit() -> str:
-    """The commit, marked where the code that was run is not what it says; unknown outside a checkout."""
-    try:
-        git = ["git", "-C", str(REPOSITORY)]
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        looked_at = ["src", "conf", "benchmarks/*.py"]
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", *looked_at], capture_output=True, text=True, check=True
-        )
-        return head + (" with changes" if changed.stdout.strip() else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def table_of(rows: list[dict[str, Any]]) -> Table:

@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from hydra import compose, initialize_config_dir
+from provenance import REPOSITORY, commit, machine
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -61,7 +62,6 @@ from llava_fsdp.sharding.zero import SHARD_PLANS, Mesh, ShardPlan
 from llava_fsdp.state import TrainState
 from llava_fsdp.train import build_state, open_data
 
-REPOSITORY = Path(__file__).parents[1]
 STRATEGIES = {plan.zero: strategy for strategy, plan in SHARD_PLANS.items()}
 EQUAL_WITHIN = 1e-5
 CHECKED_STEPS = 3
@@ -136,14 +136,7 @@ def ddp_step(state: TrainState, ddp: DistributedDataParallel, step: Step, cfg: C
         with contextlib.nullcontext() if last else ddp.no_sync():
             micro = state.loader.to_device(micro)
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                loss = micro.scale * ddp(
-                    micro.input_ids,
-                    micro.image_positions,
-                    micro.image_rows,
-                    micro.images,
-                    micro.label_positions,
-                    micro.label_ids,
-                )
+                loss = micro.scale * ddp(*micro.inputs)
             (loss * dist.get_world_size()).backward()  # DDP averages over the ranks, and the step's loss is a sum
         loss_sum += loss.detach()
     norm = clip_gradients(state.masters, cfg.optim.clip)
@@ -676,34 +669,11 @@ def facts(options: argparse.Namespace, world: World) -> dict:
         "command": " ".join([*start, *without(sys.argv[1:], "--out")]),
         "options": shown,
         "ranks": world.size,
-        "machine": {
-            "device": torch.cuda.get_device_name() if world.device.type == "cuda" else processor(),
-            "cpus": len(os.sched_getaffinity(0)),
-            "system": f"{platform.system()} {platform.machine()}",
-        },
+        "machine": machine(torch.cuda.get_device_name() if world.device.type == "cuda" else None),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-
-
-def processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def commit() -> str:
-    """The commit, marked where the code that was run is not what it says; unknown outside a checkout."""
-    try:
-        git = ["git", "-C", str(REPOSITORY)]
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run([*git, "status", "--porcelain", "src"], capture_output=True, text=True, check=True)
-        return head + (" with changes" if changed.stdout.strip() else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def table_of(case: tuple[str, int], rows: list[dict]) -> Table:

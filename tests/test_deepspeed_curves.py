@@ -1,8 +1,8 @@
 """What benchmarks/deepspeed_curves.py gives to DeepSpeed's side, and what it makes of the curves; without DeepSpeed."""
 
-import importlib.util
+import importlib
 import json
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -21,13 +21,10 @@ IMAGE = 999
 
 
 @pytest.fixture(scope="module")
-def curves() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("deepspeed_curves", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["deepspeed_curves"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+def curves() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPT.parent)
+        yield importlib.import_module(SCRIPT.stem)
 
 
 def test_transformers_is_given_the_very_samples(curves: ModuleType, parts: Path, dataset: Path, tmp_path: Path) -> None:

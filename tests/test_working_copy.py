@@ -139,9 +139,7 @@ def export_and_reload(cfg: Config, device: torch.device) -> float:
     ids = micro.input_ids.clone()
     ids.view(-1)[micro.image_positions] = reloaded.config.image_token_id
     with torch.no_grad():
-        ours = state.model(
-            micro.input_ids, micro.image_positions, micro.image_rows, micro.images, micro.label_positions
-        )
+        ours = state.model(*micro.inputs[:-1])
         theirs = reloaded(input_ids=ids, pixel_values=micro.images).logits.flatten(0, 1)[micro.label_positions]
     return float((theirs[:, : ours.shape[1]] - ours).abs().max() / ours.abs().max())
 

@@ -99,9 +99,7 @@ def verify(state: TrainState, cfg: Config, staged: Path) -> None:
     state.model.eval()
     placed = state.loader.to_device(micro)
     with torch.no_grad():
-        ours = state.model(
-            placed.input_ids, placed.image_positions, placed.image_rows, placed.images, placed.label_positions
-        ).cpu()
+        ours = state.model(*placed.inputs[:-1]).cpu()
     state.model.train()
 
     def compare() -> None:

@@ -45,14 +45,7 @@ def train_step(state: TrainState, step: Step, plan: ShardPlan, cfg: Config, star
     for number, micro in enumerate(step.micro_batches, start=1):
         begin_micro_batch(state.model, plan, is_last=number == len(step.micro_batches))
         micro = state.loader.to_device(micro)
-        loss = micro.scale * state.model(
-            micro.input_ids,
-            micro.image_positions,
-            micro.image_rows,
-            micro.images,
-            micro.label_positions,
-            micro.label_ids,
-        )
+        loss = micro.scale * state.model(*micro.inputs)
         loss.backward()
         loss_sum += loss.detach()
     grad_norm = clip_gradients(state.masters, cfg.optim.clip)

@@ -129,7 +129,7 @@ def filled(shapes: Llava, sources: Any, compute: torch.dtype) -> Llava:
 @torch.no_grad()
 def logits(model: Llava, micro: MicroBatch) -> torch.Tensor:
     """float32 [labels, vocabulary]"""
-    return model(micro.input_ids, micro.image_positions, micro.image_rows, micro.images, micro.label_positions)
+    return model(*micro.inputs[:-1])
 
 
 def logits_of_folder(form: FolderFormat, folder: Path, micro: MicroBatch, compute: torch.dtype) -> torch.Tensor:

@@ -104,14 +104,7 @@ def test_steps_arrive_pinned(workers: int, cuda: torch.device, parts: Path, data
     state = build_run(cfg, cuda, None)
     for step in state.loader.from_step(0):
         for micro in step.micro_batches:
-            tensors = [
-                micro.input_ids,
-                micro.image_positions,
-                micro.image_rows,
-                micro.images,
-                micro.label_positions,
-                micro.label_ids,
-            ]
+            tensors = list(micro.inputs)
             assert all(t.is_pinned() for t in tensors if t.numel())
 
 

@@ -63,14 +63,7 @@ def measure(world: World, cfg: Config) -> Bytes:
     for number, micro in enumerate(step.micro_batches):
         begin_micro_batch(model, plan, is_last=number == 1)
         micro = loader.to_device(micro)
-        model(
-            micro.input_ids,
-            micro.image_positions,
-            micro.image_rows,
-            micro.images,
-            micro.label_positions,
-            micro.label_ids,
-        ).backward()
+        model(*micro.inputs).backward()
         if number == 0:
             between = held(model, masters)
     state.optimizer.step()

@@ -47,6 +47,12 @@ class MicroBatch:
     scale: float
     """What the sum of this micro-batch's losses is multiplied with."""
 
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """The arguments of the model's forward pass; without the last it returns logits."""
+        shown = self.image_positions, self.image_rows, self.images
+        return self.input_ids, *shown, self.label_positions, self.label_ids
+
 
 @dataclass
 class StepFacts:
