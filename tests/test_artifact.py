@@ -107,7 +107,7 @@ def test_processor_loads_and_makes_our_ids(exported: Path, parts: Path, dataset:
     image_id = processor.tokenizer.convert_tokens_to_ids("<image>")
     steps = probe(make_config(parts, dataset, tmp_path)).steps
     turns = [Turn("human", "<image>\nwhat colour is the circle"), Turn("gpt", "red"), Turn("human", "how many")]
-    ours = encode_prompt(prompt(turns, TEMPLATES["v1"]), steps.encoder.tokenizer, [4])
+    ours = encode_prompt(prompt(turns, TEMPLATES["v1"], False, True), steps.encoder.tokenizer, [4])
     assert inputs["input_ids"][0].tolist() == [image_id if i == IMAGE_ID else i for i in ours.tolist()]
 
 

@@ -189,7 +189,7 @@ def test_compat_sets_what_the_original_does() -> None:
     assert (cfg.order.name, cfg.order.group_by_modality_length) == (OrderName.llava_v1_5, False)
     assert cfg.loss.normalize is Normalize.micro_batch
     assert cfg.precision.reduce_dtype is cfg.precision.param_dtype is DType.bf16
-    assert unlike_original(cfg).startswith("none:")
+    assert unlike_original(cfg).startswith("nothing of labels, order")
     cfg = config_of(["compat=llava_v1_5", "labels=exact", "precision=fp32"])
     assert cfg.order.group_by_modality_length and cfg.precision.reduce_dtype is DType.fp32
     assert unlike_original(cfg).startswith("labels=exact;")
@@ -202,12 +202,16 @@ def test_compat_sets_what_the_original_does() -> None:
     ("overrides", "message"),
     [
         (["labels=llava_v1_5", "data.too_long=fail"], "data.too_long=fail needs labels=exact"),
+        (["data.grid_pinpoints=[[336,672]]"], "data.grid_pinpoints is for data.image_aspect_ratio=anyres"),
         (["model.patch_merge=spatial"], "model.patch_merge=spatial is for data.image_aspect_ratio=anyres"),
         (
             ["compat=llava_v1_5", "data.image_aspect_ratio=anyres", "model.patch_merge=spatial"],
             "trains anyres as square",
         ),
-        (["data.grid_pinpoints=[[336]]"], r"data.grid_pinpoints: \[336\] is not a \[width, height\]"),
+        (
+            ["data.image_aspect_ratio=anyres", "data.grid_pinpoints=[[336]]"],
+            r"data.grid_pinpoints: \[336\] is not a \[width, height\]",
+        ),
     ],
 )
 def test_choices_that_exclude_each_other(overrides: list[str], message: str) -> None:

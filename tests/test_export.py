@@ -391,7 +391,7 @@ def test_target(llava: Path, tmp_path: Path) -> None:
         export(conversion(source, taken / "notes.json"))
     for to in (source, tmp_path):
         write_json(to / "config.json", json.loads((llava / "config.json").read_text()))
-        with pytest.raises(ConfigError, match=r"holds source=.*, which would be lost"):
+        with pytest.raises(ConfigError, match=r"would replace .*, which holds source="):
             export(conversion(source, to, "overwrite=true"))
     write_json(taken / "config.json", {})
     assert (taken / "notes.json").is_file()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlavaForConditionalGeneration
+from transformers import LlavaForConditionalGeneration, StoppingCriteria, StoppingCriteriaList
 
 from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.conversation import prompt
@@ -14,10 +14,10 @@ from llava_fsdp.data.encode import encode_prompt
 from llava_fsdp.data.images import Preprocessor, load_image, read_preprocessor
 from llava_fsdp.data.loader import normalize
 from llava_fsdp.data.source import Turn
-from llava_fsdp.data.templates import Template, template
+from llava_fsdp.data.templates import IMAGE_TAG, Template, template
 from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.data.vocabulary import IMAGE_ID
-from llava_fsdp.errors import ModelError
+from llava_fsdp.errors import DataError, ModelError
 from llava_fsdp.model.original import is_original
 from llava_fsdp.model.parts import NOTES, read_json, resolve_model
 from llava_fsdp.proof import quiet_transformers
@@ -54,6 +54,7 @@ class Assistant:
             )
         notes = json.loads((folder / NOTES).read_text()) if (folder / NOTES).is_file() else {}
         self.form: Template = template(notes.get("template", form))
+        self.start_end = bool(notes.get("image_start_end", False))
         self.aspect = AspectRatio(notes.get("image_aspect_ratio", aspect.value))
         self.preprocessor: Preprocessor = read_preprocessor(folder)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -93,13 +94,17 @@ class Assistant:
             do_sample=False,
             eos_token_id=self.stops(),
             pad_token_id=0,
+            stopping_criteria=StoppingCriteriaList([Ended(self, length)]),
         )
         return [self.text(row[length:].tolist()) for row in output]
 
     def ids(self, question: Question) -> torch.Tensor:
-        tokens = self.model.config.image_seq_length
-        text = prompt(question.turns, self.form)
-        return torch.from_numpy(encode_prompt(text, self.tokenizer, [tokens] * len(question.images)))
+        tags = sum(turn.text.count(IMAGE_TAG) for turn in question.turns if turn.role == "human")
+        if question.images and tags != len(question.images):
+            raise DataError(f"{question.where}: {tags} {IMAGE_TAG} tags for {len(question.images)} pictures")
+        text = prompt(question.turns, self.form, self.start_end, bool(question.images))
+        positions = [self.model.config.image_seq_length] * len(question.images)
+        return torch.from_numpy(encode_prompt(text, self.tokenizer, positions))
 
     def pictures(self, questions: list[Question], blank: bool) -> torch.Tensor:
         """[pictures, 3, size, size] in the model's dtype."""
@@ -125,4 +130,20 @@ class Assistant:
             if token in self.stops():
                 ids = ids[:position]
                 break
-        return self.tokenizer.decode(ids).partition(self.form.stop.strip() or "\0")[0].strip()
+        return self.tokenizer.decode(ids).partition(self.form.stop)[0].strip()
+
+    def has_ended(self, ids: list[int]) -> bool:
+        """Whether the template's end of an answer has been written, which may take several tokens."""
+        return bool(set(ids) & set(self.stops())) or self.form.stop in self.tokenizer.decode(ids)
+
+
+class Ended(StoppingCriteria):
+    """Every row has ended its answer."""
+
+    def __init__(self, assistant: Assistant, begin: int):
+        self.assistant = assistant
+        self.begin = begin
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        ended = [self.assistant.has_ended(row[self.begin :].tolist()) for row in input_ids]
+        return torch.tensor(ended, device=input_ids.device)

@@ -42,6 +42,7 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
         max_length=cfg.data.max_length,
         language=cfg.model.language,
         vision=cfg.model.vision,
+        renamed_tower=None,
         history={
             "run": state.run,
             "stage": cfg.stage.name,

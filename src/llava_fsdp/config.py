@@ -213,6 +213,11 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         at_least("data.max_length", self.max_length, 2)
+        if self.grid_pinpoints and self.image_aspect_ratio is not AspectRatio.anyres:
+            raise ConfigError(
+                f"data.grid_pinpoints is for data.image_aspect_ratio=anyres; with {self.image_aspect_ratio.value} a "
+                "picture is one tile: set it to []"
+            )
         for size in self.grid_pinpoints:
             if len(size) != 2 or min(size) < 1:
                 raise ConfigError(f"data.grid_pinpoints: {size} is not a [width, height] in pixels")

@@ -20,7 +20,7 @@ from llava_fsdp.errors import ConfigError, ModelError
 from llava_fsdp.formats import write_folder
 from llava_fsdp.log import log
 from llava_fsdp.metrics import watch_loading
-from llava_fsdp.model.parts import PACKAGE
+from llava_fsdp.model.parts import NOTES, PACKAGE
 from llava_fsdp.proof import prove
 from llava_fsdp.screen import readable
 from llava_fsdp.sharding.precision import DTYPES
@@ -42,8 +42,9 @@ def export(cfg: ConversionConfig) -> Path:
         CheckpointError: a checkpoint cannot be read, or `to` cannot be written.
     """
     template(cfg.template)
-    final = Path(cfg.to)
-    check_target(final, cfg)
+    final = Path(cfg.to).resolve()
+    staged = final.with_name(final.name + ".tmp")
+    check_target(final, staged, cfg)
     opened = open_source(cfg)
     dtypes = {name: wanted_dtype(cfg.dtype) or source.dtype for name, source in opened.sources.items()}
     weights = Weights(
@@ -52,7 +53,6 @@ def export(cfg: ConversionConfig) -> Path:
         read=rows_of(opened.sources),
         watch=watch_loading(is_first_rank=True),
     )
-    staged = final.with_name(final.name + ".tmp")
     try:
         write_folder(cfg.format, opened.subject, weights, staged, {"dtype": cfg.dtype.value})
     except BaseException:
@@ -72,8 +72,15 @@ def wanted_dtype(choice: KeptDType) -> torch.dtype | None:
     return None if choice is KeptDType.keep else DTYPES[DType(choice.value)]
 
 
-def check_target(final: Path, cfg: ConversionConfig) -> None:
-    """`to` is free, or a model folder that may be replaced and that nothing is read from."""
+def check_target(final: Path, staged: Path, cfg: ConversionConfig) -> None:
+    """`to` is free, or a model folder that may be replaced; nothing is read from it, nor from what is written first."""
+    for key, name in (("source", cfg.source), ("language", cfg.language), ("vision", cfg.vision)):
+        read = Path(name).resolve() if name and not name.startswith(PACKAGE) else None
+        for folder in (final, staged):
+            if read is not None and read.is_relative_to(folder):
+                raise ConfigError(f"to={cfg.to} would replace {folder}, which holds {key}={name}; give another folder")
+    if staged.exists() and not (staged / NOTES).is_file():
+        raise ConfigError(f"to={cfg.to} is written as {staged} first, which exists and is not ours; move it away")
     if final.exists() and not final.is_dir():
         raise ConfigError(f"to={final} is a file; give a folder")
     if not final.is_dir() or not any(final.iterdir()):
@@ -82,9 +89,6 @@ def check_target(final: Path, cfg: ConversionConfig) -> None:
         raise ConfigError(f"to={final} is not empty; give another folder, or replace it with overwrite=true")
     if not (final / "config.json").is_file():
         raise ConfigError(f"to={final} is no model folder, so overwrite=true does not replace it; give another folder")
-    for key, name in (("source", cfg.source), ("language", cfg.language), ("vision", cfg.vision)):
-        if name and not name.startswith(PACKAGE) and Path(name).resolve().is_relative_to(final.resolve()):
-            raise ConfigError(f"to={final} holds {key}={name}, which would be lost; give another folder")
 
 
 def show(opened: Opened, final: Path, cfg: ConversionConfig) -> None:

@@ -65,6 +65,8 @@ class Subject:
     language: str
     vision: str
     """Names of the parts; empty where they are not known."""
+    renamed_tower: str | None
+    """What the original is to call the tower from now on; None leaves it its name."""
     history: dict[str, Any]
     """Which run, stage and step made it."""
 
@@ -113,6 +115,7 @@ def write_notes(subject: Subject, staged: Path, notes: dict[str, Any]) -> None:
         "grid_pinpoints": subject.grid_pinpoints,
         "max_length": subject.max_length,
         "vocab_size": subject.vocabulary,
+        "image_start_end": subject.model.cfg.image_start_end,
         "language": subject.language,
         "vision": subject.vision,
     }
@@ -196,6 +199,15 @@ def config_of_original(subject: Subject, dtype: torch.dtype) -> dict[str, Any]:
         tower = tower_name(subject)
         config = original_config(parts.language, parts.vision.hidden_size, model.cfg, tower, subject.max_length)
         config["tune_mm_mlp_adapter"] = False
+    ours = {
+        "mm_patch_merge_type": (model.cfg.patch_merge.value, "flat"),
+        "mm_use_im_start_end": (model.cfg.image_start_end, False),
+        "tokenizer_model_max_length": (subject.max_length, None),
+        "mm_vision_tower": (subject.renamed_tower or config.get("mm_vision_tower"), None),
+    }
+    for key, (value, unsaid) in ours.items():
+        if config.get(key, unsaid) != value:
+            config[key] = value
     if Part.vision.value in subject.history.get("train", []):
         config["unfreeze_mm_vision_tower"] = True  # else the original loads the tower's first weights over ours
     if subject.aspect is AspectRatio.anyres:

@@ -132,6 +132,8 @@ class Reporter:
         append(self.folder / METRICS_FILE, row)
         for where in result.facts.quarantined:
             append(self.folder / QUARANTINE_FILE, {"step": row["step"], "record": where, "reason": "too long"})
+        for where in result.facts.unlabelled:
+            append(self.folder / QUARANTINE_FILE, {"step": row["step"], "record": where, "reason": "no label"})
         self.show(row)
 
     def show(self, row: dict) -> None:
@@ -168,7 +170,7 @@ def metrics_row(result: StepResult) -> dict:
         "images": facts.images,
         "truncated": facts.truncated,
         "labels_cut": facts.labels_cut,
-        "unlabelled": facts.unlabelled,
+        "unlabelled": len(facts.unlabelled),
         "quarantined": len(facts.quarantined),
         "seconds": result.seconds,
         "tokens_per_second": facts.tokens / result.seconds,

@@ -110,5 +110,5 @@ def decayed_names(model: nn.Module) -> set[str]:
     for module_name, module in model.named_modules():
         for leaf, _ in module.named_parameters(recurse=False):
             if "bias" not in leaf and "Norm" not in type(module).__name__:
-                found.add(clean_name(f"{module_name}.{leaf}"))
+                found.add(clean_name(".".join(filter(None, (module_name, leaf)))))
     return found

@@ -5,17 +5,20 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, LlavaConfig, PretrainedConfig
+from transformers import AutoTokenizer, LlavaConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.conversation import image_tag
 from llava_fsdp.data.images import preprocessor_fields, read_preprocessor
 from llava_fsdp.data.templates import IMAGE_TAG, Template, template
-from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
+from llava_fsdp.data.tokenizer import Tokenizer, added_tokens, is_legacy, open_tokenizer, read_optional
+from llava_fsdp.errors import ModelError
 from llava_fsdp.log import log
 
 PAD_TOKEN = "<pad>"
 ROW_MULTIPLE = 64
+PROBES = ("a  b   c", " leading", "\n\tx  ", "1 234", "größe 中文 🙂", "USER: a ASSISTANT: b")
+"""Texts on which tokenizers that differ have differed."""
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -38,8 +41,11 @@ def write_tokenizer(
     if not has_tokenizer(folder):
         log().warning("%s has no tokenizer, so %s gets none; put one there before you use it", folder, staged)
         return vocab_size, vocab_size + 1, -(-(vocab_size + 2) // ROW_MULTIPLE) * ROW_MULTIPLE
-    # with the language model's configuration: that of an original's folder is none of transformers'
-    tokenizer = AutoTokenizer.from_pretrained(folder, config=language, trust_remote_code=False)
+    if (folder / "tokenizer.model").is_file():
+        # with the language model's configuration: that of an original's folder is none of transformers'
+        tokenizer = AutoTokenizer.from_pretrained(folder, config=language, trust_remote_code=False)
+    else:  # a model's own class may build another tokenizer from the file than the file says
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer.add_tokens([IMAGE_TAG], special_tokens=True)
     if tokenizer.pad_token is None or tokenizer.pad_token == tokenizer.unk_token:
         tokenizer.add_special_tokens({"pad_token": PAD_TOKEN})
@@ -48,11 +54,38 @@ def write_tokenizer(
     tokenizer.chat_template = chat_template(template(form), tag.replace(IMAGE_TAG, IMAGE_TAG + gap))
     tokenizer.save_pretrained(staged)
     if (folder / "tokenizer.model").is_file():
-        shutil.copyfile(folder / "tokenizer.model", staged / "tokenizer.model")
+        keep_llama(folder, staged)
+    check_same_ids(folder, staged, vocab_size)
     image_id, pad_id = tokenizer.convert_tokens_to_ids(IMAGE_TAG), tokenizer.pad_token_id
     needed = max(image_id, pad_id) + 1
     rows = vocab_size if needed <= vocab_size else -(-needed // ROW_MULTIPLE) * ROW_MULTIPLE
     return image_id, pad_id, rows
+
+
+def keep_llama(folder: Path, staged: Path) -> None:
+    """The SentencePiece model beside transformers 5's files, and what these leave out of its configuration."""
+    shutil.copyfile(folder / "tokenizer.model", staged / "tokenizer.model")
+    given, path = read_optional(folder / "tokenizer_config.json"), staged / "tokenizer_config.json"
+    config = {**read_optional(path), "legacy": is_legacy(given), "add_bos_token": given.get("add_bos_token", True)}
+    config["tokenizer_class"] = given.get("tokenizer_class", "LlamaTokenizer")
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    added = added_tokens(folder, given)
+    if added:
+        (staged / "added_tokens.json").write_text(json.dumps(added) + "\n")
+
+
+def check_same_ids(folder: Path, staged: Path, vocab_size: int) -> None:
+    """What was written makes the ids of training.
+
+    Raises:
+        ModelError: it does not.
+    """
+    read, written = open_tokenizer(folder, vocab_size), open_tokenizer(staged, vocab_size)
+    specials = "".join(text for text in ("<s>", "</s>", "<im_start>", "<im_end>") if read.special(text) is not None)
+    for text in (*PROBES, f"a{specials}USER: b", f"{specials} c"):
+        ids = [[t.id for t in own.encode(text)] for own in (read, written)]
+        if ids[0] != ids[1] or read.bos != written.bos:
+            raise ModelError(f"{staged} was written, but its tokenizer makes {ids[1]} of {text!r}, not {ids[0]}")
 
 
 def gap_after_image(theirs: Any, ours: Tokenizer, tag_end: str) -> str:
@@ -96,6 +129,7 @@ def chat_template(form: Template, tag: str) -> str:
         + filled(question)
         + "{% elif message['role'] == 'assistant' %}"
         + filled(answer)
+        + "{% else %}{{ raise_exception('the template has its own system text; roles are user and assistant') }}"
         + "{% endif %}{% endfor %}"
     )
 
@@ -146,29 +180,29 @@ def write_processor(folder: Path, staged: Path, config: LlavaConfig, aspect: Asp
 
 
 def write_original_tokenizer(folder: Path, staged: Path, vocab_size: int, max_length: int) -> None:
-    """The tokenizer as the original loads it with transformers 4.37: without tokens beyond the vocabulary.
-
-    An absent `legacy` means true there; training tokenizes as `legacy=false` does.
-    """
+    """The tokenizer as the original loads it with transformers 4.37: without tokens beyond the vocabulary."""
     if not has_tokenizer(folder):
         log().warning("%s has no tokenizer, so %s gets none; put one there before you use it", folder, staged)
         return
-    path = folder / "tokenizer_config.json"
-    given = json.loads(path.read_text()) if path.is_file() else {}
+    given = read_optional(folder / "tokenizer_config.json")
     kept = ("bos_token", "eos_token", "unk_token", "add_bos_token", "add_eos_token", "clean_up_tokenization_spaces")
     config = {key: given[key] for key in kept if key in given}
-    config |= {"model_max_length": max_length, "padding_side": "right", "legacy": bool(given.get("legacy", False))}
+    config |= {"model_max_length": max_length, "padding_side": "right", "legacy": is_legacy(given)}
     config["pad_token"] = given.get("unk_token") or given.get("eos_token")
     if (folder / "tokenizer.model").is_file():
         shutil.copyfile(folder / "tokenizer.model", staged / "tokenizer.model")
         config["tokenizer_class"] = "LlamaTokenizer"
         config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", **config}
         config["pad_token"] = config["unk_token"]
+        added = {text: i for text, i in added_tokens(folder, given).items() if i < vocab_size}
+        if added:
+            (staged / "added_tokens.json").write_text(json.dumps(added) + "\n")
     else:
         frozen = as_older_release(json.loads((folder / "tokenizer.json").read_text()), vocab_size)
         (staged / "tokenizer.json").write_text(json.dumps(frozen, ensure_ascii=False))
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     (staged / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    check_same_ids(folder, staged, vocab_size)
 
 
 def as_older_release(frozen: dict[str, Any], vocab_size: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import LlavaForConditionalGeneration
 
-from llava_fsdp.config import FolderFormat
+from llava_fsdp.config import FolderFormat, PatchMerge
 from llava_fsdp.data.steps import MicroBatch
 from llava_fsdp.errors import ModelError
 from llava_fsdp.log import log
@@ -89,11 +89,19 @@ def compute_dtype(model: Llava) -> torch.dtype:
     needed = 4 * sum(p.numel() for p in model.parameters())
     meminfo = Path("/proc/meminfo")
     available = dict(line.split(":") for line in meminfo.read_text().splitlines()) if meminfo.is_file() else {}
-    room = int(available.get("MemAvailable", "0").split()[0]) * 1024
-    if not room or room > 1.2 * needed:
+    rooms = [int(available.get("MemAvailable", "0").split()[0]) * 1024, room_in_container()]
+    if all(not room or room > 1.2 * needed for room in rooms):
         return torch.float32
     log().info("comparing logits in bf16: fp32 would take %.0f GiB", needed / 2**30)
     return torch.bfloat16
+
+
+def room_in_container() -> int:
+    """Bytes that a container's limit leaves; 0 where there is none."""
+    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
+    if not limit.is_file() or not used.is_file() or limit.read_text().strip() == "max":
+        return 0
+    return max(1, int(limit.read_text()) - int(used.read_text()))
 
 
 def probe(model: Llava) -> MicroBatch:
@@ -103,10 +111,13 @@ def probe(model: Llava) -> MicroBatch:
     length = model.image_tokens + TEXT
     # of the lower half: an image tag may have one of the last rows
     ids = torch.randint(model.parts.language.vocab_size // 2, (2, length), generator=dice)
+    rows = torch.arange(model.image_tokens)
+    if model.cfg.patch_merge is PatchMerge.spatial_unpad:
+        rows[-1] = model.image_tokens  # the end of a line, behind all features
     return MicroBatch(
         input_ids=ids,
         image_positions=torch.arange(TEXT // 2, TEXT // 2 + model.image_tokens),
-        image_rows=torch.arange(model.image_tokens),
+        image_rows=rows,
         images=torch.randn((1, 3, size, size), generator=dice),
         label_positions=torch.arange(ids.numel()),
         label_ids=torch.zeros(0),

@@ -27,7 +27,7 @@ def unlike_original(cfg: Config) -> str:
     ]
     ours = [f"{key}={value}" for key, value, same in choices if not same]
     if not ours:
-        return "none: labels, order, loss, pixels and reduction are the original's (compat=llava_v1_5)"
+        return "nothing of labels, order, loss.normalize, data.pixels and precision.reduce_dtype (compat=llava_v1_5)"
     return f"{', '.join(ours)}; compat=llava_v1_5 sets the original's (docs/llava.md)"
 
 

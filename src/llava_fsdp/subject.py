@@ -89,6 +89,7 @@ def open_checkpoint(folder: Path, cfg: ConversionConfig) -> Opened:
         max_length=run.data.max_length,
         language=run.model.language,
         vision=cfg.vision or run.model.vision,
+        renamed_tower=cfg.vision,
         history=history(facts["run"], run.stage.name, facts["step"], run.model.train),
     )
     return Opened(subject, sources, folder)
@@ -123,6 +124,7 @@ def open_model(folder: Path, cfg: ConversionConfig) -> Opened:
         max_length=notes.get("max_length") or raw.get("tokenizer_model_max_length") or 2048,
         language=notes.get("language") or model_config.language,
         vision=cfg.vision or notes.get("vision") or model_config.vision,
+        renamed_tower=cfg.vision,
         history={key: notes[key] for key in ("run", "stage", "step", "train") if key in notes},
     )
     return Opened(subject, sources, folder)

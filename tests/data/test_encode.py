@@ -8,8 +8,9 @@ import sentencepiece
 from small import ASSETS
 
 from llava_fsdp.config import TooLong
-from llava_fsdp.data.conversation import prompt
-from llava_fsdp.data.encode import ExactEncoder, encode_prompt
+from llava_fsdp.data.conversation import IM_END, IM_START, prompt
+from llava_fsdp.data.encode import ExactEncoder, OriginalEncoder, encode_prompt
+from llava_fsdp.data.llava_v1_5 import Original
 from llava_fsdp.data.source import Record, Turn
 from llava_fsdp.data.templates import CURIOUS_USER, TEMPLATES, template
 from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
@@ -191,16 +192,20 @@ def test_every_template_supervises_answers_and_their_ends(tokenizer: Tokenizer, 
     assert (sample.labels == IGNORE).sum() > 4
 
 
+@pytest.mark.parametrize("start_end", [False, True])
 @pytest.mark.parametrize("form", TEMPLATES)
-def test_generation_continues_where_training_supervises(tokenizer: Tokenizer, form: str) -> None:
-    """The prompt of a question is the training text up to its answer."""
+def test_generation_continues_where_training_supervises(form: str, start_end: bool) -> None:
+    """The prompt of a question is the training text up to its answer, whatever stands around a picture."""
     shape = template(form)
-    sample = encoder(tokenizer, form)(record("<image>\nwhat", "red", images=("1",)))
+    each = open_tokenizer(ASSETS / "tiny-llama", extra=(IM_START, IM_END))
+    sample = ExactEncoder(each, shape, lambda *_: np.arange(4), 999, TooLong.fail, start_end)(
+        record("<image>\nwhat", "red", images=("1",))
+    )
     assert sample is not None
-    question = shape.image if shape.image_only else f"{shape.image}\nwhat"
-    asked = encode_prompt(prompt([Turn("human", question)], shape), tokenizer, [4])
+    asked = encode_prompt(prompt([Turn("human", "<image>\nwhat")], shape, start_end, True), each, [4])
     first = int(np.flatnonzero(sample.labels != IGNORE)[0])
     assert sample.input_ids[:first].tolist() == asked.tolist()
+    assert (each.special(IM_START) in sample.input_ids) == (start_end and not shape.image_only)
 
 
 def test_llama_tokenizer_matches_sentencepiece(llama_folder: Path) -> None:
@@ -220,3 +225,34 @@ def test_no_space_is_added_after_a_special_token(llama_folder: Path) -> None:
     assert after[0] == 2
     assert after[1:] != [t.id for t in each.encode("red")]
     assert each.decode(after) == "red"
+
+
+def original(tokenizer: Tokenizer, max_length: int) -> OriginalEncoder:
+    return OriginalEncoder(Original(tokenizer, template("v1"), max_length), lambda *_: np.arange(4))
+
+
+def test_the_originals_cuts(tokenizer: Tokenizer) -> None:
+    """Tags are one token when it cuts first, pictures are spliced in, and it cuts again, within a picture too."""
+    asked = record("<image>\nwhat", "red blue green circle", images=("a.png",))
+    whole = original(tokenizer, 999)(asked)
+    place = int(np.flatnonzero(whole.input_ids == IMAGE_ID)[0])
+    assert (whole.input_ids == IMAGE_ID).sum() == 4 and whole.positions_cut == 0 == whole.labels_cut
+    unspliced = len(whole.input_ids) - 3
+    for length in range(place - 1, len(whole.input_ids) + 1):
+        cut = original(tokenizer, length)(asked)
+        first_cut = unspliced - min(unspliced, length)  # of the text with its tag; the second takes what is left over
+        kept = min(len(whole.input_ids) - first_cut if length > place else length, length)
+        assert cut.input_ids.tolist() == whole.input_ids[:kept].tolist(), length
+        shown = int((cut.input_ids == IMAGE_ID).sum())
+        assert [len(rows) for rows in cut.image_rows] == ([shown] if shown else [])
+        assert cut.positions_cut == len(whole.input_ids) - kept - (0 if length > place else 3)
+        assert cut.labels_cut == int((whole.labels != IGNORE).sum() - (cut.labels != IGNORE).sum())
+
+
+def test_the_original_counts_pictures_before_training(tokenizer: Tokenizer) -> None:
+    """Two tags in two messages and one picture: the original would take the next record's."""
+    wrong = record("<image>\na", "b", "<image>\nc", "d", images=("a.png",))
+    with pytest.raises(DataError, match=r"record 3 \(id abc\): 2 pictures in the text of a record with 1"):
+        original(tokenizer, 999).check(wrong)
+    original(tokenizer, 999).check(record("<image> <image>\na", "b", "c", "d", images=("a.png",)))
+    original(tokenizer, 20).check(wrong)  # the second tag is cut away

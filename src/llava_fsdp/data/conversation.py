@@ -1,5 +1,6 @@
 """From a record's turns to text, with the stretches that are supervised marked while it is written."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llava_fsdp.data.source import Record, Turn
@@ -28,29 +29,31 @@ def render(record: Record, form: Template, start_end: bool) -> list[Segment]:
             number of pictures.
     """
     check_turns(record)
+    segments = write_turns(asked_turns(record), form, start_end, bool(record.images))
+    return [*segments, Segment(form.pattern.end, False)]
+
+
+def prompt(questions_and_answers: list[Turn], form: Template, start_end: bool, has_images: bool) -> str:
+    """The text after which the model writes its answer: the turns so far, the last one a question.
+
+    Args:
+        has_images: image tags stand for pictures; else they are text.
+    """
+    return "".join(s.text for s in write_turns(questions_and_answers, form, start_end, has_images))
+
+
+def write_turns(turns: Sequence[Turn], form: Template, start_end: bool, has_images: bool) -> list[Segment]:
     pattern = form.pattern
     tag = image_tag(form, start_end)
     segments = []
-    for number, turn in enumerate(asked_turns(record)):
+    for number, turn in enumerate(turns):
         if turn.role == "human":
             before = pattern.next_question if number else pattern.first_question
-            question = image_tags(turn.text) if form.image_only else image_first(turn.text, bool(record.images), tag)
+            question = image_tags(turn.text) if form.image_only else image_first(turn.text, has_images, tag)
             segments.append(Segment(before + question + pattern.after_question, False))
         else:
             segments.append(Segment(pattern.before_answer + turn.text + pattern.after_answer, True))
-    return [*segments, Segment(pattern.end, False)]
-
-
-def prompt(questions_and_answers: list[Turn], form: Template) -> str:
-    """The text after which the model writes its answer: the turns so far, the last one a question."""
-    pattern = form.pattern
-    text = ""
-    for turn in questions_and_answers:
-        if turn.role == "human":
-            text += (pattern.next_question if text else pattern.first_question) + turn.text + pattern.after_question
-        else:
-            text += pattern.before_answer + turn.text + pattern.after_answer
-    return text
+    return segments
 
 
 def image_tag(form: Template, start_end: bool) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 
 from llava_fsdp.config import TooLong
 from llava_fsdp.data.conversation import Segment, check_turns, render
-from llava_fsdp.data.llava_v1_5 import Original, check_like_original, encode_like_original
+from llava_fsdp.data.llava_v1_5 import Original, check_like_original, check_pictures, encode_like_original
 from llava_fsdp.data.source import Record
 from llava_fsdp.data.templates import IMAGE_TAG, Template
 from llava_fsdp.data.tokenizer import Token, Tokenizer
@@ -120,13 +120,8 @@ class OriginalEncoder:
         made = encode_like_original(record, self.own)
         kept = made.ids[: self.own.max_length] != self.own.pad_id  # what looks like padding is removed from the text
         ids, labels = made.ids[: self.own.max_length][kept], made.labels[: self.own.max_length][kept]
-        num_tags = int((ids == IMAGE_ID).sum())
-        if num_tags > 1 or (num_tags == 1 and not record.images):
-            raise DataError(
-                f"{record.where}: {num_tags} pictures in the text of a record with {len(record.images)}; the original "
-                "stops here, or takes another record's picture. labels=exact reads lists of pictures"
-            )
-        rows = [self.places(record, 0)] if num_tags else []
+        check_pictures(ids, record)
+        rows = [self.places(record, 0)] if (ids == IMAGE_ID).any() else []
         ids, labels = spliced(ids, labels, [len(r) for r in rows])
         cut = self.own.max_length
         shown = int((ids[:cut] == IMAGE_ID).sum())

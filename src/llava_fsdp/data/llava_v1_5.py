@@ -53,11 +53,27 @@ def encode_like_original(record: Record, own: Original) -> Tokens:
 
 
 def check_like_original(record: Record, own: Original) -> None:
-    """Raises DataError where the original stops with an exception; without tokenizing."""
+    """Raises DataError where the original stops with an exception; tokenizes only a record with several tags."""
+    turns = list(record.turns)
     if own.form.style is Style.PLAIN:
-        check_caption(list(record.turns), record.where)
+        check_caption(turns, record.where)
     elif own.form.style is not Style.MARKERS:
-        conversation(list(record.turns), own.form, record.where)
+        conversation(turns, own.form, record.where)
+        turns = turns[1:] if turns[0].role == "gpt" else turns
+    tags_are_pictures = record.has_image_key or own.form.style is Style.PLAIN
+    tags = sum(IMAGE_TAG in turn.text for turn in turns) if tags_are_pictures else 0
+    if tags > len(record.images[:1]):
+        check_pictures(encode_like_original(record, own).ids[: own.max_length], record)
+
+
+def check_pictures(ids: np.ndarray, record: Record) -> None:
+    """Raises DataError where the text has more pictures than the one that the original reads for a record."""
+    num_tags = int((ids == IMAGE_ID).sum())
+    if num_tags > len(record.images[:1]):
+        raise DataError(
+            f"{record.where}: {num_tags} pictures in the text of a record with {len(record.images)}; the original "
+            "stops here, or takes another record's picture. labels=exact reads lists of pictures"
+        )
 
 
 def image_first(text: str, own: Original) -> str:

@@ -65,8 +65,8 @@ def build_loader(
     encoder = open_encoder(cfg, language_folder, shape, pictures)
     check_fit(cfg, shape, encoder.tokenizer.size, pictures, vision_folder)
     records = Records(Path(cfg.data.path))
-    check_records(records, encoder, cfg.data.images)
-    steps = Steps(records, open_order(records, cfg, world_size), encoder, pictures, cfg, rank, world_size)
+    words = check_records(records, encoder, cfg.data.images)
+    steps = Steps(records, open_order(words, cfg, world_size), encoder, pictures, cfg, rank, world_size)
     return Loader(steps, cfg, device)
 
 
@@ -99,8 +99,13 @@ def open_encoder(cfg: Config, folder: Path, shape: ModelShape, pictures: Picture
     is_v0 = cfg.data.template == "v0"
     tokenizer = open_tokenizer(folder, shape.vocab_size, extra=(PAD_OF_V0,) if is_v0 else ())
     check_start_end(tokenizer, start_end, folder)
-    pad = tokenizer.special(PAD_OF_V0) if is_v0 else None
-    own = Original(tokenizer, template("v1") if is_v0 else form, cfg.data.max_length, pad or 0, start_end)
+    pad = tokenizer.special(PAD_OF_V0 if is_v0 else "<unk>")
+    if pad is None:
+        raise ConfigError(
+            f"labels=llava_v1_5: the tokenizer of {folder} has no <unk>, which the original takes for padding; it was "
+            "made for Llama tokenizers: set labels=exact"
+        )
+    own = Original(tokenizer, template("v1") if is_v0 else form, cfg.data.max_length, pad, start_end)
     return OriginalEncoder(own, pictures.places)
 
 
@@ -113,16 +118,20 @@ def check_start_end(tokenizer: Tokenizer, start_end: bool, folder: Path) -> None
             )
 
 
-def check_records(records: Records, encoder: Encoder, images: str | None) -> None:
+def check_records(records: Records, encoder: Encoder, images: str | None) -> list[int]:
     """Look at every record once, before training, so that a wrong one does not stop a run hours later.
+
+    Returns:
+        Every record's words, negative where it has no picture.
 
     Raises:
         DataError: naming the first record that is wrong.
     """
-    lone = []
+    lone, words = [], []
     for index in range(len(records)):
         record = records[index]
         encoder.check(record)
+        words.append(record.signed_words)
         if record.images and images is None:
             raise DataError(f"{record.where} has picture {record.images[0]}, and data.images is not set")
         if not record.images and any(IMAGE_TAG in turn.text for turn in record.turns):
@@ -131,6 +140,7 @@ def check_records(records: Records, encoder: Encoder, images: str | None) -> Non
         log().warning(
             "%d records have %s in their text and no picture; it is text to them: %s", len(lone), IMAGE_TAG, lone[0]
         )
+    return words
 
 
 def check_fit(cfg: Config, shape: ModelShape, tokenizer_size: int, pictures: PictureReader, folder: Path) -> None:
@@ -183,6 +193,7 @@ class Loader:
         Raises:
             DataError: a record or a picture of the step is wrong.
         """
+        self.steps.order.draw(self.total_steps)
         loader = DataLoader(
             self.steps,
             batch_size=None,

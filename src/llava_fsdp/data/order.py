@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,7 +10,6 @@ from typing import Protocol
 import torch
 
 from llava_fsdp.config import Config, OrderName
-from llava_fsdp.data.source import Records
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.seeds import derive
 
@@ -32,6 +32,10 @@ class Order(Protocol):
     @property
     def shape(self) -> str:
         """What of a run's physical shape the order depends on."""
+        ...
+
+    def draw(self, steps: int) -> None:
+        """Draw what these many steps need, so that no worker has to."""
         ...
 
     def cuts(self, step: int) -> Cuts | None:
@@ -60,6 +64,9 @@ class Shuffle:
         generator = torch.Generator().manual_seed(derive("order", self.seed, epoch))
         order = torch.randperm(self.count, generator=generator)
         return order[within * self.global_batch_size : (within + 1) * self.global_batch_size].tolist()
+
+    def draw(self, steps: int) -> None:
+        """Nothing: a permutation is drawn in a moment."""
 
     def cuts(self, step: int) -> None:
         return None
@@ -111,6 +118,9 @@ class OriginalOrder:
 
     def samples(self, step: int) -> list[int]:
         return [index for rank in self.cuts(step) for batch in rank for index in batch]
+
+    def draw(self, steps: int) -> None:
+        self.epoch((steps * self.accumulation - 1) // self.batches_per_epoch)
 
     def cuts(self, step: int) -> Cuts:
         numbers = range(step * self.accumulation, (step + 1) * self.accumulation)
@@ -192,13 +202,12 @@ def even_chunks(indices: list[int], lengths: list[int], chunks: int) -> list[lis
     if len(indices) % chunks:
         return [indices[i::chunks] for i in range(chunks)]
     filled: list[list[int]] = [[] for _ in range(chunks)]
-    sums = [0.0] * chunks
+    open_chunks = [(0, chunk) for chunk in range(chunks)]  # a heap by (sum, number): of equal ones the first
     for index in indices:
-        shortest = sums.index(min(sums))
+        total, shortest = heapq.heappop(open_chunks)
         filled[shortest].append(index)
-        sums[shortest] += lengths[index]
-        if len(filled[shortest]) == len(indices) // chunks:
-            sums[shortest] = float("inf")
+        if len(filled[shortest]) < len(indices) // chunks:
+            heapq.heappush(open_chunks, (total + lengths[index], shortest))
     return filled
 
 
@@ -206,14 +215,17 @@ def stretches(items: list[int], size: int) -> list[list[int]]:
     return [items[i : i + size] for i in range(0, len(items), size)]
 
 
-def open_order(records: Records, cfg: Config, world_size: int) -> Order:
+def open_order(words: list[int], cfg: Config, world_size: int) -> Order:
     """The order that `order=` names.
+
+    Args:
+        words: of every record, negative where it has no picture.
 
     Raises:
         ConfigError: the original's order cannot be had with this many ranks or records.
     """
     if cfg.order.name is OrderName.shuffle:
-        return Shuffle(len(records), cfg.seed, cfg.global_batch_size)
+        return Shuffle(len(words), cfg.seed, cfg.global_batch_size)
     accumulation, rest = divmod(cfg.global_batch_size, cfg.micro_batch_size * world_size)
     if rest or not accumulation:
         raise ConfigError(
@@ -221,11 +233,4 @@ def open_order(records: Records, cfg: Config, world_size: int) -> Order:
             f"{cfg.global_batch_size} is not a multiple of {cfg.micro_batch_size} x {world_size}"
         )
     grouped = cfg.order.group_by_modality_length
-    return OriginalOrder(
-        records.signed_words() if grouped else [1] * len(records),
-        cfg.micro_batch_size,
-        accumulation,
-        world_size,
-        cfg.seed,
-        grouped,
-    )
+    return OriginalOrder(words, cfg.micro_batch_size, accumulation, world_size, cfg.seed, grouped)

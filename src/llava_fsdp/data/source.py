@@ -31,9 +31,10 @@ class Record:
     """The record says `image`, whatever it says: what the original looks at."""
 
     @property
-    def num_words(self) -> int:
-        """Words of all messages, split at white space."""
-        return sum(len(turn.text.split()) for turn in self.turns)
+    def signed_words(self) -> int:
+        """The original's measure of length: words of all messages, negative without a picture (train.py:684-690)."""
+        words = sum(len(turn.text.split()) for turn in self.turns)
+        return words if self.has_image_key else -words
 
     @property
     def where(self) -> str:
@@ -57,11 +58,6 @@ class Records:
 
     def __getitem__(self, index: int) -> Record:
         return parse_record(self.path, index, self._raw[index])
-
-    def signed_words(self) -> list[int]:
-        """The original's measure of length: words of all messages, negative without a picture (train.py:684-690)."""
-        records = (self[index] for index in range(len(self)))
-        return [r.num_words if r.has_image_key else -r.num_words for r in records]
 
 
 def check_paths(cfg: DataConfig) -> None:

@@ -67,10 +67,10 @@ class StepFacts:
     truncated: int = 0
     """Samples cut at `data.max_length`."""
     labels_cut: int = 0
-    unlabelled: int = 0
-    """Samples without any label: masked by the original's rules, or cut before their first answer."""
     quarantined: list[str] = field(default_factory=list)
     """Samples left out, by record."""
+    unlabelled: list[str] = field(default_factory=list)
+    """Samples without any label, by record: masked by the original's rules, or cut before their first answer."""
 
 
 @dataclass
@@ -243,4 +243,5 @@ def count(facts: StepFacts, record: Record, sample: Sample | None) -> None:
     facts.images += len(sample.images)
     facts.truncated += sample.positions_cut > 0
     facts.labels_cut += sample.labels_cut
-    facts.unlabelled += sample.num_labels == 0
+    if sample.num_labels == 0:
+        facts.unlabelled.append(record.where)

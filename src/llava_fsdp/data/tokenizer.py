@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Protocol
 
 import sentencepiece
+from google.protobuf.message import DecodeError
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import Tokenizer as FastTokenizer
 
 from llava_fsdp.errors import ModelError
 
+LLAMA_CLASSES = (None, "LlamaTokenizer", "LlamaTokenizerFast", "TokenizersBackend", "PreTrainedTokenizerFast")
+"""What `tokenizer_class` says of Llama tokenizers, in transformers 4 and 5."""
 SPACE = "▁"
 """What SentencePiece writes for a space."""
 
@@ -61,15 +64,21 @@ def open_tokenizer(folder: Path, rows: int | None = None, extra: tuple[str, ...]
         extra: special tokens that get the ids behind the last, unless the tokenizer has them.
 
     Raises:
-        ModelError: the folder has neither file.
+        ModelError: the folder has neither file, or one that cannot be read.
     """
     config = read_optional(folder / "tokenizer_config.json")
-    if (folder / "tokenizer.model").is_file():
+    pieces, frozen = folder / "tokenizer.model", folder / "tokenizer.json"
+    if pieces.is_file() and (config.get("tokenizer_class") in LLAMA_CLASSES or not frozen.is_file()):
         added = {t: i for t, i in added_tokens(folder, config).items() if within(i, rows)}
-        return LlamaTokenizer(folder / "tokenizer.model", config, added, extra)
-    if (folder / "tokenizer.json").is_file():
-        return JsonTokenizer(folder / "tokenizer.json", config, rows, extra)
+        return LlamaTokenizer(pieces, config, added, extra)
+    if frozen.is_file():
+        return JsonTokenizer(frozen, config, rows, extra)
     raise ModelError(f"{folder} has no tokenizer.model and no tokenizer.json")
+
+
+def is_legacy(config: dict) -> bool:
+    """transformers 4's `legacy` of a Llama `tokenizer_config.json`: only an explicit false is false."""
+    return config.get("legacy") is not False
 
 
 def read_optional(path: Path) -> dict:
@@ -98,8 +107,9 @@ class JsonTokenizer:
         frozen["added_tokens"] = [t for t in frozen.get("added_tokens", []) if within(t["id"], rows)]
         present = {t["content"] for t in frozen["added_tokens"]}
         space = metaspace(frozen)
-        self._prefixes = space is not None and (
-            space.get("prepend_scheme") == "first" or bool(config.get("legacy") is False)
+        is_llama = frozen["model"].get("type") == "BPE" and bool(frozen["model"].get("byte_fallback"))
+        self._prefixes = (
+            is_llama and space is not None and (space.get("prepend_scheme") == "first" or not is_legacy(config))
         )
         if space is not None and self._prefixes:
             space["prepend_scheme"] = "never"
@@ -139,6 +149,23 @@ class JsonTokenizer:
         return self._special.get(text)
 
 
+def without_prefix(path: Path) -> bytes:
+    """A Llama `tokenizer.model` that puts no space before a text: here that is done by hand.
+
+    Raises:
+        ModelError: it is no SentencePiece model, or one that never puts a space.
+    """
+    proto = sentencepiece_model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        proto.ParseFromString(path.read_bytes())
+    except DecodeError as error:
+        raise ModelError(f"{path} is no SentencePiece model; put the model's tokenizer.json beside it") from error
+    if not proto.normalizer_spec.add_dummy_prefix:
+        raise ModelError(f"{path} is not a Llama tokenizer; put the model's tokenizer.json beside it")
+    proto.normalizer_spec.add_dummy_prefix = False
+    return proto.SerializeToString()
+
+
 def metaspace(frozen: dict) -> dict | None:
     """The part of a `tokenizer.json` that turns spaces into `▁`, where a pre-tokenizer does so."""
     found = frozen.get("pre_tokenizer") or {}
@@ -162,11 +189,8 @@ class LlamaTokenizer:
     """
 
     def __init__(self, path: Path, config: dict, added: dict[str, int], extra: tuple[str, ...]):
-        proto = sentencepiece_model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
-        proto.ParseFromString(path.read_bytes())
-        proto.normalizer_spec.add_dummy_prefix = False
-        self._pieces = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
-        self.legacy = bool(config.get("legacy", True))
+        self._pieces = sentencepiece.SentencePieceProcessor(model_proto=without_prefix(path))
+        self.legacy = is_legacy(config)
         self._special = {
             self._pieces.id_to_piece(i): i
             for i in (self._pieces.unk_id(), self._pieces.bos_id(), self._pieces.eos_id())

@@ -7,7 +7,7 @@ from llava_fsdp.config import Feature, ModelConfig, Part, PatchMerge
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.model.files import WHOLE_MODEL
 from llava_fsdp.model.original import TOWER, Selection, is_original, read_selection
-from llava_fsdp.model.parts import HUB_NAME, PACKAGE, read_json, read_llava_config
+from llava_fsdp.model.parts import HUB_NAME, NOTES, PACKAGE, read_json, read_llava_config
 
 
 def read_model(folder: Path, language: str | None, vision: str | None) -> ModelConfig:
@@ -31,8 +31,10 @@ def read_model(folder: Path, language: str | None, vision: str | None) -> ModelC
         tower = vision or find_tower(raw, folder)
     else:
         config = read_llava_config(folder, "source")
+        notes = read_json(folder / NOTES, str(folder)) if (folder / NOTES).is_file() else {}
+        start_end = bool(notes.get("image_start_end", False))
         feature = Feature.patch if config.vision_feature_select_strategy == "default" else Feature.full
-        said = Selection("mlp2x_gelu", config.vision_feature_layer, feature, PatchMerge.flat, False)
+        said = Selection("mlp2x_gelu", config.vision_feature_layer, feature, PatchMerge.flat, start_end)
         whole, base, tower = True, "", vision or ""
     return ModelConfig(
         name=folder.name,

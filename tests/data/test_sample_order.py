@@ -51,7 +51,7 @@ def test_original_order_is_one_stream_of_micro_batches(world_size: int, accumula
 def test_original_order_needs_whole_micro_batches() -> None:
     cfg = config_of(["compat=llava_v1_5", "global_batch_size=16", "micro_batch_size=8"])
     with pytest.raises(ConfigError, match="16 is not a multiple of 8 x 3"):
-        open_order([None] * 64, cfg, 3)  # pyright: ignore[reportArgumentType]
+        open_order([1] * 64, cfg, 3)
     with pytest.raises(ConfigError, match="global_batch_size=16 is no multiple of micro_batch_size=5"):
         config_of(["compat=llava_v1_5", "global_batch_size=16", "micro_batch_size=5"])
     with pytest.raises(ConfigError, match="an epoch has 1 micro-batches for each rank, fewer than the 2 of a step"):
