@@ -487,7 +487,7 @@ def test_a_model_of_tiles_goes_to_the_original(parts: Path, dataset: Path, tmp_p
     with pytest.raises(ConfigError, match="anyres has no equal in transformers' LLaVA"):
         make_config(parts, dataset, tmp_path / "run", *EXPORTED, *tiled)
     train.train(make_config(parts, dataset, tmp_path / "run", *tiled))
-    with pytest.raises(ConfigError, match="takes a picture as one tile; choose format=llava"):
+    with pytest.raises(ConfigError, match=r"this model several \(anyres\); choose format=llava"):
         export(conversion(tmp_path / "run", tmp_path / "hf"))
     made = export(conversion(tmp_path / "run", tmp_path / "made", "format=llava"))
     config = json.loads((made / "config.json").read_text())
@@ -496,3 +496,16 @@ def test_a_model_of_tiles_goes_to_the_original(parts: Path, dataset: Path, tmp_p
     assert weights(made)["model.image_newline"].any()
     again = export(conversion(made, tmp_path / "again", "format=llava"))
     assert same(weights(again), weights(made))
+
+
+def test_what_is_written_first_replaces_nothing_of_the_users(llava: Path, tmp_path: Path) -> None:
+    """`TO.tmp` may be a folder of the user's, or the very source."""
+    (tmp_path / "made.tmp").mkdir()
+    (tmp_path / "made.tmp" / "precious.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"made\.tmp first, which exists and is not ours"):
+        export(conversion(llava, tmp_path / "made"))
+    assert (tmp_path / "made.tmp" / "precious.txt").read_text() == "mine"
+    shutil.copytree(llava, tmp_path / "other.tmp")
+    with pytest.raises(ConfigError, match=r"would replace .*other\.tmp, which holds source="):
+        export(conversion(tmp_path / "other.tmp", tmp_path / "other"))
+    assert (tmp_path / "other.tmp" / "config.json").is_file()

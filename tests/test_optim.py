@@ -123,3 +123,13 @@ def test_non_finite_step_stops_with_the_weights_as_they_were(
     with pytest.raises(NumericError, match="step 1: loss inf"):
         loop.train_step(state, step, plan, cfg, 0.0)
     assert all(torch.equal(before[n], p) for n, p in state.masters.named.items()) and state.step == 0
+
+
+def test_the_end_of_a_line_decays(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """`image_newline` is no norm and no bias; it belongs to no module but the model itself."""
+    tiled = ["data.image_aspect_ratio=anyres", "model.patch_merge=spatial_unpad"]
+    cfg = make_config(parts, dataset, tmp_path / "run", *tiled)
+    state = train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
+    decayed = decayed_names(state.model)
+    assert "image_newline" in decayed
+    assert decayed <= {name for name, _ in state.model.named_parameters()}

@@ -47,7 +47,13 @@ class Assistant:
             ModelError: there is no model, or one in the original's format.
         """
         folder = resolve_model(checkpoint, "checkpoint")
-        if is_original(read_json(folder / "config.json", f"checkpoint={checkpoint}")):
+        raw = read_json(folder / "config.json", f"checkpoint={checkpoint}")
+        if is_original(raw) and raw.get("image_aspect_ratio") == AspectRatio.anyres.value:
+            raise ModelError(
+                f"checkpoint={checkpoint} is a model of tiles (anyres), which transformers' LLaVA has not; "
+                "the original's own programs read this folder"
+            )
+        if is_original(raw):
             raise ModelError(
                 f"checkpoint={checkpoint} is in the original LLaVA's format; turn it into transformers' first: "
                 f"python -m llava_fsdp.export source={checkpoint} to=FOLDER"

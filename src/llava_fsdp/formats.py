@@ -128,7 +128,10 @@ def begin_hf(subject: Subject, dtype: torch.dtype, staged: Path) -> int:
     if model.cfg.projector_type != "mlp2x_gelu":
         raise ConfigError(f"transformers' LLaVA has no {model.cfg.projector_type} projector; choose format=llava")
     if model.cfg.patch_merge is not PatchMerge.flat or subject.aspect is AspectRatio.anyres:
-        raise ConfigError("transformers' LLaVA takes a picture as one tile; choose format=llava for anyres")
+        raise ConfigError(
+            "transformers' LLaVA takes a picture as one tile, this model several (anyres); choose format=llava, "
+            "which the original's programs and model.checkpoint= read"
+        )
     image_id, pad_id, rows = write_tokenizer(
         parts.language_folder, staged, parts.language, subject.template, model.cfg.image_start_end
     )

@@ -5,17 +5,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sentencepiece
+import sentencepiece.sentencepiece_model_pb2
 from small import ASSETS
 
 from llava_fsdp.config import TooLong
 from llava_fsdp.data.conversation import IM_END, IM_START, prompt
 from llava_fsdp.data.encode import ExactEncoder, OriginalEncoder, encode_prompt
 from llava_fsdp.data.llava_v1_5 import Original
-from llava_fsdp.data.source import Record, Turn
+from llava_fsdp.data.source import Record, Turn, parse_record
 from llava_fsdp.data.templates import CURIOUS_USER, TEMPLATES, template
 from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.data.vocabulary import IGNORE, IMAGE_ID
-from llava_fsdp.errors import ConfigError, DataError
+from llava_fsdp.errors import ConfigError, DataError, ModelError
 
 SYSTEM = CURIOUS_USER + " "
 
@@ -256,3 +257,27 @@ def test_the_original_counts_pictures_before_training(tokenizer: Tokenizer) -> N
         original(tokenizer, 999).check(wrong)
     original(tokenizer, 999).check(record("<image> <image>\na", "b", "c", "d", images=("a.png",)))
     original(tokenizer, 20).check(wrong)  # the second tag is cut away
+
+
+def test_the_original_reads_one_picture_a_record(tokenizer: Tokenizer) -> None:
+    with pytest.raises(DataError, match="has a list of 2 pictures, at which the original stops"):
+        original(tokenizer, 999).check(record("<image>\na", "b", images=("a.png", "b.png")))
+
+
+def test_half_a_surrogate_pair_is_named() -> None:
+    turns = [{"from": "human", "value": "a \ud83d b"}, {"from": "gpt", "value": "c"}]
+    with pytest.raises(DataError, match=r"record 4 \(id x\): turn 0 has half of a surrogate pair at character 2"):
+        parse_record(Path("a.json"), 4, {"id": "x", "conversations": turns})
+
+
+def test_other_sentencepiece_models_are_refused(llama_folder: Path, tmp_path: Path) -> None:
+    """A model that never puts a space before a text is no Llama's; a file of another kind is none at all."""
+    proto = sentencepiece.sentencepiece_model_pb2.ModelProto()
+    proto.ParseFromString((llama_folder / "tokenizer.model").read_bytes())
+    proto.normalizer_spec.add_dummy_prefix = False
+    (tmp_path / "tokenizer.model").write_bytes(proto.SerializeToString())
+    with pytest.raises(ModelError, match=r"tokenizer\.model is not a Llama tokenizer; put the model's tokenizer\.json"):
+        open_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")
+    with pytest.raises(ModelError, match=r"tokenizer\.model is no SentencePiece model"):
+        open_tokenizer(tmp_path)

@@ -10,7 +10,7 @@ from PIL import ExifTags, Image, ImageOps
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from llava_fsdp.config import AspectRatio, Parity
-from llava_fsdp.data.images import load_image, pad_to_square, picture_size, read_preprocessor
+from llava_fsdp.data.images import load_image, open_picture, pad_to_square, picture_size, read_preprocessor
 from llava_fsdp.data.loader import normalize
 from llava_fsdp.errors import DataError, ModelError, PictureError
 
@@ -157,7 +157,10 @@ def test_exif_orientation(orientation: int, folder: Path, tmp_path: Path) -> Non
 
     assert np.array_equal(pixels("turned.png", Parity.exact), pixels("shown.png", Parity.exact))
     assert np.array_equal(pixels("turned.png", Parity.llava_v1_5), pixels("stored.png", Parity.exact))
-    assert picture_size(tmp_path / "turned.png", "x") == Image.open(tmp_path / "shown.png").size
+    for ending in ("png", "jpg", "tiff", "webp"):
+        picture.save(tmp_path / f"again.{ending}", exif=exif)
+        seen = open_picture(tmp_path / f"again.{ending}", "x", Parity.exact).size
+        assert picture_size(tmp_path / f"again.{ending}", "x") == seen == Image.open(tmp_path / "shown.png").size
 
 
 def test_heights_that_the_original_misreads(folder: Path, tmp_path: Path) -> None:

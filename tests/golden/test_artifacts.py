@@ -1,6 +1,7 @@
 """The original's folders through ours and back to the bit, and the original's own numbers on every side."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from small import conversion
 from torch.nn import functional
 from transformers import LlavaForConditionalGeneration
 
+from llava_fsdp.data.tokenizer import open_tokenizer
 from llava_fsdp.export import export
 from llava_fsdp.model.asis import read_model
 from llava_fsdp.model.llava import Llava, build_llava
@@ -247,3 +249,20 @@ def test_stage_1_folder_and_a_language_model_make_a_whole_model(sides: Sides, tm
     export(conversion(MODELS / "llava-mha32-pretrain", tmp_path / "whole", *parts))
     before, after = tensors_of(MODELS / "llava-mha32"), tensors_of(tmp_path / "whole")
     assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
+
+
+@pytest.mark.parametrize("form", ["hf", "llava"])
+@pytest.mark.parametrize("tokenizer", ["hf4_legacy_false", "hf4_legacy_default"])
+def test_an_export_makes_the_ids_of_its_source(tokenizer: str, form: str, tmp_path: Path) -> None:
+    """`legacy` and added tokens leave with the model, whatever transformers writes of them."""
+    source = tmp_path / "source"
+    shutil.copytree(MODELS / "llava-mha32", source)
+    for file in (golden_folder() / "tokenizer" / tokenizer).iterdir():
+        shutil.copyfile(file, source / file.name)
+    (source / "added_tokens.json").write_text('{"<im_start>": 1998}')
+    made = export(conversion(source, tmp_path / "made", f"format={form}", f"vision={next(MODELS.glob('clip-*'))}"))
+    read, written = open_tokenizer(source, 2000), open_tokenizer(made, 2000)
+    assert read.legacy == written.legacy == (tokenizer == "hf4_legacy_default")
+    assert written.special("<im_start>") == 1998
+    for text in ("a</s>USER: b  c", "<im_start>a", "</s> x"):
+        assert [t.id for t in written.encode(text)] == [t.id for t in read.encode(text)]

@@ -85,11 +85,23 @@ def check_turns(record: Record) -> None:
     for position, turn in enumerate(turns):
         expected = "human" if position % 2 == 0 else "gpt"
         if turn.role != expected:
-            raise DataError(f"{record.where}: turn {position} is from {turn.role!r}, not from {expected!r}")
+            raise DataError(
+                f"{record.where}: turn {position} is from {turn.role!r}, not from {expected!r}; human and "
+                "gpt take turns"
+            )
         if turn.role == "gpt" and record.images and IMAGE_TAG in turn.text:
-            raise DataError(f"{record.where}: turn {position} is an answer with {IMAGE_TAG} in it")
+            raise DataError(
+                f"{record.where}: turn {position} is an answer with {IMAGE_TAG} in it; pictures belong to "
+                "questions: take it out"
+            )
     if len(turns) % 2 or not turns:
-        raise DataError(f"{record.where}: the conversation has {len(turns)} turns; it must end with an answer")
+        raise DataError(
+            f"{record.where}: the conversation has {len(turns)} turns; it must end with an answer: "
+            "add one, or take the last question out"
+        )
     tags = sum(turn.text.count(IMAGE_TAG) for turn in turns if turn.role == "human")
     if record.images and tags != len(record.images):
-        raise DataError(f"{record.where}: {tags} {IMAGE_TAG} tags for {len(record.images)} pictures")
+        raise DataError(
+            f"{record.where}: {tags} {IMAGE_TAG} tags for {len(record.images)} pictures; give every picture "
+            "one tag in a question"
+        )

@@ -179,6 +179,8 @@ def open_picture(path: Path, where: str, pixels: Parity) -> Image.Image:
 def picture_size(path: Path, where: str) -> Size:
     """(width, height) as shown; reads the file's head only."""
     with opened(path, where) as picture:
+        if picture.format == "TIFF":  # of these Pillow reports the size as shown
+            return picture.size
         turned = picture.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
         return (picture.height, picture.width) if turned else picture.size
 

@@ -55,6 +55,11 @@ def encode_like_original(record: Record, own: Original) -> Tokens:
 def check_like_original(record: Record, own: Original) -> None:
     """Raises DataError where the original stops with an exception; tokenizes only a record with several tags."""
     turns = list(record.turns)
+    if len(record.images) > 1:
+        raise DataError(
+            f"{record.where} has a list of {len(record.images)} pictures, at which the original stops; labels=exact "
+            "reads it"
+        )
     if own.form.style is Style.PLAIN:
         check_caption(turns, record.where)
     elif own.form.style is not Style.MARKERS:

@@ -117,4 +117,11 @@ def parse_record(path: Path, index: int, raw: Any) -> Record:
 def parse_turn(where: str, position: int, raw: Any) -> Turn:
     if not isinstance(raw, dict) or not isinstance(raw.get("from"), str) or not isinstance(raw.get("value"), str):
         raise DataError(f"{where}: turn {position} is {str(raw)[:80]!r}; it must be an object with from and value")
+    try:
+        raw["value"].encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: turn {position} has half of a surrogate pair at character {error.start}, as a cut emoji leaves; "
+            "mend the text"
+        ) from error
     return Turn(raw["from"], raw["value"])

@@ -189,7 +189,10 @@ class LlamaTokenizer:
     """
 
     def __init__(self, path: Path, config: dict, added: dict[str, int], extra: tuple[str, ...]):
-        self._pieces = sentencepiece.SentencePieceProcessor(model_proto=without_prefix(path))
+        try:
+            self._pieces = sentencepiece.SentencePieceProcessor(model_proto=without_prefix(path))
+        except RuntimeError as error:
+            raise ModelError(f"{path} is no SentencePiece model; put the model's tokenizer.json beside it") from error
         self.legacy = is_legacy(config)
         self._special = {
             self._pieces.id_to_piece(i): i

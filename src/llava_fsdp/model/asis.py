@@ -4,8 +4,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from llava_fsdp.config import Feature, ModelConfig, Part, PatchMerge
-from llava_fsdp.errors import ConfigError
-from llava_fsdp.model.files import WHOLE_MODEL
+from llava_fsdp.errors import ConfigError, ModelError
+from llava_fsdp.model.files import PROJECTOR, WHOLE_MODEL
 from llava_fsdp.model.original import TOWER, Selection, is_original, read_selection
 from llava_fsdp.model.parts import HUB_NAME, NOTES, PACKAGE, read_json, read_llava_config
 
@@ -25,6 +25,8 @@ def read_model(folder: Path, language: str | None, vision: str | None) -> ModelC
     if is_original(raw):
         said = read_selection(raw, folder)
         whole = any((folder / name).is_file() for name in WHOLE_MODEL)
+        if not whole and not any((folder / name).is_file() for name in PROJECTOR):
+            raise ModelError(f"source={folder} has no weights: none of {', '.join(WHOLE_MODEL + PROJECTOR)}")
         if not whole and language is None:
             raise ConfigError(f"source={folder} holds a projector alone; give the language model with language=PATH")
         base = language or ""
