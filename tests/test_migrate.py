@@ -97,7 +97,7 @@ NASTY = [
 
 @pytest.mark.parametrize(("text", "words"), NASTY, ids=lambda v: v if isinstance(v, str) else "")
 def test_words_of_a_command(text: str, words: list[str]) -> None:
-    found = [c for c in commands(text, {}, "x.sh") if c.words[0] == "a"]
+    found = [c for c in commands(text, {}, "x.sh")[0] if c.words[0] == "a"]
     assert [[shown(word) for word in c.words] for c in found] == [words]
 
 
@@ -111,7 +111,7 @@ def test_words_are_what_bash_makes_of_them(text: str) -> None:
     script = f"exec 9>&1 >/dev/null 2>&1; {program}"
     done = subprocess.run(["bash", "-c", script], env={"PATH": os.environ["PATH"]}, capture_output=True, check=False)
     theirs = done.stdout.decode().split("\0")[:-1]
-    (ours,) = [c.words[1:] for c in commands(text, {}, "x.sh") if c.words[0] == "a"]
+    (ours,) = [c.words[1:] for c in commands(text, {}, "x.sh")[0] if c.words[0] == "a"]
     unset = re.compile(r"\ue000[^\ue001]*\ue001")
     assert [w for w in (unset.sub("", word) for word in ours) if w] == [w for w in theirs if w]
 

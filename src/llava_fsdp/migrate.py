@@ -6,6 +6,7 @@ transformers.
 """
 
 import json
+import math
 import os
 import re
 import sys
@@ -130,7 +131,7 @@ def as_json(migration: Migration) -> dict[str, object]:
         "gpus": run.gpus,
         "notes": list(map(shown, run.notes)),
         "refused": migration.refused,
-        "caution": migration.caution,
+        "cautions": list(map(shown, migration.cautions)),
         "counts": {verdict.value: migration.count(verdict) for verdict in Verdict},
         "unknown": [row.key for row in migration.unknown],
         "keys": [
@@ -144,24 +145,35 @@ def as_json(migration: Migration) -> dict[str, object]:
 
 
 def plain(value: object) -> object:
-    return shown(value) if isinstance(value, str) else value
+    """As JSON has it."""
+    if isinstance(value, list):
+        return [plain(v) for v in value]
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    known = value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
+    return value if known else shown(value)
+
+
+def comment(text: str) -> str:
+    """One line, whatever a name in a file had in it: these lines are pasted into shells."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in shown(text))
 
 
 def show(migration: Migration) -> None:
     """The command, what to know about it, and the table."""
     run = migration.run
-    print(f"# {run.name}")
+    print(f"# {comment(run.name)}")
     for note in run.notes:
-        print(f"# note: {shown(note)}")
+        print(f"# note: {comment(note)}")
     if run.gpus is None:
         print("# the number of GPUs is not known: give gpus=N, or set GPUS (of a machine) and NODES in the shell")
-    if migration.caution:
-        print(f"# caution: {migration.caution}")
+    for caution in migration.cautions:
+        print(f"# caution: {comment(caution)}")
     if migration.refused:
-        print(f"# llava_fsdp will refuse this: {migration.refused}")
+        print(f"# llava_fsdp will refuse this: {comment(migration.refused)}")
     missing = [row.key for row in migration.rows if row.verdict is Verdict.unsupported]
     if missing:
-        print(f"# without: {', '.join(missing)} (see the table)")
+        print(f"# without: {comment(', '.join(missing))} (see the table)")
     print(lines(migration.words))
     if run.launch:
         print(f"# {PARITY}")

@@ -7,8 +7,9 @@ from dataclasses import replace
 from llava_fsdp.moving import accelerate, deepspeed
 from llava_fsdp.moving.context import Context, Rule, outcome
 from llava_fsdp.moving.flags import FLAGS
-from llava_fsdp.moving.launch import DEEPSPEED_LAUNCHER, TORCHRUN
+from llava_fsdp.moving.launch import DEEPSPEED_LAUNCHER, ON_ITS_OWN, TORCHRUN
 from llava_fsdp.moving.outcome import Outcome, Row, Verdict, implied, mapped, unsupported
+from llava_fsdp.moving.run import Block
 from llava_fsdp.moving.shell import is_open, open_names, shown
 
 Lookup = Callable[[str], Outcome | Rule | None]
@@ -35,15 +36,15 @@ def launcher_rows(context: Context) -> list[Row]:
     assert launch is not None
     tables: dict[str, Lookup] = {
         "deepspeed": DEEPSPEED_LAUNCHER.get, "torchrun": TORCHRUN.get, "accelerate": accelerate.rule_of,
+        "python": {"m": ON_ITS_OWN}.get,
     }  # fmt: skip
     source = f"{context.run.name} ({launch.launcher})"
     rows = []
     if launch.devices is not None:
         where = mapped("CUDA_VISIBLE_DEVICES before the command")
         rows.append(row(source, "CUDA_VISIBLE_DEVICES", launch.devices, where))
-    known = tables.get(launch.launcher, {}.get)
     for name, value in launch.flags.items():
-        rows.append(answered(context, source, name, value, known(name), ()))
+        rows.append(answered(context, source, name, value, tables[launch.launcher](name), ()))
     program = mapped("python -m llava_fsdp.train; attention is PyTorch's own")
     return [*rows, row(source, ENTRY, launch.script, program)]
 
@@ -88,13 +89,32 @@ def row(source: str, key: str, value: object, found: Outcome, known: bool = True
     return Row(source, key, value, found.verdict, found.text, found.resolved, known)
 
 
+def deepspeed_defaults(context: Context, block: Block) -> Iterator[Row]:
+    """What DeepSpeed takes where the JSON is silent, and the command has to say."""
+    run = context.run
+    ours = {
+        "gradient_clipping": "optim.clip", "zero_optimization.stage": "sharding",
+        "optimizer.params.lr": "optim.lr", "optimizer.params.betas": "optim.beta2", "optimizer.params.eps": "optim.eps",
+        "optimizer.params.weight_decay": "optim.weight_decay", "scheduler.params.warmup_max_lr": "optim.lr",
+        "scheduler.params.warmup_num_steps": "optim.warmup_steps", "scheduler.params.warmup_type": "optim.schedule",
+    }  # fmt: skip
+    applies = {"optimizer": run.has_ds_optimizer and not run.has_ds_warmup, "scheduler": run.has_ds_warmup}
+    for key, override in ours.items():
+        old_form = key.startswith("zero") and "zero_optimization" in block.values
+        if key in block.values or old_form or not applies.get(key.partition(".")[0], True):
+            continue
+        text = f"{context.tell(override)}: DeepSpeed's default"
+        if key == "gradient_clipping":
+            norm = f", although --max_grad_norm is {shown(run.hf('max_grad_norm'))}" if run.launch else ""
+            text = f"{context.tell(override)}: without this key DeepSpeed does not clip{norm}"
+        yield row(f"{block.name} (not in it)", key, run.ds_or_default(key), mapped(text))
+
+
 def silent_rows(context: Context) -> Iterator[Row]:
     """What the inputs do not say, where the command has to say it or nothing can."""
     run = context.run
-    if run.deepspeed and "gradient_clipping" not in run.deepspeed.values:
-        norm = f", although --max_grad_norm is {shown(run.hf('max_grad_norm'))}" if run.launch else ""
-        text = f"{context.tell('optim.clip')}: without this key DeepSpeed does not clip{norm}"
-        yield row(f"{run.deepspeed.name} (not in it)", "gradient_clipping", 0.0, mapped(text))
+    if run.deepspeed:
+        yield from deepspeed_defaults(context, run.deepspeed)
     if not run.launch:
         return
     for name, flag in FLAGS.items():
