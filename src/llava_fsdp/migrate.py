@@ -5,6 +5,7 @@ does the same, and a table of every key: what it became, or why nothing. Runs no
 transformers.
 """
 
+import io
 import json
 import math
 import os
@@ -51,6 +52,8 @@ class Request:
 
 def main() -> None:
     setup_logging()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names in a file may be anything
     if not sys.argv[1:] or {"-h", "--help"} & set(sys.argv[1:]):
         print(USAGE, end="")
         sys.exit(ExitCode.DONE if sys.argv[1:] else ExitCode.USER)
@@ -179,19 +182,22 @@ def show(migration: Migration) -> None:
         print(f"# {PARITY}")
     print()
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False, markup=False)
-    console.print(table(migration.rows))
+    console.print(table(migration.rows, console.width))
     counts = ", ".join(f"{migration.count(v)} {v.value}" for v in Verdict if migration.count(v))
     print(f"{len(migration.rows)} keys: {counts}")
     if migration.unknown:
-        print(f"{len(migration.unknown)} of them unknown to us: {', '.join(r.key for r in migration.unknown)}")
+        print(f"{len(migration.unknown)} of them unknown to us: {comment(', '.join(r.key for r in migration.unknown))}")
     print()
 
 
-def table(rows: list[Row]) -> Table:
+def table(rows: list[Row], width: int) -> Table:
+    """Where there is room, a key is in one piece: somebody will search for it."""
     made = Table()
-    widths = {"key": 30, "value": 30, "verdict": 13, "what it becomes, or why nothing does": None}
-    for name, width in widths.items():
-        made.add_column(name, max_width=width, overflow="fold")
+    longest = min(54, max((len(row.key) for row in rows), default=0))
+    widths = {"key": 54, "value": 22, "verdict": 13, "what it becomes, or why nothing does": None}
+    for name, most in widths.items():
+        least = longest if name == "key" and width >= 120 else None
+        made.add_column(name, min_width=least, max_width=most, overflow="fold")
     source = ""
     for row in rows:
         if row.source != source:
@@ -199,7 +205,7 @@ def table(rows: list[Row]) -> Table:
             made.add_row(row.source, style="bold")
             source = row.source
         value = readable(row.value) if row.resolved is None else f"{readable(row.value)} = {readable(row.resolved)}"
-        made.add_row(row.key, value, row.verdict.value, shown(row.text))
+        made.add_row(comment(row.key), comment(value), row.verdict.value, comment(row.text))
     return made
 
 

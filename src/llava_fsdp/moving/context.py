@@ -1,5 +1,6 @@
 """What a table's rule may look at, and the rules that most keys share."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -46,7 +47,7 @@ def written(value: object) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, float):
+    if isinstance(value, float) and math.isfinite(value):
         text = repr(value) if abs(value) < 1e7 or value != int(value) else f"{value:g}"
         return (text if float(text) == value else repr(value)).replace("e-0", "e-").replace("e+0", "e+")
     if isinstance(value, list):

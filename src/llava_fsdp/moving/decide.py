@@ -9,7 +9,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from llava_fsdp.config import config_dir
-from llava_fsdp.moving.run import AUTO, Run, plain
+from llava_fsdp.moving.run import AUTO, HALF, Run, plain
 from llava_fsdp.moving.shell import is_open, open_mark, shown
 
 Overrides = dict[str, object]
@@ -158,6 +158,11 @@ def sharding(run: Run) -> Overrides:
     return {"sharding": "zero0"} if run.launch or run.distributed_type == "MULTI_GPU" else {}
 
 
+def cuts(gpus: int | None, group: int) -> bool:
+    """Whether the ranks, where their number is known, make several groups of this size."""
+    return gpus is None or (group < gpus and gpus % group == 0)
+
+
 def fsdp_strategy(run: Run) -> str | None:
     """From the trainer's `--fsdp "full_shard auto_wrap"`, or from Accelerate's `fsdp_config`."""
     if run.distributed_type == "FSDP":
@@ -172,7 +177,7 @@ def fsdp_strategy(run: Run) -> str | None:
 
 def precision(run: Run) -> Overrides:
     """fp16 has no equal; bf16 stands in for it."""
-    ours = [run.ds(f"{name}.enabled") for name in ("bf16", "bfloat16", "fp16", "amp")]
+    ours = [run.ds(f"{name}.enabled") for name in HALF]
     if run.launch:
         half = run.truth("bf16") or run.truth("fp16") or run.launched("mixed_precision") in ("bf16", "fp16", "fp8")
         return {"precision": "bf16" if half or True in ours else "fp32"}

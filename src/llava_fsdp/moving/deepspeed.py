@@ -176,9 +176,7 @@ DEEPSPEED: Mapping[str, Outcome | Rule] = {
     "curriculum_learning.*": rules.switched("samples come in an order without a curriculum"),
     "curriculum_params_legacy.*": rules.switched("samples come in an order without a curriculum"),
     # other parallelism and other models
-    "tensor_parallel.*": rules.switched(
-        "no tensor parallelism: sharding=zero3 for models that fit no GPU", "autotp_size"
-    ),
+    "tensor_parallel.*": rules.switched("no tensor parallelism: sharding=zero3 for large models", "autotp_size"),
     "expert_parallel.*": rules.switched("no mixtures of experts"),
     "sequence_parallel_size": off("no sequence parallelism", 1),
     "autotp_size": off("no tensor parallelism", 0, 1),

@@ -93,7 +93,7 @@ def all_commands(text: str, variables: Mapping[str, str], where: str) -> tuple[l
             found.append(command)
             continue
         more, also = all_commands(inner, command.variables, where)
-        found += [replace(c, line=command.line) for c in more]
+        found += [replace(c, line=command.line, environment=command.environment | c.environment) for c in more]
         notes += also
     return found, notes
 
@@ -102,10 +102,10 @@ def nested(command: Command) -> str | None:
     """The text that a command gives to another shell."""
     words = command.words
     if words[0] == "eval":
-        return " ".join(words[1:])
+        return shown(" ".join(words[1:]))
     for place, word in enumerate(words[:-1]):
         if re.fullmatch(r"-[a-z]*c", word) and {"bash", "sh"} & {Path(w).name for w in words[:place]}:
-            return words[place + 1]
+            return shown(words[place + 1])
     return None
 
 
@@ -232,7 +232,7 @@ def read_json(path: Path) -> Block:
     try:
         content = json.loads(text, object_pairs_hook=unique, parse_constant=number)
     except ValueError as error:
-        hint = "; transformers takes no comments either" if re.search(r"^\s*(//|#|/\*)", text, re.MULTILINE) else ""
+        hint = "; transformers takes no comments either" if re.search(r"(^|[\s{,])(//|#|/\*)", text) else ""
         raise ConfigError(f"{path} is not JSON: {error}{hint}") from None
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply for a file of settings") from None
@@ -261,10 +261,11 @@ def read_yaml(path: Path) -> Block:
 def block(path: Path, content: Mapping) -> Block:
     try:
         values = flat(content)
+        json.dumps(list(values.values()), default=str, skipkeys=True)
     except ConfigError as error:
         raise ConfigError(f"{path} {error}") from None
-    except RecursionError:
-        raise ConfigError(f"{path} is nested too deeply for a file of settings") from None
+    except (RecursionError, ValueError):
+        raise ConfigError(f"{path} is nested too deeply for a file of settings, or holds itself") from None
     return Block(path.name, values)
 
 

@@ -28,8 +28,10 @@ DS_DEFAULTS: Mapping[str, object] = {
     "scheduler.params.warmup_max_lr": 0.001,
     "scheduler.params.warmup_num_steps": 1000,
     "scheduler.params.warmup_type": "log",
+    "bf16.enabled": False,
 }
 TORCH_ADAMW_DECAY = 0.01
+HALF = ("bf16", "bfloat16", "fp16", "amp")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from llava_fsdp.moving.context import Context, Rule, outcome
 from llava_fsdp.moving.flags import FLAGS
 from llava_fsdp.moving.launch import DEEPSPEED_LAUNCHER, ON_ITS_OWN, TORCHRUN
 from llava_fsdp.moving.outcome import Outcome, Row, Verdict, implied, mapped, unsupported
-from llava_fsdp.moving.run import Block
+from llava_fsdp.moving.run import HALF, Block
 from llava_fsdp.moving.shell import is_open, open_names, shown
 
 Lookup = Callable[[str], Outcome | Rule | None]
@@ -98,6 +98,8 @@ def deepspeed_defaults(context: Context, block: Block) -> Iterator[Row]:
         "optimizer.params.weight_decay": "optim.weight_decay", "scheduler.params.warmup_max_lr": "optim.lr",
         "scheduler.params.warmup_num_steps": "optim.warmup_steps", "scheduler.params.warmup_type": "optim.schedule",
     }  # fmt: skip
+    if not run.launch and not any(f"{name}.enabled" in block.values for name in HALF):
+        ours["bf16.enabled"] = "precision"
     applies = {"optimizer": run.has_ds_optimizer and not run.has_ds_warmup, "scheduler": run.has_ds_warmup}
     for key, override in ours.items():
         old_form = key.startswith("zero") and "zero_optimization" in block.values
