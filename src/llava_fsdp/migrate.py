@@ -129,7 +129,7 @@ def as_json(migration: Migration) -> dict[str, object]:
     return {
         "name": run.name,
         "command": lines(migration.words, width=sys.maxsize),
-        "overrides": {key: shown(v) if isinstance(v, str) else v for key, v in migration.kept.items()},
+        "overrides": {key: plain(value) for key, value in migration.kept.items()},
         "same_as_recipe": sorted(migration.decided.keys() - migration.kept.keys()),
         "gpus": run.gpus,
         "notes": list(map(shown, run.notes)),

@@ -280,7 +280,7 @@ def offload(context: Context, value: object) -> Outcome:
 def old_zero(context: Context, value: object) -> Outcome:
     if value in ({}, True, False, None):
         return mapped(f"{context.tell('sharding')}: the old form of this key is stage {int(bool(value))}")
-    return unsupported('no block of settings; say {"stage": 1}')
+    return unsupported(f'{context.tell("sharding")}: this is no block of settings; say {{"stage": 1}}')
 
 
 def activation_checkpointing(context: Context, value: object) -> Outcome:

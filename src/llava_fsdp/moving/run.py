@@ -29,6 +29,8 @@ DS_DEFAULTS: Mapping[str, object] = {
     "scheduler.params.warmup_num_steps": 1000,
     "scheduler.params.warmup_type": "log",
     "bf16.enabled": False,
+    "train_batch_size": None,
+    "train_micro_batch_size_per_gpu": None,
 }
 TORCH_ADAMW_DECAY = 0.01
 HALF = ("bf16", "bfloat16", "fp16", "amp")

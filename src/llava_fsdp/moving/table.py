@@ -9,7 +9,7 @@ from llava_fsdp.moving.context import Context, Rule, outcome
 from llava_fsdp.moving.flags import FLAGS
 from llava_fsdp.moving.launch import DEEPSPEED_LAUNCHER, ON_ITS_OWN, TORCHRUN
 from llava_fsdp.moving.outcome import Outcome, Row, Verdict, implied, mapped, unsupported
-from llava_fsdp.moving.run import HALF, Block
+from llava_fsdp.moving.run import Block
 from llava_fsdp.moving.shell import is_open, open_names, shown
 
 Lookup = Callable[[str], Outcome | Rule | None]
@@ -71,7 +71,7 @@ def rows_of_block(
     rows = []
     for key, value in values.items():
         rule = rule_of(key)
-        if rule is None and value in ({}, None) and any(known.startswith(key + ".") for known in table):
+        if key not in table and value in ({}, None) and any(known.startswith(key + ".") for known in table):
             rule = implied("an empty block: all of it has its defaults")
         rows.append(answered(context, source, key, value, rule, table))
     return rows
@@ -94,21 +94,29 @@ def deepspeed_defaults(context: Context, block: Block) -> Iterator[Row]:
     run = context.run
     ours = {
         "gradient_clipping": "optim.clip", "zero_optimization.stage": "sharding",
-        "optimizer.params.lr": "optim.lr", "optimizer.params.betas": "optim.beta2", "optimizer.params.eps": "optim.eps",
+        "optimizer.params.lr": "optim.lr", "optimizer.params.betas": "optim.beta1", "optimizer.params.eps": "optim.eps",
         "optimizer.params.weight_decay": "optim.weight_decay", "scheduler.params.warmup_max_lr": "optim.lr",
         "scheduler.params.warmup_num_steps": "optim.warmup_steps", "scheduler.params.warmup_type": "optim.schedule",
     }  # fmt: skip
-    if not run.launch and not any(f"{name}.enabled" in block.values for name in HALF):
+    if not run.launch and "bfloat16.enabled" not in block.values and context.decided.get("precision") == "fp32":
         ours["bf16.enabled"] = "precision"
-    applies = {"optimizer": run.has_ds_optimizer and not run.has_ds_warmup, "scheduler": run.has_ds_warmup}
+    if not run.launch:
+        ours |= {"train_batch_size": "global_batch_size", "train_micro_batch_size_per_gpu": "micro_batch_size"}
+        ours = {key: override for key, override in ours.items() if override in context.decided}
+    if run.has_ds_warmup:
+        ours.pop("optimizer.params.lr", None)
+    applies = {"optimizer": run.has_ds_optimizer, "scheduler": run.has_ds_warmup}
     for key, override in ours.items():
         old_form = key.startswith("zero") and "zero_optimization" in block.values
         if key in block.values or old_form or not applies.get(key.partition(".")[0], True):
             continue
-        text = f"{context.tell(override)}: DeepSpeed's default"
+        also = f", {context.tell('optim.beta2')}" if key.endswith("betas") else ""
+        text = f"{context.tell(override)}{also}: DeepSpeed's default"
         if key == "gradient_clipping":
             norm = f", although --max_grad_norm is {shown(run.hf('max_grad_norm'))}" if run.launch else ""
             text = f"{context.tell(override)}: without this key DeepSpeed does not clip{norm}"
+        if key.startswith("train"):
+            text = f"{context.tell(override)}: batch = micro-batch x accumulation x GPUs"
         yield row(f"{block.name} (not in it)", key, run.ds_or_default(key), mapped(text))
 
 
