@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small import config_of
@@ -23,7 +24,7 @@ from llava_fsdp.moving.deepspeed import DEEPSPEED
 from llava_fsdp.moving.deepspeed import rule_of as deepspeed_rule
 from llava_fsdp.moving.inputs import flat, read_runs, sort_paths
 from llava_fsdp.moving.outcome import Row, Verdict
-from llava_fsdp.moving.run import Options
+from llava_fsdp.moving.run import Options, Run
 from llava_fsdp.moving.shell import commands, shown
 from llava_fsdp.moving.table import rows_of
 
@@ -39,10 +40,10 @@ FINETUNE = (
 )
 
 
-def moved(
+def read(
     folder: Path, script: str | None = None, zero: dict | None = None, accelerate: str | None = None, **options: int
-) -> Migration:
-    """The migration of these files' contents."""
+) -> Run:
+    """The one run of these files' contents."""
     paths = []
     if script is not None:
         (folder / "run.sh").write_text(script)
@@ -54,13 +55,23 @@ def moved(
         (folder / "accelerate.yaml").write_text(accelerate)
         paths.append(folder / "accelerate.yaml")
     (run,) = read_runs(sort_paths(map(str, paths)), {}, Options(**options))
-    return migrate(run)
+    return run
+
+
+def moved(folder: Path, *contents: Any, **named: Any) -> Migration:
+    return migrate(read(folder, *contents, **named))
+
+
+def told(run: Run) -> Migration:
+    """The migration without composing its command, which takes most of the time."""
+    decided = decide(run)
+    return Migration(run, decided, decided, rows_of(Context(run, decided)), "")
 
 
 def finetune(folder: Path, flags: str = "", zero: dict | None = ZERO2, gpus: int = 8) -> Migration:
     named = "--deepspeed zero.json " if zero is not None else ""
     launcher = "deepspeed" if zero is not None else f"torchrun --nproc_per_node {gpus}"
-    return moved(folder, f"{launcher} llava/train/train_mem.py {named}{FINETUNE}{flags}", zero, gpus=gpus)
+    return moved(folder, f"{launcher} llava/train/train_mem.py {named}{FINETUNE}{flags}", zero=zero, gpus=gpus)
 
 
 def row(done: Migration, key: str) -> Row:
@@ -197,7 +208,7 @@ LAUNCHES = [
 def test_number_of_gpus(script: str, gpus: int | None, tmp_path: Path) -> None:
     end = "'" if script.endswith("'") else ""
     flags = " --output_dir o --per_device_train_batch_size 2 --gradient_accumulation_steps 3"
-    done = moved(tmp_path, script.removesuffix("'") + flags + end)
+    done = told(read(tmp_path, script.removesuffix("'") + flags + end))
     assert done.run.gpus == gpus
     assert not done.unknown
     batch, words = shown(done.decided["global_batch_size"]), shown(" ".join(done.words))
@@ -532,7 +543,7 @@ BATCHES = [
 
 @pytest.mark.parametrize(("zero", "gpus", "expected"), BATCHES)
 def test_batch_of_a_json_alone(zero: dict, gpus: int, expected: tuple | str, tmp_path: Path) -> None:
-    done = moved(tmp_path, zero=zero, gpus=gpus)
+    done = told(read(tmp_path, zero=zero, gpus=gpus))
     if isinstance(expected, str):
         (caution,) = done.cautions
         assert "the original refuses to start" in caution and expected in caution
@@ -577,7 +588,7 @@ DEEPSPEED_VERDICTS = [
 @pytest.mark.parametrize(("zero", "verdict"), DEEPSPEED_VERDICTS, ids=str)
 def test_deepspeed_keys(zero: dict, verdict: Verdict, tmp_path: Path) -> None:
     """The last key of the file."""
-    assert row(moved(tmp_path, zero=zero, gpus=8), list(flat(zero))[-1]).verdict is verdict
+    assert row(told(read(tmp_path, zero=zero, gpus=8)), list(flat(zero))[-1]).verdict is verdict
 
 
 def test_fp16_that_contradicts_the_script(tmp_path: Path) -> None:
@@ -714,14 +725,13 @@ def test_no_key_of_any_json_is_dropped(seed: int, tmp_path: Path) -> None:
     paths = [str(tmp_path / "zero.json"), *[str(script)] * draw.randint(0, 1)]
     gpus = {"gpus": draw.choice([1, 2, 3, 8])} if draw.random() < 0.8 else {}
     (run,) = read_runs(sort_paths(paths), {}, Options(**gpus))
-    decided = decide(run)
-    done = Migration(run, decided, decided, rows_of(Context(run, decided)), "")
+    done = told(run)
     said = json.loads(json.dumps(entry.as_json(done), allow_nan=False))
     assert [r["key"] for r in said["keys"] if r["source"] == "zero.json"] == list(flat(json.loads(json.dumps(content))))
     assert all(r["text"] and r["verdict"] for r in said["keys"])
     if not run.launch:
         texts = " ".join(r["text"] for r in said["keys"])
-        assert [key for key in decided if f"{key}=" not in texts] == []
+        assert [key for key in done.decided if f"{key}=" not in texts] == []
 
 
 # --- which file -------------------------------------------------------------------------------------------------------
@@ -735,7 +745,7 @@ def test_where_a_named_json_is_looked_for(tmp_path: Path, monkeypatch: pytest.Mo
     script = tree / "scripts" / "v1_5" / "run.sh"
     script.write_text("deepspeed train.py --output_dir o --deepspeed ./scripts/zero.json")
 
-    def stage(*given: Path) -> object:
+    def stage(*given: Path) -> tuple[object, list[str]]:
         (run,) = read_runs(sort_paths(map(str, [script, *given])), {}, Options())
         return migrate(run).decided.get("sharding"), list(run.notes)
 
@@ -816,7 +826,8 @@ def test_accelerates_own_file_of_defaults(tmp_path: Path) -> None:
     done = moved(tmp_path, accelerate=text)
     assert done.words[0] == "CUDA_VISIBLE_DEVICES=2,3"
     assert [r.key for r in done.rows if r.verdict is Verdict.unsupported] == ["base_job_name"]
-    assert json.loads(json.dumps(entry.as_json(done)))["keys"][-1]["value"] == "2024-01-01"
+    said: Any = json.loads(json.dumps(entry.as_json(done)))
+    assert said["keys"][-1]["value"] == "2024-01-01"
 
 
 def test_clipping_of_accelerate_that_contradicts_the_script(tmp_path: Path) -> None:

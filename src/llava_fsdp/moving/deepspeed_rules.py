@@ -1,6 +1,6 @@
 """What becomes of those DeepSpeed keys that need more than a name (`deepspeed.DEEPSPEED` is the table).
 
-A rule gets the whole dotted key in `context.key`; `auto` is resolved as transformers does (integrations/deepspeed.py).
+One function a key, none of them long. A rule gets the whole dotted key in `context.key`; `auto` is resolved as transformers does (integrations/deepspeed.py).
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,8 @@ def train_batch_size(context: Context, value: object) -> Outcome:
     if run.launch:
         return compared(context, value, run.batch, text, "micro-batch x accumulation x GPUs")
     if value != AUTO:
-        return refused(run.ds_batch.mistake) if run.ds_batch.mistake else mapped(text)
+        mistake = run.ds_batch.mistake
+        return unsupported(f"{REFUSED}: {mistake}; the command has {text}") if mistake else mapped(text)
     if "global_batch_size" in context.decided:
         return mapped(text, context.decided["global_batch_size"])
     known = [run.ds("train_micro_batch_size_per_gpu"), run.ds("gradient_accumulation_steps"), run.gpus]

@@ -15,6 +15,7 @@ from llava_fsdp.moving.shell import is_open, open_names, shown
 Lookup = Callable[[str], Outcome | Rule | None]
 DEFAULT = "not in the script"
 ENTRY = "the script"
+MOST = 1000  # keys: a file with more is another program's, and looking for near names would take minutes
 
 
 def rows_of(context: Context) -> list[Row]:
@@ -52,6 +53,7 @@ def launcher_rows(context: Context) -> list[Row]:
 def flag_rows(context: Context) -> list[Row]:
     run = context.run
     rows = []
+    near = FLAGS if len(run.flags) < MOST else ()
     for name, given in run.flags.items():
         flag = FLAGS.get(name)
         value = run.hf(name) if flag else given
@@ -61,7 +63,7 @@ def flag_rows(context: Context) -> list[Row]:
                 row(run.name, name, value, unsupported(f"{names} is not known: give NAME=VALUE after the PATHs"))
             )
             continue
-        rows.append(answered(context, run.name, name, value, flag.rule if flag else None, FLAGS))
+        rows.append(answered(context, run.name, name, value, flag.rule if flag else None, near))
     return rows
 
 
@@ -73,7 +75,7 @@ def rows_of_block(
         rule = rule_of(key)
         if key not in table and value in ({}, None) and any(known.startswith(key + ".") for known in table):
             rule = implied("an empty block: all of it has its defaults")
-        rows.append(answered(context, source, key, value, rule, table))
+        rows.append(answered(context, source, key, value, rule, table if len(values) < MOST else ()))
     return rows
 
 
