@@ -1,6 +1,7 @@
 """What becomes of those DeepSpeed keys that need more than a name (`deepspeed.DEEPSPEED` is the table).
 
-One function a key, none of them long. A rule gets the whole dotted key in `context.key`; `auto` is resolved as transformers does (integrations/deepspeed.py).
+One function a key, none of them long. A rule gets the whole dotted key in `context.key`; `auto` is resolved as
+transformers does (integrations/deepspeed.py).
 """
 
 from dataclasses import dataclass
