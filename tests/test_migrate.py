@@ -2,10 +2,12 @@
 
 import json
 import os
+import random
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small import config_of
@@ -16,13 +18,15 @@ from llava_fsdp.errors import ConfigError, ExitCode
 from llava_fsdp.moving.accelerate import ACCELERATE
 from llava_fsdp.moving.accelerate import rule_of as accelerate_rule
 from llava_fsdp.moving.command import Migration, assignments, lines, migrate
-from llava_fsdp.moving.decide import TEMPLATES
+from llava_fsdp.moving.context import Context
+from llava_fsdp.moving.decide import TEMPLATES, decide
 from llava_fsdp.moving.deepspeed import DEEPSPEED
 from llava_fsdp.moving.deepspeed import rule_of as deepspeed_rule
 from llava_fsdp.moving.inputs import flat, read_runs, sort_paths
 from llava_fsdp.moving.outcome import Row, Verdict
-from llava_fsdp.moving.run import Options
+from llava_fsdp.moving.run import Options, Run
 from llava_fsdp.moving.shell import commands, shown
+from llava_fsdp.moving.table import rows_of
 
 ZERO2 = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}
 # A stage-2 training with every value that matters; tests add to it, later flags win.
@@ -36,10 +40,10 @@ FINETUNE = (
 )
 
 
-def moved(
+def read(
     folder: Path, script: str | None = None, zero: dict | None = None, accelerate: str | None = None, **options: int
-) -> Migration:
-    """The migration of these files' contents."""
+) -> Run:
+    """The one run of these files' contents."""
     paths = []
     if script is not None:
         (folder / "run.sh").write_text(script)
@@ -51,13 +55,23 @@ def moved(
         (folder / "accelerate.yaml").write_text(accelerate)
         paths.append(folder / "accelerate.yaml")
     (run,) = read_runs(sort_paths(map(str, paths)), {}, Options(**options))
-    return migrate(run)
+    return run
+
+
+def moved(folder: Path, *contents: Any, **named: Any) -> Migration:
+    return migrate(read(folder, *contents, **named))
+
+
+def told(run: Run) -> Migration:
+    """The migration without composing its command, which takes most of the time."""
+    decided = decide(run)
+    return Migration(run, decided, decided, rows_of(Context(run, decided)), "")
 
 
 def finetune(folder: Path, flags: str = "", zero: dict | None = ZERO2, gpus: int = 8) -> Migration:
     named = "--deepspeed zero.json " if zero is not None else ""
     launcher = "deepspeed" if zero is not None else f"torchrun --nproc_per_node {gpus}"
-    return moved(folder, f"{launcher} llava/train/train_mem.py {named}{FINETUNE}{flags}", zero, gpus=gpus)
+    return moved(folder, f"{launcher} llava/train/train_mem.py {named}{FINETUNE}{flags}", zero=zero, gpus=gpus)
 
 
 def row(done: Migration, key: str) -> Row:
@@ -92,12 +106,19 @@ NASTY = [
     ("a b\r\n", ["a", "b"]),
     ("a ''", ["a", ""]),
     ("a --x=$X.json", ["a", "--x=$X.json"]),
+    ("A=(x)\nA+=('y z' w)\na \"${A[@]}\"", ["a", "x", "y z", "w"]),
+    ('declare -a A=(x y)\na "${A[@]}"', ["a", "x", "y"]),
+    ("X='--b 1'\nX+=' --c 2'\na $X", ["a", "--b", "1", "--c", "2"]),
+    ("cat <<EOF >/dev/null\na 'no \"\nEOF\na b", ["a", "b"]),
+    ("cat <<-'EOF' | cat\n\tx \"\n\tEOF\na b", ["a", "b"]),
+    ("f() {\n  a b\n}\nf", ["a", "b"]),
+    ("case x in\n y) X=1;;\nesac\na b", ["a", "b"]),
 ]
 
 
 @pytest.mark.parametrize(("text", "words"), NASTY, ids=lambda v: v if isinstance(v, str) else "")
 def test_words_of_a_command(text: str, words: list[str]) -> None:
-    found = [c for c in commands(text, {}, "x.sh") if c.words[0] == "a"]
+    found = [c for c in commands(text, {}, "x.sh")[0] if c.words[0] == "a"]
     assert [[shown(word) for word in c.words] for c in found] == [words]
 
 
@@ -111,9 +132,27 @@ def test_words_are_what_bash_makes_of_them(text: str) -> None:
     script = f"exec 9>&1 >/dev/null 2>&1; {program}"
     done = subprocess.run(["bash", "-c", script], env={"PATH": os.environ["PATH"]}, capture_output=True, check=False)
     theirs = done.stdout.decode().split("\0")[:-1]
-    (ours,) = [c.words[1:] for c in commands(text, {}, "x.sh") if c.words[0] == "a"]
+    (ours,) = [c.words[1:] for c in commands(text, {}, "x.sh")[0] if c.words[0] == "a"]
     unset = re.compile(r"\ue000[^\ue001]*\ue001")
     assert [w for w in (unset.sub("", word) for word in ours) if w] == [w for w in theirs if w]
+
+
+NOTES = [
+    ("X=1\nif [ $1 ]; then X=2; fi", "line 2 sets X inside if, case, for or while: taken as if it ran"),
+    ("source env.sh", "line 1: source env.sh is not read; give what it sets as NAME=VALUE"),
+    ("cd /x", "line 1: cd /x: start the command from there"),
+    ("a\n--lr 1", "line 2: --lr 1 stands alone; is a \\ missing at the end of the line before?"),
+]
+
+
+@pytest.mark.parametrize(("text", "note"), NOTES)
+def test_what_only_a_run_could_know_is_noted(text: str, note: str) -> None:
+    assert commands(text, {}, "x.sh")[1] == [note]
+
+
+def test_home_is_left_to_the_shell() -> None:
+    found, _ = commands("X=~/x\na ~/d.json $X '~/y' x~", {}, "x.sh")
+    assert [shown(word) for word in found[0].words] == ["a", "$HOME/d.json", "$HOME/x", "~/y", "x~"]
 
 
 @pytest.mark.parametrize(
@@ -159,6 +198,9 @@ LAUNCHES = [
     ("python x/train.py", 1),
     ("srun -N 1 bash -c 'torchrun --nproc_per_node 4 x/train.py'", 4),
     ("nohup deepspeed --num_gpus $N x/train.py", None),
+    ("bash -lc 'torchrun --nproc_per_node 4 x/train.py'", 4),
+    ("pip install deepspeed x\necho deepspeed x/train.py\neval deepspeed --num_gpus 4 x/train.py", 4),
+    ("python -u -m x.train", 1),
 ]
 
 
@@ -166,7 +208,7 @@ LAUNCHES = [
 def test_number_of_gpus(script: str, gpus: int | None, tmp_path: Path) -> None:
     end = "'" if script.endswith("'") else ""
     flags = " --output_dir o --per_device_train_batch_size 2 --gradient_accumulation_steps 3"
-    done = moved(tmp_path, script.removesuffix("'") + flags + end)
+    done = told(read(tmp_path, script.removesuffix("'") + flags + end))
     assert done.run.gpus == gpus
     assert not done.unknown
     batch, words = shown(done.decided["global_batch_size"]), shown(" ".join(done.words))
@@ -181,7 +223,21 @@ def test_number_of_gpus(script: str, gpus: int | None, tmp_path: Path) -> None:
 
 
 def test_gpus_given_win(tmp_path: Path) -> None:
-    assert moved(tmp_path, "deepspeed --num_gpus 8 train.py --output_dir o", gpus=2).run.gpus == 2
+    done = moved(tmp_path, "deepspeed --num_gpus 8 train.py --output_dir o", gpus=2)
+    assert (done.run.gpus, done.cautions) == (2, ["gpus=2 was given, and the files say 8"])
+
+
+def test_what_a_script_adds_around_the_flags_is_said(tmp_path: Path) -> None:
+    script = 'export A=1\nB=2 torchrun --nnodes 1 --nnodes 1 train.py --output_dir o extra --bf16 True "$@"'
+    done = moved(tmp_path, script)
+    assert {
+        "the script sets A=1, B=2: set for the command too what it needs",
+        "--nnodes is given twice; the last one counts",
+        "extra belongs to no flag",
+        "$@: what the script is called with may add flags or change them",
+    } <= set(done.run.notes)
+    assert row(done, "(extra)").verdict is Verdict.unsupported
+    assert done.decided["output_dir"] == "o"
 
 
 def test_several_machines(tmp_path: Path) -> None:
@@ -464,6 +520,82 @@ def test_booleans_and_numbers_written_as_text(tmp_path: Path) -> None:
     assert done.decided["sharding"] == "zero2"
 
 
+def test_numbers_written_as_text_are_read_and_said(tmp_path: Path) -> None:
+    done = finetune(tmp_path, zero=ZERO2 | {"gradient_clipping": "1.0", "train_micro_batch_size_per_gpu": "4"})
+    assert done.decided["optim.clip"] == 1.0
+    for key in ("gradient_clipping", "train_micro_batch_size_per_gpu"):
+        assert row(done, key).verdict is Verdict.mapped and "written as text" in row(done, key).text
+
+
+BATCHES = [
+    # DeepSpeed's runtime/config.py: what is given, on so many GPUs, and what it makes of that
+    ({"train_batch_size": 32}, 4, (32, 8)),
+    ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2}, 8, (32, 2)),
+    ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, 8, (32, 2)),
+    ({"train_micro_batch_size_per_gpu": 2}, 3, (6, 2)),
+    ({"train_micro_batch_size_per_gpu": "2", "gradient_accumulation_steps": 5}, 3, (30, 2)),
+    ({"train_batch_size": 32}, 3, "32 is not micro-batch 10 x accumulation 1 x 3 GPUs"),
+    ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}, 4,
+     "8 is not micro-batch 1 x accumulation 1 x 4 GPUs"),
+    ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4}, 3, "32 is not micro-batch 4 x accumulation 2 x 3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("zero", "gpus", "expected"), BATCHES)
+def test_batch_of_a_json_alone(zero: dict, gpus: int, expected: tuple | str, tmp_path: Path) -> None:
+    done = told(read(tmp_path, zero=zero, gpus=gpus))
+    if isinstance(expected, str):
+        (caution,) = done.cautions
+        assert "the original refuses to start" in caution and expected in caution
+        assert row(done, "train_batch_size").verdict is Verdict.unsupported
+    else:
+        assert (done.kept["global_batch_size"], done.kept["micro_batch_size"]) == expected
+        assert done.cautions == []
+
+
+def test_optimizer_of_the_json_alone_counts(tmp_path: Path) -> None:
+    """A key that DeepSpeed's entry leaves out has DeepSpeed's default, not the trainer's flag."""
+    done = finetune(tmp_path, "--weight_decay 0.1", zero=ZERO2 | {"optimizer": {"type": "Adam", "params": {}}})
+    assert (done.decided["optim.lr"], done.decided["optim.weight_decay"]) == (1e-3, 0.0)
+    assert row(done, "learning_rate").verdict is row(done, "weight_decay").verdict is Verdict.no_effect
+    assert row(done, "optimizer.params.lr").source == "zero.json (not in it)"
+    torch = {"optimizer": {"type": "AdamW", "params": {"torch_adam": "true"}}}
+    assert finetune(tmp_path, zero=ZERO2 | torch).decided["optim.weight_decay"] == 0.01
+
+
+def test_deepspeeds_warmup_gives_all_groups_one_rate(tmp_path: Path) -> None:
+    zero = ZERO2 | {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_lr": "auto", "total_num_steps": 7}}}
+    done = finetune(tmp_path, "--mm_projector_lr 1e-4 --max_steps 7", zero)
+    assert done.decided["optim.projector_lr"] is None
+    assert row(done, "mm_projector_lr").verdict is Verdict.no_effect
+    assert row(done, "scheduler.params.total_num_steps").verdict is Verdict.implied
+
+
+DEEPSPEED_VERDICTS = [
+    ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, Verdict.unsupported),
+    ({"optimizer": {"type": "Adam", "params": {"bias_correction": "true"}}}, Verdict.implied),
+    ({"optimizer": {"type": "Adam", "params": {"weight_decay": 0.1, "adam_w_mode": "True"}}}, Verdict.implied),
+    ({"optimizer": {"type": "Adam", "params": {"weight_decay": 0.1, "adam_w_mode": False}}}, Verdict.unsupported),
+    ({"zero_optimization": True}, Verdict.mapped),
+    ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}, Verdict.unsupported),
+    ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 16}}, Verdict.mapped),
+    ({"zero_optimization": {"stage": 3, "stage3_gather_fp16_weights_on_model_save": True}}, Verdict.implied),
+    ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, Verdict.unsupported),
+    ({"tensor_parallel": {"autotp_size": 1}}, Verdict.implied),
+]
+
+
+@pytest.mark.parametrize(("zero", "verdict"), DEEPSPEED_VERDICTS, ids=str)
+def test_deepspeed_keys(zero: dict, verdict: Verdict, tmp_path: Path) -> None:
+    """The last key of the file."""
+    assert row(told(read(tmp_path, zero=zero, gpus=8)), list(flat(zero))[-1]).verdict is verdict
+
+
+def test_fp16_that_contradicts_the_script(tmp_path: Path) -> None:
+    found = row(finetune(tmp_path, "--fp16 True --bf16 False", {"fp16": {"enabled": False}}), "fp16.enabled")
+    assert found.verdict is Verdict.unsupported and "the original refuses to start: --fp16 is True" in found.text
+
+
 def test_offload_is_not_supported_yet_and_off_is_as_here(tmp_path: Path) -> None:
     block = {
         "stage": 3,
@@ -558,6 +690,48 @@ def test_json_alone_says_what_it_can(tmp_path: Path) -> None:
         "sharding": "zero2", "optim.clip": None, "micro_batch_size": 4, "global_batch_size": 32,
     }  # fmt: skip
     assert "give that as another PATH" in row(done, "bf16.enabled").text
+    assert row(done, "bf16.enabled").resolved == "--bf16 (false where it is not given)"
+    assert row(done, "train_batch_size").resolved == 32
+
+
+VALUES = [0, 1, 3, -1, 2e-5, 1e9, 1e999, "auto", "5e8", "true", "False", "x y", "", None, True, False, [], {},
+          [1, {"a": 2}], {"device": "cpu"}, {"enabled": "auto"}, "é\n\x1b"]  # fmt: skip
+
+
+def some_json(draw: random.Random, depth: int = 0) -> dict:
+    """Known keys and unknown ones with values of every kind."""
+    known = [key.replace("*", f"x{draw.randint(0, 9)}").split(".") for key in DEEPSPEED]
+    found: dict = {}
+    for _ in range(draw.randint(1, 30)):
+        path = draw.choice(known) if draw.random() < 0.9 else [draw.choice("abc"), draw.choice("abc")]
+        node = found
+        for name in path[:-1]:
+            inner = node.get(name)
+            if not isinstance(inner, dict):
+                inner = node[name] = {}
+            node = inner
+        node[path[-1]] = draw.choice(VALUES)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_no_key_of_any_json_is_dropped(seed: int, tmp_path: Path) -> None:
+    """Every leaf is one row with an answer, and every override of the command stands in a row."""
+    draw = random.Random(seed)
+    content = some_json(draw)
+    (tmp_path / "zero.json").write_text(json.dumps(content).replace("Infinity", "1e999"))
+    script = tmp_path / "run.sh"
+    script.write_text(f"deepspeed train.py --deepspeed zero.json {FINETUNE}")
+    paths = [str(tmp_path / "zero.json"), *[str(script)] * draw.randint(0, 1)]
+    gpus = {"gpus": draw.choice([1, 2, 3, 8])} if draw.random() < 0.8 else {}
+    (run,) = read_runs(sort_paths(paths), {}, Options(**gpus))
+    done = told(run)
+    said = json.loads(json.dumps(entry.as_json(done), allow_nan=False))
+    assert [r["key"] for r in said["keys"] if r["source"] == "zero.json"] == list(flat(json.loads(json.dumps(content))))
+    assert all(r["text"] and r["verdict"] for r in said["keys"])
+    if not run.launch:
+        texts = " ".join(r["text"] for r in said["keys"])
+        assert [key for key in done.decided if f"{key}=" not in texts] == []
 
 
 # --- which file -------------------------------------------------------------------------------------------------------
@@ -571,7 +745,7 @@ def test_where_a_named_json_is_looked_for(tmp_path: Path, monkeypatch: pytest.Mo
     script = tree / "scripts" / "v1_5" / "run.sh"
     script.write_text("deepspeed train.py --output_dir o --deepspeed ./scripts/zero.json")
 
-    def stage(*given: Path) -> object:
+    def stage(*given: Path) -> tuple[object, list[str]]:
         (run,) = read_runs(sort_paths(map(str, [script, *given])), {}, Options())
         return migrate(run).decided.get("sharding"), list(run.notes)
 
@@ -642,6 +816,30 @@ def test_accelerate_with_fsdp(strategy: str, sharding: str, tmp_path: Path) -> N
     assert not done.unknown
 
 
+def test_accelerates_own_file_of_defaults(tmp_path: Path) -> None:
+    """What `accelerate config` always writes besides."""
+    text = (
+        "tpu_env: []\ntpu_use_cluster: false\ndowncast_bf16: 'no'\ngpu_ids: 2,3\nmain_training_function: main\n"
+        "rdzv_backend: static\nsame_network: true\nuse_cpu: false\ndebug: false\nmachine_rank: 0\nnum_processes: 2\n"
+        "enable_cpu_affinity: false\nmegatron_lm_config: {}\nbase_job_name: 2024-01-01\n"
+    )
+    done = moved(tmp_path, accelerate=text)
+    assert done.words[0] == "CUDA_VISIBLE_DEVICES=2,3"
+    assert [r.key for r in done.rows if r.verdict is Verdict.unsupported] == ["base_job_name"]
+    said: Any = json.loads(json.dumps(entry.as_json(done)))
+    assert said["keys"][-1]["value"] == "2024-01-01"
+
+
+def test_clipping_of_accelerate_that_contradicts_the_script(tmp_path: Path) -> None:
+    done = moved(tmp_path, f"accelerate launch train.py {FINETUNE}", accelerate=ACCELERATE_ZERO)
+    assert any("gradient_clipping: the original refuses to start" in caution for caution in done.cautions)
+
+
+def test_files_of_another_kind_are_told(tmp_path: Path) -> None:
+    (caution,) = moved(tmp_path, zero={"architectures": ["LlavaLlama"], "model_type": "llava"}).cautions
+    assert caution == "no key of zero.json is one of DeepSpeed's; is it another file?"
+
+
 def test_fsdp_of_the_trainer(tmp_path: Path) -> None:
     done = finetune(
         tmp_path, '--fsdp "full_shard auto_wrap" --fsdp_transformer_layer_cls_to_wrap LlamaDecoderLayer', None
@@ -667,6 +865,11 @@ def test_entry(tmp_path: Path) -> None:
     assert run["overrides"]["data.template"] == "plain" and run["unknown"] == ["frob"] and run["gpus"] == 8
     assert sum(run["counts"].values()) == len(run["keys"])
 
+    (tmp_path / "odd.json").write_text('\ufeff{"x\\nrm": 1, "\\ud800": 1e999, "zero_optimization": {"stage": 2}}')
+    odd = run_entry("odd.json", cwd=tmp_path)
+    assert odd.returncode == ExitCode.DONE
+    assert "# without: x\\nrm, \\ud800 (see the table)" in odd.stdout
+
     text = run_entry("run.sh", "strict=true", cwd=tmp_path)
     assert text.returncode == ExitCode.USER and "Traceback" not in text.stderr
     assert '"data.template=$V"' in text.stdout and "$V is not set in the script" in text.stdout
@@ -682,6 +885,14 @@ MISTAKES = [
     (["list.json"], "list.json holds a list, not an object of settings; is it a dataset?"),
     (["twice.json"], "twice.json has a twice"),
     (["bad.json"], "bad.json is not JSON"),
+    (["comment.json"], "comment.json is not JSON"),
+    (["nan.json"], "nan.json is not JSON: NaN is no number of JSON"),
+    (["none.json"], "none.json is empty"),
+    (["dots.json"], "dots.json has a.b twice, once with a dot in a name"),
+    (["deep.json"], "deep.json is nested too deeply"),
+    (["itself.yaml"], "itself.yaml is nested too deeply for a file of settings, or holds itself"),
+    (["binary.sh"], "binary.sh is no text"),
+    (["other.sh"], "other.sh has no training command"),
     (["bad.yaml"], "bad.yaml is not YAML"),
     (["empty.sh"], "empty.sh has no training command"),
     (["ok.json", "gpus=0"], "gpus=0: gpus is a number of at least 1"),
@@ -696,10 +907,14 @@ MISTAKES = [
 def test_mistakes(arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     files = {
         "a.py": "", "list.json": "[]", "twice.json": '{"a": 1, "a": 2}', "bad.json": "{", "bad.yaml": "a: [",
+        "comment.json": '{"a": 1 // one\n}', "nan.json": '{"a": NaN}', "none.json": " \n",
+        "dots.json": '{"a.b": 1, "a": {"b": 2}}', "deep.json": '{"a":' * 20000 + "1" + "}" * 20000,
+        "itself.yaml": "a: &x [*x]", "other.sh": "bash real.sh",
         "ok.json": "{}", "empty.sh": "echo deepspeed-free\n",
     }  # fmt: skip
     for name, text in files.items():
         (tmp_path / name).write_text(text)
+    (tmp_path / "binary.sh").write_bytes(b"\xff\xfe\x00")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["migrate", *arguments])
     with pytest.raises(SystemExit) as stop:

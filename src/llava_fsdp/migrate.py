@@ -5,7 +5,9 @@ does the same, and a table of every key: what it became, or why nothing. Runs no
 transformers.
 """
 
+import io
 import json
+import math
 import os
 import re
 import sys
@@ -50,6 +52,8 @@ class Request:
 
 def main() -> None:
     setup_logging()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names in a file may be anything
     if not sys.argv[1:] or {"-h", "--help"} & set(sys.argv[1:]):
         print(USAGE, end="")
         sys.exit(ExitCode.DONE if sys.argv[1:] else ExitCode.USER)
@@ -125,12 +129,12 @@ def as_json(migration: Migration) -> dict[str, object]:
     return {
         "name": run.name,
         "command": lines(migration.words, width=sys.maxsize),
-        "overrides": {key: shown(v) if isinstance(v, str) else v for key, v in migration.kept.items()},
+        "overrides": {key: plain(value) for key, value in migration.kept.items()},
         "same_as_recipe": sorted(migration.decided.keys() - migration.kept.keys()),
         "gpus": run.gpus,
         "notes": list(map(shown, run.notes)),
         "refused": migration.refused,
-        "caution": migration.caution,
+        "cautions": list(map(shown, migration.cautions)),
         "counts": {verdict.value: migration.count(verdict) for verdict in Verdict},
         "unknown": [row.key for row in migration.unknown],
         "keys": [
@@ -144,42 +148,56 @@ def as_json(migration: Migration) -> dict[str, object]:
 
 
 def plain(value: object) -> object:
-    return shown(value) if isinstance(value, str) else value
+    """As JSON has it."""
+    if isinstance(value, list):
+        return [plain(v) for v in value]
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    known = value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
+    return value if known else shown(value)
+
+
+def comment(text: str) -> str:
+    """One line, whatever a name in a file had in it: these lines are pasted into shells."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in shown(text))
 
 
 def show(migration: Migration) -> None:
     """The command, what to know about it, and the table."""
     run = migration.run
-    print(f"# {run.name}")
+    print(f"# {comment(run.name)}")
     for note in run.notes:
-        print(f"# note: {shown(note)}")
+        print(f"# note: {comment(note)}")
     if run.gpus is None:
         print("# the number of GPUs is not known: give gpus=N, or set GPUS (of a machine) and NODES in the shell")
-    if migration.caution:
-        print(f"# caution: {migration.caution}")
+    for caution in migration.cautions:
+        print(f"# caution: {comment(caution)}")
     if migration.refused:
-        print(f"# llava_fsdp will refuse this: {migration.refused}")
+        print(f"# llava_fsdp will refuse this: {comment(migration.refused)}")
     missing = [row.key for row in migration.rows if row.verdict is Verdict.unsupported]
     if missing:
-        print(f"# without: {', '.join(missing)} (see the table)")
+        print(f"# without: {comment(', '.join(missing))} (see the table)")
     print(lines(migration.words))
     if run.launch:
         print(f"# {PARITY}")
     print()
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False, markup=False)
-    console.print(table(migration.rows))
+    console.print(table(migration.rows, console.width))
     counts = ", ".join(f"{migration.count(v)} {v.value}" for v in Verdict if migration.count(v))
     print(f"{len(migration.rows)} keys: {counts}")
     if migration.unknown:
-        print(f"{len(migration.unknown)} of them unknown to us: {', '.join(r.key for r in migration.unknown)}")
+        print(f"{len(migration.unknown)} of them unknown to us: {comment(', '.join(r.key for r in migration.unknown))}")
     print()
 
 
-def table(rows: list[Row]) -> Table:
+def table(rows: list[Row], width: int) -> Table:
+    """Where there is room, a key is in one piece: somebody will search for it."""
     made = Table()
-    widths = {"key": 30, "value": 30, "verdict": 13, "what it becomes, or why nothing does": None}
-    for name, width in widths.items():
-        made.add_column(name, max_width=width, overflow="fold")
+    longest = min(54, max((len(row.key) for row in rows), default=0))
+    widths = {"key": 54, "value": 22, "verdict": 13, "what it becomes, or why nothing does": None}
+    for name, most in widths.items():
+        least = longest if name == "key" and width >= 120 else None
+        made.add_column(name, min_width=least, max_width=most, overflow="fold")
     source = ""
     for row in rows:
         if row.source != source:
@@ -187,7 +205,7 @@ def table(rows: list[Row]) -> Table:
             made.add_row(row.source, style="bold")
             source = row.source
         value = readable(row.value) if row.resolved is None else f"{readable(row.value)} = {readable(row.resolved)}"
-        made.add_row(row.key, value, row.verdict.value, shown(row.text))
+        made.add_row(comment(row.key), comment(value), row.verdict.value, comment(row.text))
     return made
 
 

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from llava_fsdp.moving.context import Context, Rule, off, to
 from llava_fsdp.moving.decide import FSDP_STRATEGIES
 from llava_fsdp.moving.launch import ELASTIC, LOGS, NUMBER, ON_ITS_OWN, PLACE
-from llava_fsdp.moving.outcome import Outcome, implied, mapped, no_effect, unsupported
+from llava_fsdp.moving.outcome import Outcome, implied, mapped, no_effect, refused, unsupported
 from llava_fsdp.moving.run import plain
+from llava_fsdp.moving.shell import is_open
 
-TPU = off("CUDA or CPU, as the machine has it", "false", "main", {})
+TPU = off("CUDA or CPU, as the machine has it")
 FP8 = unsupported("precision=bf16 or fp32; fp8: not yet")
-COMPILE = off("no compiled graphs", "NO", "default", "false")
+COMPILE = off("no compiled graphs", "NO", "default")
 MEGATRON = unsupported("no tensor or pipeline parallelism: sharding=zero3 for models that fit no GPU")
 UNITS = implied("every block of layers is a unit, always")
 AHEAD = implied("FSDP2 gathers the next block ahead of the computation")
@@ -41,6 +42,9 @@ def zero_stage(context: Context, value: object) -> Outcome:
 def gradient_clipping(context: Context, value: object) -> Outcome:
     if context.run.deepspeed is not None:
         return no_effect(f"the DeepSpeed configuration {context.run.deepspeed.name} says it")
+    norm = context.run.hf("max_grad_norm")
+    if context.run.launch and plain(value) != norm and not is_open(norm):
+        return refused(f"--max_grad_norm is {norm}")
     return mapped(context.tell("optim.clip"))
 
 
@@ -51,8 +55,8 @@ def accumulation(context: Context, value: object) -> Outcome:
     if not run.launch:
         return unsupported("a factor of global_batch_size; give the training script as another PATH")
     ours = run.hf("gradient_accumulation_steps")
-    if plain(value) != ours:
-        return unsupported(f"--gradient_accumulation_steps is {ours}: the original's trainer and its engine disagree")
+    if plain(value) != ours and not is_open(ours):
+        return refused(f"--gradient_accumulation_steps is {ours}")
     return mapped(f"a factor of {context.tell('global_batch_size')}")
 
 
@@ -60,6 +64,12 @@ def offload(context: Context, value: object) -> Outcome:
     if plain(value) in (False, None, "none", ""):
         return implied("off, as here")
     return unsupported("offload: not yet. Shard over more GPUs, or take sharding=zero3 recompute=full")
+
+
+def gpu_ids(context: Context, value: object) -> Outcome:
+    if value in (None, "all"):
+        return implied("all of the machine, as here")
+    return mapped("CUDA_VISIBLE_DEVICES before the command")
 
 
 def config_file(context: Context, value: object) -> Outcome:
@@ -108,7 +118,7 @@ ACCELERATE: Mapping[str, Outcome | Rule] = {
     "rdzv_backend": PLACE,
     "rdzv_conf": PLACE,
     "same_network": ON_ITS_OWN,
-    "gpu_ids": mapped("CUDA_VISIBLE_DEVICES before the command"),
+    "gpu_ids": gpu_ids,
     "max_restarts": ELASTIC,
     "monitor_interval": LOGS,
     "log_dir": LOGS,
@@ -171,7 +181,7 @@ ACCELERATE: Mapping[str, Outcome | Rule] = {
     "use_megatron_lm": MEGATRON, "megatron_lm_config.*": MEGATRON, "megatron_lm_*": MEGATRON,
     "use_parallelism_config": off("sharding= says how a model is spread"),
     "parallelism_config.*": off("sharding= says how a model is spread", 1),
-    "parallelism_config_*": off("sharding= says how a model is spread", "1"),
+    "parallelism_config_*": off("sharding= says how a model is spread", 1),
     # SageMaker
     "ec2_instance_type": TPU, "iam_role_name": TPU, "image_uri": TPU, "profile": TPU, "region": TPU,
     "base_job_name": TPU, "pytorch_version": TPU, "transformers_version": TPU, "py_version": TPU,

@@ -1,7 +1,7 @@
 """A run of somebody else's as one llava_fsdp command, as short as the stage and the recipe allow."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
@@ -11,8 +11,8 @@ from llava_fsdp.config import Config, config_dir, load
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.moving.context import Context, written
 from llava_fsdp.moving.decide import Overrides, decide
-from llava_fsdp.moving.outcome import Row, Verdict
-from llava_fsdp.moving.run import Run
+from llava_fsdp.moving.outcome import REFUSED, Row, Verdict
+from llava_fsdp.moving.run import Options, Run
 from llava_fsdp.moving.shell import is_open, open_mark, quoted
 from llava_fsdp.moving.table import rows_of
 
@@ -39,11 +39,19 @@ class Migration:
         return [row for row in self.rows if not row.known]
 
     @property
-    def caution(self) -> str:
-        """Why the command is another training than the script; empty where it is the same."""
-        if self.run.launch and (self.run.is_lora or self.run.hf("bits") != 16):
-            return "this command trains the whole model: LoRA and quantized weights are not supported yet"
-        return ""
+    def cautions(self) -> list[str]:
+        """Why the command is another training than the files say, or these are none."""
+        run = self.run
+        found = [f"{row.key}: {row.text}" for row in self.rows if row.text.startswith(REFUSED)]
+        if run.launch and (run.is_lora or run.hf("bits") != 16):
+            found.append("this command trains the whole model: LoRA and quantized weights are not supported yet")
+        said = replace(run, options=Options()).gpus
+        if run.options.gpus and said and said != run.options.gpus:
+            found.append(f"gpus={run.options.gpus} was given, and the files say {said}")
+        for block, whose in ((run.deepspeed, "DeepSpeed"), (run.accelerate, "Accelerate")):
+            if block and block.values and all(not r.known for r in self.rows if r.source == block.name):
+                found.append(f"no key of {block.name} is one of {whose}'s; is it another file?")
+        return found
 
     def count(self, verdict: Verdict) -> int:
         return sum(row.verdict is verdict for row in self.rows)
@@ -97,10 +105,8 @@ def assignments(overrides: Mapping[str, object]) -> list[str]:
 
 
 def launcher(run: Run) -> list[str]:
-    ranks = run.ranks
     per_node, nodes = run.rank_factors
-    devices = ranks.devices or (run.launch.devices if run.launch else None)
-    prefix = [f"CUDA_VISIBLE_DEVICES={devices}"] if devices else []
+    prefix = [f"CUDA_VISIBLE_DEVICES={run.devices}"] if run.devices else []
     if nodes == 1:
         place = ["--standalone"]
     else:

@@ -1,9 +1,10 @@
 """What a table's rule may look at, and the rules that most keys share."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from llava_fsdp.moving.outcome import Outcome, implied, mapped, no_effect, unsupported
+from llava_fsdp.moving.outcome import Outcome, implied, mapped, unsupported
 from llava_fsdp.moving.run import Run, plain
 from llava_fsdp.moving.shell import shown
 
@@ -46,7 +47,7 @@ def written(value: object) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, float):
+    if isinstance(value, float) and math.isfinite(value):
         text = repr(value) if abs(value) < 1e7 or value != int(value) else f"{value:g}"
         return (text if float(text) == value else repr(value)).replace("e-0", "e-").replace("e+0", "e+")
     if isinstance(value, list):
@@ -71,21 +72,24 @@ class To:
 
 
 @dataclass(frozen=True)
-class Unless:
-    """What the usual value means, and what any other would have needed."""
+class Usual:
+    """These values say what is so here too; any other has no equal."""
 
-    usual: tuple[object, ...]
-    then: Outcome
-    otherwise: Outcome
+    values: tuple[object, ...]
+    text: str
+    why: str
 
     def __call__(self, context: Context, value: object) -> Outcome:
-        return self.then if value in self.usual or plain(value) in self.usual else self.otherwise
+        if value in self.values or plain(value) in self.values:
+            return implied(self.text)
+        return unsupported(self.why)
 
 
-def off(why: str, *usual: object, text: str = "off, as here") -> Unless:
+def off(why: str, *usual: object) -> Usual:
     """Something that is off by default and has no equal here."""
-    return Unless((None, False, "", "no", "none", *usual), implied(text), unsupported(why))
+    return Usual((None, False, "", "no", "none", {}, [], *usual), "off, as here", why)
 
 
-def unused(why: str) -> Outcome:
-    return no_effect(why)
+def on(why: str) -> Usual:
+    """Something that is on by default, and always on here."""
+    return Usual((None, True), "as here", why)

@@ -9,7 +9,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from llava_fsdp.config import config_dir
-from llava_fsdp.moving.run import AUTO, Run, plain
+from llava_fsdp.moving.run import AUTO, HALF, Run, plain
 from llava_fsdp.moving.shell import is_open, open_mark, shown
 
 Overrides = dict[str, object]
@@ -42,8 +42,7 @@ DS_SCHEDULES = {
     ("WarmupDecayLR", "log"): "warmup_decay", ("WarmupDecayLR", "linear"): "linear",
 }  # fmt: skip
 DS_ADAM = frozenset({"adam", "adamw"})
-DS_MAX_LR = 0.001  # DeepSpeed's default of warmup_max_lr, and of an optimizer's lr
-DS_WARMUP_STEPS = 1000
+LEAST_WARMUP = 2  # DeepSpeed's
 LEAST_KEPT = 2
 
 
@@ -142,16 +141,26 @@ def sharding(run: Run) -> Overrides:
     if run.uses_deepspeed:
         if run.lacks_deepspeed:
             return {}
-        stage = run.ds("zero_optimization.stage", 0)
+        stage = run.ds_or_default("zero_optimization.stage")
         group = run.ds("zero_optimization.zero_hpz_partition_size", 1)
         group = group if isinstance(group, int) and group > 1 else run.ds("zero_optimization.mics_shard_size", -1)
-        if stage == 3 and isinstance(group, int) and group > 1 and group != run.gpus:
+        if (
+            stage == 3
+            and isinstance(group, int)
+            and 1 < group < (run.gpus or group + 1)
+            and not (run.gpus or 0) % group
+        ):
             return {"sharding": "hybrid", "sharding.shard_size": group}
         return {"sharding": STAGES[stage]} if isinstance(stage, int) and stage in STAGES else {}
     named = fsdp_strategy(run)
     if named is not None:
         return {"sharding": named}
     return {"sharding": "zero0"} if run.launch or run.distributed_type == "MULTI_GPU" else {}
+
+
+def cuts(gpus: int | None, group: int) -> bool:
+    """Whether the ranks, where their number is known, make several groups of this size."""
+    return gpus is None or (group < gpus and gpus % group == 0)
 
 
 def fsdp_strategy(run: Run) -> str | None:
@@ -168,7 +177,7 @@ def fsdp_strategy(run: Run) -> str | None:
 
 def precision(run: Run) -> Overrides:
     """fp16 has no equal; bf16 stands in for it."""
-    ours = [run.ds(f"{name}.enabled") for name in ("bf16", "bfloat16", "fp16", "amp")]
+    ours = [run.ds(f"{name}.enabled") for name in HALF]
     if run.launch:
         half = run.truth("bf16") or run.truth("fp16") or run.launched("mixed_precision") in ("bf16", "fp16", "fp8")
         return {"precision": "bf16" if half or True in ours else "fp32"}
@@ -181,15 +190,8 @@ def precision(run: Run) -> Overrides:
 def batch(run: Run) -> Overrides:
     if run.launch:
         return {"global_batch_size": run.batch, "micro_batch_size": run.hf("per_device_train_batch_size")}
-    whole, micro, accumulation = (
-        run.ds(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    )
-    found: Overrides = {"micro_batch_size": micro} if isinstance(micro, int) else {}
-    if isinstance(whole, int):
-        found["global_batch_size"] = whole
-    elif isinstance(micro, int) and (accumulation is None or isinstance(accumulation, int)):
-        found["global_batch_size"] = run.product(micro, accumulation or 1, *run.rank_factors)
-    return found
+    found = {"global_batch_size": run.ds_batch.whole, "micro_batch_size": run.ds_batch.micro}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def optimizer(run: Run) -> Overrides:
@@ -202,20 +204,21 @@ def optimizer(run: Run) -> Overrides:
         names |= {"beta1": "adam_beta1", "beta2": "adam_beta2", "eps": "adam_epsilon"}
         found |= {f"optim.{ours}": run.hf(theirs) for ours, theirs in names.items()}
     elif run.has_ds_optimizer:
-        beta = run.ds("optimizer.params.betas", [0.9, 0.999])
-        betas = beta if isinstance(beta, list) and len(beta) == 2 else [AUTO, AUTO]
+        beta = run.ds_or_default("optimizer.params.betas")
+        betas = [plain(b) for b in beta] if isinstance(beta, list) and len(beta) == 2 else [AUTO, AUTO]
         values = {
-            "optim.lr": (run.ds("optimizer.params.lr", DS_MAX_LR), "learning_rate"),
-            "optim.weight_decay": (run.ds("optimizer.params.weight_decay", 0.0), "weight_decay"),
-            "optim.eps": (run.ds("optimizer.params.eps", 1e-8), "adam_epsilon"),
+            "optim.lr": (run.ds_or_default("optimizer.params.lr"), "learning_rate"),
+            "optim.weight_decay": (run.ds_or_default("optimizer.params.weight_decay"), "weight_decay"),
+            "optim.eps": (run.ds_or_default("optimizer.params.eps"), "adam_epsilon"),
             "optim.beta1": (betas[0], "adam_beta1"),
             "optim.beta2": (betas[1], "adam_beta2"),
         }
         found |= filled(run, values)
         if run.launch:
             found["optim.projector_lr"] = None
-    if run.ds("scheduler.type") in ("WarmupLR", "WarmupDecayLR"):
-        found |= filled(run, {"optim.lr": (run.ds("scheduler.params.warmup_max_lr", DS_MAX_LR), "learning_rate")})
+    if run.has_ds_warmup:
+        found |= filled(run, {"optim.lr": (run.ds_or_default("scheduler.params.warmup_max_lr"), "learning_rate")})
+        found |= {"optim.projector_lr": None} if run.launch else {}
     return found
 
 
@@ -236,11 +239,12 @@ def clip(run: Run) -> object:
 def schedule(run: Run) -> Overrides:
     kind = run.ds("scheduler.type")
     if kind is not None:
-        warmup_type = str(run.ds("scheduler.params.warmup_type", "log"))
-        named = DS_SCHEDULES.get((str(kind), warmup_type if warmup_type == "linear" else "log"))
+        linear = run.ds("scheduler.params.warmup_type") == "linear"
+        named = DS_SCHEDULES.get((str(kind), "linear" if linear else "log"))
         found: Overrides = {"optim.schedule": named} if named else {}
-        steps = run.ds("scheduler.params.warmup_num_steps", DS_WARMUP_STEPS)
+        steps = run.ds_or_default("scheduler.params.warmup_num_steps")
         if steps != AUTO:
+            steps = max(LEAST_WARMUP, steps) if isinstance(steps, int) else steps
             return found | ({"optim.warmup_steps": steps} if named else {})
         return found | (warmup(run) if run.launch else {})
     if not run.launch:

@@ -7,7 +7,7 @@ transformers' `HfTrainerDeepSpeedConfig` puts there.
 from collections.abc import Mapping
 
 from llava_fsdp.moving import deepspeed_rules as rules
-from llava_fsdp.moving.context import Rule, off, to
+from llava_fsdp.moving.context import Rule, off, on, to
 from llava_fsdp.moving.outcome import Outcome, implied, unsupported
 
 COMMUNICATION = implied("FSDP2 gathers and reduces one block of layers at a time, ahead of the computation")
@@ -26,7 +26,7 @@ DEEPSPEED: Mapping[str, Outcome | Rule] = {
     "train_batch_size": rules.train_batch_size,
     "train_micro_batch_size_per_gpu": rules.micro_batch_size,
     "gradient_accumulation_steps": rules.accumulation,
-    "managed_gradient_accumulation": off("a step is global_batch_size samples", True),
+    "managed_gradient_accumulation": on("a step is global_batch_size samples"),
     # optimizer
     "optimizer.type": rules.optimizer_type,
     "optimizer.params.lr": rules.lr,
@@ -36,11 +36,11 @@ DEEPSPEED: Mapping[str, Outcome | Rule] = {
     "optimizer.params.torch_adam": implied("PyTorch's own AdamW, fused"),
     "optimizer.params.adam_w_mode": rules.adam_w_mode,
     "optimizer.params.adamw_mode": rules.adam_w_mode,
-    "optimizer.params.bias_correction": off("AdamW corrects its moments", True, text="as here"),
+    "optimizer.params.bias_correction": on("AdamW always corrects its moments"),
     "optimizer.params.amsgrad": off("AdamW without amsgrad"),
     "optimizer.params.fused": implied("PyTorch's own AdamW, fused"),
     "optimizer.params.set_grad_none": implied("gradients are set to none after a step"),
-    "optimizer.params.fp32_optimizer_states": off("moments are fp32", True, text="as here"),
+    "optimizer.params.fp32_optimizer_states": on("moments are fp32"),
     "optimizer.params.max_grad_norm": off("optim.clip clips", 0, 0.0),
     "optimizer.params.*": OPTIMIZER_OTHER,
     "optimizer.legacy_fusion": implied("FSDP2 has no such fusion"),
@@ -64,6 +64,7 @@ DEEPSPEED: Mapping[str, Outcome | Rule] = {
     "gradient_predivide_factor": off("gradients are summed in fp32; there is nothing to divide before", 1, 1.0),
     "gradient_allreduce_op": off("the loss is divided by the label tokens of the step: gradients are summed", "mean"),
     "sparse_gradients": off("gradients of embeddings are dense"),
+    "allgather_size": COMMUNICATION,
     "disable_allgather": off("weights are gathered"),
     "bf16.enabled": rules.bf16,
     "bfloat16.enabled": rules.bf16,
@@ -95,6 +96,7 @@ DEEPSPEED: Mapping[str, Outcome | Rule] = {
     "zero_optimization.allgather_partitions": COMMUNICATION,
     "zero_optimization.allgather_bucket_size": COMMUNICATION,
     "zero_optimization.allgather_sequential": COMMUNICATION,
+    "zero_optimization.stage3_allgather_sequential": COMMUNICATION,
     "zero_optimization.overlap_comm": COMMUNICATION,
     "zero_optimization.round_robin_gradients": COMMUNICATION,
     "zero_optimization.grad_hooks": COMMUNICATION,
@@ -174,9 +176,7 @@ DEEPSPEED: Mapping[str, Outcome | Rule] = {
     "curriculum_learning.*": rules.switched("samples come in an order without a curriculum"),
     "curriculum_params_legacy.*": rules.switched("samples come in an order without a curriculum"),
     # other parallelism and other models
-    "tensor_parallel.*": rules.single(
-        "no tensor parallelism: sharding=zero3 for models that fit no GPU", "autotp_size"
-    ),
+    "tensor_parallel.*": rules.switched("no tensor parallelism: sharding=zero3 for large models", "autotp_size"),
     "expert_parallel.*": rules.switched("no mixtures of experts"),
     "sequence_parallel_size": off("no sequence parallelism", 1),
     "autotp_size": off("no tensor parallelism", 0, 1),

@@ -1,43 +1,55 @@
 """What becomes of those DeepSpeed keys that need more than a name (`deepspeed.DEEPSPEED` is the table).
 
-A rule gets the whole dotted key in `context.key`; `auto` is resolved as transformers does (integrations/deepspeed.py).
+One function a key, none of them long. A rule gets the whole dotted key in `context.key`; `auto` is resolved as
+transformers does (integrations/deepspeed.py).
 """
 
 from dataclasses import dataclass
 
-from llava_fsdp.moving.context import Context
+from llava_fsdp.moving.context import Context, written
 from llava_fsdp.moving.decide import DS_ADAM, DS_SCHEDULES, STAGES
-from llava_fsdp.moving.outcome import Outcome, implied, mapped, no_effect, unsupported
+from llava_fsdp.moving.outcome import REFUSED, Outcome, Verdict, implied, mapped, no_effect, refused, unsupported
 from llava_fsdp.moving.run import AUTO, plain
 from llava_fsdp.moving.shell import is_open, shown
 
-NO_SCRIPT = mapped("filled in by the training script: give that as another PATH")
+NO_SCRIPT = "filled in by the training script: give that as another PATH"
+AS_TEXT = "; written as text, which transformers takes for another value than the script's and refuses"
+
+
+def unsaid(context: Context, flag: str) -> Outcome:
+    """`auto` without a script."""
+    return mapped(NO_SCRIPT, f"--{flag} ({written(context.run.table[flag].default)} where it is not given)")
 
 
 def from_flag(context: Context, value: object, flag: str, text: str) -> Outcome:
     """`auto` is the trainer's flag; another value than the flag's is a mistake that transformers refuses."""
-    run = context.run
+    if value == AUTO and not context.run.launch:
+        return unsaid(context, flag)
+    return compared(context, value, context.run.hf(flag), text, f"--{flag}")
+
+
+def compared(context: Context, value: object, theirs: object, text: str, name: str) -> Outcome:
+    """What transformers' `fill_match` does with a value of the JSON and one of the script."""
     if value == AUTO:
-        return mapped(text, run.hf(flag)) if run.launch else NO_SCRIPT
-    if run.launch and not is_open(run.hf(flag)) and value != run.hf(flag):
-        return refused(f"--{flag} is {shown(run.hf(flag))}")
-    return mapped(text)
-
-
-def refused(why: str) -> Outcome:
-    return unsupported(f"the original refuses to start: {why}; say auto here, or the same in both")
+        return mapped(text, theirs)
+    if not context.run.launch or is_open(theirs) or value == theirs:
+        return mapped(text)
+    same = [plain(v) for v in value] == theirs if isinstance(value, list) else plain(value) == theirs
+    return mapped(text + AS_TEXT) if same else refused(f"{name} is {shown(theirs)}")
 
 
 def train_batch_size(context: Context, value: object) -> Outcome:
     run, text = context.run, context.tell("global_batch_size")
-    if not run.launch:
-        whole = f"micro-batch x accumulation x {run.gpus or 'GPUs'}"
-        return mapped(NO_SCRIPT.text, whole) if value == AUTO else mapped(text)
-    if value == AUTO:
-        return mapped(text, shown(run.batch) if is_open(run.batch) else run.batch)
-    if not is_open(run.batch) and value != run.batch:
-        return refused(f"micro-batch x accumulation x GPUs is {run.batch}")
-    return mapped(f"{text}: micro-batch x accumulation x GPUs must be {value}")
+    if run.launch:
+        return compared(context, value, run.batch, text, "micro-batch x accumulation x GPUs")
+    if value != AUTO:
+        mistake = run.ds_batch.mistake
+        return unsupported(f"{REFUSED}: {mistake}; the command has {text}") if mistake else mapped(text)
+    if "global_batch_size" in context.decided:
+        return mapped(text, context.decided["global_batch_size"])
+    known = [run.ds("train_micro_batch_size_per_gpu"), run.ds("gradient_accumulation_steps"), run.gpus]
+    names = ("micro-batch", "accumulation", "GPUs")
+    return mapped(NO_SCRIPT, " x ".join(str(k) if isinstance(k, int) else n for k, n in zip(known, names, strict=True)))
 
 
 def micro_batch_size(context: Context, value: object) -> Outcome:
@@ -51,11 +63,11 @@ def accumulation(context: Context, value: object) -> Outcome:
 
 def optimizer_type(context: Context, value: object) -> Outcome:
     if str(value).lower() not in DS_ADAM:
-        return unsupported(f"AdamW is the optimizer: {value} has no equal here")
-    return mapped(
-        "optim=adamw, in one group as DeepSpeed makes it: without LLaVA's own group for the projector "
-        "(optim.projector_lr=null)"
-    )
+        return unsupported(f"AdamW is the optimizer, and stands in: {value} has no equal here")
+    text = "optim=adamw"
+    if context.run.launch:
+        text += f", in one group as DeepSpeed makes it, without LLaVA's own: {context.tell('optim.projector_lr')}"
+    return mapped(text)
 
 
 def lr(context: Context, value: object) -> Outcome:
@@ -77,18 +89,15 @@ def weight_decay(context: Context, value: object) -> Outcome:
 
 def betas(context: Context, value: object) -> Outcome:
     run, text = context.run, f"{context.tell('optim.beta1')}, {context.tell('optim.beta2')}"
-    if not run.launch:
-        return NO_SCRIPT if value == AUTO else mapped(text)
-    theirs = [run.hf("adam_beta1"), run.hf("adam_beta2")]
-    if value == AUTO:
-        return mapped(text, theirs)
-    return mapped(text) if value == theirs else refused(f"--adam_beta1, --adam_beta2 are {theirs}")
+    if value == AUTO and not run.launch:
+        return mapped(NO_SCRIPT, "--adam_beta1, --adam_beta2 (0.9, 0.999 where they are not given)")
+    return compared(context, value, [run.hf("adam_beta1"), run.hf("adam_beta2")], text, "--adam_beta1, --adam_beta2")
 
 
 def adam_w_mode(context: Context, value: object) -> Outcome:
-    if value in (True, "true") or str(context.run.ds("optimizer.type")).lower() == "adamw":
+    if plain(value) or str(context.run.ds("optimizer.type")).lower() == "adamw":
         return implied("decay apart from the gradient: AdamW")
-    if not context.decided.get("optim.weight_decay"):
+    if context.decided.get("optim.weight_decay") == 0:
         return implied("without weight decay Adam is AdamW")
     return unsupported("AdamW is the optimizer: decay apart from the gradient, not L2")
 
@@ -115,26 +124,26 @@ def warmup_max_lr(context: Context, value: object) -> Outcome:
 def warmup_num_steps(context: Context, value: object) -> Outcome:
     run = context.run
     key = "optim.warmup_steps" if "optim.warmup_steps" in context.decided else "optim.warmup_ratio"
-    if value == AUTO:
-        return mapped(context.tell(key), run.warmup_steps) if run.launch else NO_SCRIPT
-    if run.launch and isinstance(run.warmup_steps, int) and value != run.warmup_steps:
-        return refused(f"the trainer's warm-up is {run.warmup_steps} steps")
-    return mapped(context.tell(key))
+    if value == AUTO and not run.launch:
+        return mapped(NO_SCRIPT, "--warmup_steps, else ceil(--warmup_ratio x steps) (0 where neither is given)")
+    if value != AUTO and run.launch and not isinstance(run.warmup_steps, int):
+        return mapped(f"{context.tell(key)}; the original refuses another number than the script's {run.warmup_steps}")
+    return compared(context, value, run.warmup_steps, context.tell(key), "the script's warm-up in steps")
 
 
 def total_num_steps(context: Context, value: object) -> Outcome:
+    steps = context.run.total_steps
     if value == AUTO:
-        return implied("all steps of the run", context.run.total_steps or "all steps")
+        return implied("schedules end with the run", steps or "all steps")
+    if plain(value) == steps:
+        return implied("schedules end with the run")
+    if context.run.launch and steps:
+        return refused(f"the run has {steps} steps")
     return unsupported(f"schedules end with the run; give max_steps={value} if it is that long")
 
 
 def gradient_clipping(context: Context, value: object) -> Outcome:
-    run, text = context.run, context.tell("optim.clip")
-    if value == AUTO:
-        return mapped(text, run.hf("max_grad_norm")) if run.launch else NO_SCRIPT
-    if run.launch and not is_open(run.hf("max_grad_norm")) and value != run.hf("max_grad_norm"):
-        return refused(f"--max_grad_norm is {shown(run.hf('max_grad_norm'))}")
-    return mapped(text)
+    return from_flag(context, value, "max_grad_norm", context.tell("optim.clip"))
 
 
 def communication_dtype(context: Context, value: object) -> Outcome:
@@ -153,28 +162,27 @@ def accumulation_dtype(context: Context, value: object) -> Outcome:
 
 def bf16(context: Context, value: object) -> Outcome:
     run, text = context.run, context.tell("precision")
-    if value == AUTO:
-        return mapped(text, run.hf("bf16") or run.hf("bf16_full_eval")) if run.launch else NO_SCRIPT
-    if run.launch and plain(value) != run.truth("bf16"):
-        return refused(f"--bf16 is {run.truth('bf16')}")
-    return mapped(text)
+    if value == AUTO and not run.launch:
+        return unsaid(context, "bf16")
+    return compared(context, value, run.truth("bf16") or run.truth("bf16_full_eval"), text, "--bf16")
 
 
 def fp16_enabled(context: Context, value: object) -> Outcome:
     run = context.run
-    resolved = None
-    if value == AUTO:
-        if not run.launch:
-            return NO_SCRIPT
-        resolved = run.truth("fp16") or run.truth("fp16_full_eval")
-    if not (resolved if value == AUTO else plain(value)):
-        return implied("off, as here", resolved)
+    if value == AUTO and not run.launch:
+        return unsaid(context, "fp16")
+    theirs = run.truth("fp16") or run.truth("fp16_full_eval")
+    found = compared(context, value, theirs, "off, as here", "--fp16")
+    if found.verdict is Verdict.unsupported or not (theirs if value == AUTO else plain(value)):
+        return found if found.verdict is Verdict.unsupported else implied(found.text, found.resolved)
     text = f"fp16 needs a loss scale and loses small gradients; {context.tell('precision')} stands in for it"
-    return unsupported(text, resolved)
+    return unsupported(text, found.resolved)
 
 
 def fp16(context: Context, value: object) -> Outcome:
-    enabled = plain(context.run.ds("fp16.enabled", False))
+    enabled = context.run.ds("fp16.enabled", False)
+    if enabled == AUTO and not context.run.launch:
+        return no_effect("only with --fp16, which has no equal here")
     if enabled == AUTO:
         enabled = context.run.truth("fp16")
     if not enabled:
@@ -234,7 +242,7 @@ def hpz(context: Context, value: object) -> Outcome:
     if context.run.ds("zero_optimization.stage") != 3:
         return no_effect("only at stage 3")
     if "sharding.shard_size" not in context.decided:
-        return mapped(f"{context.tell('sharding')}: the group is all ranks")
+        return outside(context, value)
     return mapped(
         f"{context.tell('sharding')}, {context.tell('sharding.shard_size')}: weights are gathered inside the group, as "
         "hpZ does in backward; optimizer states are sharded over the group too, where ZeRO++ shards them over all ranks"
@@ -244,7 +252,19 @@ def hpz(context: Context, value: object) -> Outcome:
 def mics(context: Context, value: object) -> Outcome:
     if plain(value) in (-1, 0, 1, None):
         return implied("off, as here")
+    if context.run.ds("zero_optimization.stage") != 3:
+        return no_effect("only at stage 3")
+    if "sharding.shard_size" not in context.decided:
+        return outside(context, value)
     return mapped(f"{context.tell('sharding')}, {context.tell('sharding.shard_size')}")
+
+
+def outside(context: Context, value: object) -> Outcome:
+    """A group of ranks that this many GPUs cannot be cut into."""
+    gpus, size = context.run.gpus, plain(value)
+    if isinstance(size, int) and gpus and size < gpus:
+        return unsupported(f"{REFUSED}: {gpus} GPUs are no multiple of {size}; {context.tell('sharding')}")
+    return mapped(f"{context.tell('sharding')}: the group is all ranks")
 
 
 def offload(context: Context, value: object) -> Outcome:
@@ -260,9 +280,9 @@ def offload(context: Context, value: object) -> Outcome:
 
 
 def old_zero(context: Context, value: object) -> Outcome:
-    if value in ({}, False, None):
-        return implied("stage 0: " + context.tell("sharding"))
-    return unsupported('the old form of this key; say {"stage": 1}')
+    if value in ({}, True, False, None):
+        return mapped(f"{context.tell('sharding')}: the old form of this key is stage {int(bool(value))}")
+    return unsupported(f'{context.tell("sharding")}: this is no block of settings; say {{"stage": 1}}')
 
 
 def activation_checkpointing(context: Context, value: object) -> Outcome:
@@ -273,7 +293,7 @@ def activation_checkpointing(context: Context, value: object) -> Outcome:
 
 @dataclass(frozen=True)
 class switched:  # noqa: N801 - a rule with a parameter, used as the others are
-    """A block with a switch of its own: off, it is as here; on, it has no equal."""
+    """A block with a switch of its own (or a size, 1 is off): off, it is as here; on, it has no equal."""
 
     why: str
     flag: str = "enabled"
@@ -283,20 +303,7 @@ class switched:  # noqa: N801 - a rule with a parameter, used as the others are
         values = context.run.deepspeed.values if context.run.deepspeed else {}
         switch = plain(values.get(f"{block}.{self.flag}"))
         inner = [plain(v) for k, v in values.items() if k.startswith(block + ".") and k.endswith("." + self.flag)]
-        if switch is False or not any(inner):
-            return implied(f"{block} is off, as here")
-        return unsupported(self.why)
-
-
-@dataclass(frozen=True)
-class single:  # noqa: N801 - a rule with a parameter, used as the others are
-    """A block that does nothing at size 1."""
-
-    why: str
-    flag: str
-
-    def __call__(self, context: Context, value: object) -> Outcome:
-        block = context.key.partition(".")[0]
-        if plain(context.run.ds(f"{block}.{self.flag}", 1)) in (0, 1):
+        on = [v for v in inner if v not in (None, 0, 1) or v is True]
+        if switch is False or not on:
             return implied(f"{block} is off, as here")
         return unsupported(self.why)

@@ -3,11 +3,13 @@ One function a flag, none of them long."""
 
 from pathlib import PurePosixPath
 
-from llava_fsdp.moving.context import Context
+from llava_fsdp.moving.context import Context, Rule
 from llava_fsdp.moving.decide import FSDP_STRATEGIES, LEAST_KEPT, SCHEDULES, TEMPLATES
 from llava_fsdp.moving.outcome import Outcome, implied, mapped, no_effect, unsupported
 from llava_fsdp.moving.run import AUTO
 from llava_fsdp.moving.shell import is_open, shown
+
+DECAYS = "; DeepSpeed's entry also decays norms and biases, this does not"
 
 
 def model_name(context: Context, value: object) -> Outcome:
@@ -127,6 +129,8 @@ def projector_lr(context: Context, value: object) -> Outcome:
         return implied(f"{context.tell('optim.projector_lr')}: the projector learns at optim.lr")
     if context.run.has_ds_optimizer:
         return no_effect("DeepSpeed's optimizer entry makes one group of everything, without LLaVA's for the projector")
+    if context.run.has_ds_warmup:
+        return no_effect("DeepSpeed's scheduler gives every group the same rate, warmup_max_lr")
     return mapped(context.tell("optim.projector_lr"))
 
 
@@ -155,12 +159,16 @@ def max_steps(context: Context, value: object) -> Outcome:
     return mapped(context.tell("max_steps")) if "max_steps" in context.decided else implied("null: the whole epochs")
 
 
-def weight_decay(context: Context, value: object) -> Outcome:
-    if context.run.has_ds_optimizer and value:
-        return mapped(
-            f"{context.tell('optim.weight_decay')}; DeepSpeed's entry also decays norms and biases, this does not"
-        )
-    return mapped(context.tell("optim.weight_decay"))
+def of_optimizer(key: str, note: str = "") -> Rule:
+    """A setting that the DeepSpeed configuration may have another value for, which then counts."""
+
+    def rule(context: Context, value: object) -> Outcome:
+        text = context.tell(key)
+        if key in context.decided and context.decided[key] != value:
+            return no_effect(f"the DeepSpeed configuration says {text}")
+        return mapped(text + (note if value and context.run.has_ds_optimizer else ""))
+
+    return rule
 
 
 def max_grad_norm(context: Context, value: object) -> Outcome:
@@ -168,6 +176,8 @@ def max_grad_norm(context: Context, value: object) -> Outcome:
     if not run.uses_deepspeed:
         return mapped(context.tell("optim.clip"))
     given = run.ds("gradient_clipping")
+    if given is None and run.lacks_deepspeed:
+        return unsupported("DeepSpeed clips by its own configuration, which was not found")
     if given is None:
         return no_effect(
             f"DeepSpeed clips, and no gradient_clipping in its configuration means none: {context.tell('optim.clip')}"

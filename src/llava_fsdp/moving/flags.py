@@ -4,13 +4,13 @@ TrainingArguments. Defaults are those of the original's parser. Long because it 
 from collections.abc import Mapping
 
 from llava_fsdp.moving import flag_rules as rules
-from llava_fsdp.moving.context import off, to, unused
-from llava_fsdp.moving.outcome import implied, unsupported
+from llava_fsdp.moving.context import off, to
+from llava_fsdp.moving.outcome import implied, no_effect, unsupported
 from llava_fsdp.moving.run import Flag
 
-NO_EVALUATION = unused("the original has no evaluation data; ask a trained model with llava_fsdp.evaluate")
+NO_EVALUATION = no_effect("the original has no evaluation data; ask a trained model with llava_fsdp.evaluate")
 NO_HUB = off("exports are folders; upload one with the hub's own tools", "every_save", "checkpoint")
-HUB_DETAIL = unused("only with push_to_hub")
+HUB_DETAIL = no_effect("only with push_to_hub")
 OTHER_DEVICE = off("CUDA or CPU, as the machine has it; CPU by CUDA_VISIBLE_DEVICES= before the command", "O1", "auto")
 DDP_DETAIL = implied("FSDP2 has its own communication; nothing of DDP is left to set")
 COMPILE = off("no compiled graphs")
@@ -34,14 +34,14 @@ FLAGS: Mapping[str, Flag] = {
     "mm_vision_select_feature": Flag("patch", to("model.select_feature")),
     # LLaVA's DataArguments
     "data_path": Flag(None, to("data", "data.path"), str),
-    "lazy_preprocess": Flag(False, unused("accepted and never read (LLaVA train.py:77); pictures are always read lazily")),
-    "is_multimodal": Flag(False, unused("set by the code whenever there is a tower (LLaVA train.py:913)")),
+    "lazy_preprocess": Flag(False, no_effect("accepted and never read (LLaVA train.py:77); pictures are always read lazily")),
+    "is_multimodal": Flag(False, no_effect("set by the code whenever there is a tower (LLaVA train.py:913)")),
     "image_folder": Flag(None, to("data.images"), str),
     "image_aspect_ratio": Flag("square", rules.aspect_ratio),
     # LLaVA's TrainingArguments
     "cache_dir": Flag(None, off("set the environment variable HF_HOME"), str),
     "freeze_mm_mlp_adapter": Flag(False, to("model.train")),
-    "mpt_attn_impl": Flag("triton", unused("only for MPT models, which do not train in the original at all")),
+    "mpt_attn_impl": Flag("triton", no_effect("only for MPT models, which do not train in the original at all")),
     "model_max_length": Flag(512, to("data.max_length", note="positions of pictures included")),
     "double_quant": Flag(True, QUANTIZED),
     "quant_type": Flag("nf4", QUANTIZED),
@@ -50,7 +50,7 @@ FLAGS: Mapping[str, Flag] = {
     "lora_r": Flag(64, LORA),
     "lora_alpha": Flag(16, LORA),
     "lora_dropout": Flag(0.05, LORA),
-    "lora_weight_path": Flag("", unused("never read in the original")),
+    "lora_weight_path": Flag("", no_effect("never read in the original")),
     "lora_bias": Flag("none", LORA),
     "mm_projector_lr": Flag(None, rules.projector_lr, float),
     "group_by_modality_length": Flag(False, rules.group_by_modality_length),
@@ -64,11 +64,11 @@ FLAGS: Mapping[str, Flag] = {
     "split_batches": Flag(False, off("global_batch_size counts the samples of all ranks")),
     "dispatch_batches": Flag(None, off("every rank prepares its own part of a step"), bool),
     # optimizer and schedule
-    "learning_rate": Flag(5e-5, to("optim.lr")),
-    "weight_decay": Flag(0.0, rules.weight_decay),
-    "adam_beta1": Flag(0.9, to("optim.beta1")),
-    "adam_beta2": Flag(0.999, to("optim.beta2")),
-    "adam_epsilon": Flag(1e-8, to("optim.eps")),
+    "learning_rate": Flag(5e-5, rules.of_optimizer("optim.lr")),
+    "weight_decay": Flag(0.0, rules.of_optimizer("optim.weight_decay", rules.DECAYS)),
+    "adam_beta1": Flag(0.9, rules.of_optimizer("optim.beta1")),
+    "adam_beta2": Flag(0.999, rules.of_optimizer("optim.beta2")),
+    "adam_epsilon": Flag(1e-8, rules.of_optimizer("optim.eps")),
     "max_grad_norm": Flag(1.0, rules.max_grad_norm),
     "lr_scheduler_type": Flag("linear", rules.scheduler_type),
     "lr_scheduler_kwargs": Flag({}, off("the schedules have no further settings", {}, "{}"), str),
@@ -83,9 +83,9 @@ FLAGS: Mapping[str, Flag] = {
     "bf16": Flag(False, rules.bf16),
     "fp16": Flag(False, rules.fp16),
     "tf32": Flag(None, rules.tf32, bool),
-    "fp16_opt_level": Flag("O1", unused("only for apex")),
-    "half_precision_backend": Flag("auto", unused("only without DeepSpeed, and bf16 needs no loss scale")),
-    "fp16_backend": Flag("auto", unused("deprecated name of half_precision_backend")),
+    "fp16_opt_level": Flag("O1", no_effect("only for apex")),
+    "half_precision_backend": Flag("auto", no_effect("only without DeepSpeed, and bf16 needs no loss scale")),
+    "fp16_backend": Flag("auto", no_effect("deprecated name of half_precision_backend")),
     "bf16_full_eval": Flag(False, NO_EVALUATION),
     "fp16_full_eval": Flag(False, NO_EVALUATION),
     "gradient_checkpointing": Flag(False, to("recompute")),
@@ -108,7 +108,7 @@ FLAGS: Mapping[str, Flag] = {
     "ddp_bucket_cap_mb": Flag(None, DDP_DETAIL, int),
     "ddp_broadcast_buffers": Flag(None, DDP_DETAIL, bool),
     "local_rank": Flag(-1, implied("torchrun tells every process its rank")),
-    "mp_parameters": Flag("", unused("only for SageMaker")),
+    "mp_parameters": Flag("", no_effect("only for SageMaker")),
     "tpu_num_cores": Flag(None, OTHER_DEVICE, int),
     "tpu_metrics_debug": Flag(False, OTHER_DEVICE),
     "no_cuda": Flag(False, OTHER_DEVICE),
@@ -121,22 +121,22 @@ FLAGS: Mapping[str, Flag] = {
     "dataloader_persistent_workers": Flag(False, implied("workers live through all epochs")),
     "remove_unused_columns": Flag(False, implied("records are read as they are")),
     "group_by_length": Flag(False, off("data.too_long and order= are what there is; lengths are not grouped")),
-    "length_column_name": Flag("length", unused("only with group_by_length")),
-    "label_names": Flag(None, unused("for evaluation only"), str),
+    "length_column_name": Flag("length", no_effect("only with group_by_length")),
+    "label_names": Flag(None, no_effect("for evaluation only"), str),
     "seed": Flag(42, rules.seed),
     "data_seed": Flag(None, off("the order of samples comes from seed, like everything that is drawn"), int),
     "full_determinism": Flag(False, rules.determinism),
     "ignore_data_skip": Flag(False, off("a run continues at exactly its next sample")),
     # what is written
     "output_dir": Flag(None, to("output_dir"), str),
-    "overwrite_output_dir": Flag(False, unused("LLaVA never looks at it; a run continues what it finds, checkpoint.resume=never starts over")),
+    "overwrite_output_dir": Flag(False, no_effect("LLaVA never looks at it; a run continues what it finds, checkpoint.resume=never starts over")),
     "save_strategy": Flag("steps", rules.save_strategy),
     "save_steps": Flag(500.0, rules.save_steps),
     "save_total_limit": Flag(None, rules.save_total_limit, int),
     "save_safetensors": Flag(True, implied("exports are safetensors")),
     "save_on_each_node": Flag(False, off("output_dir is one folder that all machines see")),
     "save_only_model": Flag(False, off("a checkpoint always holds what a run needs to continue")),
-    "resume_from_checkpoint": Flag(None, unused("LLaVA train.py:966 looks for checkpoint-* instead; checkpoint.resume=auto does the same"), str),
+    "resume_from_checkpoint": Flag(None, no_effect("LLaVA train.py:966 looks for checkpoint-* instead; checkpoint.resume=auto does the same"), str),
     "push_to_hub": Flag(False, NO_HUB),
     "hub_model_id": Flag(None, HUB_DETAIL, str),
     "hub_strategy": Flag("every_save", HUB_DETAIL),
@@ -163,7 +163,7 @@ FLAGS: Mapping[str, Flag] = {
     "skip_memory_metrics": Flag(True, implied("metrics.jsonl has the memory of every step")),
     "debug": Flag("", off("no such checks")),
     # evaluation, which the original never does
-    "do_train": Flag(False, unused("LLaVA always trains")),
+    "do_train": Flag(False, no_effect("LLaVA always trains")),
     "do_eval": Flag(False, NO_EVALUATION),
     "do_predict": Flag(False, NO_EVALUATION),
     "evaluation_strategy": Flag("no", rules.evaluation),
@@ -177,9 +177,9 @@ FLAGS: Mapping[str, Flag] = {
     "load_best_model_at_end": Flag(False, off("there is no evaluation during training that could choose")),
     "metric_for_best_model": Flag(None, NO_EVALUATION, str),
     "greater_is_better": Flag(None, NO_EVALUATION, bool),
-    "past_index": Flag(-1, unused("for models that LLaVA is none of")),
+    "past_index": Flag(-1, no_effect("for models that LLaVA is none of")),
     "use_legacy_prediction_loop": Flag(False, NO_EVALUATION),
-    "ray_scope": Flag("last", unused("only for hyperparameter searches")),
+    "ray_scope": Flag("last", no_effect("only for hyperparameter searches")),
 }  # fmt: skip
 # Wide on purpose: one flag, one line.
 # ruff: noqa: E501

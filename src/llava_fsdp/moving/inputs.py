@@ -1,6 +1,7 @@
 """Files to runs: which script names which JSON, where that lies, and what was not found."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,9 +12,10 @@ from llava_fsdp.errors import ConfigError
 from llava_fsdp.moving.flags import FLAGS, canonical
 from llava_fsdp.moving.launch import Launch, find_launch
 from llava_fsdp.moving.run import Block, Options, Run
-from llava_fsdp.moving.shell import Command, commands, is_open, open_names, shown
+from llava_fsdp.moving.shell import Command, commands, is_open, open_mark, open_names, shown
 
-LARGEST = 4 << 20  # bytes; a file of settings is smaller
+LARGEST = 1 << 20  # bytes; a file of settings is smaller
+LISTS = frozenset({"report_to", "label_names"})  # flags of the original that take several words
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ def sort_paths(paths: Iterable[str]) -> Given:
                 f"{name} is {'a folder' if path.is_dir() else 'not here'}; give a script, a JSON or a YAML"
             )
         if path.stat().st_size > LARGEST:
-            raise ConfigError(f"{name} is {path.stat().st_size >> 20} MiB large; files of settings are smaller")
+            raise ConfigError(f"{name} is {path.stat().st_size / 2**20:.1f} MiB large; files of settings are smaller")
         if path.suffix == ".py":
             raise ConfigError(f"{name} is a Python program; give the script or the command that starts it")
         kinds = {".json": given.jsons, ".yaml": given.yamls, ".yml": given.yamls}
@@ -70,37 +72,58 @@ def read_runs(given: Given, variables: Mapping[str, str], options: Options) -> l
 
 
 def launches(script: Path, variables: Mapping[str, str]) -> list[Launch]:
-    try:
-        text = script.read_text()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{script} is no text: {error}") from None
-    found = [launch for command in all_commands(text, variables, str(script)) if (launch := find_launch(command))]
+    seen, notes = all_commands(read_text(script), variables, str(script))
+    found = [launch for command in seen if (launch := find_launch(command))]
     if not found:
+        others = sorted({word for command in seen for word in command.words[:3] if word.endswith(".sh")})
         raise ConfigError(
             f"{script} has no training command: none that starts with deepspeed, torchrun, accelerate launch, or "
-            "python with a script of training"
+            "python with a script of training" + (f"; it starts {', '.join(others)}: give that" if others else "")
         )
-    return found
+    return [replace(launch, notes=(*launch.notes, *notes)) for launch in found]
 
 
-def all_commands(text: str, variables: Mapping[str, str], where: str) -> list[Command]:
-    """Also those inside `bash -c '...'`."""
+def all_commands(text: str, variables: Mapping[str, str], where: str) -> tuple[list[Command], list[str]]:
+    """Also those inside `bash -c '...'` and `eval`."""
     found = []
-    for command in commands(text, dict(variables), where):
-        if {"bash", "sh"} & set(command.words) and "-c" in command.words[:-1]:
-            inner = command.words[command.words.index("-c") + 1]
-            nested = commands(inner, command.variables, where)
-            found += [replace(c, line=command.line) for c in nested]
-        else:
+    outer, notes = commands(text, variables, where)
+    for command in outer:
+        inner = nested(command)
+        if inner is None:
             found.append(command)
-    return found
+            continue
+        more, also = all_commands(inner, command.variables, where)
+        found += [replace(c, line=command.line, environment=command.environment | c.environment) for c in more]
+        notes += also
+    return found, notes
+
+
+def nested(command: Command) -> str | None:
+    """The text that a command gives to another shell."""
+    words = command.words
+    if words[0] == "eval":
+        return shown(" ".join(words[1:]))
+    for place, word in enumerate(words[:-1]):
+        if re.fullmatch(r"-[a-z]*c", word) and {"bash", "sh"} & {Path(w).name for w in words[:place]}:
+            return shown(words[place + 1])
+    return None
+
+
+def read_text(path: Path) -> str:
+    """Without the mark that Windows puts before UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def read_run(
     name: str, script: Path, launch: Launch, jsons: Mapping[Path, Block], yamls: Mapping[Path, Block], options: Options
 ) -> tuple[Run, set[Path]]:
     flags, notes = read_flags(launch)
-    run = Run(name, FLAGS, options, launch, flags, notes=tuple(notes))
+    run = Run(name, FLAGS, options, launch, flags, notes=(*launch.notes, *notes))
     used: set[Path] = set()
     if launch.launcher == "accelerate":
         named = launch.flags.get("config_file")
@@ -153,7 +176,9 @@ def read_flags(launch: Launch) -> tuple[dict[str, object], list[str]]:
     for word in launch.arguments:
         is_flag = word.startswith("--") and len(word) > 2
         if not is_flag:
-            if current is None:
+            if word in (open_mark("$@"), open_mark("$*")):
+                notes.append(f"{shown(word)}: what the script is called with may add flags or change them")
+            elif current is None or (current in FLAGS and current not in LISTS and flags[current] is not True):
                 notes.append(f"{shown(word)} belongs to no flag")
                 flags[f"({shown(word)})"] = shown(word)
             elif flags[current] is True:
@@ -191,19 +216,29 @@ def read_json(path: Path) -> Block:
     """
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        names = [name for name, _ in pairs]
-        for name in names:
-            if names.count(name) > 1:
+        found: dict[str, object] = {}
+        for name, value in pairs:
+            if name in found:
                 raise ConfigError(f"{path} has {name} twice")
-        return dict(pairs)
+            found[name] = value
+        return found
 
+    def number(text: str) -> object:
+        raise ValueError(f"{text} is no number of JSON")
+
+    text = read_text(path)
+    if not text.strip():
+        raise ConfigError(f"{path} is empty")
     try:
-        content = json.loads(path.read_text(), object_pairs_hook=unique)
-    except (ValueError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
+        content = json.loads(text, object_pairs_hook=unique, parse_constant=number)
+    except ValueError as error:
+        hint = "; transformers takes no comments either" if re.search(r"(^|[\s{,])(//|#|/\*)", text) else ""
+        raise ConfigError(f"{path} is not JSON: {error}{hint}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply for a file of settings") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds a {type(content).__name__}, not an object of settings; is it a dataset?")
-    return Block(path.name, flat(content))
+    return block(path, content)
 
 
 def read_yaml(path: Path) -> Block:
@@ -213,19 +248,37 @@ def read_yaml(path: Path) -> Block:
         ConfigError: it is no YAML, or no mapping of names.
     """
     try:
-        content = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {str(error).splitlines()[0]}") from None
+        content = yaml.safe_load(read_text(path))
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds no settings; Accelerate's file is a mapping of names to values")
     # YAML takes a bare no for False
     words = {"mixed_precision": "no", "distributed_type": "NO"}
-    return Block(path.name, flat({k: words[k] if k in words and v is False else v for k, v in content.items()}))
+    return block(path, {k: words[k] if k in words and v is False else v for k, v in content.items()})
+
+
+def block(path: Path, content: Mapping) -> Block:
+    try:
+        values = flat(content)
+        json.dumps(list(values.values()), default=str, skipkeys=True)
+    except ConfigError as error:
+        raise ConfigError(f"{path} {error}") from None
+    except (RecursionError, ValueError):
+        raise ConfigError(f"{path} is nested too deeply for a file of settings, or holds itself") from None
+    return Block(path.name, values)
 
 
 def flat(node: Mapping, prefix: str = "") -> dict[str, object]:
-    """Nested names joined with dots; an empty block is a value."""
+    """Nested names joined with dots; an empty block is a value.
+
+    Raises:
+        ConfigError: a name with a dot in it is that of another key.
+    """
     found: dict[str, object] = {}
     for key, value in node.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+        inner = flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+        if both := inner.keys() & found.keys():
+            raise ConfigError(f"has {min(both)} twice, once with a dot in a name")
+        found |= inner
     return found

@@ -1,13 +1,15 @@
 """How a training is started: `deepspeed`, `torchrun`, `accelerate launch` or plain `python`, told from its script."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from llava_fsdp.moving.outcome import Outcome, implied, mapped, unsupported
-from llava_fsdp.moving.shell import Command, is_open
+from llava_fsdp.moving.shell import Command, is_open, shown
 
 PYTHON = re.compile(r"python[\d.]*")
+# Commands that name a program without starting it.
+TALKS = frozenset("echo printf which type command pkill killall grep cp mv ls rm alias".split())
 TRAINING = re.compile(r"train", re.IGNORECASE)
 PLACE = mapped("torchrun's flag of the same meaning on several machines; --standalone needs none")
 ON_ITS_OWN = implied("torchrun needs no such flag")
@@ -104,12 +106,15 @@ class Launch:
     line: int
     devices: str | None
     """CUDA_VISIBLE_DEVICES, where the script sets it."""
-    repeated: list[str] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
+    """What the reader of the launcher's table should know besides."""
 
 
 def find_launch(command: Command) -> Launch | None:
     """The training that a command starts; None where it starts none."""
     words = list(command.words)
+    if words[0] in TALKS or "install" in words:
+        return None
     for place, word in enumerate(words):
         name = PurePosixPath(word).name
         rest = words[place + 1 :]
@@ -120,7 +125,8 @@ def find_launch(command: Command) -> Launch | None:
         if name == "accelerate" and rest[:1] == ["launch"]:
             return split(command, "accelerate", rest[1:])
         if PYTHON.fullmatch(name):
-            rest = rest[1:] if rest[:1] == ["-u"] else rest
+            while rest and re.fullmatch(r"-[a-lnoq-zB-VX-Z]+", rest[0]):  # -u, -O; not -m, -W with their words
+                rest = rest[1:]
             if rest[:2] in (["-m", "torch.distributed.run"], ["-m", "torch.distributed.launch"]):
                 return split(command, "torchrun", rest[2:])
             if rest[:2] in (["-m", "accelerate.commands.launch"], ["-m", "deepspeed.launcher.runner"]):
@@ -133,7 +139,7 @@ def find_launch(command: Command) -> Launch | None:
 def split(command: Command, launcher: str, words: list[str]) -> Launch | None:
     """The launcher's flags end where the script begins: the first word that is no flag's value."""
     flags: dict[str, str | bool] = {}
-    repeated = []
+    notes = []
     place = 0
     while place < len(words):
         word = words[place]
@@ -142,7 +148,7 @@ def split(command: Command, launcher: str, words: list[str]) -> Launch | None:
         name, equals, value = word.lstrip("-").partition("=")
         name = name.replace("-", "_")
         if name in flags:
-            repeated.append(name)
+            notes.append(f"{word.partition('=')[0]} is given twice; the last one counts")
         place += 1
         if equals:
             flags[name] = value
@@ -154,7 +160,14 @@ def split(command: Command, launcher: str, words: list[str]) -> Launch | None:
     if place == len(words):
         return None
     devices = command.variables.get("CUDA_VISIBLE_DEVICES")
-    return Launch(launcher, flags, words[place], words[place + 1 :], command.line, devices, repeated)
+    notes += surroundings(command)
+    return Launch(launcher, flags, words[place], words[place + 1 :], command.line, devices, tuple(notes))
+
+
+def surroundings(command: Command) -> list[str]:
+    """Variables of the environment, which the command does not repeat."""
+    own = [f"{name}={shown(value)}" for name, value in command.environment.items() if name != "CUDA_VISIBLE_DEVICES"]
+    return [f"the script sets {', '.join(own)}: set for the command too what it needs"] if own else []
 
 
 @dataclass(frozen=True)

@@ -46,5 +46,13 @@ def unsupported(text: str, resolved: object = None) -> Outcome:
     return Outcome(Verdict.unsupported, text, resolved)
 
 
+REFUSED = "the original refuses to start"
+
+
+def refused(why: str) -> Outcome:
+    """Two of its inputs contradict each other."""
+    return unsupported(f"{REFUSED}: {why}; say the same in both")
+
+
 def no_effect(text: str, resolved: object = None) -> Outcome:
     return Outcome(Verdict.no_effect, text, resolved)

@@ -1,10 +1,13 @@
-"""One training of somebody else's, as its script, its DeepSpeed JSON and its Accelerate file together say it."""
+"""One training of somebody else's, as its script, its DeepSpeed JSON and its Accelerate file together say it.
+
+A file of 300 lines because whatever depends on two of the three is asked here, and nowhere else.
+"""
 
 import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from llava_fsdp.errors import ConfigError
@@ -17,6 +20,23 @@ FALSE = frozenset({"no", "false", "f", "n", "0"})
 # Of the models that LLaVA's scripts name, by the size in the name: for DeepSpeed's buckets, which are made of it.
 HIDDEN_SIZES = {"7b": 4096, "13b": 5120, "70b": 8192}
 LLAMA_LIKE = re.compile(r"(?:vicuna|llama|llava).*?[-_](7b|13b|70b)(?![a-z0-9])", re.IGNORECASE)
+# What DeepSpeed takes where its configuration is silent (runtime/constants.py, lr_schedules.py, ops/adam).
+DS_DEFAULTS: Mapping[str, object] = {
+    "zero_optimization.stage": 0,
+    "gradient_clipping": 0.0,
+    "optimizer.params.lr": 0.001,
+    "optimizer.params.betas": [0.9, 0.999],
+    "optimizer.params.eps": 1e-8,
+    "optimizer.params.weight_decay": 0.0,
+    "scheduler.params.warmup_max_lr": 0.001,
+    "scheduler.params.warmup_num_steps": 1000,
+    "scheduler.params.warmup_type": "log",
+    "bf16.enabled": False,
+    "train_batch_size": None,
+    "train_micro_batch_size_per_gpu": None,
+}
+TORCH_ADAMW_DECAY = 0.01
+HALF = ("bf16", "bfloat16", "fp16", "amp")
 
 
 @dataclass(frozen=True)
@@ -50,6 +70,15 @@ class Flag:
     @property
     def type(self) -> type:
         return self.kind or type(self.default)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Of a DeepSpeed JSON that has no script."""
+
+    whole: object = None
+    micro: int | None = None
+    mistake: str = ""
 
 
 @dataclass(frozen=True)
@@ -106,6 +135,8 @@ class Run:
     def ds(self, key: str, default: object = None) -> object:
         """A value of the DeepSpeed configuration: of the JSON, else of what Accelerate makes one of."""
         if self.deepspeed is not None:
+            if key == "zero_optimization.stage" and self.deepspeed.values.get("zero_optimization") is True:
+                return 1  # the old form
             return plain(self.deepspeed.values.get(key, default))
         words = {
             "zero_optimization.stage": "zero_stage",
@@ -118,9 +149,47 @@ class Run:
             return 2  # accelerate/utils/dataclasses.py, DeepSpeedPlugin
         return plain(default if found is None else found)
 
+    def ds_or_default(self, key: str) -> object:
+        """What DeepSpeed goes by."""
+        default = DS_DEFAULTS[key]
+        if key == "optimizer.params.weight_decay" and self.ds("optimizer.params.torch_adam") is True:
+            default = TORCH_ADAMW_DECAY
+        return self.ds(key, default)
+
     @property
     def has_ds_optimizer(self) -> bool:
         return self.ds("optimizer.type") is not None
+
+    @property
+    def has_ds_warmup(self) -> bool:
+        """A scheduler that gives every group of parameters one rate."""
+        return self.ds("scheduler.type") in ("WarmupLR", "WarmupDecayLR")
+
+    @property
+    def ds_batch(self) -> Batch:
+        """The JSON's numbers alone, made whole as DeepSpeed does (runtime/config.py)."""
+        names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        whole, micro, accumulation = map(self.ds, names)
+        if isinstance(micro, int) and (accumulation is None or isinstance(accumulation, int)) and whole in (None, AUTO):
+            return Batch(self.product(micro, accumulation or 1, *self.rank_factors), micro)
+        found = Batch(whole if isinstance(whole, int) else None, micro if isinstance(micro, int) else None)
+        if not isinstance(whole, int) or AUTO in (micro, accumulation) or not self.gpus:
+            return found
+        if micro is None:
+            micro = whole // self.gpus // (accumulation if isinstance(accumulation, int) and accumulation else 1)
+        if accumulation is None and isinstance(micro, int):
+            accumulation = whole // max(1, micro) // self.gpus
+        if isinstance(micro, int) and isinstance(accumulation, int) and whole != micro * accumulation * self.gpus:
+            text = f"{whole} is not micro-batch {micro} x accumulation {accumulation} x {self.gpus} GPUs"
+            return replace(found, mistake=text)
+        return Batch(whole, micro if isinstance(micro, int) else None)
+
+    @property
+    def devices(self) -> str | None:
+        """CUDA_VISIBLE_DEVICES, as the launcher chooses it or the script sets it."""
+        chosen = self.launched("gpu_ids")
+        ids = str(chosen) if chosen not in (None, "all") else None
+        return self.ranks.devices or ids or (self.launch.devices if self.launch else None)
 
     @property
     def ranks(self) -> Ranks:
@@ -161,8 +230,8 @@ class Run:
     def warmup_steps(self) -> object:
         """transformers' `get_warmup_steps`: the number, else the fraction of all steps; text where they are unknown."""
         steps, ratio = self.hf("warmup_steps"), self.hf("warmup_ratio")
-        if steps:
-            return steps
+        if steps or ratio == 0:
+            return steps or 0
         if self.total_steps is None or not isinstance(ratio, float):
             return f"ceil({shown(ratio)} x steps)"
         return math.ceil(ratio * self.total_steps)

@@ -1,12 +1,14 @@
 """The commands of a shell script, without running it: enough of bash's grammar for training scripts.
 
-Quotes, comments, continued lines, assignments (`X=v1`, `export X=v1`, arrays), `$X`, `${X}`, `${X:-default}` and lists
-of commands are understood. What only a shell could know (`$1`, `$(nproc)`, an unset variable) stays in the words as a
-mark between OPEN and CLOSE, which `shown` and `quoted` turn back into what the script said. A file of more than 300
-lines because one reader follows one text; `tests/test_migrate.py` has bash itself as the judge.
+Quotes, comments, continued lines, assignments (`X=v1`, `export X=v1`, arrays), `$X`, `${X}`, `${X:-default}`, lists of
+commands and here-documents are understood. What only a shell could know (`$1`, `$(nproc)`, an unset variable) stays in
+the words as a mark between OPEN and CLOSE, which `shown` and `quoted` turn back into what the script said; what a
+branch or another file may change is noted. A file of more than 300 lines because one reader follows one text;
+`tests/test_migrate.py` has bash itself as the judge.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from llava_fsdp.errors import ConfigError
@@ -16,8 +18,15 @@ OPEN, CLOSE = "\ue000", "\ue001"
 MARK = re.compile(f"{OPEN}([^{CLOSE}]*){CLOSE}")
 NAME = r"[A-Za-z_]\w*"
 ASSIGNMENT = re.compile(rf"({NAME})(\+?)=(.*)", re.DOTALL)
-KEYWORDS = frozenset("if then elif else fi do done while until for { } ! time".split())
+BRANCHES = frozenset("if case for while until".split())
+ENDS = frozenset("fi esac done".split())
+KEYWORDS = BRANCHES | ENDS | frozenset("then elif else do { } ! time".split())
 DECLARE = frozenset("export declare local readonly typeset".split())
+SIMPLE = re.compile(rf"\$({NAME}|[0-9@*#?$!-])")
+OPERATOR = re.compile(r"&&|\|\||[\n;&|()]")
+REDIRECT = re.compile(r"(?:\d*|&)(?:>>?|<<<?|<)\s*(?:&\d+)?(?:&?[-\w./$\"'{}*~:]+)?")
+ARRAY = re.compile(rf"({NAME})(\+?)=\(")
+HERE_DOCUMENT = re.compile(r"<<(-?)\s*([\"']?)([\w.+-]+)\2")
 
 
 @dataclass(frozen=True)
@@ -27,6 +36,8 @@ class Command:
     words: list[str]
     variables: dict[str, str]
     line: int
+    environment: dict[str, str] = field(default_factory=dict)
+    """What it gets besides: variables exported or set before its name, which the script itself does not read."""
 
 
 @dataclass
@@ -86,8 +97,8 @@ def quoted(text: str) -> str:
     return '"' + "".join(escaped) + '"'
 
 
-def commands(text: str, given: dict[str, str], where: str) -> list[Command]:
-    """Every simple command of a script, in order.
+def commands(text: str, given: Mapping[str, str], where: str) -> tuple[list[Command], list[str]]:
+    """Every simple command of a script, in order, and what cannot be known of them without running it.
 
     Args:
         given: values of variables that the script leaves to its caller; what it sets itself wins.
@@ -101,7 +112,7 @@ def commands(text: str, given: dict[str, str], where: str) -> list[Command]:
 class Reader:
     """One pass over the text, with the variables as they are at that place."""
 
-    def __init__(self, text: str, given: dict[str, str], where: str) -> None:
+    def __init__(self, text: str, given: Mapping[str, str], where: str) -> None:
         self.text = text
         self.where = where
         self.at = 0
@@ -110,38 +121,58 @@ class Reader:
         self.found: list[Command] = []
         self.words: list[tuple[str, bool]] = []
         self.start = 0
+        self.ends: list[tuple[str, bool]] = []
+        """The here-documents that begin at the next line: their last line, and whether tabs may stand before it."""
+        self.depth = 0
+        self.exported: set[str] = set()
+        self.notes: list[str] = []
 
-    def read(self) -> list[Command]:
+    def read(self) -> tuple[list[Command], list[str]]:
         while self.at < len(self.text):
             self.step()
         self.end_command()
-        return self.found
+        return self.found, self.notes
 
     def step(self) -> None:
         """A blank, a comment, the end of a command, or a word."""
-        rest = self.text[self.at :]
-        if rest.startswith("\\\n"):
+        sign = self.text[self.at]
+        if self.text.startswith("\\\n", self.at):
             self.at += 2
-        elif rest[0] in " \t":
+        elif sign in " \t":
             self.at += 1
-        elif rest[0] == "#":
-            end = rest.find("\n")
-            self.at += len(rest) if end < 0 else end
-        elif redirect := re.match(r"(?:\d*|&)(?:>>?|<<<?|<)\s*(?:&\d+)?(?:&?[-\w./$\"'{}*~:]+)?", rest):
-            if redirect[0].lstrip("0123456789&")[:1] in ("<", ">"):
-                self.at += redirect.end()
-        elif operator := re.match(r"&&|\|\||[\n;&|()]", rest):
+        elif sign == "#":
+            end = self.text.find("\n", self.at)
+            self.at = len(self.text) if end < 0 else end
+        elif here := HERE_DOCUMENT.match(self.text, self.at):
+            self.ends.append((here[3], bool(here[1])))
+            self.at = here.end()
+        elif redirect := REDIRECT.match(self.text, self.at):
+            self.at = redirect.end()
+        elif operator := OPERATOR.match(self.text, self.at):
             self.end_command()
-            self.at += operator.end()
+            self.at = operator.end()
+            if operator[0] == "\n":
+                self.skip_documents()
         else:
             self.read_word()
+
+    def skip_documents(self) -> None:
+        for name, tabs in self.ends:
+            end = re.compile(rf"^{chr(9) + '*' if tabs else ''}{re.escape(name)}$", re.MULTILINE)
+            found = end.search(self.text, self.at)
+            if found is None:
+                raise self.mistake(self.at, f"the here-document has no end {name}")
+            self.at = found.end()
+        self.ends = []
 
     def read_word(self) -> None:
         if not self.words:
             self.start = self.at
-        if array := re.match(rf"({NAME})=\(", self.text[self.at :]):
-            if not self.words:
-                self.read_array(array[1], self.at + array.end())
+        if array := ARRAY.match(self.text, self.at):
+            if not self.words or self.words[0][0] in DECLARE:
+                values = self.read_array(array.end())
+                self.arrays[array[1]] = (self.arrays.get(array[1], []) if array[2] else []) + values
+                self.note_branch(array[1])
                 return
         word = self.word()
         word.end_field()
@@ -150,7 +181,7 @@ class Reader:
             word.done = [" ".join(word.done)]
         self.words += [(text, word.plain) for text in word.done]
 
-    def read_array(self, name: str, begin: int) -> None:
+    def read_array(self, begin: int) -> list[str]:
         inner = Reader(self.text, self.variables, self.where)
         inner.arrays, inner.at = self.arrays, begin
         values: list[str] = []
@@ -165,8 +196,8 @@ class Reader:
                 word = inner.word()
                 word.end_field()
                 values += word.done
-        self.arrays[name] = values
         self.at = inner.at + 1
+        return values
 
     def word(self) -> Word:
         """The word at this place; quotes are gone, variables have their values."""
@@ -187,6 +218,9 @@ class Reader:
                 self.at = self.closing("'", begin) + 1
             elif sign == '"':
                 self.double_quoted(word)
+            elif sign == "~" and self.text[self.at + 1 : self.at + 2] in ("/", "", " ", "\n") and self.at_home(word):
+                word.add(self.variables.get("HOME", open_mark("$HOME")))
+                self.at += 1
             elif sign in "$`":
                 word.plain = False
                 value = self.expansion()
@@ -198,6 +232,10 @@ class Reader:
                 word.add(sign)
                 self.at += 1
         return word
+
+    def at_home(self, word: Word) -> bool:
+        """Where bash takes ~ for the home folder: at the beginning of a word or of a variable's value."""
+        return not word.started or (not self.words and bool(re.fullmatch(f"{NAME}=", word.text)))
 
     def double_quoted(self, word: Word) -> None:
         begin = self.at
@@ -232,18 +270,18 @@ class Reader:
 
     def expansion(self) -> str | list[str]:
         """The value of what begins here with `$` or a backtick; a list for all of an array."""
-        begin, rest = self.at, self.text[self.at :]
-        if rest.startswith("`"):
+        begin, two = self.at, self.text[self.at : self.at + 2]
+        if two.startswith("`"):
             self.at = self.closing("`", begin + 1) + 1
             return open_mark(self.text[begin : self.at])
-        if rest.startswith("$("):
+        if two == "$(":
             self.at = self.balanced(begin + 1)
             return self.arithmetic(self.text[begin : self.at])
-        if rest.startswith("${"):
+        if two == "${":
             self.at = self.closing("}", begin + 2) + 1
             return self.braced(self.text[begin + 2 : self.at - 1])
-        if simple := re.match(rf"\$({NAME}|[0-9@*#?$!-])", rest):
-            self.at += simple.end()
+        if simple := SIMPLE.match(self.text, self.at):
+            self.at = simple.end()
             return self.variables.get(simple[1], open_mark(simple[0]))
         self.at += 1
         return "$"
@@ -312,13 +350,21 @@ class Reader:
         line = self.text.count("\n", 0, place) + 1
         return ConfigError(f"{self.where}, line {line}: {what}; is it a shell script?")
 
+    def note_branch(self, name: str) -> None:
+        if self.depth:
+            line = self.text.count("\n", 0, self.start) + 1
+            self.notes.append(f"line {line} sets {name} inside if, case, for or while: taken as if it ran")
+
     def end_command(self) -> None:
         """What the words were: assignments, which last, or a command."""
-        words = self.words
+        words, self.words = self.words, []
+        line = self.text.count("\n", 0, self.start) + 1
         while words and words[0][1] and words[0][0] in KEYWORDS:
+            self.depth += (words[0][0] in BRANCHES) - (words[0][0] in ENDS)
             words = words[1:]
-        declares = bool(words) and words[0][0] in DECLARE
-        words = words[1:] if declares else words
+        declares = words[0][0] if words and words[0][0] in DECLARE else ""
+        if declares:
+            words = [word for word in words[1:] if not word[0].startswith("-")]
         own: dict[str, str] = {}
         while words and (assignment := ASSIGNMENT.fullmatch(words[0][0])):
             name, append, value = assignment.groups()
@@ -326,7 +372,20 @@ class Reader:
             words = words[1:]
         if not words or declares:
             self.variables |= own
+            if declares == "export":
+                self.exported |= own.keys() | {text for text, _ in words}
+            for name in own:
+                self.note_branch(name)
         else:
-            line = self.text.count("\n", 0, self.start) + 1
-            self.found.append(Command([text for text, _ in words], self.variables | own, line))
-        self.words = []
+            texts = [text for text, _ in words]
+            said = shown(" ".join(texts))
+            if texts[0] in ("source", "."):
+                self.notes.append(f"line {line}: {said} is not read; give what it sets as NAME=VALUE")
+            if texts[0] == "cd":
+                self.notes.append(f"line {line}: {said}: start the command from there")
+            if texts[0].startswith("--"):
+                self.notes.append(f"line {line}: {said} stands alone; is a \\ missing at the end of the line before?")
+            seen = self.variables | own
+            kept = {name for name in self.exported | own.keys() if not re.search(rf"\$\{{?{name}\b", self.text)}
+            environment = {name: seen[name] for name in seen if name in kept}
+            self.found.append(Command(texts, seen, line, environment))

@@ -7,13 +7,15 @@ from dataclasses import replace
 from llava_fsdp.moving import accelerate, deepspeed
 from llava_fsdp.moving.context import Context, Rule, outcome
 from llava_fsdp.moving.flags import FLAGS
-from llava_fsdp.moving.launch import DEEPSPEED_LAUNCHER, TORCHRUN
+from llava_fsdp.moving.launch import DEEPSPEED_LAUNCHER, ON_ITS_OWN, TORCHRUN
 from llava_fsdp.moving.outcome import Outcome, Row, Verdict, implied, mapped, unsupported
+from llava_fsdp.moving.run import Block
 from llava_fsdp.moving.shell import is_open, open_names, shown
 
 Lookup = Callable[[str], Outcome | Rule | None]
 DEFAULT = "not in the script"
 ENTRY = "the script"
+MOST = 1000  # keys: a file with more is another program's, and looking for near names would take minutes
 
 
 def rows_of(context: Context) -> list[Row]:
@@ -35,15 +37,15 @@ def launcher_rows(context: Context) -> list[Row]:
     assert launch is not None
     tables: dict[str, Lookup] = {
         "deepspeed": DEEPSPEED_LAUNCHER.get, "torchrun": TORCHRUN.get, "accelerate": accelerate.rule_of,
+        "python": {"m": ON_ITS_OWN}.get,
     }  # fmt: skip
     source = f"{context.run.name} ({launch.launcher})"
     rows = []
     if launch.devices is not None:
         where = mapped("CUDA_VISIBLE_DEVICES before the command")
         rows.append(row(source, "CUDA_VISIBLE_DEVICES", launch.devices, where))
-    known = tables.get(launch.launcher, {}.get)
     for name, value in launch.flags.items():
-        rows.append(answered(context, source, name, value, known(name), ()))
+        rows.append(answered(context, source, name, value, tables[launch.launcher](name), ()))
     program = mapped("python -m llava_fsdp.train; attention is PyTorch's own")
     return [*rows, row(source, ENTRY, launch.script, program)]
 
@@ -51,6 +53,7 @@ def launcher_rows(context: Context) -> list[Row]:
 def flag_rows(context: Context) -> list[Row]:
     run = context.run
     rows = []
+    near = FLAGS if len(run.flags) < MOST else ()
     for name, given in run.flags.items():
         flag = FLAGS.get(name)
         value = run.hf(name) if flag else given
@@ -60,7 +63,7 @@ def flag_rows(context: Context) -> list[Row]:
                 row(run.name, name, value, unsupported(f"{names} is not known: give NAME=VALUE after the PATHs"))
             )
             continue
-        rows.append(answered(context, run.name, name, value, flag.rule if flag else None, FLAGS))
+        rows.append(answered(context, run.name, name, value, flag.rule if flag else None, near))
     return rows
 
 
@@ -70,9 +73,9 @@ def rows_of_block(
     rows = []
     for key, value in values.items():
         rule = rule_of(key)
-        if rule is None and value in ({}, None) and any(known.startswith(key + ".") for known in table):
+        if key not in table and value in ({}, None) and any(known.startswith(key + ".") for known in table):
             rule = implied("an empty block: all of it has its defaults")
-        rows.append(answered(context, source, key, value, rule, table))
+        rows.append(answered(context, source, key, value, rule, table if len(values) < MOST else ()))
     return rows
 
 
@@ -88,13 +91,42 @@ def row(source: str, key: str, value: object, found: Outcome, known: bool = True
     return Row(source, key, value, found.verdict, found.text, found.resolved, known)
 
 
+def deepspeed_defaults(context: Context, block: Block) -> Iterator[Row]:
+    """What DeepSpeed takes where the JSON is silent, and the command has to say."""
+    run = context.run
+    ours = {
+        "gradient_clipping": "optim.clip", "zero_optimization.stage": "sharding",
+        "optimizer.params.lr": "optim.lr", "optimizer.params.betas": "optim.beta1", "optimizer.params.eps": "optim.eps",
+        "optimizer.params.weight_decay": "optim.weight_decay", "scheduler.params.warmup_max_lr": "optim.lr",
+        "scheduler.params.warmup_num_steps": "optim.warmup_steps", "scheduler.params.warmup_type": "optim.schedule",
+    }  # fmt: skip
+    if not run.launch and "bfloat16.enabled" not in block.values and context.decided.get("precision") == "fp32":
+        ours["bf16.enabled"] = "precision"
+    if not run.launch:
+        ours |= {"train_batch_size": "global_batch_size", "train_micro_batch_size_per_gpu": "micro_batch_size"}
+        ours = {key: override for key, override in ours.items() if override in context.decided}
+    if run.has_ds_warmup:
+        ours.pop("optimizer.params.lr", None)
+    applies = {"optimizer": run.has_ds_optimizer, "scheduler": run.has_ds_warmup}
+    for key, override in ours.items():
+        old_form = key.startswith("zero") and "zero_optimization" in block.values
+        if key in block.values or old_form or not applies.get(key.partition(".")[0], True):
+            continue
+        also = f", {context.tell('optim.beta2')}" if key.endswith("betas") else ""
+        text = f"{context.tell(override)}{also}: DeepSpeed's default"
+        if key == "gradient_clipping":
+            norm = f", although --max_grad_norm is {shown(run.hf('max_grad_norm'))}" if run.launch else ""
+            text = f"{context.tell(override)}: without this key DeepSpeed does not clip{norm}"
+        if key.startswith("train"):
+            text = f"{context.tell(override)}: batch = micro-batch x accumulation x GPUs"
+        yield row(f"{block.name} (not in it)", key, run.ds_or_default(key), mapped(text))
+
+
 def silent_rows(context: Context) -> Iterator[Row]:
     """What the inputs do not say, where the command has to say it or nothing can."""
     run = context.run
-    if run.deepspeed and "gradient_clipping" not in run.deepspeed.values:
-        norm = f", although --max_grad_norm is {shown(run.hf('max_grad_norm'))}" if run.launch else ""
-        text = f"{context.tell('optim.clip')}: without this key DeepSpeed does not clip{norm}"
-        yield row(f"{run.deepspeed.name} (not in it)", "gradient_clipping", 0.0, mapped(text))
+    if run.deepspeed:
+        yield from deepspeed_defaults(context, run.deepspeed)
     if not run.launch:
         return
     for name, flag in FLAGS.items():
