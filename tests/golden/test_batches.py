@@ -23,7 +23,9 @@ from llava_fsdp.model.parts import find_parts
 from llava_fsdp.model.weights import find_weights
 
 TOLERANCE = 1e-5
-TILE, SIDE = 56, 4
+VISION = next((golden_folder() / "model").glob("clip-*"))
+TILE = json.loads((VISION / "config.json").read_text())["vision_config"]["image_size"]
+SIDE = TILE // json.loads((VISION / "config.json").read_text())["vision_config"]["patch_size"]
 NOT_RUN = {
     "no_images": "a batch with tags and no pictures, at which the original crashes; a record like it is refused",
 }
@@ -50,9 +52,8 @@ def with_two_more_rows(model: Path, new_rows: Path, folder: Path) -> Path:
 
 def load(model: Path, stage: str, merge: str, start_end: bool = False) -> Llava:
     """The original's folder in our model, fp32."""
-    vision = next((golden_folder() / "model").glob("clip-*"))
     cfg: Config = config_of([
-        f"stage={stage}", f"model.checkpoint={model}", f"model.vision={vision}",
+        f"stage={stage}", f"model.checkpoint={model}", f"model.vision={VISION}",
         "model.projector=auto", f"model.patch_merge={merge}", "data.image_aspect_ratio=anyres",
         "export.enabled=false", f"model.image_start_end={str(start_end).lower()}",
     ])  # fmt: skip
