@@ -567,6 +567,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank")
     parser.add_argument("--out", type=Path, help="JSON file; the picture goes beside it")
     options = parser.parse_args()
+    if options.out is not None and options.out.is_dir():
+        parser.error(f"--out {options.out} is a folder; give a JSON file in it")
     if any(options.rows % a for a in options.accumulations):
         parser.error(f"--rows {options.rows} must be a multiple of every --accumulations {options.accumulations}")
     if options.hidden % 32:
