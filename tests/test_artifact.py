@@ -51,7 +51,7 @@ def probe(cfg: Config):
 
 
 @torch.no_grad()
-def compare_with_transformers(cfg: Config, folder: Path) -> None:
+def assert_same_as_transformers(cfg: Config, folder: Path) -> None:
     """Our logits and those of transformers' own model on the same samples, one at a time there."""
     theirs, info = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
@@ -89,7 +89,7 @@ def exported(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactor
 def test_export_gives_the_same_logits_in_transformers(
     exported: Path, parts: Path, dataset: Path, tmp_path: Path
 ) -> None:
-    compare_with_transformers(make_config(parts, dataset, tmp_path), exported / "export")
+    assert_same_as_transformers(make_config(parts, dataset, tmp_path), exported / "export")
 
 
 def test_processor_loads_and_makes_our_ids(exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_another_language_model_and_tower(
             pools[size].run(run_ranks, cfg)
         runs[size] = outcome(tmp_path / str(size))
     assert runs[4].losses == pytest.approx(runs[1].losses, rel=1e-5)
-    compare_with_transformers(make_config(folder, dataset, tmp_path / "none", *OTHER), tmp_path / "1" / "export")
+    assert_same_as_transformers(make_config(folder, dataset, tmp_path / "none", *OTHER), tmp_path / "1" / "export")
 
 
 def test_tower_without_cls_refuses_to_drop_one(parts: Path, dataset: Path, tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def test_export_in_several_files(
     assert index.keys() == single.keys()
     for name, file in index.items():
         assert torch.equal(load_file(tmp_path / "export" / file)[name], single[name]), name
-    compare_with_transformers(make_config(parts, dataset, tmp_path / "none"), tmp_path / "export")
+    assert_same_as_transformers(make_config(parts, dataset, tmp_path / "none"), tmp_path / "export")
 
 
 @pytest.mark.parametrize("notes", [True, False])

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import GenerationConfig, LlavaConfig
 
-from llava_fsdp.checkpoint import on_first_rank
+from llava_fsdp.checkpoint import make_empty, on_first_rank
 from llava_fsdp.config import AspectRatio, Feature, FolderFormat, Part, PatchMerge
 from llava_fsdp.data.anyres import grid_sizes
 from llava_fsdp.errors import ConfigError
@@ -99,11 +99,6 @@ def write_folder(form: FolderFormat, subject: Subject, weights: Weights, staged:
         on_first_rank(lambda: begin_projector(subject, weights, staged), failing)
         write_projector(weights, staged, rename)
     on_first_rank(lambda: write_notes(subject, staged, notes), failing)
-
-
-def make_empty(staged: Path) -> None:
-    shutil.rmtree(staged, ignore_errors=True)
-    staged.mkdir(parents=True)
 
 
 def write_notes(subject: Subject, staged: Path, notes: dict[str, Any]) -> None:

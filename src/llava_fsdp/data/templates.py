@@ -6,6 +6,7 @@ Names and texts are those of LLaVA conversation.py:211-392. `STYLES` says how a 
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 from llava_fsdp.errors import ConfigError
 
@@ -62,9 +63,9 @@ class Template:
     image: str = IMAGE_TAG
     """What a picture's tag becomes."""
 
-    @property
+    @cached_property
     def pattern(self) -> Pattern:
-        """The style's pattern, filled."""
+        """The style's pattern, filled; every record is written with it."""
         form = STYLES[self.style]
         parts = {
             "system": self.system,

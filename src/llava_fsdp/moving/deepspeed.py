@@ -14,7 +14,7 @@ COMMUNICATION = implied("FSDP2 gathers and reduces one block of layers at a time
 LIVE = implied("FSDP2 holds one block of layers gathered at a time, and prefetches the next")
 MODEL_IS_STREAMED = implied("every rank reads its own rows of every weight from the files")
 GATHERED = implied("export/ always holds the whole model, written without ever gathering it")
-NO_LOGGER = rules.switched("not yet; metrics.jsonl has every step")
+NO_LOGGER = rules.Switched("not yet; metrics.jsonl has every step")
 TIMES = implied("metrics.jsonl has the seconds of every step")
 NO_FP16 = rules.fp16
 OFFLOAD = rules.offload
@@ -83,15 +83,15 @@ DEEPSPEED: Mapping[str, Outcome | Rule] = {
     "fp16.min_loss_scale": NO_FP16,
     "fp16.fp16_master_weights_and_grads": NO_FP16,
     "amp.enabled": rules.amp,
-    "amp.*": rules.switched("apex is not used; precision=bf16"),
-    "torch_autocast.*": rules.switched("precision= says what is computed in what"),
+    "amp.*": rules.Switched("apex is not used; precision=bf16"),
+    "torch_autocast.*": rules.Switched("precision= says what is computed in what"),
     "data_types.grad_accum_dtype": rules.accumulation_dtype,
     "data_types.*": unsupported("precision= says what is stored in what"),
     # ZeRO
     "zero_optimization.stage": rules.stage,
     "zero_optimization.contiguous_gradients": COMMUNICATION,
     "zero_optimization.reduce_scatter": COMMUNICATION,
-    "zero_optimization.reduce_bucket_size": rules.bucket(1.0),
+    "zero_optimization.reduce_bucket_size": rules.Bucket(1.0),
     "zero_optimization.use_multi_rank_bucket_allreduce": COMMUNICATION,
     "zero_optimization.allgather_partitions": COMMUNICATION,
     "zero_optimization.allgather_bucket_size": COMMUNICATION,
@@ -112,8 +112,8 @@ DEEPSPEED: Mapping[str, Outcome | Rule] = {
     "zero_optimization.cpu_offload_params": OFFLOAD,
     "zero_optimization.cpu_offload_use_pin_memory": OFFLOAD,
     "zero_optimization.zenflow.*": unsupported("offload: not yet"),
-    "zero_optimization.stage3_prefetch_bucket_size": rules.bucket(0.9, stage3=True),
-    "zero_optimization.prefetch_bucket_size": rules.bucket(0.9, stage3=True),
+    "zero_optimization.stage3_prefetch_bucket_size": rules.Bucket(0.9, stage3=True),
+    "zero_optimization.prefetch_bucket_size": rules.Bucket(0.9, stage3=True),
     "zero_optimization.stage3_param_persistence_threshold": rules.persistence,
     "zero_optimization.param_persistence_threshold": rules.persistence,
     "zero_optimization.stage3_model_persistence_threshold": rules.persistence,
@@ -149,15 +149,15 @@ DEEPSPEED: Mapping[str, Outcome | Rule] = {
     "aio.*": unsupported("offload to NVMe: not yet"),
     # memory
     "activation_checkpointing.*": rules.activation_checkpointing,
-    "compile.*": rules.switched("no compiled graphs", flag="deepcompile"),
+    "compile.*": rules.Switched("no compiled graphs", flag="deepcompile"),
     # what is told
     "steps_per_print": implied("DeepSpeed's own line; --logging_steps is log_every, and metrics.jsonl has every step"),
     "wall_clock_breakdown": TIMES,
     "memory_breakdown": implied("metrics.jsonl has the memory of every step"),
     "dump_state": implied("config.yaml in output_dir has the whole configuration"),
     "log_level": implied("rank 0 speaks, and the others only when something is wrong"),
-    "flops_profiler.*": rules.switched("no such profile; metrics.jsonl has tokens and seconds of every step"),
-    "comms_logger.*": rules.switched("no such log"),
+    "flops_profiler.*": rules.Switched("no such profile; metrics.jsonl has tokens and seconds of every step"),
+    "comms_logger.*": rules.Switched("no such log"),
     "tensorboard.*": NO_LOGGER,
     "wandb.*": NO_LOGGER,
     "comet.*": NO_LOGGER,
@@ -169,32 +169,32 @@ DEEPSPEED: Mapping[str, Outcome | Rule] = {
     "checkpoint.use_node_local_storage": off("output_dir is one folder that all machines see"),
     "checkpoint.parallel_write.*": implied("every rank writes its own shard"),
     "checkpoint.*": unsupported("checkpoints are written by PyTorch's distributed checkpoint"),
-    "nebula.*": rules.switched("checkpoints are written to output_dir"),
+    "nebula.*": rules.Switched("checkpoints are written to output_dir"),
     # data
     "dataloader_drop_last": off("no sample is dropped"),
-    "data_efficiency.*": rules.switched("samples are neither chosen nor shortened"),
-    "curriculum_learning.*": rules.switched("samples come in an order without a curriculum"),
-    "curriculum_params_legacy.*": rules.switched("samples come in an order without a curriculum"),
+    "data_efficiency.*": rules.Switched("samples are neither chosen nor shortened"),
+    "curriculum_learning.*": rules.Switched("samples come in an order without a curriculum"),
+    "curriculum_params_legacy.*": rules.Switched("samples come in an order without a curriculum"),
     # other parallelism and other models
-    "tensor_parallel.*": rules.switched("no tensor parallelism: sharding=zero3 for large models", "autotp_size"),
-    "expert_parallel.*": rules.switched("no mixtures of experts"),
+    "tensor_parallel.*": rules.Switched("no tensor parallelism: sharding=zero3 for large models", "autotp_size"),
+    "expert_parallel.*": rules.Switched("no mixtures of experts"),
     "sequence_parallel_size": off("no sequence parallelism", 1),
     "autotp_size": off("no tensor parallelism", 0, 1),
     "pipeline.*": unsupported("no pipeline parallelism: sharding=zero3 for models that fit no GPU"),
     "sparse_attention.*": unsupported("attention is dense and causal"),
-    "hybrid_engine.*": rules.switched("no generation during training"),
+    "hybrid_engine.*": rules.Switched("no generation during training"),
     "inference.*": unsupported("for inference"),
     "use_data_before_expert_parallelism": implied("no mixtures of experts"),
     "data_parallel_group": unsupported("a run has one group of all ranks"),
     "graph_harvesting": off("no CUDA graphs"),
     "vocabulary_size": implied("the model's configuration says it"),
     # training otherwise
-    "elasticity.*": rules.switched("a run has a fixed number of ranks, and continues on another"),
-    "autotuning.*": rules.switched("nothing tries configurations out; llava_fsdp.sweep runs those you name"),
-    "compression_training.*": rules.switched("no compression while training"),
-    "quantize_training.*": rules.switched("no quantization while training"),
-    "progressive_layer_drop.*": rules.switched("every layer runs in every step"),
-    "eigenvalue.*": rules.switched("no eigenvalues are computed"),
+    "elasticity.*": rules.Switched("a run has a fixed number of ranks, and continues on another"),
+    "autotuning.*": rules.Switched("nothing tries configurations out; llava_fsdp.sweep runs those you name"),
+    "compression_training.*": rules.Switched("no compression while training"),
+    "quantize_training.*": rules.Switched("no quantization while training"),
+    "progressive_layer_drop.*": rules.Switched("every layer runs in every step"),
+    "eigenvalue.*": rules.Switched("no eigenvalues are computed"),
     "weight_quantization.*": unsupported("no quantization while training"),
 }
 

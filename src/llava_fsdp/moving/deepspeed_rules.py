@@ -208,7 +208,7 @@ def stage(context: Context, value: object) -> Outcome:
 
 
 @dataclass(frozen=True)
-class bucket:  # noqa: N801 - a rule with a parameter, used as the others are
+class Bucket:
     """Elements of a bucket: `factor` x hidden size squared where it is auto."""
 
     factor: float
@@ -292,7 +292,7 @@ def activation_checkpointing(context: Context, value: object) -> Outcome:
 
 
 @dataclass(frozen=True)
-class switched:  # noqa: N801 - a rule with a parameter, used as the others are
+class Switched:
     """A block with a switch of its own (or a size, 1 is off): off, it is as here; on, it has no equal."""
 
     why: str
