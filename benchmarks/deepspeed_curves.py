@@ -42,8 +42,8 @@ from torch.nn import functional
 from transformers import LlavaConfig, PretrainedConfig
 
 from llava_fsdp.config import Config, DType, config_dir, load
+from llava_fsdp.data.batch import MicroBatch
 from llava_fsdp.data.shapes import ensure_shapes
-from llava_fsdp.data.steps import MicroBatch
 from llava_fsdp.data.vocabulary import IGNORE
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.names import theirs

@@ -45,9 +45,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llava_fsdp.config import Config, DType, PrecisionConfig, ShardingConfig, Strategy, config_dir, load
+from llava_fsdp.data.batch import MicroBatch, Step
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.data.shapes import ensure_shapes
-from llava_fsdp.data.steps import MicroBatch, Step
 from llava_fsdp.loop import clip_gradients, summed, train_step
 from llava_fsdp.model.draw import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import build_llava

@@ -72,7 +72,7 @@ def assert_same_as_transformers(cfg: Config, folder: Path) -> None:
 
 
 def facts():
-    from llava_fsdp.data.steps import StepFacts
+    from llava_fsdp.data.batch import StepFacts
 
     return StepFacts(0)
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from llava_fsdp.config import Config
-from llava_fsdp.data.steps import Step
+from llava_fsdp.data.batch import Step
 from llava_fsdp.errors import NumericError
 from llava_fsdp.seeds import derive
 from llava_fsdp.sharding.precision import MasterWeights

@@ -11,7 +11,7 @@ import torch
 from transformers import LlavaForConditionalGeneration
 
 from llava_fsdp.config import FolderFormat, PatchMerge
-from llava_fsdp.data.steps import MicroBatch
+from llava_fsdp.data.batch import MicroBatch
 from llava_fsdp.errors import ModelError
 from llava_fsdp.log import log
 from llava_fsdp.model.asis import read_model

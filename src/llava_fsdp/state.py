@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from llava_fsdp.data.batch import StepFacts
 from llava_fsdp.data.loader import Loader
-from llava_fsdp.data.steps import StepFacts
 from llava_fsdp.model.weights import Stored
 from llava_fsdp.optim import LearningRate
 from llava_fsdp.sharding.precision import MasterWeights

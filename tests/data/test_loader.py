@@ -7,10 +7,10 @@ import torch
 from harness import CPU
 from small import make_config, write_json
 
+from llava_fsdp.data.batch import FlatStep
 from llava_fsdp.data.conversation import asked_turns
 from llava_fsdp.data.loader import Loader, ModelShape, build_loader
 from llava_fsdp.data.source import Records
-from llava_fsdp.data.steps import PackedStep
 from llava_fsdp.errors import ConfigError, DataError, PictureError
 
 
@@ -202,7 +202,7 @@ def test_packing_for_the_way_from_a_worker_changes_nothing(parts: Path, dataset:
     for overrides in (["micro_batch_size=1"], ["micro_batch_size=5"], [f"data.path={dataset / 'text.json'}"]):
         steps = open_loader(parts, dataset, *overrides).steps
         whole, packed = steps.prepare(0), steps[0]
-        assert isinstance(packed, PackedStep) and len(packed.fields) == 6
+        assert isinstance(packed, FlatStep) and len(packed.fields) == 6
         again = packed.unpack()
         assert again.facts == whole.facts and len(again.micro_batches) == len(whole.micro_batches)
         for a, b in zip(again.micro_batches, whole.micro_batches, strict=True):

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from llava_fsdp.config import Config, Parity
 from llava_fsdp.data.anyres import grid_sizes
+from llava_fsdp.data.batch import MicroBatch, Step
 from llava_fsdp.data.conversation import IM_END, IM_START
 from llava_fsdp.data.cut import num_micro_batches
 from llava_fsdp.data.encode import Encoder, ExactEncoder, OriginalEncoder
@@ -23,7 +24,7 @@ from llava_fsdp.data.images import PictureReader, read_preprocessor
 from llava_fsdp.data.llava_v1_5 import Original
 from llava_fsdp.data.order import open_order
 from llava_fsdp.data.source import Records, check_paths
-from llava_fsdp.data.steps import MicroBatch, Step, Steps
+from llava_fsdp.data.steps import Steps
 from llava_fsdp.data.templates import IMAGE_TAG, template
 from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.errors import ConfigError, DataError

@@ -1,0 +1,104 @@
+"""A step as tensors: the micro-batches that a rank runs, what the whole step holds, and its way between processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+
+
+@dataclass
+class MicroBatch:
+    """Rows that a rank runs at once, padded on the right with id 0.
+
+    Positions index the rows laid end to end (row * length + column), so that the forward pass is static writes and
+    reads: nothing in it waits for a value on the device.
+    """
+
+    input_ids: torch.Tensor
+    """int64 [rows, length]; 0 where a picture goes"""
+    image_positions: torch.Tensor
+    """int64 [positions]: where features of pictures go"""
+    image_rows: torch.Tensor
+    """int64 [positions]: which features go there, as rows of all tiles' features laid end to end; the row behind the
+    last is the end of a line (anyres)"""
+    images: torch.Tensor
+    """uint8 [tiles, 3, size, size], or float32 once normalised; a picture is one tile, with anyres several"""
+    label_positions: torch.Tensor
+    """int64 [labels]: the position whose output predicts the label, one before the label's own"""
+    label_ids: torch.Tensor
+    """int64 [labels]"""
+    scale: float
+    """What the sum of this micro-batch's losses is multiplied with."""
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """The arguments of the model's forward pass; without the last it returns logits."""
+        shown = self.image_positions, self.image_rows, self.images
+        return self.input_ids, *shown, self.label_positions, self.label_ids
+
+
+@dataclass
+class StepFacts:
+    """What a step holds on all ranks together; every rank knows it without asking the others."""
+
+    step: int
+    samples: int = 0
+    tokens: int = 0
+    """Positions of samples, without padding."""
+    label_tokens: int = 0
+    images: int = 0
+    truncated: int = 0
+    """Samples cut at `data.max_length`."""
+    labels_cut: int = 0
+    quarantined: list[str] = field(default_factory=list)
+    """Samples left out, by record."""
+    unlabelled: list[str] = field(default_factory=list)
+    """Samples without any label, by record: masked by the original's rules, or cut before their first answer."""
+
+
+@dataclass
+class Step:
+    facts: StepFacts
+    micro_batches: list[MicroBatch]
+    """This rank's, as many as every other rank's."""
+
+
+@dataclass
+class FlatStep:
+    """A step on its way from a worker: one tensor for each field, however many micro-batches there are.
+
+    Every tensor that crosses between processes takes a file descriptor until it is freed.
+    """
+
+    facts: StepFacts
+    fields: dict[str, torch.Tensor]
+    """All micro-batches' values laid end to end, by field."""
+    shapes: list[dict[str, torch.Size]]
+    scales: list[float]
+
+    def pin_memory(self) -> FlatStep:
+        """In page-locked memory, so that copies to a GPU need not wait; the DataLoader calls this."""
+        return replace(self, fields={name: values.pin_memory() for name, values in self.fields.items()})
+
+    def unpack(self) -> Step:
+        cut = {
+            name: values.split([shapes[name].numel() for shapes in self.shapes]) for name, values in self.fields.items()
+        }
+        return Step(
+            self.facts,
+            [
+                MicroBatch(**{name: cut[name][n].view(shape) for name, shape in shapes.items()}, scale=scale)
+                for n, (shapes, scale) in enumerate(zip(self.shapes, self.scales, strict=True))
+            ],
+        )
+
+
+def flatten(step: Step) -> FlatStep:
+    names = [f.name for f in fields(MicroBatch) if f.name != "scale"]
+    return FlatStep(
+        step.facts,
+        {name: torch.cat([getattr(m, name).flatten() for m in step.micro_batches]) for name in names},
+        [{name: getattr(m, name).shape for name in names} for m in step.micro_batches],
+        [m.scale for m in step.micro_batches],
+    )

@@ -1,0 +1,68 @@
+"""Samples that a rank runs at once, as one micro-batch of tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from llava_fsdp.config import Normalize
+from llava_fsdp.data.anyres import NEWLINE_ROW
+from llava_fsdp.data.batch import MicroBatch, StepFacts
+from llava_fsdp.data.encode import Sample
+from llava_fsdp.data.images import PictureReader
+from llava_fsdp.data.source import Record
+from llava_fsdp.data.vocabulary import IGNORE, IMAGE_ID
+
+Row = tuple[Record, Sample]
+
+
+class Collator:
+    """Lays samples out for one forward pass and reads their pictures."""
+
+    def __init__(self, pictures: PictureReader, normalize: Normalize):
+        self.pictures = pictures
+        self.normalize = normalize
+
+    def __call__(self, rows: list[Row], facts: StepFacts, micro_batches: int) -> MicroBatch:
+        """Pad rows to the longest; a micro-batch without rows is one padding position without labels.
+
+        Args:
+            micro_batches: of the whole step, on all ranks together.
+
+        Raises:
+            PictureError: a picture is missing or broken.
+        """
+        length = max((len(s.input_ids) for _, s in rows), default=1)
+        ids = np.zeros((max(1, len(rows)), length), dtype=np.int64)
+        labels = np.full((max(1, len(rows)), length), IGNORE, dtype=np.int64)
+        for row, (_, sample) in enumerate(rows):
+            ids[row, : len(sample.input_ids)] = sample.input_ids
+            labels[row, : len(sample.labels) - 1] = sample.labels[1:]
+        image_positions = np.flatnonzero(ids == IMAGE_ID)
+        label_positions = np.flatnonzero(labels != IGNORE)
+        ids[ids == IMAGE_ID] = 0
+        images, image_rows = self.load_images(rows)
+        labels_here = len(label_positions)
+        return MicroBatch(
+            input_ids=torch.from_numpy(ids),
+            image_positions=torch.from_numpy(image_positions),
+            image_rows=torch.from_numpy(image_rows),
+            images=torch.from_numpy(images),
+            label_positions=torch.from_numpy(label_positions),
+            label_ids=torch.from_numpy(labels.reshape(-1)[label_positions]),
+            scale=1 / max(1, facts.label_tokens)
+            if self.normalize is Normalize.step
+            else 1 / (max(1, labels_here) * micro_batches),
+        )
+
+    def load_images(self, rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
+        """All tiles of the rows' pictures, and which rows of their features the pictures' positions show."""
+        tiles, places = [self.pictures.no_tiles()], [np.zeros(0, dtype=np.int64)]
+        before = 0  # rows of features
+        for record, sample in rows:
+            for name, own in zip(sample.images, sample.image_rows, strict=True):
+                tiles.append(self.pictures.tiles(record, name))
+                places.append(np.where(own == NEWLINE_ROW, NEWLINE_ROW, own + before))
+                before += len(tiles[-1]) * self.pictures.image_tokens
+        where = np.concatenate(places)
+        return np.concatenate(tiles), np.where(where == NEWLINE_ROW, before, where)
