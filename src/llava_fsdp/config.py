@@ -5,6 +5,7 @@ door; nothing behind it sees OmegaConf. One long file on purpose: it is the list
 """
 
 import difflib
+import math
 import re
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
@@ -52,6 +53,13 @@ class TooLong(Enum):
     truncate = "truncate"
     quarantine = "quarantine"
     fail = "fail"
+
+
+class Bad(Enum):
+    """What becomes of a record that cannot be trained on."""
+
+    fail = "fail"
+    quarantine = "quarantine"
 
 
 class AspectRatio(Enum):
@@ -202,6 +210,11 @@ class DataConfig:
     max_length: int
     """Longest sample in positions, image positions included."""
     too_long: TooLong
+    bad: Bad
+    """fail: the first record that is wrong, or whose picture is broken, stops the run; quarantine: the run goes on
+    without it, on every rank alike, and lists it in quarantine.jsonl."""
+    bad_budget: str
+    """Most records that quarantine may leave out: a share of all ("0.1%", at least one record) or a number ("20")."""
     workers: int | None
     """Processes that prepare batches on each rank; 0 prepares them between steps; null: up to 4, as cores allow."""
 
@@ -211,8 +224,19 @@ class DataConfig:
         as_square = self.image_aspect_ratio is AspectRatio.anyres and self.pixels is Parity.llava_v1_5
         return AspectRatio.square if as_square else self.image_aspect_ratio
 
+    def budget(self, records: int) -> int:
+        """Records of so many that quarantine may leave out."""
+        share = self.bad_budget.strip()
+        if share.endswith("%"):
+            return math.ceil(records * float(share[:-1]) / 100)
+        return int(share)
+
     def __post_init__(self) -> None:
         at_least("data.max_length", self.max_length, 2)
+        if not re.fullmatch(r"\d+|\d+(\.\d+)?%", self.bad_budget.strip()):
+            raise ConfigError(
+                f"data.bad_budget={self.bad_budget} is neither a share of the records like 0.1% nor a number of them"
+            )
         if self.grid_pinpoints and self.image_aspect_ratio is not AspectRatio.anyres:
             raise ConfigError(
                 f"data.grid_pinpoints is for data.image_aspect_ratio=anyres; with {self.image_aspect_ratio.value} a "

@@ -21,7 +21,7 @@ from llava_fsdp.model.parts import find_parts, find_projector
 from llava_fsdp.model.weights import find_weights, fingerprint, load_weights
 from llava_fsdp.optim import build_optimizer
 from llava_fsdp.screen import show_run
-from llava_fsdp.sharding.mesh import World, distributed, first_rank_first, make_mesh
+from llava_fsdp.sharding.mesh import World, distributed, first_rank_first, gather_lists, make_mesh
 from llava_fsdp.sharding.parallelize import parallelize, weights_of
 from llava_fsdp.sharding.precision import DTYPES
 from llava_fsdp.sharding.shards import local_shards
@@ -103,7 +103,7 @@ def open_data(cfg: Config, world: World, model: Llava) -> Loader:
         vocab_size=language.vocab_size,
     )
     folders = model.parts.language_folder, model.parts.vision_folder
-    return build_loader(cfg, *folders, shape, world.rank, world.size, world.device)
+    return build_loader(cfg, *folders, shape, world.rank, world.size, world.device, gather_lists)
 
 
 def write_config(cfg: Config, world: World) -> None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, fields, replace
 
 import torch
 
+from llava_fsdp.config import Normalize
+
 
 @dataclass
 class MicroBatch:
@@ -38,6 +40,21 @@ class MicroBatch:
         return self.input_ids, *shown, self.label_positions, self.label_ids
 
 
+@dataclass(frozen=True)
+class LeftOut:
+    """A sample that a step goes without: what was wrong, and what the step lacks with it."""
+
+    number: int
+    """Of the record, among those that are trained on."""
+    record: str
+    """What a message calls it."""
+    kind: str
+    reason: str
+    tokens: int
+    label_tokens: int
+    images: int
+
+
 @dataclass
 class StepFacts:
     """What a step holds on all ranks together; every rank knows it without asking the others."""
@@ -51,8 +68,8 @@ class StepFacts:
     truncated: int = 0
     """Samples cut at `data.max_length`."""
     labels_cut: int = 0
-    quarantined: list[str] = field(default_factory=list)
-    """Samples left out, by record."""
+    left_out: list[LeftOut] = field(default_factory=list)
+    """Samples that turned out broken when they were read; they are in none of the numbers above."""
     unlabelled: list[str] = field(default_factory=list)
     """Samples without any label, by record: masked by the original's rules, or cut before their first answer."""
 
@@ -60,8 +77,23 @@ class StepFacts:
 @dataclass
 class Step:
     facts: StepFacts
+    """As of a worker, `left_out` has this rank's samples only, and the numbers still count them; `without` mends it."""
     micro_batches: list[MicroBatch]
     """This rank's, as many as every other rank's."""
+
+    def without(self, left_out: list[LeftOut], normalize: Normalize) -> Step:
+        """The step as every rank sees it once all know what all had to leave out; its loss is of what remains."""
+        facts = replace(
+            self.facts,
+            samples=self.facts.samples - len(left_out),
+            tokens=self.facts.tokens - sum(sample.tokens for sample in left_out),
+            label_tokens=self.facts.label_tokens - sum(sample.label_tokens for sample in left_out),
+            images=self.facts.images - sum(sample.images for sample in left_out),
+            left_out=left_out,
+        )
+        if normalize is Normalize.micro_batch or not left_out:
+            return Step(facts, self.micro_batches)
+        return Step(facts, [replace(m, scale=1 / max(1, facts.label_tokens)) for m in self.micro_batches])
 
 
 @dataclass

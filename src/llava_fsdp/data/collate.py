@@ -10,14 +10,14 @@ from llava_fsdp.data.anyres import NEWLINE_ROW
 from llava_fsdp.data.batch import MicroBatch, StepFacts
 from llava_fsdp.data.encode import Sample
 from llava_fsdp.data.images import PictureReader
-from llava_fsdp.data.source import Record
 from llava_fsdp.data.vocabulary import IGNORE, IMAGE_ID
 
-Row = tuple[Record, Sample]
+Row = tuple[Sample, list[np.ndarray]]
+"""A sample, and by picture its tiles"""
 
 
 class Collator:
-    """Lays samples out for one forward pass and reads their pictures."""
+    """Lays samples and their pictures out for one forward pass."""
 
     def __init__(self, pictures: PictureReader, normalize: Normalize):
         self.pictures = pictures
@@ -28,20 +28,17 @@ class Collator:
 
         Args:
             micro_batches: of the whole step, on all ranks together.
-
-        Raises:
-            PictureError: a picture is missing or broken.
         """
-        length = max((len(s.input_ids) for _, s in rows), default=1)
+        length = max((len(s.input_ids) for s, _ in rows), default=1)
         ids = np.zeros((max(1, len(rows)), length), dtype=np.int64)
         labels = np.full((max(1, len(rows)), length), IGNORE, dtype=np.int64)
-        for row, (_, sample) in enumerate(rows):
+        for row, (sample, _) in enumerate(rows):
             ids[row, : len(sample.input_ids)] = sample.input_ids
             labels[row, : len(sample.labels) - 1] = sample.labels[1:]
         image_positions = np.flatnonzero(ids == IMAGE_ID)
         label_positions = np.flatnonzero(labels != IGNORE)
         ids[ids == IMAGE_ID] = 0
-        images, image_rows = self.load_images(rows)
+        images, image_rows = self.lay_out(rows)
         labels_here = len(label_positions)
         return MicroBatch(
             input_ids=torch.from_numpy(ids),
@@ -55,13 +52,13 @@ class Collator:
             else 1 / (max(1, labels_here) * micro_batches),
         )
 
-    def load_images(self, rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
+    def lay_out(self, rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
         """All tiles of the rows' pictures, and which rows of their features the pictures' positions show."""
         tiles, places = [self.pictures.no_tiles()], [np.zeros(0, dtype=np.int64)]
         before = 0  # rows of features
-        for record, sample in rows:
-            for name, own in zip(sample.images, sample.image_rows, strict=True):
-                tiles.append(self.pictures.tiles(record, name))
+        for sample, pictures in rows:
+            for picture, own in zip(pictures, sample.image_rows, strict=True):
+                tiles.append(picture)
                 places.append(np.where(own == NEWLINE_ROW, NEWLINE_ROW, own + before))
                 before += len(tiles[-1]) * self.pictures.image_tokens
         where = np.concatenate(places)

@@ -7,16 +7,16 @@ workers.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader
 
-from llava_fsdp.config import Config, Parity
+from llava_fsdp.config import Bad, Config, Parity
 from llava_fsdp.data.anyres import grid_sizes
-from llava_fsdp.data.batch import MicroBatch, Step
+from llava_fsdp.data.batch import LeftOut, MicroBatch, Step
 from llava_fsdp.data.conversation import IM_END, IM_START
 from llava_fsdp.data.cut import num_micro_batches
 from llava_fsdp.data.encode import Encoder, ExactEncoder, OriginalEncoder
@@ -31,6 +31,8 @@ from llava_fsdp.errors import ConfigError, DataError
 from llava_fsdp.log import log
 
 PAD_OF_V0 = "[PAD]"
+Gather = Callable[[list[LeftOut]], list[LeftOut]]
+"""This rank's items -> every rank's, in the order of ranks."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ def build_loader(
     rank: int,
     world_size: int,
     device: torch.device,
+    gather: Gather,
 ) -> Loader:
     """Open the dataset for one model.
 
@@ -68,7 +71,7 @@ def build_loader(
     records = Records(Path(cfg.data.path))
     words = check_records(records, encoder, cfg.data.images)
     steps = Steps(records, open_order(words, cfg, world_size), encoder, pictures, cfg, rank, world_size)
-    return Loader(steps, cfg, device)
+    return Loader(steps, cfg, device, gather)
 
 
 def open_pictures(cfg: Config, vision_folder: Path, shape: ModelShape) -> PictureReader:
@@ -177,8 +180,12 @@ def check_fit(cfg: Config, shape: ModelShape, tokenizer_size: int, pictures: Pic
 class Loader:
     """Iterates over the steps of a run, from any step on."""
 
-    def __init__(self, steps: Steps, cfg: Config, device: torch.device):
+    def __init__(self, steps: Steps, cfg: Config, device: torch.device, gather: Gather):
         self.steps = steps
+        self.cfg = cfg
+        self.gather = gather
+        self.broken: set[int] = set()
+        """Records that turned out broken in training."""
         self.device = device
         self.workers = default_workers() if cfg.data.workers is None else cfg.data.workers
         self.total_steps = cfg.max_steps or cfg.epochs * steps.per_epoch
@@ -205,7 +212,28 @@ class Loader:
         for step in loader:
             if isinstance(step, DataError):
                 raise step
-            yield step.unpack()
+            yield self.agree(step.unpack())
+
+    def agree(self, step: Step) -> Step:
+        """The step without what any rank had to leave out, on every rank alike.
+
+        Raises:
+            DataError: more records are wrong than `data.bad_budget` allows.
+        """
+        if self.cfg.data.bad is Bad.fail:
+            return step
+        left_out = self.gather(step.facts.left_out)
+        new = {sample.number for sample in left_out} - self.broken
+        self.broken |= new
+        records = self.steps.records
+        total, budget = records.total, self.cfg.data.budget(records.total)
+        wrong = total - len(records) + len(self.broken)
+        if new and wrong > budget:
+            raise DataError(
+                f"{wrong} of {total} records are wrong, more than the {budget} of data.bad_budget="
+                f"{self.cfg.data.bad_budget}; the last one: {left_out[-1].reason}"
+            )
+        return step.without(left_out, self.cfg.loss.normalize)
 
     def to_device(self, micro: MicroBatch) -> MicroBatch:
         """The micro-batch on the device, its pictures normalised by table: the processor's very numbers."""
