@@ -46,7 +46,7 @@ def test_padding_is_the_mean_colour(folder: Path, tmp_path: Path) -> None:
 BROKEN = {
     "missing.png": (None, r"record 5: picture .*missing\.png does not exist; is data\.images right"),
     "text.jpg": (b"<html>not found</html>", r"record 5: picture .*text\.jpg cannot be read"),
-    "empty.png": (b"", "cannot be read"),
+    "empty.png": (b"", r"picture .*empty\.png is empty \(0 bytes\)"),
 }
 
 

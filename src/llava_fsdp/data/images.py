@@ -4,24 +4,20 @@ The arithmetic is CLIPImageProcessor's on Pillow, as LLaVA train.py:692-718 uses
 are on the device: a quarter of the memory and of the copying, and the same numbers (`pixel_table`).
 """
 
-import contextlib
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 
 from llava_fsdp.config import AspectRatio, Parity, PatchMerge
 from llava_fsdp.data.anyres import Size, cut_tiles, feature_rows
+from llava_fsdp.data.examine import MAX_PIXELS, examine, opened, picture_size, white_of
 from llava_fsdp.data.source import Record
 from llava_fsdp.errors import ModelError, PictureError
-
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # no decoder that starts another program
-MAX_PIXELS = 50_000_000
 
 
 @dataclass(frozen=True)
@@ -134,6 +130,18 @@ class PictureReader:
         side, tile = math.isqrt(self.image_tokens), self.preprocessor.size
         return max(len(feature_rows(size, [size], tile, side, self.merge)) for size in self.sizes)
 
+    def examine(self, record: Record, name: str, full: bool) -> Size:
+        """(width, height) as shown, of a picture that can be read and prepared for the tower.
+
+        Raises:
+            PictureError: as `examine.examine`; or the picture is too narrow for this tower.
+        """
+        path = self.path(record, name)
+        size = examine(path, record.where, full)
+        if not self.in_tiles:
+            check_enlarged(size, self.preprocessor, self.aspect, f"{record.where}: {path}")
+        return size
+
     def tiles(self, record: Record, name: str) -> np.ndarray:
         """uint8 [tiles, 3, size, size].
 
@@ -157,7 +165,7 @@ def load_image(
     """The picture as one tile, uint8 [3, size, size].
 
     Raises:
-        PictureError: the file is missing, no picture, cut short, or too large; `where` names the record.
+        PictureError: with what is wrong as its `kind` (examine.py); `where` names the record.
     """
     picture = open_picture(path, where, pixels)
     check_enlarged(picture.size, preprocessor, aspect, f"{where}: {path}")
@@ -176,37 +184,14 @@ def open_picture(path: Path, where: str, pixels: Parity) -> Image.Image:
         return to_rgb(ImageOps.exif_transpose(picture), f"{where}: {path}")
 
 
-def picture_size(path: Path, where: str) -> Size:
-    """(width, height) as shown; reads the file's head only."""
-    with opened(path, where) as picture:
-        if picture.format == "TIFF":  # of these Pillow reports the size as shown
-            return picture.size
-        turned = picture.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
-        return (picture.height, picture.width) if turned else picture.size
-
-
-@contextlib.contextmanager
-def opened(path: Path, where: str) -> Iterator[Image.Image]:
-    """The open file; whatever Pillow raises while it is used becomes one error."""
-    try:
-        with Image.open(path, formats=FORMATS) as picture:
-            if picture.width * picture.height > MAX_PIXELS:
-                raise PictureError(
-                    f"{where}: {path} has {picture.width} x {picture.height} pixels, over the limit of {MAX_PIXELS}"
-                )
-            yield picture
-    except FileNotFoundError as error:
-        raise PictureError(f"{where}: picture {path} does not exist; is data.images right?") from error
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
-        raise PictureError(f"{where}: picture {path} cannot be read: {error}") from error
-
-
 def check_enlarged(shape: Size, preprocessor: Preprocessor, aspect: AspectRatio, what: str) -> None:
     """A few bytes can hold a picture so narrow that a square around it, or its enlargement, would fill the memory."""
     short, long = sorted(shape)
     enlarged = long * long if aspect is AspectRatio.pad else preprocessor.size * preprocessor.size * long // short
     if enlarged > MAX_PIXELS:
-        raise PictureError(f"{what} is {shape[0]} x {shape[1]}; as a {aspect.value} it would need {enlarged} pixels")
+        raise PictureError(
+            f"{what} is {shape[0]} x {shape[1]}; as a {aspect.value} it would need {enlarged} pixels", "image_shape"
+        )
 
 
 def to_rgb(picture: Image.Image, what: str) -> Image.Image:
@@ -215,18 +200,6 @@ def to_rgb(picture: Image.Image, what: str) -> Image.Image:
         values = np.asarray(picture).astype(np.float64)
         picture = Image.fromarray((values * (255 / white_of(picture.mode, values, what))).astype(np.uint8))
     return picture.convert("RGB")
-
-
-def white_of(mode: str, values: np.ndarray, what: str) -> float:
-    """The value that is white: of 16 bits 65535; of 32 and of floating point the usual one that holds all values."""
-    least, most = values.min(initial=0), values.max(initial=0)
-    known = (65535.0,) if mode.startswith("I;16") else (1.0, 255.0, 65535.0) if mode == "F" else (255.0, 65535.0)
-    for white in known:
-        if least >= 0 and most <= white:
-            return white
-    raise PictureError(
-        f"{what} holds values from {least:g} to {most:g}, of which black and white are not known; convert it"
-    )
 
 
 def resize(picture: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
@@ -245,7 +218,9 @@ def resize(picture: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
 def misread(picture: Image.Image, what: str) -> Image.Image:
     """transformers 4.37 takes a height of 3 for the channels; a height of 1 it refuses."""
     if picture.height == 1:
-        raise PictureError(f"{what} has height 1, at which the original stops; data.pixels=exact reads it")
+        raise PictureError(
+            f"{what} has height 1, at which the original stops; data.pixels=exact reads it", "image_shape"
+        )
     if picture.height == 3:
         return Image.fromarray(np.ascontiguousarray(np.asarray(picture).transpose(1, 2, 0)))
     return picture
