@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image
 
-from llava_fsdp.config import AspectRatio, Parity
+from llava_fsdp.config import AspectRatio, Pixels
 from llava_fsdp.data import examine as examining
 from llava_fsdp.data.examine import examine, opened
 from llava_fsdp.data.images import PictureReader, read_preprocessor
@@ -193,7 +193,7 @@ def test_a_file_system_that_is_away_for_a_moment(
 def test_too_narrow_for_a_tower(parts: Path, tmp_path: Path) -> None:
     Image.new("L", (1, 65000)).save(tmp_path / "thin.png")
     own = read_preprocessor(parts / "vision")
-    reader = PictureReader(tmp_path, own, AspectRatio.pad, Parity.exact, 4)
+    reader = PictureReader(tmp_path, own, AspectRatio.pad, Pixels.exact, 4)
     record = Record("a.json", 3, "q", ("thin.png",), (), True)
     with pytest.raises(PictureError, match=r"record 3 \(id q\): .*thin\.png is 1 x 65000") as caught:
         reader.examine(record, "thin.png", full=True)

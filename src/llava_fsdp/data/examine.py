@@ -53,8 +53,7 @@ def examine(path: Path, where: str, full: bool) -> Size:
         return picture_size(path, where)
     with opened(path, where) as picture:
         size = shown_size(picture)
-        if picture.format == "JPEG":
-            picture.draft(None, (1, 1))
+        picture.draft(None, (1, 1))  # of a JPEG; others have none
         picture.load()
         check_values(picture, f"{where}: {path}")
     return size
@@ -146,6 +145,14 @@ def check_values(picture: Image.Image, what: str) -> None:
     """Raises PictureError where black and white of a picture of more than 8 bits are not known."""
     if picture.mode == "F" or picture.mode.startswith("I"):
         white_of(picture.mode, np.asarray(picture).astype(np.float64), what)
+
+
+def to_rgb(picture: Image.Image, what: str) -> Image.Image:
+    """Pillow's conversion, except where it would clip to white or black without a word."""
+    if picture.mode == "F" or picture.mode.startswith("I"):
+        values = np.asarray(picture).astype(np.float64)
+        picture = Image.fromarray((values * (255 / white_of(picture.mode, values, what))).astype(np.uint8))
+    return picture if picture.mode == "RGB" else picture.convert("RGB")
 
 
 def white_of(mode: str, values: np.ndarray, what: str) -> float:

@@ -13,11 +13,15 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 
-from llava_fsdp.config import AspectRatio, Parity, PatchMerge
+from llava_fsdp.config import AspectRatio, PatchMerge, Pixels
+from llava_fsdp.data import lean
 from llava_fsdp.data.anyres import Size, cut_tiles, feature_rows
-from llava_fsdp.data.examine import MAX_PIXELS, examine, opened, picture_size, white_of
+from llava_fsdp.data.examine import MAX_PIXELS, examine, opened, picture_size, shown_size, to_rgb
 from llava_fsdp.data.source import Record
 from llava_fsdp.errors import ModelError, PictureError
+
+MISREAD = 3
+"""Heights up to this the original's processor takes for something else (`misread`)."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,11 @@ class Preprocessor:
     resample: Image.Resampling
     mean: tuple[float, ...]
     std: tuple[float, ...]
+
+    @property
+    def mean_colour(self) -> tuple[int, ...]:
+        """What a square is padded with (LLaVA train.py:711)."""
+        return tuple(int(m * 255) for m in self.mean)
 
     def pixel_table(self) -> np.ndarray:
         """float32 [3, 256]: the normalised value of every byte, by channel, as the processor computes it."""
@@ -87,7 +96,7 @@ class PictureReader:
     preprocessor: Preprocessor
     aspect: AspectRatio
     """`DataConfig.trained_aspect`"""
-    pixels: Parity
+    pixels: Pixels
     image_tokens: int
     """Features of a tile."""
     sizes: tuple[Size, ...] = ()
@@ -97,7 +106,8 @@ class PictureReader:
     @property
     def fingerprint(self) -> str:
         """Of everything that decides the values and the places of features, the pictures themselves apart."""
-        return f"{self.preprocessor} {self.image_tokens} {self.sizes} {self.merge.value}"
+        form = f"{self.aspect.value} {self.pixels.value} {self.merge.value}"
+        return f"{self.preprocessor} {self.image_tokens} {self.sizes} {form}"
 
     @property
     def in_tiles(self) -> bool:
@@ -154,32 +164,51 @@ class PictureReader:
         """uint8 [tiles, 3, size, size] of a picture file."""
         if not self.in_tiles:
             return load_image(path, self.preprocessor, self.aspect, where, self.pixels)[None]
-        picture = open_picture(path, where, self.pixels)
-        size = self.preprocessor.size
-        return np.stack([to_bytes(t) for t in cut_tiles(picture, size, list(self.sizes))])
+        size, sizes = self.preprocessor.size, list(self.sizes)
+        if self.pixels is Pixels.lean:
+            with opened(path, where) as file:
+                tiles = lean.tiles(file, size, sizes, f"{where}: {path}")
+        else:
+            tiles = cut_tiles(open_picture(path, where, self.pixels), size, sizes)
+        return np.stack([to_bytes(t) for t in tiles])
 
 
 def load_image(
-    path: Path, preprocessor: Preprocessor, aspect: AspectRatio, where: str, pixels: Parity = Parity.exact
+    path: Path, preprocessor: Preprocessor, aspect: AspectRatio, where: str, pixels: Pixels = Pixels.exact
 ) -> np.ndarray:
     """The picture as one tile, uint8 [3, size, size].
 
     Raises:
         PictureError: with what is wrong as its `kind` (examine.py); `where` names the record.
     """
+    if pixels is Pixels.lean:
+        return load_lean(path, preprocessor, aspect, where)
     picture = open_picture(path, where, pixels)
     check_enlarged(picture.size, preprocessor, aspect, f"{where}: {path}")
+    if aspect is AspectRatio.pad and max(picture.size) > MISREAD:
+        return resize_padded(picture, preprocessor)
     if aspect is AspectRatio.pad:
-        picture = pad_to_square(picture, tuple(int(m * 255) for m in preprocessor.mean))
-    if pixels is Parity.llava_v1_5:
+        picture = pad_to_square(picture, preprocessor.mean_colour)
+    if pixels is Pixels.llava_v1_5:
         picture = misread(picture, f"{where}: {path}")
     return resize(picture, preprocessor)
 
 
-def open_picture(path: Path, where: str, pixels: Parity) -> Image.Image:
+def load_lean(path: Path, preprocessor: Preprocessor, aspect: AspectRatio, where: str) -> np.ndarray:
+    what, size, resample = f"{where}: {path}", preprocessor.size, preprocessor.resample
+    with opened(path, where) as file:
+        check_enlarged(shown_size(file), preprocessor, aspect, what)
+        if aspect is AspectRatio.pad:
+            return to_bytes(lean.padded(file, size, resample, preprocessor.mean_colour, what))
+        if preprocessor.keep_ratio:
+            return to_bytes(lean.cut_square(file, size, resample, what))
+        return to_bytes(lean.squeezed(file, size, resample, what))
+
+
+def open_picture(path: Path, where: str, pixels: Pixels) -> Image.Image:
     """The picture in RGB, the way round that its EXIF orientation says, unless the original's pixels are wanted."""
     with opened(path, where) as picture:
-        if pixels is Parity.llava_v1_5:
+        if pixels is Pixels.llava_v1_5:
             return picture.convert("RGB")
         return to_rgb(ImageOps.exif_transpose(picture), f"{where}: {path}")
 
@@ -194,14 +223,6 @@ def check_enlarged(shape: Size, preprocessor: Preprocessor, aspect: AspectRatio,
         )
 
 
-def to_rgb(picture: Image.Image, what: str) -> Image.Image:
-    """Pillow's conversion, except where it would clip to white or black without a word."""
-    if picture.mode == "F" or picture.mode.startswith("I"):
-        values = np.asarray(picture).astype(np.float64)
-        picture = Image.fromarray((values * (255 / white_of(picture.mode, values, what))).astype(np.uint8))
-    return picture.convert("RGB")
-
-
 def resize(picture: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
     """An RGB picture as uint8 [3, size, size]."""
     size = preprocessor.size
@@ -213,6 +234,20 @@ def resize(picture: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
     resized = picture.resize(shape, preprocessor.resample)
     top, left = (resized.height - size) // 2, (resized.width - size) // 2
     return to_bytes(resized.crop((left, top, left + size, top + size)))
+
+
+def resize_padded(picture: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
+    """`resize` of `pad_to_square`, the same to the bit.
+
+    Pillow resizes the lines first, each by itself, and rounds to bytes; lines of one colour keep it. So those above and
+    below a wide picture can be added after that, a third of the whole work less for 4:3.
+    """
+    size, side = preprocessor.size, max(picture.size)
+    if picture.width <= picture.height:
+        return resize(pad_to_square(picture, preprocessor.mean_colour), preprocessor)
+    lines = Image.new("RGB", (size, side), preprocessor.mean_colour)
+    lines.paste(picture.resize((size, picture.height), preprocessor.resample), (0, (side - picture.height) // 2))
+    return to_bytes(lines.resize((size, size), preprocessor.resample))
 
 
 def misread(picture: Image.Image, what: str) -> Image.Image:
