@@ -67,6 +67,14 @@ class Parity(Enum):
     llava_v1_5 = "llava_v1_5"
 
 
+class Pixels(Enum):
+    """How a picture file becomes the tower's pixels."""
+
+    exact = "exact"
+    llava_v1_5 = "llava_v1_5"
+    lean = "lean"
+
+
 class OrderName(Enum):
     shuffle = "shuffle"
     llava_v1_5 = "llava_v1_5"
@@ -208,9 +216,10 @@ class DataConfig:
     grid_pinpoints: list[list[int]]
     """anyres only: sizes [width, height] in pixels that a picture may be fitted into, multiples of the tower's; empty:
     LLaVA-NeXT's, 1x2, 2x1, 2x2, 3x1 and 1x3 times the tower's."""
-    pixels: Parity
+    pixels: Pixels
     """exact: pictures as a viewer shows them; llava_v1_5: as the original reads them (no EXIF orientation, 16-bit
-    and floating point values clipped, anyres as square)."""
+    and floating point values clipped, anyres as square); lean: as exact, in fewer operations, not to the bit
+    (data/lean.py)."""
     max_length: int
     """Longest sample in positions, image positions included."""
     too_long: TooLong
@@ -220,7 +229,7 @@ class DataConfig:
     @property
     def trained_aspect(self) -> AspectRatio:
         """The original trains anyres as square (LLaVA train.py:702-718)."""
-        as_square = self.image_aspect_ratio is AspectRatio.anyres and self.pixels is Parity.llava_v1_5
+        as_square = self.image_aspect_ratio is AspectRatio.anyres and self.pixels is Pixels.llava_v1_5
         return AspectRatio.square if as_square else self.image_aspect_ratio
 
     def __post_init__(self) -> None:
@@ -410,10 +419,10 @@ class Config:
                 f"model.patch_merge={self.model.patch_merge.value} is for data.image_aspect_ratio=anyres; with "
                 f"{self.data.image_aspect_ratio.value} a picture is one tile: set model.patch_merge=flat"
             )
-        if anyres and self.data.pixels is Parity.llava_v1_5 and self.model.patch_merge is not PatchMerge.flat:
+        if anyres and self.data.pixels is Pixels.llava_v1_5 and self.model.patch_merge is not PatchMerge.flat:
             raise ConfigError(
                 f"data.pixels=llava_v1_5 trains anyres as square, as the original does; "
-                f"model.patch_merge={self.model.patch_merge.value} needs data.pixels=exact"
+                f"model.patch_merge={self.model.patch_merge.value} needs data.pixels=exact or lean"
             )
         if self.export.enabled and self.data.trained_aspect is AspectRatio.anyres:
             raise ConfigError(

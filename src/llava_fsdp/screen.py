@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from llava_fsdp.config import Config, Normalize, OrderName, Parity, Source
+from llava_fsdp.config import Config, Normalize, OrderName, Parity, Pixels, Source
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.model.attention import Kernel
 from llava_fsdp.sharding.memory import Weight, bytes_per_rank
@@ -23,7 +23,7 @@ def unlike_original(cfg: Config) -> str:
         ("labels", cfg.labels.value, cfg.labels is Parity.llava_v1_5),
         ("order", cfg.order.name.value, cfg.order.name is OrderName.llava_v1_5),
         ("loss.normalize", cfg.loss.normalize.value, cfg.loss.normalize is Normalize.micro_batch),
-        ("data.pixels", cfg.data.pixels.value, cfg.data.pixels is Parity.llava_v1_5),
+        ("data.pixels", cfg.data.pixels.value, cfg.data.pixels is Pixels.llava_v1_5),
         ("precision.reduce_dtype", precision.reduce_dtype.value, precision.reduce_dtype is precision.param_dtype),
     ]
     ours = [f"{key}={value}" for key, value, same in choices if not same]
