@@ -15,10 +15,11 @@ from torch.utils.data import Dataset
 from llava_fsdp.config import Bad, Config
 from llava_fsdp.data.batch import FlatStep, LeftOut, MicroBatch, Step, StepFacts, flatten
 from llava_fsdp.data.collate import Collator, Row
-from llava_fsdp.data.cut import cut_step
+from llava_fsdp.data.cost import CostModel
+from llava_fsdp.data.cut import Cuts, cut_step, pack_step
 from llava_fsdp.data.encode import Encoder
 from llava_fsdp.data.images import PictureReader
-from llava_fsdp.data.order import Cuts, Order
+from llava_fsdp.data.order import Order
 from llava_fsdp.data.source import Records
 from llava_fsdp.errors import DataError
 
@@ -35,6 +36,7 @@ class Steps(Dataset):
         cfg: Config,
         rank: int,
         world_size: int,
+        cost: CostModel,
     ):
         self.records = records
         self.order = order
@@ -42,8 +44,10 @@ class Steps(Dataset):
         self.pictures = pictures
         self.global_batch_size = cfg.global_batch_size
         self.micro_batch_size = cfg.micro_batch_size
+        self.most_tokens = cfg.row_tokens if cfg.pack else None
         self.bad = cfg.data.bad
-        self.collate = Collator(pictures, cfg.loss.normalize)
+        self.collate = Collator(pictures, cfg.loss.normalize, cfg.pack)
+        self.cost = cost
         self.rank = rank
         self.world_size = world_size
 
@@ -127,16 +131,24 @@ class Steps(Dataset):
         return sample, [self.pictures.tiles(record, name) for name in sample.images]
 
     def cut(self, numbers: list[int]) -> Cuts:
-        lengths = self.records.lengths[numbers].tolist()
-        cuts = cut_step(lengths, self.world_size, self.micro_batch_size)
+        own = np.array(numbers, dtype=np.int64)
+        lengths = self.records.lengths[own]
+        if self.most_tokens is None:
+            cuts = cut_step(lengths.tolist(), self.world_size, self.micro_batch_size)
+        else:
+            costs = self.cost(lengths, self.records.labels[own], self.records.tiles[own])
+            cuts = pack_step(lengths.tolist(), costs.tolist(), self.world_size, self.most_tokens)
         return [[[numbers[i] for i in micro] for micro in rank] for rank in cuts]
 
     def probe(self) -> MicroBatch:
-        """A row with and one without a picture, to compare models at every position; the same on every rank."""
+        """A row with and one without a picture, to compare models at every position; the same on every rank.
+
+        Padded: other models than ours are asked too.
+        """
         rows: dict[bool, Row] = {}
         for number in self.order.samples(0):
             shown = bool(self.records.images[number])
             if shown not in rows and not isinstance(row := self.read(number), LeftOut):
                 rows[shown] = row
-        micro = self.collate(list(rows.values()), StepFacts(0), 1)
+        micro = Collator(self.pictures, self.collate.normalize, pack=False)(list(rows.values()), StepFacts(0), 1)
         return replace(micro, label_positions=torch.arange(micro.input_ids.numel()), label_ids=torch.zeros(0))
