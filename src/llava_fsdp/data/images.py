@@ -7,6 +7,7 @@ are on the device: a quarter of the memory and of the copying, and the same numb
 import contextlib
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from llava_fsdp.config import AspectRatio, Parity, PatchMerge
 from llava_fsdp.data.anyres import Size, cut_tiles, feature_rows
+from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.source import Record
 from llava_fsdp.errors import ModelError, PictureError
 
@@ -111,8 +113,9 @@ class PictureReader:
         return np.zeros((0, 3, self.preprocessor.size, self.preprocessor.size), dtype=np.uint8)
 
     def path(self, record: Record, name: str) -> Path:
-        assert self.folder is not None, "checked when the records were opened"
-        return self.folder / name
+        folder = record.folder or self.folder
+        assert folder is not None, "checked when the records were opened"
+        return folder / name
 
     def places(self, record: Record, number: int) -> np.ndarray:
         """Rows of the features of one of the record's pictures, in the order of its positions; int64 [positions].
@@ -122,7 +125,8 @@ class PictureReader:
         """
         if not self.in_tiles:
             return np.arange(self.image_tokens)
-        size = picture_size(self.path(record, record.images[number]), record.where)
+        path = self.path(record, record.images[number])
+        size = picture_size(path, record.where) if record.sizes is None else record.sizes[number]
         side = math.isqrt(self.image_tokens)
         return feature_rows(size, list(self.sizes), self.preprocessor.size, side, self.merge)
 
@@ -179,10 +183,15 @@ def open_picture(path: Path, where: str, pixels: Parity) -> Image.Image:
 def picture_size(path: Path, where: str) -> Size:
     """(width, height) as shown; reads the file's head only."""
     with opened(path, where) as picture:
-        if picture.format == "TIFF":  # of these Pillow reports the size as shown
-            return picture.size
-        turned = picture.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
-        return (picture.height, picture.width) if turned else picture.size
+        return shown_size(picture)
+
+
+def shown_size(picture: Image.Image) -> Size:
+    """(width, height) of an open picture, turned as its EXIF orientation says."""
+    if picture.format == "TIFF":  # of these Pillow reports the size as shown
+        return picture.size
+    turned = picture.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
+    return (picture.height, picture.width) if turned else picture.size
 
 
 @contextlib.contextmanager
@@ -192,13 +201,47 @@ def opened(path: Path, where: str) -> Iterator[Image.Image]:
         with Image.open(path, formats=FORMATS) as picture:
             if picture.width * picture.height > MAX_PIXELS:
                 raise PictureError(
-                    f"{where}: {path} has {picture.width} x {picture.height} pixels, over the limit of {MAX_PIXELS}"
+                    f"{where}: {path} has {picture.width} x {picture.height} pixels, over the limit of {MAX_PIXELS}",
+                    Kind.image_bomb,
                 )
             yield picture
     except FileNotFoundError as error:
-        raise PictureError(f"{where}: picture {path} does not exist; is data.images right?") from error
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
-        raise PictureError(f"{where}: picture {path} cannot be read: {error}") from error
+        raise PictureError(
+            f"{where}: picture {path} does not exist; is data.images right?", Kind.image_missing
+        ) from error
+    except Image.DecompressionBombError as error:
+        raise PictureError(f"{where}: picture {path} cannot be read: {error}", Kind.image_bomb) from error
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+        raise PictureError(f"{where}: picture {path} cannot be read: {error}", unreadable_kind(path)) from error
+
+
+def unreadable_kind(path: Path) -> Kind:
+    """Why a file could not be read, from the file itself: it is empty, its end is missing, or something else."""
+    try:
+        with path.open("rb") as file:
+            length = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            head = file.read(16)
+            file.seek(max(0, length - 1024))
+            tail = file.read()
+    except (OSError, ValueError):
+        return Kind.image_unreadable
+    if not head:
+        return Kind.image_empty
+    return Kind.image_truncated if is_cut_short(head, tail, length) else Kind.image_unreadable
+
+
+def is_cut_short(head: bytes, tail: bytes, length: int) -> bool:
+    """Whether the mark of the end is missing, or the length that the head says; TIFF has neither."""
+    if head.startswith(b"\xff\xd8"):  # JPEG
+        return b"\xff\xd9" not in tail
+    if head.startswith(b"\x89PNG"):
+        return b"IEND" not in tail
+    if head.startswith(b"GIF8"):
+        return not tail.rstrip(b"\0").endswith(b";")
+    if head.startswith(b"RIFF"):  # WebP
+        return length < 8 + int.from_bytes(head[4:8], "little")
+    return head.startswith(b"BM") and length < int.from_bytes(head[2:6], "little")
 
 
 def check_enlarged(shape: Size, preprocessor: Preprocessor, aspect: AspectRatio, what: str) -> None:
@@ -206,7 +249,9 @@ def check_enlarged(shape: Size, preprocessor: Preprocessor, aspect: AspectRatio,
     short, long = sorted(shape)
     enlarged = long * long if aspect is AspectRatio.pad else preprocessor.size * preprocessor.size * long // short
     if enlarged > MAX_PIXELS:
-        raise PictureError(f"{what} is {shape[0]} x {shape[1]}; as a {aspect.value} it would need {enlarged} pixels")
+        raise PictureError(
+            f"{what} is {shape[0]} x {shape[1]}; as a {aspect.value} it would need {enlarged} pixels", Kind.image_shape
+        )
 
 
 def to_rgb(picture: Image.Image, what: str) -> Image.Image:
@@ -225,7 +270,8 @@ def white_of(mode: str, values: np.ndarray, what: str) -> float:
         if least >= 0 and most <= white:
             return white
     raise PictureError(
-        f"{what} holds values from {least:g} to {most:g}, of which black and white are not known; convert it"
+        f"{what} holds values from {least:g} to {most:g}, of which black and white are not known; convert it",
+        Kind.image_unreadable,
     )
 
 
@@ -244,11 +290,17 @@ def resize(picture: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
 
 def misread(picture: Image.Image, what: str) -> Image.Image:
     """transformers 4.37 takes a height of 3 for the channels; a height of 1 it refuses."""
-    if picture.height == 1:
-        raise PictureError(f"{what} has height 1, at which the original stops; data.pixels=exact reads it")
+    check_height(picture.height, what)
     if picture.height == 3:
         return Image.fromarray(np.ascontiguousarray(np.asarray(picture).transpose(1, 2, 0)))
     return picture
+
+
+def check_height(stored: int, what: str) -> None:
+    if stored == 1:
+        raise PictureError(
+            f"{what} has height 1, at which the original stops; data.pixels=exact reads it", Kind.image_shape
+        )
 
 
 def to_bytes(picture: Image.Image) -> np.ndarray:

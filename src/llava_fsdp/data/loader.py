@@ -23,12 +23,11 @@ from llava_fsdp.data.encode import Encoder, ExactEncoder, OriginalEncoder
 from llava_fsdp.data.images import PictureReader, read_preprocessor
 from llava_fsdp.data.llava_v1_5 import Original
 from llava_fsdp.data.order import open_order
-from llava_fsdp.data.source import Records, check_paths
+from llava_fsdp.data.records import open_records
 from llava_fsdp.data.steps import Steps
-from llava_fsdp.data.templates import IMAGE_TAG, template
+from llava_fsdp.data.templates import template
 from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.errors import ConfigError, DataError
-from llava_fsdp.log import log
 
 PAD_OF_V0 = "[PAD]"
 
@@ -61,14 +60,24 @@ def build_loader(
         ConfigError: the dataset, the model and the configuration do not fit together.
         DataError: the dataset file is not one.
     """
-    check_paths(cfg.data)
+    encoder, pictures = open_encoding(cfg, language_folder, vision_folder, shape)
+    records = open_records(cfg, encoder, pictures)
+    order = open_order(records.words, cfg, world_size, records.source_counts)
+    return Loader(Steps(records, order, encoder, pictures, cfg, rank, world_size), cfg, device)
+
+
+def open_encoding(
+    cfg: Config, language_folder: Path, vision_folder: Path, shape: ModelShape
+) -> tuple[Encoder, PictureReader]:
+    """What makes samples of records, for one model.
+
+    Raises:
+        ConfigError: the model and the configuration do not fit together.
+    """
     pictures = open_pictures(cfg, vision_folder, shape)
     encoder = open_encoder(cfg, language_folder, shape, pictures)
     check_fit(cfg, shape, encoder.tokenizer.size, pictures, vision_folder)
-    records = Records(Path(cfg.data.path))
-    words = check_records(records, encoder, cfg.data.images)
-    steps = Steps(records, open_order(words, cfg, world_size), encoder, pictures, cfg, rank, world_size)
-    return Loader(steps, cfg, device)
+    return encoder, pictures
 
 
 def open_pictures(cfg: Config, vision_folder: Path, shape: ModelShape) -> PictureReader:
@@ -117,31 +126,6 @@ def check_start_end(tokenizer: Tokenizer, start_end: bool, folder: Path) -> None
                 f"model.image_start_end=true, and the tokenizer of {folder} has no {token}; only checkpoints that were "
                 "trained with it have it: set it to false"
             )
-
-
-def check_records(records: Records, encoder: Encoder, images: str | None) -> list[int]:
-    """Look at every record once, before training, so that a wrong one does not stop a run hours later.
-
-    Returns:
-        Every record's words, negative where it has no picture.
-
-    Raises:
-        DataError: naming the first record that is wrong.
-    """
-    lone, words = [], []
-    for index in range(len(records)):
-        record = records[index]
-        encoder.check(record)
-        words.append(record.signed_words)
-        if record.images and images is None:
-            raise DataError(f"{record.where} has picture {record.images[0]}, and data.images is not set")
-        if not record.images and any(IMAGE_TAG in turn.text for turn in record.turns):
-            lone.append(record.where)
-    if lone:
-        log().warning(
-            "%d records have %s in their text and no picture; it is text to them: %s", len(lone), IMAGE_TAG, lone[0]
-        )
-    return words
 
 
 def check_fit(cfg: Config, shape: ModelShape, tokenizer_size: int, pictures: PictureReader, folder: Path) -> None:

@@ -18,7 +18,8 @@ from llava_fsdp.data.cut import cut_step
 from llava_fsdp.data.encode import Encoder, Sample
 from llava_fsdp.data.images import PictureReader
 from llava_fsdp.data.order import Cuts, Order
-from llava_fsdp.data.source import Record, Records
+from llava_fsdp.data.records import Records
+from llava_fsdp.data.source import Record
 from llava_fsdp.errors import DataError
 
 
