@@ -204,9 +204,14 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 FIXED_KEYS = ("seed", "global_batch_size", "model", "loss", "optim", "data", "labels", "order")
 FREE_KEYS = {  # paths, how records are read from disk, and names that are no part of the result
-    "data.path", "data.images", "data.root", "data.workers", "data.source", "data.bad", "data.bad_budget",
+    "data.path", "data.images", "data.root", "data.workers", "data.source", "data.index", "data.examine",
+    "data.allow_links", "data.bad", "data.bad_budget",
     "model.name", "model.language", "model.vision", "model.checkpoint", "model.projector",
 }  # fmt: skip
+
+
+def is_free(key: str) -> bool:
+    return key in FREE_KEYS or re.fullmatch(r"data\.sources\.[^.]+\.(path|images)", key) is not None
 
 
 def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder: Path) -> None:
@@ -219,7 +224,7 @@ def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder
     differing = [
         f"{key}: {then.get(key)} -> {now.get(key)}"
         for key in sorted(then.keys() | now.keys())
-        if key.partition(".")[0] in FIXED_KEYS and key not in FREE_KEYS and then.get(key) != now.get(key)
+        if key.partition(".")[0] in FIXED_KEYS and not is_free(key) and then.get(key) != now.get(key)
     ]
     moved = f"{then.get('data.path')} -> {now.get('data.path')}"
     meanings = {

@@ -9,6 +9,7 @@ import math
 import re
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 from llava_fsdp.errors import ConfigError
 
 T = TypeVar("T")
+SOURCES = "data.sources."
+"""What follows is a name that the user chooses."""
 
 
 def config_dir() -> Path:
@@ -60,6 +63,13 @@ class Bad(Enum):
 
     fail = "fail"
     quarantine = "quarantine"
+
+
+class Examine(Enum):
+    """How closely pictures are looked at before training."""
+
+    decode = "decode"
+    head = "head"
 
 
 class AspectRatio(Enum):
@@ -211,14 +221,46 @@ class ModelConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class SourceConfig:
+    """One of several sources of a dataset."""
+
+    path: str
+    images: str | None = None
+    """null: data.images"""
+    epochs: float | None = None
+    """How often each of its records is seen in an epoch; null: once."""
+    weight: float | None = None
+    """Its share of an epoch's samples, against the other sources' weights; an epoch then has as many samples as all
+    sources together have records."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "weight"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"data.sources: {name}={value} of {self.path} must be a finite number above 0")
+
+
+@dataclass(kw_only=True, slots=True)
 class DataConfig:
     source: Source
     root: str | None
     """Where the embedded dataset is drawn; other datasets ignore it."""
-    path: str
-    """A JSON list or JSON Lines file of LLaVA records."""
+    path: str | None
+    """A JSON list, JSON Lines or Parquet file of LLaVA records."""
     images: str | None
     """The folder that the records' pictures are relative to."""
+    sources: dict[str, SourceConfig]
+    """Several sources by name, instead of `path`."""
+    index: str | None
+    """Where the dataset's index is kept; null: beside the (first) file of records, named as it with `.index` behind."""
+    examine: Examine
+    """decode: every picture is read to its end before the first training; head: its size alone."""
+    allow_links: bool
+    """Whether symbolic links in the folder of pictures may lead out of it."""
+    bad: Bad
+    """Records that cannot be trained on: fail stops before training begins, quarantine leaves them out."""
+    bad_budget: str
+    """Most that data.bad=quarantine leaves out: a share of the records (`0.1%`) or a number of them (`20`)."""
     template: str
     image_aspect_ratio: AspectRatio
     grid_pinpoints: list[list[int]]
@@ -245,19 +287,34 @@ class DataConfig:
         as_square = self.image_aspect_ratio is AspectRatio.anyres and self.pixels is Pixels.llava_v1_5
         return AspectRatio.square if as_square else self.image_aspect_ratio
 
+    @property
+    def index_folder(self) -> Path:
+        first = next(iter(self.sources.values())).path if self.sources else self.path
+        return Path(self.index or f"{first}.index")
+
     def budget(self, records: int) -> int:
-        """Records of so many that quarantine may leave out."""
-        share = self.bad_budget.strip()
-        if share.endswith("%"):
-            return math.ceil(records * float(share[:-1]) / 100)
-        return int(share)
+        """Most of so many records that may be left out."""
+        if self.bad_budget.endswith("%"):
+            return math.floor(Fraction(self.bad_budget[:-1]) * records / 100)
+        return int(self.bad_budget)
 
     def __post_init__(self) -> None:
-        at_least("data.max_length", self.max_length, 2)
-        if not re.fullmatch(r"\d+|\d+(\.\d+)?%", self.bad_budget.strip()):
+        if self.path is None and not self.sources:
+            raise ConfigError("data.path is not set; give it on the command line: data.path=VALUE")
+        if self.path is not None and self.sources:
             raise ConfigError(
-                f"data.bad_budget={self.bad_budget} is neither a share of the records like 0.1% nor a number of them"
+                f"data.path={self.path} and data.sources={sorted(self.sources)} are both set; make the file one of the "
+                "sources, or set data.path=null"
             )
+        if len({own.weight is None for own in self.sources.values()}) > 1 or any(
+            own.weight is not None and own.epochs is not None for own in self.sources.values()
+        ):
+            raise ConfigError("data.sources: give every source a weight, or none of them; a weight replaces epochs")
+        if not re.fullmatch(r"\d+|\d+(\.\d+)?%", self.bad_budget):
+            raise ConfigError(
+                f"data.bad_budget={self.bad_budget} is neither a share of the records, as 0.1%, nor a number of them"
+            )
+        at_least("data.max_length", self.max_length, 2)
         if self.grid_pinpoints and self.image_aspect_ratio is not AspectRatio.anyres:
             raise ConfigError(
                 f"data.grid_pinpoints is for data.image_aspect_ratio=anyres; with {self.image_aspect_ratio.value} a "
@@ -620,10 +677,11 @@ def refuse_unknown_keys(schema: Any, node: DictConfig) -> None:
             name = f"{prefix}{key}"
             if name == "hydra":
                 continue
-            if name not in known:
+            if name not in known and prefix != SOURCES:
                 raise ConfigError(f"{name} is not a key of the configuration{did_you_mean(name, known)}")
             child = part._get_node(key)
             if isinstance(child, DictConfig) and not child._is_missing() and not child._is_none():
+                known.extend(schema_keys(SourceConfig, name + ".") if prefix == SOURCES else [])
                 visit(child, name + ".")
 
     visit(node, "")

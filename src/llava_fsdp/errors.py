@@ -44,6 +44,14 @@ class DataError(LlavaFsdpError):
 
     exit_code = ExitCode.USER
 
+    def __init__(self, message: str, kind: str | None = None):
+        """
+        Args:
+            kind: of a record's problem, as the table in `data/problems.py` has it.
+        """
+        super().__init__(message)
+        self.kind = kind
+
 
 class PictureError(DataError):
     """A picture is missing or broken; the one rank that opens it knows."""

@@ -135,7 +135,10 @@ class Reporter:
             append(self.folder / QUARANTINE_FILE, said)
             log().warning("step %d goes without %s", row["step"], sample.reason)
         for where in result.facts.unlabelled:
-            append(self.folder / QUARANTINE_FILE, {"step": row["step"], "record": where, "kind": "no_labels", "reason": "no label"})
+            append(
+                self.folder / QUARANTINE_FILE,
+                {"step": row["step"], "record": where, "kind": "no_labels", "reason": "no label"},
+            )
         self.show(row)
 
     def show(self, row: dict) -> None:

@@ -33,12 +33,17 @@ def long_epoch(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         turns = [{"from": "human", "value": "how many"}, {"from": "gpt", "value": f"{'a ' * (n % 3)}{n}"}]
         record = {"id": f"r{n}", "conversations": turns}
         if n % PICTURE_EVERY == 0:
-            shutil.copy(dataset / "images" / "1.png", folder / "images" / f"{n}.png")
             turns[0]["value"] += "\n<image>"
             record["image"] = f"{n}.png"
         records.append(record)
     write_json(folder / "mixed.json", records)
+    put_pictures(dataset, folder)
     return folder
+
+
+def put_pictures(dataset: Path, folder: Path) -> None:
+    for n in range(0, RECORDS, PICTURE_EVERY):
+        shutil.copy(dataset / "images" / "1.png", folder / "images" / f"{n}.png")
 
 
 class Watched(Loader):
@@ -80,14 +85,13 @@ def one_epoch(world: World, parts: Path, dataset: Path, breaks: bool) -> tuple[l
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("breaks", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(("size", "breaks"), [(1, True), (2, True), (4, True), (4, False)])
 def test_every_sample_once_an_epoch(
-    size: int, breaks: bool, long_epoch: Path, parts: Path, pools: dict[int, RankPool], tmp_path: Path
+    size: int, breaks: bool, long_epoch: Path, parts: Path, dataset: Path, pools: dict[int, RankPool]
 ) -> None:
-    dataset = Path(shutil.copytree(long_epoch, tmp_path / "dataset"))
-    args = (parts, dataset, breaks)
+    args = (parts, long_epoch, breaks)
     results = [one_epoch(single_world(), *args)] if size == 1 else pools[size].run(one_epoch, *args, timeout=120)
+    put_pictures(dataset, long_epoch)
     seen = Counter(i for ids, _, _ in results for i in ids)
     lost = {f"r{i}" for i in range(RECORDS)} - set(seen)
     assert set(seen.values()) == {1} and len(lost) == breaks

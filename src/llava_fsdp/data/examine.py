@@ -12,6 +12,7 @@ import struct
 import time
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -39,33 +40,49 @@ BROKEN = (
 )  # fmt: skip
 
 
-def examine(path: Path, where: str, full: bool) -> Size:
-    """(width, height) as shown, of a picture that can be read.
+@dataclass(frozen=True)
+class Picture:
+    """What looking at a file found."""
+
+    width: int
+    """As shown: its EXIF orientation heeded."""
+    height: int
+    stored_height: int
+    """As the original reads it."""
+
+    @property
+    def size(self) -> Size:
+        return self.width, self.height
+
+
+def examine(path: Path, where: str, full: bool, scaled: bool = True) -> Picture:
+    """A picture that can be read.
 
     Args:
         full: decode all of it; a JPEG at an eighth of its size, which reads every coefficient and costs a third.
             Otherwise the head alone is looked at, which finds neither cut nor broken files.
+        scaled: black and white of a picture of more than 8 bits must be known.
 
     Raises:
         PictureError: with its `kind`; `where` names the record.
     """
     if not full:
-        return picture_size(path, where)
+        with contextlib.suppress(*BROKEN), open_regular(path) as file, Image.open(file, formats=FORMATS) as picture:
+            check_pixels(picture, path, where)
+            return Picture(*shown_size(picture), picture.height)
     with opened(path, where) as picture:
-        size = shown_size(picture)
-        picture.draft(None, (1, 1))  # of a JPEG; others have none
-        picture.load()
-        check_values(picture, f"{where}: {path}")
-    return size
+        found = Picture(*shown_size(picture), picture.height)
+        if full:
+            picture.draft(None, (1, 1))  # of a JPEG; others have none
+            picture.load()
+            if scaled:
+                check_values(picture, f"{where}: {path}")
+    return found
 
 
 def picture_size(path: Path, where: str) -> Size:
     """(width, height) as shown; reads the file's head only, where that tells."""
-    with contextlib.suppress(*BROKEN), open_regular(path) as file, Image.open(file, formats=FORMATS) as picture:
-        check_pixels(picture, path, where)
-        return shown_size(picture)
-    with opened(path, where) as picture:
-        return shown_size(picture)
+    return examine(path, where, full=False).size
 
 
 def shown_size(picture: Image.Image) -> Size:
@@ -164,5 +181,5 @@ def white_of(mode: str, values: np.ndarray, what: str) -> float:
             return white
     raise PictureError(
         f"{what} holds values from {least:g} to {most:g}, of which black and white are not known; convert it",
-        "image_shape",
+        "image_unreadable",
     )

@@ -16,7 +16,8 @@ from PIL import Image, ImageOps
 from llava_fsdp.config import AspectRatio, PatchMerge, Pixels
 from llava_fsdp.data import lean
 from llava_fsdp.data.anyres import Size, cut_tiles, feature_rows
-from llava_fsdp.data.examine import MAX_PIXELS, examine, opened, picture_size, shown_size, to_rgb
+from llava_fsdp.data.examine import MAX_PIXELS, opened, picture_size, shown_size, to_rgb
+from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.source import Record
 from llava_fsdp.errors import ModelError, PictureError
 
@@ -117,8 +118,9 @@ class PictureReader:
         return np.zeros((0, 3, self.preprocessor.size, self.preprocessor.size), dtype=np.uint8)
 
     def path(self, record: Record, name: str) -> Path:
-        assert self.folder is not None, "checked when the records were opened"
-        return self.folder / name
+        folder = record.folder or self.folder
+        assert folder is not None, "checked when the records were opened"
+        return folder / name
 
     def places(self, record: Record, number: int) -> np.ndarray:
         """Rows of the features of one of the record's pictures, in the order of its positions; int64 [positions].
@@ -128,7 +130,8 @@ class PictureReader:
         """
         if not self.in_tiles:
             return np.arange(self.image_tokens)
-        size = picture_size(self.path(record, record.images[number]), record.where)
+        path = self.path(record, record.images[number])
+        size = picture_size(path, record.where) if record.sizes is None else record.sizes[number]
         side = math.isqrt(self.image_tokens)
         return feature_rows(size, list(self.sizes), self.preprocessor.size, side, self.merge)
 
@@ -140,17 +143,9 @@ class PictureReader:
         side, tile = math.isqrt(self.image_tokens), self.preprocessor.size
         return max(len(feature_rows(size, [size], tile, side, self.merge)) for size in self.sizes)
 
-    def examine(self, record: Record, name: str, full: bool) -> Size:
-        """(width, height) as shown, of a picture that can be read and prepared for the tower.
-
-        Raises:
-            PictureError: as `examine.examine`; or the picture is too narrow for this tower.
-        """
-        path = self.path(record, name)
-        size = examine(path, record.where, full)
-        if not self.in_tiles:
-            check_enlarged(size, self.preprocessor, self.aspect, f"{record.where}: {path}")
-        return size
+    def count_tiles(self, rows: np.ndarray) -> int:
+        """Tiles that `places` of a picture show."""
+        return int(rows.max(initial=0)) // self.image_tokens + 1
 
     def tiles(self, record: Record, name: str) -> np.ndarray:
         """uint8 [tiles, 3, size, size].
@@ -219,7 +214,7 @@ def check_enlarged(shape: Size, preprocessor: Preprocessor, aspect: AspectRatio,
     enlarged = long * long if aspect is AspectRatio.pad else preprocessor.size * preprocessor.size * long // short
     if enlarged > MAX_PIXELS:
         raise PictureError(
-            f"{what} is {shape[0]} x {shape[1]}; as a {aspect.value} it would need {enlarged} pixels", "image_shape"
+            f"{what} is {shape[0]} x {shape[1]}; as a {aspect.value} it would need {enlarged} pixels", Kind.image_shape
         )
 
 
@@ -252,13 +247,17 @@ def resize_padded(picture: Image.Image, preprocessor: Preprocessor) -> np.ndarra
 
 def misread(picture: Image.Image, what: str) -> Image.Image:
     """transformers 4.37 takes a height of 3 for the channels; a height of 1 it refuses."""
-    if picture.height == 1:
-        raise PictureError(
-            f"{what} has height 1, at which the original stops; data.pixels=exact reads it", "image_shape"
-        )
+    check_height(picture.height, what)
     if picture.height == 3:
         return Image.fromarray(np.ascontiguousarray(np.asarray(picture).transpose(1, 2, 0)))
     return picture
+
+
+def check_height(stored: int, what: str) -> None:
+    if stored == 1:
+        raise PictureError(
+            f"{what} has height 1, at which the original stops; data.pixels=exact reads it", Kind.image_shape
+        )
 
 
 def to_bytes(picture: Image.Image) -> np.ndarray:

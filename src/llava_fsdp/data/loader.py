@@ -24,12 +24,11 @@ from llava_fsdp.data.encode import Encoder, ExactEncoder, OriginalEncoder
 from llava_fsdp.data.images import PictureReader, read_preprocessor
 from llava_fsdp.data.llava_v1_5 import Original
 from llava_fsdp.data.order import open_order
-from llava_fsdp.data.source import Records, check_paths
+from llava_fsdp.data.records import open_records
 from llava_fsdp.data.steps import Steps
-from llava_fsdp.data.templates import IMAGE_TAG, template
+from llava_fsdp.data.templates import template
 from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.errors import ConfigError, DataError
-from llava_fsdp.log import log
 
 PAD_OF_V0 = "[PAD]"
 Gather = Callable[[list[LeftOut]], list[LeftOut]]
@@ -59,7 +58,7 @@ def build_loader(
     rank: int,
     world_size: int,
     device: torch.device,
-    gather: Gather,
+    gather: Gather = list,
 ) -> Loader:
     """Open the dataset for one model.
 
@@ -67,14 +66,24 @@ def build_loader(
         ConfigError: the dataset, the model and the configuration do not fit together.
         DataError: the dataset file is not one.
     """
-    check_paths(cfg.data)
+    encoder, pictures = open_encoding(cfg, language_folder, vision_folder, shape)
+    records = open_records(cfg, encoder, pictures)
+    order = open_order(records.words, cfg, world_size, records.source_counts)
+    return Loader(Steps(records, order, encoder, pictures, cfg, rank, world_size, shape.cost), cfg, device, gather)
+
+
+def open_encoding(
+    cfg: Config, language_folder: Path, vision_folder: Path, shape: ModelShape
+) -> tuple[Encoder, PictureReader]:
+    """What makes samples of records, for one model.
+
+    Raises:
+        ConfigError: the model and the configuration do not fit together.
+    """
     pictures = open_pictures(cfg, vision_folder, shape)
     encoder = open_encoder(cfg, language_folder, shape, pictures)
     check_fit(cfg, shape, encoder.tokenizer.size, pictures, vision_folder)
-    records = Records(Path(cfg.data.path))
-    words = check_records(records, encoder, cfg.data.images)
-    steps = Steps(records, open_order(words, cfg, world_size), encoder, pictures, cfg, rank, world_size, shape.cost)
-    return Loader(steps, cfg, device, gather)
+    return encoder, pictures
 
 
 def open_pictures(cfg: Config, vision_folder: Path, shape: ModelShape) -> PictureReader:
@@ -125,31 +134,6 @@ def check_start_end(tokenizer: Tokenizer, start_end: bool, folder: Path) -> None
             )
 
 
-def check_records(records: Records, encoder: Encoder, images: str | None) -> list[int]:
-    """Look at every record once, before training, so that a wrong one does not stop a run hours later.
-
-    Returns:
-        Every record's words, negative where it has no picture.
-
-    Raises:
-        DataError: naming the first record that is wrong.
-    """
-    lone, words = [], []
-    for index in range(len(records)):
-        record = records[index]
-        encoder.check(record)
-        words.append(record.signed_words)
-        if record.images and images is None:
-            raise DataError(f"{record.where} has picture {record.images[0]}, and data.images is not set")
-        if not record.images and any(IMAGE_TAG in turn.text for turn in record.turns):
-            lone.append(record.where)
-    if lone:
-        log().warning(
-            "%d records have %s in their text and no picture; it is text to them: %s", len(lone), IMAGE_TAG, lone[0]
-        )
-    return words
-
-
 def check_fit(cfg: Config, shape: ModelShape, tokenizer_size: int, pictures: PictureReader, folder: Path) -> None:
     preprocessor = pictures.preprocessor
     for width, height in pictures.sizes if pictures.in_tiles else ():
@@ -183,7 +167,7 @@ def check_fit(cfg: Config, shape: ModelShape, tokenizer_size: int, pictures: Pic
 class Loader:
     """Iterates over the steps of a run, from any step on."""
 
-    def __init__(self, steps: Steps, cfg: Config, device: torch.device, gather: Gather):
+    def __init__(self, steps: Steps, cfg: Config, device: torch.device, gather: Gather = list):
         self.steps = steps
         self.cfg = cfg
         self.gather = gather
@@ -230,8 +214,8 @@ class Loader:
         new = {sample.number for sample in left_out} - self.broken
         self.broken |= new
         records = self.steps.records
-        total, budget = records.total, self.cfg.data.budget(records.total)
-        wrong = total - len(records) + len(self.broken)
+        total = len(records.index)
+        wrong, budget = records.out + len(self.broken), self.cfg.data.budget(total)
         if new and wrong > budget:
             raise DataError(
                 f"{wrong} of {total} records are wrong, more than the {budget} of data.bad_budget="

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from llava_fsdp.config import Config, OrderName
@@ -214,11 +216,12 @@ def stretches(items: list[int], size: int) -> list[list[int]]:
     return [items[i : i + size] for i in range(0, len(items), size)]
 
 
-def open_order(words: list[int], cfg: Config, world_size: int) -> Order:
+def open_order(words: Sequence[int] | np.ndarray, cfg: Config, world_size: int, counts: Sequence[int] = ()) -> Order:
     """The order that `order=` names.
 
     Args:
         words: of every record, negative where it has no picture.
+        counts: records of each source, in the order of `data.sources`; none: there is one source.
 
     Raises:
         ConfigError: the original's order cannot be had with this many ranks or records.
@@ -232,4 +235,4 @@ def open_order(words: list[int], cfg: Config, world_size: int) -> Order:
             f"{cfg.global_batch_size} is not a multiple of {cfg.micro_batch_size} x {world_size}"
         )
     grouped = cfg.order.group_by_modality_length
-    return OriginalOrder(words, cfg.micro_batch_size, accumulation, world_size, cfg.seed, grouped)
+    return OriginalOrder(list(map(int, words)), cfg.micro_batch_size, accumulation, world_size, cfg.seed, grouped)

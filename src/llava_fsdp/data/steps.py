@@ -20,7 +20,7 @@ from llava_fsdp.data.cut import Cuts, cut_step, pack_step
 from llava_fsdp.data.encode import Encoder
 from llava_fsdp.data.images import PictureReader
 from llava_fsdp.data.order import Order
-from llava_fsdp.data.source import Records
+from llava_fsdp.data.records import Records
 from llava_fsdp.errors import DataError
 
 
@@ -102,12 +102,12 @@ class Steps(Dataset):
         """A sample and its pictures, or what is wrong with them where `data.bad=quarantine`.
 
         Raises:
-            DataError: it is wrong, and `data.bad=fail`.
+            DataError: it is wrong, and `data.bad=fail`; or it is not what was examined.
         """
         try:
             return self.load(number)
         except DataError as error:
-            if self.bad is Bad.fail:
+            if self.bad is Bad.fail or error.kind is None:
                 raise
             return LeftOut(
                 number,
@@ -124,7 +124,7 @@ class Steps(Dataset):
         sample = self.encoder(record)
         length, labels = int(self.records.lengths[number]), int(self.records.labels[number])
         if sample is None or (len(sample.input_ids), sample.num_labels) != (length, labels):
-            raise DataError(
+            raise DataError(  # of no kind: a sample of another length may not fit its micro-batch
                 f"{record.where} is not what it was when the dataset was examined: {length} positions and {labels} "
                 "labels then; remove the index and examine it again"
             )

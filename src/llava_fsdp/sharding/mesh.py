@@ -19,7 +19,6 @@ from llava_fsdp.config import Config
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.sharding.zero import Mesh, ShardPlan
 
-
 T = TypeVar("T")
 
 

@@ -1,0 +1,358 @@
+"""The index of a dataset: a folder of .npy columns and JSON that is made once, and mapped by all who read it.
+
+    known.json               which state of the source files has which KEY, by their size and time
+    lock                     held by the one process that builds
+    KEY/texts                where records are (`Texts`); KEY depends on the sources' content
+    KEY/records              what they say
+    KEY/pictures-KEY.N       what their pictures are; a new N where a bad one has been mended
+    KEY/encoded-KEY          what they are for one tokenizer, template and maximum length
+
+A folder has its name only once it is whole, so whoever sees one may read it. Nothing here needs ranks to meet: who
+comes first builds, under a lock that the system takes back when its holder dies; the next one goes on with what it
+left.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from llava_fsdp.config import DataConfig, Pixels, TooLong
+from llava_fsdp.data.chunks import (
+    DONE,
+    ROWS,
+    Advance,
+    chunk_file,
+    join,
+    open_column,
+    run_chunks,
+    write_column,
+)
+from llava_fsdp.data.encode import Encoder, ExactEncoder
+from llava_fsdp.data.images import PictureReader
+from llava_fsdp.data.passes import LOSSES, EncodeRecords, ExaminePictures, Pass, ReadRecords
+from llava_fsdp.data.problems import BITS, Kind
+from llava_fsdp.data.texts import SourceFile, Texts, digest, sources_of, split
+from llava_fsdp.errors import ConfigError, DataError
+from llava_fsdp.log import log
+
+FORMAT = 1
+"""Raised whenever the columns change, or what is found in a record."""
+KNOWN, LOCK, DUPLICATES = "known.json", "lock", "duplicates"
+BLOCK = 1 << 20
+"""Values of a column that are looked at together."""
+CHUNKS = {"records": 8192, "pictures": 1024, "encoded": 1024}
+"""Records of a chunk, by pass: a few seconds' work."""
+Watch = Callable[[str, int], contextlib.AbstractContextManager[Advance]]
+"""(what is done, number of chunks) -> what is told how many have been done."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an index is made from."""
+
+    cfg: DataConfig
+    encoder: Encoder
+    reader: PictureReader
+    workers: int
+
+    @property
+    def whole_encoder(self) -> Encoder:
+        """Too long records are cut, and flagged; what becomes of them is decided later."""
+        own = self.encoder
+        return replace(own, too_long=TooLong.truncate) if isinstance(own, ExactEncoder) else own
+
+
+@dataclass(frozen=True)
+class Index:
+    """A whole index, open."""
+
+    folder: Path
+    """The one that all states of the dataset share."""
+    texts: Texts
+    records: Path
+    pictures: Path
+    encoded: Path
+    limits: list[int]
+    losses: np.ndarray
+    """int64 [sources, limits, LOSSES]"""
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def flags(self, begin: int, end: int) -> np.ndarray:
+        """uint32 [end - begin]: every pass's findings."""
+        parts = [open_column(f, "flags")[begin:end] for f in (self.records, self.pictures, self.encoded)]
+        return parts[0] | parts[1] | parts[2]
+
+    def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
+        """(first record, its and the following ones' flags), a stretch at a time."""
+        for begin in range(0, len(self), BLOCK):
+            yield begin, self.flags(begin, begin + BLOCK)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Every problem: record, id, kind, reason; by pass, in the order of the records."""
+        for path in (self.records / ROWS, self.records / DUPLICATES, self.pictures / ROWS, self.encoded / ROWS):
+            with path.with_suffix(".jsonl").open() as file:
+                for line in file:
+                    yield json.loads(line)
+
+
+def open_index(plan: Plan, watch: Watch, look_again: bool = False) -> Index:
+    """The dataset's index, made or completed where it is not whole.
+
+    Args:
+        look_again: read the sources' whole content, and every picture that was bad: what was wrong may be mended.
+
+    Raises:
+        DataError: a source is no list of records.
+        ConfigError: a path does not exist, or the index cannot be written.
+    """
+    sources = sources_of(plan.cfg)
+    folder = plan.cfg.index_folder
+    if not look_again:
+        found = find(plan, sources, folder)
+        if found is not None:
+            return found
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder / LOCK):
+            return build(plan, sources, folder, watch, look_again)
+    except OSError as error:
+        raise ConfigError(
+            f"the index of the dataset cannot be written to {folder} ({error}); name another folder: data.index=DIR"
+        ) from error
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time; when it dies, the system opens the lock."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log().info("another process makes the index of the dataset; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def find(plan: Plan, sources: list[SourceFile], folder: Path) -> Index | None:
+    """The whole index of these sources as their size and time say they are; None where there is none."""
+    known = read_known(folder).get(stamp(sources))
+    if known is None:
+        return None
+    state = folder / known["key"]
+    pictures = newest(state / pictures_name(plan))
+    if pictures is None or not ((state / "texts").is_dir() and (state / "records").is_dir()):
+        return None
+    encoded = state / encoded_name(plan, pictures)
+    return opened(folder, state, pictures, encoded) if encoded.is_dir() else None
+
+
+def opened(folder: Path, state: Path, pictures: Path, encoded: Path) -> Index:
+    texts = Texts(state / "texts")
+    facts = json.loads((encoded / DONE).read_text())
+    return Index(folder, texts, state / "records", pictures, encoded, facts["limits"], np.array(facts["losses"]))
+
+
+def build(plan: Plan, sources: list[SourceFile], folder: Path, watch: Watch, look_again: bool) -> Index:
+    """Every part that is not there yet. The caller holds the lock."""
+    found = None if look_again else find(plan, sources, folder)  # made while this process waited for the lock
+    if found is not None:
+        return found
+    known = find_state(sources, folder, watch, look_again)
+    state = folder / known["key"]
+    if not (state / "texts").is_dir():
+        state.mkdir(exist_ok=True)
+        with watch("finding records", 1) as advance:
+            split(sources, state / "texts", [[Path(s.path)] for s in sources], known["fingerprint"])
+            advance(1)
+    clear(state / "texts.parts")
+    reading = ReadRecords(state / "texts", CHUNKS["records"])
+    make(reading, state / "records", plan.workers, watch, "reading records", read_facts)
+    pictures = examine_pictures(plan, state, watch, look_again)
+    encoded = state / encoded_name(plan, pictures)
+    encoding = EncodeRecords(
+        state / "texts", CHUNKS["encoded"], state / "records", pictures, plan.whole_encoder, plan.reader
+    )
+    make(encoding, encoded, plan.workers, watch, "counting tokens", encoded_facts)
+    return opened(folder, state, pictures, encoded)
+
+
+P = TypeVar("P", bound=Pass)
+Finish = Callable[[P, Path, Path], dict[str, Any]]
+"""(pass, its chunks, the folder of joined columns) -> facts; may add to the folder."""
+
+
+def make(task: P, target: Path, workers: int, watch: Watch, label: str, finish: Finish[P], keep: bool = False) -> None:
+    if target.is_dir():
+        return
+    parts = parts_of(target)
+    with watch(label, task.chunks) as advance:
+        run_chunks(task, parts, task.chunks, workers, advance)
+    join(parts, task.chunks, target, lambda staged: finish(task, parts, staged))
+    if not keep:
+        clear(parts)
+
+
+def parts_of(target: Path) -> Path:
+    """Where the chunks of a pass are; versions of a pass share them."""
+    return target.with_name(f"{target.name.partition('.')[0]}.parts")
+
+
+def clear(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def find_state(sources: list[SourceFile], folder: Path, watch: Watch, look_again: bool) -> dict[str, str]:
+    """The key and the fingerprint of the sources' content, remembered under their size and time."""
+    known = read_known(folder)
+    now = stamp(sources)
+    if now not in known or look_again:
+        with watch("fingerprints", len(sources)) as advance:
+            digests = []
+            for source in sources:
+                digests.append(digest(Path(source.path)))
+                advance(1)
+        if stamp(sources) != now:
+            raise DataError(f"{', '.join(s.path for s in sources)} changed while being read; run it again")
+        whole = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+        places = [[s.name, s.path, s.images and os.path.realpath(s.images)] for s in sources]
+        known[now] = {"key": short(FORMAT, digests, places), "fingerprint": whole[:32]}
+        staged = folder / f"{KNOWN}.tmp"
+        staged.write_text(json.dumps(known))
+        os.replace(staged, folder / KNOWN)
+    return known[now]
+
+
+def read_known(folder: Path) -> dict[str, dict[str, str]]:
+    path = folder / KNOWN
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def stamp(sources: list[SourceFile]) -> str:
+    stats = [os.stat(s.path) for s in sources]
+    values = [
+        [s.name, s.path, s.images, stat.st_size, stat.st_mtime_ns] for s, stat in zip(sources, stats, strict=True)
+    ]
+    return short(FORMAT, values)
+
+
+def short(*what: object) -> str:
+    return hashlib.sha256(repr(what).encode()).hexdigest()[:12]
+
+
+def scaled(plan: Plan) -> bool:
+    return plan.cfg.pixels is not Pixels.llava_v1_5
+
+
+def pictures_name(plan: Plan) -> str:
+    return f"pictures-{short(plan.cfg.examine.value, plan.cfg.allow_links, scaled(plan))}"
+
+
+def encoded_name(plan: Plan, pictures: Path) -> str:
+    sizes = pictures.name if plan.reader.in_tiles else ""  # else lengths do not depend on them
+    reader = plan.reader
+    places = reader.fingerprint, reader.aspect.value, reader.pixels.value, sizes
+    return f"encoded-{short(plan.encoder.fingerprint, places)}"
+
+
+def newest(folder: Path) -> Path | None:
+    """The last version of a pass."""
+    versions = [p for p in folder.parent.glob(f"{folder.name}.*") if p.suffix[1:].isdigit()]
+    return max(versions, key=lambda p: int(p.suffix[1:]), default=None)
+
+
+def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) -> Path:
+    """The pictures' pass; its chunks are kept, so that those with a picture that has been mended can be done again."""
+    cfg = plan.cfg
+    task = ExaminePictures(state / "texts", CHUNKS["pictures"], cfg.examine, scaled(plan), cfg.allow_links)
+    base = state / pictures_name(plan)
+    last = newest(base)
+    if last is not None:
+        mended = mended_chunks(task, last) if look_again else []
+        if not mended:
+            return last
+        for chunk in mended:
+            chunk_file(parts_of(base), chunk).unlink(missing_ok=True)
+    target = Path(f"{base}.{0 if last is None else int(last.suffix[1:]) + 1}")
+    make(task, target, plan.workers, watch, "looking at pictures", lambda *_: {}, keep=True)
+    return target
+
+
+def mended_chunks(task: ExaminePictures, folder: Path) -> list[int]:
+    """Chunks with a record whose pictures have other problems now than they had."""
+    flags = open_column(folder, "flags")
+    mended = {
+        number // task.size
+        for number in np.flatnonzero(flags).tolist()
+        if task.of(range(number, number + 1))["flags"][0] != flags[number]
+    }
+    return sorted(mended)
+
+
+def read_facts(task: ReadRecords, _parts: Path, staged: Path) -> dict[str, Any]:
+    """Adds first_picture (int64 [records + 1]) and what ids are there twice."""
+    write_column(staged / "first_picture.npy", running_sum(open_column(staged, "pictures")), np.dtype(np.int64))
+    flags = np.load(staged / "flags.npy", mmap_mode="r+")
+    hashes = open_column(staged, "id_hash")
+    with (staged / f"{DUPLICATES}.jsonl").open("w") as file:
+        for begin, end in itertools.pairwise(task.texts.firsts):
+            for number, first in duplicates(hashes, begin, end).tolist():
+                record = task.texts.record(number)
+                earlier = task.texts.place(first)[1]
+                reason = f"{record.where}: record {earlier} has the same id; give each its own"
+                row = {"record": number, "id": record.id, "kind": Kind.duplicate_id, "reason": reason}
+                file.write(json.dumps(row) + "\n")
+                flags[number] |= BITS[Kind.duplicate_id]
+    return {}
+
+
+def running_sum(counts: np.ndarray) -> Iterator[np.ndarray]:
+    total = 0
+    yield np.zeros(1, dtype=np.int64)
+    for begin in range(0, len(counts), BLOCK):
+        sums = total + np.cumsum(counts[begin : begin + BLOCK], dtype=np.int64)
+        total = int(sums[-1])
+        yield sums
+
+
+def duplicates(hashes: np.ndarray, begin: int, end: int) -> np.ndarray:
+    """int64 [duplicates, 2]: records of [begin, end) whose id an earlier one has, and the first one that has it.
+
+    A share of the hashes is looked at a time, so that memory does not grow with the records.
+    """
+    shares = -(-(end - begin) // BLOCK)
+    found = [np.zeros((0, 2), dtype=np.int64)]
+    for share in range(shares):
+        numbers, values = [], []
+        for first in range(begin, end, BLOCK):
+            block = hashes[first : min(end, first + BLOCK)]
+            at = np.flatnonzero((block % np.uint64(shares) == share) & (block != 0))
+            numbers.append(at + first)
+            values.append(block[at])
+        number, value = np.concatenate(numbers), np.concatenate(values)
+        order = np.argsort(value, kind="stable")
+        number, value = number[order], value[order]
+        starts = np.flatnonzero(np.r_[True, value[1:] != value[:-1]]) if len(value) else np.zeros(0, dtype=np.int64)
+        firsts = np.repeat(number[starts], np.diff(np.r_[starts, len(value)]))
+        later = number != firsts
+        found.append(np.stack([number[later], firsts[later]], axis=1))
+    pairs = np.concatenate(found)
+    return pairs[np.argsort(pairs[:, 0])]
+
+
+def encoded_facts(task: EncodeRecords, parts: Path, staged: Path) -> dict[str, Any]:
+    shape = len(task.texts.sources), len(task.limits), len(LOSSES)
+    losses = open_column(staged, "losses").reshape(-1, *shape).sum(axis=0)
+    (staged / "losses.npy").unlink()
+    return {"limits": task.limits, "losses": losses.tolist()}

@@ -1,0 +1,304 @@
+"""The passes over a dataset that make an index: what its records say, its pictures, its records for one model."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from llava_fsdp.config import AspectRatio, Examine, Pixels
+from llava_fsdp.data.chunks import ROWS, Columns, open_column, rows_column
+from llava_fsdp.data.conversation import asked_turns
+from llava_fsdp.data.encode import Encoder, Measured
+from llava_fsdp.data.examine import Picture
+from llava_fsdp.data.images import PictureReader, check_enlarged, check_height
+from llava_fsdp.data.look import look_at, real
+from llava_fsdp.data.problems import BITS, Kind
+from llava_fsdp.data.source import Record
+from llava_fsdp.data.templates import IMAGE_TAG
+from llava_fsdp.data.texts import Texts
+from llava_fsdp.errors import DataError
+
+T = TypeVar("T")
+Tell = Callable[[str, str], None]
+"""Takes the kind of a problem and its reason."""
+LIMITS = (512, 1024, 2048, 4096, 8192)
+"""Maximum lengths at which the loss by truncation is counted, beside the configured one."""
+LOSSES = ("records", "positions", "labels", "unlabelled")
+"""What a maximum length costs: records cut, positions and label tokens lost, records left without a label."""
+
+
+@dataclass
+class Findings:
+    """The problems of a chunk's records."""
+
+    numbers: range
+    flags: np.ndarray = field(init=False)
+    """uint32 [records]"""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.flags = np.zeros(len(self.numbers), dtype=np.uint32)
+
+    def of(self, number: int, identity: str | None) -> Tell:
+        """Takes one record's problems, each kind once."""
+        at = number - self.numbers.start
+
+        def tell(kind: str, reason: str) -> None:
+            bit = BITS[Kind(kind)]
+            if not self.flags[at] & bit:
+                self.rows.append({"record": number, "id": identity, "kind": str(kind), "reason": reason})
+            self.flags[at] |= bit
+
+        return tell
+
+    @property
+    def columns(self) -> Columns:
+        return {"flags": self.flags, ROWS: rows_column(self.rows)}
+
+
+def attempt(make: Callable[[], T], tell: Tell) -> T | None:
+    """What `make` makes; a problem of the record's is told. An error without a kind is none of the record's."""
+    try:
+        return make()
+    except DataError as error:
+        if error.kind is None:
+            raise
+        tell(error.kind, str(error))
+        return None
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass over the records of `Texts`, a chunk of `size` at a time."""
+
+    folder: Path
+    size: int
+
+    @cached_property
+    def texts(self) -> Texts:
+        return Texts(self.folder)
+
+    @property
+    def chunks(self) -> int:
+        return -(-len(self.texts) // self.size)
+
+    def __reduce__(self) -> tuple:
+        return type(self), tuple(getattr(self, f.name) for f in fields(self))
+
+    def __call__(self, chunk: int) -> Columns:
+        return self.of(range(chunk * self.size, min(len(self.texts), (chunk + 1) * self.size)))
+
+    def of(self, numbers: range) -> Columns:
+        found = Findings(numbers)
+        return {**self.columns(numbers, found), **found.columns}
+
+    def columns(self, numbers: range, found: Findings) -> Columns:
+        raise NotImplementedError
+
+    def records(self, numbers: range) -> Iterator[tuple[int, Record]]:
+        """Those that are records; what the others are is the first pass's finding."""
+        for number in numbers:
+            record = attempt(lambda: self.texts.record(number), lambda *_: None)  # noqa: B023
+            if record is not None:
+                yield number, record
+
+
+@dataclass(frozen=True)
+class ReadRecords(Pass):
+    """Parse every record: its id, words and pictures.
+
+    Columns by record: id_hash (0: it has none), words, pictures; by picture: name_size; `names` is all names' bytes.
+    """
+
+    def columns(self, numbers: range, found: Findings) -> Columns:
+        hashes, words, pictures = (np.zeros(len(numbers), dtype=t) for t in (np.uint64, np.int32, np.int32))
+        names: list[bytes] = []
+        for number in numbers:
+            try:
+                record = self.texts.record(number)
+            except DataError as error:
+                assert error.kind is not None
+                found.of(number, self.texts.id_of(number))(error.kind, str(error))
+                continue
+            at = number - numbers.start
+            hashes[at] = id_hash(record.id) if record.has_id else 0
+            words[at], pictures[at] = record.signed_words, len(record.images)
+            names += [name.encode() for name in record.images]
+            check_pictures_named(record, found.of(number, record.id))
+        return {
+            "id_hash": hashes,
+            "words": words,
+            "pictures": pictures,
+            "name_size": np.array([len(n) for n in names], dtype=np.int32),
+            "names": np.frombuffer(b"".join(names), dtype=np.uint8),
+        }
+
+
+def id_hash(identity: str) -> int:
+    """64 bits, never 0; that two of ten million ids share one is as likely as one in 300,000."""
+    digest = hashlib.blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") or 1
+
+
+def check_pictures_named(record: Record, tell: Tell) -> None:
+    if record.images and record.folder is None:
+        tell(
+            Kind.images_unset,
+            f"{record.where} has picture {record.images[0]}, and data.images is not set: set it to their folder",
+        )
+    if not record.images and any(IMAGE_TAG in turn.text for turn in record.turns):
+        reason = f"{record.where} has {IMAGE_TAG} in its text and no picture; it is text to it: give it one, or not"
+        tell(Kind.tag_without_picture, reason)
+
+
+@dataclass(frozen=True)
+class ExaminePictures(Pass):
+    """Look at every picture. Columns by picture: width and height as shown, stored_height; 0 where it has problems."""
+
+    how: Examine
+    scaled: bool
+    """16-bit and floating point pictures are scaled to their white, which must be known (`data.pixels`)."""
+    allow_links: bool
+
+    @cached_property
+    def real_folders(self) -> dict[Path, str]:
+        return {Path(s.images): real(s.images) for s in self.texts.sources if s.images is not None}
+
+    def columns(self, numbers: range, found: Findings) -> Columns:
+        seen: dict[tuple[Path | None, str], Picture | DataError] = {}
+        pictures: list[Picture] = []
+        for number, record in self.records(numbers):
+            for name in record.images:
+                key = record.folder, name
+                if key not in seen:
+                    seen[key] = self.look(*key)
+                picture = seen[key]
+                if isinstance(picture, DataError):
+                    found.of(number, record.id)(str(picture.kind), f"{record.where}: {picture}")
+                    picture = Picture(0, 0, 0)
+                pictures.append(picture)
+        values = {n: [getattr(p, n) for p in pictures] for n in ("width", "height", "stored_height")}
+        return {name: np.array(column, dtype=np.int32) for name, column in values.items()}
+
+    def look(self, folder: Path | None, name: str) -> Picture | DataError:
+        if folder is None:
+            return Picture(0, 0, 0)
+        try:
+            return look_at(folder, name, self.real_folders[folder], self.how, self.scaled, self.allow_links)
+        except DataError as error:
+            assert error.kind is not None
+            return error.with_traceback(None)
+
+
+@dataclass(frozen=True)
+class EncodeRecords(Pass):
+    """Encode every record as a training will, and count what maximum lengths cost.
+
+    Columns by record, int32: length, labels, images, tiles, positions_cut, labels_cut, full; 0 where it is no sample.
+    `losses`, int64, by chunk, source, limit and LOSSES.
+    """
+
+    records_folder: Path
+    """Of `ReadRecords`."""
+    pictures_folder: Path
+    """Of `ExaminePictures`."""
+    encoder: Encoder
+    reader: PictureReader
+
+    @cached_property
+    def sizes(self) -> "PictureSizes":
+        return PictureSizes(self.records_folder, self.pictures_folder)
+
+    @property
+    def limits(self) -> list[int]:
+        return sorted({*LIMITS, self.encoder.max_length})
+
+    def columns(self, numbers: range, found: Findings) -> Columns:
+        names = ("length", "labels", "images", "tiles", "positions_cut", "labels_cut", "full")
+        columns = {name: np.zeros(len(numbers), dtype=np.int32) for name in names}
+        losses = np.zeros((len(self.texts.sources), len(self.limits), len(LOSSES)), dtype=np.int64)
+        for number, record in self.records(numbers):
+            made = self.encode(self.sizes.put(record, number), number, found.of(number, record.id))
+            if made is None:
+                continue
+            sample = made.sample
+            tiles = sum(self.reader.count_tiles(rows) for rows in sample.image_rows)
+            held = len(sample.input_ids), sample.num_labels, len(sample.images), tiles
+            lost = sample.positions_cut, sample.labels_cut, len(made.whole.input_ids)
+            for name, value in zip(names, (*held, *lost), strict=True):
+                columns[name][number - numbers.start] = value
+            losses[self.texts.part(number).source] += self.losses(made)
+        return {**columns, "losses": losses.reshape(-1)}
+
+    def encode(self, record: Record, number: int, tell: Tell) -> Measured | None:
+        for position, turn in enumerate(asked_turns(record)):
+            if turn.role == "gpt" and not turn.text.strip():
+                reason = f"{record.where}: turn {position} is an answer without text; write one, or take the turns out"
+                tell(Kind.empty_answer, reason)
+        attempt(lambda: self.check_shapes(record, number), tell)
+        if self.reader.in_tiles and not all(min(size) for size in record.sizes or ()):
+            return None  # its length is not known, and the pictures' pass has said why
+        made = attempt(lambda: self.encoder.measure(record, self.limits), tell)
+        if made is not None:
+            check_cut(record, made, self.encoder.max_length, tell)
+        return made
+
+    def check_shapes(self, record: Record, number: int) -> None:
+        """What only some of the ways to prepare a picture cannot do."""
+        reader = self.reader
+        for place, name in enumerate(record.images):
+            width, height, stored_height = self.sizes.of(number, place)
+            what = f"{record.where}: {name}"
+            if width and reader.aspect is not AspectRatio.anyres:
+                check_enlarged((width, height), reader.preprocessor, reader.aspect, what)
+            if width and reader.pixels is Pixels.llava_v1_5:
+                check_height(stored_height, what)
+
+    def losses(self, made: Measured) -> np.ndarray:
+        """int64 [limits, LOSSES], by the same code that cuts in training."""
+        lost = np.zeros((len(self.limits), len(LOSSES)), dtype=np.int64)
+        labels = made.whole.num_labels
+        for row, limit in enumerate(self.limits):
+            cut = made.at.get(limit)
+            if cut is not None:
+                gone = labels - cut.num_labels
+                lost[row] = 1, cut.positions_cut, gone, cut.num_labels == 0 and labels > 0
+        return lost
+
+
+def check_cut(record: Record, made: Measured, max_length: int, tell: Tell) -> None:
+    sample, full = made.sample, len(made.whole.input_ids)
+    if sample.positions_cut:
+        tell(
+            Kind.too_long,
+            f"{record.where} is {full} positions long, over data.max_length={max_length}; raise it, or set "
+            "data.too_long=truncate or quarantine",
+        )
+    if sample.num_labels == 0:
+        cut = made.whole.num_labels > 0
+        why = f": all are beyond data.max_length={max_length}; raise it" if cut else ": no answer of it is supervised"
+        tell(Kind.no_labels, f"{record.where} has no label token to learn from{why}")
+
+
+class PictureSizes:
+    """Sizes of records' pictures, from an index."""
+
+    def __init__(self, records: Path, pictures: Path):
+        self.first = open_column(records, "first_picture")
+        names = ("width", "height", "stored_height")
+        self.width, self.height, self.stored_height = (open_column(pictures, name) for name in names)
+
+    def of(self, number: int, place: int) -> tuple[int, int, int]:
+        """width, height and stored height of one of a record's pictures; 0 where it has problems."""
+        row = int(self.first[number]) + place
+        return int(self.width[row]), int(self.height[row]), int(self.stored_height[row])
+
+    def put(self, record: Record, number: int) -> Record:
+        if not record.images:
+            return record
+        sizes = tuple(self.of(number, place)[:2] for place in range(len(record.images)))
+        return replace(record, sizes=sizes)
