@@ -171,8 +171,8 @@ def each_alone(
     """Exact: transformers' own SDPA call for every sample. `lengths` spare the device a wait."""
     found = []
     for begin, end in itertools.pairwise([0, *itertools.accumulate(lengths)]):
-        own = (part[:, :, begin:end] for part in (query, key, value))
-        found.append(sdpa_attention_forward(module, *own, None, dropout=dropout, scaling=scaling)[0])
+        q, k, v = (part[:, :, begin:end] for part in (query, key, value))
+        found.append(sdpa_attention_forward(module, q, k, v, None, dropout=dropout, scaling=scaling)[0])
     return torch.cat(found, dim=1)
 
 
