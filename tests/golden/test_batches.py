@@ -115,6 +115,7 @@ def run(model: Llava, batch: dict, inputs: dict[str, torch.Tensor]) -> tuple[flo
     count = len(label_positions)
     loss = model(
         torch.where(all_ids == IMAGE_ID, 0, all_ids),
+        None,
         torch.nonzero((all_ids == IMAGE_ID).flatten()).flatten(),
         torch.where(where == NEWLINE_ROW, before, where),
         torch.cat([*shown, torch.zeros(0, 3, TILE, TILE)]),

@@ -168,11 +168,12 @@ def each_alone(
     scaling: float | None,
     dropout: float,
 ) -> torch.Tensor:
-    """Exact: transformers' own SDPA call for every sample. `lengths` spare the device a wait."""
-    found = []
-    for begin, end in itertools.pairwise([0, *itertools.accumulate(lengths)]):
-        own = (part[:, :, begin:end] for part in (query, key, value))
-        found.append(sdpa_attention_forward(module, *own, None, dropout=dropout, scaling=scaling)[0])
+    """Exact: transformers' own SDPA call for every sample. `lengths` spare the device a wait.
+
+    Split once: the backward of a slice fills a whole row with zeros, for every sample again.
+    """
+    parts = zip(*(part.split(lengths, dim=2) for part in (query, key, value)), strict=True)
+    found = [sdpa_attention_forward(module, *own, None, dropout=dropout, scaling=scaling)[0] for own in parts]
     return torch.cat(found, dim=1)
 
 

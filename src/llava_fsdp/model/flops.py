@@ -46,7 +46,7 @@ def tower_flops(model: Llava, trains: bool, again: int) -> float:
     vision = model.parts.vision
     positions = (vision.image_size // vision.patch_size) ** 2 + 1
     factor = 3 + again / 2 if trains else 1
-    weights = 2 * positions * matrix_weights(find_stack(model.vision_tower))
+    weights = 2 * positions * matrix_weights(model.vision_tower)
     return factor * (weights + 4 * vision.num_hidden_layers * vision.hidden_size * positions**2)
 
 
@@ -56,4 +56,6 @@ def projector_flops(model: Llava, trains: dict[Part, bool]) -> float:
 
 
 def matrix_weights(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters() if p.ndim > 1)
+    """Weights that something is multiplied with: not norms and biases, nor rows that are looked up."""
+    looked_up = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
+    return sum(p.numel() for p in module.parameters() if p.ndim > 1 and id(p) not in looked_up)

@@ -1,0 +1,154 @@
+"""Which kernel attends, and which models cannot be packed: refused at the door, with the reason."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from harness import CPU
+from small import config_of, make_config
+from transformers import AutoConfig, AutoModel, PretrainedConfig
+
+from llava_fsdp import train
+from llava_fsdp.config import Attention
+from llava_fsdp.errors import ConfigError
+from llava_fsdp.model.attention import (
+    Kernel,
+    check_full_attention,
+    check_reaches_all_layers,
+    choose_kernel,
+    flash_kernel_missing,
+    register_attention,
+)
+
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 99, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def examine(kind: str, **values: object) -> None:
+    """All that the door asks of a language model."""
+    register_attention()
+    config: PretrainedConfig = AutoConfig.for_model(kind, **{**SMALL, **values})
+    check_full_attention(config)
+    with torch.device("meta"):
+        check_reaches_all_layers(AutoModel.from_config(config, attn_implementation=Kernel(Attention.sdpa, "").name))
+
+
+CAN = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "mistral": {"sliding_window": None},
+    "gemma": {"head_dim": 8},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "gpt_neox": {},
+    "phi": {},
+    "mixtral": {"num_local_experts": 4, "sliding_window": None},
+}
+CANNOT = {
+    "mistral": ({"sliding_window": 4096}, "mistral has a sliding window of 4096"),
+    "qwen2": ({"use_sliding_window": True, "max_window_layers": 1}, "qwen2 has layers of sliding_attention"),
+    "gemma2": ({"head_dim": 8}, "gemma2 has layers of sliding_attention"),
+    "llama4_text": ({}, "llama4_text has layers of chunked_attention"),
+    "minimax": ({"num_local_experts": 4}, "minimax has layers of linear_attention"),
+    "lfm2": ({"full_attn_idxs": [1]}, "lfm2 has layers of conv"),
+    "mamba": ({}, "mamba does not attend through its AttentionInterface"),
+    "falcon": ({"alibi": True}, "falcon does not attend through its AttentionInterface"),
+    "nemotron": ({}, "0 of the 2 layers of nemotron attend through"),
+    "doge": ({}, "DogeAttention attends with a mask of its model's own"),
+    "llama": (
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
+                             "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}},
+        "longrope",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CAN)
+def test_models_that_can_be_packed(kind: str) -> None:
+    examine(kind, **CAN[kind])
+
+
+@pytest.mark.parametrize("kind", CANNOT)
+def test_models_that_cannot_are_refused_with_the_cure(kind: str) -> None:
+    values, message = CANNOT[kind]
+    with pytest.raises(ConfigError, match=message) as caught:
+        examine(kind, **values)
+    assert str(caught.value).endswith("set pack=false")
+
+
+def test_a_run_with_a_model_that_cannot_is_refused_and_trains_padded(
+    parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    for part in ("language", "vision"):
+        (tmp_path / part).mkdir()
+        for file in (parts / part).iterdir():
+            (tmp_path / part / file.name).write_bytes(file.read_bytes())
+    path = tmp_path / "language" / "config.json"
+    raw = json.loads(path.read_text()) | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    path.write_text(json.dumps(raw | {"sliding_window": 64}))
+    with pytest.raises(ConfigError, match="pack=true: mistral has a sliding window of 64"):
+        train.train(make_config(tmp_path, dataset, tmp_path / "run", "max_steps=1"))
+    train.train(make_config(tmp_path, dataset, tmp_path / "padded", "max_steps=1", "pack=false"))
+    assert len((tmp_path / "padded" / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+LANGUAGE = AutoConfig.for_model("llama", **SMALL)
+CUDA = torch.device("cuda", 0)
+
+
+def test_the_best_kernel_is_chosen_with_its_reason() -> None:
+    kernel = choose_kernel(Attention.auto, LANGUAGE, CPU, torch.float32)
+    assert kernel.attention is Attention.sdpa and "varlen_attn needs CUDA, and this run is on cpu" in kernel.reason
+    assert choose_kernel(Attention.sdpa, LANGUAGE, CPU, torch.bfloat16).attention is Attention.sdpa
+    fp32 = choose_kernel(Attention.auto, LANGUAGE, CUDA, torch.float32)
+    assert fp32.attention is Attention.sdpa and "computes in bf16, and this run in float32" in fp32.reason
+
+
+@pytest.mark.parametrize("asked", [Attention.varlen, Attention.flash])
+def test_a_kernel_that_cannot_run_is_refused(asked: Attention) -> None:
+    with pytest.raises(ConfigError, match=rf"attention={asked.value}: .* needs CUDA, .*; set attention=auto"):
+        choose_kernel(asked, LANGUAGE, CPU, torch.bfloat16)
+
+
+def test_heads_and_dropout_that_flash_kernels_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    def missing(what: str, **values: object) -> str | None:
+        config = AutoConfig.for_model("llama", **{**SMALL, **values})
+        return flash_kernel_missing(config, CUDA, torch.bfloat16, what)
+
+    assert missing("varlen_attn") is None
+    assert "this model's are 12 wide" in str(missing("flash-attn", head_dim=12))
+    assert "attention_dropout of 0.1" in str(missing("varlen_attn", attention_dropout=0.1))
+    assert missing("flash-attn", attention_dropout=0.1) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert "compute capability 8.0" in str(missing("varlen_attn"))
+
+
+KEYS = {
+    "room": (["tokens_per_micro_batch=100", "data.max_length=200"], "tokens_per_micro_batch=100 has no room"),
+    "unused room": (["tokens_per_micro_batch=9000", "pack=false"], "tokens_per_micro_batch=9000 is for pack=true"),
+    "unused kernel": (["attention=varlen", "pack=false"], "attention=varlen is for the rows of pack=true"),
+    "means": (["loss.normalize=micro_batch"], "loss.normalize=micro_batch is a mean of means"),
+    "cuts of its own": (
+        ["order=llava_v1_5", "tokens_per_micro_batch=9000"],
+        "tokens_per_micro_batch=9000 would cut none",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", KEYS)
+def test_keys_that_contradict_each_other_are_refused(case: str) -> None:
+    overrides, message = KEYS[case]
+    with pytest.raises(ConfigError, match=message):
+        config_of(overrides)
+
+
+def test_defaults() -> None:
+    cfg = config_of(["micro_batch_size=4", "data.max_length=100"])
+    assert cfg.pack and cfg.attention is Attention.auto and cfg.row_tokens == 400
+    assert not config_of(["compat=llava_v1_5"]).pack
+    assert config_of(["compat=llava_v1_5", "pack=true"]).pack, "its micro-batches may be laid out without padding"

@@ -1,0 +1,62 @@
+"""Records of every kind for packed rows, and runs on them."""
+
+import json
+import random
+from pathlib import Path
+
+import torch
+from harness import single_world
+from small import record, sentence, write_json
+
+from llava_fsdp.config import Config
+from llava_fsdp.data.batch import MicroBatch
+from llava_fsdp.data.steps import Steps
+from llava_fsdp.sharding.zero import SHARD_PLANS
+from llava_fsdp.state import TrainState
+from llava_fsdp.train import build_state
+
+
+def write_every_kind(dataset: Path, folder: Path) -> Path:
+    """34 records: one picture, two, three, none; of very different lengths. The pictures are the dataset's."""
+    dice = random.Random(3)
+    records = [record(dice, n, n % 4 == 1) for n in range(34)]
+    for n in range(2, 34, 4):
+        count = 2 + n % 3 // 2
+        records[n]["image"] = [f"{(n + i) % 12}.{'png' if (n + i) % 12 % 2 else 'jpg'}" for i in range(count)]
+        asked = " ".join(["<image>", sentence(dice, 1, 4)] * count)
+        records[n]["conversations"][0]["value"] = asked
+    for n in range(3, 34, 8):
+        records[n]["conversations"][-1]["value"] = sentence(dice, 60, 90)
+    (folder / "images").symlink_to(dataset / "images")
+    write_json(folder / "mixed.json", records)
+    return folder
+
+
+def build(cfg: Config) -> TrainState:
+    state = build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
+    state.model.train()
+    return state
+
+
+def gradients(state: TrainState) -> dict[str, torch.Tensor]:
+    """What `backward` has left, by name; nothing stays behind."""
+    found = {n: p.grad for n, p in state.model.named_parameters() if p.grad is not None}
+    state.model.zero_grad(set_to_none=True)
+    return found
+
+
+class Noted:
+    """A collator that remembers whose samples it laid out."""
+
+    def __init__(self, steps: Steps):
+        self.ids: list[list[str]] = []
+        self.collate, steps.collate = steps.collate, self  # type: ignore[assignment]
+        self.normalize = self.collate.normalize
+
+    def __call__(self, rows: list, facts: object, micro_batches: int) -> MicroBatch:
+        self.ids.append([record.id for record, _ in rows])
+        return self.collate(rows, facts, micro_batches)  # type: ignore[arg-type]
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
