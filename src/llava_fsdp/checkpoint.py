@@ -202,7 +202,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 FIXED_KEYS = ("seed", "global_batch_size", "model", "loss", "optim", "data", "labels", "order")
 FREE_KEYS = {  # paths, how records are read from disk, and names that are no part of the result
-    "data.path", "data.images", "data.root", "data.workers", "data.source",
+    "data.path", "data.images", "data.root", "data.workers", "data.prefetch", "data.stall", "data.source",
     "model.name", "model.language", "model.vision", "model.checkpoint", "model.projector",
 }  # fmt: skip
 

@@ -6,7 +6,7 @@ are on the device: a quarter of the memory and of the copying, and the same numb
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from llava_fsdp.data import lean
 from llava_fsdp.data.anyres import Size, cut_tiles, feature_rows
 from llava_fsdp.data.examine import MAX_PIXELS, examine, opened, picture_size, shown_size, to_rgb
 from llava_fsdp.data.source import Record
+from llava_fsdp.data.workers import Watch
 from llava_fsdp.errors import ModelError, PictureError
 
 MISREAD = 3
@@ -102,6 +103,7 @@ class PictureReader:
     sizes: tuple[Size, ...] = ()
     """anyres: what a picture may be fitted into"""
     merge: PatchMerge = PatchMerge.flat
+    watch: Watch = field(default_factory=Watch, compare=False)
 
     @property
     def fingerprint(self) -> str:
@@ -128,7 +130,9 @@ class PictureReader:
         """
         if not self.in_tiles:
             return np.arange(self.image_tokens)
-        size = picture_size(self.path(record, record.images[number]), record.where)
+        path = self.path(record, record.images[number])
+        self.watch.at(record.where, path)
+        size = picture_size(path, record.where)
         side = math.isqrt(self.image_tokens)
         return feature_rows(size, list(self.sizes), self.preprocessor.size, side, self.merge)
 
@@ -158,7 +162,9 @@ class PictureReader:
         Raises:
             PictureError: as `load_image`.
         """
-        return self.load(self.path(record, name), record.where)
+        path = self.path(record, name)
+        self.watch.at(record.where, path)
+        return self.load(path, record.where)
 
     def load(self, path: Path, where: str) -> np.ndarray:
         """uint8 [tiles, 3, size, size] of a picture file."""

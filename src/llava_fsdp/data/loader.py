@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.utils.data import DataLoader
 
 from llava_fsdp.config import Config, Parity
 from llava_fsdp.data.anyres import grid_sizes
-from llava_fsdp.data.batch import MicroBatch, Step
+from llava_fsdp.data.batch import FlatStep, MicroBatch, Step
 from llava_fsdp.data.conversation import IM_END, IM_START
 from llava_fsdp.data.cut import num_micro_batches
 from llava_fsdp.data.encode import Encoder, ExactEncoder, OriginalEncoder
@@ -27,6 +26,7 @@ from llava_fsdp.data.source import Records, check_paths
 from llava_fsdp.data.steps import Steps
 from llava_fsdp.data.templates import IMAGE_TAG, template
 from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
+from llava_fsdp.data.workers import Watch, from_workers
 from llava_fsdp.errors import ConfigError, DataError
 from llava_fsdp.log import log
 
@@ -62,7 +62,8 @@ def build_loader(
         DataError: the dataset file is not one.
     """
     check_paths(cfg.data)
-    pictures = open_pictures(cfg, vision_folder, shape)
+    workers = default_workers() if cfg.data.workers is None else cfg.data.workers
+    pictures = open_pictures(cfg, vision_folder, shape, Watch(workers))
     encoder = open_encoder(cfg, language_folder, shape, pictures)
     check_fit(cfg, shape, encoder.tokenizer.size, pictures, vision_folder)
     records = Records(Path(cfg.data.path))
@@ -71,7 +72,7 @@ def build_loader(
     return Loader(steps, cfg, device)
 
 
-def open_pictures(cfg: Config, vision_folder: Path, shape: ModelShape) -> PictureReader:
+def open_pictures(cfg: Config, vision_folder: Path, shape: ModelShape, watch: Watch | None = None) -> PictureReader:
     return PictureReader(
         folder=Path(cfg.data.images) if cfg.data.images is not None else None,
         preprocessor=read_preprocessor(vision_folder),
@@ -80,6 +81,7 @@ def open_pictures(cfg: Config, vision_folder: Path, shape: ModelShape) -> Pictur
         image_tokens=shape.image_tokens,
         sizes=tuple(grid_sizes(cfg.data.grid_pinpoints, shape.image_size)),
         merge=cfg.model.patch_merge,
+        watch=watch or Watch(),
     )
 
 
@@ -180,7 +182,8 @@ class Loader:
     def __init__(self, steps: Steps, cfg: Config, device: torch.device):
         self.steps = steps
         self.device = device
-        self.workers = default_workers() if cfg.data.workers is None else cfg.data.workers
+        self.watch = steps.pictures.watch
+        self.data = cfg.data
         self.total_steps = cfg.max_steps or cfg.epochs * steps.per_epoch
         self.table = torch.from_numpy(steps.pictures.preprocessor.pixel_table()).to(device)
 
@@ -192,20 +195,20 @@ class Loader:
         """Steps `first` to `total_steps`.
 
         Raises:
-            DataError: a record or a picture of the step is wrong.
+            DataError: a record or a picture of the step is wrong; or a worker died or stalled (WorkerError).
         """
         self.steps.order.draw(self.total_steps)
-        loader = DataLoader(
-            self.steps,
-            batch_size=None,
-            sampler=range(first, self.total_steps),
-            num_workers=self.workers,
-            pin_memory=self.device.type == "cuda",
-        )
-        for step in loader:
+        numbers, pin_memory = range(first, self.total_steps), self.device.type == "cuda"
+        prefetch, stall = self.data.prefetch, self.data.stall
+        for step in from_workers(self.steps, numbers, self.watch, prefetch, stall, pin_memory):
             if isinstance(step, DataError):
                 raise step
+            assert isinstance(step, FlatStep)
             yield step.unpack()
+
+    def check_workers(self) -> None:
+        """Raises WorkerError where one has died: the DataLoader says so by a RuntimeError wherever the process is."""
+        self.watch.check()
 
     def to_device(self, micro: MicroBatch) -> MicroBatch:
         """The micro-batch on the device, its pictures normalised by table: the processor's very numbers."""

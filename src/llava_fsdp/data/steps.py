@@ -80,6 +80,7 @@ class Steps(Dataset):
 
     def encode(self, number: int) -> tuple[Record, Sample | None]:
         record = self.records[number]
+        self.pictures.watch.at(record.where)
         return record, self.encoder(record)
 
     def cut(self, numbers: list[int], kept: dict[int, tuple[Record, Sample]]) -> Cuts:
