@@ -204,8 +204,8 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 FIXED_KEYS = ("seed", "global_batch_size", "model", "loss", "optim", "data", "labels", "order")
 FREE_KEYS = {  # paths, how records are read from disk, and names that are no part of the result
-    "data.path", "data.images", "data.root", "data.workers", "data.source", "data.index", "data.examine",
-    "data.allow_links", "data.bad", "data.bad_budget",
+    "data.path", "data.images", "data.root", "data.workers", "data.prefetch", "data.stall", "data.source",
+    "data.index", "data.examine", "data.allow_links", "data.bad", "data.bad_budget",
     "model.name", "model.language", "model.vision", "model.checkpoint", "model.projector",
 }  # fmt: skip
 

@@ -280,6 +280,10 @@ class DataConfig:
     """Most records that quarantine may leave out: a share of all ("0.1%", at least one record) or a number ("20")."""
     workers: int | None
     """Processes that prepare batches on each rank; 0 prepares them between steps; null: up to 4, as cores allow."""
+    prefetch: int
+    """Steps that each worker prepares ahead."""
+    stall: int
+    """Seconds without progress on one record after which a worker that is waited for counts as stalled."""
 
     @property
     def trained_aspect(self) -> AspectRatio:
@@ -325,6 +329,8 @@ class DataConfig:
                 raise ConfigError(f"data.grid_pinpoints: {size} is not a [width, height] in pixels")
         if self.workers is not None:
             at_least("data.workers", self.workers, 0)
+        at_least("data.prefetch", self.prefetch, 1)
+        at_least("data.stall", self.stall, 1)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -64,6 +64,12 @@ class PictureError(DataError):
         """image_missing, image_empty, image_truncated, image_unreadable, image_bomb or image_shape"""
 
 
+class WorkerError(DataError):
+    """A data worker died, or stalled; the one rank that it worked for knows."""
+
+    on_every_rank = False
+
+
 class CheckpointError(LlavaFsdpError):
     """A checkpoint cannot be written, read, or continued with this configuration."""
 

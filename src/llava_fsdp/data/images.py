@@ -6,7 +6,7 @@ are on the device: a quarter of the memory and of the copying, and the same numb
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from llava_fsdp.data.anyres import Size, cut_tiles, feature_rows
 from llava_fsdp.data.examine import MAX_PIXELS, opened, picture_size, shown_size, to_rgb
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.source import Record
+from llava_fsdp.data.workers import Watch
 from llava_fsdp.errors import ModelError, PictureError
 
 MISREAD = 3
@@ -103,6 +104,7 @@ class PictureReader:
     sizes: tuple[Size, ...] = ()
     """anyres: what a picture may be fitted into"""
     merge: PatchMerge = PatchMerge.flat
+    watch: Watch | None = field(default=None, compare=False)
 
     @property
     def fingerprint(self) -> str:
@@ -153,7 +155,10 @@ class PictureReader:
         Raises:
             PictureError: as `load_image`.
         """
-        return self.load(self.path(record, name), record.where)
+        path = self.path(record, name)
+        if self.watch is not None:
+            self.watch.at(record.where, path)
+        return self.load(path, record.where)
 
     def load(self, path: Path, where: str) -> np.ndarray:
         """uint8 [tiles, 3, size, size] of a picture file."""

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from torch.utils.data import DataLoader
 
 from llava_fsdp.config import Bad, Config, Parity
 from llava_fsdp.data.anyres import grid_sizes
-from llava_fsdp.data.batch import LeftOut, MicroBatch, Step
+from llava_fsdp.data.batch import FlatStep, LeftOut, MicroBatch, Step
 from llava_fsdp.data.conversation import IM_END, IM_START
 from llava_fsdp.data.cost import CostModel
 from llava_fsdp.data.cut import num_micro_batches
@@ -28,6 +27,7 @@ from llava_fsdp.data.records import open_records
 from llava_fsdp.data.steps import Steps
 from llava_fsdp.data.templates import template
 from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
+from llava_fsdp.data.workers import Watch, from_workers
 from llava_fsdp.errors import ConfigError, DataError
 
 PAD_OF_V0 = "[PAD]"
@@ -69,7 +69,9 @@ def build_loader(
     encoder, pictures = open_encoding(cfg, language_folder, vision_folder, shape)
     records = open_records(cfg, encoder, pictures)
     order = open_order(records.words, cfg, world_size, records.source_counts)
-    return Loader(Steps(records, order, encoder, pictures, cfg, rank, world_size, shape.cost), cfg, device, gather)
+    workers = default_workers() if cfg.data.workers is None else cfg.data.workers
+    watched = replace(pictures, watch=Watch(workers))
+    return Loader(Steps(records, order, encoder, watched, cfg, rank, world_size, shape.cost), cfg, device, gather)
 
 
 def open_encoding(
@@ -95,6 +97,7 @@ def open_pictures(cfg: Config, vision_folder: Path, shape: ModelShape) -> Pictur
         image_tokens=shape.image_tokens,
         sizes=tuple(grid_sizes(cfg.data.grid_pinpoints, shape.image_size)),
         merge=cfg.model.patch_merge,
+        watch=watch or Watch(),
     )
 
 
@@ -169,12 +172,12 @@ class Loader:
 
     def __init__(self, steps: Steps, cfg: Config, device: torch.device, gather: Gather = list):
         self.steps = steps
-        self.cfg = cfg
         self.gather = gather
         self.broken: set[int] = set()
         """Records that turned out broken in training."""
         self.device = device
-        self.workers = default_workers() if cfg.data.workers is None else cfg.data.workers
+        self.watch = steps.pictures.watch or Watch()
+        self.data = cfg.data
         self.total_steps = cfg.max_steps or cfg.epochs * steps.per_epoch
         self.table = torch.from_numpy(steps.pictures.preprocessor.pixel_table()).to(device)
 
@@ -187,19 +190,15 @@ class Loader:
         """Steps `first` to `total_steps`.
 
         Raises:
-            DataError: a record or a picture of the step is wrong.
+            DataError: a record or a picture of the step is wrong; or a worker died or stalled (WorkerError).
         """
         self.steps.order.draw(self.total_steps)
-        loader = DataLoader(
-            self.steps,
-            batch_size=None,
-            sampler=range(first, self.total_steps),
-            num_workers=self.workers,
-            pin_memory=self.device.type == "cuda",
-        )
-        for step in loader:
+        numbers, pin_memory = range(first, self.total_steps), self.device.type == "cuda"
+        prefetch, stall = self.data.prefetch, self.data.stall
+        for step in from_workers(self.steps, numbers, self.watch, prefetch, stall, pin_memory):
             if isinstance(step, DataError):
                 raise step
+            assert isinstance(step, FlatStep)
             yield self.agree(step.unpack())
 
     def agree(self, step: Step) -> Step:
@@ -208,20 +207,24 @@ class Loader:
         Raises:
             DataError: more records are wrong than `data.bad_budget` allows.
         """
-        if self.cfg.data.bad is Bad.fail:
+        if self.data.bad is Bad.fail:
             return step
         left_out = self.gather(step.facts.left_out)
         new = {sample.number for sample in left_out} - self.broken
         self.broken |= new
         records = self.steps.records
         total = len(records.index)
-        wrong, budget = records.out + len(self.broken), self.cfg.data.budget(total)
+        wrong, budget = records.out + len(self.broken), self.data.budget(total)
         if new and wrong > budget:
             raise DataError(
                 f"{wrong} of {total} records are wrong, more than the {budget} of data.bad_budget="
-                f"{self.cfg.data.bad_budget}; the last one: {left_out[-1].reason}"
+                f"{self.data.bad_budget}; the last one: {left_out[-1].reason}"
             )
-        return step.without(left_out, self.cfg.loss.normalize)
+        return step.without(left_out, self.steps.collate.normalize)
+
+    def check_workers(self) -> None:
+        """Raises WorkerError where one has died: the DataLoader says so by a RuntimeError wherever the process is."""
+        self.watch.check()
 
     def to_device(self, micro: MicroBatch) -> MicroBatch:
         """The micro-batch on the device, its pictures normalised by table: the processor's very numbers."""

@@ -121,6 +121,8 @@ class Steps(Dataset):
 
     def load(self, number: int) -> Row:
         record = self.records[number]
+        if self.pictures.watch is not None:
+            self.pictures.watch.at(record.where)
         sample = self.encoder(record)
         length, labels = int(self.records.lengths[number]), int(self.records.labels[number])
         if sample is None or (len(sample.input_ids), sample.num_labels) != (length, labels):
