@@ -20,6 +20,7 @@ from llava_fsdp.config import (
     Normalize,
     OrderName,
     Parity,
+    PrepareConfig,
     Strategy,
     SweepConfig,
     config_dir,
@@ -39,6 +40,7 @@ SCHEMAS = {
     "evaluate": EvaluateConfig,
     "chat": ChatConfig,
     "export": ConversionConfig,
+    "prepare": PrepareConfig,
 }
 FILL = ["data.path=records.json"]  # the one value that a choice leaves open
 

@@ -9,9 +9,8 @@ from omegaconf import OmegaConf
 from torch.distributed.device_mesh import DeviceMesh
 
 from llava_fsdp import artifact, checkpoint, cli
-from llava_fsdp.config import Config, Source
-from llava_fsdp.data.loader import Loader, ModelShape, build_loader
-from llava_fsdp.data.shapes import ensure_shapes
+from llava_fsdp.config import Config
+from llava_fsdp.data.loader import Loader, build_loader
 from llava_fsdp.log import log
 from llava_fsdp.loop import fit
 from llava_fsdp.metrics import Reporter, begin_status, watch_loading, write_status
@@ -19,6 +18,7 @@ from llava_fsdp.model.draw import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.parts import find_parts, find_projector
 from llava_fsdp.model.weights import find_weights, fingerprint, load_weights
+from llava_fsdp.opening import draw_shapes, shape_of
 from llava_fsdp.optim import build_optimizer
 from llava_fsdp.screen import show_run
 from llava_fsdp.sharding.mesh import World, distributed, first_rank_first, make_mesh
@@ -47,7 +47,7 @@ def train(cfg: Config) -> None:
         elif resumed:
             log().info("continuing after step %d of %d", state.step, last_step)
         write_config(cfg, world)
-        reporter = Reporter(cfg, state.step, last_step, world.is_first)
+        reporter = Reporter(cfg, state.step, last_step, world.is_first, state.loader.steps.records.left_out())
 
         def after_step(result: StepResult) -> None:
             reporter(result)
@@ -92,18 +92,10 @@ def describe_projector(cfg: Config, projector: Path | None) -> str:
 
 def open_data(cfg: Config, world: World, model: Llava) -> Loader:
     """The dataset; the embedded one is drawn first, by one rank."""
-    if cfg.data.source is Source.shapes:
-        with first_rank_first(world):
-            ensure_shapes(Path(cfg.data.root or "."))
-    language = model.parts.language
-    shape = ModelShape(
-        image_tokens=model.image_tokens,
-        image_size=model.parts.vision.image_size,
-        max_length=language.max_position_embeddings,
-        vocab_size=language.vocab_size,
-    )
+    with first_rank_first(world):
+        draw_shapes(cfg.data)
     folders = model.parts.language_folder, model.parts.vision_folder
-    return build_loader(cfg, *folders, shape, world.rank, world.size, world.device)
+    return build_loader(cfg, *folders, shape_of(model), world.rank, world.size, world.device)
 
 
 def write_config(cfg: Config, world: World) -> None:
