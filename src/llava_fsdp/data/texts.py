@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from llava_fsdp.config import DataConfig
+from llava_fsdp.data import parquet
 from llava_fsdp.data.chunks import DONE, open_column, write_column
 from llava_fsdp.data.reading import spans
 from llava_fsdp.data.source import Record, parse_record, parse_text
@@ -58,6 +59,7 @@ def sources_of(cfg: DataConfig) -> list[SourceFile]:
         key = f"data.sources.{name}." if cfg.sources else "data."
         if not Path(path).is_file():
             raise ConfigError(f"{key}path={path} is not a file; give a LLaVA JSON, JSON Lines or Parquet file")
+        parquet.check_installed(Path(path))
         if images is not None and not Path(images).is_dir():
             raise ConfigError(f"{key}images={images} is not a folder; give the one that the records' pictures are in")
     return [SourceFile(name, path, images) for name, (path, images) in named.items()]
