@@ -1,5 +1,6 @@
 """The index of a dataset: made once, resumed after any kill, the same whoever makes it and in whatever format."""
 
+import contextlib
 import json
 import os
 import pickle
@@ -82,13 +83,21 @@ def builder(parts: Path, path: Path, folder: Path) -> subprocess.Popen:
     return process
 
 
+def wait_for(process: subprocess.Popen, folder: Path, pattern: str) -> None:
+    """Until a file is there; folders come and go."""
+    while True:
+        assert process.poll() is None, "it ended before it could be killed"
+        with contextlib.suppress(FileNotFoundError):
+            if list(folder.glob(pattern)):
+                return
+
+
 @pytest.mark.parametrize("killed_in", ["records", "pictures", "encoded"])
 @pytest.mark.usefixtures("chunks")
 def test_killed_and_run_again_it_is_the_same(killed_in: str, parts: Path, tmp_path: Path) -> None:
     path, planted = write_planted(tmp_path, lines=True)
     process = builder(parts, path, tmp_path / "index")
-    while not list((tmp_path / "index").glob(f"*/{killed_in}*.parts/*2.npz")):
-        assert process.poll() is None, "it ended before it could be killed"
+    wait_for(process, tmp_path / "index", f"*/{killed_in}*.parts/*2.npz")
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert not list((tmp_path / "index").glob("*/encoded-*[0-9a-f]/done.json"))
@@ -109,8 +118,7 @@ def test_two_at_once_wait_for_each_other(parts: Path, tmp_path: Path) -> None:
 def test_who_waits_goes_on_when_the_builder_dies(parts: Path, tmp_path: Path) -> None:
     path, planted = write_planted(tmp_path, lines=True)
     first = builder(parts, path, tmp_path / "index")
-    while not list((tmp_path / "index").glob("*/*.parts/*.npz")):
-        assert first.poll() is None
+    wait_for(first, tmp_path / "index", "*/records.parts/*.npz")
     os.kill(first.pid, signal.SIGSTOP)  # it holds the lock, and does nothing
     second = builder(parts, path, tmp_path / "index")
     time.sleep(1)

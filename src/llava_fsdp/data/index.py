@@ -294,7 +294,8 @@ def newest(folder: Path) -> Path | None:
 def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) -> Path:
     """The pictures' pass; its chunks are kept, so that those with a picture that has been mended can be done again."""
     cfg = plan.cfg
-    task = ExaminePictures(state / "texts", CHUNKS["pictures"], cfg.examine, scaled(plan), cfg.allow_links)
+    looking = cfg.examine, scaled(plan), cfg.allow_links
+    task = ExaminePictures(state / "texts", CHUNKS["pictures"], state / "records", *looking)
     base = state / pictures_name(plan)
     last = newest(base)
     if last is not None:
@@ -320,8 +321,10 @@ def mended_chunks(task: ExaminePictures, folder: Path) -> list[int]:
 
 
 def read_facts(task: ReadRecords, _parts: Path, staged: Path) -> dict[str, Any]:
-    """Adds first_picture (int64 [records + 1]) and what ids are there twice."""
-    write_column(staged / "first_picture.npy", running_sum(open_column(staged, "pictures")), np.dtype(np.int64))
+    """Adds first_picture (int64 [records + 1]), name_end (int64 [pictures + 1]) and what ids are there twice."""
+    for name, counts in (("first_picture", "pictures"), ("name_end", "name_size")):
+        write_column(staged / f"{name}.npy", running_sum(open_column(staged, counts)), np.dtype(np.int64))
+    (staged / "name_size.npy").unlink()
     flags = np.load(staged / "flags.npy", mmap_mode="r+")
     hashes = open_column(staged, "id_hash")
     with (staged / f"{DUPLICATES}.jsonl").open("w") as file:

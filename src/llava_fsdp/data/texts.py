@@ -108,6 +108,10 @@ class Texts:
         return self.parts[bisect.bisect_right(self._firsts, number) - 1]
 
     @cached_property
+    def _paths(self) -> dict[SourceFile, tuple[Path, Path | None]]:
+        return {s: (Path(s.path), None if s.images is None else Path(s.images)) for s in self.sources}
+
+    @cached_property
     def _open(self) -> dict[str, int]:
         return {}
 
@@ -120,7 +124,7 @@ class Texts:
     def raw(self, number: int) -> Any:
         """The JSON value of a record."""
         source, index = self.place(number)
-        return parse_text(Path(source.path), index, self.read(number))
+        return parse_text(self._paths[source][0], index, self.read(number))
 
     def id_of(self, number: int) -> str | None:
         """The id of what may be no record."""
@@ -133,8 +137,9 @@ class Texts:
     def record(self, number: int) -> Record:
         """Raises DataError, of a kind, where it is none."""
         source, index = self.place(number)
-        record = parse_record(Path(source.path), index, self.raw(number))
-        return record if source.images is None else replace(record, folder=Path(source.images))
+        path, folder = self._paths[source]
+        record = parse_record(path, index, self.raw(number))
+        return record if folder is None else replace(record, folder=folder)
 
 
 def split(sources: list[SourceFile], folder: Path, texts: list[list[Path]], fingerprint: str) -> None:
