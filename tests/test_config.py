@@ -21,6 +21,7 @@ from llava_fsdp.config import (
     OrderName,
     Parity,
     Pixels,
+    PrepareConfig,
     Strategy,
     SweepConfig,
     config_dir,
@@ -40,6 +41,7 @@ SCHEMAS = {
     "evaluate": EvaluateConfig,
     "chat": ChatConfig,
     "export": ConversionConfig,
+    "prepare": PrepareConfig,
 }
 FILL = ["data.path=records.json"]  # the one value that a choice leaves open
 

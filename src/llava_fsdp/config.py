@@ -569,6 +569,25 @@ class SweepConfig(Config):
 
 
 @dataclass(kw_only=True, slots=True)
+class PrepareKeys:
+    workers: int | None
+    """Processes that read records and pictures; null: one a core."""
+
+    def __post_init__(self) -> None:
+        if self.workers is not None:
+            at_least("prepare.workers", self.workers, 1)
+
+
+@dataclass(kw_only=True, slots=True)
+class PrepareConfig(Config):
+    """A dataset examined and indexed for the training that the same keys describe."""
+
+    prepare: PrepareKeys
+    report: str | None
+    format: Format
+
+
+@dataclass(kw_only=True, slots=True)
 class EvaluateConfig:
     """Questions with known answers, asked of a trained model."""
 

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from llava_fsdp.config import Config, Normalize, OrderName, Parity, Pixels, Source
 from llava_fsdp.data.loader import Loader
+from llava_fsdp.data.records import Records
 from llava_fsdp.model.attention import Kernel
 from llava_fsdp.sharding.memory import Weight, bytes_per_rank
 from llava_fsdp.sharding.mesh import World
@@ -51,7 +52,7 @@ def show_run(
     facts = Table.grid(padding=(0, 2))
     facts.add_row("model", f"{cfg.model.name}: {cfg.model.checkpoint or f'{cfg.model.language} + {cfg.model.vision}'}")
     facts.add_row("projector", projector)
-    facts.add_row("data", f"{cfg.data.path}: {len(steps.records):,} records, template {cfg.data.template}")
+    facts.add_row("data", f"{describe_data(cfg, steps.records)}, template {cfg.data.template}")
     facts.add_row("steps", f"{loader.total_steps:,} ({steps.per_epoch:,} an epoch); output in {cfg.output_dir}")
     facts.add_row("batch", describe_batch(cfg, world, loader))
     facts.add_row("attention", describe_attention(kernel))
@@ -61,6 +62,13 @@ def show_run(
     facts.add_row("unlike LLaVA", unlike_original(cfg))
     console.print(facts)
     console.print(trains_table(weights), bytes_table(cfg, world, weights.values()))
+
+
+def describe_data(cfg: Config, records: Records) -> str:
+    files = ", ".join(f"{name} ({own.path})" for name, own in cfg.data.sources.items()) or cfg.data.path
+    wrong = f", {records.out:,} left out as wrong" if records.out else ""
+    long = f", {records.long:,} left out as too long" if records.long else ""
+    return f"{files}: {len(records):,} records{wrong}{long}"
 
 
 def describe_batch(cfg: Config, world: World, loader: Loader) -> str:

@@ -3,16 +3,16 @@
 `train` reads from top to bottom as what happens; `fit` (loop.py) calls `train_step`, which calls `backward`.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from omegaconf import OmegaConf
 from torch.distributed.device_mesh import DeviceMesh
 
 from llava_fsdp import artifact, checkpoint, cli
-from llava_fsdp.config import Config, RecomputeMode, Source
+from llava_fsdp.config import Config, RecomputeMode
 from llava_fsdp.data.cost import CostModel
-from llava_fsdp.data.loader import Loader, ModelShape, build_loader
-from llava_fsdp.data.shapes import ensure_shapes
+from llava_fsdp.data.loader import Loader, build_loader
 from llava_fsdp.log import log
 from llava_fsdp.loop import fit
 from llava_fsdp.metrics import Reporter, begin_status, watch_loading, write_status
@@ -22,6 +22,7 @@ from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.parts import find_parts, find_projector
 from llava_fsdp.model.weights import find_weights, fingerprint, load_weights
+from llava_fsdp.opening import draw_shapes, shape_of
 from llava_fsdp.optim import build_optimizer
 from llava_fsdp.screen import show_run
 from llava_fsdp.sharding.mesh import World, distributed, first_rank_first, gather_lists, make_mesh
@@ -50,7 +51,7 @@ def train(cfg: Config) -> None:
         elif resumed:
             log().info("continuing after step %d of %d", state.step, last_step)
         write_config(cfg, world)
-        reporter = Reporter(cfg, state.step, last_step, world.is_first)
+        reporter = Reporter(cfg, state.step, last_step, world.is_first, state.loader.steps.records.left_out())
 
         def after_step(result: StepResult) -> None:
             reporter(result)
@@ -97,18 +98,11 @@ def describe_projector(cfg: Config, projector: Path | None) -> str:
 
 def open_data(cfg: Config, world: World, model: Llava) -> Loader:
     """The dataset; the embedded one is drawn first, by one rank."""
-    if cfg.data.source is Source.shapes:
-        with first_rank_first(world):
-            ensure_shapes(Path(cfg.data.root or "."))
-    language = model.parts.language
-    shape = ModelShape(
-        image_tokens=model.image_tokens,
-        image_size=model.parts.vision.image_size,
-        max_length=language.max_position_embeddings,
-        vocab_size=language.vocab_size,
-        cost=CostModel(*count_flops(model, cfg.recompute.mode is RecomputeMode.full)),
-    )
+    with first_rank_first(world):
+        draw_shapes(cfg.data)
     folders = model.parts.language_folder, model.parts.vision_folder
+    cost = CostModel(*count_flops(model, cfg.recompute.mode is RecomputeMode.full))
+    shape = replace(shape_of(model), cost=cost)
     return build_loader(cfg, *folders, shape, world.rank, world.size, world.device, gather_lists)
 
 

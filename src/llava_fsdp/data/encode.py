@@ -215,7 +215,8 @@ def encode_segments(
     has no picture. A token is supervised when any of its characters is.
     """
     text = "".join(s.text for s in segments)
-    supervised = np.repeat([s.supervised for s in segments], [len(s.text) for s in segments])
+    marked = np.repeat([s.supervised for s in segments], [len(s.text) for s in segments])
+    before = np.concatenate([[0], np.cumsum(marked)])  # supervised characters before each character
     ids: list[int] = [] if tokenizer.bos is None else [tokenizer.bos]
     labels: list[int] = [IGNORE] * len(ids)
     begin = 0
@@ -224,16 +225,24 @@ def encode_segments(
             ids += [IMAGE_ID] * picture_lengths[number - 1]
             labels += [IGNORE] * picture_lengths[number - 1]
             begin += len(IMAGE_TAG)
-        marks = supervised[begin : begin + len(chunk)]
-        for token in tokenizer.encode(chunk) if chunk else []:
-            ids.append(token.id)
-            labels.append(token.id if is_supervised(token, marks) else IGNORE)
+        tokens = tokenizer.encode(chunk) if chunk else []
+        supervised = are_supervised(tokens, before[begin : begin + len(chunk) + 1])
+        ids += [token.id for token in tokens]
+        labels += [token.id if own else IGNORE for token, own in zip(tokens, supervised, strict=True)]
         begin += len(chunk)
     return np.array(ids, dtype=np.int64), np.array(labels, dtype=np.int64)
 
 
-def is_supervised(token: Token, marks: np.ndarray) -> bool:
-    return bool(marks[token.begin : max(token.end, token.begin + 1)].any())
+def are_supervised(tokens: list[Token], before: np.ndarray) -> list[bool]:
+    """Whether each token has a supervised character; one without characters counts as the character at its place.
+
+    Args:
+        before: int64 [characters + 1]: supervised characters before each.
+    """
+    begin = np.array([token.begin for token in tokens], dtype=np.int64)
+    end = np.array([token.end for token in tokens], dtype=np.int64)
+    end = np.minimum(np.maximum(end, begin + 1), len(before) - 1)
+    return (before[end] > before[np.minimum(begin, end)]).tolist()
 
 
 def encode_prompt(text: str, tokenizer: Tokenizer, picture_lengths: list[int]) -> np.ndarray:

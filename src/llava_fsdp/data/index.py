@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from llava_fsdp.config import DataConfig, Pixels, TooLong
+from llava_fsdp.data import parquet
 from llava_fsdp.data.chunks import (
     DONE,
     ROWS,
@@ -173,10 +174,13 @@ def build(plan: Plan, sources: list[SourceFile], folder: Path, watch: Watch, loo
     state = folder / known["key"]
     if not (state / "texts").is_dir():
         state.mkdir(exist_ok=True)
+        written = [write_texts(s, state / f"rows-{n}", plan.workers, watch) for n, s in enumerate(sources)]
         with watch("finding records", 1) as advance:
-            split(sources, state / "texts", [[Path(s.path)] for s in sources], known["fingerprint"])
+            own = [source for source, _ in written]
+            split(own, state / "texts", [texts for _, texts in written], known["fingerprint"])
             advance(1)
-    clear(state / "texts.parts")
+    for parts in (state / "texts.parts", *state.glob("rows-*.parts")):
+        clear(parts)
     reading = ReadRecords(state / "texts", CHUNKS["records"])
     make(reading, state / "records", plan.workers, watch, "reading records", read_facts)
     pictures = examine_pictures(plan, state, watch, look_again)
@@ -186,6 +190,21 @@ def build(plan: Plan, sources: list[SourceFile], folder: Path, watch: Watch, loo
     )
     make(encoding, encoded, plan.workers, watch, "counting tokens", encoded_facts)
     return opened(folder, state, pictures, encoded)
+
+
+def write_texts(source: SourceFile, folder: Path, workers: int, watch: Watch) -> tuple[SourceFile, list[Path]]:
+    """The files in which a source's records are text, and where their pictures are."""
+    path = Path(source.path)
+    if path.suffix != parquet.SUFFIX:
+        return source, [path]
+    file = parquet.open_file(path)
+    task, groups = parquet.WriteRows(path.absolute(), folder.absolute()), file.num_row_groups
+    with watch("reading Parquet", groups) as advance:
+        run_chunks(task, parts_of(folder), groups, workers, advance)
+    if parquet.is_embedded(file.schema_arrow):
+        task.pictures.mkdir(exist_ok=True)
+        source = replace(source, images=str(task.pictures))
+    return source, [task.text(group) for group in range(groups)]
 
 
 P = TypeVar("P", bound=Pass)
@@ -275,7 +294,8 @@ def newest(folder: Path) -> Path | None:
 def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) -> Path:
     """The pictures' pass; its chunks are kept, so that those with a picture that has been mended can be done again."""
     cfg = plan.cfg
-    task = ExaminePictures(state / "texts", CHUNKS["pictures"], cfg.examine, scaled(plan), cfg.allow_links)
+    looking = cfg.examine, scaled(plan), cfg.allow_links
+    task = ExaminePictures(state / "texts", CHUNKS["pictures"], state / "records", *looking)
     base = state / pictures_name(plan)
     last = newest(base)
     if last is not None:
@@ -301,8 +321,10 @@ def mended_chunks(task: ExaminePictures, folder: Path) -> list[int]:
 
 
 def read_facts(task: ReadRecords, _parts: Path, staged: Path) -> dict[str, Any]:
-    """Adds first_picture (int64 [records + 1]) and what ids are there twice."""
-    write_column(staged / "first_picture.npy", running_sum(open_column(staged, "pictures")), np.dtype(np.int64))
+    """Adds first_picture (int64 [records + 1]), name_end (int64 [pictures + 1]) and what ids are there twice."""
+    for name, counts in (("first_picture", "pictures"), ("name_end", "name_size")):
+        write_column(staged / f"{name}.npy", running_sum(open_column(staged, counts)), np.dtype(np.int64))
+    (staged / "name_size.npy").unlink()
     flags = np.load(staged / "flags.npy", mmap_mode="r+")
     hashes = open_column(staged, "id_hash")
     with (staged / f"{DUPLICATES}.jsonl").open("w") as file:

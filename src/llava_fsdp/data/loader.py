@@ -19,11 +19,12 @@ from llava_fsdp.data.batch import FlatStep, LeftOut, MicroBatch, Step
 from llava_fsdp.data.conversation import IM_END, IM_START
 from llava_fsdp.data.cost import CostModel
 from llava_fsdp.data.cut import num_micro_batches
+from llava_fsdp.data.door import open_records
 from llava_fsdp.data.encode import Encoder, ExactEncoder, OriginalEncoder
 from llava_fsdp.data.images import PictureReader, read_preprocessor
 from llava_fsdp.data.llava_v1_5 import Original
 from llava_fsdp.data.order import open_order
-from llava_fsdp.data.records import open_records
+from llava_fsdp.data.progress import watch, watch_silently
 from llava_fsdp.data.steps import Steps
 from llava_fsdp.data.templates import template
 from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
@@ -67,7 +68,7 @@ def build_loader(
         DataError: the dataset file is not one.
     """
     encoder, pictures = open_encoding(cfg, language_folder, vision_folder, shape)
-    records = open_records(cfg, encoder, pictures)
+    records = open_records(cfg, encoder, pictures, watch if rank == 0 else watch_silently)
     order = open_order(records.words, cfg, world_size, records.source_counts)
     workers = default_workers() if cfg.data.workers is None else cfg.data.workers
     watched = replace(pictures, watch=Watch(workers))
@@ -97,7 +98,6 @@ def open_pictures(cfg: Config, vision_folder: Path, shape: ModelShape) -> Pictur
         image_tokens=shape.image_tokens,
         sizes=tuple(grid_sizes(cfg.data.grid_pinpoints, shape.image_size)),
         merge=cfg.model.patch_merge,
-        watch=watch or Watch(),
     )
 
 

@@ -1,6 +1,7 @@
 """The passes over a dataset that make an index: what its records say, its pictures, its records for one model."""
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -159,36 +160,43 @@ def check_pictures_named(record: Record, tell: Tell) -> None:
 class ExaminePictures(Pass):
     """Look at every picture. Columns by picture: width and height as shown, stored_height; 0 where it has problems."""
 
+    records_folder: Path
+    """Of `ReadRecords`."""
     how: Examine
     scaled: bool
     """16-bit and floating point pictures are scaled to their white, which must be known (`data.pixels`)."""
     allow_links: bool
 
     @cached_property
-    def real_folders(self) -> dict[Path, str]:
-        return {Path(s.images): real(s.images) for s in self.texts.sources if s.images is not None}
+    def names(self) -> "PictureNames":
+        return PictureNames(self.records_folder)
+
+    @cached_property
+    def real_folders(self) -> dict[str, str]:
+        return {s.images: real(s.images) for s in self.texts.sources if s.images is not None}
 
     def columns(self, numbers: range, found: Findings) -> Columns:
-        seen: dict[tuple[Path | None, str], Picture | DataError] = {}
+        seen: dict[tuple[str | None, str], Picture | DataError] = {}
         pictures: list[Picture] = []
-        for number, record in self.records(numbers):
-            for name in record.images:
-                key = record.folder, name
+        for number in numbers:
+            for name in self.names.of(number):
+                key = self.texts.place(number)[0].images, name
                 if key not in seen:
                     seen[key] = self.look(*key)
                 picture = seen[key]
                 if isinstance(picture, DataError):
+                    record = self.texts.record(number)
                     found.of(number, record.id)(str(picture.kind), f"{record.where}: {picture}")
                     picture = Picture(0, 0, 0)
                 pictures.append(picture)
         values = {n: [getattr(p, n) for p in pictures] for n in ("width", "height", "stored_height")}
         return {name: np.array(column, dtype=np.int32) for name, column in values.items()}
 
-    def look(self, folder: Path | None, name: str) -> Picture | DataError:
+    def look(self, folder: str | None, name: str) -> Picture | DataError:
         if folder is None:
             return Picture(0, 0, 0)
         try:
-            return look_at(folder, name, self.real_folders[folder], self.how, self.scaled, self.allow_links)
+            return look_at(Path(folder), name, self.real_folders[folder], self.how, self.scaled, self.allow_links)
         except DataError as error:
             assert error.kind is not None
             return error.with_traceback(None)
@@ -282,6 +290,18 @@ def check_cut(record: Record, made: Measured, max_length: int, tell: Tell) -> No
         cut = made.whole.num_labels > 0
         why = f": all are beyond data.max_length={max_length}; raise it" if cut else ": no answer of it is supervised"
         tell(Kind.no_labels, f"{record.where} has no label token to learn from{why}")
+
+
+class PictureNames:
+    """Paths of records' pictures, from an index."""
+
+    def __init__(self, records: Path):
+        self.first, self.end = open_column(records, "first_picture"), open_column(records, "name_end")
+        self.names = open_column(records, "names")
+
+    def of(self, number: int) -> list[str]:
+        ends = self.end[int(self.first[number]) : int(self.first[number + 1]) + 1].tolist()
+        return [self.names[begin:end].tobytes().decode() for begin, end in itertools.pairwise(ends)]
 
 
 class PictureSizes:

@@ -26,6 +26,11 @@ def watch(label: str, chunks: int) -> Iterator[Advance]:
 
 
 @contextlib.contextmanager
+def watch_silently(_label: str, _chunks: int) -> Iterator[Advance]:
+    yield lambda _: None
+
+
+@contextlib.contextmanager
 def show_bar(label: str, chunks: int) -> Iterator[Advance]:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as progress:

@@ -1,7 +1,9 @@
 """A file of records read without an index: for those who ask a few questions of it."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
+from llava_fsdp.data import parquet
 from llava_fsdp.data.reading import spans
 from llava_fsdp.data.source import Record, parse_record, parse_text
 from llava_fsdp.errors import DataError
@@ -12,15 +14,23 @@ class RecordFile:
 
     def __init__(self, path: Path):
         self.path = path
-        self._spans = list(spans(path))
-        if not self._spans:
+        self._texts = list(texts(path))
+        if not self._texts:
             raise DataError(f"{path} holds no records")
 
     def __len__(self) -> int:
-        return len(self._spans)
+        return len(self._texts)
 
     def __getitem__(self, index: int) -> Record:
-        offset, size = self._spans[index]
-        with self.path.open("rb") as file:
+        return parse_record(self.path, index, parse_text(self.path, index, self._texts[index]))
+
+
+def texts(path: Path) -> Iterator[bytes]:
+    """Every record's JSON."""
+    if path.suffix == parquet.SUFFIX:
+        yield from parquet.lines(path, pictures=None)
+        return
+    with path.open("rb") as file:
+        for offset, size in spans(path):
             file.seek(offset)
-            return parse_record(self.path, index, parse_text(self.path, index, file.read(size)))
+            yield file.read(size)

@@ -1,4 +1,4 @@
-"""The records that are trained on: those of an index that nothing speaks against, and what becomes of the others."""
+"""The records that are trained on: those of an index that nothing speaks against."""
 
 import contextlib
 import hashlib
@@ -10,19 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from llava_fsdp.config import Bad, Config, DataConfig, Parity, TooLong
-from llava_fsdp.data.chunks import default_workers, open_column
-from llava_fsdp.data.encode import Encoder
-from llava_fsdp.data.images import PictureReader
-from llava_fsdp.data.index import Index, Plan, Watch, open_index
+from llava_fsdp.config import Parity, TooLong
+from llava_fsdp.data.chunks import open_column
+from llava_fsdp.data.index import Index
 from llava_fsdp.data.passes import PictureSizes
-from llava_fsdp.data.problems import BITS, PROBLEMS, Kind, is_kept, mask
-from llava_fsdp.data.progress import watch
+from llava_fsdp.data.problems import BITS, Kind, is_kept, mask
 from llava_fsdp.data.source import Record
 from llava_fsdp.errors import DataError
-
-SHOWN = 5
-"""Records named in a message."""
 
 
 class Records:
@@ -99,6 +93,11 @@ class Records:
         return self.column(self.index.encoded, "tiles")
 
     @cached_property
+    def pictures(self) -> np.ndarray:
+        """int32 [records]: pictures of the record."""
+        return self.column(self.index.records, "pictures")
+
+    @cached_property
     def positions_cut(self) -> np.ndarray:
         return self.column(self.index.encoded, "positions_cut")
 
@@ -135,51 +134,3 @@ class Records:
     def name(self, row: dict[str, Any]) -> str:
         source, index = self.index.texts.place(row["record"])
         return f"{source.path}, record {index} (id {'?' if row['id'] is None else row['id']})"
-
-
-def open_records(cfg: Config, encoder: Encoder, reader: PictureReader, show: Watch = watch) -> Records:
-    """The dataset's records, by its index, which is made where it is absent; and whether training may begin.
-
-    Raises:
-        DataError: by `data.bad`, `data.bad_budget` and `data.too_long`, it may not.
-        ConfigError: a path does not exist, or the index cannot be written.
-    """
-    plan = Plan(cfg.data, encoder, reader, default_workers())
-    records = Records(open_index(plan, show), cfg.labels, cfg.data.too_long)
-    try:
-        check_door(records, cfg.data)
-    except DataError:  # what was wrong when the index was made may have been mended since
-        records = Records(open_index(plan, show, look_again=True), cfg.labels, cfg.data.too_long)
-        check_door(records, cfg.data)
-    return records
-
-
-def check_door(records: Records, cfg: DataConfig) -> None:
-    """Whether training may begin, by `data.bad` and `data.too_long`.
-
-    Raises:
-        DataError: naming the kinds, the first records and the way on.
-    """
-    report = records.index.folder / "report.html"
-    if cfg.too_long is TooLong.fail and records.counts[Kind.too_long]:
-        how = "raise data.max_length, or set data.too_long=truncate or quarantine"
-        raise DataError(describe(records, [Kind.too_long], "too long", how, report))
-    kinds = [kind for kind in records.dropping if kind is not Kind.too_long and records.counts[kind]]
-    if records.out and cfg.bad is Bad.fail:
-        how = "mend them, or leave them out: data.bad=quarantine"
-        raise DataError(describe(records, kinds, "wrong", how, report))
-    if records.out > cfg.budget(len(records.index)):
-        how = f"mend them, or raise data.bad_budget={cfg.bad_budget}, which allows {cfg.budget(len(records.index))}"
-        raise DataError(describe(records, kinds, "wrong", how, report))
-    if not len(records):
-        raise DataError(f"{records.index.texts.sources[0].path}: no record is left to train on; see {report}")
-
-
-def describe(records: Records, kinds: list[Kind], what: str, how: str, report: Path) -> str:
-    files = ", ".join(source.path for source in records.index.texts.sources)
-    total = records.counts[Kind.too_long] if kinds == [Kind.too_long] else records.out
-    lines = [f"{files}: {total} of {len(records.index)} records are {what}"]
-    lines += [f"  {kind}: {records.counts[kind]} ({PROBLEMS[kind].meaning})" for kind in kinds]
-    reasons = (row["reason"] for row in records.index.rows() if row["kind"] in kinds)
-    lines += [reason for reason, _ in zip(reasons, range(SHOWN), strict=False)]
-    return "\n".join([*lines, f"All of them are in {report}; {how}"])

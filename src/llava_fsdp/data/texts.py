@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from llava_fsdp.config import DataConfig
+from llava_fsdp.data import parquet
 from llava_fsdp.data.chunks import DONE, open_column, write_column
 from llava_fsdp.data.reading import spans
 from llava_fsdp.data.source import Record, parse_record, parse_text
@@ -58,6 +59,7 @@ def sources_of(cfg: DataConfig) -> list[SourceFile]:
         key = f"data.sources.{name}." if cfg.sources else "data."
         if not Path(path).is_file():
             raise ConfigError(f"{key}path={path} is not a file; give a LLaVA JSON, JSON Lines or Parquet file")
+        parquet.check_installed(Path(path))
         if images is not None and not Path(images).is_dir():
             raise ConfigError(f"{key}images={images} is not a folder; give the one that the records' pictures are in")
     return [SourceFile(name, path, images) for name, (path, images) in named.items()]
@@ -106,6 +108,10 @@ class Texts:
         return self.parts[bisect.bisect_right(self._firsts, number) - 1]
 
     @cached_property
+    def _paths(self) -> dict[SourceFile, tuple[Path, Path | None]]:
+        return {s: (Path(s.path), None if s.images is None else Path(s.images)) for s in self.sources}
+
+    @cached_property
     def _open(self) -> dict[str, int]:
         return {}
 
@@ -118,7 +124,7 @@ class Texts:
     def raw(self, number: int) -> Any:
         """The JSON value of a record."""
         source, index = self.place(number)
-        return parse_text(Path(source.path), index, self.read(number))
+        return parse_text(self._paths[source][0], index, self.read(number))
 
     def id_of(self, number: int) -> str | None:
         """The id of what may be no record."""
@@ -131,8 +137,9 @@ class Texts:
     def record(self, number: int) -> Record:
         """Raises DataError, of a kind, where it is none."""
         source, index = self.place(number)
-        record = parse_record(Path(source.path), index, self.raw(number))
-        return record if source.images is None else replace(record, folder=Path(source.images))
+        path, folder = self._paths[source]
+        record = parse_record(path, index, self.raw(number))
+        return record if folder is None else replace(record, folder=folder)
 
 
 def split(sources: list[SourceFile], folder: Path, texts: list[list[Path]], fingerprint: str) -> None:
