@@ -28,7 +28,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -208,16 +209,17 @@ def transformers_inputs(micro: MicroBatch, image: int, image_tokens: int) -> dic
 
 @dataclass(frozen=True)
 class Curve:
-    """What a training of one variant did at every step, and how long the whole took."""
+    """What a training of one variant did at every step, how long the whole took, and of which commit it is."""
 
     losses: list[float]
     grad_norms: list[float]
     lrs: list[float]
     seconds: float
+    commit: str
 
 
 def train(case: Case, variant: str, seed: int, options: argparse.Namespace, work: Path) -> Curve:
-    """Run one training to its end.
+    """Run one training to its end, or read it where an earlier run in the same `--work` folder ended it.
 
     Raises:
         SystemExit: it failed, or took longer than `--timeout`.
@@ -225,6 +227,10 @@ def train(case: Case, variant: str, seed: int, options: argparse.Namespace, work
     who, dtype, more = VARIANTS[variant]
     start = work / f"start{seed}"
     output = work / "runs" / re.sub(r"\W+", "-", f"{case} {seed} {variant}")  # no sign that Hydra's grammar has
+    kept = output / "curve.json"
+    if kept.exists():
+        return Curve(**json.loads(kept.read_text()))
+    shutil.rmtree(output, ignore_errors=True)  # of a training that was cut off
     output.mkdir(parents=True)
     overrides = [*configure(case, dtype, seed, options.steps, work, output), f"model.checkpoint={start}"]
     if who == "ours":
@@ -243,7 +249,11 @@ def train(case: Case, variant: str, seed: int, options: argparse.Namespace, work
     else:
         rows = json.loads((output / "steps.json").read_text())
     assert len(rows) == options.steps
-    return Curve([r["loss"] for r in rows], [r["grad_norm"] for r in rows], [r["lr"] for r in rows], seconds)
+    losses, grad_norms, lrs = ([r[name] for r in rows] for name in ("loss", "grad_norm", "lr"))
+    curve = Curve(losses, grad_norms, lrs, seconds, options.commit)
+    with renamed_when_whole(kept) as file:
+        file.write_text(json.dumps(asdict(curve)))
+    return curve
 
 
 def peer_plan(cfg: Config, case: Case, more: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
@@ -407,20 +417,49 @@ def main() -> None:
     options = parse()
     check_peer()
     rows = []
-    with tempfile.TemporaryDirectory(prefix="deepspeed-curves-") as folder:
-        work = Path(folder)
+    with open_work(options) as work:
         ensure_shapes(work / "shapes", train_pictures=options.steps * ROWS * ACCUMULATION * RANKS)
         for seed in range(options.seeds):
-            write_start(work / f"start{seed}", seed, work)
-            for stage in CORPORA:
-                overrides = configure(Case(stage, 2), DType.fp32, seed, options.steps, work, work / "run")
-                overrides.append(f"model.checkpoint={work / f'start{seed}'}")
-                write_samples(work / f"samples{seed}-{stage}", overrides, options.steps)
+            prepare(seed, options.steps, work)
             for case in CASES:
                 curves = {variant: train(case, variant, seed, options, work) for variant in VARIANTS}
                 rows.append(compare(case, seed, curves))
                 print(f"{case}, seed {seed}: {describe(rows[-1])}", file=sys.stderr)
     finish(rows, options)
+
+
+@contextlib.contextmanager
+def open_work(options: argparse.Namespace) -> Iterator[Path]:
+    """Where weights, samples and trainings lie: in `--work`, where the next run finds them, or for this run alone."""
+    if options.work is None:
+        with tempfile.TemporaryDirectory(prefix="deepspeed-curves-") as folder:
+            yield Path(folder)
+    else:
+        yield (options.work / f"{options.steps}-steps").absolute()
+
+
+def prepare(seed: int, steps: int, work: Path) -> None:
+    """What all trainings of a seed begin with, unless it is there."""
+    start = work / f"start{seed}"
+    if not start.exists():
+        with renamed_when_whole(start) as folder:
+            write_start(folder, seed, work)
+    for stage in CORPORA:
+        samples = work / f"samples{seed}-{stage}"
+        if not samples.exists():
+            overrides = configure(Case(stage, 2), DType.fp32, seed, steps, work, work / "run")
+            with renamed_when_whole(samples) as folder:
+                write_samples(folder, [*overrides, f"model.checkpoint={start}"], steps)
+
+
+@contextlib.contextmanager
+def renamed_when_whole(path: Path) -> Iterator[Path]:
+    """What is there under its own name is whole, whenever this script was ended."""
+    beside = path.with_name(f"{path.name}.part")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.unlink(missing_ok=True)
+    yield beside
+    beside.replace(path)
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -434,6 +473,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("folder", nargs="?", type=Path, default=REPOSITORY / "benchmarks" / "results")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--seeds", type=int, default=3, help="trainings of every kind; a seed draws weights and order")
+    parser.add_argument(
+        "--work", type=Path, help="a folder that keeps every training: one that is there is not run again"
+    )
     parser.add_argument("--timeout", type=int, default=300, help="seconds that one training may take")
     options = parser.parse_args()
     options.commit = commit()
