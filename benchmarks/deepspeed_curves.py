@@ -62,6 +62,8 @@ ROWS = 4
 FP32_BOUND = 1e-5
 AS_THE_ORIGINAL = ["compat=llava_v1_5"]
 """The key that makes a training the original's."""
+OUR_PRECISION = ["precision.reduce_dtype=fp32", "precision.norm_dtype=fp32"]
+"""What is left as it is without that key: these are the defaults."""
 CORPORA = {"pretrain": "captions.json", "finetune": "instructions.json"}
 LEARNING_RATES = {"pretrain": 4e-3, "finetune": 1e-3}
 """conf/recipe's for the tiny model."""
@@ -120,7 +122,7 @@ def configure(case: Case, dtype: DType, seed: int, steps: int, work: Path, outpu
         "checkpoint.every=null",
         "export.enabled=false",
         *AS_THE_ORIGINAL,
-        "precision.reduce_dtype=fp32",
+        *OUR_PRECISION,
     ]
 
 
@@ -381,6 +383,7 @@ def compare(case: Case, seed: int, curves: dict[str, Curve]) -> dict[str, Any]:
             name: steps_alike(curves["ours bf16"].losses, curves[name].losses, FP32_BOUND) for name in PEERS_IN_BF16
         },
         "first_and_last_loss": [peer.losses[0], peer.losses[-1]],
+        "commits": sorted({curve.commit for curve in curves.values()}),
         "seconds": {name: round(curve.seconds, 1) for name, curve in curves.items()},
         "curves": {name: {"loss": c.losses, "grad_norm": c.grad_norms} for name, c in curves.items()},
     }
@@ -493,7 +496,7 @@ def check_peer() -> None:
 
 
 def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    report = facts(options) | {"findings": findings(rows), "rows": rows}
+    report = facts(rows, options) | {"findings": findings(rows), "rows": rows}
     path = options.folder / f"deepspeed-curves-{datetime.date.today().isoformat()}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json_text(report))
@@ -512,18 +515,20 @@ def json_text(report: dict[str, Any]) -> str:
     return re.sub(r"\[[^\[\]{}\"]*\]", lambda m: " ".join(m[0].split()), text) + "\n"
 
 
-def facts(options: argparse.Namespace) -> dict[str, Any]:
+def facts(rows: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
     """What a reader needs to run it again."""
+    commits = sorted({commit for row in rows for commit in row["commits"]})
     packages = ("torch", "transformers", "deepspeed")
     return {
         "question": "does a training come out as under DeepSpeed?",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": options.commit,
+        "commits_of_trainings": commits,
         "command": f"python benchmarks/deepspeed_curves.py --steps {options.steps} --seeds {options.seeds}",
         "ranks": RANKS,
         "accumulation": ACCUMULATION,
         "rows_of_a_micro_batch": ROWS,
-        "ours": AS_THE_ORIGINAL,
+        "ours": AS_THE_ORIGINAL + OUR_PRECISION,
         "machine": machine(),
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in packages},
