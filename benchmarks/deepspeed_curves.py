@@ -92,6 +92,8 @@ VARIANTS: dict[str, tuple[str, DType, dict[str, Any]]] = {
         {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}},
     ),
 }
+T_95 = dict(enumerate([12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201], start=1))
+"""Student's t that 95 % lie within on both sides, by degrees of freedom."""
 PEERS_IN_BF16 = [v for v, (who, dtype, _) in VARIANTS.items() if who == "deepspeed" and dtype is DType.bf16]
 
 
@@ -392,17 +394,30 @@ def compare(case: Case, seed: int, curves: dict[str, Curve]) -> dict[str, Any]:
 def findings(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Each requirement and whether it holds. Distances are means over the seeds; single seeds are counted beside."""
     worst = max(r["fp32_largest_relative_difference"]["loss"] for r in rows)
-    means = {}
-    for case in CASES:
-        far = [r["bf16_distance_from_fp32"] for r in rows if (r["stage"], r["zero"]) == (case.stage, case.zero)]
-        means[str(case)] = {name: statistics.mean(f[name] for f in far) for name in far[0]}
+    by_case: dict[str, list[dict[str, float]]] = {}
+    for row in rows:
+        by_case.setdefault(str(Case(row["stage"], row["zero"])), []).append(row["bf16_distance_from_fp32"])
+    means = {case: {name: statistics.mean(f[name] for f in far) for name in far[0]} for case, far in by_case.items()}
     return {
         "fp32_largest_relative_difference_of_loss": worst,
         "fp32_bound": FP32_BOUND,
         "fp32_within_bound": worst <= FP32_BOUND,
         "bf16_mean_distance": means,
         "bf16_ours_no_further_than": {peer: no_further(peer, means, rows) for peer in PEERS_IN_BF16},
+        "bf16_ours_minus_peer": {
+            peer: {case: paired([f["ours bf16"] - f[peer] for f in far]) for case, far in by_case.items()}
+            for peer in PEERS_IN_BF16
+        },
     }
+
+
+def paired(differences: list[float]) -> dict[str, Any]:
+    """Mean over the seeds and its 95 % confidence interval (Student's t); no interval for a single seed."""
+    mean = statistics.mean(differences)
+    if len(differences) == 1:
+        return {"mean": mean, "interval": None}
+    half = T_95[len(differences) - 1] * statistics.stdev(differences) / math.sqrt(len(differences))
+    return {"mean": mean, "interval": [mean - half, mean + half]}
 
 
 def no_further(peer: str, means: dict[str, dict[str, float]], rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -424,7 +439,7 @@ def main() -> None:
         ensure_shapes(work / "shapes", train_pictures=options.steps * ROWS * ACCUMULATION * RANKS)
         for seed in range(options.seeds):
             prepare(seed, options.steps, work)
-            for case in CASES:
+            for case in [c for c in CASES if options.stage in (None, c.stage)]:
                 curves = {variant: train(case, variant, seed, options, work) for variant in VARIANTS}
                 rows.append(compare(case, seed, curves))
                 print(f"{case}, seed {seed}: {describe(rows[-1])}", file=sys.stderr)
@@ -476,11 +491,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("folder", nargs="?", type=Path, default=REPOSITORY / "benchmarks" / "results")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--seeds", type=int, default=3, help="trainings of every kind; a seed draws weights and order")
+    parser.add_argument("--stage", choices=CORPORA, help="only its rows, in files of their own; default: both stages")
     parser.add_argument(
         "--work", type=Path, help="a folder that keeps every training: one that is there is not run again"
     )
     parser.add_argument("--timeout", type=int, default=300, help="seconds that one training may take")
     options = parser.parse_args()
+    if not 1 <= options.seeds <= len(T_95) + 1:
+        parser.error(f"--seeds {options.seeds}: give 1 to {len(T_95) + 1}")
     options.commit = commit()
     return options
 
@@ -497,7 +515,8 @@ def check_peer() -> None:
 
 def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     report = facts(rows, options) | {"findings": findings(rows), "rows": rows}
-    path = options.folder / f"deepspeed-curves-{datetime.date.today().isoformat()}.json"
+    name = "deepspeed-curves" + (f"-{options.stage}" if options.stage else "")
+    path = options.folder / f"{name}-{datetime.date.today().isoformat()}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json_text(report))
     console = Console(width=None if sys.stdout.isatty() else 160)
@@ -524,7 +543,8 @@ def facts(rows: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, 
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": options.commit,
         "commits_of_trainings": commits,
-        "command": f"python benchmarks/deepspeed_curves.py --steps {options.steps} --seeds {options.seeds}",
+        "command": f"python benchmarks/deepspeed_curves.py --steps {options.steps} --seeds {options.seeds}"
+        + (f" --stage {options.stage}" if options.stage else ""),
         "ranks": RANKS,
         "accumulation": ACCUMULATION,
         "rows_of_a_micro_batch": ROWS,
