@@ -191,7 +191,7 @@ def test_compat_sets_what_the_original_does() -> None:
     assert (cfg.labels, cfg.data.pixels) == (Parity.llava_v1_5, Pixels.llava_v1_5)
     assert (cfg.order.name, cfg.order.group_by_modality_length) == (OrderName.llava_v1_5, False)
     assert cfg.loss.normalize is Normalize.micro_batch
-    assert cfg.precision.reduce_dtype is cfg.precision.param_dtype is DType.bf16
+    assert cfg.precision.reduce_dtype is cfg.precision.norm_dtype is cfg.precision.param_dtype is DType.bf16
     assert unlike_original(cfg).startswith("nothing of labels, order")
     cfg = config_of(["compat=llava_v1_5", "labels=exact", "precision=fp32"])
     assert cfg.order.group_by_modality_length and cfg.precision.reduce_dtype is DType.fp32
@@ -199,6 +199,7 @@ def test_compat_sets_what_the_original_does() -> None:
     ours = unlike_original(config_of([]))
     for key in ("labels=exact", "order=shuffle", "loss.normalize=step", "data.pixels=exact", "reduce_dtype=fp32"):
         assert key in ours
+    assert "precision.norm_dtype=fp32" in ours
 
 
 @pytest.mark.parametrize(
@@ -206,6 +207,7 @@ def test_compat_sets_what_the_original_does() -> None:
     [
         (["labels=llava_v1_5", "data.too_long=fail"], "data.too_long=fail needs labels=exact"),
         (["data.grid_pinpoints=[[336,672]]"], "data.grid_pinpoints is for data.image_aspect_ratio=anyres"),
+        (["precision=fp32", "precision.norm_dtype=bf16"], "norm_dtype=bf16 needs precision.param_dtype=bf16"),
         (["model.patch_merge=spatial"], "model.patch_merge=spatial is for data.image_aspect_ratio=anyres"),
         (
             ["compat=llava_v1_5", "data.image_aspect_ratio=anyres", "model.patch_merge=spatial"],

@@ -355,6 +355,14 @@ class PrecisionConfig:
     """What forward and backward compute in, and what frozen weights are stored in."""
     reduce_dtype: DType
     """What gradients are added in, over micro-batches and ranks."""
+    norm_dtype: DType
+    """What norms compute in, and what their weights are stored in where param_dtype is bf16."""
+
+    def __post_init__(self) -> None:
+        if (self.param_dtype, self.norm_dtype) == (DType.fp32, DType.bf16):
+            raise ConfigError(
+                "precision.norm_dtype=bf16 needs precision.param_dtype=bf16; with precision=fp32 it is fp32"
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -405,7 +413,7 @@ class OrderConfig:
 @dataclass(kw_only=True, slots=True)
 class CompatConfig:
     name: CompatName
-    """llava_v1_5 has set labels, order, loss.normalize, data.pixels and precision.reduce_dtype to the original's."""
+    """llava_v1_5 has set labels, order, loss.normalize, data.pixels and precision's dtypes to the original's."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -26,10 +26,11 @@ def unlike_original(cfg: Config) -> str:
         ("loss.normalize", cfg.loss.normalize.value, cfg.loss.normalize is Normalize.micro_batch),
         ("data.pixels", cfg.data.pixels.value, cfg.data.pixels is Pixels.llava_v1_5),
         ("precision.reduce_dtype", precision.reduce_dtype.value, precision.reduce_dtype is precision.param_dtype),
+        ("precision.norm_dtype", precision.norm_dtype.value, precision.norm_dtype is precision.param_dtype),
     ]
     ours = [f"{key}={value}" for key, value, same in choices if not same]
     if not ours:
-        return "nothing of labels, order, loss.normalize, data.pixels and precision.reduce_dtype (compat=llava_v1_5)"
+        return "nothing of labels, order, loss.normalize, data.pixels and precision (compat=llava_v1_5)"
     return f"{', '.join(ours)}; compat=llava_v1_5 sets the original's (docs/llava.md)"
 
 
