@@ -3,6 +3,7 @@
 One GPU is enough for all of them; several ranks over NCCL need several.
 """
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,8 +25,12 @@ from test_working_copy import (
     train_alone,
     train_sharded,
 )
+from transformers import AttentionInterface, AutoConfig
 
+from llava_fsdp.config import Attention
 from llava_fsdp.data.batch import TENSORS
+from llava_fsdp.data.collate import boundaries
+from llava_fsdp.model.attention import Kernel, choose_kernel, register_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -120,3 +125,64 @@ def test_export_reloads_on_cuda(cuda: torch.device, parts: Path, dataset: Path, 
         parts, dataset, tmp_path / "run", f"max_steps={STEPS}", "export.enabled=true", "export.dtype=fp32"
     )
     assert export_and_reload(cfg, cuda) < 1e-4
+
+
+HEADS = [pytest.param(8, 8, 64, id="heads of their own"), pytest.param(8, 2, 128, id="grouped heads")]
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "size"), HEADS)
+@pytest.mark.parametrize("kernel", [Attention.varlen, Attention.flash])
+def test_attention_kernels_equal_sdpa_a_sample_at_a_time(
+    kernel: Attention, heads: int, key_heads: int, size: int, cuda: torch.device
+) -> None:
+    """Forward and backward, bf16 against fp32, with samples of one position and of many; and nothing crosses over."""
+    if kernel is Attention.flash and importlib.util.find_spec("flash_attn") is None:
+        pytest.skip("flash-attn is not installed")
+    register_attention()
+    lengths = (1, 300, 17, 64, 129)
+    segments = boundaries(lengths)["cu_seqlens"].to(cuda)
+    dice = torch.Generator(cuda).manual_seed(0)
+    module = torch.nn.Module()
+    module.num_key_value_groups = heads // key_heads  # type: ignore[assignment]
+
+    def drawn(count: int) -> torch.Tensor:
+        return torch.randn((1, count, sum(lengths), size), device=cuda, generator=dice)
+
+    inputs, wanted = [drawn(heads), drawn(key_heads), drawn(key_heads)], drawn(heads).transpose(1, 2)
+
+    def attended(attention: Attention, dtype: torch.dtype, shown: list[torch.Tensor]) -> list[torch.Tensor]:
+        parts = [part.to(dtype).requires_grad_() for part in shown]
+        attend = AttentionInterface()[Kernel(attention, "").name]
+        output, _ = attend(
+            module, *parts, None, scaling=size**-0.5, cu_seqlens=segments, segment_lengths=lengths, dropout=0.0
+        )
+        gradients = torch.autograd.grad((output * wanted.to(dtype)).sum(), parts)
+        return [output.float(), *(g.float() for g in gradients)]
+
+    expected = attended(Attention.sdpa, torch.float32, inputs)
+    got = attended(kernel, torch.bfloat16, inputs)
+    for ours, exact in zip(got, expected, strict=True):
+        assert (ours - exact).norm() < 0.01 * exact.norm()
+    changed = [part.clone() for part in inputs]
+    for part in changed:
+        part[:, :, 1:301] += 1
+    after = attended(kernel, torch.bfloat16, changed)[0]
+    assert torch.equal(after[:, 301:], got[0][:, 301:]) and torch.equal(after[:, :1], got[0][:, :1])
+    assert not torch.equal(after[:, 1:301], got[0][:, 1:301])
+
+
+def test_packed_training_on_cuda_is_near_fp32(cuda: torch.device, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """bf16 with what `attention=auto` chooses, and fp32 with SDPA a sample at a time."""
+    packed = ("precision=bf16", f"max_steps={STEPS}", "tokens_per_micro_batch=300")
+    traces = []
+    for overrides, device in (((), cuda), (("precision=fp32",), cuda), (("precision=fp32", "pack=false"), CPU)):
+        kept = [v for v in packed if "pack=false" not in overrides or not v.startswith("tokens")]
+        cfg = make_config(parts, dataset, tmp_path / "run", *kept, *overrides)
+        traces.append(run_steps(build_run(cfg, device, None), cfg))
+    assert_close_losses(traces[0], traces[2], 0.03)
+    assert_close_losses(traces[1], traces[2], 1e-3)
+
+
+def test_wide_heads_choose_torchs_kernel(cuda: torch.device) -> None:
+    config = AutoConfig.for_model("llama", hidden_size=512, num_attention_heads=8)
+    assert choose_kernel(Attention.auto, config, cuda, torch.bfloat16).attention is Attention.varlen
