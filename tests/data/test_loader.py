@@ -107,6 +107,16 @@ def test_too_long_records_are_left_out_and_named(parts: Path, dataset: Path) -> 
     assert sum(f.labels_cut for f in facts) == cut.records.labels_cut.sum() > 0
 
 
+def test_lean_pixels_are_another_encoding(parts: Path, dataset: Path) -> None:
+    """Same ids in the same places, near pixels; a run does not go on with the other ones."""
+    steps = [open_loader(parts, dataset, f"data.pixels={p}").steps for p in ("exact", "lean")]
+    exact, lean = (s.prepare(0).micro_batches[0] for s in steps)
+    assert torch.equal(exact.input_ids, lean.input_ids) and torch.equal(exact.image_rows, lean.image_rows)
+    assert exact.images.shape == lean.images.shape and not torch.equal(exact.images, lean.images)
+    fingerprints = [s.fingerprints() for s in steps]
+    assert [key for key in fingerprints[0] if fingerprints[0][key] != fingerprints[1][key]] == ["encoding"]
+
+
 MISFITS = {
     "tower of another size": ({"image_size": 56}, (), r"makes pictures of 28 pixels, and the tower takes 56"),
     "too long": ({"max_length": 100}, (), r"data\.max_length=256 is above the 100 positions"),
