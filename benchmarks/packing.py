@@ -386,9 +386,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=256, help="width of the language model, a multiple of 32")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--samples", type=int, default=64, help=f"of a timed step, a multiple of {ROWS}")
+    parser.add_argument("--samples", type=int, default=128, help=f"of a timed step, a multiple of {ROWS}")
     parser.add_argument("--scale", type=int, default=4, help="timed samples are as many times shorter than LLaVA's")
-    parser.add_argument("--repeats", type=int, default=6, help="of every layout; the fastest counts")
+    parser.add_argument("--repeats", type=int, default=4, help="of every layout; the fastest counts")
     parser.add_argument("--out", type=Path, help="JSON file; the picture is written beside it")
     options = parser.parse_args()
     if options.samples % ROWS or options.hidden % 32:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import RankPool, single_world
+from harness import CPU, RankPool, single_world
 from PIL import Image
 from reference import EXPORTED, open_steps, outcome, run_ranks
 from safetensors.torch import load_file, save_file
@@ -23,6 +23,7 @@ from llava_fsdp.data.source import Turn
 from llava_fsdp.data.templates import TEMPLATES
 from llava_fsdp.data.vocabulary import IMAGE_ID
 from llava_fsdp.errors import ConfigError, ModelError
+from llava_fsdp.model.attention import choose_kernel
 from llava_fsdp.model.draw import computed_buffers, restore_buffers
 from llava_fsdp.model.files import StoredTensor
 from llava_fsdp.model.llava import build_llava
@@ -39,7 +40,8 @@ def load_ours(cfg: Config, checkpoint: Path) -> torch.nn.Module:
     """Our model with the weights of a folder, in fp32, on one rank."""
     cfg.model.checkpoint, cfg.model.random_weights = str(checkpoint), False
     parts = find_parts(cfg.model)
-    model = build_llava(parts, cfg.model, torch.float32)
+    kernel = choose_kernel(cfg.attention, parts.language, CPU, torch.float32) if cfg.pack else None
+    model = build_llava(parts, cfg.model, torch.float32, kernel)
     sources, buffers = find_weights(model, parts, cfg.model, None, 0), computed_buffers(model)
     materialize(model, torch.device("cpu"))
     load_weights(sources, local_shards(model, MasterWeights({})))
