@@ -2,10 +2,10 @@
 
 It differs from `exact` in four things. A JPEG is decoded at a half, a quarter or an eighth of its size where that is
 still no smaller than what is needed. What is more than twice too large is averaged over whole blocks before it is
-resized (Pillow's `reducing_gap`). What is clearly reduced is so with Pillow's Hamming filter, half as wide as the bicubic.
-And nothing is resized that is not shown: padding comes after resizing, so that the picture does not blend into the
-colour around it and a line that it fills in part has that colour, and of a picture that is cut to a square the square
-alone is resized. A picture that is not resized gives the exact path's very bytes.
+resized (Pillow's `reducing_gap`). What is clearly reduced is so with Pillow's Hamming filter, half as wide as the
+bicubic one. And nothing is resized that is not shown: padding comes after resizing, so that the picture does not blend
+into the colour around it and a line that it fills in part has that colour, and of a picture that is cut to a square the
+square alone is resized. A picture that is not resized gives the exact path's very bytes.
 
 Functions take the file as Pillow opened it, not yet decoded, and give RGB; `what` is what an error calls it.
 """
