@@ -81,7 +81,7 @@ def plain_loop(cfg: Config, start: Path) -> Outcome:
             assert sample is not None
             ids = torch.from_numpy(sample.input_ids)[None]
             ids = torch.where(ids == IMAGE_ID, config.image_token_id, ids)
-            images = torch.from_numpy(steps.load_images([(record, sample)])[0])
+            images = torch.from_numpy(steps.collate.load_images([(record, sample)])[0])
             table = torch.from_numpy(steps.pictures.preprocessor.pixel_table())
             pixels = normalize(images, table) if len(images) else None
             logits = model(input_ids=ids, pixel_values=pixels).logits[0, :-1, : vocabulary(cfg)]

@@ -121,6 +121,18 @@ class Normalize(Enum):
     micro_batch = "micro_batch"
 
 
+class Attention(Enum):
+    """What attends within the samples of a packed row."""
+
+    auto = "auto"
+    varlen = "varlen"
+    """torch's own kernel for sequences of many lengths, on CUDA in bf16"""
+    flash = "flash"
+    """the flash-attn package's, where it is installed"""
+    sdpa = "sdpa"
+    """scaled dot product attention, a sample at a time; anywhere, in any dtype"""
+
+
 class FolderFormat(Enum):
     """Who loads what an export writes."""
 
@@ -377,10 +389,21 @@ class Config:
     max_steps: int | None
     global_batch_size: int
     micro_batch_size: int
+    pack: bool
+    """Lay the samples of a micro-batch end to end in one row, each attending to itself alone; else pad rows."""
+    tokens_per_micro_batch: int | None
+    """pack only: most positions a rank runs at once; null: micro_batch_size * data.max_length."""
+    attention: Attention
     log_every: int
     deterministic: bool
 
+    @property
+    def row_tokens(self) -> int:
+        """Most positions of a packed row."""
+        return self.tokens_per_micro_batch or self.micro_batch_size * self.data.max_length
+
     def __post_init__(self) -> None:
+        self.check_packing()
         for name in ("epochs", "global_batch_size", "micro_batch_size", "log_every"):
             at_least(name, getattr(self, name), 1)
         at_least("seed", self.seed, 0)
@@ -417,6 +440,37 @@ class Config:
                 f"model.projector_type={self.model.projector_type} has no equal in transformers' LLaVA, so the run "
                 "could not be exported; choose mlp2x_gelu, or set export.enabled=false and turn it into the "
                 "original's format later: python -m llava_fsdp.export source=OUTPUT_DIR to=FOLDER format=llava"
+            )
+
+    def check_packing(self) -> None:
+        """Raises ConfigError where keys of packing contradict each other."""
+        tokens = self.tokens_per_micro_batch
+        if not self.pack:
+            if tokens is not None:
+                raise ConfigError(
+                    f"tokens_per_micro_batch={tokens} is for pack=true; padded micro-batches hold micro_batch_size "
+                    "rows: set it to null"
+                )
+            if self.attention not in (Attention.auto, Attention.sdpa):
+                raise ConfigError(
+                    f"attention={self.attention.value} is for the rows of pack=true; with pack=false set attention=auto"
+                )
+            return
+        if tokens is not None and tokens < self.data.max_length:
+            raise ConfigError(
+                f"tokens_per_micro_batch={tokens} has no room for a sample of data.max_length={self.data.max_length}; "
+                "a sample is never split: raise it, or lower data.max_length"
+            )
+        if self.order.name is OrderName.llava_v1_5:
+            if tokens is not None:
+                raise ConfigError(
+                    f"order=llava_v1_5 has micro-batches of its own, of micro_batch_size samples; "
+                    f"tokens_per_micro_batch={tokens} would cut none: set it to null"
+                )
+        elif self.loss.normalize is Normalize.micro_batch:
+            raise ConfigError(
+                "loss.normalize=micro_batch is a mean of means, and with pack=true a micro-batch is whatever fits into "
+                "a row: a sample would weigh more or less with its neighbours; set pack=false, or loss.normalize=step"
             )
 
 

@@ -9,13 +9,16 @@ from omegaconf import OmegaConf
 from torch.distributed.device_mesh import DeviceMesh
 
 from llava_fsdp import artifact, checkpoint, cli
-from llava_fsdp.config import Config, Source
+from llava_fsdp.config import Config, RecomputeMode, Source
+from llava_fsdp.data.cost import CostModel
 from llava_fsdp.data.loader import Loader, ModelShape, build_loader
 from llava_fsdp.data.shapes import ensure_shapes
 from llava_fsdp.log import log
 from llava_fsdp.loop import fit
 from llava_fsdp.metrics import Reporter, begin_status, watch_loading, write_status
+from llava_fsdp.model.attention import choose_kernel
 from llava_fsdp.model.draw import computed_buffers, restore_buffers
+from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.parts import find_parts, find_projector
 from llava_fsdp.model.weights import find_weights, fingerprint, load_weights
@@ -67,13 +70,15 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
     """
     parts = find_parts(cfg.model)
     projector = find_projector(cfg)
-    model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])  # on meta: shapes only
+    compute_dtype = DTYPES[cfg.precision.param_dtype]
+    kernel = choose_kernel(cfg.attention, parts.language, world.device, compute_dtype) if cfg.pack else None
+    model = build_llava(parts, cfg.model, compute_dtype, kernel)  # on meta: shapes only
     loader = open_data(cfg, world, model)
     sources = find_weights(model, parts, cfg.model, projector, cfg.seed)
     fingerprints = {**loader.steps.fingerprints(), "model": fingerprint(model, sources)}
     if world.is_first:
         weights = weights_of(model, model.whole_while_frozen())
-        show_run(cfg, world, loader, weights, describe_projector(cfg, projector))
+        show_run(cfg, world, loader, weights, describe_projector(cfg, projector), kernel)
     buffers = computed_buffers(model)
     masters = parallelize(model, model.blocks(), mesh, plan, cfg, world.device, model.whole_while_frozen())
     load_weights(sources, local_shards(model, masters), watch_loading(world.is_first))
@@ -101,6 +106,7 @@ def open_data(cfg: Config, world: World, model: Llava) -> Loader:
         image_size=model.parts.vision.image_size,
         max_length=language.max_position_embeddings,
         vocab_size=language.vocab_size,
+        cost=CostModel(*count_flops(model, cfg.recompute.mode is RecomputeMode.full)),
     )
     folders = model.parts.language_folder, model.parts.vision_folder
     return build_loader(cfg, *folders, shape, world.rank, world.size, world.device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from llava_fsdp.config import Config, Parity
 from llava_fsdp.data.anyres import grid_sizes
 from llava_fsdp.data.batch import FlatStep, MicroBatch, Step
 from llava_fsdp.data.conversation import IM_END, IM_START
+from llava_fsdp.data.cost import CostModel
 from llava_fsdp.data.cut import num_micro_batches
 from llava_fsdp.data.encode import Encoder, ExactEncoder, OriginalEncoder
 from llava_fsdp.data.images import PictureReader, read_preprocessor
@@ -44,6 +45,8 @@ class ModelShape:
     max_length: int
     """Positions that the language model was made for."""
     vocab_size: int
+    cost: CostModel = field(default_factory=CostModel)
+    """What a sample costs; without it, its positions."""
 
 
 def build_loader(
@@ -68,7 +71,7 @@ def build_loader(
     check_fit(cfg, shape, encoder.tokenizer.size, pictures, vision_folder)
     records = Records(Path(cfg.data.path))
     words = check_records(records, encoder, cfg.data.images)
-    steps = Steps(records, open_order(words, cfg, world_size), encoder, pictures, cfg, rank, world_size)
+    steps = Steps(records, open_order(words, cfg, world_size), encoder, pictures, cfg, rank, world_size, shape.cost)
     return Loader(steps, cfg, device)
 
 
@@ -189,6 +192,7 @@ class Loader:
 
     @property
     def num_micro_batches(self) -> int:
+        """Of a full step on each rank, where rows are padded; packed, each step has its own number."""
         return num_micro_batches(self.steps.global_batch_size, self.steps.world_size, self.steps.micro_batch_size)
 
     def from_step(self, first: int) -> Iterator[Step]:
@@ -212,16 +216,8 @@ class Loader:
 
     def to_device(self, micro: MicroBatch) -> MicroBatch:
         """The micro-batch on the device, its pictures normalised by table: the processor's very numbers."""
-        move = {"device": self.device, "non_blocking": True}
-        return MicroBatch(
-            input_ids=micro.input_ids.to(**move),
-            image_positions=micro.image_positions.to(**move),
-            image_rows=micro.image_rows.to(**move),
-            images=normalize(micro.images.to(**move), self.table),
-            label_positions=micro.label_positions.to(**move),
-            label_ids=micro.label_ids.to(**move),
-            scale=micro.scale,
-        )
+        moved = micro.map(lambda values: values.to(self.device, non_blocking=True))
+        return replace(moved, images=normalize(moved.images, self.table))
 
 
 def default_workers() -> int:

@@ -14,10 +14,11 @@ from torch.utils.data import Dataset
 from llava_fsdp.config import Config
 from llava_fsdp.data.batch import FlatStep, MicroBatch, Step, StepFacts, flatten
 from llava_fsdp.data.collate import Collator, Row
-from llava_fsdp.data.cut import cut_step
+from llava_fsdp.data.cost import CostModel
+from llava_fsdp.data.cut import Cuts, cut_step, pack_step
 from llava_fsdp.data.encode import Encoder, Sample
 from llava_fsdp.data.images import PictureReader
-from llava_fsdp.data.order import Cuts, Order
+from llava_fsdp.data.order import Order
 from llava_fsdp.data.source import Record, Records
 from llava_fsdp.errors import DataError
 
@@ -34,6 +35,7 @@ class Steps(Dataset):
         cfg: Config,
         rank: int,
         world_size: int,
+        cost: CostModel,
     ):
         self.records = records
         self.order = order
@@ -41,7 +43,9 @@ class Steps(Dataset):
         self.pictures = pictures
         self.global_batch_size = cfg.global_batch_size
         self.micro_batch_size = cfg.micro_batch_size
-        self.collate = Collator(pictures, cfg.loss.normalize)
+        self.most_tokens = cfg.row_tokens if cfg.pack else None
+        self.collate = Collator(pictures, cfg.loss.normalize, cfg.pack)
+        self.cost = cost
         self.rank = rank
         self.world_size = world_size
 
@@ -84,18 +88,26 @@ class Steps(Dataset):
         return record, self.encoder(record)
 
     def cut(self, numbers: list[int], kept: dict[int, tuple[Record, Sample]]) -> Cuts:
-        lengths = [len(kept[n][1].input_ids) for n in numbers]
-        cuts = cut_step(lengths, self.world_size, self.micro_batch_size)
+        samples = [kept[n] for n in numbers]
+        lengths = [len(sample.input_ids) for _, sample in samples]
+        if self.most_tokens is None:
+            cuts = cut_step(lengths, self.world_size, self.micro_batch_size)
+        else:
+            costs = [self.cost(sample, self.pictures.image_tokens) for _, sample in samples]
+            cuts = pack_step(lengths, costs, self.world_size, self.most_tokens)
         return [[[numbers[i] for i in micro] for micro in rank] for rank in cuts]
 
     def probe(self) -> MicroBatch:
-        """A row with and one without a picture, to compare models at every position; the same on every rank."""
+        """A row with and one without a picture, to compare models at every position; the same on every rank.
+
+        Padded: other models than ours are asked too.
+        """
         rows: dict[bool, Row] = {}
         for index in self.order.samples(0):
             record, sample = self.encode(index)
             if sample is not None:
                 rows.setdefault(bool(sample.images), (record, sample))
-        micro = self.collate(list(rows.values()), StepFacts(0), 1)
+        micro = Collator(self.pictures, self.collate.normalize, pack=False)(list(rows.values()), StepFacts(0), 1)
         return replace(micro, label_positions=torch.arange(micro.input_ids.numel()), label_ids=torch.zeros(0))
 
 
