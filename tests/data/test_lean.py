@@ -72,10 +72,10 @@ def test_lines_that_a_picture_fills() -> None:
 @pytest.mark.parametrize(
     ("way", "shape"),
     [("padded", (56, 56)), ("padded", (56, 42)), ("padded", (41, 56)), ("cut", (56, 80)), ("cut", (81, 56)),
-     ("squeezed", (56, 56)), ("squeezed", (90, 70)), ("cut", (80, 80)), ("padded", (80, 80))],
+     ("squeezed", (56, 56)), ("squeezed", (40, 50)), ("cut", (30, 30)), ("padded", (50, 50))],
 )  # fmt: skip
 @pytest.mark.parametrize("ending", ["png", "jpg"])
-def test_equal_where_nothing_is_reduced_twice(ending: str, way: str, shape: tuple[int, int], tmp_path: Path) -> None:
+def test_equal_where_nothing_is_reduced(ending: str, way: str, shape: tuple[int, int], tmp_path: Path) -> None:
     path = tmp_path / f"a.{ending}"
     photo(*shape).save(path)
     exact, lean = both(path, *WAYS[way])
