@@ -108,6 +108,7 @@ def configure(case: Case, dtype: DType, seed: int, steps: int, work: Path, outpu
         "data.max_length=512",
         "data.workers=0",
         f"output_dir={output}",
+        "pack=false",
         f"micro_batch_size={ROWS}",
         f"global_batch_size={ROWS * ACCUMULATION * RANKS}",
         f"optim.lr={LEARNING_RATES[case.stage]}",

@@ -172,6 +172,7 @@ def configure(case: Case, options: argparse.Namespace, work: Path, ranks: int) -
         "data.max_length=512",
         "data.workers=0",
         f"output_dir={work / 'run'}",
+        "pack=false",
         f"micro_batch_size={rows}",
         f"global_batch_size={rows * case.accumulation * ranks}",
         "optim.lr=1e-3",  # one that shows in the losses after a step, so that their equality means something

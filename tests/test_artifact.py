@@ -64,7 +64,7 @@ def assert_same_as_transformers(cfg: Config, folder: Path) -> None:
         micro = loader.steps.collate([(loader.steps.records[index], sample)], facts(), 1)
         micro = loader.to_device(micro)
         everywhere = torch.arange(micro.input_ids.numel())
-        ours = model(micro.input_ids, micro.image_positions, micro.image_rows, micro.images, everywhere)
+        ours = model(micro.input_ids, micro.segments, micro.image_positions, micro.image_rows, micro.images, everywhere)
         ids = torch.from_numpy(sample.input_ids)[None]
         ids = torch.where(ids == IMAGE_ID, theirs.config.image_token_id, ids)
         logits = theirs(input_ids=ids, pixel_values=micro.images if len(micro.images) else None).logits[0]

@@ -124,7 +124,7 @@ CHANGES = {
     "global_batch_size": "global_batch_size=6",
     "optim.lr": "optim.lr=1e-3",
     "optim.schedule": "optim.schedule=linear",
-    "loss.normalize": "loss.normalize=micro_batch",
+    "loss.normalize": "loss.normalize=micro_batch pack=false",
     "model.train": "model.train=[projector]",
     "data.max_length": "data.max_length=64",
     "data.template": "data.template=chatml",
@@ -133,7 +133,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("key", CHANGES)
 def test_another_recipe_is_refused(key: str, whole_run: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
-    cfg = make_config(parts, dataset, interrupted(whole_run, tmp_path, 4), *OFTEN, CHANGES[key])
+    cfg = make_config(parts, dataset, interrupted(whole_run, tmp_path, 4), *OFTEN, *CHANGES[key].split())
     with pytest.raises(CheckpointError, match=key.replace(".", r"\.")) as caught:
         train.train(cfg)
     assert "checkpoint.resume=never" in str(caught.value) and "output_dir" in str(caught.value)

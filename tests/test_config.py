@@ -20,6 +20,7 @@ from llava_fsdp.config import (
     Normalize,
     OrderName,
     Parity,
+    Pixels,
     PrepareConfig,
     Strategy,
     SweepConfig,
@@ -187,7 +188,7 @@ def test_a_mistake_is_refused_with_its_cure(
 def test_compat_sets_what_the_original_does() -> None:
     """One word sets them all, whatever the stage; a key on the command line still wins, and the screen says so."""
     cfg = config_of(["compat=llava_v1_5", "stage=pretrain"])
-    assert (cfg.labels, cfg.data.pixels) == (Parity.llava_v1_5, Parity.llava_v1_5)
+    assert (cfg.labels, cfg.data.pixels) == (Parity.llava_v1_5, Pixels.llava_v1_5)
     assert (cfg.order.name, cfg.order.group_by_modality_length) == (OrderName.llava_v1_5, False)
     assert cfg.loss.normalize is Normalize.micro_batch
     assert cfg.precision.reduce_dtype is cfg.precision.param_dtype is DType.bf16

@@ -28,7 +28,7 @@ def curves() -> Iterator[ModuleType]:
 
 
 def test_transformers_is_given_the_very_samples(curves: ModuleType, parts: Path, dataset: Path, tmp_path: Path) -> None:
-    cfg = make_config(parts, dataset, tmp_path / "run", "micro_batch_size=2")
+    cfg = make_config(parts, dataset, tmp_path / "run", "pack=false", "micro_batch_size=2")
     model = build_llava(find_parts(cfg.model), cfg.model, torch.float32)
     ranks = [open_data(cfg, World(rank, 2, rank, 2, CPU), model) for rank in range(2)]
     without_picture = 0

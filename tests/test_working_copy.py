@@ -23,6 +23,7 @@ from transformers import LlavaForConditionalGeneration
 
 from llava_fsdp import artifact
 from llava_fsdp.config import Config
+from llava_fsdp.data.batch import TENSORS
 from llava_fsdp.loop import train_step
 from llava_fsdp.sharding.mesh import World
 from llava_fsdp.sharding.shards import whole
@@ -32,7 +33,7 @@ from llava_fsdp.train import build_state
 
 STEPS = 3
 ACCUMULATION = 2
-BF16 = ("precision=bf16", "micro_batch_size=6", f"max_steps={STEPS}", "optim.clip=0.5")
+BF16 = ("precision=bf16", "pack=false", "micro_batch_size=6", f"max_steps={STEPS}", "optim.clip=0.5")
 
 
 @dataclass
@@ -121,7 +122,10 @@ def assert_transfers_whole(cfg: Config, device: torch.device) -> int:
             placed.append(loader.to_device(micro))
     originals = [micro for number in range(loader.total_steps) for micro in steps.prepare(number).micro_batches]
     for got, made in zip(placed, originals, strict=True):
-        for name in ("input_ids", "image_positions", "image_rows", "label_positions", "label_ids"):
+        assert got.lengths == made.lengths
+        for name in TENSORS:
+            if name == "images":
+                continue
             assert torch.equal(getattr(got, name).cpu(), getattr(made, name)), name
         channel = torch.arange(3).view(1, 3, 1, 1)
         assert torch.equal(got.images.cpu(), loader.table.cpu()[channel, made.images.long()])
@@ -174,6 +178,8 @@ def test_bf16_is_near_fp32(parts: Path, dataset: Path, tmp_path: Path) -> None:
 def test_micro_batches_arrive_whole(parts: Path, dataset: Path, tmp_path: Path) -> None:
     cfg = make_config(parts, dataset, tmp_path / "run", *BF16)
     assert assert_transfers_whole(cfg, CPU) == STEPS * ACCUMULATION
+    cfg = make_config(parts, dataset, tmp_path / "run", *BF16, "pack=true", "micro_batch_size=1")
+    assert assert_transfers_whole(cfg, CPU) > STEPS
 
 
 def test_export_reloads(parts: Path, dataset: Path, tmp_path: Path) -> None:

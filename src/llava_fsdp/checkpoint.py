@@ -28,7 +28,7 @@ from llava_fsdp.log import log
 from llava_fsdp.state import TrainState
 
 R = TypeVar("R")
-FORMAT = 2
+FORMAT = 3
 NAME = re.compile(r"step-(\d{6,})")
 STATE_FILE = "state.json"
 FOLDER = "checkpoints"
@@ -64,6 +64,7 @@ def publish(staged: Path, final: Path, state: TrainState, cfg: Config) -> None:
         "run": state.run,
         "step": state.step,
         "samples": state.samples,
+        "broken": sorted(state.loader.broken),
         "fingerprints": state.fingerprints,
         "trainable": sorted(state.masters.named),
         "torch": torch.__version__,
@@ -116,6 +117,7 @@ def resume(state: TrainState, cfg: Config) -> bool:
         ) from error
     state.masters.refresh()
     state.step, state.samples, state.run = facts["step"], facts["samples"], facts["run"]
+    state.loader.broken = set(facts["broken"])
     on_first_rank(lambda: leave_branch(Path(cfg.output_dir), folder, state.step), "cannot set checkpoints aside")
     return True
 

@@ -85,6 +85,14 @@ class Parity(Enum):
     llava_v1_5 = "llava_v1_5"
 
 
+class Pixels(Enum):
+    """How a picture file becomes the tower's pixels."""
+
+    exact = "exact"
+    llava_v1_5 = "llava_v1_5"
+    lean = "lean"
+
+
 class OrderName(Enum):
     shuffle = "shuffle"
     llava_v1_5 = "llava_v1_5"
@@ -129,6 +137,18 @@ class Schedule(Enum):
 class Normalize(Enum):
     step = "step"
     micro_batch = "micro_batch"
+
+
+class Attention(Enum):
+    """What attends within the samples of a packed row."""
+
+    auto = "auto"
+    varlen = "varlen"
+    """torch's own kernel for sequences of many lengths, on CUDA in bf16"""
+    flash = "flash"
+    """the flash-attn package's, where it is installed"""
+    sdpa = "sdpa"
+    """scaled dot product attention, a sample at a time; anywhere, in any dtype"""
 
 
 class FolderFormat(Enum):
@@ -246,19 +266,25 @@ class DataConfig:
     grid_pinpoints: list[list[int]]
     """anyres only: sizes [width, height] in pixels that a picture may be fitted into, multiples of the tower's; empty:
     LLaVA-NeXT's, 1x2, 2x1, 2x2, 3x1 and 1x3 times the tower's."""
-    pixels: Parity
+    pixels: Pixels
     """exact: pictures as a viewer shows them; llava_v1_5: as the original reads them (no EXIF orientation, 16-bit
-    and floating point values clipped, anyres as square)."""
+    and floating point values clipped, anyres as square); lean: as exact, in fewer operations, not to the bit
+    (data/lean.py)."""
     max_length: int
     """Longest sample in positions, image positions included."""
     too_long: TooLong
+    bad: Bad
+    """fail: the first record that is wrong, or whose picture is broken, stops the run; quarantine: the run goes on
+    without it, on every rank alike, and lists it in quarantine.jsonl."""
+    bad_budget: str
+    """Most records that quarantine may leave out: a share of all ("0.1%", at least one record) or a number ("20")."""
     workers: int | None
     """Processes that prepare batches on each rank; 0 prepares them between steps; null: up to 4, as cores allow."""
 
     @property
     def trained_aspect(self) -> AspectRatio:
         """The original trains anyres as square (LLaVA train.py:702-718)."""
-        as_square = self.image_aspect_ratio is AspectRatio.anyres and self.pixels is Parity.llava_v1_5
+        as_square = self.image_aspect_ratio is AspectRatio.anyres and self.pixels is Pixels.llava_v1_5
         return AspectRatio.square if as_square else self.image_aspect_ratio
 
     @property
@@ -438,10 +464,21 @@ class Config:
     max_steps: int | None
     global_batch_size: int
     micro_batch_size: int
+    pack: bool
+    """Lay the samples of a micro-batch end to end in one row, each attending to itself alone; else pad rows."""
+    tokens_per_micro_batch: int | None
+    """pack only: most positions a rank runs at once; null: micro_batch_size * data.max_length."""
+    attention: Attention
     log_every: int
     deterministic: bool
 
+    @property
+    def row_tokens(self) -> int:
+        """Most positions of a packed row."""
+        return self.tokens_per_micro_batch or self.micro_batch_size * self.data.max_length
+
     def __post_init__(self) -> None:
+        self.check_packing()
         for name in ("epochs", "global_batch_size", "micro_batch_size", "log_every"):
             at_least(name, getattr(self, name), 1)
         at_least("seed", self.seed, 0)
@@ -463,10 +500,10 @@ class Config:
                 f"model.patch_merge={self.model.patch_merge.value} is for data.image_aspect_ratio=anyres; with "
                 f"{self.data.image_aspect_ratio.value} a picture is one tile: set model.patch_merge=flat"
             )
-        if anyres and self.data.pixels is Parity.llava_v1_5 and self.model.patch_merge is not PatchMerge.flat:
+        if anyres and self.data.pixels is Pixels.llava_v1_5 and self.model.patch_merge is not PatchMerge.flat:
             raise ConfigError(
                 f"data.pixels=llava_v1_5 trains anyres as square, as the original does; "
-                f"model.patch_merge={self.model.patch_merge.value} needs data.pixels=exact"
+                f"model.patch_merge={self.model.patch_merge.value} needs data.pixels=exact or lean"
             )
         if self.export.enabled and self.data.trained_aspect is AspectRatio.anyres:
             raise ConfigError(
@@ -478,6 +515,37 @@ class Config:
                 f"model.projector_type={self.model.projector_type} has no equal in transformers' LLaVA, so the run "
                 "could not be exported; choose mlp2x_gelu, or set export.enabled=false and turn it into the "
                 "original's format later: python -m llava_fsdp.export source=OUTPUT_DIR to=FOLDER format=llava"
+            )
+
+    def check_packing(self) -> None:
+        """Raises ConfigError where keys of packing contradict each other."""
+        tokens = self.tokens_per_micro_batch
+        if not self.pack:
+            if tokens is not None:
+                raise ConfigError(
+                    f"tokens_per_micro_batch={tokens} is for pack=true; padded micro-batches hold micro_batch_size "
+                    "rows: set it to null"
+                )
+            if self.attention not in (Attention.auto, Attention.sdpa):
+                raise ConfigError(
+                    f"attention={self.attention.value} is for the rows of pack=true; with pack=false set attention=auto"
+                )
+            return
+        if tokens is not None and tokens < self.data.max_length:
+            raise ConfigError(
+                f"tokens_per_micro_batch={tokens} has no room for a sample of data.max_length={self.data.max_length}; "
+                "a sample is never split: raise it, or lower data.max_length"
+            )
+        if self.order.name is OrderName.llava_v1_5:
+            if tokens is not None:
+                raise ConfigError(
+                    f"order=llava_v1_5 has micro-batches of its own, of micro_batch_size samples; "
+                    f"tokens_per_micro_batch={tokens} would cut none: set it to null"
+                )
+        elif self.loss.normalize is Normalize.micro_batch:
+            raise ConfigError(
+                "loss.normalize=micro_batch is a mean of means, and with pack=true a micro-batch is whatever fits into "
+                "a row: a sample would weigh more or less with its neighbours; set pack=false, or loss.normalize=step"
             )
 
 

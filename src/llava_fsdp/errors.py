@@ -58,6 +58,11 @@ class PictureError(DataError):
 
     on_every_rank = False
 
+    def __init__(self, message: str, kind: str = "image_unreadable"):
+        super().__init__(message)
+        self.kind = kind
+        """image_missing, image_empty, image_truncated, image_unreadable, image_bomb or image_shape"""
+
 
 class CheckpointError(LlavaFsdpError):
     """A checkpoint cannot be written, read, or continued with this configuration."""

@@ -143,11 +143,10 @@ class Reporter:
             return
         row = metrics_row(result)
         append(self.folder / METRICS_FILE, row)
-        for where in result.facts.quarantined:
-            append(
-                self.folder / QUARANTINE_FILE,
-                {"step": row["step"], "record": where, "kind": "too_long", "reason": "too long"},
-            )
+        for sample in result.facts.left_out:
+            said = {"step": row["step"], "record": sample.record, "kind": sample.kind, "reason": sample.reason}
+            append(self.folder / QUARANTINE_FILE, said)
+            log().warning("step %d goes without %s", row["step"], sample.reason)
         for where in result.facts.unlabelled:
             append(
                 self.folder / QUARANTINE_FILE,
@@ -190,7 +189,7 @@ def metrics_row(result: StepResult) -> dict:
         "truncated": facts.truncated,
         "labels_cut": facts.labels_cut,
         "unlabelled": len(facts.unlabelled),
-        "quarantined": len(facts.quarantined),
+        "quarantined": len(facts.left_out),
         "seconds": result.seconds,
         "tokens_per_second": facts.tokens / result.seconds,
         "peak_memory_bytes": peak_memory(),

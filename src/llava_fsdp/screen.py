@@ -7,9 +7,10 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from llava_fsdp.config import Config, Normalize, OrderName, Parity, Source
+from llava_fsdp.config import Config, Normalize, OrderName, Parity, Pixels, Source
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.data.records import Records
+from llava_fsdp.model.attention import Kernel
 from llava_fsdp.sharding.memory import Weight, bytes_per_rank
 from llava_fsdp.sharding.mesh import World
 from llava_fsdp.sharding.zero import SHARD_PLANS, Mesh
@@ -23,7 +24,7 @@ def unlike_original(cfg: Config) -> str:
         ("labels", cfg.labels.value, cfg.labels is Parity.llava_v1_5),
         ("order", cfg.order.name.value, cfg.order.name is OrderName.llava_v1_5),
         ("loss.normalize", cfg.loss.normalize.value, cfg.loss.normalize is Normalize.micro_batch),
-        ("data.pixels", cfg.data.pixels.value, cfg.data.pixels is Parity.llava_v1_5),
+        ("data.pixels", cfg.data.pixels.value, cfg.data.pixels is Pixels.llava_v1_5),
         ("precision.reduce_dtype", precision.reduce_dtype.value, precision.reduce_dtype is precision.param_dtype),
     ]
     ours = [f"{key}={value}" for key, value, same in choices if not same]
@@ -32,7 +33,9 @@ def unlike_original(cfg: Config) -> str:
     return f"{', '.join(ours)}; compat=llava_v1_5 sets the original's (docs/llava.md)"
 
 
-def show_run(cfg: Config, world: World, loader: Loader, weights: dict[str, Weight], projector: str) -> None:
+def show_run(
+    cfg: Config, world: World, loader: Loader, weights: dict[str, Weight], projector: str, kernel: Kernel | None
+) -> None:
     """Print what the model and the data are, how a step is cut, what trains, and what a rank holds."""
     console = Console(file=sys.stderr, width=None if sys.stderr.isatty() else 120, highlight=False)
     toys = ["a model with random weights"] if cfg.model.random_weights and cfg.model.checkpoint is None else []
@@ -45,17 +48,14 @@ def show_run(cfg: Config, world: World, loader: Loader, weights: dict[str, Weigh
                 title="embedded default" if len(toys) == 2 else "note",
             )
         )
-    steps, count = loader.steps, loader.num_micro_batches
+    steps = loader.steps
     facts = Table.grid(padding=(0, 2))
     facts.add_row("model", f"{cfg.model.name}: {cfg.model.checkpoint or f'{cfg.model.language} + {cfg.model.vision}'}")
     facts.add_row("projector", projector)
     facts.add_row("data", f"{describe_data(cfg, steps.records)}, template {cfg.data.template}")
     facts.add_row("steps", f"{loader.total_steps:,} ({steps.per_epoch:,} an epoch); output in {cfg.output_dir}")
-    facts.add_row(
-        "batch",
-        f"micro-batch {cfg.micro_batch_size} x accumulation {count} x ranks {world.size} = "
-        f"{cfg.micro_batch_size * count * world.size} rows for a global batch of {cfg.global_batch_size}",
-    )
+    facts.add_row("batch", describe_batch(cfg, world, loader))
+    facts.add_row("attention", describe_attention(kernel))
     facts.add_row(
         "compute", f"{world.device.type}, {cfg.precision.param_dtype.value}, recompute {cfg.recompute.mode.value}"
     )
@@ -69,6 +69,24 @@ def describe_data(cfg: Config, records: Records) -> str:
     wrong = f", {records.out:,} left out as wrong" if records.out else ""
     long = f", {records.long:,} left out as too long" if records.long else ""
     return f"{files}: {len(records):,} records{wrong}{long}"
+
+
+def describe_batch(cfg: Config, world: World, loader: Loader) -> str:
+    if cfg.order.name is OrderName.shuffle and cfg.pack:
+        return (
+            f"{cfg.global_batch_size} samples packed into rows of at most {cfg.row_tokens:,} positions, "
+            f"as few as they need on each of {world.size} ranks"
+        )
+    count = loader.num_micro_batches
+    return (
+        f"micro-batch {cfg.micro_batch_size} x accumulation {count} x ranks {world.size} = "
+        f"{cfg.micro_batch_size * count * world.size} rows for a global batch of {cfg.global_batch_size}"
+        + (", each micro-batch's packed into one" if cfg.pack else "")
+    )
+
+
+def describe_attention(kernel: Kernel | None) -> str:
+    return "SDPA over padded rows: pack=false" if kernel is None else f"{kernel.attention.value} ({kernel.reason})"
 
 
 def trains_table(weights: dict[str, Weight]) -> Table:

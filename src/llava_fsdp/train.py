@@ -14,6 +14,7 @@ from llava_fsdp.data.loader import Loader, build_loader
 from llava_fsdp.log import log
 from llava_fsdp.loop import fit
 from llava_fsdp.metrics import Reporter, begin_status, watch_loading, write_status
+from llava_fsdp.model.attention import choose_kernel
 from llava_fsdp.model.draw import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.parts import find_parts, find_projector
@@ -21,7 +22,7 @@ from llava_fsdp.model.weights import find_weights, fingerprint, load_weights
 from llava_fsdp.opening import draw_shapes, shape_of
 from llava_fsdp.optim import build_optimizer
 from llava_fsdp.screen import show_run
-from llava_fsdp.sharding.mesh import World, distributed, first_rank_first, make_mesh
+from llava_fsdp.sharding.mesh import World, distributed, first_rank_first, gather_lists, make_mesh
 from llava_fsdp.sharding.parallelize import parallelize, weights_of
 from llava_fsdp.sharding.precision import DTYPES
 from llava_fsdp.sharding.shards import local_shards
@@ -67,13 +68,15 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
     """
     parts = find_parts(cfg.model)
     projector = find_projector(cfg)
-    model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])  # on meta: shapes only
+    compute_dtype = DTYPES[cfg.precision.param_dtype]
+    kernel = choose_kernel(cfg.attention, parts.language, world.device, compute_dtype) if cfg.pack else None
+    model = build_llava(parts, cfg.model, compute_dtype, kernel)  # on meta: shapes only
     loader = open_data(cfg, world, model)
     sources = find_weights(model, parts, cfg.model, projector, cfg.seed)
     fingerprints = {**loader.steps.fingerprints(), "model": fingerprint(model, sources)}
     if world.is_first:
         weights = weights_of(model, model.whole_while_frozen())
-        show_run(cfg, world, loader, weights, describe_projector(cfg, projector))
+        show_run(cfg, world, loader, weights, describe_projector(cfg, projector), kernel)
     buffers = computed_buffers(model)
     masters = parallelize(model, model.blocks(), mesh, plan, cfg, world.device, model.whole_while_frozen())
     load_weights(sources, local_shards(model, masters), watch_loading(world.is_first))
@@ -95,7 +98,7 @@ def open_data(cfg: Config, world: World, model: Llava) -> Loader:
     with first_rank_first(world):
         draw_shapes(cfg.data)
     folders = model.parts.language_folder, model.parts.vision_folder
-    return build_loader(cfg, *folders, shape_of(model), world.rank, world.size, world.device)
+    return build_loader(cfg, *folders, shape_of(model, cfg), world.rank, world.size, world.device, gather_lists)
 
 
 def write_config(cfg: Config, world: World) -> None:

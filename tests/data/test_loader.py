@@ -20,11 +20,13 @@ def open_loader(parts: Path, dataset: Path, *overrides: str, rank: int = 0, size
     return build_loader(cfg, parts / "language", parts / "vision", fits, rank, size, CPU)
 
 
-def test_same_samples_in_a_step_on_any_number_of_ranks(parts: Path, dataset: Path) -> None:
+@pytest.mark.parametrize("pack", ["pack=true", "pack=false"])
+def test_same_samples_in_a_step_on_any_number_of_ranks(pack: str, parts: Path, dataset: Path) -> None:
     """Token for token, picture for picture, label for label; and every rank runs as many micro-batches."""
 
     def step(size: int, micro: int):
-        loaders = [open_loader(parts, dataset, f"micro_batch_size={micro}", rank=r, size=size) for r in range(size)]
+        overrides = pack, f"micro_batch_size={micro}"
+        loaders = [open_loader(parts, dataset, *overrides, rank=r, size=size) for r in range(size)]
         steps = [loader.steps.prepare(1) for loader in loaders]
         assert len({len(s.micro_batches) for s in steps}) == 1
         micros = [m for s in steps for m in s.micro_batches]
@@ -71,7 +73,7 @@ def test_error_reaches_the_user_as_it_is(workers: int, parts: Path, dataset: Pat
 
 
 def test_padding_has_no_labels_and_positions_are_right(parts: Path, dataset: Path) -> None:
-    steps = open_loader(parts, dataset, "micro_batch_size=5").steps
+    steps = open_loader(parts, dataset, "pack=false", "micro_batch_size=5").steps
     for micro in steps.prepare(0).micro_batches:
         length = micro.input_ids.shape[1]
         flat = micro.input_ids.flatten()
@@ -83,7 +85,7 @@ def test_padding_has_no_labels_and_positions_are_right(parts: Path, dataset: Pat
 
 
 def test_means_of_micro_batches(parts: Path, dataset: Path) -> None:
-    steps = open_loader(parts, dataset, "micro_batch_size=3", "loss.normalize=micro_batch").steps
+    steps = open_loader(parts, dataset, "pack=false", "micro_batch_size=3", "loss.normalize=micro_batch").steps
     micros = steps.prepare(0).micro_batches
     assert len(micros) == 4
     for micro in micros:
@@ -96,7 +98,7 @@ def test_too_long_records_are_left_out_and_named(parts: Path, dataset: Path) -> 
     left_out = {row["record"] for row in steps.records.left_out()}
     assert 0 < len(left_out) == len(whole.records) - len(steps.records) == (whole.records.lengths > 75).sum()
     seen = [steps.prepare(s).facts for s in range(steps.per_epoch)]
-    assert sum(f.samples for f in seen) == len(steps.records) and not any(f.quarantined for f in seen)
+    assert sum(f.samples for f in seen) == len(steps.records) and not any(f.left_out for f in seen)
     assert left_out.isdisjoint(record.where for record in map(steps.records.__getitem__, range(len(steps.records))))
     cut = open_loader(parts, dataset, "data.max_length=75", "data.bad=quarantine", "data.bad_budget=1").steps
     assert len(whole.records) - len(cut.records) == 1, "one is left without a label"
@@ -208,13 +210,18 @@ def test_pictures_without_a_folder_are_refused_at_the_door(parts: Path, dataset:
 
 def test_packing_for_the_way_from_a_worker_changes_nothing(parts: Path, dataset: Path) -> None:
     """One tensor a field, however many micro-batches, and every value where it was."""
-    for overrides in (["micro_batch_size=1"], ["micro_batch_size=5"], [f"data.path={dataset / 'text.json'}"]):
+    for overrides in (
+        ["pack=false", "micro_batch_size=1"],
+        ["pack=false", "micro_batch_size=5"],
+        ["micro_batch_size=1"],
+        [f"data.path={dataset / 'text.json'}"],
+    ):
         steps = open_loader(parts, dataset, *overrides).steps
         whole, packed = steps.prepare(0), steps[0]
-        assert isinstance(packed, FlatStep) and len(packed.fields) == 6
+        assert isinstance(packed, FlatStep) and len(packed.fields) == 8
         again = packed.unpack()
         assert again.facts == whole.facts and len(again.micro_batches) == len(whole.micro_batches)
         for a, b in zip(again.micro_batches, whole.micro_batches, strict=True):
-            assert a.scale == b.scale
+            assert a.scale == b.scale and a.lengths == b.lengths
             for name in packed.fields:
                 assert torch.equal(getattr(a, name), getattr(b, name)), name

@@ -208,6 +208,7 @@ def our_outcome(model: Llava, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]
     ids = batch.ids(0)
     logits = model(
         ids,
+        None,
         batch.image_positions,
         torch.arange(len(batch.image_positions)),
         batch.images,

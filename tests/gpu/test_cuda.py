@@ -25,6 +25,8 @@ from test_working_copy import (
     train_sharded,
 )
 
+from llava_fsdp.data.batch import TENSORS
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and torch sees none"),
@@ -104,7 +106,7 @@ def test_steps_arrive_pinned(workers: int, cuda: torch.device, parts: Path, data
     state = build_run(cfg, cuda, None)
     for step in state.loader.from_step(0):
         for micro in step.micro_batches:
-            tensors = list(micro.inputs)
+            tensors = [getattr(micro, name) for name in TENSORS]
             assert all(t.is_pinned() for t in tensors if t.numel())
 
 

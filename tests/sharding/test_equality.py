@@ -86,6 +86,7 @@ def test_table_equals_plain_loop(
                     f"sharding.shard_size={2 if strategy in HYBRID else 'null'}",
                     f"recompute={recompute}",
                     BATCH,
+                    "pack=false",
                     f"micro_batch_size={SAMPLES // (size * accumulation)}",
                     *EXPORTED,
                     *overrides,

@@ -90,6 +90,7 @@ def test_bytes_equal_the_formulas(
             f"sharding={row}",
             f"precision={precision}",
             f"sharding.shard_size={shard_size if row.startswith('hybrid') else 'null'}",
+            "pack=false",
             "micro_batch_size=1",
             "global_batch_size=8",
             stage=stage,
@@ -103,7 +104,9 @@ def test_bytes_equal_the_formulas(
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_bytes_of_one_rank(precision: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
-    cfg = make_config(parts, dataset, tmp_path, f"precision={precision}", "micro_batch_size=4", "global_batch_size=8")
+    cfg = make_config(
+        parts, dataset, tmp_path, f"precision={precision}", "pack=false", "micro_batch_size=4", "global_batch_size=8"
+    )
     model = build_llava(find_parts(cfg.model), cfg.model, DTYPES[cfg.precision.param_dtype])
     weights = list(weights_of(model, model.whole_while_frozen()).values())
     assert measure(single_world(), cfg) == bytes_per_rank(weights, cfg.sharding.strategy, cfg.precision, 1, 1)

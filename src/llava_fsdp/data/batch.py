@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
+
+from llava_fsdp.config import Normalize
 
 
 @dataclass
 class MicroBatch:
-    """Rows that a rank runs at once, padded on the right with id 0.
+    """What a rank runs at once: samples end to end in one row, or rows padded on the right with id 0.
 
     Positions index the rows laid end to end (row * length + column), so that the forward pass is static writes and
     reads: nothing in it waits for a value on the device.
@@ -30,12 +34,45 @@ class MicroBatch:
     """int64 [labels]"""
     scale: float
     """What the sum of this micro-batch's losses is multiplied with."""
+    position_ids: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    """int64 [1, tokens]: every sample begins at 0; empty where rows are padded"""
+    cu_seqlens: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int32))
+    """int32 [samples + 1]: where each sample begins in the row, and where the last ends; empty where rows are padded"""
+    lengths: tuple[int, ...] = ()
+    """Positions of each sample of a packed row, known without asking the device."""
 
     @property
-    def inputs(self) -> tuple[torch.Tensor, ...]:
+    def segments(self) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]] | None:
+        """position_ids, cu_seqlens and lengths of a packed row."""
+        return (self.position_ids, self.cu_seqlens, self.lengths) if self.lengths else None
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
         """The arguments of the model's forward pass; without the last it returns logits."""
         shown = self.image_positions, self.image_rows, self.images
-        return self.input_ids, *shown, self.label_positions, self.label_ids
+        return self.input_ids, self.segments, *shown, self.label_positions, self.label_ids
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
+        """The same with every tensor changed."""
+        return replace(self, **{name: function(getattr(self, name)) for name in TENSORS})
+
+
+TENSORS = tuple(f.name for f in fields(MicroBatch) if f.name not in ("scale", "lengths"))
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A sample that a step goes without: what was wrong, and what the step lacks with it."""
+
+    number: int
+    """Of the record, among those that are trained on."""
+    record: str
+    """What a message calls it."""
+    kind: str
+    reason: str
+    tokens: int
+    label_tokens: int
+    images: int
 
 
 @dataclass
@@ -51,8 +88,8 @@ class StepFacts:
     truncated: int = 0
     """Samples cut at `data.max_length`."""
     labels_cut: int = 0
-    quarantined: list[str] = field(default_factory=list)
-    """Samples left out, by record."""
+    left_out: list[LeftOut] = field(default_factory=list)
+    """Samples that turned out broken when they were read; they are in none of the numbers above."""
     unlabelled: list[str] = field(default_factory=list)
     """Samples without any label, by record: masked by the original's rules, or cut before their first answer."""
 
@@ -60,8 +97,23 @@ class StepFacts:
 @dataclass
 class Step:
     facts: StepFacts
+    """As of a worker, `left_out` has this rank's samples only, and the numbers still count them; `without` mends it."""
     micro_batches: list[MicroBatch]
     """This rank's, as many as every other rank's."""
+
+    def without(self, left_out: list[LeftOut], normalize: Normalize) -> Step:
+        """The step as every rank sees it once all know what all had to leave out; its loss is of what remains."""
+        facts = replace(
+            self.facts,
+            samples=self.facts.samples - len(left_out),
+            tokens=self.facts.tokens - sum(sample.tokens for sample in left_out),
+            label_tokens=self.facts.label_tokens - sum(sample.label_tokens for sample in left_out),
+            images=self.facts.images - sum(sample.images for sample in left_out),
+            left_out=left_out,
+        )
+        if normalize is Normalize.micro_batch or not left_out:
+            return Step(facts, self.micro_batches)
+        return Step(facts, [replace(m, scale=1 / max(1, facts.label_tokens)) for m in self.micro_batches])
 
 
 @dataclass
@@ -76,6 +128,7 @@ class FlatStep:
     """All micro-batches' values laid end to end, by field."""
     shapes: list[dict[str, torch.Size]]
     scales: list[float]
+    lengths: list[tuple[int, ...]]
 
     def pin_memory(self) -> FlatStep:
         """In page-locked memory, so that copies to a GPU need not wait; the DataLoader calls this."""
@@ -88,17 +141,19 @@ class FlatStep:
         return Step(
             self.facts,
             [
-                MicroBatch(**{name: cut[name][n].view(shape) for name, shape in shapes.items()}, scale=scale)
-                for n, (shapes, scale) in enumerate(zip(self.shapes, self.scales, strict=True))
+                MicroBatch(
+                    **{name: cut[name][n].view(shape) for name, shape in shapes.items()}, scale=scale, lengths=lengths
+                )
+                for n, (shapes, scale, lengths) in enumerate(zip(self.shapes, self.scales, self.lengths, strict=True))
             ],
         )
 
 
 def flatten(step: Step) -> FlatStep:
-    names = [f.name for f in fields(MicroBatch) if f.name != "scale"]
     return FlatStep(
         step.facts,
-        {name: torch.cat([getattr(m, name).flatten() for m in step.micro_batches]) for name in names},
-        [{name: getattr(m, name).shape for name in names} for m in step.micro_batches],
+        {name: torch.cat([getattr(m, name).flatten() for m in step.micro_batches]) for name in TENSORS},
+        [{name: getattr(m, name).shape for name in TENSORS} for m in step.micro_batches],
         [m.scale for m in step.micro_batches],
+        [m.lengths for m in step.micro_batches],
     )

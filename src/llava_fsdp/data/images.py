@@ -4,26 +4,25 @@ The arithmetic is CLIPImageProcessor's on Pillow, as LLaVA train.py:692-718 uses
 are on the device: a quarter of the memory and of the copying, and the same numbers (`pixel_table`).
 """
 
-import contextlib
 import json
 import math
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 
-from llava_fsdp.config import AspectRatio, Parity, PatchMerge
+from llava_fsdp.config import AspectRatio, PatchMerge, Pixels
+from llava_fsdp.data import lean
 from llava_fsdp.data.anyres import Size, cut_tiles, feature_rows
+from llava_fsdp.data.examine import MAX_PIXELS, opened, picture_size, shown_size, to_rgb
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.source import Record
 from llava_fsdp.errors import ModelError, PictureError
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # no decoder that starts another program
-MAX_PIXELS = 50_000_000
+MISREAD = 3
+"""Heights up to this the original's processor takes for something else (`misread`)."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,11 @@ class Preprocessor:
     resample: Image.Resampling
     mean: tuple[float, ...]
     std: tuple[float, ...]
+
+    @property
+    def mean_colour(self) -> tuple[int, ...]:
+        """What a square is padded with (LLaVA train.py:711)."""
+        return tuple(int(m * 255) for m in self.mean)
 
     def pixel_table(self) -> np.ndarray:
         """float32 [3, 256]: the normalised value of every byte, by channel, as the processor computes it."""
@@ -93,7 +97,7 @@ class PictureReader:
     preprocessor: Preprocessor
     aspect: AspectRatio
     """`DataConfig.trained_aspect`"""
-    pixels: Parity
+    pixels: Pixels
     image_tokens: int
     """Features of a tile."""
     sizes: tuple[Size, ...] = ()
@@ -103,7 +107,8 @@ class PictureReader:
     @property
     def fingerprint(self) -> str:
         """Of everything that decides the values and the places of features, the pictures themselves apart."""
-        return f"{self.preprocessor} {self.image_tokens} {self.sizes} {self.merge.value}"
+        form = f"{self.aspect.value} {self.pixels.value} {self.merge.value}"
+        return f"{self.preprocessor} {self.image_tokens} {self.sizes} {form}"
 
     @property
     def in_tiles(self) -> bool:
@@ -138,6 +143,10 @@ class PictureReader:
         side, tile = math.isqrt(self.image_tokens), self.preprocessor.size
         return max(len(feature_rows(size, [size], tile, side, self.merge)) for size in self.sizes)
 
+    def count_tiles(self, rows: np.ndarray) -> int:
+        """Tiles that `places` of a picture show."""
+        return int(rows.max(initial=0)) // self.image_tokens + 1
+
     def tiles(self, record: Record, name: str) -> np.ndarray:
         """uint8 [tiles, 3, size, size].
 
@@ -150,98 +159,53 @@ class PictureReader:
         """uint8 [tiles, 3, size, size] of a picture file."""
         if not self.in_tiles:
             return load_image(path, self.preprocessor, self.aspect, where, self.pixels)[None]
-        picture = open_picture(path, where, self.pixels)
-        size = self.preprocessor.size
-        return np.stack([to_bytes(t) for t in cut_tiles(picture, size, list(self.sizes))])
+        size, sizes = self.preprocessor.size, list(self.sizes)
+        if self.pixels is Pixels.lean:
+            with opened(path, where) as file:
+                tiles = lean.tiles(file, size, sizes, f"{where}: {path}")
+        else:
+            tiles = cut_tiles(open_picture(path, where, self.pixels), size, sizes)
+        return np.stack([to_bytes(t) for t in tiles])
 
 
 def load_image(
-    path: Path, preprocessor: Preprocessor, aspect: AspectRatio, where: str, pixels: Parity = Parity.exact
+    path: Path, preprocessor: Preprocessor, aspect: AspectRatio, where: str, pixels: Pixels = Pixels.exact
 ) -> np.ndarray:
     """The picture as one tile, uint8 [3, size, size].
 
     Raises:
-        PictureError: the file is missing, no picture, cut short, or too large; `where` names the record.
+        PictureError: with what is wrong as its `kind` (examine.py); `where` names the record.
     """
+    if pixels is Pixels.lean:
+        return load_lean(path, preprocessor, aspect, where)
     picture = open_picture(path, where, pixels)
     check_enlarged(picture.size, preprocessor, aspect, f"{where}: {path}")
+    if aspect is AspectRatio.pad and max(picture.size) > MISREAD:
+        return resize_padded(picture, preprocessor)
     if aspect is AspectRatio.pad:
-        picture = pad_to_square(picture, tuple(int(m * 255) for m in preprocessor.mean))
-    if pixels is Parity.llava_v1_5:
+        picture = pad_to_square(picture, preprocessor.mean_colour)
+    if pixels is Pixels.llava_v1_5:
         picture = misread(picture, f"{where}: {path}")
     return resize(picture, preprocessor)
 
 
-def open_picture(path: Path, where: str, pixels: Parity) -> Image.Image:
+def load_lean(path: Path, preprocessor: Preprocessor, aspect: AspectRatio, where: str) -> np.ndarray:
+    what, size, resample = f"{where}: {path}", preprocessor.size, preprocessor.resample
+    with opened(path, where) as file:
+        check_enlarged(shown_size(file), preprocessor, aspect, what)
+        if aspect is AspectRatio.pad:
+            return to_bytes(lean.padded(file, size, resample, preprocessor.mean_colour, what))
+        if preprocessor.keep_ratio:
+            return to_bytes(lean.cut_square(file, size, resample, what))
+        return to_bytes(lean.squeezed(file, size, resample, what))
+
+
+def open_picture(path: Path, where: str, pixels: Pixels) -> Image.Image:
     """The picture in RGB, the way round that its EXIF orientation says, unless the original's pixels are wanted."""
     with opened(path, where) as picture:
-        if pixels is Parity.llava_v1_5:
+        if pixels is Pixels.llava_v1_5:
             return picture.convert("RGB")
         return to_rgb(ImageOps.exif_transpose(picture), f"{where}: {path}")
-
-
-def picture_size(path: Path, where: str) -> Size:
-    """(width, height) as shown; reads the file's head only."""
-    with opened(path, where) as picture:
-        return shown_size(picture)
-
-
-def shown_size(picture: Image.Image) -> Size:
-    """(width, height) of an open picture, turned as its EXIF orientation says."""
-    if picture.format == "TIFF":  # of these Pillow reports the size as shown
-        return picture.size
-    turned = picture.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
-    return (picture.height, picture.width) if turned else picture.size
-
-
-@contextlib.contextmanager
-def opened(path: Path, where: str) -> Iterator[Image.Image]:
-    """The open file; whatever Pillow raises while it is used becomes one error."""
-    try:
-        with Image.open(path, formats=FORMATS) as picture:
-            if picture.width * picture.height > MAX_PIXELS:
-                raise PictureError(
-                    f"{where}: {path} has {picture.width} x {picture.height} pixels, over the limit of {MAX_PIXELS}",
-                    Kind.image_bomb,
-                )
-            yield picture
-    except FileNotFoundError as error:
-        raise PictureError(
-            f"{where}: picture {path} does not exist; is data.images right?", Kind.image_missing
-        ) from error
-    except Image.DecompressionBombError as error:
-        raise PictureError(f"{where}: picture {path} cannot be read: {error}", Kind.image_bomb) from error
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
-        raise PictureError(f"{where}: picture {path} cannot be read: {error}", unreadable_kind(path)) from error
-
-
-def unreadable_kind(path: Path) -> Kind:
-    """Why a file could not be read, from the file itself: it is empty, its end is missing, or something else."""
-    try:
-        with path.open("rb") as file:
-            length = file.seek(0, os.SEEK_END)
-            file.seek(0)
-            head = file.read(16)
-            file.seek(max(0, length - 1024))
-            tail = file.read()
-    except (OSError, ValueError):
-        return Kind.image_unreadable
-    if not head:
-        return Kind.image_empty
-    return Kind.image_truncated if is_cut_short(head, tail, length) else Kind.image_unreadable
-
-
-def is_cut_short(head: bytes, tail: bytes, length: int) -> bool:
-    """Whether the mark of the end is missing, or the length that the head says; TIFF has neither."""
-    if head.startswith(b"\xff\xd8"):  # JPEG
-        return b"\xff\xd9" not in tail
-    if head.startswith(b"\x89PNG"):
-        return b"IEND" not in tail
-    if head.startswith(b"GIF8"):
-        return not tail.rstrip(b"\0").endswith(b";")
-    if head.startswith(b"RIFF"):  # WebP
-        return length < 8 + int.from_bytes(head[4:8], "little")
-    return head.startswith(b"BM") and length < int.from_bytes(head[2:6], "little")
 
 
 def check_enlarged(shape: Size, preprocessor: Preprocessor, aspect: AspectRatio, what: str) -> None:
@@ -252,27 +216,6 @@ def check_enlarged(shape: Size, preprocessor: Preprocessor, aspect: AspectRatio,
         raise PictureError(
             f"{what} is {shape[0]} x {shape[1]}; as a {aspect.value} it would need {enlarged} pixels", Kind.image_shape
         )
-
-
-def to_rgb(picture: Image.Image, what: str) -> Image.Image:
-    """Pillow's conversion, except where it would clip to white or black without a word."""
-    if picture.mode == "F" or picture.mode.startswith("I"):
-        values = np.asarray(picture).astype(np.float64)
-        picture = Image.fromarray((values * (255 / white_of(picture.mode, values, what))).astype(np.uint8))
-    return picture.convert("RGB")
-
-
-def white_of(mode: str, values: np.ndarray, what: str) -> float:
-    """The value that is white: of 16 bits 65535; of 32 and of floating point the usual one that holds all values."""
-    least, most = values.min(initial=0), values.max(initial=0)
-    known = (65535.0,) if mode.startswith("I;16") else (1.0, 255.0, 65535.0) if mode == "F" else (255.0, 65535.0)
-    for white in known:
-        if least >= 0 and most <= white:
-            return white
-    raise PictureError(
-        f"{what} holds values from {least:g} to {most:g}, of which black and white are not known; convert it",
-        Kind.image_unreadable,
-    )
 
 
 def resize(picture: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
@@ -286,6 +229,20 @@ def resize(picture: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
     resized = picture.resize(shape, preprocessor.resample)
     top, left = (resized.height - size) // 2, (resized.width - size) // 2
     return to_bytes(resized.crop((left, top, left + size, top + size)))
+
+
+def resize_padded(picture: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
+    """`resize` of `pad_to_square`, the same to the bit.
+
+    Pillow resizes the lines first, each by itself, and rounds to bytes; lines of one colour keep it. So those above and
+    below a wide picture can be added after that, a third of the whole work less for 4:3.
+    """
+    size, side = preprocessor.size, max(picture.size)
+    if picture.width <= picture.height:
+        return resize(pad_to_square(picture, preprocessor.mean_colour), preprocessor)
+    lines = Image.new("RGB", (size, side), preprocessor.mean_colour)
+    lines.paste(picture.resize((size, picture.height), preprocessor.resample), (0, (side - picture.height) // 2))
+    return to_bytes(lines.resize((size, size), preprocessor.resample))
 
 
 def misread(picture: Image.Image, what: str) -> Image.Image:

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from llava_fsdp.config import DataConfig, Parity, TooLong
+from llava_fsdp.config import DataConfig, Pixels, TooLong
 from llava_fsdp.data import parquet
 from llava_fsdp.data.chunks import (
     DONE,
@@ -271,7 +271,7 @@ def short(*what: object) -> str:
 
 
 def scaled(plan: Plan) -> bool:
-    return plan.cfg.pixels is not Parity.llava_v1_5
+    return plan.cfg.pixels is not Pixels.llava_v1_5
 
 
 def pictures_name(plan: Plan) -> str:

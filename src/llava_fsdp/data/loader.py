@@ -7,17 +7,18 @@ workers.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader
 
-from llava_fsdp.config import Config, Parity
+from llava_fsdp.config import Bad, Config, Parity
 from llava_fsdp.data.anyres import grid_sizes
-from llava_fsdp.data.batch import MicroBatch, Step
+from llava_fsdp.data.batch import LeftOut, MicroBatch, Step
 from llava_fsdp.data.conversation import IM_END, IM_START
+from llava_fsdp.data.cost import CostModel
 from llava_fsdp.data.cut import num_micro_batches
 from llava_fsdp.data.door import open_records
 from llava_fsdp.data.encode import Encoder, ExactEncoder, OriginalEncoder
@@ -31,6 +32,8 @@ from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.errors import ConfigError, DataError
 
 PAD_OF_V0 = "[PAD]"
+Gather = Callable[[list[LeftOut]], list[LeftOut]]
+"""This rank's items -> every rank's, in the order of ranks."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class ModelShape:
     max_length: int
     """Positions that the language model was made for."""
     vocab_size: int
+    cost: CostModel = field(default_factory=CostModel)
+    """What a sample costs; without it, its positions."""
 
 
 def build_loader(
@@ -54,6 +59,7 @@ def build_loader(
     rank: int,
     world_size: int,
     device: torch.device,
+    gather: Gather = list,
 ) -> Loader:
     """Open the dataset for one model.
 
@@ -64,7 +70,7 @@ def build_loader(
     encoder, pictures = open_encoding(cfg, language_folder, vision_folder, shape)
     records = open_records(cfg, encoder, pictures, watch if rank == 0 else watch_silently)
     order = open_order(records.words, cfg, world_size, records.source_counts)
-    return Loader(Steps(records, order, encoder, pictures, cfg, rank, world_size), cfg, device)
+    return Loader(Steps(records, order, encoder, pictures, cfg, rank, world_size, shape.cost), cfg, device, gather)
 
 
 def open_encoding(
@@ -162,8 +168,12 @@ def check_fit(cfg: Config, shape: ModelShape, tokenizer_size: int, pictures: Pic
 class Loader:
     """Iterates over the steps of a run, from any step on."""
 
-    def __init__(self, steps: Steps, cfg: Config, device: torch.device):
+    def __init__(self, steps: Steps, cfg: Config, device: torch.device, gather: Gather = list):
         self.steps = steps
+        self.cfg = cfg
+        self.gather = gather
+        self.broken: set[int] = set()
+        """Records that turned out broken in training."""
         self.device = device
         self.workers = default_workers() if cfg.data.workers is None else cfg.data.workers
         self.total_steps = cfg.max_steps or cfg.epochs * steps.per_epoch
@@ -171,6 +181,7 @@ class Loader:
 
     @property
     def num_micro_batches(self) -> int:
+        """Of a full step on each rank, where rows are padded; packed, each step has its own number."""
         return num_micro_batches(self.steps.global_batch_size, self.steps.world_size, self.steps.micro_batch_size)
 
     def from_step(self, first: int) -> Iterator[Step]:
@@ -190,20 +201,33 @@ class Loader:
         for step in loader:
             if isinstance(step, DataError):
                 raise step
-            yield step.unpack()
+            yield self.agree(step.unpack())
+
+    def agree(self, step: Step) -> Step:
+        """The step without what any rank had to leave out, on every rank alike.
+
+        Raises:
+            DataError: more records are wrong than `data.bad_budget` allows.
+        """
+        if self.cfg.data.bad is Bad.fail:
+            return step
+        left_out = self.gather(step.facts.left_out)
+        new = {sample.number for sample in left_out} - self.broken
+        self.broken |= new
+        records = self.steps.records
+        total = len(records.index)
+        wrong, budget = records.out + len(self.broken), self.cfg.data.budget(total)
+        if new and wrong > budget:
+            raise DataError(
+                f"{wrong} of {total} records are wrong, more than the {budget} of data.bad_budget="
+                f"{self.cfg.data.bad_budget}; the last one: {left_out[-1].reason}"
+            )
+        return step.without(left_out, self.cfg.loss.normalize)
 
     def to_device(self, micro: MicroBatch) -> MicroBatch:
         """The micro-batch on the device, its pictures normalised by table: the processor's very numbers."""
-        move = {"device": self.device, "non_blocking": True}
-        return MicroBatch(
-            input_ids=micro.input_ids.to(**move),
-            image_positions=micro.image_positions.to(**move),
-            image_rows=micro.image_rows.to(**move),
-            images=normalize(micro.images.to(**move), self.table),
-            label_positions=micro.label_positions.to(**move),
-            label_ids=micro.label_ids.to(**move),
-            scale=micro.scale,
-        )
+        moved = micro.map(lambda values: values.to(self.device, non_blocking=True))
+        return replace(moved, images=normalize(moved.images, self.table))
 
 
 def default_workers() -> int:

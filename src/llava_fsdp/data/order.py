@@ -14,11 +14,10 @@ import numpy as np
 import torch
 
 from llava_fsdp.config import Config, OrderName, SourceConfig
+from llava_fsdp.data.cut import Cuts
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.seeds import derive
 
-Cuts = list[list[list[int]]]
-"""[rank][micro_batch] -> numbers of samples"""
 ACCELERATE_SEED = 67280421310721
 """torch.Generator's own first seed: accelerate gives its samplers a generator that nobody seeds."""
 

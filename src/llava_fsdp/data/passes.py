@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from llava_fsdp.config import AspectRatio, Examine, Parity
+from llava_fsdp.config import AspectRatio, Examine, Pixels
 from llava_fsdp.data.chunks import ROWS, Columns, open_column, rows_column
 from llava_fsdp.data.conversation import asked_turns
 from llava_fsdp.data.encode import Encoder, Measured
-from llava_fsdp.data.examine import Picture, examine, real
+from llava_fsdp.data.examine import Picture
 from llava_fsdp.data.images import PictureReader, check_enlarged, check_height
+from llava_fsdp.data.look import look_at, real
 from llava_fsdp.data.problems import BITS, Kind
 from llava_fsdp.data.source import Record
 from llava_fsdp.data.templates import IMAGE_TAG
@@ -195,7 +196,7 @@ class ExaminePictures(Pass):
         if folder is None:
             return Picture(0, 0, 0)
         try:
-            return examine(Path(folder), name, self.real_folders[folder], self.how, self.scaled, self.allow_links)
+            return look_at(Path(folder), name, self.real_folders[folder], self.how, self.scaled, self.allow_links)
         except DataError as error:
             assert error.kind is not None
             return error.with_traceback(None)
@@ -205,7 +206,7 @@ class ExaminePictures(Pass):
 class EncodeRecords(Pass):
     """Encode every record as a training will, and count what maximum lengths cost.
 
-    Columns by record, int32: length, labels, images, positions_cut, labels_cut, full; 0 where it is no sample.
+    Columns by record, int32: length, labels, images, tiles, positions_cut, labels_cut, full; 0 where it is no sample.
     `losses`, int64, by chunk, source, limit and LOSSES.
     """
 
@@ -225,7 +226,7 @@ class EncodeRecords(Pass):
         return sorted({*LIMITS, self.encoder.max_length})
 
     def columns(self, numbers: range, found: Findings) -> Columns:
-        names = ("length", "labels", "images", "positions_cut", "labels_cut", "full")
+        names = ("length", "labels", "images", "tiles", "positions_cut", "labels_cut", "full")
         columns = {name: np.zeros(len(numbers), dtype=np.int32) for name in names}
         losses = np.zeros((len(self.texts.sources), len(self.limits), len(LOSSES)), dtype=np.int64)
         for number, record in self.records(numbers):
@@ -233,8 +234,10 @@ class EncodeRecords(Pass):
             if made is None:
                 continue
             sample = made.sample
-            values = len(sample.input_ids), sample.num_labels, len(sample.images), sample.positions_cut
-            for name, value in zip(names, (*values, sample.labels_cut, len(made.whole.input_ids)), strict=True):
+            tiles = sum(self.reader.count_tiles(rows) for rows in sample.image_rows)
+            held = len(sample.input_ids), sample.num_labels, len(sample.images), tiles
+            lost = sample.positions_cut, sample.labels_cut, len(made.whole.input_ids)
+            for name, value in zip(names, (*held, *lost), strict=True):
                 columns[name][number - numbers.start] = value
             losses[self.texts.part(number).source] += self.losses(made)
         return {**columns, "losses": losses.reshape(-1)}
@@ -260,7 +263,7 @@ class EncodeRecords(Pass):
             what = f"{record.where}: {name}"
             if width and reader.aspect is not AspectRatio.anyres:
                 check_enlarged((width, height), reader.preprocessor, reader.aspect, what)
-            if width and reader.pixels is Parity.llava_v1_5:
+            if width and reader.pixels is Pixels.llava_v1_5:
                 check_height(stored_height, what)
 
     def losses(self, made: Measured) -> np.ndarray:

@@ -1,5 +1,6 @@
 """The records that are trained on: those of an index that nothing speaks against."""
 
+import contextlib
 import hashlib
 import itertools
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from llava_fsdp.data.index import Index
 from llava_fsdp.data.passes import PictureSizes
 from llava_fsdp.data.problems import BITS, Kind, is_kept, mask
 from llava_fsdp.data.source import Record
+from llava_fsdp.errors import DataError
 
 
 class Records:
@@ -59,6 +61,13 @@ class Records:
         at = number if self.numbers is None else int(self.numbers[number])
         return self._sizes.put(self.index.texts.record(at), at)
 
+    def where(self, number: int) -> str:
+        """What a message calls a record, whether or not it can be parsed."""
+        with contextlib.suppress(DataError):
+            return self[number].where
+        source, index = self.index.texts.place(number if self.numbers is None else int(self.numbers[number]))
+        return f"{source.path}, record {index}"
+
     def column(self, folder: Path, name: str) -> np.ndarray:
         values = open_column(folder, name)
         return values if self.numbers is None else values[self.numbers]
@@ -82,6 +91,11 @@ class Records:
     def pictures(self) -> np.ndarray:
         """int32 [records]: pictures of the record."""
         return self.column(self.index.records, "pictures")
+
+    @cached_property
+    def tiles(self) -> np.ndarray:
+        """int32 [records]: tiles of the sample's pictures, as cut."""
+        return self.column(self.index.encoded, "tiles")
 
     @cached_property
     def positions_cut(self) -> np.ndarray:

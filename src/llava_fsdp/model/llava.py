@@ -9,6 +9,14 @@ from transformers import AutoModel, PretrainedConfig
 
 from llava_fsdp.config import Feature, ModelConfig, Part, PatchMerge
 from llava_fsdp.errors import ConfigError
+from llava_fsdp.model.attention import (
+    Kernel,
+    Segments,
+    check_full_attention,
+    check_reaches_all_layers,
+    register_attention,
+    told,
+)
 from llava_fsdp.model.parts import Parts
 
 
@@ -45,17 +53,19 @@ class Llava(nn.Module):
     Parameter names are those of transformers' LlavaForConditionalGeneration without its leading `model.`.
     """
 
-    def __init__(self, parts: Parts, cfg: ModelConfig, compute_dtype: torch.dtype):
+    def __init__(self, parts: Parts, cfg: ModelConfig, compute_dtype: torch.dtype, kernel: Kernel | None):
         super().__init__()
         self.cfg = cfg
         self.parts = parts
         self.compute_dtype = compute_dtype
+        self.kernel = kernel
         self.vision_tower = AutoModel.from_config(parts.vision, attn_implementation="sdpa")
         hidden = parts.language.hidden_size
         self.multi_modal_projector = Projector(cfg.projector_type, parts.vision.hidden_size, hidden)
         if cfg.patch_merge is PatchMerge.spatial_unpad:
             self.image_newline = nn.Parameter(torch.empty(hidden))
-        self.language_model = AutoModel.from_config(parts.language, attn_implementation="sdpa")
+        attention = kernel.name if kernel is not None else "sdpa"
+        self.language_model = AutoModel.from_config(parts.language, attn_implementation=attention)
         self.language_model.config.use_cache = False
         self.lm_head = nn.Linear(hidden, parts.language.vocab_size, bias=False)
         if parts.language.tie_word_embeddings:
@@ -65,6 +75,7 @@ class Llava(nn.Module):
     def forward(
         self,
         input_ids: torch.Tensor,
+        segments: Segments | None,
         image_positions: torch.Tensor,
         image_rows: torch.Tensor,
         images: torch.Tensor,
@@ -74,7 +85,10 @@ class Llava(nn.Module):
         """Sum of the losses of all labels, or their logits where there are no label ids.
 
         Args:
-            input_ids: int64 [rows, length], padded on the right; causal attention keeps padding out.
+            input_ids: int64 [rows, length], padded on the right: causal attention keeps padding out. With segments
+                int64 [1, tokens].
+            segments: the samples of a packed row, None for padded rows: int64 [1, tokens] positions that begin at 0
+                with every sample, int32 [samples + 1] where samples begin and the last ends, and their lengths.
             image_positions: int64 [positions], into the rows laid end to end.
             image_rows: int64 [positions], into the features of all tiles laid end to end; the row behind the last is
                 the end of a line.
@@ -85,6 +99,7 @@ class Llava(nn.Module):
         Returns:
             float32 scalar, or float32 [labels, vocabulary].
         """
+        assert segments is None or self.kernel is not None, "a model for padded rows was given a packed one"
         features = self.multi_modal_projector(self.image_features(images)).flatten(0, 1)  # [tiles * tokens, hidden]
         if self.cfg.patch_merge is PatchMerge.spatial_unpad:
             features = torch.cat([features, self.image_newline[None].to(features.dtype)])
@@ -93,7 +108,7 @@ class Llava(nn.Module):
         # reduces its gradient, and embeddings require one although they are frozen.
         shown = features.index_select(0, image_rows).to(embeds.dtype)
         flat = embeds.flatten(0, 1).index_copy(0, image_positions, shown)
-        hidden = self.language_model(inputs_embeds=flat.view_as(embeds)).last_hidden_state
+        hidden = self.language_model(inputs_embeds=flat.view_as(embeds), **told(segments)).last_hidden_state
         logits = self.lm_head(hidden.flatten(0, 1).index_select(0, label_positions)).float()
         if label_ids is None:
             return logits
@@ -184,9 +199,21 @@ def probe_tower(tower: nn.Module, vision: PretrainedConfig, cfg: ModelConfig) ->
     return positions - (cfg.select_feature is Feature.patch), leftovers
 
 
-def build_llava(parts: Parts, cfg: ModelConfig, compute_dtype: torch.dtype) -> Llava:
-    """The model on the meta device: shapes only, and what trains."""
+def build_llava(parts: Parts, cfg: ModelConfig, compute_dtype: torch.dtype, kernel: Kernel | None = None) -> Llava:
+    """The model on the meta device: shapes only, and what trains.
+
+    Args:
+        kernel: attends within the samples of packed rows; None: the model takes padded rows alone.
+
+    Raises:
+        ConfigError: the language model cannot keep the samples of a packed row apart.
+    """
+    if kernel is not None:
+        register_attention()
+        check_full_attention(parts.language)
     with torch.device("meta"):
-        model = Llava(parts, cfg, compute_dtype)
+        model = Llava(parts, cfg, compute_dtype, kernel)
+        if kernel is not None:
+            check_reaches_all_layers(model.language_model)
     model.freeze()
     return model
