@@ -3,22 +3,19 @@
 `train` reads from top to bottom as what happens; `fit` (loop.py) calls `train_step`, which calls `backward`.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 from omegaconf import OmegaConf
 from torch.distributed.device_mesh import DeviceMesh
 
 from llava_fsdp import artifact, checkpoint, cli
-from llava_fsdp.config import Config, RecomputeMode
-from llava_fsdp.data.cost import CostModel
+from llava_fsdp.config import Config
 from llava_fsdp.data.loader import Loader, build_loader
 from llava_fsdp.log import log
 from llava_fsdp.loop import fit
 from llava_fsdp.metrics import Reporter, begin_status, watch_loading, write_status
 from llava_fsdp.model.attention import choose_kernel
 from llava_fsdp.model.draw import computed_buffers, restore_buffers
-from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.parts import find_parts, find_projector
 from llava_fsdp.model.weights import find_weights, fingerprint, load_weights
@@ -101,9 +98,7 @@ def open_data(cfg: Config, world: World, model: Llava) -> Loader:
     with first_rank_first(world):
         draw_shapes(cfg.data)
     folders = model.parts.language_folder, model.parts.vision_folder
-    cost = CostModel(*count_flops(model, cfg.recompute.mode is RecomputeMode.full))
-    shape = replace(shape_of(model), cost=cost)
-    return build_loader(cfg, *folders, shape, world.rank, world.size, world.device, gather_lists)
+    return build_loader(cfg, *folders, shape_of(model, cfg), world.rank, world.size, world.device, gather_lists)
 
 
 def write_config(cfg: Config, world: World) -> None:

@@ -119,11 +119,12 @@ class Window:
                 behind = after_space(self.text, end)
                 if self.text[behind : behind + 1] in (",", "]") and behind < len(self.text):
                     return end
-                error = json.JSONDecodeError("Expecting ',' delimiter", self.text, behind)
-            except json.JSONDecodeError as caught:
-                error = caught
+                wrong = "Expecting ',' delimiter", self.text, behind
+            except json.JSONDecodeError as caught:  # which must not be kept: it holds this frame, and all the text
+                wrong = caught.msg, self.text, caught.pos
             if self.ended or len(self.text) - self.at > MOST_BYTES:
-                raise error
+                raise json.JSONDecodeError(*wrong)
+            del wrong
             self.more()
 
 

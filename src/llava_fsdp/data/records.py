@@ -88,14 +88,14 @@ class Records:
         return self.column(self.index.encoded, "images")
 
     @cached_property
-    def tiles(self) -> np.ndarray:
-        """int32 [records]: tiles of the sample's pictures, as cut."""
-        return self.column(self.index.encoded, "tiles")
-
-    @cached_property
     def pictures(self) -> np.ndarray:
         """int32 [records]: pictures of the record."""
         return self.column(self.index.records, "pictures")
+
+    @cached_property
+    def tiles(self) -> np.ndarray:
+        """int32 [records]: tiles of the sample's pictures, as cut."""
+        return self.column(self.index.encoded, "tiles")
 
     @cached_property
     def positions_cut(self) -> np.ndarray:
