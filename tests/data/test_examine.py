@@ -115,7 +115,6 @@ def planted(folder: Path) -> dict[str, tuple[bytes | None, str]]:
 PLANTED = [*planted(Path())]
 
 
-@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize("name", PLANTED)
 def test_kinds(name: str, tmp_path: Path) -> None:
     content, kind = planted(tmp_path)[name]

@@ -10,6 +10,7 @@ import os
 import stat
 import struct
 import time
+import warnings
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ def examine(path: Path, where: str, full: bool, scaled: bool = True) -> Picture:
         PictureError: with its `kind`; `where` names the record.
     """
     if not full:
-        with contextlib.suppress(*BROKEN), open_regular(path) as file, Image.open(file, formats=FORMATS) as picture:
+        with contextlib.suppress(*BROKEN), open_regular(path) as file, opening(file) as picture:
             check_pixels(picture, path, where)
             return Picture(*shown_size(picture), picture.height)
     with opened(path, where) as picture:
@@ -93,6 +94,15 @@ def shown_size(picture: Image.Image) -> Size:
 
 
 @contextlib.contextmanager
+def opening(file: BinaryIO | io.BytesIO) -> Iterator[Image.Image]:
+    """Pillow's warnings would only say again, without naming the record, what is checked or decoded here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with Image.open(file, formats=FORMATS) as picture:
+            yield picture
+
+
+@contextlib.contextmanager
 def opened(path: Path, where: str) -> Iterator[Image.Image]:
     """The open picture; whatever Pillow raises while it is used becomes one error."""
     data = read_file(path, where)
@@ -100,7 +110,7 @@ def opened(path: Path, where: str) -> Iterator[Image.Image]:
         # a copy that broke off may leave zeros for the rest, which are valid data to a JPEG decoder
         if data.startswith(JPEG) and data.endswith(bytes(64)) and ends_early(data):
             raise OSError("image file is truncated: its end holds zeros only")
-        with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
+        with opening(io.BytesIO(data)) as picture:
             check_pixels(picture, path, where)
             yield picture
     except Image.DecompressionBombError as error:
