@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from torch.distributed.device_mesh import DeviceMesh
 
 from llava_fsdp import artifact, checkpoint, cli
-from llava_fsdp.config import Config
+from llava_fsdp.config import Config, Source
 from llava_fsdp.data.loader import Loader, build_loader
 from llava_fsdp.log import log
 from llava_fsdp.loop import fit
@@ -95,8 +95,9 @@ def describe_projector(cfg: Config, projector: Path | None) -> str:
 
 def open_data(cfg: Config, world: World, model: Llava) -> Loader:
     """The dataset; the embedded one is drawn first, by one rank."""
-    with first_rank_first(world):
-        draw_shapes(cfg.data)
+    if cfg.data.source is Source.shapes:
+        with first_rank_first(world):
+            draw_shapes(cfg.data)
     folders = model.parts.language_folder, model.parts.vision_folder
     return build_loader(cfg, *folders, shape_of(model, cfg), world.rank, world.size, world.device, gather_lists)
 

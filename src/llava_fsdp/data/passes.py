@@ -186,7 +186,9 @@ class ExaminePictures(Pass):
                 picture = seen[key]
                 if isinstance(picture, DataError):
                     record = self.texts.record(number)
-                    found.of(number, record.id)(str(picture.kind), f"{record.where}: {picture}")
+                    found.of(number, record.id)(
+                        str(picture.kind), f"{record.where}: {str(picture).removeprefix(f'{name}: ')}"
+                    )
                     picture = Picture(0, 0, 0)
                 pictures.append(picture)
         values = {n: [getattr(p, n) for p in pictures] for n in ("width", "height", "stored_height")}
