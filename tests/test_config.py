@@ -223,3 +223,52 @@ def test_compat_sets_what_the_original_does() -> None:
 def test_choices_that_exclude_each_other(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_of(overrides)
+
+
+def test_names_of_sources_are_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given on the command line without Hydra's signs, paths as they are typed."""
+    words = [
+        "data=llava_json",
+        "data.sources.a.path=my file (1).json",
+        "data.sources.a.epochs=0.5",
+        "data.sources.b.path=b",
+    ]
+    monkeypatch.setattr(sys, "argv", ["train", *words])
+    node = cli.compose("train", Config)
+    assert node is not None
+    cfg = load(Config, node)
+    assert {name: (own.path, own.epochs) for name, own in cfg.data.sources.items()} == {
+        "a": ("my file (1).json", 0.5),
+        "b": ("b", None),
+    }
+
+
+WRONG_SOURCES = {
+    (
+        "data.sources.a.pth=x",
+    ): r"data\.sources\.a\.pth is not a key of the configuration; did you mean data\.sources\.a\.path",
+    ("data.sources.a.weight=1",): r"data\.sources\.a\.path is not set",
+    ("data.sources.a.path=x", "data.path=y"): r"data\.path=y and data\.sources=\['a'\] are both set",
+    (
+        "data.sources.a.path=x",
+        "data.sources.b.path=y",
+        "data.sources.b.weight=1",
+    ): r"give every source a weight, or none",
+    ("data.sources.a.path=x", "data.sources.a.epochs=0"): r"epochs=0\.0 of x must be a finite number above 0",
+    ("data.path=x", "data.bad_budget=lots"): r"data\.bad_budget=lots is neither a share of the records",
+}
+
+
+@pytest.mark.parametrize("words", WRONG_SOURCES, ids=str)
+def test_wrong_sources_are_refused(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train", "data=llava_json", *words])
+    with pytest.raises(ConfigError, match=WRONG_SOURCES[words]):
+        node = cli.compose("train", Config)
+        assert node is not None
+        load(Config, node)
+
+
+def test_budget_of_bad_records() -> None:
+    cfg = config_of(["data=llava_json", *FILL])
+    assert [cfg.data.budget(n) for n in (999, 1000, 665_298)] == [0, 1, 665]
+    assert config_of(["data=llava_json", *FILL, "data.bad_budget=20"]).data.budget(10) == 20

@@ -16,8 +16,10 @@ from planted import write_planted
 from small import make_config, write_json
 
 from llava_fsdp.config import Config
+from llava_fsdp.data import ids
 from llava_fsdp.data import index as index_module
-from llava_fsdp.data.index import Index, Plan, duplicates, open_index
+from llava_fsdp.data.ids import duplicates
+from llava_fsdp.data.index import Index, Plan, open_index
 from llava_fsdp.data.loader import ModelShape, open_encoding
 from llava_fsdp.data.progress import watch_silently
 from llava_fsdp.data.records import Records
@@ -220,6 +222,6 @@ def test_duplicates_in_any_share(monkeypatch: pytest.MonkeyPatch) -> None:
     first: dict[int, int] = {}
     expected = [[n, first[h]] for n, h in enumerate(hashes.tolist()) if h and first.setdefault(h, n) != n]
     for block in (1000, 64, 7):
-        monkeypatch.setattr(index_module, "BLOCK", block)
+        monkeypatch.setattr(ids, "BLOCK", block)
         assert duplicates(hashes, 0, 200).tolist() == expected
     assert json.dumps(duplicates(hashes, 200, 200).tolist()) == "[]"

@@ -25,9 +25,13 @@ Columns = dict[str, np.ndarray]
 """By name; a column holds a value a record, or one a picture, of one chunk."""
 Advance = Callable[[int], None]
 """Told how many chunks have been done since the last time."""
+Watch = Callable[[str, int], contextlib.AbstractContextManager[Advance]]
+"""(what is done, number of chunks) -> what is told how many have been done."""
 ROWS = "rows"
 """The column of text: JSON Lines as bytes."""
 DONE = "done.json"
+BLOCK = 1 << 20
+"""Values of a column that are looked at together."""
 
 
 class Task(Protocol):
@@ -73,7 +77,7 @@ def run_chunks(task: Task, folder: Path, chunks: int, workers: int, advance: Adv
 
 def do(task: Task, folder: Path, chunk: int) -> None:
     path = chunk_file(folder, chunk)
-    staged = path.with_suffix(".tmp")
+    staged = path.with_suffix(f".{os.getpid()}.tmp")  # a worker may outlive the process that started it by a chunk
     with staged.open("wb") as file:
         np.savez(file, **task(chunk))  # pyright: ignore[reportArgumentType]
     os.replace(staged, path)

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from llava_fsdp.config import Bad, Config, DataConfig, TooLong
-from llava_fsdp.data.chunks import default_workers
+from llava_fsdp.data.chunks import Watch, default_workers
 from llava_fsdp.data.encode import Encoder
 from llava_fsdp.data.images import PictureReader
-from llava_fsdp.data.index import Plan, Watch, open_index
+from llava_fsdp.data.index import Plan, open_index
 from llava_fsdp.data.problems import PROBLEMS, Kind
 from llava_fsdp.data.records import Records
 from llava_fsdp.data.report import PAGE, write_report

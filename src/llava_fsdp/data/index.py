@@ -14,10 +14,7 @@ left.
 
 import contextlib
 import fcntl
-import hashlib
-import itertools
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -29,32 +26,28 @@ import numpy as np
 from llava_fsdp.config import DataConfig, Pixels, TooLong
 from llava_fsdp.data import parquet
 from llava_fsdp.data.chunks import (
+    BLOCK,
     DONE,
     ROWS,
-    Advance,
+    Watch,
     chunk_file,
     join,
     open_column,
     run_chunks,
-    write_column,
 )
 from llava_fsdp.data.encode import Encoder, ExactEncoder
+from llava_fsdp.data.ids import DUPLICATES, read_facts
 from llava_fsdp.data.images import PictureReader
-from llava_fsdp.data.passes import LOSSES, EncodeRecords, ExaminePictures, Pass, ReadRecords
-from llava_fsdp.data.problems import BITS, Kind
-from llava_fsdp.data.texts import SourceFile, Texts, digest, sources_of, split
-from llava_fsdp.errors import ConfigError, DataError
+from llava_fsdp.data.measure import LOSSES, EncodeRecords
+from llava_fsdp.data.passes import ExaminePictures, Pass, ReadRecords
+from llava_fsdp.data.states import find_state, read_known, short, stamp
+from llava_fsdp.data.texts import SourceFile, Texts, sources_of, split
+from llava_fsdp.errors import ConfigError
 from llava_fsdp.log import log
 
-FORMAT = 1
-"""Raised whenever the columns change, or what is found in a record."""
-KNOWN, LOCK, DUPLICATES = "known.json", "lock", "duplicates"
-BLOCK = 1 << 20
-"""Values of a column that are looked at together."""
+LOCK = "lock"
 CHUNKS = {"records": 8192, "pictures": 1024, "encoded": 1024}
 """Records of a chunk, by pass: a few seconds' work."""
-Watch = Callable[[str, int], contextlib.AbstractContextManager[Advance]]
-"""(what is done, number of chunks) -> what is told how many have been done."""
 
 
 @dataclass(frozen=True)
@@ -232,44 +225,6 @@ def clear(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def find_state(sources: list[SourceFile], folder: Path, watch: Watch, look_again: bool) -> dict[str, str]:
-    """The key and the fingerprint of the sources' content, remembered under their size and time."""
-    known = read_known(folder)
-    now = stamp(sources)
-    if now not in known or look_again:
-        with watch("fingerprints", len(sources)) as advance:
-            digests = []
-            for source in sources:
-                digests.append(digest(Path(source.path)))
-                advance(1)
-        if stamp(sources) != now:
-            raise DataError(f"{', '.join(s.path for s in sources)} changed while being read; run it again")
-        whole = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
-        places = [[s.name, s.path, s.images and os.path.realpath(s.images)] for s in sources]
-        known[now] = {"key": short(FORMAT, digests, places), "fingerprint": whole[:32]}
-        staged = folder / f"{KNOWN}.tmp"
-        staged.write_text(json.dumps(known))
-        os.replace(staged, folder / KNOWN)
-    return known[now]
-
-
-def read_known(folder: Path) -> dict[str, dict[str, str]]:
-    path = folder / KNOWN
-    return json.loads(path.read_text()) if path.is_file() else {}
-
-
-def stamp(sources: list[SourceFile]) -> str:
-    stats = [os.stat(s.path) for s in sources]
-    values = [
-        [s.name, s.path, s.images, stat.st_size, stat.st_mtime_ns] for s, stat in zip(sources, stats, strict=True)
-    ]
-    return short(FORMAT, values)
-
-
-def short(*what: object) -> str:
-    return hashlib.sha256(repr(what).encode()).hexdigest()[:12]
-
-
 def scaled(plan: Plan) -> bool:
     return plan.cfg.pixels is not Pixels.llava_v1_5
 
@@ -318,59 +273,6 @@ def mended_chunks(task: ExaminePictures, folder: Path) -> list[int]:
         if task.of(range(number, number + 1))["flags"][0] != flags[number]
     }
     return sorted(mended)
-
-
-def read_facts(task: ReadRecords, _parts: Path, staged: Path) -> dict[str, Any]:
-    """Adds first_picture (int64 [records + 1]), name_end (int64 [pictures + 1]) and what ids are there twice."""
-    for name, counts in (("first_picture", "pictures"), ("name_end", "name_size")):
-        write_column(staged / f"{name}.npy", running_sum(open_column(staged, counts)), np.dtype(np.int64))
-    (staged / "name_size.npy").unlink()
-    flags = np.load(staged / "flags.npy", mmap_mode="r+")
-    hashes = open_column(staged, "id_hash")
-    with (staged / f"{DUPLICATES}.jsonl").open("w") as file:
-        for begin, end in itertools.pairwise(task.texts.firsts):
-            for number, first in duplicates(hashes, begin, end).tolist():
-                record = task.texts.record(number)
-                earlier = task.texts.place(first)[1]
-                reason = f"{record.where}: record {earlier} has the same id; give each its own"
-                row = {"record": number, "id": record.id, "kind": Kind.duplicate_id, "reason": reason}
-                file.write(json.dumps(row) + "\n")
-                flags[number] |= BITS[Kind.duplicate_id]
-    return {}
-
-
-def running_sum(counts: np.ndarray) -> Iterator[np.ndarray]:
-    total = 0
-    yield np.zeros(1, dtype=np.int64)
-    for begin in range(0, len(counts), BLOCK):
-        sums = total + np.cumsum(counts[begin : begin + BLOCK], dtype=np.int64)
-        total = int(sums[-1])
-        yield sums
-
-
-def duplicates(hashes: np.ndarray, begin: int, end: int) -> np.ndarray:
-    """int64 [duplicates, 2]: records of [begin, end) whose id an earlier one has, and the first one that has it.
-
-    A share of the hashes is looked at a time, so that memory does not grow with the records.
-    """
-    shares = -(-(end - begin) // BLOCK)
-    found = [np.zeros((0, 2), dtype=np.int64)]
-    for share in range(shares):
-        numbers, values = [], []
-        for first in range(begin, end, BLOCK):
-            block = hashes[first : min(end, first + BLOCK)]
-            at = np.flatnonzero((block % np.uint64(shares) == share) & (block != 0))
-            numbers.append(at + first)
-            values.append(block[at])
-        number, value = np.concatenate(numbers), np.concatenate(values)
-        order = np.argsort(value, kind="stable")
-        number, value = number[order], value[order]
-        starts = np.flatnonzero(np.r_[True, value[1:] != value[:-1]]) if len(value) else np.zeros(0, dtype=np.int64)
-        firsts = np.repeat(number[starts], np.diff(np.r_[starts, len(value)]))
-        later = number != firsts
-        found.append(np.stack([number[later], firsts[later]], axis=1))
-    pairs = np.concatenate(found)
-    return pairs[np.argsort(pairs[:, 0])]
 
 
 def encoded_facts(task: EncodeRecords, parts: Path, staged: Path) -> dict[str, Any]:

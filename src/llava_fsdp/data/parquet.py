@@ -48,7 +48,7 @@ class WriteRows:
 
     def __call__(self, chunk: int) -> Columns:
         self.folder.mkdir(exist_ok=True)
-        staged = self.text(chunk).with_suffix(".tmp")
+        staged = self.text(chunk).with_suffix(f".{os.getpid()}.tmp")
         with staged.open("wb") as file:
             for line in lines(self.path, self.pictures, [chunk]):
                 file.write(line + b"\n")

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from llava_fsdp.config import Config
-from llava_fsdp.data.chunks import open_column
-from llava_fsdp.data.index import BLOCK, Index
+from llava_fsdp.data.chunks import BLOCK, open_column
+from llava_fsdp.data.index import Index
+from llava_fsdp.data.measure import LOSSES
 from llava_fsdp.data.page import write_page
-from llava_fsdp.data.passes import LOSSES
 from llava_fsdp.data.problems import PROBLEMS
 from llava_fsdp.data.records import Records
 
