@@ -173,7 +173,7 @@ def each_alone(
     Split once: the backward of a slice fills a whole row with zeros, for every sample again.
     """
     parts = zip(*(part.split(lengths, dim=2) for part in (query, key, value)), strict=True)
-    found = [sdpa_attention_forward(module, *own, None, dropout=dropout, scaling=scaling)[0] for own in parts]
+    found = [sdpa_attention_forward(module, q, k, v, None, dropout=dropout, scaling=scaling)[0] for q, k, v in parts]
     return torch.cat(found, dim=1)
 
 
