@@ -48,7 +48,7 @@ def test_both_stages_then_questions(parts: Path, dataset: Path, tmp_path: Path) 
     ran = train(*stage1, parts=parts, dataset=dataset, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert "This run uses a model with random weights." in ran.stderr and "step 3/3" in ran.stderr
-    assert "micro-batch 2 x accumulation 2 x ranks 2 = 8 rows for a global batch of 6" in ran.stderr
+    assert "6 samples packed into rows of at most" in ran.stderr and "sdpa (SDPA a sample" in ran.stderr
     ran = train(*stage2, parts=parts, dataset=dataset, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert re.search(r"projector +outputs/pretrain/export", ran.stderr)
