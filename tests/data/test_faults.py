@@ -1,5 +1,6 @@
 """Every planted fault is found, each as what it is, and nothing else; and training goes on without them, or not."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from planted import ALSO, FAULTS, LINES_ONLY, write_planted
 from small import make_config
 from test_index import open_again, plan_of
 
+from llava_fsdp import train
 from llava_fsdp.config import Config
 from llava_fsdp.data.door import check_door
 from llava_fsdp.data.problems import BITS, PROBLEMS, Kind, is_kept
@@ -85,6 +87,22 @@ def test_training_stops_at_the_door(case: tuple[Path, list[str | None]], parts: 
     check_door(records, config(parts, path, "data.bad=quarantine", f"data.bad_budget={records.out}").data)
     with pytest.raises(DataError, match=r"2 of \d+ records are too long"):
         check_door(records, config(parts, path, "data.bad=quarantine", "data.too_long=fail").data)
+
+
+def test_training_goes_on_without_them(case: tuple[Path, list[str | None]], parts: Path, tmp_path: Path) -> None:
+    """An epoch of all that are kept and of nothing else, and a list of the others."""
+    path, planted = case
+    said = f"output_dir={tmp_path}", "epochs=1", "max_steps=null", "data.bad=quarantine", "data.bad_budget=99%"
+    cfg = config(parts, path, *said)
+    train.train(cfg)
+    kept = sum(kind is None or is_kept(Kind(kind), cfg.labels, cfg.data.too_long) for kind in planted)
+    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert sum(step["samples"] for step in steps) == kept and not any(step["quarantined"] for step in steps)
+    rows = [json.loads(line) for line in (tmp_path / "quarantine.jsonl").read_text().splitlines()]
+    assert {row["step"] for row in rows} == {0} and len({row["record"] for row in rows}) == len(planted) - kept
+    with pytest.raises(DataError, match=r"mend them, or leave them out: data\.bad=quarantine"):
+        train.train(config(parts, path, f"output_dir={tmp_path / 'other'}"))
+    assert not (tmp_path / "other" / "metrics.jsonl").exists()
 
 
 def test_no_folder_of_pictures(parts: Path, tmp_path: Path) -> None:
