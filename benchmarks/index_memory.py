@@ -148,7 +148,7 @@ with initialize_config_dir(str(config_dir()), version_base="1.3"):
 parts = find_parts(cfg.model)
 model = build_llava(parts, cfg.model, torch.float32)
 folders = parts.language_folder, parts.vision_folder
-loader = build_loader(cfg, *folders, shape_of(model, cfg), 0, 1, torch.device("cpu"))
+loader = build_loader(cfg, *folders, shape_of(model), 0, 1, torch.device("cpu"))
 steps = loader.from_step(0)
 for _ in range(50):
     next(steps)

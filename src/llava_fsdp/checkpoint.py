@@ -228,7 +228,7 @@ def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder
     ]
     moved = f"{then.get('data.path')} -> {now.get('data.path')}"
     meanings = {
-        "dataset": f"data.path: the dataset is another one, or has changed ({moved})",
+        "dataset": f"data.path: the dataset is another one, has changed, or has other wrong records now ({moved})",
         "encoding": "model.language, model.vision: the tokenizer or the preprocessor is another one",
         "order": "order: the original's order depends on micro_batch_size and on the number of ranks; one is another",
         "model": "model: the model is another one: other shapes, or other frozen weights",

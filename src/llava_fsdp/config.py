@@ -258,9 +258,10 @@ class DataConfig:
     allow_links: bool
     """Whether symbolic links in the folder of pictures may lead out of it."""
     bad: Bad
-    """Records that cannot be trained on: fail stops before training begins, quarantine leaves them out."""
+    """Records that cannot be trained on: fail stops before training begins, or where a picture breaks later; quarantine
+    goes on without them, on every rank alike, and lists them in quarantine.jsonl."""
     bad_budget: str
-    """Most that data.bad=quarantine leaves out: a share of the records (`0.1%`) or a number of them (`20`)."""
+    """Most that data.bad=quarantine leaves out: a share of the records (`0.1%`, rounded down) or a number (`20`)."""
     template: str
     image_aspect_ratio: AspectRatio
     grid_pinpoints: list[list[int]]
@@ -273,11 +274,6 @@ class DataConfig:
     max_length: int
     """Longest sample in positions, image positions included."""
     too_long: TooLong
-    bad: Bad
-    """fail: the first record that is wrong, or whose picture is broken, stops the run; quarantine: the run goes on
-    without it, on every rank alike, and lists it in quarantine.jsonl."""
-    bad_budget: str
-    """Most records that quarantine may leave out: a share of all ("0.1%", at least one record) or a number ("20")."""
     workers: int | None
     """Processes that prepare batches on each rank; 0 prepares them between steps; null: up to 4, as cores allow."""
     prefetch: int

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from llava_fsdp.config import Config, DataConfig, RecomputeMode, Source
+from llava_fsdp.config import DataConfig, Source
 from llava_fsdp.data.cost import CostModel
 from llava_fsdp.data.loader import ModelShape
 from llava_fsdp.data.shapes import ensure_shapes
@@ -16,12 +16,13 @@ def draw_shapes(cfg: DataConfig) -> None:
         ensure_shapes(Path(cfg.root or "."))
 
 
-def shape_of(model: Llava, cfg: Config) -> ModelShape:
+def shape_of(model: Llava) -> ModelShape:
     language = model.parts.language
     return ModelShape(
         image_tokens=model.image_tokens,
         image_size=model.parts.vision.image_size,
         max_length=language.max_position_embeddings,
         vocab_size=language.vocab_size,
-        cost=CostModel(*count_flops(model, cfg.recompute.mode is RecomputeMode.full)),
+        # without recomputation, whatever the run does: with and without it the same cut gives the same bits
+        cost=CostModel(*count_flops(model, recompute=False)),
     )

@@ -34,7 +34,7 @@ def prepare(cfg: PrepareConfig) -> None:
     draw_shapes(cfg.data)
     parts = find_parts(cfg.model)
     model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])  # on meta: shapes only
-    encoder, reader = open_encoding(cfg, parts.language_folder, parts.vision_folder, shape_of(model, cfg))
+    encoder, reader = open_encoding(cfg, parts.language_folder, parts.vision_folder, shape_of(model))
     plan = Plan(cfg.data, encoder, reader, cfg.prepare.workers or default_workers())
     records = Records(open_index(plan, watch, look_again=True), cfg.labels, cfg.data.too_long)
     folder = Path(cfg.report or cfg.data.index_folder)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from llava_fsdp import artifact, checkpoint, cli
 from llava_fsdp.config import Config, Source
 from llava_fsdp.data.loader import Loader, build_loader
+from llava_fsdp.errors import DataError
 from llava_fsdp.log import log
 from llava_fsdp.loop import fit
 from llava_fsdp.metrics import Reporter, begin_status, watch_loading, write_status
@@ -72,6 +73,7 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
     kernel = choose_kernel(cfg.attention, parts.language, world.device, compute_dtype) if cfg.pack else None
     model = build_llava(parts, cfg.model, compute_dtype, kernel)  # on meta: shapes only
     loader = open_data(cfg, world, model)
+    check_same_records(loader)
     sources = find_weights(model, parts, cfg.model, projector, cfg.seed)
     fingerprints = {**loader.steps.fingerprints(), "model": fingerprint(model, sources)}
     if world.is_first:
@@ -99,7 +101,22 @@ def open_data(cfg: Config, world: World, model: Llava) -> Loader:
         with first_rank_first(world):
             draw_shapes(cfg.data)
     folders = model.parts.language_folder, model.parts.vision_folder
-    return build_loader(cfg, *folders, shape_of(model, cfg), world.rank, world.size, world.device, gather_lists)
+    return build_loader(cfg, *folders, shape_of(model), world.rank, world.size, world.device, gather_lists)
+
+
+def check_same_records(loader: Loader) -> None:
+    """Ranks of several machines may read copies of the files, and one may have looked before a picture was mended.
+
+    Raises:
+        DataError: on every rank alike.
+    """
+    found = gather_lists([loader.steps.fingerprints()])
+    differing = [rank for rank, other in enumerate(found) if other != found[0]]
+    if differing:
+        raise DataError(
+            f"ranks {differing} have other records, tokenizers or pictures' preparation than rank 0: are data.path, "
+            "data.images and the model the same files on every machine, and unchanged while the run began? Run it again"
+        )
 
 
 def write_config(cfg: Config, world: World) -> None:

@@ -70,9 +70,8 @@ class LeftOut:
     """What a message calls it."""
     kind: str
     reason: str
-    tokens: int
-    label_tokens: int
-    images: int
+    lacks: StepFacts
+    """What the index says of the sample alone."""
 
 
 @dataclass
@@ -93,6 +92,16 @@ class StepFacts:
     unlabelled: list[str] = field(default_factory=list)
     """Samples without any label, by record: masked by the original's rules, or cut before their first answer."""
 
+    def without(self, left_out: list[LeftOut]) -> StepFacts:
+        counts = {name: getattr(self, name) - sum(getattr(o.lacks, name) for o in left_out) for name in COUNTS}
+        named = [record for out in left_out for record in out.lacks.unlabelled]
+        unlabelled = [record for record in self.unlabelled if record not in named]
+        return replace(self, **counts, left_out=left_out, unlabelled=unlabelled)
+
+
+COUNTS = ("samples", "tokens", "label_tokens", "images", "truncated", "labels_cut")
+"""What adds up over the samples of a step."""
+
 
 @dataclass
 class Step:
@@ -103,14 +112,7 @@ class Step:
 
     def without(self, left_out: list[LeftOut], normalize: Normalize) -> Step:
         """The step as every rank sees it once all know what all had to leave out; its loss is of what remains."""
-        facts = replace(
-            self.facts,
-            samples=self.facts.samples - len(left_out),
-            tokens=self.facts.tokens - sum(sample.tokens for sample in left_out),
-            label_tokens=self.facts.label_tokens - sum(sample.label_tokens for sample in left_out),
-            images=self.facts.images - sum(sample.images for sample in left_out),
-            left_out=left_out,
-        )
+        facts = self.facts.without(left_out)
         if normalize is Normalize.micro_batch or not left_out:
             return Step(facts, self.micro_batches)
         return Step(facts, [replace(m, scale=1 / max(1, facts.label_tokens)) for m in self.micro_batches])

@@ -21,6 +21,7 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from llava_fsdp.data.anyres import Size
+from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.truncated import JPEG, ends_early
 from llava_fsdp.errors import PictureError
 
@@ -114,16 +115,18 @@ def opened(path: Path, where: str) -> Iterator[Image.Image]:
             check_pixels(picture, path, where)
             yield picture
     except Image.DecompressionBombError as error:
-        raise PictureError(f"{where}: picture {path} is over the limit of {MAX_PIXELS} pixels", "image_bomb") from error
+        raise PictureError(
+            f"{where}: picture {path} is over the limit of {MAX_PIXELS} pixels", Kind.image_bomb
+        ) from error
     except BROKEN as error:
         said = str(error) or type(error).__name__
         if "truncated" in said.lower() or ends_early(data):
             raise PictureError(
                 f"{where}: picture {path} is truncated after {len(data)} bytes ({said}); copy it again",
-                "image_truncated",
+                Kind.image_truncated,
             ) from error
         reason = f"it is none of {', '.join(FORMATS)}" if isinstance(error, Image.UnidentifiedImageError) else said
-        raise PictureError(f"{where}: picture {path} cannot be read: {reason}", "image_unreadable") from error
+        raise PictureError(f"{where}: picture {path} cannot be read: {reason}", Kind.image_unreadable) from error
 
 
 def read_file(path: Path, where: str) -> bytes:
@@ -133,18 +136,20 @@ def read_file(path: Path, where: str) -> bytes:
             with open_regular(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 if size > MAX_BYTES:
-                    raise PictureError(f"{where}: picture {path} has {size} bytes; most are {MAX_BYTES}", "image_bomb")
+                    raise PictureError(
+                        f"{where}: picture {path} has {size} bytes; most are {MAX_BYTES}", Kind.image_bomb
+                    )
                 data = file.read()
             break
         except (FileNotFoundError, NotADirectoryError) as error:
             message = f"{where}: picture {path} does not exist; is data.images right?"
-            raise PictureError(message, "image_missing") from error
+            raise PictureError(message, Kind.image_missing) from error
         except (OSError, ValueError) as error:  # ValueError: a zero character in the path
             if wait is None or getattr(error, "errno", None) not in TRANSIENT:
-                raise PictureError(f"{where}: picture {path} cannot be read: {error}", "image_unreadable") from error
+                raise PictureError(f"{where}: picture {path} cannot be read: {error}", Kind.image_unreadable) from error
             time.sleep(wait)
     if not data:
-        raise PictureError(f"{where}: picture {path} is empty (0 bytes); copy it again", "image_empty")
+        raise PictureError(f"{where}: picture {path} is empty (0 bytes); copy it again", Kind.image_empty)
     return data
 
 
@@ -165,7 +170,9 @@ def without_waiting(path: str, flags: int) -> int:
 def check_pixels(picture: Image.Image, path: Path, where: str) -> None:
     if picture.width * picture.height > MAX_PIXELS:
         size = f"{picture.width} x {picture.height}"
-        raise PictureError(f"{where}: picture {path} has {size} pixels, over the limit of {MAX_PIXELS}", "image_bomb")
+        raise PictureError(
+            f"{where}: picture {path} has {size} pixels, over the limit of {MAX_PIXELS}", Kind.image_bomb
+        )
 
 
 def check_values(picture: Image.Image, what: str) -> None:
@@ -191,5 +198,5 @@ def white_of(mode: str, values: np.ndarray, what: str) -> float:
             return white
     raise PictureError(
         f"{what} holds values from {least:g} to {most:g}, of which black and white are not known; convert it",
-        "image_unreadable",
+        Kind.image_unreadable,
     )

@@ -193,6 +193,8 @@ class Loader:
             DataError: a record or a picture of the step is wrong; or a worker died or stalled (WorkerError).
         """
         self.steps.order.draw(self.total_steps)
+        if first < self.total_steps:  # what workers would each make for themselves is made before they are forked
+            self.steps.facts(first, self.steps.order.samples(first))
         numbers, pin_memory = range(first, self.total_steps), self.device.type == "cuda"
         prefetch, stall = self.data.prefetch, self.data.stall
         for step in from_workers(self.steps, numbers, self.watch, prefetch, stall, pin_memory):

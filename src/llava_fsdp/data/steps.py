@@ -69,6 +69,7 @@ class Steps(Dataset):
         try:
             return flatten(self.prepare(step))
         except DataError as error:  # a worker's exception would reach the user as a traceback within a message
+            error.on_every_rank = False  # every rank reads its own samples
             return error
 
     def prepare(self, step: int) -> Step:
@@ -109,15 +110,8 @@ class Steps(Dataset):
         except DataError as error:
             if self.bad is Bad.fail or error.kind is None:
                 raise
-            return LeftOut(
-                number,
-                self.records.where(number),
-                error.kind,
-                str(error),
-                int(self.records.lengths[number]),
-                int(self.records.labels[number]),
-                int(self.records.images[number]),
-            )
+            where, lacks = self.records.where(number), self.facts(0, [number])
+            return LeftOut(number, where, error.kind, str(error), lacks)
 
     def load(self, number: int) -> Row:
         record = self.records[number]

@@ -30,7 +30,13 @@ def norms_kept_in_fp32(model: nn.Module, cfg: PrecisionConfig) -> list[nn.Module
     """
     if cfg.norm_dtype is cfg.param_dtype:
         return []
-    return [m for m in model.modules() if "Norm" in type(m).__name__]
+    return [m for m in model.modules() if is_norm(m)]
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Models bring norms of their own, with nothing in common but the name and a value for each channel."""
+    alone = not any(True for _ in module.children()) and all(p.ndim <= 1 for p in module.parameters())
+    return alone and "Norm" in type(module).__name__
 
 
 def norm_weights(model: nn.Module, cfg: PrecisionConfig) -> set[nn.Parameter]:
