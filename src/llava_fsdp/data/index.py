@@ -15,6 +15,7 @@ left.
 import contextlib
 import fcntl
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -42,7 +43,7 @@ from llava_fsdp.data.measure import LOSSES, EncodeRecords
 from llava_fsdp.data.passes import ExaminePictures, Pass, ReadRecords
 from llava_fsdp.data.states import find_state, read_known, short, stamp
 from llava_fsdp.data.texts import SourceFile, Texts, sources_of, split
-from llava_fsdp.errors import ConfigError
+from llava_fsdp.errors import BuildError, LlavaFsdpError, SourceError
 from llava_fsdp.log import log
 
 LOCK = "lock"
@@ -109,7 +110,9 @@ def open_index(plan: Plan, watch: Watch, look_again: bool = False) -> Index:
 
     Raises:
         DataError: a source is no list of records.
-        ConfigError: a path does not exist, or the index cannot be written.
+        ConfigError: a path does not exist.
+        BuildError: the index cannot be written.
+        SourceError: a source cannot be read, or changes meanwhile.
     """
     sources = sources_of(plan.cfg)
     folder = plan.cfg.index_folder
@@ -121,10 +124,25 @@ def open_index(plan: Plan, watch: Watch, look_again: bool = False) -> Index:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder / LOCK):
             return build(plan, sources, folder, watch, look_again)
+    except LlavaFsdpError as error:
+        error.on_every_rank = False  # whoever makes it meets this; the others may wait for the lock for long
+        raise
     except OSError as error:
-        raise ConfigError(
+        if is_foreign(error, folder):
+            raise SourceError(
+                f"{error.filename} cannot be read ({error}); what is done is kept: run it again"
+            ) from error
+        raise BuildError(
             f"the index of the dataset cannot be written to {folder} ({error}); name another folder: data.index=DIR"
         ) from error
+
+
+def is_foreign(error: OSError, folder: Path) -> bool:
+    """Whether the error is of a file outside a folder; one of writing to an open file names none."""
+    if not isinstance(error.filename, (str, bytes)):
+        return False
+    path, own = os.path.abspath(os.fsdecode(error.filename)), os.path.abspath(folder)
+    return not (path == own or path.startswith(f"{own}{os.sep}") or own.startswith(f"{path}{os.sep}"))
 
 
 @contextlib.contextmanager
@@ -234,9 +252,9 @@ def pictures_name(plan: Plan) -> str:
 
 
 def encoded_name(plan: Plan, pictures: Path) -> str:
-    sizes = pictures.name if plan.reader.in_tiles else ""  # else lengths do not depend on them
+    """Lengths depend on the pictures' sizes with tiles, and without on whether they can be made square."""
     reader = plan.reader
-    places = reader.fingerprint, reader.aspect.value, reader.pixels.value, sizes
+    places = reader.fingerprint, reader.aspect.value, reader.pixels.value, pictures.name
     return f"encoded-{short(plan.encoder.fingerprint, places)}"
 
 

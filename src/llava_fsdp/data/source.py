@@ -1,13 +1,15 @@
 """LLaVA records, from the bytes of one."""
 
+import contextlib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llava_fsdp.data.problems import Kind
-from llava_fsdp.errors import DataError
+from llava_fsdp.errors import DataError, SourceError
 
 ADDRESS = re.compile(r"(?:[a-z][a-z0-9+.-]*://|data:)", re.IGNORECASE)
 
@@ -48,6 +50,15 @@ class Record:
     def where(self) -> str:
         """What a message calls this record."""
         return f"{self.file}, record {self.index} (id {self.id})"
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raises SourceError where the file system cannot read on."""
+    try:
+        yield
+    except OSError as error:
+        raise SourceError(f"{path} cannot be read: {error}; does its file system answer? run it again") from error
 
 
 def parse_text(path: Path, index: int, text: bytes) -> Any:
