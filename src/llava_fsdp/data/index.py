@@ -188,7 +188,7 @@ def build(plan: Plan, sources: list[SourceFile], folder: Path, watch: Watch, loo
         written = [write_texts(s, state / f"rows-{n}", plan.workers, watch) for n, s in enumerate(sources)]
         with watch("finding records", 1) as advance:
             own = [source for source, _ in written]
-            split(own, state / "texts", [texts for _, texts in written], known["fingerprint"])
+            split(own, state / "texts", [text for _, text in written], known["fingerprint"])
             advance(1)
     for parts in (state / "texts.parts", *state.glob("rows-*.parts")):
         clear(parts)
@@ -203,19 +203,20 @@ def build(plan: Plan, sources: list[SourceFile], folder: Path, watch: Watch, loo
     return opened(folder, state, pictures, encoded)
 
 
-def write_texts(source: SourceFile, folder: Path, workers: int, watch: Watch) -> tuple[SourceFile, list[Path]]:
-    """The files in which a source's records are text, and where their pictures are."""
+def write_texts(source: SourceFile, folder: Path, workers: int, watch: Watch) -> tuple[SourceFile, Path]:
+    """The file in which a source's records are text, and where their pictures are."""
     path = Path(source.path)
     if path.suffix != parquet.SUFFIX:
-        return source, [path]
+        return source, path
     file = parquet.open_file(path)
     task, groups = parquet.WriteRows(path.absolute(), folder.absolute()), file.num_row_groups
-    with watch("reading Parquet", groups) as advance:
-        run_chunks(task, parts_of(folder), groups, workers, advance)
-    if parquet.is_embedded(file.schema_arrow):
-        task.pictures.mkdir(exist_ok=True)
-        source = replace(source, images=str(task.pictures))
-    return source, [task.text(group) for group in range(groups)]
+    if not task.whole.is_file():
+        with watch("reading Parquet", groups) as advance:
+            run_chunks(task, parts_of(folder), groups, workers, advance)
+        task.gather(groups, parts_of(folder))
+    task.drop_groups(groups)
+    images = task.images()
+    return source if images is None else replace(source, images=str(images)), task.whole
 
 
 P = TypeVar("P", bound=Pass)

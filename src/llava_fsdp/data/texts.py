@@ -143,11 +143,11 @@ class Texts:
         return record if folder is None else replace(record, folder=folder)
 
 
-def split(sources: list[SourceFile], folder: Path, texts: list[list[Path]], fingerprint: str) -> None:
+def split(sources: list[SourceFile], folder: Path, texts: list[Path], fingerprint: str) -> None:
     """Find every record of every text file, and write their places as a `Texts` folder.
 
     Args:
-        texts: the text files of each source.
+        texts: the text file of each source.
         fingerprint: of the sources' content.
 
     Raises:
@@ -156,16 +156,14 @@ def split(sources: list[SourceFile], folder: Path, texts: list[list[Path]], fing
     parts: list[Part] = []
     found: list[Path] = []
     first = 0
-    for source, paths in enumerate(texts):
-        before = first
-        for number, path in enumerate(paths):
-            pieces = split_file(path, folder.with_name(f"{folder.name}.parts") / f"{source}-{number}")
-            count = sum(len(np.load(p, mmap_mode="r")) for p in pieces)
-            parts += [Part(source, str(path), first, count)] if count else []
-            found += pieces
-            first += count
-        if first == before:
+    for source, path in enumerate(texts):
+        pieces = split_file(path, folder.with_name(f"{folder.name}.parts") / str(source))
+        count = sum(len(np.load(p, mmap_mode="r")) for p in pieces)
+        if not count:
             raise DataError(f"{sources[source].path} holds no records")
+        parts.append(Part(source, str(path), first, count))
+        found += pieces
+        first += count
     staged = folder.with_name(f"{folder.name}.tmp")
     staged.mkdir(exist_ok=True)
     for place, (name, dtype) in enumerate((("offset", np.int64), ("size", np.int32))):
