@@ -70,6 +70,18 @@ class WorkerError(DataError):
     on_every_rank = False
 
 
+class SourceError(DataError):
+    """A file of a dataset, or of its index, cannot be read or has changed; the one rank that reads it knows."""
+
+    on_every_rank = False
+
+
+class BuildError(ConfigError):
+    """The index of a dataset cannot be written; the one rank that makes it knows."""
+
+    on_every_rank = False
+
+
 class CheckpointError(LlavaFsdpError):
     """A checkpoint cannot be written, read, or continued with this configuration."""
 

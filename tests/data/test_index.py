@@ -18,12 +18,13 @@ from small import make_config, write_json
 from llava_fsdp.config import Config
 from llava_fsdp.data import ids
 from llava_fsdp.data import index as index_module
+from llava_fsdp.data.chunks import chunk_file, join, run_chunks
 from llava_fsdp.data.ids import duplicates
-from llava_fsdp.data.index import Index, Plan, open_index
+from llava_fsdp.data.index import Index, Plan, is_foreign, open_index
 from llava_fsdp.data.loader import ModelShape, open_encoding
 from llava_fsdp.data.progress import watch_silently
 from llava_fsdp.data.records import Records
-from llava_fsdp.errors import ConfigError, DataError
+from llava_fsdp.errors import ConfigError, DataError, SourceError
 
 FITS = ModelShape(image_tokens=4, image_size=28, max_length=512, vocab_size=10_000)
 
@@ -225,3 +226,73 @@ def test_duplicates_in_any_share(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ids, "BLOCK", block)
         assert duplicates(hashes, 0, 200).tolist() == expected
     assert json.dumps(duplicates(hashes, 200, 200).tolist()) == "[]"
+
+
+def test_a_chunk_that_is_not_whole_is_made_again(tmp_path: Path) -> None:
+    """Empty, or zeros, as a machine that lost power leaves them; and what is broken within is said, and removed."""
+
+    def task(chunk: int) -> dict[str, np.ndarray]:
+        return {"a": np.array([chunk])}
+
+    run_chunks(task, tmp_path / "parts", 3, 1, lambda _: None)
+    chunk_file(tmp_path / "parts", 0).write_bytes(b"")
+    chunk_file(tmp_path / "parts", 1).write_bytes(bytes(chunk_file(tmp_path / "parts", 1).stat().st_size))
+    run_chunks(task, tmp_path / "parts", 3, 1, lambda _: None)
+    join(tmp_path / "parts", 3, tmp_path / "whole", lambda _: {})
+    assert np.load(tmp_path / "whole" / "a.npy").tolist() == [0, 1, 2]
+    broken = bytearray(chunk_file(tmp_path / "parts", 2).read_bytes())
+    broken[80] ^= 255
+    chunk_file(tmp_path / "parts", 2).write_bytes(broken)
+    with pytest.raises(SourceError, match=r"00000002\.npz is broken .* run it again"):
+        join(tmp_path / "parts", 3, tmp_path / "again", lambda _: {})
+    assert not chunk_file(tmp_path / "parts", 2).exists()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone ends a process with its parent")
+def test_workers_end_with_the_builder(tmp_path: Path) -> None:
+    """In the middle of a chunk too."""
+    start = "import time; from pathlib import Path; from llava_fsdp.data.chunks import Worker\n"
+    start += "worker = Worker(time.sleep, Path('.')); worker.ask(iter([1000]))\n"
+    start += "print(worker.process.pid, flush=True); time.sleep(1000)"
+    process = subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    worker = int(process.stdout.readline())
+    while b"llava_fsdp.data.work" not in Path(f"/proc/{worker}/cmdline").read_bytes():
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 60
+    while is_running(worker):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+class Full:
+    """A task whose results no disk has room for."""
+
+    def __call__(self, chunk: int) -> dict[str, np.ndarray]:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_is_said_by_workers_too(tmp_path: Path) -> None:
+    for workers in (1, 2):
+        with pytest.raises(OSError, match="No space left"):
+            run_chunks(Full(), tmp_path, 2, workers, lambda _: None)
+
+
+def test_whose_fault_an_error_of_the_system_is(tmp_path: Path) -> None:
+    assert is_foreign(PermissionError(13, "denied", "/data/a.json"), tmp_path)
+    assert not is_foreign(PermissionError(13, "denied", str(tmp_path / "lock")), tmp_path)
+    assert not is_foreign(OSError(28, "No space left on device"), tmp_path)
+
+
+def test_workers_do_without_torch() -> None:
+    names = "work", "passes", "measure", "ids", "parquet"
+    code = f"import sys; from llava_fsdp.data import {', '.join(names)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

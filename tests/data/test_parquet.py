@@ -79,7 +79,33 @@ def test_text_that_is_not_utf8(parts: Path, dataset: Path, tmp_path: Path) -> No
     assert len(records) == records.out == records.counts["not_utf8"] == 1
 
 
+def test_paths_as_hugging_face_writes_them(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Structs without bytes are paths below data.images; other columns and fields do not matter, of whatever type."""
+    said = [{"from": "human", "value": "<image>", "at": b"x"}, {"from": "gpt", "value": "b", "at": None}]
+    rows = [{"id": n, "image": {"bytes": None, "path": "0.jpg"}, "conversations": said, "more": b""} for n in range(3)]
+    schema = pyarrow.Table.from_pylist(rows).schema
+    schema = schema.set(
+        1, pyarrow.field("image", pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())]))
+    )
+    records = opened(write(tmp_path / "a.parquet", rows, schema, row_group_size=1), parts, dataset)
+    assert len(records) == 3 and records[2].images == ("0.jpg",) and records[2].folder == dataset / "images"
+    rows[1]["image"] = {"bytes": (dataset / "images" / "0.jpg").read_bytes(), "path": None}
+    with pytest.raises(DataError, match=r"1 pictures are in the rows, and 2 are paths; .* give a file for each"):
+        opened(write(tmp_path / "b.parquet", rows, schema), parts, dataset)
+
+
+def test_many_row_groups_are_one_open_file(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    rows = json.loads((dataset / "text.json").read_text())
+    records = opened(write(tmp_path / "a.parquet", rows, row_group_size=1), parts, dataset)
+    assert len(records) == len({records[n].id for n in range(len(rows))}) == len(rows)
+    assert len({part.text for part in records.index.texts.parts}) == 1
+    assert [path.name for path in tmp_path.rglob("*.jsonl") if "rows-0" in str(path)] == ["rows.jsonl"]
+
+
+TURNS = [{"from": "a", "value": "b"}]
 WRONG = {
+    "an id of bytes": ([{"conversations": TURNS, "id": b"a"}], r"id is binary; it must be text or a number"),
+    "text of bytes": ([{"conversations": [{"from": "a", "value": b"b"}]}], r"from and value, which are text"),
     "no columns": ([{"text": "a"}], r"has the columns \['text'\]; LLaVA records have id, image and conversations"),
     "turns as text": ([{"conversations": "a"}], r"conversations is string; it must be a list of structs"),
     "a number": ([{"conversations": [{"from": "a", "value": "b"}], "image": 3}], r"image is int64; it must be a path"),

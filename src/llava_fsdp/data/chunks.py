@@ -6,20 +6,25 @@ with it, a third of a gigabyte a core.
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import pickle
+import secrets
 import selectors
+import signal
 import subprocess
 import sys
 import traceback
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 import numpy as np
 
-from llava_fsdp.errors import DataError, LlavaFsdpError
+from llava_fsdp.errors import LlavaFsdpError, SourceError, WorkerError
 
 Columns = dict[str, np.ndarray]
 """By name; a column holds a value a record, or one a picture, of one chunk."""
@@ -47,18 +52,19 @@ def chunk_file(folder: Path, chunk: int) -> Path:
 
 
 def run_chunks(task: Task, folder: Path, chunks: int, workers: int, advance: Advance) -> None:
-    """Do every chunk whose file is not there yet.
+    """Do every chunk whose file is not there yet, or is not whole.
 
     Args:
         workers: processes; with 1, or one chunk left, none is started.
 
     Raises:
         LlavaFsdpError: what a chunk raised, or a worker that died.
+        OSError: a file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob("*.tmp"):
-        left.unlink()
-    pending = [n for n in range(chunks) if not chunk_file(folder, n).is_file()]
+        left.unlink(missing_ok=True)
+    pending = [n for n in range(chunks) if not is_whole(chunk_file(folder, n))]
     advance(chunks - len(pending))
     workers = min(workers, len(pending))
     if workers <= 1:
@@ -75,12 +81,35 @@ def run_chunks(task: Task, folder: Path, chunks: int, workers: int, advance: Adv
             worker.close()
 
 
+def is_whole(path: Path) -> bool:
+    """Its last bytes are a zip archive's; what a machine that lost power left has none, or zeros."""
+    return path.is_file() and zipfile.is_zipfile(path)
+
+
 def do(task: Task, folder: Path, chunk: int) -> None:
+    columns = task(chunk)
     path = chunk_file(folder, chunk)
-    staged = path.with_suffix(f".{os.getpid()}.tmp")  # a worker may outlive the process that started it by a chunk
+    # nobody else's, on any machine: a worker may outlive the process that started it, and the next one go on beside it
+    staged = path.with_suffix(f".{secrets.token_hex(8)}.tmp")
     with staged.open("wb") as file:
-        np.savez(file, **task(chunk))  # pyright: ignore[reportArgumentType]
+        np.savez(file, **columns)  # pyright: ignore[reportArgumentType]
+        flush(file)
     os.replace(staged, path)
+
+
+def flush(file: IO[bytes]) -> None:
+    """To the disk, so that a name that is given later never stands for less."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def end_with(parent: int) -> None:
+    """Let the system kill this process when the one that started it ends; on Linux, which alone can."""
+    if sys.platform.startswith("linux"):
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() != parent:  # it had died before that
+            os._exit(1)
 
 
 class Worker:
@@ -89,7 +118,7 @@ class Worker:
     def __init__(self, task: Task, folder: Path):
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)  # what this process found its modules by
-        command = [sys.executable, "-m", "llava_fsdp.data.work"]
+        command = [sys.executable, "-m", "llava_fsdp.data.work", str(os.getpid())]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         assert self.process.stdin is not None and self.process.stdout is not None
         self.requests, self.answers = self.process.stdin, self.process.stdout
@@ -112,16 +141,17 @@ class Worker:
 
         Raises:
             LlavaFsdpError: what the chunk raised, or the process has died.
+            OSError: what the chunk raised.
         """
         try:
             error = pickle.load(self.answers)
-        except EOFError:
-            raise DataError(
+        except (EOFError, pickle.UnpicklingError):
+            raise WorkerError(
                 f"a worker process ended with {self.process.wait()} while the dataset was examined (-9: killed, often "
                 "for memory); what is done is kept: run it again, with fewer of them if memory was short "
                 "(prepare: prepare.workers=)"
             ) from None
-        if isinstance(error, LlavaFsdpError):
+        if isinstance(error, (LlavaFsdpError, OSError)):
             raise error
         assert error is None, error
 
@@ -152,8 +182,8 @@ def work(requests: IO[bytes], answers: IO[bytes]) -> None:
         try:
             do(task, folder, int(line))
             answer: object = None
-        except LlavaFsdpError as error:
-            answer = error
+        except (LlavaFsdpError, OSError) as error:
+            answer = error.with_traceback(None)
         except Exception:
             answer = traceback.format_exc()
         pickle.dump(answer, answers)
@@ -165,11 +195,13 @@ def join(source: Path, chunks: int, target: Path, finish: Callable[[Path], dict[
 
     One chunk's column is in memory at a time. `finish` may add to the folder of columns, and returns its facts, which
     are written last.
+
+    Raises:
+        SourceError: a chunk's file is broken; it is taken away, so that it is made again.
     """
     staged = target.with_name(f"{target.name}.tmp")
     staged.mkdir(exist_ok=True)
-    with np.load(chunk_file(source, 0), allow_pickle=False) as first:
-        dtypes = {name: first[name].dtype for name in first.files}
+    dtypes = {name: values.dtype for name, values in columns_of(chunk_file(source, 0)).items()}
     for name, dtype in dtypes.items():
         pieces = (column(chunk_file(source, n), name) for n in range(chunks))
         if name == ROWS:
@@ -183,8 +215,17 @@ def join(source: Path, chunks: int, target: Path, finish: Callable[[Path], dict[
 
 
 def column(path: Path, name: str) -> np.ndarray:
-    with np.load(path, allow_pickle=False) as chunk:
-        return chunk[name]
+    return columns_of(path, name)[name]
+
+
+def columns_of(path: Path, *names: str) -> Columns:
+    """The named columns of a chunk; all, where none is named."""
+    try:
+        with np.load(path, allow_pickle=False) as chunk:
+            return {name: chunk[name] for name in names or chunk.files}
+    except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, KeyError) as error:
+        path.unlink(missing_ok=True)
+        raise SourceError(f"{path} is broken ({error}), and was removed: run it again, and it is made again") from error
 
 
 def write_column(path: Path, pieces: Iterator[np.ndarray], dtype: np.dtype) -> None:

@@ -8,7 +8,7 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -19,8 +19,10 @@ from llava_fsdp.data.anyres import Size, cut_tiles, feature_rows
 from llava_fsdp.data.examine import MAX_PIXELS, opened, picture_size, shown_size, to_rgb
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.source import Record
-from llava_fsdp.data.workers import Watch
 from llava_fsdp.errors import ModelError, PictureError
+
+if TYPE_CHECKING:  # it imports torch, which the processes that make an index must not
+    from llava_fsdp.data.workers import Watch
 
 MISREAD = 3
 """Heights up to this the original's processor takes for something else (`misread`)."""
@@ -104,7 +106,7 @@ class PictureReader:
     sizes: tuple[Size, ...] = ()
     """anyres: what a picture may be fitted into"""
     merge: PatchMerge = PatchMerge.flat
-    watch: Watch | None = field(default=None, compare=False)
+    watch: "Watch | None" = field(default=None, compare=False)
 
     @property
     def fingerprint(self) -> str:

@@ -15,6 +15,7 @@ left.
 import contextlib
 import fcntl
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -42,7 +43,7 @@ from llava_fsdp.data.measure import LOSSES, EncodeRecords
 from llava_fsdp.data.passes import ExaminePictures, Pass, ReadRecords
 from llava_fsdp.data.states import find_state, read_known, short, stamp
 from llava_fsdp.data.texts import SourceFile, Texts, sources_of, split
-from llava_fsdp.errors import ConfigError
+from llava_fsdp.errors import BuildError, LlavaFsdpError, SourceError
 from llava_fsdp.log import log
 
 LOCK = "lock"
@@ -109,7 +110,9 @@ def open_index(plan: Plan, watch: Watch, look_again: bool = False) -> Index:
 
     Raises:
         DataError: a source is no list of records.
-        ConfigError: a path does not exist, or the index cannot be written.
+        ConfigError: a path does not exist.
+        BuildError: the index cannot be written.
+        SourceError: a source cannot be read, or changes meanwhile.
     """
     sources = sources_of(plan.cfg)
     folder = plan.cfg.index_folder
@@ -121,10 +124,25 @@ def open_index(plan: Plan, watch: Watch, look_again: bool = False) -> Index:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder / LOCK):
             return build(plan, sources, folder, watch, look_again)
+    except LlavaFsdpError as error:
+        error.on_every_rank = False  # whoever makes it meets this; the others may wait for the lock for long
+        raise
     except OSError as error:
-        raise ConfigError(
+        if is_foreign(error, folder):
+            raise SourceError(
+                f"{error.filename} cannot be read ({error}); what is done is kept: run it again"
+            ) from error
+        raise BuildError(
             f"the index of the dataset cannot be written to {folder} ({error}); name another folder: data.index=DIR"
         ) from error
+
+
+def is_foreign(error: OSError, folder: Path) -> bool:
+    """Whether the error is of a file outside a folder; one of writing to an open file names none."""
+    if not isinstance(error.filename, (str, bytes)):
+        return False
+    path, own = os.path.abspath(os.fsdecode(error.filename)), os.path.abspath(folder)
+    return not (path == own or path.startswith(f"{own}{os.sep}") or own.startswith(f"{path}{os.sep}"))
 
 
 @contextlib.contextmanager
@@ -170,7 +188,7 @@ def build(plan: Plan, sources: list[SourceFile], folder: Path, watch: Watch, loo
         written = [write_texts(s, state / f"rows-{n}", plan.workers, watch) for n, s in enumerate(sources)]
         with watch("finding records", 1) as advance:
             own = [source for source, _ in written]
-            split(own, state / "texts", [texts for _, texts in written], known["fingerprint"])
+            split(own, state / "texts", [text for _, text in written], known["fingerprint"])
             advance(1)
     for parts in (state / "texts.parts", *state.glob("rows-*.parts")):
         clear(parts)
@@ -185,19 +203,20 @@ def build(plan: Plan, sources: list[SourceFile], folder: Path, watch: Watch, loo
     return opened(folder, state, pictures, encoded)
 
 
-def write_texts(source: SourceFile, folder: Path, workers: int, watch: Watch) -> tuple[SourceFile, list[Path]]:
-    """The files in which a source's records are text, and where their pictures are."""
+def write_texts(source: SourceFile, folder: Path, workers: int, watch: Watch) -> tuple[SourceFile, Path]:
+    """The file in which a source's records are text, and where their pictures are."""
     path = Path(source.path)
     if path.suffix != parquet.SUFFIX:
-        return source, [path]
+        return source, path
     file = parquet.open_file(path)
     task, groups = parquet.WriteRows(path.absolute(), folder.absolute()), file.num_row_groups
-    with watch("reading Parquet", groups) as advance:
-        run_chunks(task, parts_of(folder), groups, workers, advance)
-    if parquet.is_embedded(file.schema_arrow):
-        task.pictures.mkdir(exist_ok=True)
-        source = replace(source, images=str(task.pictures))
-    return source, [task.text(group) for group in range(groups)]
+    if not task.whole.is_file():
+        with watch("reading Parquet", groups) as advance:
+            run_chunks(task, parts_of(folder), groups, workers, advance)
+        task.gather(groups, parts_of(folder))
+    task.drop_groups(groups)
+    images = task.images()
+    return source if images is None else replace(source, images=str(images)), task.whole
 
 
 P = TypeVar("P", bound=Pass)
@@ -234,9 +253,9 @@ def pictures_name(plan: Plan) -> str:
 
 
 def encoded_name(plan: Plan, pictures: Path) -> str:
-    sizes = pictures.name if plan.reader.in_tiles else ""  # else lengths do not depend on them
+    """Lengths depend on the pictures' sizes with tiles, and without on whether they can be made square."""
     reader = plan.reader
-    places = reader.fingerprint, reader.aspect.value, reader.pixels.value, sizes
+    places = reader.fingerprint, reader.aspect.value, reader.pixels.value, pictures.name
     return f"encoded-{short(plan.encoder.fingerprint, places)}"
 
 

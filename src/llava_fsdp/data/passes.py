@@ -115,7 +115,8 @@ class ReadRecords(Pass):
             try:
                 record = self.texts.record(number)
             except DataError as error:
-                assert error.kind is not None
+                if error.kind is None:
+                    raise
                 found.of(number, self.texts.id_of(number))(error.kind, str(error))
                 continue
             at = number - numbers.start
@@ -150,6 +151,14 @@ def check_pictures_named(record: Record, tell: Tell) -> None:
 
 
 @dataclass(frozen=True)
+class Wrong:
+    """What an error says, without the frames that it holds, and the file's bytes in them."""
+
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class ExaminePictures(Pass):
     """Look at every picture. Columns by picture: width and height as shown, stored_height; 0 where it has problems."""
 
@@ -169,7 +178,7 @@ class ExaminePictures(Pass):
         return {s.images: real(s.images) for s in self.texts.sources if s.images is not None}
 
     def columns(self, numbers: range, found: Findings) -> Columns:
-        seen: dict[tuple[str | None, str], Picture | DataError] = {}
+        seen: dict[tuple[str | None, str], Picture | Wrong] = {}
         pictures: list[Picture] = []
         for number in numbers:
             for name in self.names.of(number):
@@ -177,24 +186,23 @@ class ExaminePictures(Pass):
                 if key not in seen:
                     seen[key] = self.look(*key)
                 picture = seen[key]
-                if isinstance(picture, DataError):
+                if isinstance(picture, Wrong):
                     record = self.texts.record(number)
-                    found.of(number, record.id)(
-                        str(picture.kind), f"{record.where}: {str(picture).removeprefix(f'{name}: ')}"
-                    )
+                    reason = f"{record.where}: {picture.reason.removeprefix(f'{name}: ')}"
+                    found.of(number, record.id)(picture.kind, reason)
                     picture = Picture(0, 0, 0)
                 pictures.append(picture)
         values = {n: [getattr(p, n) for p in pictures] for n in ("width", "height", "stored_height")}
         return {name: np.array(column, dtype=np.int32) for name, column in values.items()}
 
-    def look(self, folder: str | None, name: str) -> Picture | DataError:
+    def look(self, folder: str | None, name: str) -> "Picture | Wrong":
         if folder is None:
             return Picture(0, 0, 0)
         try:
             return look_at(Path(folder), name, self.real_folders[folder], self.how, self.scaled, self.allow_links)
         except DataError as error:
             assert error.kind is not None
-            return error.with_traceback(None)
+            return Wrong(error.kind, str(error))
 
 
 class PictureNames:

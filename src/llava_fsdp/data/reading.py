@@ -86,7 +86,8 @@ class Window:
     at: int = 0
     """What is before it in `text` is done with."""
     ended: bool = False
-    decoder: json.JSONDecoder = field(default_factory=json.JSONDecoder)
+    decoder: json.JSONDecoder = field(default_factory=lambda: json.JSONDecoder(parse_int=len))
+    """Numbers are left alone: one too long for Python is its record's problem, not the file's."""
 
     def more(self) -> None:
         """Drop what is done with, and read as much again as is left, at least a block."""

@@ -28,7 +28,7 @@ class RecordFile:
 def texts(path: Path) -> Iterator[bytes]:
     """Every record's JSON."""
     if path.suffix == parquet.SUFFIX:
-        yield from parquet.lines(path, pictures=None)
+        yield from parquet.lines(path, store=None)
         return
     with path.open("rb") as file:
         for offset, size in spans(path):

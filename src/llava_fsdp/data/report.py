@@ -173,6 +173,6 @@ def write_report(records: Records, cfg: Config, folder: Path) -> dict[str, Any]:
 
 def put(path: Path, text: Iterator[str] | list[str]) -> None:
     staged = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with staged.open("w") as file:
+    with staged.open("w", encoding="utf-8", errors="backslashreplace") as file:  # an id may be half a surrogate pair
         file.writelines(text)
     os.replace(staged, path)

@@ -1,13 +1,15 @@
 """LLaVA records, from the bytes of one."""
 
+import contextlib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llava_fsdp.data.problems import Kind
-from llava_fsdp.errors import DataError
+from llava_fsdp.errors import DataError, SourceError
 
 ADDRESS = re.compile(r"(?:[a-z][a-z0-9+.-]*://|data:)", re.IGNORECASE)
 
@@ -50,11 +52,20 @@ class Record:
         return f"{self.file}, record {self.index} (id {self.id})"
 
 
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raises SourceError where the file system cannot read on."""
+    try:
+        yield
+    except OSError as error:
+        raise SourceError(f"{path} cannot be read: {error}; does its file system answer? run it again") from error
+
+
 def parse_text(path: Path, index: int, text: bytes) -> Any:
     """The JSON value of a record's bytes.
 
     Raises:
-        DataError: they are not UTF-8, or not JSON.
+        DataError: they are not UTF-8, not JSON, or no JSON that can be read.
     """
     try:
         return json.loads(text.decode())
@@ -66,6 +77,10 @@ def parse_text(path: Path, index: int, text: bytes) -> Any:
     except json.JSONDecodeError as error:
         raise DataError(
             f"{path}, record {index} is not JSON: {error.msg} at character {error.pos} of it; mend it", Kind.not_json
+        ) from error
+    except ValueError as error:  # Python reads no number of more than 4300 digits
+        raise DataError(
+            f"{path}, record {index} holds a number that is too long to be read; mend it", Kind.bad_form
         ) from error
     except RecursionError as error:
         raise DataError(f"{path}, record {index} is nested too deeply to be read; mend it", Kind.not_json) from error
@@ -105,9 +120,11 @@ def check_name(name: str, where: str) -> None:
             f"{where}: image is {name!r}, which lies outside data.images; give a path below it", Kind.path_outside
         )
     try:
-        name.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{where}: image is {name!r}, which no file can be called; mend it", Kind.bad_form) from error
+        named = b"\0" not in name.encode()
+    except UnicodeEncodeError:
+        named = False
+    if not named:
+        raise DataError(f"{where}: image is {name!r}, which no file can be called; mend it", Kind.bad_form)
 
 
 def parse_turn(where: str, position: int, raw: Any) -> Turn:

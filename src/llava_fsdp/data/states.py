@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llava_fsdp.data.chunks import Watch
 from llava_fsdp.data.texts import SourceFile, digest
-from llava_fsdp.errors import DataError
+from llava_fsdp.errors import SourceError
 
 FORMAT = 1
 """Raised whenever the columns change, or what is found in a record."""
@@ -25,7 +25,7 @@ def find_state(sources: list[SourceFile], folder: Path, watch: Watch, look_again
                 digests.append(digest(Path(source.path)))
                 advance(1)
         if stamp(sources) != now:
-            raise DataError(f"{', '.join(s.path for s in sources)} changed while being read; run it again")
+            raise SourceError(f"{', '.join(s.path for s in sources)} changed while being read; run it again")
         whole = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
         places = [[s.name, s.path, s.images and os.path.realpath(s.images)] for s in sources]
         known[now] = {"key": short(FORMAT, digests, places), "fingerprint": whole[:32]}

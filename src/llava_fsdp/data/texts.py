@@ -15,9 +15,9 @@ import numpy as np
 
 from llava_fsdp.config import DataConfig
 from llava_fsdp.data import parquet
-from llava_fsdp.data.chunks import DONE, open_column, write_column
+from llava_fsdp.data.chunks import DONE, flush, open_column, write_column
 from llava_fsdp.data.reading import spans
-from llava_fsdp.data.source import Record, parse_record, parse_text
+from llava_fsdp.data.source import Record, parse_record, parse_text, reading
 from llava_fsdp.errors import ConfigError, DataError
 
 PIECE = 65_536
@@ -67,7 +67,7 @@ def sources_of(cfg: DataConfig) -> list[SourceFile]:
 
 def digest(path: Path) -> str:
     """sha256 of a file's content."""
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -117,9 +117,10 @@ class Texts:
 
     def read(self, number: int) -> bytes:
         part = self.part(number)
-        if part.text not in self._open:
-            self._open[part.text] = os.open(part.text, os.O_RDONLY | os.O_CLOEXEC)
-        return os.pread(self._open[part.text], int(self.size[number]), int(self.offset[number]))
+        with reading(Path(part.text)):
+            if part.text not in self._open:
+                self._open[part.text] = os.open(part.text, os.O_RDONLY | os.O_CLOEXEC)
+            return os.pread(self._open[part.text], int(self.size[number]), int(self.offset[number]))
 
     def raw(self, number: int) -> Any:
         """The JSON value of a record."""
@@ -142,11 +143,11 @@ class Texts:
         return record if folder is None else replace(record, folder=folder)
 
 
-def split(sources: list[SourceFile], folder: Path, texts: list[list[Path]], fingerprint: str) -> None:
+def split(sources: list[SourceFile], folder: Path, texts: list[Path], fingerprint: str) -> None:
     """Find every record of every text file, and write their places as a `Texts` folder.
 
     Args:
-        texts: the text files of each source.
+        texts: the text file of each source.
         fingerprint: of the sources' content.
 
     Raises:
@@ -155,16 +156,14 @@ def split(sources: list[SourceFile], folder: Path, texts: list[list[Path]], fing
     parts: list[Part] = []
     found: list[Path] = []
     first = 0
-    for source, paths in enumerate(texts):
-        before = first
-        for number, path in enumerate(paths):
-            pieces = split_file(path, folder.with_name(f"{folder.name}.parts") / f"{source}-{number}")
-            count = sum(len(np.load(p, mmap_mode="r")) for p in pieces)
-            parts += [Part(source, str(path), first, count)] if count else []
-            found += pieces
-            first += count
-        if first == before:
+    for source, path in enumerate(texts):
+        pieces = split_file(path, folder.with_name(f"{folder.name}.parts") / str(source))
+        count = sum(len(np.load(p, mmap_mode="r")) for p in pieces)
+        if not count:
             raise DataError(f"{sources[source].path} holds no records")
+        parts.append(Part(source, str(path), first, count))
+        found += pieces
+        first += count
     staged = folder.with_name(f"{folder.name}.tmp")
     staged.mkdir(exist_ok=True)
     for place, (name, dtype) in enumerate((("offset", np.int64), ("size", np.int32))):
@@ -180,15 +179,17 @@ def split_file(path: Path, folder: Path) -> list[Path]:
     pieces = sorted(folder.glob("*.npy"))
     after = int(np.load(pieces[-1])[-1].sum()) if pieces else None
     found = spans(path, after)
-    while piece := take(found):
+    while piece := take(found, path):
         target = folder / f"{len(pieces):08d}.npy"
         staged = target.with_suffix(".tmp")
         with staged.open("wb") as file:
             np.save(file, np.array(piece, dtype=np.int64))
+            flush(file)
         os.replace(staged, target)
         pieces.append(target)
     return pieces
 
 
-def take(found: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
-    return [span for _, span in zip(range(PIECE), found, strict=False)]
+def take(found: Iterator[tuple[int, int]], path: Path) -> list[tuple[int, int]]:
+    with reading(path):
+        return [span for _, span in zip(range(PIECE), found, strict=False)]

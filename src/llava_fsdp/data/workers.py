@@ -4,11 +4,9 @@ Workers write what they are at into memory that the main process shares, so that
 the kernel kills for memory and a file system that hangs are reported with the record and the picture.
 """
 
-import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from multiprocessing.sharedctypes import RawArray
@@ -16,6 +14,7 @@ from pathlib import Path
 
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from llava_fsdp.data.chunks import end_with
 from llava_fsdp.errors import WorkerError
 
 PLACE_BYTES = 2000
@@ -107,11 +106,7 @@ class StartWorker:
 
     def __call__(self, worker: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the main process decides
-        if sys.platform.startswith("linux"):
-            pr_set_pdeathsig = 1
-            ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-            if os.getppid() != self.parent:  # it had died before that
-                os._exit(1)
+        end_with(self.parent)
         self.watch.pids[worker] = os.getpid()
 
 
