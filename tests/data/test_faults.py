@@ -10,8 +10,11 @@ from test_index import open_again, plan_of
 
 from llava_fsdp import train
 from llava_fsdp.config import Config
-from llava_fsdp.data.door import check_door
+from llava_fsdp.data import door as door_module
+from llava_fsdp.data import index as index_module
+from llava_fsdp.data.door import check_door, open_records
 from llava_fsdp.data.problems import BITS, PROBLEMS, Kind, is_kept
+from llava_fsdp.data.progress import watch_silently
 from llava_fsdp.data.records import Records
 from llava_fsdp.errors import DataError
 
@@ -128,3 +131,28 @@ def test_heads_alone_show_no_cut_ends(parts: Path, tmp_path: Path) -> None:
     found = kinds_found(open_again(config(parts, path, "data.examine=head"), parts))
     missed = {kind for kind, kinds in zip(planted, found, strict=True) if kind and kind not in kinds}
     assert missed == {"image_truncated"}, "and sizes, bombs and missing files are still found"
+
+
+def test_bad_pictures_are_looked_at_again_once(parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by who has just looked, nor by who waited meanwhile; and never in vain where nothing can be written."""
+    looks = []
+    own = index_module.mended_chunks
+    monkeypatch.setattr(index_module, "mended_chunks", lambda *a: looks.append(1) or own(*a))
+    path, _ = write_planted(tmp_path, lines=False)
+    cfg = config(parts, path)
+    plan = plan_of(cfg, parts)
+    before = index_module.last_look(plan)
+    for expected in (0, 1):
+        with pytest.raises(DataError, match="records are wrong"):
+            open_records(cfg, plan.encoder, plan.reader, watch_silently)
+        assert len(looks) == expected
+    index_module.open_index(plan, watch_silently, look_again=True, since=before)
+    assert len(looks) == 1, "who came before it and waited"
+    monkeypatch.setattr(index_module, "locked", denied)
+    monkeypatch.setattr(door_module, "write_report", denied)
+    with pytest.raises(DataError, match="records are wrong"):
+        open_records(cfg, plan.encoder, plan.reader, watch_silently)
+
+
+def denied(*_: object) -> None:
+    raise PermissionError(30, "Read-only file system")

@@ -6,11 +6,12 @@ from llava_fsdp.config import Bad, Config, DataConfig, TooLong
 from llava_fsdp.data.chunks import Watch, default_workers
 from llava_fsdp.data.encode import Encoder
 from llava_fsdp.data.images import PictureReader
-from llava_fsdp.data.index import Plan, open_index
+from llava_fsdp.data.index import Plan, last_look, open_index
 from llava_fsdp.data.problems import PROBLEMS, Kind
 from llava_fsdp.data.records import Records
 from llava_fsdp.data.report import PAGE, write_report
-from llava_fsdp.errors import DataError
+from llava_fsdp.errors import BuildError, DataError
+from llava_fsdp.log import log
 
 SHOWN = 5
 """Records named in a message."""
@@ -24,14 +25,32 @@ def open_records(cfg: Config, encoder: Encoder, reader: PictureReader, show: Wat
         ConfigError: a path does not exist, or the index cannot be written.
     """
     plan = Plan(cfg.data, encoder, reader, default_workers())
+    since = last_look(plan)
     records = Records(open_index(plan, show), cfg.labels, cfg.data.too_long)
     try:
         check_door(records, cfg.data)
-    except DataError:  # what was wrong when the index was made may have been mended since
-        records = Records(open_index(plan, show, look_again=True), cfg.labels, cfg.data.too_long)
-        write_report(records, cfg, cfg.data.index_folder)
+    except DataError:
+        records = look_again(plan, cfg, records, show, since)
+        report(records, cfg)
         check_door(records, cfg.data)
     return records
+
+
+def look_again(plan: Plan, cfg: Config, records: Records, show: Watch, since: str) -> Records:
+    """What was wrong when the index was made may have been mended since; of an index that is read only, as it was."""
+    try:
+        index = open_index(plan, show, look_again=True, since=since)
+    except BuildError as error:
+        log().warning("the pictures that are bad in the index were not looked at again: %s", error)
+        return records
+    return Records(index, cfg.labels, cfg.data.too_long)
+
+
+def report(records: Records, cfg: Config) -> None:
+    try:
+        write_report(records, cfg, cfg.data.index_folder)
+    except OSError as error:
+        log().warning("the report was not written: %s", error)
 
 
 def check_door(records: Records, cfg: DataConfig) -> None:

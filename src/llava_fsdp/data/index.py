@@ -2,6 +2,7 @@
 
     known.json               which state of the source files has which KEY, by their size and time
     lock                     held by the one process that builds
+    pictures-KEY.looked      changes whenever all that was bad has been looked at
     KEY/texts                where records are (`Texts`); KEY depends on the sources' content
     KEY/records              what they say
     KEY/pictures-KEY.N       what their pictures are; a new N where a bad one has been mended
@@ -16,6 +17,7 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -41,7 +43,7 @@ from llava_fsdp.data.ids import DUPLICATES, read_facts
 from llava_fsdp.data.images import PictureReader
 from llava_fsdp.data.measure import LOSSES, EncodeRecords
 from llava_fsdp.data.passes import ExaminePictures, Pass, ReadRecords
-from llava_fsdp.data.states import find_state, read_known, short, stamp
+from llava_fsdp.data.states import check_unchanged, find_state, read_known, short, stamp
 from llava_fsdp.data.texts import SourceFile, Texts, sources_of, split
 from llava_fsdp.errors import BuildError, LlavaFsdpError, SourceError
 from llava_fsdp.log import log
@@ -102,11 +104,12 @@ class Index:
                     yield json.loads(line)
 
 
-def open_index(plan: Plan, watch: Watch, look_again: bool = False) -> Index:
+def open_index(plan: Plan, watch: Watch, look_again: bool = False, since: str | None = None) -> Index:
     """The dataset's index, made or completed where it is not whole.
 
     Args:
         look_again: read the sources' whole content, and every picture that was bad: what was wrong may be mended.
+        since: what `last_look` said; where somebody has looked since then, that is enough. None: it is not.
 
     Raises:
         DataError: a source is no list of records.
@@ -116,14 +119,19 @@ def open_index(plan: Plan, watch: Watch, look_again: bool = False) -> Index:
     """
     sources = sources_of(plan.cfg)
     folder = plan.cfg.index_folder
-    if not look_again:
-        found = find(plan, sources, folder)
-        if found is not None:
-            return found
+
+    def look_up() -> Index | None:
+        looked = not look_again or (since is not None and last_look(plan) != since)
+        return find(plan, sources, folder) if looked else None
+
+    found = look_up()
+    if found is not None:
+        return found
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder / LOCK):
-            return build(plan, sources, folder, watch, look_again)
+            found = look_up()  # made while this process waited for the lock
+            return build(plan, sources, folder, watch, look_again) if found is None else found
     except LlavaFsdpError as error:
         error.on_every_rank = False  # whoever makes it meets this; the others may wait for the lock for long
         raise
@@ -143,6 +151,20 @@ def is_foreign(error: OSError, folder: Path) -> bool:
         return False
     path, own = os.path.abspath(os.fsdecode(error.filename)), os.path.abspath(folder)
     return not (path == own or path.startswith(f"{own}{os.sep}") or own.startswith(f"{path}{os.sep}"))
+
+
+def look_file(plan: Plan) -> Path:
+    return plan.cfg.index_folder / f"{pictures_name(plan)}.looked"
+
+
+def last_look(plan: Plan) -> str:
+    """Another text after everything that is bad has been looked at, by whomever."""
+    path = look_file(plan)
+    return path.read_text() if path.is_file() else ""
+
+
+def note_look(plan: Plan) -> None:
+    look_file(plan).write_text(secrets.token_hex(8))
 
 
 @contextlib.contextmanager
@@ -178,9 +200,7 @@ def opened(folder: Path, state: Path, pictures: Path, encoded: Path) -> Index:
 
 def build(plan: Plan, sources: list[SourceFile], folder: Path, watch: Watch, look_again: bool) -> Index:
     """Every part that is not there yet. The caller holds the lock."""
-    found = None if look_again else find(plan, sources, folder)  # made while this process waited for the lock
-    if found is not None:
-        return found
+    begun = stamp(sources)
     known = find_state(sources, folder, watch, look_again)
     state = folder / known["key"]
     if not (state / "texts").is_dir():
@@ -188,7 +208,8 @@ def build(plan: Plan, sources: list[SourceFile], folder: Path, watch: Watch, loo
         written = [write_texts(s, state / f"rows-{n}", plan.workers, watch) for n, s in enumerate(sources)]
         with watch("finding records", 1) as advance:
             own = [source for source, _ in written]
-            split(own, state / "texts", [text for _, text in written], known["fingerprint"])
+            texts = [text for _, text in written]
+            split(own, state / "texts", texts, known["fingerprint"], lambda: check_unchanged(sources, begun))
             advance(1)
     for parts in (state / "texts.parts", *state.glob("rows-*.parts")):
         clear(parts)
@@ -200,6 +221,7 @@ def build(plan: Plan, sources: list[SourceFile], folder: Path, watch: Watch, loo
         state / "texts", CHUNKS["encoded"], state / "records", pictures, plan.whole_encoder, plan.reader
     )
     make(encoding, encoded, plan.workers, watch, "counting tokens", encoded_facts)
+    check_unchanged(sources, begun)
     return opened(folder, state, pictures, encoded)
 
 
@@ -275,11 +297,16 @@ def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) ->
     if last is not None:
         mended = mended_chunks(task, last) if look_again else []
         if not mended:
+            if look_again:
+                note_look(plan)
             return last
         for chunk in mended:
             chunk_file(parts_of(base), chunk).unlink(missing_ok=True)
+    is_new = last is not None or not parts_of(base).is_dir()  # else some chunks were left by who knows when
     target = Path(f"{base}.{0 if last is None else int(last.suffix[1:]) + 1}")
     make(task, target, plan.workers, watch, "looking at pictures", lambda *_: {}, keep=True)
+    if is_new:
+        note_look(plan)
     return target
 
 

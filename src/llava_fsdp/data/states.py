@@ -24,8 +24,7 @@ def find_state(sources: list[SourceFile], folder: Path, watch: Watch, look_again
             for source in sources:
                 digests.append(digest(Path(source.path)))
                 advance(1)
-        if stamp(sources) != now:
-            raise SourceError(f"{', '.join(s.path for s in sources)} changed while being read; run it again")
+        check_unchanged(sources, now)
         whole = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
         places = [[s.name, s.path, s.images and os.path.realpath(s.images)] for s in sources]
         known[now] = {"key": short(FORMAT, digests, places), "fingerprint": whole[:32]}
@@ -33,6 +32,12 @@ def find_state(sources: list[SourceFile], folder: Path, watch: Watch, look_again
         staged.write_text(json.dumps(known))
         os.replace(staged, folder / KNOWN)
     return known[now]
+
+
+def check_unchanged(sources: list[SourceFile], since: str) -> None:
+    """Raises SourceError where their size and time are not what they were."""
+    if stamp(sources) != since:
+        raise SourceError(f"{', '.join(s.path for s in sources)} changed while being read; run it again")
 
 
 def read_known(folder: Path) -> dict[str, dict[str, str]]:

@@ -5,7 +5,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -143,12 +143,15 @@ class Texts:
         return record if folder is None else replace(record, folder=folder)
 
 
-def split(sources: list[SourceFile], folder: Path, texts: list[Path], fingerprint: str) -> None:
+def split(
+    sources: list[SourceFile], folder: Path, texts: list[Path], fingerprint: str, check: Callable[[], None]
+) -> None:
     """Find every record of every text file, and write their places as a `Texts` folder.
 
     Args:
         texts: the text file of each source.
         fingerprint: of the sources' content.
+        check: called before the folder gets its name; may raise.
 
     Raises:
         DataError: a source is no list of records, or holds none.
@@ -170,6 +173,7 @@ def split(sources: list[SourceFile], folder: Path, texts: list[Path], fingerprin
         write_column(staged / f"{name}.npy", (np.load(p)[:, place].astype(dtype) for p in found), np.dtype(dtype))
     facts = {"sources": [asdict(s) for s in sources], "parts": [asdict(p) for p in parts], "fingerprint": fingerprint}
     (staged / DONE).write_text(json.dumps(facts))
+    check()
     os.replace(staged, folder)
 
 
