@@ -247,15 +247,11 @@ def micro_batches(state: TrainState, cfg: Config, layout: str) -> Step:
     if layout == PACKED:
         return steps.prepare(0)
     numbers = steps.order.samples(0)
-    rows: list[Row] = []
-    for number in numbers:
-        record, sample = steps.encode(number)
-        assert sample is not None
-        rows.append((record, sample))
-    facts = StepFacts(0, samples=len(rows), label_tokens=sum(s.num_labels for _, s in rows))
+    rows: list[Row] = [steps.load(number) for number in numbers]
+    facts = StepFacts(0, samples=len(rows), label_tokens=sum(s.num_labels for s, _ in rows))
     collate = Collator(steps.pictures, Normalize.step, pack=False)
     lengths = [
-        (len(s.input_ids) + (PICTURE - steps.pictures.image_tokens) * bool(s.images), bool(s.images)) for _, s in rows
+        (len(s.input_ids) + (PICTURE - steps.pictures.image_tokens) * bool(s.images), bool(s.images)) for s, _ in rows
     ]
     cut = PADDED[layout](lengths, ROWS)
     assert sorted(i for m in cut for i in m) == list(range(len(rows)))

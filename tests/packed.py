@@ -10,6 +10,7 @@ from small import record, sentence, write_json
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.batch import MicroBatch
+from llava_fsdp.data.collate import Row
 from llava_fsdp.data.steps import Steps
 from llava_fsdp.sharding.zero import SHARD_PLANS
 from llava_fsdp.state import TrainState
@@ -52,9 +53,17 @@ class Noted:
         self.ids: list[list[str]] = []
         self.collate, steps.collate = steps.collate, self  # type: ignore[assignment]
         self.normalize = self.collate.normalize
+        self.steps, self.load = steps, steps.load
+        self.names: dict[int, str] = {}
+        steps.load = self.note  # type: ignore[method-assign]
+
+    def note(self, number: int) -> Row:
+        row = self.load(number)
+        self.names[id(row[0])] = self.steps.records[number].id
+        return row
 
     def __call__(self, rows: list, facts: object, micro_batches: int) -> MicroBatch:
-        self.ids.append([record.id for record, _ in rows])
+        self.ids.append([self.names[id(sample)] for sample, _ in rows])
         return self.collate(rows, facts, micro_batches)  # type: ignore[arg-type]
 
 
