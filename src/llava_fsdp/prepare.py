@@ -13,12 +13,13 @@ from rich.table import Table
 
 from llava_fsdp import cli
 from llava_fsdp.config import Format, PrepareConfig
-from llava_fsdp.data.chunks import default_workers
+from llava_fsdp.data.chunks import cores
 from llava_fsdp.data.index import Plan, open_index
 from llava_fsdp.data.loader import open_encoding
 from llava_fsdp.data.progress import watch
 from llava_fsdp.data.records import Records
 from llava_fsdp.data.report import PAGE, write_report
+from llava_fsdp.errors import ConfigError
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.parts import find_parts
 from llava_fsdp.opening import draw_shapes, shape_of
@@ -35,10 +36,15 @@ def prepare(cfg: PrepareConfig) -> None:
     parts = find_parts(cfg.model)
     model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])  # on meta: shapes only
     encoder, reader = open_encoding(cfg, parts.language_folder, parts.vision_folder, shape_of(model))
-    plan = Plan(cfg.data, encoder, reader, cfg.prepare.workers or default_workers())
+    plan = Plan(cfg.data, encoder, reader, cfg.prepare.workers or cores())
     records = Records(open_index(plan, watch, look_again=True), cfg.labels, cfg.data.too_long)
     folder = Path(cfg.report or cfg.data.index_folder)
-    report = write_report(records, cfg, folder)
+    try:
+        report = write_report(records, cfg, folder)
+    except OSError as error:
+        raise ConfigError(
+            f"the report cannot be written to {folder} ({error}); name another folder: report=DIR"
+        ) from error
     if cfg.format is Format.json:
         print(json.dumps({**report, "report": str(folder)}))
     else:

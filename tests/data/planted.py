@@ -64,6 +64,7 @@ FAULTS: list[tuple[str, dict | list | str | bytes]] = [
     ("bad_form", text(("human", "cut \ud83d"), ("gpt", "a"))),
     ("bad_form", {"id": "half \ud83d", **with_picture("a\0b.png")}),
     ("bad_form", b'{"id": ' + b"1" * 5000 + b', "conversations": []}'),
+    ("bad_form", b'{"id": "a", "id": "b", "conversations": []}'),
     ("not_utf8", b'{"id": "latin", "conversations": [{"from": "human", "value": "gr\xfc\xdfe"}]}'),
     ("wrong_roles", text(("human", "a"), ("human", "b"))),
     ("wrong_roles", text(("user", "a"), ("assistant", "b"))),

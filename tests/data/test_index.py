@@ -296,3 +296,22 @@ def test_workers_do_without_torch() -> None:
     names = "work", "passes", "measure", "ids", "parquet"
     code = f"import sys; from llava_fsdp.data import {', '.join(names)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.usefixtures("chunks")
+def test_a_file_that_changes_meanwhile_leaves_nothing(
+    parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes((dataset / "text.json").read_bytes())
+    cfg = make_config(parts, dataset, tmp_path, f"data.path={path}", "data.images=null")
+    for step in ("split", "encoded_facts"):
+        with monkeypatch.context() as patch:
+            own = getattr(index_module, step)
+            patch.setattr(index_module, step, lambda *a, own=own: (os.utime(path, (1, 1)), own(*a))[1])
+            with pytest.raises(SourceError, match="changed while being read; run it again"):
+                open_again(cfg, parts)
+        (state,) = [p for p in (tmp_path / "a.json.index").iterdir() if p.is_dir()]
+        assert not list(state.iterdir())
+        os.utime(path)
+    assert len(open_again(cfg, parts)) == 20

@@ -33,9 +33,6 @@ class Trapped:
         self.trap = trap
         self.at = at
 
-    def check(self, record: Record) -> None:
-        self.encoder.check(record)
-
     def __call__(self, record: Record) -> Sample | None:
         if record.id == self.at:
             self.trap()

@@ -43,7 +43,7 @@ class Task(Protocol):
     def __call__(self, chunk: int) -> Columns: ...
 
 
-def default_workers() -> int:
+def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from llava_fsdp.config import Bad, Config, DataConfig, TooLong
-from llava_fsdp.data.chunks import Watch, default_workers
+from llava_fsdp.data.chunks import Watch, cores
 from llava_fsdp.data.encode import Encoder
 from llava_fsdp.data.images import PictureReader
 from llava_fsdp.data.index import Plan, last_look, open_index
@@ -24,7 +24,7 @@ def open_records(cfg: Config, encoder: Encoder, reader: PictureReader, show: Wat
         DataError: by `data.bad`, `data.bad_budget` and `data.too_long`, it may not.
         ConfigError: a path does not exist, or the index cannot be written.
     """
-    plan = Plan(cfg.data, encoder, reader, default_workers())
+    plan = Plan(cfg.data, encoder, reader, cores())
     since = last_look(plan)
     records = Records(open_index(plan, show), cfg.labels, cfg.data.too_long)
     try:

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from llava_fsdp.config import TooLong
-from llava_fsdp.data.conversation import Segment, check_turns, render
+from llava_fsdp.data.conversation import Segment, render
 from llava_fsdp.data.llava_v1_5 import Original, check_like_original, check_pictures, encode_like_original
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.source import Record
@@ -42,11 +42,6 @@ class Sample:
         """Label tokens that a loss can be taken of: the first position is never predicted."""
         return int((self.labels[1:] != IGNORE).sum())
 
-    @property
-    def full_length(self) -> int:
-        """Positions that it had before the cut."""
-        return len(self.input_ids) + self.positions_cut
-
 
 class Encoder(Protocol):
     """How records of one dataset become samples for one model."""
@@ -60,10 +55,6 @@ class Encoder(Protocol):
     @property
     def fingerprint(self) -> str:
         """Of everything that decides ids and labels, the places of pictures apart."""
-        ...
-
-    def check(self, record: Record) -> None:
-        """Raises DataError where the record cannot become a sample; looks at its text only."""
         ...
 
     def __call__(self, record: Record) -> Sample | None:
@@ -106,9 +97,6 @@ class ExactEncoder:
     @property
     def fingerprint(self) -> str:
         return f"exact {self.tokenizer.fingerprint} {self.template} {self.start_end} {self.max_length}"
-
-    def check(self, record: Record) -> None:
-        check_turns(record)
 
     def __call__(self, record: Record) -> Sample | None:
         whole = self._whole(record)

@@ -203,13 +203,17 @@ def build(plan: Plan, sources: list[SourceFile], folder: Path, watch: Watch, loo
     begun = stamp(sources)
     known = find_state(sources, folder, watch, look_again)
     state = folder / known["key"]
+    state.mkdir(exist_ok=True)
+    before = set(state.iterdir())
+
+    def check() -> None:
+        check_unchanged(sources, begun, lambda: undo(state, before))
+
     if not (state / "texts").is_dir():
-        state.mkdir(exist_ok=True)
         written = [write_texts(s, state / f"rows-{n}", plan.workers, watch) for n, s in enumerate(sources)]
         with watch("finding records", 1) as advance:
             own = [source for source, _ in written]
-            texts = [text for _, text in written]
-            split(own, state / "texts", texts, known["fingerprint"], lambda: check_unchanged(sources, begun))
+            split(own, state / "texts", [text for _, text in written], known["fingerprint"], check)
             advance(1)
     for parts in (state / "texts.parts", *state.glob("rows-*.parts")):
         clear(parts)
@@ -221,8 +225,15 @@ def build(plan: Plan, sources: list[SourceFile], folder: Path, watch: Watch, loo
         state / "texts", CHUNKS["encoded"], state / "records", pictures, plan.whole_encoder, plan.reader
     )
     make(encoding, encoded, plan.workers, watch, "counting tokens", encoded_facts)
-    check_unchanged(sources, begun)
+    check()
     return opened(folder, state, pictures, encoded)
+
+
+def undo(state: Path, before: set[Path]) -> None:
+    """Take away what was made of files that changed meanwhile: they may change back."""
+    for path in state.iterdir():
+        if path not in before or path.suffix == ".parts":
+            clear(path)
 
 
 def write_texts(source: SourceFile, folder: Path, workers: int, watch: Watch) -> tuple[SourceFile, Path]:

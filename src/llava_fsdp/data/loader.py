@@ -16,6 +16,7 @@ import torch
 from llava_fsdp.config import Bad, Config, Parity
 from llava_fsdp.data.anyres import grid_sizes
 from llava_fsdp.data.batch import FlatStep, LeftOut, MicroBatch, Step
+from llava_fsdp.data.chunks import cores
 from llava_fsdp.data.conversation import IM_END, IM_START
 from llava_fsdp.data.cost import CostModel
 from llava_fsdp.data.cut import num_micro_batches
@@ -70,7 +71,7 @@ def build_loader(
     encoder, pictures = open_encoding(cfg, language_folder, vision_folder, shape)
     records = open_records(cfg, encoder, pictures, watch if rank == 0 else watch_silently)
     order = open_order(records.words, cfg, world_size, records.source_counts)
-    workers = default_workers() if cfg.data.workers is None else cfg.data.workers
+    workers = loading_workers() if cfg.data.workers is None else cfg.data.workers
     watched = replace(pictures, watch=Watch(workers))
     return Loader(Steps(records, order, encoder, watched, cfg, rank, world_size, shape.cost), cfg, device, gather)
 
@@ -234,11 +235,10 @@ class Loader:
         return replace(moved, images=normalize(moved.images, self.table))
 
 
-def default_workers() -> int:
+def loading_workers() -> int:
     """Up to 4, LLaVA's own number, and no more than the cores that this rank has beside the one it runs on."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(0, min(4, cores // ranks_here - 1))
+    return max(0, min(4, cores() // ranks_here - 1))
 
 
 def normalize(images: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

@@ -52,6 +52,22 @@ class Record:
         return f"{self.file}, record {self.index} (id {self.id})"
 
 
+class TwiceError(ValueError):
+    """A key is twice in an object."""
+
+
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys are there once; JSON would take the last, and say nothing."""
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise TwiceError(repr(next(key for key in keys if keys.count(key) > 1)))
+    return made
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=once)
+
+
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Raises SourceError where the file system cannot read on."""
@@ -68,7 +84,7 @@ def parse_text(path: Path, index: int, text: bytes) -> Any:
         DataError: they are not UTF-8, not JSON, or no JSON that can be read.
     """
     try:
-        return json.loads(text.decode())
+        return DECODER.decode(text.decode())
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path}, record {index}: byte {error.start} of it is not UTF-8 ({error.reason}); write the file as UTF-8",
@@ -78,6 +94,8 @@ def parse_text(path: Path, index: int, text: bytes) -> Any:
         raise DataError(
             f"{path}, record {index} is not JSON: {error.msg} at character {error.pos} of it; mend it", Kind.not_json
         ) from error
+    except TwiceError as error:
+        raise DataError(f"{path}, record {index} has the key {error} twice; mend it", Kind.bad_form) from error
     except ValueError as error:  # Python reads no number of more than 4300 digits
         raise DataError(
             f"{path}, record {index} holds a number that is too long to be read; mend it", Kind.bad_form

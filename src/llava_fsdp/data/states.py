@@ -3,13 +3,14 @@
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from llava_fsdp.data.chunks import Watch
 from llava_fsdp.data.texts import SourceFile, digest
 from llava_fsdp.errors import SourceError
 
-FORMAT = 1
+FORMAT = 2
 """Raised whenever the columns change, or what is found in a record."""
 KNOWN = "known.json"
 
@@ -34,9 +35,10 @@ def find_state(sources: list[SourceFile], folder: Path, watch: Watch, look_again
     return known[now]
 
 
-def check_unchanged(sources: list[SourceFile], since: str) -> None:
-    """Raises SourceError where their size and time are not what they were."""
+def check_unchanged(sources: list[SourceFile], since: str, undo: Callable[[], None] = lambda: None) -> None:
+    """Raises SourceError, after `undo`, where their size and time are not what they were."""
     if stamp(sources) != since:
+        undo()
         raise SourceError(f"{', '.join(s.path for s in sources)} changed while being read; run it again")
 
 
