@@ -393,6 +393,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.samples % ROWS or options.hidden % 32:
         parser.error(f"--samples must be a multiple of {ROWS}, --hidden one of 32")
+    ran = commit()  # now: the checkout may move on while this runs
     torch.set_num_threads(1)  # threads that wait for each other burn CPU seconds
     console = Console(width=140)
     balance = {tail: measure_balance(tail) for tail in TAILS}
@@ -405,7 +406,7 @@ def main() -> None:
     report = {
         "question": "what does packing save, and is the ranks' work even?",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
+        "commit": ran,
         "command": " ".join(["python", "benchmarks/packing.py", *without_out(sys.argv[1:])]),
         "options": {k: v for k, v in vars(options).items() if k != "out"},
         "machine": machine(),
