@@ -28,7 +28,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,8 @@ ROWS = 4
 FP32_BOUND = 1e-5
 AS_THE_ORIGINAL = ["compat=llava_v1_5"]
 """The key that makes a training the original's."""
+OUR_PRECISION = ["precision.reduce_dtype=fp32", "precision.norm_dtype=fp32"]
+"""What is left as it is without that key: these are the defaults."""
 CORPORA = {"pretrain": "captions.json", "finetune": "instructions.json"}
 LEARNING_RATES = {"pretrain": 4e-3, "finetune": 1e-3}
 """conf/recipe's for the tiny model."""
@@ -89,6 +92,8 @@ VARIANTS: dict[str, tuple[str, DType, dict[str, Any]]] = {
         {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}},
     ),
 }
+T_95 = dict(enumerate([12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201], start=1))
+"""Student's t that 95 % lie within on both sides, by degrees of freedom."""
 PEERS_IN_BF16 = [v for v, (who, dtype, _) in VARIANTS.items() if who == "deepspeed" and dtype is DType.bf16]
 
 
@@ -120,7 +125,7 @@ def configure(case: Case, dtype: DType, seed: int, steps: int, work: Path, outpu
         "checkpoint.every=null",
         "export.enabled=false",
         *AS_THE_ORIGINAL,
-        "precision.reduce_dtype=fp32",
+        *OUR_PRECISION,
     ]
 
 
@@ -209,16 +214,17 @@ def transformers_inputs(micro: MicroBatch, image: int, image_tokens: int) -> dic
 
 @dataclass(frozen=True)
 class Curve:
-    """What a training of one variant did at every step, and how long the whole took."""
+    """What a training of one variant did at every step, how long the whole took, and of which commit it is."""
 
     losses: list[float]
     grad_norms: list[float]
     lrs: list[float]
     seconds: float
+    commit: str
 
 
 def train(case: Case, variant: str, seed: int, options: argparse.Namespace, work: Path) -> Curve:
-    """Run one training to its end.
+    """Run one training to its end, or read it where an earlier run in the same `--work` folder ended it.
 
     Raises:
         SystemExit: it failed, or took longer than `--timeout`.
@@ -226,6 +232,10 @@ def train(case: Case, variant: str, seed: int, options: argparse.Namespace, work
     who, dtype, more = VARIANTS[variant]
     start = work / f"start{seed}"
     output = work / "runs" / re.sub(r"\W+", "-", f"{case} {seed} {variant}")  # no sign that Hydra's grammar has
+    kept = output / "curve.json"
+    if kept.exists():
+        return Curve(**json.loads(kept.read_text()))
+    shutil.rmtree(output, ignore_errors=True)  # of a training that was cut off
     output.mkdir(parents=True)
     overrides = [*configure(case, dtype, seed, options.steps, work, output), f"model.checkpoint={start}"]
     if who == "ours":
@@ -244,7 +254,11 @@ def train(case: Case, variant: str, seed: int, options: argparse.Namespace, work
     else:
         rows = json.loads((output / "steps.json").read_text())
     assert len(rows) == options.steps
-    return Curve([r["loss"] for r in rows], [r["grad_norm"] for r in rows], [r["lr"] for r in rows], seconds)
+    losses, grad_norms, lrs = ([r[name] for r in rows] for name in ("loss", "grad_norm", "lr"))
+    curve = Curve(losses, grad_norms, lrs, seconds, options.commit)
+    with renamed_when_whole(kept) as file:
+        file.write_text(json.dumps(asdict(curve)))
+    return curve
 
 
 def peer_plan(cfg: Config, case: Case, more: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
@@ -372,6 +386,7 @@ def compare(case: Case, seed: int, curves: dict[str, Curve]) -> dict[str, Any]:
             name: steps_alike(curves["ours bf16"].losses, curves[name].losses, FP32_BOUND) for name in PEERS_IN_BF16
         },
         "first_and_last_loss": [peer.losses[0], peer.losses[-1]],
+        "commits": sorted({curve.commit for curve in curves.values()}),
         "seconds": {name: round(curve.seconds, 1) for name, curve in curves.items()},
         "curves": {name: {"loss": c.losses, "grad_norm": c.grad_norms} for name, c in curves.items()},
     }
@@ -380,17 +395,30 @@ def compare(case: Case, seed: int, curves: dict[str, Curve]) -> dict[str, Any]:
 def findings(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Each requirement and whether it holds. Distances are means over the seeds; single seeds are counted beside."""
     worst = max(r["fp32_largest_relative_difference"]["loss"] for r in rows)
-    means = {}
-    for case in CASES:
-        far = [r["bf16_distance_from_fp32"] for r in rows if (r["stage"], r["zero"]) == (case.stage, case.zero)]
-        means[str(case)] = {name: statistics.mean(f[name] for f in far) for name in far[0]}
+    by_case: dict[str, list[dict[str, float]]] = {}
+    for row in rows:
+        by_case.setdefault(str(Case(row["stage"], row["zero"])), []).append(row["bf16_distance_from_fp32"])
+    means = {case: {name: statistics.mean(f[name] for f in far) for name in far[0]} for case, far in by_case.items()}
     return {
         "fp32_largest_relative_difference_of_loss": worst,
         "fp32_bound": FP32_BOUND,
         "fp32_within_bound": worst <= FP32_BOUND,
         "bf16_mean_distance": means,
         "bf16_ours_no_further_than": {peer: no_further(peer, means, rows) for peer in PEERS_IN_BF16},
+        "bf16_ours_minus_peer": {
+            peer: {case: paired([f["ours bf16"] - f[peer] for f in far]) for case, far in by_case.items()}
+            for peer in PEERS_IN_BF16
+        },
     }
+
+
+def paired(differences: list[float]) -> dict[str, Any]:
+    """Mean over the seeds and its 95 % confidence interval (Student's t); no interval for a single seed."""
+    mean = statistics.mean(differences)
+    if len(differences) == 1:
+        return {"mean": mean, "interval": None}
+    half = T_95[len(differences) - 1] * statistics.stdev(differences) / math.sqrt(len(differences))
+    return {"mean": mean, "interval": [mean - half, mean + half]}
 
 
 def no_further(peer: str, means: dict[str, dict[str, float]], rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -408,20 +436,49 @@ def main() -> None:
     options = parse()
     check_peer()
     rows = []
-    with tempfile.TemporaryDirectory(prefix="deepspeed-curves-") as folder:
-        work = Path(folder)
+    with open_work(options) as work:
         ensure_shapes(work / "shapes", train_pictures=options.steps * ROWS * ACCUMULATION * RANKS)
         for seed in range(options.seeds):
-            write_start(work / f"start{seed}", seed, work)
-            for stage in CORPORA:
-                overrides = configure(Case(stage, 2), DType.fp32, seed, options.steps, work, work / "run")
-                overrides.append(f"model.checkpoint={work / f'start{seed}'}")
-                write_samples(work / f"samples{seed}-{stage}", overrides, options.steps)
-            for case in CASES:
+            prepare(seed, options.steps, work)
+            for case in [c for c in CASES if options.stage in (None, c.stage)]:
                 curves = {variant: train(case, variant, seed, options, work) for variant in VARIANTS}
                 rows.append(compare(case, seed, curves))
                 print(f"{case}, seed {seed}: {describe(rows[-1])}", file=sys.stderr)
     finish(rows, options)
+
+
+@contextlib.contextmanager
+def open_work(options: argparse.Namespace) -> Iterator[Path]:
+    """Where weights, samples and trainings lie: in `--work`, where the next run finds them, or for this run alone."""
+    if options.work is None:
+        with tempfile.TemporaryDirectory(prefix="deepspeed-curves-") as folder:
+            yield Path(folder)
+    else:
+        yield (options.work / f"{options.steps}-steps").absolute()
+
+
+def prepare(seed: int, steps: int, work: Path) -> None:
+    """What all trainings of a seed begin with, unless it is there."""
+    start = work / f"start{seed}"
+    if not start.exists():
+        with renamed_when_whole(start) as folder:
+            write_start(folder, seed, work)
+    for stage in CORPORA:
+        samples = work / f"samples{seed}-{stage}"
+        if not samples.exists():
+            overrides = configure(Case(stage, 2), DType.fp32, seed, steps, work, work / "run")
+            with renamed_when_whole(samples) as folder:
+                write_samples(folder, [*overrides, f"model.checkpoint={start}"], steps)
+
+
+@contextlib.contextmanager
+def renamed_when_whole(path: Path) -> Iterator[Path]:
+    """What is there under its own name is whole, whenever this script was ended."""
+    beside = path.with_name(f"{path.name}.part")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.unlink(missing_ok=True)
+    yield beside
+    beside.replace(path)
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -435,8 +492,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("folder", nargs="?", type=Path, default=REPOSITORY / "benchmarks" / "results")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--seeds", type=int, default=3, help="trainings of every kind; a seed draws weights and order")
+    parser.add_argument("--stage", choices=CORPORA, help="only its rows, in files of their own; default: both stages")
+    parser.add_argument(
+        "--work", type=Path, help="a folder that keeps every training: one that is there is not run again"
+    )
     parser.add_argument("--timeout", type=int, default=300, help="seconds that one training may take")
     options = parser.parse_args()
+    if not 1 <= options.seeds <= len(T_95) + 1:
+        parser.error(f"--seeds {options.seeds}: give 1 to {len(T_95) + 1}")
     options.commit = commit()
     return options
 
@@ -452,8 +515,9 @@ def check_peer() -> None:
 
 
 def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    report = facts(options) | {"findings": findings(rows), "rows": rows}
-    path = options.folder / f"deepspeed-curves-{datetime.date.today().isoformat()}.json"
+    report = facts(rows, options) | {"findings": findings(rows), "rows": rows}
+    name = "deepspeed-curves" + (f"-{options.stage}" if options.stage else "")
+    path = options.folder / f"{name}-{datetime.date.today().isoformat()}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json_text(report))
     console = Console(width=None if sys.stdout.isatty() else 160)
@@ -471,18 +535,21 @@ def json_text(report: dict[str, Any]) -> str:
     return re.sub(r"\[[^\[\]{}\"]*\]", lambda m: " ".join(m[0].split()), text) + "\n"
 
 
-def facts(options: argparse.Namespace) -> dict[str, Any]:
+def facts(rows: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
     """What a reader needs to run it again."""
+    commits = sorted({commit for row in rows for commit in row["commits"]})
     packages = ("torch", "transformers", "deepspeed")
     return {
         "question": "does a training come out as under DeepSpeed?",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": options.commit,
-        "command": f"python benchmarks/deepspeed_curves.py --steps {options.steps} --seeds {options.seeds}",
+        "commits_of_trainings": commits,
+        "command": f"python benchmarks/deepspeed_curves.py --steps {options.steps} --seeds {options.seeds}"
+        + (f" --stage {options.stage}" if options.stage else ""),
         "ranks": RANKS,
         "accumulation": ACCUMULATION,
         "rows_of_a_micro_batch": ROWS,
-        "ours": AS_THE_ORIGINAL,
+        "ours": AS_THE_ORIGINAL + OUR_PRECISION,
         "machine": machine(),
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in packages},

@@ -189,7 +189,7 @@ def specialize(cfg: Config, variant: str, precision: str) -> Config:
     plan = STRATEGIES.get(variant, Strategy.FULL_SHARD)
     shard_size = 2 if SHARD_PLANS[plan].mesh is Mesh.HYBRID else None
     sharding = ShardingConfig(strategy=plan, shard_size=shard_size)
-    dtypes = PrecisionConfig(param_dtype=DType(precision), reduce_dtype=DType.fp32)
+    dtypes = PrecisionConfig(param_dtype=DType(precision), reduce_dtype=DType.fp32, norm_dtype=DType.fp32)
     return replace(cfg, sharding=sharding, precision=dtypes)
 
 

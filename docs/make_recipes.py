@@ -45,6 +45,8 @@ ALSO = [
     "Norms and biases are not decayed (with `weight_decay=0` nothing is).",
     "Gradients are added and reduced in fp32 and divided by the label tokens of the step; the original adds them in "
     "bf16 and takes the mean of the micro-batches' means. `compat=llava_v1_5` does as the original.",
+    "Norms compute in fp32; the original casts them to bf16 with the rest of the model, and so does "
+    "`compat=llava_v1_5`.",
     "The projector of `stage=pretrain` is drawn from `seed`; the original draws it before it seeds.",
 ]
 

@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from harness import single_world
 from safetensors.torch import load_file
@@ -13,6 +14,7 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 from llava_fsdp import train
 from llava_fsdp.config import Config, DType, Part
+from llava_fsdp.data.batch import LeftOut
 from llava_fsdp.data.loader import normalize
 from llava_fsdp.data.steps import Steps
 from llava_fsdp.data.vocabulary import IGNORE, IMAGE_ID
@@ -74,16 +76,15 @@ def plain_loop(cfg: Config, start: Path) -> Outcome:
             group["lr"] = cfg.optim.lr * factor
         for p in trained:
             p.grad = torch.zeros_like(p)
-        samples = [(steps.records[i], steps.encoder(steps.records[i])) for i in steps.order.samples(step)]
-        count = sum(int((s.labels[1:] != IGNORE).sum()) for _, s in samples if s is not None)
+        read = [steps.read(i) for i in steps.order.samples(step)]
+        rows = [row for row in read if not isinstance(row, LeftOut)]
+        count = sum(int((sample.labels[1:] != IGNORE).sum()) for sample, _ in rows)
         loss_sum = 0.0
-        for record, sample in samples:
-            assert sample is not None
+        for sample, pictures in rows:
             ids = torch.from_numpy(sample.input_ids)[None]
             ids = torch.where(ids == IMAGE_ID, config.image_token_id, ids)
-            images = torch.from_numpy(steps.collate.load_images([(record, sample)])[0])
             table = torch.from_numpy(steps.pictures.preprocessor.pixel_table())
-            pixels = normalize(images, table) if len(images) else None
+            pixels = normalize(torch.from_numpy(np.concatenate(pictures)), table) if pictures else None
             logits = model(input_ids=ids, pixel_values=pixels).logits[0, :-1, : vocabulary(cfg)]
             loss = functional.cross_entropy(logits, torch.from_numpy(sample.labels[1:]), reduction="sum") / count
             if loss.requires_grad:  # stage 1 trains nothing on a sample without a picture

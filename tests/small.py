@@ -7,7 +7,7 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from PIL import Image
 
-from llava_fsdp.config import Config, ConversionConfig, config_dir, load
+from llava_fsdp.config import Config, ConversionConfig, PrepareConfig, config_dir, load
 from llava_fsdp.data.tokenizer import open_tokenizer
 
 ASSETS = Path(__file__).parents[1] / "src" / "llava_fsdp" / "assets"
@@ -137,7 +137,7 @@ def make_config(parts: Path, dataset: Path, output: Path, *overrides: str, stage
 
 def config_of(overrides: list[str], name: str = "train") -> Config:
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return load(Config, compose(name, overrides))
+        return load(PrepareConfig if name == "prepare" else Config, compose(name, overrides))
 
 
 def conversion(source: Path | str, to: Path, *overrides: str) -> ConversionConfig:

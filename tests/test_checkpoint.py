@@ -126,7 +126,7 @@ CHANGES = {
     "optim.schedule": "optim.schedule=linear",
     "loss.normalize": "loss.normalize=micro_batch pack=false",
     "model.train": "model.train=[projector]",
-    "data.max_length": "data.max_length=64",
+    "data.max_length": "data.max_length=100",
     "data.template": "data.template=chatml",
 }
 

@@ -20,6 +20,8 @@ from llava_fsdp.config import (
     Normalize,
     OrderName,
     Parity,
+    Pixels,
+    PrepareConfig,
     Strategy,
     SweepConfig,
     config_dir,
@@ -39,6 +41,7 @@ SCHEMAS = {
     "evaluate": EvaluateConfig,
     "chat": ChatConfig,
     "export": ConversionConfig,
+    "prepare": PrepareConfig,
 }
 FILL = ["data.path=records.json"]  # the one value that a choice leaves open
 
@@ -185,17 +188,19 @@ def test_a_mistake_is_refused_with_its_cure(
 def test_compat_sets_what_the_original_does() -> None:
     """One word sets them all, whatever the stage; a key on the command line still wins, and the screen says so."""
     cfg = config_of(["compat=llava_v1_5", "stage=pretrain"])
-    assert (cfg.labels, cfg.data.pixels) == (Parity.llava_v1_5, Parity.llava_v1_5)
+    assert (cfg.labels, cfg.data.pixels) == (Parity.llava_v1_5, Pixels.llava_v1_5)
     assert (cfg.order.name, cfg.order.group_by_modality_length) == (OrderName.llava_v1_5, False)
     assert cfg.loss.normalize is Normalize.micro_batch
-    assert cfg.precision.reduce_dtype is cfg.precision.param_dtype is DType.bf16
+    assert cfg.precision.reduce_dtype is cfg.precision.norm_dtype is cfg.precision.param_dtype is DType.bf16
     assert unlike_original(cfg).startswith("nothing of labels, order")
     cfg = config_of(["compat=llava_v1_5", "labels=exact", "precision=fp32"])
     assert cfg.order.group_by_modality_length and cfg.precision.reduce_dtype is DType.fp32
     assert unlike_original(cfg).startswith("labels=exact;")
+    assert unlike_original(config_of(["compat=llava_v1_5", "data.pixels=lean"])).startswith("data.pixels=lean;")
     ours = unlike_original(config_of([]))
     for key in ("labels=exact", "order=shuffle", "loss.normalize=step", "data.pixels=exact", "reduce_dtype=fp32"):
         assert key in ours
+    assert "precision.norm_dtype=fp32" in ours
 
 
 @pytest.mark.parametrize(
@@ -203,6 +208,7 @@ def test_compat_sets_what_the_original_does() -> None:
     [
         (["labels=llava_v1_5", "data.too_long=fail"], "data.too_long=fail needs labels=exact"),
         (["data.grid_pinpoints=[[336,672]]"], "data.grid_pinpoints is for data.image_aspect_ratio=anyres"),
+        (["precision=fp32", "precision.norm_dtype=bf16"], "norm_dtype=bf16 needs precision.param_dtype=bf16"),
         (["model.patch_merge=spatial"], "model.patch_merge=spatial is for data.image_aspect_ratio=anyres"),
         (
             ["compat=llava_v1_5", "data.image_aspect_ratio=anyres", "model.patch_merge=spatial"],
@@ -217,3 +223,52 @@ def test_compat_sets_what_the_original_does() -> None:
 def test_choices_that_exclude_each_other(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_of(overrides)
+
+
+def test_names_of_sources_are_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given on the command line without Hydra's signs, paths as they are typed."""
+    words = [
+        "data=llava_json",
+        "data.sources.a.path=my file (1).json",
+        "data.sources.a.epochs=0.5",
+        "data.sources.b.path=b",
+    ]
+    monkeypatch.setattr(sys, "argv", ["train", *words])
+    node = cli.compose("train", Config)
+    assert node is not None
+    cfg = load(Config, node)
+    assert {name: (own.path, own.epochs) for name, own in cfg.data.sources.items()} == {
+        "a": ("my file (1).json", 0.5),
+        "b": ("b", None),
+    }
+
+
+WRONG_SOURCES = {
+    (
+        "data.sources.a.pth=x",
+    ): r"data\.sources\.a\.pth is not a key of the configuration; did you mean data\.sources\.a\.path",
+    ("data.sources.a.weight=1",): r"data\.sources\.a\.path is not set",
+    ("data.sources.a.path=x", "data.path=y"): r"data\.path=y and data\.sources=\['a'\] are both set",
+    (
+        "data.sources.a.path=x",
+        "data.sources.b.path=y",
+        "data.sources.b.weight=1",
+    ): r"give every source a weight, or none",
+    ("data.sources.a.path=x", "data.sources.a.epochs=0"): r"epochs=0\.0 of x must be a finite number above 0",
+    ("data.path=x", "data.bad_budget=lots"): r"data\.bad_budget=lots is neither a share of the records",
+}
+
+
+@pytest.mark.parametrize("words", WRONG_SOURCES, ids=str)
+def test_wrong_sources_are_refused(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train", "data=llava_json", *words])
+    with pytest.raises(ConfigError, match=WRONG_SOURCES[words]):
+        node = cli.compose("train", Config)
+        assert node is not None
+        load(Config, node)
+
+
+def test_budget_of_bad_records() -> None:
+    cfg = config_of(["data=llava_json", *FILL])
+    assert [cfg.data.budget(n) for n in (999, 1000, 665_298)] == [0, 1, 665]
+    assert config_of(["data=llava_json", *FILL, "data.bad_budget=20"]).data.budget(10) == 20

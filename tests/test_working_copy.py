@@ -154,6 +154,7 @@ SAME_BITS_CASES = [
     ("finetune", "zero1", "none"),
     ("finetune", "zero2", "full"),
     ("finetune", "zero3", "full"),
+    ("tower", "zero3", "full"),
 ]
 
 
@@ -162,9 +163,11 @@ SAME_BITS_CASES = [
 def test_one_rank_equals_fully_shard_bit_for_bit(
     stage: str, sharding: str, recompute: str, parts: Path, dataset: Path, tmp_path: Path
 ) -> None:
-    cfg = make_config(
-        parts, dataset, tmp_path / "run", *BF16, f"sharding={sharding}", f"recompute={recompute}", stage=stage
-    )
+    values = [*BF16, f"sharding={sharding}", f"recompute={recompute}"]
+    if stage == "tower":
+        stage = "finetune"
+        values.append("model.train=[projector,language,vision]")
+    cfg = make_config(parts, dataset, tmp_path / "run", *values, stage=stage)
     assert cfg.global_batch_size // cfg.micro_batch_size == ACCUMULATION
     assert_same_bits(train_alone(cfg, CPU), train_sharded(cfg, CPU, tmp_path))
 

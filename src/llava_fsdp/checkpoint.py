@@ -28,7 +28,7 @@ from llava_fsdp.log import log
 from llava_fsdp.state import TrainState
 
 R = TypeVar("R")
-FORMAT = 2
+FORMAT = 3
 NAME = re.compile(r"step-(\d{6,})")
 STATE_FILE = "state.json"
 FOLDER = "checkpoints"
@@ -64,6 +64,7 @@ def publish(staged: Path, final: Path, state: TrainState, cfg: Config) -> None:
         "run": state.run,
         "step": state.step,
         "samples": state.samples,
+        "broken": sorted(state.loader.broken),
         "fingerprints": state.fingerprints,
         "trainable": sorted(state.masters.named),
         "torch": torch.__version__,
@@ -116,6 +117,7 @@ def resume(state: TrainState, cfg: Config) -> bool:
         ) from error
     state.masters.refresh()
     state.step, state.samples, state.run = facts["step"], facts["samples"], facts["run"]
+    state.loader.broken = set(facts["broken"])
     on_first_rank(lambda: leave_branch(Path(cfg.output_dir), folder, state.step), "cannot set checkpoints aside")
     return True
 
@@ -202,9 +204,14 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 FIXED_KEYS = ("seed", "global_batch_size", "model", "loss", "optim", "data", "labels", "order")
 FREE_KEYS = {  # paths, how records are read from disk, and names that are no part of the result
-    "data.path", "data.images", "data.root", "data.workers", "data.source",
+    "data.path", "data.images", "data.root", "data.workers", "data.prefetch", "data.stall", "data.source",
+    "data.index", "data.examine", "data.allow_links", "data.bad", "data.bad_budget",
     "model.name", "model.language", "model.vision", "model.checkpoint", "model.projector",
 }  # fmt: skip
+
+
+def is_free(key: str) -> bool:
+    return key in FREE_KEYS or re.fullmatch(r"data\.sources\.[^.]+\.(path|images)", key) is not None
 
 
 def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder: Path) -> None:
@@ -217,11 +224,11 @@ def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder
     differing = [
         f"{key}: {then.get(key)} -> {now.get(key)}"
         for key in sorted(then.keys() | now.keys())
-        if key.partition(".")[0] in FIXED_KEYS and key not in FREE_KEYS and then.get(key) != now.get(key)
+        if key.partition(".")[0] in FIXED_KEYS and not is_free(key) and then.get(key) != now.get(key)
     ]
     moved = f"{then.get('data.path')} -> {now.get('data.path')}"
     meanings = {
-        "dataset": f"data.path: the dataset is another one, or has changed ({moved})",
+        "dataset": f"data.path: the dataset is another one, has changed, or has other wrong records now ({moved})",
         "encoding": "model.language, model.vision: the tokenizer or the preprocessor is another one",
         "order": "order: the original's order depends on micro_batch_size and on the number of ranks; one is another",
         "model": "model: the model is another one: other shapes, or other frozen weights",

@@ -17,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from llava_fsdp.config import config_dir, did_you_mean, load, schema_keys
+from llava_fsdp.config import SOURCES, config_dir, did_you_mean, load, schema_keys
 from llava_fsdp.errors import ConfigError, ExitCode, LlavaFsdpError
 from llava_fsdp.log import log, setup_logging
 
@@ -25,7 +25,8 @@ T = TypeVar("T")
 # Keys whose values are text or paths: taken as they are typed, without Hydra's grammar for lists and functions.
 LITERAL = frozenset({
     "question", "image", "checkpoint", "output_dir", "checkpoint.resume", "data.path", "data.images", "data.root",
-    "model.language", "model.vision", "model.checkpoint", "model.projector", "source", "to", "language", "vision",
+    "data.index", "report", "model.language", "model.vision", "model.checkpoint", "model.projector", "source", "to",
+    "language", "vision",
 })  # fmt: skip
 # Seconds that a rank waits which has nothing of its own to say: torchrun ends all ranks as soon as one has failed, and
 # takes the first one's word for the cause.
@@ -130,6 +131,9 @@ def compose(config_name: str, schema: type) -> DictConfig | None:
 def taken_literally(argument: str) -> str:
     """`key=value` with the value quoted for Hydra, where the key holds text or a path and the user has not quoted."""
     key, equals, value = argument.partition("=")
+    if key.startswith(SOURCES):  # a name that the user chooses is new to Hydra
+        name, literal = f"++{key}", key.endswith((".path", ".images"))
+        return f"{name}={quoted(value)}" if equals and literal and value[:1] not in ("'", '"') else f"{name}={value}"
     if not equals or key not in LITERAL or value == "null" or value[:1] in ("'", '"'):
         return argument
     return f"{key}={quoted(value)}"

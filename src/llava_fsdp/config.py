@@ -5,9 +5,11 @@ door; nothing behind it sees OmegaConf. One long file on purpose: it is the list
 """
 
 import difflib
+import math
 import re
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 from llava_fsdp.errors import ConfigError
 
 T = TypeVar("T")
+SOURCES = "data.sources."
+"""What follows is a name that the user chooses."""
 
 
 def config_dir() -> Path:
@@ -54,6 +58,20 @@ class TooLong(Enum):
     fail = "fail"
 
 
+class Bad(Enum):
+    """What becomes of a record that cannot be trained on."""
+
+    fail = "fail"
+    quarantine = "quarantine"
+
+
+class Examine(Enum):
+    """How closely pictures are looked at before training."""
+
+    decode = "decode"
+    head = "head"
+
+
 class AspectRatio(Enum):
     square = "square"
     pad = "pad"
@@ -65,6 +83,14 @@ class Parity(Enum):
 
     exact = "exact"
     llava_v1_5 = "llava_v1_5"
+
+
+class Pixels(Enum):
+    """How a picture file becomes the tower's pixels."""
+
+    exact = "exact"
+    llava_v1_5 = "llava_v1_5"
+    lean = "lean"
 
 
 class OrderName(Enum):
@@ -195,35 +221,99 @@ class ModelConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class SourceConfig:
+    """One of several sources of a dataset."""
+
+    path: str
+    images: str | None = None
+    """null: data.images"""
+    epochs: float | None = None
+    """How often each of its records is seen in an epoch; null: once."""
+    weight: float | None = None
+    """Its share of an epoch's samples, against the other sources' weights; an epoch then has as many samples as all
+    sources together have records."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "weight"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"data.sources: {name}={value} of {self.path} must be a finite number above 0")
+
+
+@dataclass(kw_only=True, slots=True)
 class DataConfig:
     source: Source
     root: str | None
     """Where the embedded dataset is drawn; other datasets ignore it."""
-    path: str
-    """A JSON list or JSON Lines file of LLaVA records."""
+    path: str | None
+    """A JSON list, JSON Lines or Parquet file of LLaVA records."""
     images: str | None
     """The folder that the records' pictures are relative to."""
+    sources: dict[str, SourceConfig]
+    """Several sources by name, instead of `path`."""
+    index: str | None
+    """Where the dataset's index is kept; null: beside the (first) file of records, named as it with `.index` behind."""
+    examine: Examine
+    """decode: every picture is read to its end before the first training; head: its size alone."""
+    allow_links: bool
+    """Whether symbolic links in the folder of pictures may lead out of it."""
+    bad: Bad
+    """Records that cannot be trained on: fail stops before training begins, or where a picture breaks later; quarantine
+    goes on without them, on every rank alike, and lists them in quarantine.jsonl."""
+    bad_budget: str
+    """Most that data.bad=quarantine leaves out: a share of the records (`0.1%`, rounded down) or a number (`20`)."""
     template: str
     image_aspect_ratio: AspectRatio
     grid_pinpoints: list[list[int]]
     """anyres only: sizes [width, height] in pixels that a picture may be fitted into, multiples of the tower's; empty:
     LLaVA-NeXT's, 1x2, 2x1, 2x2, 3x1 and 1x3 times the tower's."""
-    pixels: Parity
+    pixels: Pixels
     """exact: pictures as a viewer shows them; llava_v1_5: as the original reads them (no EXIF orientation, 16-bit
-    and floating point values clipped, anyres as square)."""
+    and floating point values clipped, anyres as square); lean: as exact, in fewer operations, not to the bit
+    (data/lean.py)."""
     max_length: int
     """Longest sample in positions, image positions included."""
     too_long: TooLong
     workers: int | None
     """Processes that prepare batches on each rank; 0 prepares them between steps; null: up to 4, as cores allow."""
+    prefetch: int
+    """Steps that each worker prepares ahead."""
+    stall: int
+    """Seconds without progress on one record after which a worker that is waited for counts as stalled."""
 
     @property
     def trained_aspect(self) -> AspectRatio:
         """The original trains anyres as square (LLaVA train.py:702-718)."""
-        as_square = self.image_aspect_ratio is AspectRatio.anyres and self.pixels is Parity.llava_v1_5
+        as_square = self.image_aspect_ratio is AspectRatio.anyres and self.pixels is Pixels.llava_v1_5
         return AspectRatio.square if as_square else self.image_aspect_ratio
 
+    @property
+    def index_folder(self) -> Path:
+        first = next(iter(self.sources.values())).path if self.sources else self.path
+        return Path(self.index or f"{first}.index")
+
+    def budget(self, records: int) -> int:
+        """Most of so many records that may be left out."""
+        if self.bad_budget.endswith("%"):
+            return math.floor(Fraction(self.bad_budget[:-1]) * records / 100)
+        return int(self.bad_budget)
+
     def __post_init__(self) -> None:
+        if self.path is None and not self.sources:
+            raise ConfigError("data.path is not set; give it on the command line: data.path=VALUE")
+        if self.path is not None and self.sources:
+            raise ConfigError(
+                f"data.path={self.path} and data.sources={sorted(self.sources)} are both set; make the file one of the "
+                "sources, or set data.path=null"
+            )
+        if len({own.weight is None for own in self.sources.values()}) > 1 or any(
+            own.weight is not None and own.epochs is not None for own in self.sources.values()
+        ):
+            raise ConfigError("data.sources: give every source a weight, or none of them; a weight replaces epochs")
+        if not re.fullmatch(r"\d+|\d+(\.\d+)?%", self.bad_budget):
+            raise ConfigError(
+                f"data.bad_budget={self.bad_budget} is neither a share of the records, as 0.1%, nor a number of them"
+            )
         at_least("data.max_length", self.max_length, 2)
         if self.grid_pinpoints and self.image_aspect_ratio is not AspectRatio.anyres:
             raise ConfigError(
@@ -235,6 +325,8 @@ class DataConfig:
                 raise ConfigError(f"data.grid_pinpoints: {size} is not a [width, height] in pixels")
         if self.workers is not None:
             at_least("data.workers", self.workers, 0)
+        at_least("data.prefetch", self.prefetch, 1)
+        at_least("data.stall", self.stall, 1)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -259,6 +351,14 @@ class PrecisionConfig:
     """What forward and backward compute in, and what frozen weights are stored in."""
     reduce_dtype: DType
     """What gradients are added in, over micro-batches and ranks."""
+    norm_dtype: DType
+    """What norms compute in, and what their weights are stored in where param_dtype is bf16."""
+
+    def __post_init__(self) -> None:
+        if (self.param_dtype, self.norm_dtype) == (DType.fp32, DType.bf16):
+            raise ConfigError(
+                "precision.norm_dtype=bf16 needs precision.param_dtype=bf16; with precision=fp32 it is fp32"
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -309,7 +409,7 @@ class OrderConfig:
 @dataclass(kw_only=True, slots=True)
 class CompatConfig:
     name: CompatName
-    """llava_v1_5 has set labels, order, loss.normalize, data.pixels and precision.reduce_dtype to the original's."""
+    """llava_v1_5 has set labels, order, loss.normalize, data.pixels and precision's dtypes to the original's."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -410,10 +510,10 @@ class Config:
                 f"model.patch_merge={self.model.patch_merge.value} is for data.image_aspect_ratio=anyres; with "
                 f"{self.data.image_aspect_ratio.value} a picture is one tile: set model.patch_merge=flat"
             )
-        if anyres and self.data.pixels is Parity.llava_v1_5 and self.model.patch_merge is not PatchMerge.flat:
+        if anyres and self.data.pixels is Pixels.llava_v1_5 and self.model.patch_merge is not PatchMerge.flat:
             raise ConfigError(
                 f"data.pixels=llava_v1_5 trains anyres as square, as the original does; "
-                f"model.patch_merge={self.model.patch_merge.value} needs data.pixels=exact"
+                f"model.patch_merge={self.model.patch_merge.value} needs data.pixels=exact or lean"
             )
         if self.export.enabled and self.data.trained_aspect is AspectRatio.anyres:
             raise ConfigError(
@@ -470,6 +570,25 @@ class SweepConfig(Config):
     """A training run and how to launch it."""
 
     launch: LaunchConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class PrepareKeys:
+    workers: int | None
+    """Processes that read records and pictures; null: one a core."""
+
+    def __post_init__(self) -> None:
+        if self.workers is not None:
+            at_least("prepare.workers", self.workers, 1)
+
+
+@dataclass(kw_only=True, slots=True)
+class PrepareConfig(Config):
+    """A dataset examined and indexed for the training that the same keys describe."""
+
+    prepare: PrepareKeys
+    report: str | None
+    format: Format
 
 
 @dataclass(kw_only=True, slots=True)
@@ -587,10 +706,11 @@ def refuse_unknown_keys(schema: Any, node: DictConfig) -> None:
             name = f"{prefix}{key}"
             if name == "hydra":
                 continue
-            if name not in known:
+            if name not in known and prefix != SOURCES:
                 raise ConfigError(f"{name} is not a key of the configuration{did_you_mean(name, known)}")
             child = part._get_node(key)
             if isinstance(child, DictConfig) and not child._is_missing() and not child._is_none():
+                known.extend(schema_keys(SourceConfig, name + ".") if prefix == SOURCES else [])
                 visit(child, name + ".")
 
     visit(node, "")

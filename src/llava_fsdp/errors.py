@@ -44,9 +44,40 @@ class DataError(LlavaFsdpError):
 
     exit_code = ExitCode.USER
 
+    def __init__(self, message: str, kind: str | None = None):
+        """
+        Args:
+            kind: of a record's problem, as the table in `data/problems.py` has it.
+        """
+        super().__init__(message)
+        self.kind = kind
+
 
 class PictureError(DataError):
     """A picture is missing or broken; the one rank that opens it knows."""
+
+    on_every_rank = False
+
+    def __init__(self, message: str, kind: str = "image_unreadable"):
+        super().__init__(message)
+        self.kind = kind
+        """image_missing, image_empty, image_truncated, image_unreadable, image_bomb or image_shape"""
+
+
+class WorkerError(DataError):
+    """A data worker died, or stalled; the one rank that it worked for knows."""
+
+    on_every_rank = False
+
+
+class SourceError(DataError):
+    """A file of a dataset, or of its index, cannot be read or has changed; the one rank that reads it knows."""
+
+    on_every_rank = False
+
+
+class BuildError(ConfigError):
+    """The index of a dataset cannot be written; the one rank that makes it knows."""
 
     on_every_rank = False
 

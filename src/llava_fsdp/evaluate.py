@@ -9,13 +9,15 @@ from rich.progress import track
 
 from llava_fsdp import cli
 from llava_fsdp.answer import Assistant, Question
-from llava_fsdp.config import EvaluateConfig, Format, Source
+from llava_fsdp.config import EvaluateConfig, Format
 from llava_fsdp.data.conversation import asked_turns, image_first
-from llava_fsdp.data.shapes import ensure_shapes
-from llava_fsdp.data.source import Record, Records, Turn, check_paths
+from llava_fsdp.data.recordfile import RecordFile
+from llava_fsdp.data.source import Record, Turn
 from llava_fsdp.data.templates import IMAGE_TAG
-from llava_fsdp.errors import DataError
+from llava_fsdp.data.texts import sources_of
+from llava_fsdp.errors import ConfigError, DataError
 from llava_fsdp.log import log
+from llava_fsdp.opening import draw_shapes
 
 
 def main() -> None:
@@ -24,16 +26,17 @@ def main() -> None:
 
 def evaluate(cfg: EvaluateConfig) -> None:
     """Print the share of first questions whose greedy answer is the record's, with pictures and with blank ones."""
-    if cfg.data.source is Source.shapes:
-        ensure_shapes(Path(cfg.data.root or "."))
-    check_paths(cfg.data)
-    records = Records(Path(cfg.data.path))
+    draw_shapes(cfg.data)
+    if cfg.data.sources:
+        raise ConfigError("evaluate asks the questions of one file: name it with data.path, without data.sources")
+    (source,) = sources_of(cfg.data)
+    records = RecordFile(Path(source.path))
     asked = [records[i] for i in range(min(len(records), cfg.limit or len(records)))]
-    questions, references = zip(*(first_question(r, cfg.data.images) for r in asked), strict=True)
+    questions, references = zip(*(first_question(r, source.images) for r in asked), strict=True)
     assistant = Assistant(cfg.checkpoint, cfg.data.template, cfg.data.image_aspect_ratio)
 
     answers = ask_all(assistant, list(questions), cfg, blank=False)
-    result: dict[str, object] = {"checkpoint": cfg.checkpoint, "data": cfg.data.path, "questions": len(asked)}
+    result: dict[str, object] = {"checkpoint": cfg.checkpoint, "data": source.path, "questions": len(asked)}
     result["accuracy"] = share_right(answers, list(references))
     if cfg.blank:
         blank = ask_all(assistant, list(questions), cfg, blank=True)

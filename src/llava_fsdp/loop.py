@@ -26,10 +26,15 @@ def fit(
     """Train to the last step. `after_step` runs on every rank, after the weights have been updated."""
     state.model.train()
     started = time.perf_counter()
-    for step in state.loader.from_step(state.step):
-        result = train_step(state, step, plan, cfg, started)
-        after_step(result)
-        started = time.perf_counter()
+    steps = state.loader.from_step(state.step)  # held, so that its workers can be asked after
+    try:
+        for step in steps:
+            result = train_step(state, step, plan, cfg, started)
+            after_step(result)
+            started = time.perf_counter()
+    except RuntimeError:  # the DataLoader's signal handler raises it wherever a worker's death finds us
+        state.loader.check_workers()
+        raise
 
 
 def train_step(state: TrainState, step: Step, plan: ShardPlan, cfg: Config, started: float) -> StepResult:

@@ -1,6 +1,7 @@
 """What a run says while it trains: one JSON object a step, a progress bar or plain lines, and how it ended."""
 
 import contextlib
+import itertools
 import json
 import os
 import resource
@@ -8,6 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -97,7 +99,18 @@ def watch_loading(is_first_rank: bool) -> Callable[[Iterable[str]], Iterable[str
 class Reporter:
     """Writes and shows every step on rank 0; quiet elsewhere."""
 
-    def __init__(self, cfg: Config, first_step: int, total_steps: int, is_first_rank: bool):
+    def __init__(
+        self,
+        cfg: Config,
+        first_step: int,
+        total_steps: int,
+        is_first_rank: bool,
+        left_out: Iterable[dict[str, Any]] = (),
+    ):
+        """
+        Args:
+            left_out: records that training never sees (record, kind, reason), listed as of step 0.
+        """
         self.cfg = cfg
         self.enabled = is_first_rank
         self.total_steps = total_steps
@@ -107,7 +120,7 @@ class Reporter:
         if not self.enabled:
             return
         cut_back(self.folder / METRICS_FILE, first_step)
-        cut_back(self.folder / QUARANTINE_FILE, first_step)
+        begin_quarantine(self.folder / QUARANTINE_FILE, first_step, left_out)
         if sys.stderr.isatty():
             self.progress = Progress(
                 TextColumn("{task.description}"),
@@ -130,10 +143,15 @@ class Reporter:
             return
         row = metrics_row(result)
         append(self.folder / METRICS_FILE, row)
-        for where in result.facts.quarantined:
-            append(self.folder / QUARANTINE_FILE, {"step": row["step"], "record": where, "reason": "too long"})
+        for sample in result.facts.left_out:
+            said = {"step": row["step"], "record": sample.record, "kind": sample.kind, "reason": sample.reason}
+            append(self.folder / QUARANTINE_FILE, said)
+            log().warning("step %d goes without %s", row["step"], sample.reason)
         for where in result.facts.unlabelled:
-            append(self.folder / QUARANTINE_FILE, {"step": row["step"], "record": where, "reason": "no label"})
+            append(
+                self.folder / QUARANTINE_FILE,
+                {"step": row["step"], "record": where, "kind": "no_labels", "reason": "no label"},
+            )
         self.show(row)
 
     def show(self, row: dict) -> None:
@@ -171,7 +189,7 @@ def metrics_row(result: StepResult) -> dict:
         "truncated": facts.truncated,
         "labels_cut": facts.labels_cut,
         "unlabelled": len(facts.unlabelled),
-        "quarantined": len(facts.quarantined),
+        "quarantined": len(facts.left_out),
         "seconds": result.seconds,
         "tokens_per_second": facts.tokens / result.seconds,
         "peak_memory_bytes": peak_memory(),
@@ -192,18 +210,32 @@ def append(path: Path, row: dict) -> None:
 
 def cut_back(path: Path, step: int) -> None:
     """Drop the rows of steps after `step`: a resumed run does them again."""
-    if not path.is_file():
-        return
+    if path.is_file():
+        replace(path, rows_of(path, range(step + 1)))
+
+
+def begin_quarantine(path: Path, step: int, left_out: Iterable[dict[str, Any]]) -> None:
+    """What was left out before the first step, and what the steps to `step` left out."""
+    before = (json.dumps({"step": 0, **row}) for row in left_out)
+    later = rows_of(path, range(1, step + 1)) if path.is_file() else []
+    replace(path, itertools.chain(before, later))
+    if not path.stat().st_size:
+        path.unlink()
+
+
+def rows_of(path: Path, steps: range) -> list[str]:
     kept = []
     for line in path.read_text().splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # a line that a crash cut short
-        if row["step"] <= step:
-            kept.append(line)
+        with contextlib.suppress(ValueError):  # a line that a crash cut short
+            if json.loads(line)["step"] in steps:
+                kept.append(line)
+    return kept
+
+
+def replace(path: Path, lines: Iterable[str]) -> None:
     staged = path.with_suffix(".tmp")
-    staged.write_text("".join(line + "\n" for line in kept))
+    with staged.open("w") as file:
+        file.writelines(line + "\n" for line in lines)
     os.replace(staged, path)
 
 

@@ -7,8 +7,9 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from llava_fsdp.config import Config, Normalize, OrderName, Parity, Source
+from llava_fsdp.config import Config, Normalize, OrderName, Parity, Pixels, Source
 from llava_fsdp.data.loader import Loader
+from llava_fsdp.data.records import Records
 from llava_fsdp.model.attention import Kernel
 from llava_fsdp.sharding.memory import Weight, bytes_per_rank
 from llava_fsdp.sharding.mesh import World
@@ -23,12 +24,13 @@ def unlike_original(cfg: Config) -> str:
         ("labels", cfg.labels.value, cfg.labels is Parity.llava_v1_5),
         ("order", cfg.order.name.value, cfg.order.name is OrderName.llava_v1_5),
         ("loss.normalize", cfg.loss.normalize.value, cfg.loss.normalize is Normalize.micro_batch),
-        ("data.pixels", cfg.data.pixels.value, cfg.data.pixels is Parity.llava_v1_5),
+        ("data.pixels", cfg.data.pixels.value, cfg.data.pixels is Pixels.llava_v1_5),
         ("precision.reduce_dtype", precision.reduce_dtype.value, precision.reduce_dtype is precision.param_dtype),
+        ("precision.norm_dtype", precision.norm_dtype.value, precision.norm_dtype is precision.param_dtype),
     ]
     ours = [f"{key}={value}" for key, value, same in choices if not same]
     if not ours:
-        return "nothing of labels, order, loss.normalize, data.pixels and precision.reduce_dtype (compat=llava_v1_5)"
+        return "nothing of labels, order, loss.normalize, data.pixels and precision (compat=llava_v1_5)"
     return f"{', '.join(ours)}; compat=llava_v1_5 sets the original's (docs/llava.md)"
 
 
@@ -51,7 +53,7 @@ def show_run(
     facts = Table.grid(padding=(0, 2))
     facts.add_row("model", f"{cfg.model.name}: {cfg.model.checkpoint or f'{cfg.model.language} + {cfg.model.vision}'}")
     facts.add_row("projector", projector)
-    facts.add_row("data", f"{cfg.data.path}: {len(steps.records):,} records, template {cfg.data.template}")
+    facts.add_row("data", f"{describe_data(cfg, steps.records)}, template {cfg.data.template}")
     facts.add_row("steps", f"{loader.total_steps:,} ({steps.per_epoch:,} an epoch); output in {cfg.output_dir}")
     facts.add_row("batch", describe_batch(cfg, world, loader))
     facts.add_row("attention", describe_attention(kernel))
@@ -61,6 +63,13 @@ def show_run(
     facts.add_row("unlike LLaVA", unlike_original(cfg))
     console.print(facts)
     console.print(trains_table(weights), bytes_table(cfg, world, weights.values()))
+
+
+def describe_data(cfg: Config, records: Records) -> str:
+    files = ", ".join(f"{name} ({own.path})" for name, own in cfg.data.sources.items()) or cfg.data.path
+    wrong = f", {records.out:,} left out as wrong" if records.out else ""
+    long = f", {records.long:,} left out as too long" if records.long else ""
+    return f"{files}: {len(records):,} records{wrong}{long}"
 
 
 def describe_batch(cfg: Config, world: World, loader: Loader) -> str:

@@ -9,22 +9,21 @@ from omegaconf import OmegaConf
 from torch.distributed.device_mesh import DeviceMesh
 
 from llava_fsdp import artifact, checkpoint, cli
-from llava_fsdp.config import Config, RecomputeMode, Source
-from llava_fsdp.data.cost import CostModel
-from llava_fsdp.data.loader import Loader, ModelShape, build_loader
-from llava_fsdp.data.shapes import ensure_shapes
+from llava_fsdp.config import Config, Source
+from llava_fsdp.data.loader import Loader, build_loader
+from llava_fsdp.errors import DataError
 from llava_fsdp.log import log
 from llava_fsdp.loop import fit
 from llava_fsdp.metrics import Reporter, begin_status, watch_loading, write_status
 from llava_fsdp.model.attention import choose_kernel
 from llava_fsdp.model.draw import computed_buffers, restore_buffers
-from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.parts import find_parts, find_projector
 from llava_fsdp.model.weights import find_weights, fingerprint, load_weights
+from llava_fsdp.opening import draw_shapes, shape_of
 from llava_fsdp.optim import build_optimizer
 from llava_fsdp.screen import show_run
-from llava_fsdp.sharding.mesh import World, distributed, first_rank_first, make_mesh
+from llava_fsdp.sharding.mesh import World, distributed, first_rank_first, gather_lists, make_mesh
 from llava_fsdp.sharding.parallelize import parallelize, weights_of
 from llava_fsdp.sharding.precision import DTYPES
 from llava_fsdp.sharding.shards import local_shards
@@ -50,7 +49,7 @@ def train(cfg: Config) -> None:
         elif resumed:
             log().info("continuing after step %d of %d", state.step, last_step)
         write_config(cfg, world)
-        reporter = Reporter(cfg, state.step, last_step, world.is_first)
+        reporter = Reporter(cfg, state.step, last_step, world.is_first, state.loader.steps.records.left_out())
 
         def after_step(result: StepResult) -> None:
             reporter(result)
@@ -74,10 +73,11 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
     kernel = choose_kernel(cfg.attention, parts.language, world.device, compute_dtype) if cfg.pack else None
     model = build_llava(parts, cfg.model, compute_dtype, kernel)  # on meta: shapes only
     loader = open_data(cfg, world, model)
+    check_same_records(loader)
     sources = find_weights(model, parts, cfg.model, projector, cfg.seed)
     fingerprints = {**loader.steps.fingerprints(), "model": fingerprint(model, sources)}
     if world.is_first:
-        weights = weights_of(model, model.whole_while_frozen())
+        weights = weights_of(model, model.whole_while_frozen(), cfg.precision)
         show_run(cfg, world, loader, weights, describe_projector(cfg, projector), kernel)
     buffers = computed_buffers(model)
     masters = parallelize(model, model.blocks(), mesh, plan, cfg, world.device, model.whole_while_frozen())
@@ -99,17 +99,24 @@ def open_data(cfg: Config, world: World, model: Llava) -> Loader:
     """The dataset; the embedded one is drawn first, by one rank."""
     if cfg.data.source is Source.shapes:
         with first_rank_first(world):
-            ensure_shapes(Path(cfg.data.root or "."))
-    language = model.parts.language
-    shape = ModelShape(
-        image_tokens=model.image_tokens,
-        image_size=model.parts.vision.image_size,
-        max_length=language.max_position_embeddings,
-        vocab_size=language.vocab_size,
-        cost=CostModel(*count_flops(model, cfg.recompute.mode is RecomputeMode.full)),
-    )
+            draw_shapes(cfg.data)
     folders = model.parts.language_folder, model.parts.vision_folder
-    return build_loader(cfg, *folders, shape, world.rank, world.size, world.device)
+    return build_loader(cfg, *folders, shape_of(model), world.rank, world.size, world.device, gather_lists)
+
+
+def check_same_records(loader: Loader) -> None:
+    """Ranks of several machines may read copies of the files, and one may have looked before a picture was mended.
+
+    Raises:
+        DataError: on every rank alike.
+    """
+    found = gather_lists([loader.steps.fingerprints()])
+    differing = [rank for rank, other in enumerate(found) if other != found[0]]
+    if differing:
+        raise DataError(
+            f"ranks {differing} have other records, tokenizers or pictures' preparation than rank 0: are data.path, "
+            "data.images and the model the same files on every machine, and unchanged while the run began? Run it again"
+        )
 
 
 def write_config(cfg: Config, world: World) -> None:

@@ -3,28 +3,23 @@
 import numpy as np
 
 from llava_fsdp.data.cost import UNIT, CostModel
-from llava_fsdp.data.encode import Sample
-from llava_fsdp.data.vocabulary import IGNORE
 
 
-def sample(length: int, labels: int, tiles: list[int]) -> Sample:
-    """`tiles` of each picture, four rows of features a tile, its last position the end of a line."""
-    wanted = np.full(length, IGNORE)
-    wanted[length - labels :] = 5
-    rows = tuple(np.append(np.arange(4 * count), -1) for count in tiles)
-    return Sample(np.ones(length, dtype=np.int64), wanted, tuple("ab"[: len(tiles)]), rows, 0, 0)
+def costs(model: CostModel, *samples: tuple[int, int, int]) -> list[int]:
+    """Of (length, labels, tiles)."""
+    lengths, labels, tiles = (np.array(column, dtype=np.int32) for column in zip(*samples, strict=True))
+    return model(lengths, labels, tiles).tolist()
 
 
 def test_every_part_counts() -> None:
-    cost = CostModel(position=2 * UNIT, pair=3 * UNIT, label=5 * UNIT, tile=7 * UNIT)
-    assert cost(sample(10, 0, []), 4) == 20 + 300
-    assert cost(sample(10, 4, []), 4) == 20 + 300 + 20
-    assert cost(sample(10, 0, [1, 3]), 4) == 20 + 300 + 28
+    model = CostModel(position=2 * UNIT, pair=3 * UNIT, label=5 * UNIT, tile=7 * UNIT)
+    assert costs(model, (10, 0, 0), (10, 4, 0), (10, 0, 4)) == [20 + 300, 20 + 300 + 20, 20 + 300 + 28]
 
 
 def test_without_a_model_positions_count() -> None:
-    assert CostModel()(sample(10, 3, [1]), 4) == 10
+    assert costs(CostModel(), (10, 3, 1)) == [10]
 
 
-def test_nothing_is_free() -> None:
-    assert CostModel(position=0.001)(sample(1, 0, []), 4) == 1
+def test_nothing_is_free_and_nothing_overflows() -> None:
+    assert costs(CostModel(position=0.001), (1, 0, 0)) == [1]
+    assert costs(CostModel(pair=UNIT), (2_000_000, 0, 0)) == [2_000_000 + 4_000_000_000_000]

@@ -9,8 +9,16 @@ import torch
 from PIL import ExifTags, Image, ImageOps
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from llava_fsdp.config import AspectRatio, Parity
-from llava_fsdp.data.images import load_image, open_picture, pad_to_square, picture_size, read_preprocessor
+from llava_fsdp.config import AspectRatio, Pixels
+from llava_fsdp.data.examine import picture_size
+from llava_fsdp.data.images import (
+    Preprocessor,
+    load_image,
+    open_picture,
+    pad_to_square,
+    read_preprocessor,
+    resize_padded,
+)
 from llava_fsdp.data.loader import normalize
 from llava_fsdp.errors import DataError, ModelError, PictureError
 
@@ -37,6 +45,17 @@ def test_equal_to_the_bit(shape: tuple[int, int], aspect: AspectRatio, folder: P
     np.testing.assert_array_equal(values.numpy(), np.asarray(theirs))
 
 
+@pytest.mark.parametrize("filter", [n for n in Image.Resampling if n is not Image.Resampling.NEAREST])
+def test_bars_that_are_added_after_the_first_pass(filter: Image.Resampling) -> None:
+    """Bit for bit what resizing the padded square gives, enlarged and reduced."""
+    dice = np.random.default_rng(0)
+    for shape in [*SHAPES, (336, 100), (337, 336), (2000, 3), (2, 1), (700, 699)]:
+        picture = Image.fromarray(dice.integers(0, 256, (*shape[::-1], 3), dtype=np.uint8))
+        own = Preprocessor(336, True, filter, (0.48, 0.99, 0.001), (1, 1, 1))
+        plain = pad_to_square(picture, own.mean_colour).resize((336, 336), filter)
+        assert np.array_equal(resize_padded(picture, own), np.asarray(plain).transpose(2, 0, 1)), shape
+
+
 def test_padding_is_the_mean_colour(folder: Path, tmp_path: Path) -> None:
     Image.new("RGB", (40, 20), (255, 255, 255)).save(tmp_path / "a.png")
     pixels = load_image(tmp_path / "a.png", read_preprocessor(folder), AspectRatio.pad, "x")
@@ -46,7 +65,7 @@ def test_padding_is_the_mean_colour(folder: Path, tmp_path: Path) -> None:
 BROKEN = {
     "missing.png": (None, r"record 5: picture .*missing\.png does not exist; is data\.images right"),
     "text.jpg": (b"<html>not found</html>", r"record 5: picture .*text\.jpg cannot be read"),
-    "empty.png": (b"", "cannot be read"),
+    "empty.png": (b"", r"picture .*empty\.png is empty \(0 bytes\)"),
 }
 
 
@@ -136,7 +155,7 @@ def test_original_clips_what_is_not_eight_bits(folder: Path, tmp_path: Path) -> 
     Image.fromarray((RAMP * 65535).astype(np.uint16)).save(tmp_path / "a.png")
     clipped = np.asarray(Image.open(tmp_path / "a.png").convert("RGB")).transpose(2, 0, 1)
     Image.fromarray(clipped.transpose(1, 2, 0)).save(tmp_path / "clipped.png")
-    made = load_image(tmp_path / "a.png", own, AspectRatio.square, "x", Parity.llava_v1_5)
+    made = load_image(tmp_path / "a.png", own, AspectRatio.square, "x", Pixels.llava_v1_5)
     assert np.array_equal(made, load_image(tmp_path / "clipped.png", own, AspectRatio.square, "x"))
     assert not np.array_equal(made, load_image(tmp_path / "a.png", own, AspectRatio.square, "x"))
 
@@ -152,14 +171,14 @@ def test_exif_orientation(orientation: int, folder: Path, tmp_path: Path) -> Non
     picture.save(tmp_path / "stored.png")
     ImageOps.exif_transpose(Image.open(tmp_path / "turned.png")).save(tmp_path / "shown.png", exif=Image.Exif())
 
-    def pixels(name: str, parity: Parity) -> np.ndarray:
-        return load_image(tmp_path / name, own, AspectRatio.pad, "x", parity)
+    def pixels(name: str, mode: Pixels) -> np.ndarray:
+        return load_image(tmp_path / name, own, AspectRatio.pad, "x", mode)
 
-    assert np.array_equal(pixels("turned.png", Parity.exact), pixels("shown.png", Parity.exact))
-    assert np.array_equal(pixels("turned.png", Parity.llava_v1_5), pixels("stored.png", Parity.exact))
+    assert np.array_equal(pixels("turned.png", Pixels.exact), pixels("shown.png", Pixels.exact))
+    assert np.array_equal(pixels("turned.png", Pixels.llava_v1_5), pixels("stored.png", Pixels.exact))
     for ending in ("png", "jpg", "tiff", "webp"):
         picture.save(tmp_path / f"again.{ending}", exif=exif)
-        seen = open_picture(tmp_path / f"again.{ending}", "x", Parity.exact).size
+        seen = open_picture(tmp_path / f"again.{ending}", "x", Pixels.exact).size
         assert picture_size(tmp_path / f"again.{ending}", "x") == seen == Image.open(tmp_path / "shown.png").size
 
 
@@ -169,8 +188,8 @@ def test_heights_that_the_original_misreads(folder: Path, tmp_path: Path) -> Non
     Image.fromarray(noise).save(tmp_path / "three.png")
     Image.fromarray(noise[:1]).save(tmp_path / "one.png")
     right = load_image(tmp_path / "three.png", own, AspectRatio.square, "x")
-    wrong = load_image(tmp_path / "three.png", own, AspectRatio.square, "x", Parity.llava_v1_5)
+    wrong = load_image(tmp_path / "three.png", own, AspectRatio.square, "x", Pixels.llava_v1_5)
     assert not np.array_equal(right, wrong)
     load_image(tmp_path / "one.png", own, AspectRatio.square, "x")
     with pytest.raises(PictureError, match=r"one\.png has height 1, at which the original stops"):
-        load_image(tmp_path / "one.png", own, AspectRatio.square, "x", Parity.llava_v1_5)
+        load_image(tmp_path / "one.png", own, AspectRatio.square, "x", Pixels.llava_v1_5)

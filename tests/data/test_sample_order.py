@@ -6,7 +6,8 @@ import pytest
 import torch
 from small import config_of
 
-from llava_fsdp.data.order import OriginalOrder, Shuffle, open_order
+from llava_fsdp.config import SourceConfig
+from llava_fsdp.data.order import OriginalOrder, Shuffle, open_order, shares_of
 from llava_fsdp.errors import ConfigError
 
 
@@ -26,6 +27,48 @@ def test_shuffle_is_a_function_of_seed_and_epoch_alone() -> None:
     torch.manual_seed(2)
     assert first == Shuffle(100, 42, 100).samples(0)
     assert first != Shuffle(100, 43, 100).samples(0) and first != Shuffle(100, 42, 100).samples(1)
+
+
+def shares(counts: list[int], **sources: dict) -> tuple:
+    named = {name: SourceConfig(path=f"{name}.json", **own) for name, own in sources.items()}
+    return shares_of(named, counts)
+
+
+def test_one_plain_source_has_the_order_of_a_single_file() -> None:
+    alone = Shuffle(44, 42, 12)
+    named = Shuffle(44, 42, 12, shares([44], a={}))
+    for step in range(2 * alone.per_epoch):
+        assert named.samples(step) == alone.samples(step)
+
+
+def test_sources_are_seen_as_often_as_they_say() -> None:
+    order = Shuffle(20, 1, 8, shares([8, 12], a={"epochs": 2}, b={"epochs": 0.25}))
+    assert order.samples_per_epoch == 16 + 3 and order.per_epoch == 3
+    epochs = [sorted(i for s in range(3) for i in order.samples(e * 3 + s)) for e in range(4)]
+    for epoch in epochs:
+        assert [i for i in epoch if i < 8] == sorted([*range(8), *range(8)])
+    assert sorted(i for epoch in epochs for i in epoch if i >= 8) == list(range(8, 20)), "fractions rotate"
+    assert order.epoch(3).tolist() == Shuffle(20, 1, 5, order.shares).epoch(3).tolist(), "whatever the steps"
+
+
+def test_weights_share_out_as_many_samples_as_there_are_records() -> None:
+    order = Shuffle(100, 1, 10, shares([90, 3, 7], a={"weight": 1}, b={"weight": 1}, c={"weight": 1.5}))
+    assert [s.samples for s in order.shares] == [29, 28, 43] and order.samples_per_epoch == 100
+    epoch = order.epoch(0)
+    assert ((epoch >= 90) & (epoch < 93)).sum() == 28
+    counts = [(epoch == n).sum() for n in range(93, 100)]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_sources_that_give_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data\.sources\.b: b\.json would give less than one sample"):
+        shares([10, 10], a={"weight": 1}, b={"weight": 0.001})
+    with pytest.raises(ConfigError, match=r"data\.sources\.b: no record of b\.json is left"):
+        shares([10, 0], a={}, b={})
+    sources = ["data=llava_json", "+data.sources.a.path=a.json", "+data.sources.a.epochs=2"]
+    cfg = config_of([*sources, "compat=llava_v1_5"])
+    with pytest.raises(ConfigError, match=r"order=llava_v1_5 has every record once an epoch"):
+        open_order([1] * 64, cfg, 1, [64])
 
 
 LENGTHS = [n % 7 + 1 if n % 3 else -(n % 5 + 1) for n in range(50)]

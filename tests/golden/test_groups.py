@@ -37,7 +37,7 @@ def test_groups(case: str, tmp_path: Path, count: Callable) -> None:
         f"stage={'pretrain' if said['version'] == 'plain' else 'finetune'}", f"data.path={data / said['data_path']}",
         "data=llava_json", f"data.images={data / 'images'}", f"model.vision={next(model.glob('clip-*'))}", start,
         f"model.projector={'auto' if whole else 'random'}", "model.random_weights=false", f"model.train={trains}",
-        "precision=fp32", f"output_dir={tmp_path}", "optim.projector_lr=null",
+        "precision=fp32", f"output_dir={tmp_path}", f"data.index={tmp_path / 'index'}", "optim.projector_lr=null",
         *(f"{key}={said[flag]}" for flag, key in FLAGS.items() if said.get(flag) is not None),
     ])  # fmt: skip
     state = train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)

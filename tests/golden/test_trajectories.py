@@ -80,6 +80,7 @@ def config_for(case: str, record: dict, language: Path, output: Path) -> Config:
         "data=llava_json",
         f"data.path={training / 'data' / said['--data_path']}",
         f"data.images={training / 'data' / 'images'}",
+        f"data.index={language.parent / said['--data_path']}.index",
         "data.workers=0",
         f"model.language={language}",
         f"model.vision={next(model.glob('clip-*'))}",

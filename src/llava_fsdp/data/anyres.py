@@ -37,21 +37,31 @@ def best_size(picture: Size, sizes: list[Size]) -> Size:
 
 def cut_tiles(picture: Image.Image, tile: int, sizes: list[Size]) -> list[Image.Image]:
     """The whole picture as one tile, then the tiles of the grid, line by line; all tile x tile pixels."""
-    fitted = fit(picture, best_size(picture.size, sizes))
-    corners = [(x, y) for y in range(0, fitted.height, tile) for x in range(0, fitted.width, tile)]
-    return [picture.resize((tile, tile)), *(fitted.crop((x, y, x + tile, y + tile)) for x, y in corners)]
+    return [picture.resize((tile, tile)), *cut_grid(fit(picture, best_size(picture.size, sizes)), tile)]
 
 
 def fit(picture: Image.Image, size: Size) -> Image.Image:
     """The picture as large as it fits, in the middle of black."""
-    scale_w, scale_h = size[0] / picture.width, size[1] / picture.height
+    return on_black(picture.resize(fitted_shape(picture.size, size)), size)
+
+
+def fitted_shape(picture: Size, size: Size) -> Size:
+    """The largest that the picture can be within `size`."""
+    scale_w, scale_h = size[0] / picture[0], size[1] / picture[1]
     if scale_w < scale_h:
-        shape = size[0], min(math.ceil(picture.height * scale_w), size[1])
-    else:
-        shape = min(math.ceil(picture.width * scale_h), size[0]), size[1]
+        return size[0], min(math.ceil(picture[1] * scale_w), size[1])
+    return min(math.ceil(picture[0] * scale_h), size[0]), size[1]
+
+
+def on_black(picture: Image.Image, size: Size) -> Image.Image:
     canvas = Image.new("RGB", size, (0, 0, 0))
-    canvas.paste(picture.resize(shape), ((size[0] - shape[0]) // 2, (size[1] - shape[1]) // 2))
+    canvas.paste(picture, ((size[0] - picture.width) // 2, (size[1] - picture.height) // 2))
     return canvas
+
+
+def cut_grid(fitted: Image.Image, tile: int) -> list[Image.Image]:
+    corners = [(x, y) for y in range(0, fitted.height, tile) for x in range(0, fitted.width, tile)]
+    return [fitted.crop((x, y, x + tile, y + tile)) for x, y in corners]
 
 
 def feature_rows(picture: Size, sizes: list[Size], tile: int, side: int, merge: PatchMerge) -> np.ndarray:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from llava_fsdp.config import Normalize
+
 
 @dataclass
 class MicroBatch:
@@ -58,6 +60,20 @@ class MicroBatch:
 TENSORS = tuple(f.name for f in fields(MicroBatch) if f.name not in ("scale", "lengths"))
 
 
+@dataclass(frozen=True)
+class LeftOut:
+    """A sample that a step goes without: what was wrong, and what the step lacks with it."""
+
+    number: int
+    """Of the record, among those that are trained on."""
+    record: str
+    """What a message calls it."""
+    kind: str
+    reason: str
+    lacks: StepFacts
+    """What the index says of the sample alone."""
+
+
 @dataclass
 class StepFacts:
     """What a step holds on all ranks together; every rank knows it without asking the others."""
@@ -71,17 +87,35 @@ class StepFacts:
     truncated: int = 0
     """Samples cut at `data.max_length`."""
     labels_cut: int = 0
-    quarantined: list[str] = field(default_factory=list)
-    """Samples left out, by record."""
+    left_out: list[LeftOut] = field(default_factory=list)
+    """Samples that turned out broken when they were read; they are in none of the numbers above."""
     unlabelled: list[str] = field(default_factory=list)
     """Samples without any label, by record: masked by the original's rules, or cut before their first answer."""
+
+    def without(self, left_out: list[LeftOut]) -> StepFacts:
+        counts = {name: getattr(self, name) - sum(getattr(o.lacks, name) for o in left_out) for name in COUNTS}
+        named = [record for out in left_out for record in out.lacks.unlabelled]
+        unlabelled = [record for record in self.unlabelled if record not in named]
+        return replace(self, **counts, left_out=left_out, unlabelled=unlabelled)
+
+
+COUNTS = ("samples", "tokens", "label_tokens", "images", "truncated", "labels_cut")
+"""What adds up over the samples of a step."""
 
 
 @dataclass
 class Step:
     facts: StepFacts
+    """As of a worker, `left_out` has this rank's samples only, and the numbers still count them; `without` mends it."""
     micro_batches: list[MicroBatch]
     """This rank's, as many as every other rank's."""
+
+    def without(self, left_out: list[LeftOut], normalize: Normalize) -> Step:
+        """The step as every rank sees it once all know what all had to leave out; its loss is of what remains."""
+        facts = self.facts.without(left_out)
+        if normalize is Normalize.micro_batch or not left_out:
+            return Step(facts, self.micro_batches)
+        return Step(facts, [replace(m, scale=1 / max(1, facts.label_tokens)) for m in self.micro_batches])
 
 
 @dataclass

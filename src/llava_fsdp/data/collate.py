@@ -13,14 +13,14 @@ from llava_fsdp.data.anyres import NEWLINE_ROW
 from llava_fsdp.data.batch import MicroBatch, StepFacts
 from llava_fsdp.data.encode import Sample
 from llava_fsdp.data.images import PictureReader
-from llava_fsdp.data.source import Record
 from llava_fsdp.data.vocabulary import IGNORE, IMAGE_ID
 
-Row = tuple[Record, Sample]
+Row = tuple[Sample, list[np.ndarray]]
+"""A sample, and by picture its tiles"""
 
 
 class Collator:
-    """Lays samples out for one forward pass and reads their pictures."""
+    """Lays samples and their pictures out for one forward pass."""
 
     def __init__(self, pictures: PictureReader, normalize: Normalize, pack: bool):
         self.pictures = pictures
@@ -32,16 +32,13 @@ class Collator:
 
         Args:
             micro_batches: of the whole step, on all ranks together.
-
-        Raises:
-            PictureError: a picture is missing or broken.
         """
-        ids, labels = (packed if self.pack else padded)([sample for _, sample in rows])
-        lengths = tuple(len(s.input_ids) for _, s in rows) or (1,)
+        ids, labels = (packed if self.pack else padded)([sample for sample, _ in rows])
+        lengths = tuple(len(s.input_ids) for s, _ in rows) or (1,)
         image_positions = np.flatnonzero(ids == IMAGE_ID)
         label_positions = np.flatnonzero(labels != IGNORE)
         ids[ids == IMAGE_ID] = 0
-        images, image_rows = self.load_images(rows)
+        images, image_rows = self.lay_out(rows)
         labels_here = len(label_positions)
         return MicroBatch(
             input_ids=torch.from_numpy(ids),
@@ -56,13 +53,13 @@ class Collator:
             **(boundaries(lengths) if self.pack else {}),
         )
 
-    def load_images(self, rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
+    def lay_out(self, rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
         """All tiles of the rows' pictures, and which rows of their features the pictures' positions show."""
         tiles, places = [self.pictures.no_tiles()], [np.zeros(0, dtype=np.int64)]
         before = 0  # rows of features
-        for record, sample in rows:
-            for name, own in zip(sample.images, sample.image_rows, strict=True):
-                tiles.append(self.pictures.tiles(record, name))
+        for sample, pictures in rows:
+            for picture, own in zip(pictures, sample.image_rows, strict=True):
+                tiles.append(picture)
                 places.append(np.where(own == NEWLINE_ROW, NEWLINE_ROW, own + before))
                 before += len(tiles[-1]) * self.pictures.image_tokens
         where = np.concatenate(places)

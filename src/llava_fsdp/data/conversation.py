@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.source import Record, Turn
 from llava_fsdp.data.templates import IMAGE_TAG, Template
 from llava_fsdp.errors import DataError
@@ -87,21 +88,25 @@ def check_turns(record: Record) -> None:
         if turn.role != expected:
             raise DataError(
                 f"{record.where}: turn {position} is from {turn.role!r}, not from {expected!r}; human and "
-                "gpt take turns"
+                "gpt take turns",
+                Kind.wrong_roles,
             )
         if turn.role == "gpt" and record.images and IMAGE_TAG in turn.text:
             raise DataError(
                 f"{record.where}: turn {position} is an answer with {IMAGE_TAG} in it; pictures belong to "
-                "questions: take it out"
+                "questions: take it out",
+                Kind.image_count,
             )
     if len(turns) % 2 or not turns:
         raise DataError(
             f"{record.where}: the conversation has {len(turns)} turns; it must end with an answer: "
-            "add one, or take the last question out"
+            "add one, or take the last question out",
+            Kind.odd_turns,
         )
     tags = sum(turn.text.count(IMAGE_TAG) for turn in turns if turn.role == "human")
     if record.images and tags != len(record.images):
         raise DataError(
             f"{record.where}: {tags} {IMAGE_TAG} tags for {len(record.images)} pictures; give every picture "
-            "one tag in a question"
+            "one tag in a question",
+            Kind.image_count,
         )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from llava_fsdp.data.encode import Sample
+import numpy as np
 
 UNIT = 1e6
 
@@ -20,13 +20,12 @@ class CostModel:
     tile: float = 0.0
     """Of a picture's tile: tower and projector."""
 
-    def __call__(self, sample: Sample, image_tokens: int) -> int:
-        """In units of 1e6 FLOPs, at least 1: whole numbers add up alike in any order and on every machine.
+    def __call__(self, lengths: np.ndarray, labels: np.ndarray, tiles: np.ndarray) -> np.ndarray:
+        """int64 [samples] in units of 1e6 FLOPs, at least 1: whole numbers add up alike in any order.
 
         Args:
-            image_tokens: rows of features that a tile has.
+            lengths: positions of each sample; likewise its labels, and the tiles of its pictures.
         """
-        length = len(sample.input_ids)
-        tiles = sum(int(rows.max(initial=0)) // image_tokens + 1 for rows in sample.image_rows)
-        flops = self.position * length + self.pair * length**2 + self.label * sample.num_labels + self.tile * tiles
-        return max(1, round(flops / UNIT))
+        long = lengths.astype(np.float64)
+        flops = self.position * long + self.pair * long**2 + self.label * labels + self.tile * tiles
+        return np.maximum(1, np.rint(flops / UNIT)).astype(np.int64)

@@ -1,7 +1,7 @@
 """From a record to token ids, labels and exact places for its pictures."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -9,12 +9,14 @@ import numpy as np
 from llava_fsdp.config import TooLong
 from llava_fsdp.data.conversation import Segment, check_turns, render
 from llava_fsdp.data.llava_v1_5 import Original, check_like_original, check_pictures, encode_like_original
+from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.source import Record
 from llava_fsdp.data.templates import IMAGE_TAG, Template
 from llava_fsdp.data.tokenizer import Token, Tokenizer
 from llava_fsdp.data.vocabulary import IGNORE, IMAGE_ID
 from llava_fsdp.errors import DataError
 
+UNLIMITED = 1 << 40
 Places = Callable[[Record, int], np.ndarray]
 """(record, which of its pictures) -> int64 [positions]: the row of the picture's features that each position shows."""
 
@@ -40,12 +42,25 @@ class Sample:
         """Label tokens that a loss can be taken of: the first position is never predicted."""
         return int((self.labels[1:] != IGNORE).sum())
 
+    @property
+    def full_length(self) -> int:
+        """Positions that it had before the cut."""
+        return len(self.input_ids) + self.positions_cut
+
 
 class Encoder(Protocol):
     """How records of one dataset become samples for one model."""
 
     @property
     def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def max_length(self) -> int: ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Of everything that decides ids and labels, the places of pictures apart."""
+        ...
 
     def check(self, record: Record) -> None:
         """Raises DataError where the record cannot become a sample; looks at its text only."""
@@ -58,6 +73,22 @@ class Encoder(Protocol):
             DataError: the record is wrong, or is too long and may not be.
         """
         ...
+
+    def measure(self, record: Record, limits: Sequence[int]) -> "Measured":
+        """The sample, cut where it is too long, and what it would be with other maximum lengths.
+
+        Raises:
+            DataError: the record is wrong.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Measured:
+    sample: Sample
+    whole: Sample
+    at: dict[int, Sample]
+    """By maximum length, of those that would cut it."""
 
 
 @dataclass(frozen=True)
@@ -72,33 +103,49 @@ class ExactEncoder:
     start_end: bool = False
     """Stand `<im_start>` and `<im_end>` around every picture."""
 
+    @property
+    def fingerprint(self) -> str:
+        return f"exact {self.tokenizer.fingerprint} {self.template} {self.start_end} {self.max_length}"
+
     def check(self, record: Record) -> None:
         check_turns(record)
 
     def __call__(self, record: Record) -> Sample | None:
+        whole = self._whole(record)
+        if len(whole.input_ids) <= self.max_length:
+            return whole
+        if self.too_long is TooLong.fail:
+            raise DataError(
+                f"{record.where} is {len(whole.input_ids)} positions long, over data.max_length={self.max_length}; "
+                "raise it, or set data.too_long=truncate or quarantine",
+                Kind.too_long,
+            )
+        return None if self.too_long is TooLong.quarantine else truncate(whole, self.max_length)
+
+    def measure(self, record: Record, limits: Sequence[int]) -> Measured:
+        whole = self._whole(record)
+        over = {n: truncate(whole, n) for n in {*limits, self.max_length} if n < len(whole.input_ids)}
+        return Measured(over.get(self.max_length, whole), whole, over)
+
+    def _whole(self, record: Record) -> Sample:
         rows = [self.places(record, n) for n in range(len(record.images))]
         segments = render(record, self.template, self.start_end)
         ids, labels = encode_segments(segments, self.tokenizer, [len(r) for r in rows])
-        if len(ids) <= self.max_length:
-            return Sample(ids, labels, record.images, tuple(rows), 0, 0)
-        if self.too_long is TooLong.fail:
-            raise DataError(
-                f"{record.where} is {len(ids)} positions long, over data.max_length={self.max_length}; "
-                "raise it, or set data.too_long=truncate or quarantine"
-            )
-        return None if self.too_long is TooLong.quarantine else self._truncate(ids, labels, record.images, rows)
+        return Sample(ids, labels, record.images, tuple(rows), 0, 0)
 
-    def _truncate(self, ids: np.ndarray, labels: np.ndarray, images: tuple[str, ...], rows: list[np.ndarray]) -> Sample:
-        """Cut at max_length, or before the picture that would be cut there."""
-        shown = int((ids[: self.max_length] == IMAGE_ID).sum())
-        ends = np.cumsum([len(r) for r in rows])
-        whole = int((ends <= shown).sum())
-        cut = self.max_length
-        if whole < len(images):
-            first_cut = np.flatnonzero(ids == IMAGE_ID)[ends[whole - 1] if whole else 0]
-            cut = min(cut, int(first_cut))
-        lost = int((labels[cut:] != IGNORE).sum())
-        return Sample(ids[:cut], labels[:cut], images[:whole], tuple(rows[:whole]), len(ids) - cut, lost)
+
+def truncate(sample: Sample, max_length: int) -> Sample:
+    """Cut at max_length, or before the picture that would be cut there."""
+    ids, labels, rows = sample.input_ids, sample.labels, sample.image_rows
+    shown = int((ids[:max_length] == IMAGE_ID).sum())
+    ends = np.cumsum([len(r) for r in rows])
+    whole = int((ends <= shown).sum())
+    cut = max_length
+    if whole < len(rows):
+        first_cut = np.flatnonzero(ids == IMAGE_ID)[ends[whole - 1] if whole else 0]
+        cut = min(cut, int(first_cut))
+    lost = int((labels[cut:] != IGNORE).sum())
+    return Sample(ids[:cut], labels[:cut], sample.images[:whole], rows[:whole], len(ids) - cut, lost)
 
 
 @dataclass(frozen=True)
@@ -111,6 +158,15 @@ class OriginalEncoder:
     @property
     def tokenizer(self) -> Tokenizer:
         return self.own.tokenizer
+
+    @property
+    def max_length(self) -> int:
+        return self.own.max_length
+
+    @property
+    def fingerprint(self) -> str:
+        own = self.own
+        return f"llava_v1_5 {own.tokenizer.fingerprint} {own.form} {own.pad_id} {own.start_end} {own.max_length}"
 
     def check(self, record: Record) -> None:
         check_like_original(record, self.own)
@@ -127,8 +183,19 @@ class OriginalEncoder:
         shown = int((ids[:cut] == IMAGE_ID).sum())
         rows = [r[:shown] for r in rows if shown]
         lost = int((made.labels != IGNORE).sum() - (labels[:cut] != IGNORE).sum())
-        beyond = max(0, len(made.ids) - self.own.max_length) + max(0, len(ids) - cut)
+        beyond = made.cut + max(0, len(made.ids) - self.own.max_length) + max(0, len(ids) - cut)
         return Sample(ids[:cut], labels[:cut], record.images[: len(rows)], tuple(rows), beyond, lost)
+
+    def measure(self, record: Record, limits: Sequence[int]) -> Measured:
+        self.check(record)
+        sample = self(record)
+        whole = self._at(record, UNLIMITED) if sample.positions_cut else sample
+        over = {n: self._at(record, n) for n in limits if n < len(whole.input_ids) and n != self.max_length}
+        return Measured(sample, whole, {**over, **({self.max_length: sample} if sample.positions_cut else {})})
+
+    def _at(self, record: Record, max_length: int) -> Sample:
+        """The cut comes before the labels in the original, so that every length is another encoding."""
+        return replace(self, own=replace(self.own, max_length=max_length))(record)
 
 
 def spliced(ids: np.ndarray, labels: np.ndarray, counts: list[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -148,7 +215,8 @@ def encode_segments(
     has no picture. A token is supervised when any of its characters is.
     """
     text = "".join(s.text for s in segments)
-    supervised = np.repeat([s.supervised for s in segments], [len(s.text) for s in segments])
+    marked = np.repeat([s.supervised for s in segments], [len(s.text) for s in segments])
+    before = np.concatenate([[0], np.cumsum(marked)])  # supervised characters before each character
     ids: list[int] = [] if tokenizer.bos is None else [tokenizer.bos]
     labels: list[int] = [IGNORE] * len(ids)
     begin = 0
@@ -157,16 +225,24 @@ def encode_segments(
             ids += [IMAGE_ID] * picture_lengths[number - 1]
             labels += [IGNORE] * picture_lengths[number - 1]
             begin += len(IMAGE_TAG)
-        marks = supervised[begin : begin + len(chunk)]
-        for token in tokenizer.encode(chunk) if chunk else []:
-            ids.append(token.id)
-            labels.append(token.id if is_supervised(token, marks) else IGNORE)
+        tokens = tokenizer.encode(chunk) if chunk else []
+        supervised = are_supervised(tokens, before[begin : begin + len(chunk) + 1])
+        ids += [token.id for token in tokens]
+        labels += [token.id if own else IGNORE for token, own in zip(tokens, supervised, strict=True)]
         begin += len(chunk)
     return np.array(ids, dtype=np.int64), np.array(labels, dtype=np.int64)
 
 
-def is_supervised(token: Token, marks: np.ndarray) -> bool:
-    return bool(marks[token.begin : max(token.end, token.begin + 1)].any())
+def are_supervised(tokens: list[Token], before: np.ndarray) -> list[bool]:
+    """Whether each token has a supervised character; one without characters counts as the character at its place.
+
+    Args:
+        before: int64 [characters + 1]: supervised characters before each.
+    """
+    begin = np.array([token.begin for token in tokens], dtype=np.int64)
+    end = np.array([token.end for token in tokens], dtype=np.int64)
+    end = np.minimum(np.maximum(end, begin + 1), len(before) - 1)
+    return (before[end] > before[np.minimum(begin, end)]).tolist()
 
 
 def encode_prompt(text: str, tokenizer: Tokenizer, picture_lengths: list[int]) -> np.ndarray:

@@ -4,24 +4,28 @@ The arithmetic is CLIPImageProcessor's on Pillow, as LLaVA train.py:692-718 uses
 are on the device: a quarter of the memory and of the copying, and the same numbers (`pixel_table`).
 """
 
-import contextlib
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 
-from llava_fsdp.config import AspectRatio, Parity, PatchMerge
+from llava_fsdp.config import AspectRatio, PatchMerge, Pixels
+from llava_fsdp.data import lean
 from llava_fsdp.data.anyres import Size, cut_tiles, feature_rows
+from llava_fsdp.data.examine import MAX_PIXELS, opened, picture_size, shown_size, to_rgb
+from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.source import Record
 from llava_fsdp.errors import ModelError, PictureError
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # no decoder that starts another program
-MAX_PIXELS = 50_000_000
+if TYPE_CHECKING:  # it imports torch, which the processes that make an index must not
+    from llava_fsdp.data.workers import Watch
+
+MISREAD = 3
+"""Heights up to this the original's processor takes for something else (`misread`)."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,11 @@ class Preprocessor:
     resample: Image.Resampling
     mean: tuple[float, ...]
     std: tuple[float, ...]
+
+    @property
+    def mean_colour(self) -> tuple[int, ...]:
+        """What a square is padded with (LLaVA train.py:711)."""
+        return tuple(int(m * 255) for m in self.mean)
 
     def pixel_table(self) -> np.ndarray:
         """float32 [3, 256]: the normalised value of every byte, by channel, as the processor computes it."""
@@ -91,17 +100,19 @@ class PictureReader:
     preprocessor: Preprocessor
     aspect: AspectRatio
     """`DataConfig.trained_aspect`"""
-    pixels: Parity
+    pixels: Pixels
     image_tokens: int
     """Features of a tile."""
     sizes: tuple[Size, ...] = ()
     """anyres: what a picture may be fitted into"""
     merge: PatchMerge = PatchMerge.flat
+    watch: "Watch | None" = field(default=None, compare=False)
 
     @property
     def fingerprint(self) -> str:
         """Of everything that decides the values and the places of features, the pictures themselves apart."""
-        return f"{self.preprocessor} {self.image_tokens} {self.sizes} {self.merge.value}"
+        form = f"{self.aspect.value} {self.pixels.value} {self.merge.value}"
+        return f"{self.preprocessor} {self.image_tokens} {self.sizes} {form}"
 
     @property
     def in_tiles(self) -> bool:
@@ -111,8 +122,9 @@ class PictureReader:
         return np.zeros((0, 3, self.preprocessor.size, self.preprocessor.size), dtype=np.uint8)
 
     def path(self, record: Record, name: str) -> Path:
-        assert self.folder is not None, "checked when the records were opened"
-        return self.folder / name
+        folder = record.folder or self.folder
+        assert folder is not None, "checked when the records were opened"
+        return folder / name
 
     def places(self, record: Record, number: int) -> np.ndarray:
         """Rows of the features of one of the record's pictures, in the order of its positions; int64 [positions].
@@ -122,7 +134,8 @@ class PictureReader:
         """
         if not self.in_tiles:
             return np.arange(self.image_tokens)
-        size = picture_size(self.path(record, record.images[number]), record.where)
+        path = self.path(record, record.images[number])
+        size = picture_size(path, record.where) if record.sizes is None else record.sizes[number]
         side = math.isqrt(self.image_tokens)
         return feature_rows(size, list(self.sizes), self.preprocessor.size, side, self.merge)
 
@@ -134,71 +147,72 @@ class PictureReader:
         side, tile = math.isqrt(self.image_tokens), self.preprocessor.size
         return max(len(feature_rows(size, [size], tile, side, self.merge)) for size in self.sizes)
 
+    def count_tiles(self, rows: np.ndarray) -> int:
+        """Tiles that `places` of a picture show."""
+        return int(rows.max(initial=0)) // self.image_tokens + 1
+
     def tiles(self, record: Record, name: str) -> np.ndarray:
         """uint8 [tiles, 3, size, size].
 
         Raises:
             PictureError: as `load_image`.
         """
-        return self.load(self.path(record, name), record.where)
+        path = self.path(record, name)
+        if self.watch is not None:
+            self.watch.at(record.where, path)
+        return self.load(path, record.where)
 
     def load(self, path: Path, where: str) -> np.ndarray:
         """uint8 [tiles, 3, size, size] of a picture file."""
         if not self.in_tiles:
             return load_image(path, self.preprocessor, self.aspect, where, self.pixels)[None]
-        picture = open_picture(path, where, self.pixels)
-        size = self.preprocessor.size
-        return np.stack([to_bytes(t) for t in cut_tiles(picture, size, list(self.sizes))])
+        size, sizes = self.preprocessor.size, list(self.sizes)
+        if self.pixels is Pixels.lean:
+            with opened(path, where) as file:
+                tiles = lean.tiles(file, size, sizes, f"{where}: {path}")
+        else:
+            tiles = cut_tiles(open_picture(path, where, self.pixels), size, sizes)
+        return np.stack([to_bytes(t) for t in tiles])
 
 
 def load_image(
-    path: Path, preprocessor: Preprocessor, aspect: AspectRatio, where: str, pixels: Parity = Parity.exact
+    path: Path, preprocessor: Preprocessor, aspect: AspectRatio, where: str, pixels: Pixels = Pixels.exact
 ) -> np.ndarray:
     """The picture as one tile, uint8 [3, size, size].
 
     Raises:
-        PictureError: the file is missing, no picture, cut short, or too large; `where` names the record.
+        PictureError: with what is wrong as its `kind` (examine.py); `where` names the record.
     """
+    if pixels is Pixels.lean:
+        return load_lean(path, preprocessor, aspect, where)
     picture = open_picture(path, where, pixels)
     check_enlarged(picture.size, preprocessor, aspect, f"{where}: {path}")
+    if aspect is AspectRatio.pad and max(picture.size) > MISREAD:
+        return resize_padded(picture, preprocessor)
     if aspect is AspectRatio.pad:
-        picture = pad_to_square(picture, tuple(int(m * 255) for m in preprocessor.mean))
-    if pixels is Parity.llava_v1_5:
+        picture = pad_to_square(picture, preprocessor.mean_colour)
+    if pixels is Pixels.llava_v1_5:
         picture = misread(picture, f"{where}: {path}")
     return resize(picture, preprocessor)
 
 
-def open_picture(path: Path, where: str, pixels: Parity) -> Image.Image:
+def load_lean(path: Path, preprocessor: Preprocessor, aspect: AspectRatio, where: str) -> np.ndarray:
+    what, size, resample = f"{where}: {path}", preprocessor.size, preprocessor.resample
+    with opened(path, where) as file:
+        check_enlarged(shown_size(file), preprocessor, aspect, what)
+        if aspect is AspectRatio.pad:
+            return to_bytes(lean.padded(file, size, resample, preprocessor.mean_colour, what))
+        if preprocessor.keep_ratio:
+            return to_bytes(lean.cut_square(file, size, resample, what))
+        return to_bytes(lean.squeezed(file, size, resample, what))
+
+
+def open_picture(path: Path, where: str, pixels: Pixels) -> Image.Image:
     """The picture in RGB, the way round that its EXIF orientation says, unless the original's pixels are wanted."""
     with opened(path, where) as picture:
-        if pixels is Parity.llava_v1_5:
+        if pixels is Pixels.llava_v1_5:
             return picture.convert("RGB")
         return to_rgb(ImageOps.exif_transpose(picture), f"{where}: {path}")
-
-
-def picture_size(path: Path, where: str) -> Size:
-    """(width, height) as shown; reads the file's head only."""
-    with opened(path, where) as picture:
-        if picture.format == "TIFF":  # of these Pillow reports the size as shown
-            return picture.size
-        turned = picture.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
-        return (picture.height, picture.width) if turned else picture.size
-
-
-@contextlib.contextmanager
-def opened(path: Path, where: str) -> Iterator[Image.Image]:
-    """The open file; whatever Pillow raises while it is used becomes one error."""
-    try:
-        with Image.open(path, formats=FORMATS) as picture:
-            if picture.width * picture.height > MAX_PIXELS:
-                raise PictureError(
-                    f"{where}: {path} has {picture.width} x {picture.height} pixels, over the limit of {MAX_PIXELS}"
-                )
-            yield picture
-    except FileNotFoundError as error:
-        raise PictureError(f"{where}: picture {path} does not exist; is data.images right?") from error
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
-        raise PictureError(f"{where}: picture {path} cannot be read: {error}") from error
 
 
 def check_enlarged(shape: Size, preprocessor: Preprocessor, aspect: AspectRatio, what: str) -> None:
@@ -206,27 +220,9 @@ def check_enlarged(shape: Size, preprocessor: Preprocessor, aspect: AspectRatio,
     short, long = sorted(shape)
     enlarged = long * long if aspect is AspectRatio.pad else preprocessor.size * preprocessor.size * long // short
     if enlarged > MAX_PIXELS:
-        raise PictureError(f"{what} is {shape[0]} x {shape[1]}; as a {aspect.value} it would need {enlarged} pixels")
-
-
-def to_rgb(picture: Image.Image, what: str) -> Image.Image:
-    """Pillow's conversion, except where it would clip to white or black without a word."""
-    if picture.mode == "F" or picture.mode.startswith("I"):
-        values = np.asarray(picture).astype(np.float64)
-        picture = Image.fromarray((values * (255 / white_of(picture.mode, values, what))).astype(np.uint8))
-    return picture.convert("RGB")
-
-
-def white_of(mode: str, values: np.ndarray, what: str) -> float:
-    """The value that is white: of 16 bits 65535; of 32 and of floating point the usual one that holds all values."""
-    least, most = values.min(initial=0), values.max(initial=0)
-    known = (65535.0,) if mode.startswith("I;16") else (1.0, 255.0, 65535.0) if mode == "F" else (255.0, 65535.0)
-    for white in known:
-        if least >= 0 and most <= white:
-            return white
-    raise PictureError(
-        f"{what} holds values from {least:g} to {most:g}, of which black and white are not known; convert it"
-    )
+        raise PictureError(
+            f"{what} is {shape[0]} x {shape[1]}; as a {aspect.value} it would need {enlarged} pixels", Kind.image_shape
+        )
 
 
 def resize(picture: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
@@ -242,13 +238,33 @@ def resize(picture: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
     return to_bytes(resized.crop((left, top, left + size, top + size)))
 
 
+def resize_padded(picture: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
+    """`resize` of `pad_to_square`, the same to the bit.
+
+    Pillow resizes the lines first, each by itself, and rounds to bytes; lines of one colour keep it. So those above and
+    below a wide picture can be added after that, a third of the whole work less for 4:3.
+    """
+    size, side = preprocessor.size, max(picture.size)
+    if picture.width <= picture.height:
+        return resize(pad_to_square(picture, preprocessor.mean_colour), preprocessor)
+    lines = Image.new("RGB", (size, side), preprocessor.mean_colour)
+    lines.paste(picture.resize((size, picture.height), preprocessor.resample), (0, (side - picture.height) // 2))
+    return to_bytes(lines.resize((size, size), preprocessor.resample))
+
+
 def misread(picture: Image.Image, what: str) -> Image.Image:
     """transformers 4.37 takes a height of 3 for the channels; a height of 1 it refuses."""
-    if picture.height == 1:
-        raise PictureError(f"{what} has height 1, at which the original stops; data.pixels=exact reads it")
+    check_height(picture.height, what)
     if picture.height == 3:
         return Image.fromarray(np.ascontiguousarray(np.asarray(picture).transpose(1, 2, 0)))
     return picture
+
+
+def check_height(stored: int, what: str) -> None:
+    if stored == 1:
+        raise PictureError(
+            f"{what} has height 1, at which the original stops; data.pixels=exact reads it", Kind.image_shape
+        )
 
 
 def to_bytes(picture: Image.Image) -> np.ndarray:

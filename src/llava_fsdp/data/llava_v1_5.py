@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llava_fsdp.data.conversation import image_tag
+from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.source import Record, Turn
 from llava_fsdp.data.templates import IMAGE_TAG, Style, Template
 from llava_fsdp.data.tokenizer import Tokenizer
@@ -38,6 +39,8 @@ class Tokens:
     """int64 [length]"""
     mismatch: tuple[int, int] | None = None
     """The two lengths that the original prints when it masks the whole sample."""
+    cut: int = 0
+    """Tokens of a text-only sample that did not fit."""
 
 
 def encode_like_original(record: Record, own: Original) -> Tokens:
@@ -58,7 +61,8 @@ def check_like_original(record: Record, own: Original) -> None:
     if len(record.images) > 1:
         raise DataError(
             f"{record.where} has a list of {len(record.images)} pictures, at which the original stops; labels=exact "
-            "reads it"
+            "reads it",
+            Kind.image_count,
         )
     if own.form.style is Style.PLAIN:
         check_caption(turns, record.where)
@@ -77,7 +81,8 @@ def check_pictures(ids: np.ndarray, record: Record) -> None:
     if num_tags > len(record.images[:1]):
         raise DataError(
             f"{record.where}: {num_tags} pictures in the text of a record with {len(record.images)}; the original "
-            "stops here, or takes another record's picture. labels=exact reads lists of pictures"
+            "stops here, or takes another record's picture. labels=exact reads lists of pictures",
+            Kind.image_count,
         )
 
 
@@ -111,7 +116,8 @@ def encode_caption(turns: list[Turn], own: Original, where: str) -> Tokens:
 def check_caption(turns: list[Turn], where: str) -> None:
     if len(turns) != 2 or IMAGE_TAG not in turns[0].text:
         raise DataError(
-            f"{where}: template plain takes two turns with {IMAGE_TAG} in the first; the original stops here"
+            f"{where}: template plain takes two turns with {IMAGE_TAG} in the first; the original stops here",
+            Kind.odd_turns if len(turns) != 2 else Kind.image_count,
         )
 
 
@@ -123,10 +129,12 @@ def encode_markers(turns: list[Turn], has_image: bool, own: Original) -> Tokens:
     sentences = [f"### {names.get(t.role.lower(), 'unknown')}: {t.text}\n" for t in turns]
     text = header + "".join(sentences) + "### "
     if has_image:
-        ids = with_images(text, own.tokenizer)
+        ids, beyond = with_images(text, own.tokenizer), 0
         lengths = [len(with_images(s, own.tokenizer)) for s in [header, *sentences]]
     else:
-        ids = plain_text(text, own.tokenizer)[: own.max_length]
+        whole = plain_text(text, own.tokenizer)
+        ids = whole[: own.max_length]
+        beyond = len(whole) - len(ids)
         cut = [plain_text(s, own.tokenizer)[: own.max_length] for s in [header, *sentences]]
         lengths = [int((s != own.pad_id).sum()) for s in cut]
     labels = ids.copy()
@@ -136,7 +144,7 @@ def encode_markers(turns: list[Turn], has_image: bool, own: Original) -> Tokens:
         if turn.role == "human":  # a capitalised role is written out, but not masked
             labels[at + 2 : at + length] = IGNORE
         at += length
-    return Tokens(ids, labels)
+    return Tokens(ids, labels, cut=beyond)
 
 
 @dataclass(frozen=True)
@@ -163,8 +171,8 @@ def encode_rounds(text: str, has_image: bool, own: Original) -> Tokens:
     """The rule of v1, llama_2 and mpt: mask up to each answer by counted lengths, or everything."""
     rule = ROUNDS[own.form.style]
     tokenize = with_images if has_image else plain_text
-    ids = tokenize(text, own.tokenizer)
-    ids = ids if has_image else ids[: own.max_length]
+    whole = tokenize(text, own.tokenizer)
+    ids = whole if has_image else whole[: own.max_length]
     labels = ids.copy()
     total = int((ids != own.pad_id).sum())
     mark = answer_mark(own.form)
@@ -184,8 +192,8 @@ def encode_rounds(text: str, has_image: bool, own: Original) -> Tokens:
     labels[at:] = IGNORE
     if at < own.max_length and at != total:
         labels[:] = IGNORE
-        return Tokens(ids, labels, (at, total))
-    return Tokens(ids, labels)
+        return Tokens(ids, labels, (at, total), cut=len(whole) - len(ids))
+    return Tokens(ids, labels, cut=len(whole) - len(ids))
 
 
 def answer_mark(form: Template) -> str:
@@ -207,12 +215,12 @@ def split_rounds(text: str, form: Template) -> list[str]:
 def conversation(turns: list[Turn], form: Template, where: str) -> str:
     """The text of a conversation (conversation.py:32-106): an empty message leaves its role alone, unseparated."""
     if not turns:
-        raise DataError(f"{where}: the conversation is empty; the original stops here")
+        raise DataError(f"{where}: the conversation is empty; the original stops here", Kind.odd_turns)
     if turns[0].role == "gpt":
         turns = turns[1:]
     for number, turn in enumerate(turns):
         if turn.role != ("human", "gpt")[number % 2]:
-            raise DataError(f"{where}: turn {number} is from {turn.role!r}; the original stops here")
+            raise DataError(f"{where}: turn {number} is from {turn.role!r}; the original stops here", Kind.wrong_roles)
     if form.style is Style.LLAMA_2:
         return conversation_llama_2(turns, form, where)
     begin = form.system + form.sep
@@ -228,7 +236,7 @@ def conversation(turns: list[Turn], form: Template, where: str) -> str:
 
 def conversation_llama_2(turns: list[Turn], form: Template, where: str) -> str:
     if turns and not turns[0].text:
-        raise DataError(f"{where}: the first question is empty; the original stops here")
+        raise DataError(f"{where}: the first question is empty; the original stops here", Kind.bad_form)
     text = ""
     for number, turn in enumerate(turns):
         if not turn.text:

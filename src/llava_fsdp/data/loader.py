@@ -7,31 +7,33 @@ workers.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from torch.utils.data import DataLoader
 
-from llava_fsdp.config import Config, Parity
+from llava_fsdp.config import Bad, Config, Parity
 from llava_fsdp.data.anyres import grid_sizes
-from llava_fsdp.data.batch import MicroBatch, Step
+from llava_fsdp.data.batch import FlatStep, LeftOut, MicroBatch, Step
 from llava_fsdp.data.conversation import IM_END, IM_START
 from llava_fsdp.data.cost import CostModel
 from llava_fsdp.data.cut import num_micro_batches
+from llava_fsdp.data.door import open_records
 from llava_fsdp.data.encode import Encoder, ExactEncoder, OriginalEncoder
 from llava_fsdp.data.images import PictureReader, read_preprocessor
 from llava_fsdp.data.llava_v1_5 import Original
 from llava_fsdp.data.order import open_order
-from llava_fsdp.data.source import Records, check_paths
+from llava_fsdp.data.progress import watch, watch_silently
 from llava_fsdp.data.steps import Steps
-from llava_fsdp.data.templates import IMAGE_TAG, template
+from llava_fsdp.data.templates import template
 from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
+from llava_fsdp.data.workers import Watch, from_workers
 from llava_fsdp.errors import ConfigError, DataError
-from llava_fsdp.log import log
 
 PAD_OF_V0 = "[PAD]"
+Gather = Callable[[list[LeftOut]], list[LeftOut]]
+"""This rank's items -> every rank's, in the order of ranks."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ def build_loader(
     rank: int,
     world_size: int,
     device: torch.device,
+    gather: Gather = list,
 ) -> Loader:
     """Open the dataset for one model.
 
@@ -64,14 +67,26 @@ def build_loader(
         ConfigError: the dataset, the model and the configuration do not fit together.
         DataError: the dataset file is not one.
     """
-    check_paths(cfg.data)
+    encoder, pictures = open_encoding(cfg, language_folder, vision_folder, shape)
+    records = open_records(cfg, encoder, pictures, watch if rank == 0 else watch_silently)
+    order = open_order(records.words, cfg, world_size, records.source_counts)
+    workers = default_workers() if cfg.data.workers is None else cfg.data.workers
+    watched = replace(pictures, watch=Watch(workers))
+    return Loader(Steps(records, order, encoder, watched, cfg, rank, world_size, shape.cost), cfg, device, gather)
+
+
+def open_encoding(
+    cfg: Config, language_folder: Path, vision_folder: Path, shape: ModelShape
+) -> tuple[Encoder, PictureReader]:
+    """What makes samples of records, for one model.
+
+    Raises:
+        ConfigError: the model and the configuration do not fit together.
+    """
     pictures = open_pictures(cfg, vision_folder, shape)
     encoder = open_encoder(cfg, language_folder, shape, pictures)
     check_fit(cfg, shape, encoder.tokenizer.size, pictures, vision_folder)
-    records = Records(Path(cfg.data.path))
-    words = check_records(records, encoder, cfg.data.images)
-    steps = Steps(records, open_order(words, cfg, world_size), encoder, pictures, cfg, rank, world_size, shape.cost)
-    return Loader(steps, cfg, device)
+    return encoder, pictures
 
 
 def open_pictures(cfg: Config, vision_folder: Path, shape: ModelShape) -> PictureReader:
@@ -122,31 +137,6 @@ def check_start_end(tokenizer: Tokenizer, start_end: bool, folder: Path) -> None
             )
 
 
-def check_records(records: Records, encoder: Encoder, images: str | None) -> list[int]:
-    """Look at every record once, before training, so that a wrong one does not stop a run hours later.
-
-    Returns:
-        Every record's words, negative where it has no picture.
-
-    Raises:
-        DataError: naming the first record that is wrong.
-    """
-    lone, words = [], []
-    for index in range(len(records)):
-        record = records[index]
-        encoder.check(record)
-        words.append(record.signed_words)
-        if record.images and images is None:
-            raise DataError(f"{record.where} has picture {record.images[0]}, and data.images is not set")
-        if not record.images and any(IMAGE_TAG in turn.text for turn in record.turns):
-            lone.append(record.where)
-    if lone:
-        log().warning(
-            "%d records have %s in their text and no picture; it is text to them: %s", len(lone), IMAGE_TAG, lone[0]
-        )
-    return words
-
-
 def check_fit(cfg: Config, shape: ModelShape, tokenizer_size: int, pictures: PictureReader, folder: Path) -> None:
     preprocessor = pictures.preprocessor
     for width, height in pictures.sizes if pictures.in_tiles else ():
@@ -180,10 +170,14 @@ def check_fit(cfg: Config, shape: ModelShape, tokenizer_size: int, pictures: Pic
 class Loader:
     """Iterates over the steps of a run, from any step on."""
 
-    def __init__(self, steps: Steps, cfg: Config, device: torch.device):
+    def __init__(self, steps: Steps, cfg: Config, device: torch.device, gather: Gather = list):
         self.steps = steps
+        self.gather = gather
+        self.broken: set[int] = set()
+        """Records that turned out broken in training."""
         self.device = device
-        self.workers = default_workers() if cfg.data.workers is None else cfg.data.workers
+        self.watch = steps.pictures.watch or Watch()
+        self.data = cfg.data
         self.total_steps = cfg.max_steps or cfg.epochs * steps.per_epoch
         self.table = torch.from_numpy(steps.pictures.preprocessor.pixel_table()).to(device)
 
@@ -196,20 +190,43 @@ class Loader:
         """Steps `first` to `total_steps`.
 
         Raises:
-            DataError: a record or a picture of the step is wrong.
+            DataError: a record or a picture of the step is wrong; or a worker died or stalled (WorkerError).
         """
         self.steps.order.draw(self.total_steps)
-        loader = DataLoader(
-            self.steps,
-            batch_size=None,
-            sampler=range(first, self.total_steps),
-            num_workers=self.workers,
-            pin_memory=self.device.type == "cuda",
-        )
-        for step in loader:
+        if first < self.total_steps:  # what workers would each make for themselves is made before they are forked
+            self.steps.facts(first, self.steps.order.samples(first))
+        numbers, pin_memory = range(first, self.total_steps), self.device.type == "cuda"
+        prefetch, stall = self.data.prefetch, self.data.stall
+        for step in from_workers(self.steps, numbers, self.watch, prefetch, stall, pin_memory):
             if isinstance(step, DataError):
                 raise step
-            yield step.unpack()
+            assert isinstance(step, FlatStep)
+            yield self.agree(step.unpack())
+
+    def agree(self, step: Step) -> Step:
+        """The step without what any rank had to leave out, on every rank alike.
+
+        Raises:
+            DataError: more records are wrong than `data.bad_budget` allows.
+        """
+        if self.data.bad is Bad.fail:
+            return step
+        left_out = self.gather(step.facts.left_out)
+        new = {sample.number for sample in left_out} - self.broken
+        self.broken |= new
+        records = self.steps.records
+        total = len(records.index)
+        wrong, budget = records.out + len(self.broken), self.data.budget(total)
+        if new and wrong > budget:
+            raise DataError(
+                f"{wrong} of {total} records are wrong, more than the {budget} of data.bad_budget="
+                f"{self.data.bad_budget}; the last one: {left_out[-1].reason}"
+            )
+        return step.without(left_out, self.steps.collate.normalize)
+
+    def check_workers(self) -> None:
+        """Raises WorkerError where one has died: the DataLoader says so by a RuntimeError wherever the process is."""
+        self.watch.check()
 
     def to_device(self, micro: MicroBatch) -> MicroBatch:
         """The micro-batch on the device, its pictures normalised by table: the processor's very numbers."""

@@ -1,13 +1,17 @@
-"""LLaVA records from a JSON list or a JSON Lines file."""
+"""LLaVA records, from the bytes of one."""
 
-import hashlib
+import contextlib
 import json
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llava_fsdp.config import DataConfig
-from llava_fsdp.errors import ConfigError, DataError
+from llava_fsdp.data.problems import Kind
+from llava_fsdp.errors import DataError, SourceError
+
+ADDRESS = re.compile(r"(?:[a-z][a-z0-9+.-]*://|data:)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,12 @@ class Record:
     turns: tuple[Turn, ...]
     has_image_key: bool
     """The record says `image`, whatever it says: what the original looks at."""
+    folder: Path | None = None
+    """The image folder of its source, where it has one of its own."""
+    sizes: tuple[tuple[int, int], ...] | None = None
+    """(width, height) of every picture as shown, where an index knows them."""
+    has_id: bool = True
+    """Else its id is its index."""
 
     @property
     def signed_words(self) -> int:
@@ -42,86 +52,92 @@ class Record:
         return f"{self.file}, record {self.index} (id {self.id})"
 
 
-class Records:
-    """A dataset file. Records are parsed when asked for; a problem of one names the file, its index and its id."""
-
-    def __init__(self, path: Path):
-        text = path.read_bytes()
-        self.path = path
-        self.fingerprint = hashlib.sha256(text).hexdigest()[:32]
-        self._raw = parse_lines(path, text) if path.suffix == ".jsonl" else parse_list(path, text)
-        if not self._raw:
-            raise DataError(f"{path} holds no records")
-
-    def __len__(self) -> int:
-        return len(self._raw)
-
-    def __getitem__(self, index: int) -> Record:
-        return parse_record(self.path, index, self._raw[index])
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raises SourceError where the file system cannot read on."""
+    try:
+        yield
+    except OSError as error:
+        raise SourceError(f"{path} cannot be read: {error}; does its file system answer? run it again") from error
 
 
-def check_paths(cfg: DataConfig) -> None:
-    """The files of a dataset exist.
+def parse_text(path: Path, index: int, text: bytes) -> Any:
+    """The JSON value of a record's bytes.
 
     Raises:
-        ConfigError: naming the key and the path.
+        DataError: they are not UTF-8, not JSON, or no JSON that can be read.
     """
-    if not Path(cfg.path).is_file():
-        raise ConfigError(f"data.path={cfg.path} is not a file; give a LLaVA JSON or JSON Lines file")
-    if cfg.images is not None and not Path(cfg.images).is_dir():
-        raise ConfigError(f"data.images={cfg.images} is not a folder; give the one that the records' pictures are in")
-
-
-def parse_list(path: Path, text: bytes) -> list[Any]:
     try:
-        raw = json.loads(text)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is not JSON: {error}") from error
-    if not isinstance(raw, list):
-        raise DataError(f"{path} holds a JSON {type(raw).__name__}; LLaVA data is a list of records")
-    return raw
-
-
-def parse_lines(path: Path, text: bytes) -> list[Any]:
-    raw = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            raw.append(json.loads(line))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise DataError(f"{path}, line {number} is not JSON: {error}") from error
-    return raw
+        return json.loads(text.decode())
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}, record {index}: byte {error.start} of it is not UTF-8 ({error.reason}); write the file as UTF-8",
+            Kind.not_utf8,
+        ) from error
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{path}, record {index} is not JSON: {error.msg} at character {error.pos} of it; mend it", Kind.not_json
+        ) from error
+    except ValueError as error:  # Python reads no number of more than 4300 digits
+        raise DataError(
+            f"{path}, record {index} holds a number that is too long to be read; mend it", Kind.bad_form
+        ) from error
+    except RecursionError as error:
+        raise DataError(f"{path}, record {index} is nested too deeply to be read; mend it", Kind.not_json) from error
 
 
 def parse_record(path: Path, index: int, raw: Any) -> Record:
     """Raises DataError where the record has not the form of LLaVA train.py:665-740."""
     if not isinstance(raw, dict):
-        raise DataError(f"{path}, record {index} is a {type(raw).__name__}, not an object with id and conversations")
+        raise DataError(
+            f"{path}, record {index} is a {type(raw).__name__}, not an object with id and conversations", Kind.bad_form
+        )
     identity = str(raw.get("id", index))
     where = f"{path}, record {index} (id {identity})"
     image = raw.get("image") or []
     images = [image] if isinstance(image, str) else image
     if not isinstance(images, list) or not all(isinstance(i, str) for i in images):
-        raise DataError(f"{where}: image is {image!r}; it must be a path or a list of paths")
+        raise DataError(f"{where}: image is {repr(image)[:80]}; it must be a path or a list of paths", Kind.bad_form)
     for name in images:
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise DataError(f"{where}: image is {name!r}, which lies outside data.images; give a path below it")
+        check_name(name, where)
     turns = raw.get("conversations")
     if not isinstance(turns, list):
-        raise DataError(f"{where}: conversations is missing or not a list")
+        raise DataError(f"{where}: conversations is missing or not a list", Kind.bad_form)
     parsed = tuple(parse_turn(where, n, t) for n, t in enumerate(turns))
-    return Record(str(path), index, identity, tuple(images), parsed, "image" in raw)
+    return Record(str(path), index, identity, tuple(images), parsed, "image" in raw, has_id="id" in raw)
+
+
+def check_name(name: str, where: str) -> None:
+    """Raises DataError where the path of a picture is none below a folder."""
+    if ADDRESS.match(name):
+        raise DataError(
+            f"{where}: image is {name[:80]!r}, an address; nothing is fetched: download it, and give its path below "
+            "data.images",
+            Kind.url,
+        )
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise DataError(
+            f"{where}: image is {name!r}, which lies outside data.images; give a path below it", Kind.path_outside
+        )
+    try:
+        named = b"\0" not in name.encode()
+    except UnicodeEncodeError:
+        named = False
+    if not named:
+        raise DataError(f"{where}: image is {name!r}, which no file can be called; mend it", Kind.bad_form)
 
 
 def parse_turn(where: str, position: int, raw: Any) -> Turn:
     if not isinstance(raw, dict) or not isinstance(raw.get("from"), str) or not isinstance(raw.get("value"), str):
-        raise DataError(f"{where}: turn {position} is {str(raw)[:80]!r}; it must be an object with from and value")
+        raise DataError(
+            f"{where}: turn {position} is {str(raw)[:80]!r}; it must be an object with from and value", Kind.bad_form
+        )
     try:
         raw["value"].encode()
     except UnicodeEncodeError as error:
         raise DataError(
             f"{where}: turn {position} has half of a surrogate pair at character {error.start}, as a cut emoji leaves; "
-            "mend the text"
+            "mend the text",
+            Kind.bad_form,
         ) from error
     return Turn(raw["from"], raw["value"])

@@ -8,18 +8,19 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from llava_fsdp.config import Config
-from llava_fsdp.data.batch import FlatStep, MicroBatch, Step, StepFacts, flatten
+from llava_fsdp.config import Bad, Config
+from llava_fsdp.data.batch import FlatStep, LeftOut, MicroBatch, Step, StepFacts, flatten
 from llava_fsdp.data.collate import Collator, Row
 from llava_fsdp.data.cost import CostModel
 from llava_fsdp.data.cut import Cuts, cut_step, pack_step
-from llava_fsdp.data.encode import Encoder, Sample
+from llava_fsdp.data.encode import Encoder
 from llava_fsdp.data.images import PictureReader
 from llava_fsdp.data.order import Order
-from llava_fsdp.data.source import Record, Records
+from llava_fsdp.data.records import Records
 from llava_fsdp.errors import DataError
 
 
@@ -44,6 +45,7 @@ class Steps(Dataset):
         self.global_batch_size = cfg.global_batch_size
         self.micro_batch_size = cfg.micro_batch_size
         self.most_tokens = cfg.row_tokens if cfg.pack else None
+        self.bad = cfg.data.bad
         self.collate = Collator(pictures, cfg.loss.normalize, cfg.pack)
         self.cost = cost
         self.rank = rank
@@ -67,33 +69,71 @@ class Steps(Dataset):
         try:
             return flatten(self.prepare(step))
         except DataError as error:  # a worker's exception would reach the user as a traceback within a message
+            error.on_every_rank = False  # every rank reads its own samples
             return error
 
     def prepare(self, step: int) -> Step:
-        """Encode the whole step's texts, and load the pictures of this rank's part."""
-        facts = StepFacts(step)
+        """What the whole step holds, and this rank's part of it, read and laid out."""
         numbers = self.order.samples(step)
-        encoded = {n: self.encode(n) for n in dict.fromkeys(numbers)}
-        for number in numbers:
-            count(facts, *encoded[number])
-        kept = {n: (record, sample) for n, (record, sample) in encoded.items() if sample is not None}
-        cuts = self.order.cuts(step) or self.cut([n for n in numbers if n in kept], kept)
-        micro_batches = [[kept[n] for n in micro if n in kept] for micro in cuts[self.rank]]
-        total = len(micro_batches) * self.world_size
-        return Step(facts, [self.collate(rows, facts, total) for rows in micro_batches])
+        cuts = self.order.cuts(step) or self.cut(numbers)
+        facts = self.facts(step, numbers)
+        own = cuts[self.rank]
+        read = {n: self.read(n) for micro in own for n in dict.fromkeys(micro)}
+        facts.left_out = [out for micro in own for n in micro if isinstance(out := read[n], LeftOut)]
+        rows = [[row for n in micro if not isinstance(row := read[n], LeftOut)] for micro in own]
+        total = len(own) * self.world_size
+        return Step(facts, [self.collate(micro, facts, total) for micro in rows])
 
-    def encode(self, number: int) -> tuple[Record, Sample | None]:
+    def facts(self, step: int, numbers: list[int]) -> StepFacts:
+        """From the index alone."""
+        own = np.array(numbers, dtype=np.int64)
+        records = self.records
+        return StepFacts(
+            step,
+            samples=len(own),
+            tokens=int(records.lengths[own].sum()),
+            label_tokens=int(records.labels[own].sum()),
+            images=int(records.images[own].sum()),
+            truncated=int((records.positions_cut[own] > 0).sum()),
+            labels_cut=int(records.labels_cut[own].sum()),
+            unlabelled=[records[n].where for n in own[records.labels[own] == 0].tolist()],
+        )
+
+    def read(self, number: int) -> Row | LeftOut:
+        """A sample and its pictures, or what is wrong with them where `data.bad=quarantine`.
+
+        Raises:
+            DataError: it is wrong, and `data.bad=fail`; or it is not what was examined.
+        """
+        try:
+            return self.load(number)
+        except DataError as error:
+            if self.bad is Bad.fail or error.kind is None:
+                raise
+            where, lacks = self.records.where(number), self.facts(0, [number])
+            return LeftOut(number, where, error.kind, str(error), lacks)
+
+    def load(self, number: int) -> Row:
         record = self.records[number]
-        return record, self.encoder(record)
+        if self.pictures.watch is not None:
+            self.pictures.watch.at(record.where)
+        sample = self.encoder(record)
+        length, labels = int(self.records.lengths[number]), int(self.records.labels[number])
+        if sample is None or (len(sample.input_ids), sample.num_labels) != (length, labels):
+            raise DataError(  # of no kind: a sample of another length may not fit its micro-batch
+                f"{record.where} is not what it was when the dataset was examined: {length} positions and {labels} "
+                "labels then; remove the index and examine it again"
+            )
+        return sample, [self.pictures.tiles(record, name) for name in sample.images]
 
-    def cut(self, numbers: list[int], kept: dict[int, tuple[Record, Sample]]) -> Cuts:
-        samples = [kept[n] for n in numbers]
-        lengths = [len(sample.input_ids) for _, sample in samples]
+    def cut(self, numbers: list[int]) -> Cuts:
+        own = np.array(numbers, dtype=np.int64)
+        lengths = self.records.lengths[own]
         if self.most_tokens is None:
-            cuts = cut_step(lengths, self.world_size, self.micro_batch_size)
+            cuts = cut_step(lengths.tolist(), self.world_size, self.micro_batch_size)
         else:
-            costs = [self.cost(sample, self.pictures.image_tokens) for _, sample in samples]
-            cuts = pack_step(lengths, costs, self.world_size, self.most_tokens)
+            costs = self.cost(lengths, self.records.labels[own], self.records.tiles[own])
+            cuts = pack_step(lengths.tolist(), costs.tolist(), self.world_size, self.most_tokens)
         return [[[numbers[i] for i in micro] for micro in rank] for rank in cuts]
 
     def probe(self) -> MicroBatch:
@@ -102,23 +142,9 @@ class Steps(Dataset):
         Padded: other models than ours are asked too.
         """
         rows: dict[bool, Row] = {}
-        for index in self.order.samples(0):
-            record, sample = self.encode(index)
-            if sample is not None:
-                rows.setdefault(bool(sample.images), (record, sample))
+        for number in self.order.samples(0):
+            shown = bool(self.records.images[number])
+            if shown not in rows and not isinstance(row := self.read(number), LeftOut):
+                rows[shown] = row
         micro = Collator(self.pictures, self.collate.normalize, pack=False)(list(rows.values()), StepFacts(0), 1)
         return replace(micro, label_positions=torch.arange(micro.input_ids.numel()), label_ids=torch.zeros(0))
-
-
-def count(facts: StepFacts, record: Record, sample: Sample | None) -> None:
-    if sample is None:
-        facts.quarantined.append(record.where)
-        return
-    facts.samples += 1
-    facts.tokens += len(sample.input_ids)
-    facts.label_tokens += sample.num_labels
-    facts.images += len(sample.images)
-    facts.truncated += sample.positions_cut > 0
-    facts.labels_cut += sample.labels_cut
-    if sample.num_labels == 0:
-        facts.unlabelled.append(record.where)

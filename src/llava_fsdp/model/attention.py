@@ -275,7 +275,7 @@ def check_full_attention(language: PretrainedConfig) -> None:
         found = f"chunks of {language.attention_chunk_size}"
     elif getattr(language, "alibi", False):
         found = "ALiBi biases"
-    elif "longrope" in str(rope):
+    elif rope.get("rope_type") == "longrope":
         found = "rotary frequencies (longrope) that depend on the longest sample of a batch"
     if found is not None:
         raise ConfigError(

@@ -25,10 +25,16 @@ class Weight:
     trainable: bool
     whole: bool
     """Stays whole on every rank while frozen."""
+    fp32: bool
+    """Computed in fp32, whatever the rest of the model is computed in."""
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def item_size(self, precision: PrecisionConfig) -> int:
+        """Bytes of an element in the computation."""
+        return ITEM_SIZE[DType.fp32 if self.fp32 else precision.param_dtype]
 
     def local(self, shards: int, rank: int) -> int:
         """Elements on shard `rank` of `shards`."""
@@ -71,22 +77,24 @@ def bytes_per_rank(
     gradients (in the reduction dtype) or, for hybrid rows, shards not yet reduced over the replicas.
     """
     plan = SHARD_PLANS[strategy]
-    compute, reduce = ITEM_SIZE[precision.param_dtype], ITEM_SIZE[precision.reduce_dtype]
+    reduce = ITEM_SIZE[precision.reduce_dtype]
     _, shards = mesh_shape(plan, world_size, shard_size)
     trainable = [w for w in weights if w.trainable]
     frozen = 0
     for weight in weights:
         if not weight.trainable:
             sharded = plan.shards_frozen and not weight.whole
-            frozen += compute * weight.local(shards if sharded else 1, rank % shards if sharded else 0)
+            frozen += weight.item_size(precision) * weight.local(
+                shards if sharded else 1, rank % shards if sharded else 0
+            )
     local = sum(w.local(shards, rank % shards) for w in trainable)
     total = sum(w.numel for w in trainable)
     if world_size == 1:
-        copies = 0 if precision.param_dtype is DType.fp32 else compute * total
+        copies = sum(w.item_size(precision) * w.numel for w in trainable if w.item_size(precision) != MASTER_SIZE)
         held = frozen + MASTER_SIZE * total + copies
         return Bytes(held, MASTER_SIZE * total, ADAM_SIZE * total, held, MASTER_SIZE * total)
     parameters = frozen + MASTER_SIZE * local
-    gathered = 0 if plan.reshard_every_micro_batch else compute * total
+    gathered = 0 if plan.reshard_every_micro_batch else sum(w.item_size(precision) * w.numel for w in trainable)
     gradients_between = {
         Sync.EVERY_MICRO_BATCH: MASTER_SIZE * local,
         Sync.LAST_MICRO_BATCH: reduce * total,

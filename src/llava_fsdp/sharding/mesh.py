@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from llava_fsdp.config import Config
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.sharding.zero import Mesh, ShardPlan
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,19 @@ def first_rank_first(world: World) -> Iterator[None]:
     yield
     if world.size > 1 and world.is_first:
         dist.barrier()
+
+
+def gather_lists(items: list[T]) -> list[T]:
+    """Every rank's items, in the order of ranks. Where none has any, the cost is one number summed on the host."""
+    if not dist.is_initialized():
+        return items
+    count = torch.tensor([len(items)])
+    dist.all_reduce(count)
+    if not count:
+        return []
+    gathered: list[list[T]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, items)
+    return [item for own in gathered for item in own]
 
 
 def end_with_parent() -> None:

@@ -5,14 +5,23 @@ goes inside the sharded unit, so that a block's weights are gathered before it r
 that no rank ever holds more than its shards.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from llava_fsdp.config import Config
+from llava_fsdp.config import Config, PrecisionConfig
 from llava_fsdp.sharding.memory import Weight
-from llava_fsdp.sharding.precision import DTYPES, MasterWeights, store_weights
+from llava_fsdp.sharding.precision import (
+    DTYPES,
+    MasterWeights,
+    compute_norms_in_fp32,
+    norm_weights,
+    norms_kept_in_fp32,
+    store_weights,
+)
 from llava_fsdp.sharding.recompute import apply_recompute, clean_name
 from llava_fsdp.sharding.zero import ShardPlan
 
@@ -38,9 +47,11 @@ def parallelize(
         The tensors to load, optimize and checkpoint, by parameter name.
     """
     store_weights(model, cfg.precision, sharded=mesh is not None)
+    compute_norms_in_fp32(model, cfg.precision)
     apply_recompute(stacks, cfg.recompute)
     if mesh is not None:
-        shard(model, stacks, mesh, plan, cfg, frozen_left_whole(model, plan, whole))
+        ignored = frozen_left_whole(model, plan, [*whole, *norms_kept_in_fp32(model, cfg.precision)])
+        shard(model, stacks, mesh, plan, cfg, ignored)
     materialize(model, device)
     return MasterWeights({clean_name(n): p for n, p in model.named_parameters() if p.requires_grad})
 
@@ -73,13 +84,18 @@ def shard(
 ) -> None:
     """`fully_shard` every block that has something to shard, then the rest of the model as the root unit.
 
-    The root is never resharded between forward and backward: backward begins with it.
+    The root is never resharded between forward and backward: backward begins with it. Trainable norms that compute in
+    fp32 are a unit of their own, all together: a unit has one dtype. It stays gathered too, being small.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[cfg.precision.param_dtype],
         reduce_dtype=DTYPES[cfg.precision.reduce_dtype],
         cast_forward_inputs=False,  # the model casts pictures itself, at every world size alike
     )
+    norms = [m for m in norms_kept_in_fp32(model, cfg.precision) if set(m.parameters()) - ignored]
+    if norms:
+        kept = replace(policy, param_dtype=None)
+        fully_shard(norms, mesh=mesh, mp_policy=kept, reshard_after_forward=False, ignored_params=ignored)
     for stack in stacks:
         for block in stack:
             if set(block.parameters()) - ignored:
@@ -99,7 +115,11 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)
 
 
-def weights_of(model: nn.Module, whole: list[nn.Module]) -> dict[str, Weight]:
+def weights_of(model: nn.Module, whole: list[nn.Module], precision: PrecisionConfig) -> dict[str, Weight]:
     """Every parameter of a meta-device model, as the memory arithmetic sees it."""
-    kept_whole = {p for module in whole for p in module.parameters()}
-    return {n: Weight(tuple(p.shape), p.requires_grad, p in kept_whole) for n, p in model.named_parameters()}
+    norms = norm_weights(model, precision)
+    kept_whole = norms | {p for module in whole for p in module.parameters()}
+    return {
+        name: Weight(tuple(p.shape), p.requires_grad, p in kept_whole, p in norms)
+        for name, p in model.named_parameters()
+    }

@@ -16,8 +16,38 @@ def store_weights(model: nn.Module, cfg: PrecisionConfig, sharded: bool) -> None
     it (`MasterWeights` then holds the masters). Buffers keep their dtype: rotary frequencies are fp32.
     """
     compute = DTYPES[cfg.param_dtype]
+    kept = norm_weights(model, cfg)
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad and sharded else compute)
+        is_fp32 = parameter in kept or (parameter.requires_grad and sharded)
+        parameter.data = parameter.data.to(torch.float32 if is_fp32 else compute)
+
+
+def norms_kept_in_fp32(model: nn.Module, cfg: PrecisionConfig) -> list[nn.Module]:
+    """The norms that compute in another dtype than the rest of the model.
+
+    A norm's weight scales a whole channel and lies around 1, where bf16 has steps of 1/128: an update below half
+    of that would not be seen by the forward pass.
+    """
+    if cfg.norm_dtype is cfg.param_dtype:
+        return []
+    return [m for m in model.modules() if is_norm(m)]
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Models bring norms of their own, with nothing in common but the name and a value for each channel."""
+    alone = not any(True for _ in module.children()) and all(p.ndim <= 1 for p in module.parameters())
+    return alone and "Norm" in type(module).__name__
+
+
+def norm_weights(model: nn.Module, cfg: PrecisionConfig) -> set[nn.Parameter]:
+    return {p for norm in norms_kept_in_fp32(model, cfg) for p in norm.parameters()}
+
+
+def compute_norms_in_fp32(model: nn.Module, cfg: PrecisionConfig) -> None:
+    """Cast what goes into these norms, and back what comes out: the layers between them stay in the compute dtype."""
+    for norm in norms_kept_in_fp32(model, cfg):
+        norm.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
+        norm.register_forward_hook(lambda _, inputs, output: output.to(DTYPES[cfg.param_dtype]))
 
 
 class MasterWeights:

@@ -1,0 +1,84 @@
+"""What becomes of records that cannot be trained on: decided once, before training, the same on every rank."""
+
+from pathlib import Path
+
+from llava_fsdp.config import Bad, Config, DataConfig, TooLong
+from llava_fsdp.data.chunks import Watch, default_workers
+from llava_fsdp.data.encode import Encoder
+from llava_fsdp.data.images import PictureReader
+from llava_fsdp.data.index import Plan, last_look, open_index
+from llava_fsdp.data.problems import PROBLEMS, Kind
+from llava_fsdp.data.records import Records
+from llava_fsdp.data.report import PAGE, write_report
+from llava_fsdp.errors import BuildError, DataError
+from llava_fsdp.log import log
+
+SHOWN = 5
+"""Records named in a message."""
+
+
+def open_records(cfg: Config, encoder: Encoder, reader: PictureReader, show: Watch) -> Records:
+    """The dataset's records, by its index, which is made where it is absent; and whether training may begin.
+
+    Raises:
+        DataError: by `data.bad`, `data.bad_budget` and `data.too_long`, it may not.
+        ConfigError: a path does not exist, or the index cannot be written.
+    """
+    plan = Plan(cfg.data, encoder, reader, default_workers())
+    since = last_look(plan)
+    records = Records(open_index(plan, show), cfg.labels, cfg.data.too_long)
+    try:
+        check_door(records, cfg.data)
+    except DataError:
+        records = look_again(plan, cfg, records, show, since)
+        report(records, cfg)
+        check_door(records, cfg.data)
+    return records
+
+
+def look_again(plan: Plan, cfg: Config, records: Records, show: Watch, since: str) -> Records:
+    """What was wrong when the index was made may have been mended since; of an index that is read only, as it was."""
+    try:
+        index = open_index(plan, show, look_again=True, since=since)
+    except BuildError as error:
+        log().warning("the pictures that are bad in the index were not looked at again: %s", error)
+        return records
+    return Records(index, cfg.labels, cfg.data.too_long)
+
+
+def report(records: Records, cfg: Config) -> None:
+    try:
+        write_report(records, cfg, cfg.data.index_folder)
+    except OSError as error:
+        log().warning("the report was not written: %s", error)
+
+
+def check_door(records: Records, cfg: DataConfig) -> None:
+    """Whether training may begin, by `data.bad` and `data.too_long`.
+
+    Raises:
+        DataError: naming the kinds, the first records and the way on.
+    """
+    report = cfg.index_folder / PAGE
+    if cfg.too_long is TooLong.fail and records.counts[Kind.too_long]:
+        how = "raise data.max_length, or set data.too_long=truncate or quarantine"
+        raise DataError(describe(records, [Kind.too_long], "too long", how, report))
+    kinds = [kind for kind in records.dropping if kind is not Kind.too_long and records.counts[kind]]
+    if records.out and cfg.bad is Bad.fail:
+        how = "mend them, or leave them out: data.bad=quarantine"
+        raise DataError(describe(records, kinds, "wrong", how, report))
+    if records.out > cfg.budget(len(records.index)):
+        how = f"mend them, or raise data.bad_budget={cfg.bad_budget}, which allows {cfg.budget(len(records.index))}"
+        raise DataError(describe(records, kinds, "wrong", how, report))
+    if not len(records):
+        raise DataError(f"{records.index.texts.sources[0].path}: no record is left to train on; see {report}")
+
+
+def describe(records: Records, kinds: list[Kind], what: str, how: str, report: Path) -> str:
+    files = ", ".join(source.path for source in records.index.texts.sources)
+    total = records.counts[Kind.too_long] if kinds == [Kind.too_long] else records.out
+    lines = [f"{files}: {total} of {len(records.index)} records are {what}"]
+    lines += [f"  {kind}: {records.counts[kind]} ({PROBLEMS[kind].meaning})" for kind in kinds]
+    reasons = (row["reason"] for row in records.index.rows() if row["kind"] in kinds)
+    lines += [reason for reason, _ in zip(reasons, range(SHOWN), strict=False)]
+    return "\n".join([*lines, f"All of them are in {report}; {how}"])

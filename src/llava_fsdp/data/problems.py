@@ -1,0 +1,87 @@
+"""What can be wrong with a record: the one table of kinds."""
+
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+
+from llava_fsdp.config import Parity, TooLong
+
+
+class Kind(StrEnum):
+    not_json = "not_json"
+    not_utf8 = "not_utf8"
+    bad_form = "bad_form"
+    wrong_roles = "wrong_roles"
+    odd_turns = "odd_turns"
+    empty_answer = "empty_answer"
+    image_count = "image_count"
+    tag_without_picture = "tag_without_picture"
+    image_missing = "image_missing"
+    image_empty = "image_empty"
+    image_truncated = "image_truncated"
+    image_unreadable = "image_unreadable"
+    image_bomb = "image_bomb"
+    image_shape = "image_shape"
+    path_outside = "path_outside"
+    url = "url"
+    images_unset = "images_unset"
+    duplicate_id = "duplicate_id"
+    no_labels = "no_labels"
+    too_long = "too_long"
+
+
+class Kept(Enum):
+    """Whether a record with the problem is still trained on."""
+
+    no = "no"
+    yes = "yes"
+    like_original = "with labels=llava_v1_5"
+    """The original trains on it, or shows it to the model without effect; exact labels do not."""
+    truncated = "with data.too_long=truncate"
+
+
+@dataclass(frozen=True)
+class Problem:
+    meaning: str
+    kept: Kept
+
+
+PROBLEMS: dict[Kind, Problem] = {
+    Kind.not_json: Problem("a line of a JSON Lines file is not JSON", Kept.no),
+    Kind.not_utf8: Problem("its bytes are not UTF-8", Kept.no),
+    Kind.bad_form: Problem("not an object with conversations of from and value", Kept.no),
+    Kind.wrong_roles: Problem("human and gpt do not take turns", Kept.no),
+    Kind.odd_turns: Problem("no turns, or the last question has no answer", Kept.no),
+    Kind.empty_answer: Problem("an answer has no text", Kept.like_original),
+    Kind.image_count: Problem("the number of <image> tags is not that of the pictures", Kept.no),
+    Kind.tag_without_picture: Problem("<image> in the text of a record without pictures; it stays text", Kept.yes),
+    Kind.image_missing: Problem("the picture does not exist", Kept.no),
+    Kind.image_empty: Problem("the picture's file has no bytes", Kept.no),
+    Kind.image_truncated: Problem("the picture's file ends before the picture does", Kept.no),
+    Kind.image_unreadable: Problem("the picture cannot be read", Kept.no),
+    Kind.image_bomb: Problem("the picture has more pixels than the limit", Kept.no),
+    Kind.image_shape: Problem("the picture is too narrow or too flat to be made a square", Kept.no),
+    Kind.path_outside: Problem("the picture's path leaves the folder of pictures", Kept.no),
+    Kind.url: Problem("the picture is an address on the net, which is never fetched", Kept.no),
+    Kind.images_unset: Problem("it has a picture, and no folder of pictures is set", Kept.no),
+    Kind.duplicate_id: Problem("an earlier record of the same source has its id", Kept.yes),
+    Kind.no_labels: Problem("no label: masked, or cut before the first answer", Kept.like_original),
+    Kind.too_long: Problem("longer than data.max_length", Kept.truncated),
+}
+
+BITS: dict[Kind, int] = {kind: 1 << place for place, kind in enumerate(Kind)}
+"""Each kind's bit in the columns `flags` of an index."""
+
+
+def is_kept(kind: Kind, labels: Parity, too_long: TooLong) -> bool:
+    match PROBLEMS[kind].kept:
+        case Kept.like_original:
+            return labels is Parity.llava_v1_5
+        case Kept.truncated:
+            return too_long is TooLong.truncate
+        case kept:
+            return kept is Kept.yes
+
+
+def mask(*kinds: Kind) -> int:
+    """The bits of several kinds."""
+    return sum(BITS[kind] for kind in kinds)

@@ -1,0 +1,175 @@
+"""Where the records of a dataset file are: stretches of bytes, found in bounded memory."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from llava_fsdp.errors import DataError
+
+Span = tuple[int, int]
+"""(offset, number) of a record's bytes"""
+BLOCK = 1 << 20
+MOST_BYTES = 64 << 20
+"""Of one record; so a file that is no list of records is refused after this much, not after all of it."""
+SPACE = " \t\r\n"
+JSON_NAMES = {"{": "dict", '"': "str", "t": "bool", "f": "bool", "n": "NoneType"}
+
+
+def spans(path: Path, after: int | None = None) -> Iterator[Span]:
+    """The records of a JSON list, or of JSON Lines (`.jsonl`), in their order.
+
+    Args:
+        after: the end of a record; those behind it are found. None: all.
+
+    Raises:
+        DataError: the file is not JSON, with line and byte; lines of JSON Lines are not looked into.
+    """
+    return line_spans(path, after) if path.suffix == ".jsonl" else list_spans(path, after)
+
+
+def line_spans(path: Path, after: int | None = None) -> Iterator[Span]:
+    with path.open("rb") as file:
+        offset = begin(file, path) if after is None else after
+        file.seek(offset)
+        while line := file.readline(MOST_BYTES + 1):
+            if len(line) > MOST_BYTES:
+                raise DataError(f"{path}, byte {offset}: a line is longer than {MOST_BYTES} bytes; is it JSON Lines?")
+            if line.strip():
+                yield offset, len(line.rstrip(b"\r\n"))
+            offset += len(line)
+
+
+def list_spans(path: Path, after: int | None = None) -> Iterator[Span]:
+    with path.open("rb") as file:
+        window = Window(file, begin(file, path) if after is None else after)
+        try:
+            if after is None:
+                open_list(window, path)
+            yield from elements(window, is_first=after is None)
+        except json.JSONDecodeError as error:
+            at = window.base + error.pos
+            raise DataError(
+                f"{path} is not JSON: {error.msg}, line {line_of(path, at)}, byte {at}; mend it there, or take the "
+                "file from its source again"
+            ) from error
+        except RecursionError as error:
+            at = window.base + window.at
+            raise DataError(f"{path}: the record at byte {at} is nested too deeply to be read; mend it") from error
+
+
+def begin(file: BinaryIO, path: Path) -> int:
+    """The byte behind a byte order mark, where there is one.
+
+    Raises:
+        DataError: the file is UTF-16 or UTF-32.
+    """
+    head = file.read(4)
+    encoding = json.detect_encoding(head)
+    if not encoding.startswith("utf-8"):
+        raise DataError(f"{path} is {encoding.upper()}; write it as UTF-8")
+    return 3 if encoding == "utf-8-sig" else 0
+
+
+@dataclass
+class Window:
+    """A stretch of a file that moves on; one character is one byte, so that places in it are places in the file.
+
+    Latin-1 gives every byte a character. JSON's own signs are below 128, and no byte of a longer UTF-8 character is.
+    """
+
+    file: BinaryIO
+    base: int
+    """The byte of the file at which `text` begins."""
+    text: str = ""
+    at: int = 0
+    """What is before it in `text` is done with."""
+    ended: bool = False
+    decoder: json.JSONDecoder = field(default_factory=lambda: json.JSONDecoder(parse_int=len))
+    """Numbers are left alone: one too long for Python is its record's problem, not the file's."""
+
+    def more(self) -> None:
+        """Drop what is done with, and read as much again as is left, at least a block."""
+        self.text = self.text[self.at :]
+        self.base += self.at
+        self.at = 0
+        self.file.seek(self.base + len(self.text))
+        read = self.file.read(max(BLOCK, len(self.text)))
+        self.ended = not read
+        self.text += read.decode("latin-1")
+
+    def next_sign(self) -> str:
+        """Go to the next character that is no space; empty at the end."""
+        while True:
+            self.at = after_space(self.text, self.at)
+            if self.at < len(self.text):
+                return self.text[self.at]
+            if self.ended:
+                return ""
+            self.more()
+
+    def value_end(self) -> int:
+        """The place behind the value that begins here, once it is certain that the value ends there.
+
+        A number may go on, and a value may be cut, where the window ends: only a sign behind it makes it certain.
+        """
+        while True:
+            try:
+                _, end = self.decoder.raw_decode(self.text, self.at)
+                behind = after_space(self.text, end)
+                if self.text[behind : behind + 1] in (",", "]") and behind < len(self.text):
+                    return end
+                wrong = "Expecting ',' delimiter", self.text, behind
+            except json.JSONDecodeError as caught:  # which must not be kept: it holds this frame, and all the text
+                wrong = caught.msg, self.text, caught.pos
+            if self.ended or len(self.text) - self.at > MOST_BYTES:
+                raise json.JSONDecodeError(*wrong)
+            del wrong
+            self.more()
+
+
+def after_space(text: str, at: int) -> int:
+    while at < len(text) and text[at] in SPACE:
+        at += 1
+    return at
+
+
+def open_list(window: Window, path: Path) -> None:
+    sign = window.next_sign()
+    if sign in JSON_NAMES:
+        raise DataError(
+            f"{path} holds a JSON {JSON_NAMES[sign]}; LLaVA data is a list of records, or JSON Lines in a file whose "
+            "name ends in .jsonl"
+        )
+    if sign != "[":
+        raise json.JSONDecodeError("Expecting value", window.text, window.at)
+    window.at += 1
+
+
+def elements(window: Window, is_first: bool) -> Iterator[Span]:
+    """From behind the opening bracket, or from behind an element, to the end of the list."""
+    while (sign := window.next_sign()) != "]":
+        if not is_first:
+            if sign != ",":
+                raise json.JSONDecodeError("Expecting ',' delimiter", window.text, window.at)
+            window.at += 1
+            if window.next_sign() == "]":
+                raise json.JSONDecodeError("Illegal trailing comma before end of array", window.text, window.at)
+        is_first = False
+        end = window.value_end()
+        yield window.base + window.at, end - window.at
+        window.at = end
+    window.at += 1
+    if window.next_sign():
+        raise json.JSONDecodeError("Extra data", window.text, window.at)
+
+
+def line_of(path: Path, at: int) -> int:
+    """The number of the line, from 1, that holds a byte."""
+    line = 1
+    with path.open("rb") as file:
+        while at > 0 and (read := file.read(min(at, BLOCK))):
+            line += read.count(b"\n")
+            at -= len(read)
+    return line

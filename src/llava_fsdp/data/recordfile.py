@@ -1,0 +1,36 @@
+"""A file of records read without an index: for those who ask a few questions of it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from llava_fsdp.data import parquet
+from llava_fsdp.data.reading import spans
+from llava_fsdp.data.source import Record, parse_record, parse_text
+from llava_fsdp.errors import DataError
+
+
+class RecordFile:
+    """Records of a file by number, parsed when asked for; a problem of one names the file, its index and its id."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._texts = list(texts(path))
+        if not self._texts:
+            raise DataError(f"{path} holds no records")
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def __getitem__(self, index: int) -> Record:
+        return parse_record(self.path, index, parse_text(self.path, index, self._texts[index]))
+
+
+def texts(path: Path) -> Iterator[bytes]:
+    """Every record's JSON."""
+    if path.suffix == parquet.SUFFIX:
+        yield from parquet.lines(path, store=None)
+        return
+    with path.open("rb") as file:
+        for offset, size in spans(path):
+            file.seek(offset)
+            yield file.read(size)

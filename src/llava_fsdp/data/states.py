@@ -1,0 +1,57 @@
+"""Which state the files of a dataset are in: by size and time where that is known, else by their content."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from llava_fsdp.data.chunks import Watch
+from llava_fsdp.data.texts import SourceFile, digest
+from llava_fsdp.errors import SourceError
+
+FORMAT = 1
+"""Raised whenever the columns change, or what is found in a record."""
+KNOWN = "known.json"
+
+
+def find_state(sources: list[SourceFile], folder: Path, watch: Watch, look_again: bool) -> dict[str, str]:
+    """The key and the fingerprint of the sources' content, remembered under their size and time."""
+    known = read_known(folder)
+    now = stamp(sources)
+    if now not in known or look_again:
+        with watch("fingerprints", len(sources)) as advance:
+            digests = []
+            for source in sources:
+                digests.append(digest(Path(source.path)))
+                advance(1)
+        check_unchanged(sources, now)
+        whole = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+        places = [[s.name, s.path, s.images and os.path.realpath(s.images)] for s in sources]
+        known[now] = {"key": short(FORMAT, digests, places), "fingerprint": whole[:32]}
+        staged = folder / f"{KNOWN}.tmp"
+        staged.write_text(json.dumps(known))
+        os.replace(staged, folder / KNOWN)
+    return known[now]
+
+
+def check_unchanged(sources: list[SourceFile], since: str) -> None:
+    """Raises SourceError where their size and time are not what they were."""
+    if stamp(sources) != since:
+        raise SourceError(f"{', '.join(s.path for s in sources)} changed while being read; run it again")
+
+
+def read_known(folder: Path) -> dict[str, dict[str, str]]:
+    path = folder / KNOWN
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def stamp(sources: list[SourceFile]) -> str:
+    stats = [os.stat(s.path) for s in sources]
+    values = [
+        [s.name, s.path, s.images, stat.st_size, stat.st_mtime_ns] for s, stat in zip(sources, stats, strict=True)
+    ]
+    return short(FORMAT, values)
+
+
+def short(*what: object) -> str:
+    return hashlib.sha256(repr(what).encode()).hexdigest()[:12]

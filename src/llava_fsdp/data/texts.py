@@ -1,0 +1,199 @@
+"""The records of a dataset as stretches of files, on disk: the first part of an index."""
+
+import bisect
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llava_fsdp.config import DataConfig
+from llava_fsdp.data import parquet
+from llava_fsdp.data.chunks import DONE, flush, open_column, write_column
+from llava_fsdp.data.reading import spans
+from llava_fsdp.data.source import Record, parse_record, parse_text, reading
+from llava_fsdp.errors import ConfigError, DataError
+
+PIECE = 65_536
+"""Records whose places are written at once, and kept when the rest is not reached."""
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One source of a dataset: a file of records, and the folder that their pictures are relative to."""
+
+    name: str
+    path: str
+    images: str | None
+
+
+@dataclass(frozen=True)
+class Part:
+    """Records of one source that lie in one text file, one after the other."""
+
+    source: int
+    text: str
+    """The source itself, or what a Parquet file's rows were written to."""
+    first: int
+    """Its first record's number among all."""
+    count: int
+
+
+def sources_of(cfg: DataConfig) -> list[SourceFile]:
+    """What `data.path` and `data.images`, or `data.sources`, name.
+
+    Raises:
+        ConfigError: a file or folder does not exist.
+    """
+    named = {name: (own.path, own.images or cfg.images) for name, own in cfg.sources.items()}
+    if not named:
+        assert cfg.path is not None, "checked by DataConfig"
+        named = {Path(cfg.path).name: (cfg.path, cfg.images)}
+    for name, (path, images) in named.items():
+        key = f"data.sources.{name}." if cfg.sources else "data."
+        if not Path(path).is_file():
+            raise ConfigError(f"{key}path={path} is not a file; give a LLaVA JSON, JSON Lines or Parquet file")
+        parquet.check_installed(Path(path))
+        if images is not None and not Path(images).is_dir():
+            raise ConfigError(f"{key}images={images} is not a folder; give the one that the records' pictures are in")
+    return [SourceFile(name, path, images) for name, (path, images) in named.items()]
+
+
+def digest(path: Path) -> str:
+    """sha256 of a file's content."""
+    with reading(path), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class Texts:
+    """The records of all sources by number, in the order of the sources; each is read and parsed when asked for.
+
+    Columns `offset` (int64) and `size` (int32) say where a record's bytes are. Travels between processes as a path.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        facts = json.loads((folder / DONE).read_text())
+        self.sources = [SourceFile(**s) for s in facts["sources"]]
+        self.fingerprint: str = facts["fingerprint"]
+        """Of the sources' content."""
+        self.parts = [Part(**p) for p in facts["parts"]]
+        self.offset, self.size = open_column(folder, "offset"), open_column(folder, "size")
+        self._firsts = [p.first for p in self.parts]
+
+    def __reduce__(self) -> tuple:
+        return Texts, (self.folder,)
+
+    def __len__(self) -> int:
+        return len(self.offset)
+
+    @cached_property
+    def firsts(self) -> list[int]:
+        """The number of every source's first record, and behind them the number of all."""
+        counts = [sum(p.count for p in self.parts if p.source == s) for s in range(len(self.sources))]
+        return [sum(counts[:s]) for s in range(len(counts) + 1)]
+
+    def place(self, number: int) -> tuple[SourceFile, int]:
+        """The source of a record, and its index there."""
+        source = self.part(number).source
+        return self.sources[source], number - self.firsts[source]
+
+    def part(self, number: int) -> Part:
+        return self.parts[bisect.bisect_right(self._firsts, number) - 1]
+
+    @cached_property
+    def _paths(self) -> dict[SourceFile, tuple[Path, Path | None]]:
+        return {s: (Path(s.path), None if s.images is None else Path(s.images)) for s in self.sources}
+
+    @cached_property
+    def _open(self) -> dict[str, int]:
+        return {}
+
+    def read(self, number: int) -> bytes:
+        part = self.part(number)
+        with reading(Path(part.text)):
+            if part.text not in self._open:
+                self._open[part.text] = os.open(part.text, os.O_RDONLY | os.O_CLOEXEC)
+            return os.pread(self._open[part.text], int(self.size[number]), int(self.offset[number]))
+
+    def raw(self, number: int) -> Any:
+        """The JSON value of a record."""
+        source, index = self.place(number)
+        return parse_text(self._paths[source][0], index, self.read(number))
+
+    def id_of(self, number: int) -> str | None:
+        """The id of what may be no record."""
+        with contextlib.suppress(DataError):
+            raw = self.raw(number)
+            if isinstance(raw, dict) and "id" in raw:
+                return str(raw["id"])
+        return None
+
+    def record(self, number: int) -> Record:
+        """Raises DataError, of a kind, where it is none."""
+        source, index = self.place(number)
+        path, folder = self._paths[source]
+        record = parse_record(path, index, self.raw(number))
+        return record if folder is None else replace(record, folder=folder)
+
+
+def split(
+    sources: list[SourceFile], folder: Path, texts: list[Path], fingerprint: str, check: Callable[[], None]
+) -> None:
+    """Find every record of every text file, and write their places as a `Texts` folder.
+
+    Args:
+        texts: the text file of each source.
+        fingerprint: of the sources' content.
+        check: called before the folder gets its name; may raise.
+
+    Raises:
+        DataError: a source is no list of records, or holds none.
+    """
+    parts: list[Part] = []
+    found: list[Path] = []
+    first = 0
+    for source, path in enumerate(texts):
+        pieces = split_file(path, folder.with_name(f"{folder.name}.parts") / str(source))
+        count = sum(len(np.load(p, mmap_mode="r")) for p in pieces)
+        if not count:
+            raise DataError(f"{sources[source].path} holds no records")
+        parts.append(Part(source, str(path), first, count))
+        found += pieces
+        first += count
+    staged = folder.with_name(f"{folder.name}.tmp")
+    staged.mkdir(exist_ok=True)
+    for place, (name, dtype) in enumerate((("offset", np.int64), ("size", np.int32))):
+        write_column(staged / f"{name}.npy", (np.load(p)[:, place].astype(dtype) for p in found), np.dtype(dtype))
+    facts = {"sources": [asdict(s) for s in sources], "parts": [asdict(p) for p in parts], "fingerprint": fingerprint}
+    (staged / DONE).write_text(json.dumps(facts))
+    check()
+    os.replace(staged, folder)
+
+
+def split_file(path: Path, folder: Path) -> list[Path]:
+    """The places of a file's records in pieces, int64 [records, 2]; goes on behind the pieces that are there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pieces = sorted(folder.glob("*.npy"))
+    after = int(np.load(pieces[-1])[-1].sum()) if pieces else None
+    found = spans(path, after)
+    while piece := take(found, path):
+        target = folder / f"{len(pieces):08d}.npy"
+        staged = target.with_suffix(".tmp")
+        with staged.open("wb") as file:
+            np.save(file, np.array(piece, dtype=np.int64))
+            flush(file)
+        os.replace(staged, target)
+        pieces.append(target)
+    return pieces
+
+
+def take(found: Iterator[tuple[int, int]], path: Path) -> list[tuple[int, int]]:
+    with reading(path):
+        return [span for _, span in zip(range(PIECE), found, strict=False)]

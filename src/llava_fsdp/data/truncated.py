@@ -1,0 +1,133 @@
+"""Whether the bytes of a picture file end before the picture does, by the structure of its format.
+
+Decoders do not say: of a file that was cut, Pillow raises OSError, SyntaxError or ValueError in many words, some of
+them those of a file that is no picture at all. Sources: ITU-T T.81 B.1, PNG 5.2, the GIF89a, BMP, TIFF 6 and WebP
+container specifications.
+"""
+
+import struct
+
+JPEG = b"\xff\xd8\xff"
+PNG = b"\x89PNG\r\n\x1a\n"
+RIFF = b"RIFF"
+GIF = b"GIF87a", b"GIF89a"
+BMP = b"BM"
+TIFF = b"II*\0", b"MM\0*"
+BIG_TIFF = b"II+\0", b"MM\0+"
+
+
+def ends_early(data: bytes) -> bool:
+    """The beginning of a picture file whose end is missing; false of whole files and of what is no picture."""
+    magics = (JPEG, PNG, RIFF, *GIF, BMP, *TIFF, *BIG_TIFF)
+    if any(len(data) < len(magic) and magic.startswith(data) for magic in magics):
+        return True
+    try:
+        if data.startswith(JPEG):
+            return jpeg_ends_early(data)
+        if data.startswith(PNG):
+            return png_ends_early(data)
+        if data.startswith(RIFF):
+            return len(data) < 12 or (data[8:12] == b"WEBP" and len(data) < 8 + number("<I", data, 4))
+        if data.startswith(GIF):
+            return gif_ends_early(data)
+        if data.startswith(BMP):
+            return len(data) < max(number("<I", data, 2), bmp_needs(data))
+        if data.startswith((*TIFF, *BIG_TIFF)):
+            return len(data) < tiff_needs(data)
+    except (IndexError, struct.error):  # what is read next lies behind the end
+        return True
+    return False
+
+
+def number(form: str, data: bytes, at: int) -> int:
+    return struct.unpack_from(form, data, at)[0]
+
+
+def jpeg_ends_early(data: bytes) -> bool:
+    """No end-of-image marker behind the last segment; those inside segments (thumbnails) do not count."""
+    at = 2
+    while True:
+        at = data.find(b"\xff", at)
+        if at < 0:
+            return True
+        marker = data[at + 1]
+        if marker == 0xD9:
+            return False
+        if marker == 0xFF:  # fill
+            at += 1
+        elif marker in (0x00, 0x01) or 0xD0 <= marker <= 0xD8:  # no segment: data, restarts
+            at += 2
+        else:
+            at += 2 + number(">H", data, at + 2)
+
+
+def png_ends_early(data: bytes) -> bool:
+    at = len(PNG)
+    while True:
+        length, kind = struct.unpack_from(">I4s", data, at)
+        if not kind.isalpha():  # broken, not cut
+            return False
+        at += 12 + length
+        if at > len(data):
+            return True
+        if kind == b"IEND":
+            return False
+
+
+def gif_ends_early(data: bytes) -> bool:
+    def behind_palette(at: int, flags: int) -> int:
+        return at + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
+
+    def behind_blocks(at: int) -> int:
+        while data[at]:
+            at += 1 + data[at]
+        return at + 1
+
+    at = behind_palette(13, data[10])
+    while data[at] != 0x3B:
+        if data[at] == 0x21:
+            at = behind_blocks(at + 2)
+        elif data[at] == 0x2C:
+            at = behind_blocks(behind_palette(at + 10, data[at + 9]) + 1)
+        else:  # broken, not cut
+            return False
+    return False
+
+
+def bmp_needs(data: bytes) -> int:
+    """Bytes of a file without compression; 0 of others, whose header says it."""
+    start, header = struct.unpack_from("<II", data, 10)
+    if header < 40:
+        return 0
+    width, height, _, depth, compression = struct.unpack_from("<iiHHI", data, 18)
+    return start + (width * depth + 31) // 32 * 4 * abs(height) if compression == 0 else 0
+
+
+TIFF_TYPES = {
+    1: "B", 2: "B", 3: "H", 4: "I", 5: "Q", 6: "B", 7: "B", 8: "H", 9: "I", 10: "Q", 11: "I", 12: "Q", 13: "I",
+    16: "Q", 17: "Q", 18: "Q",
+}  # fmt: skip
+"""Type -> how wide one of its values is."""
+PIECES = {273: 279, 324: 325}
+"""Tag of where strips or tiles begin -> tag of their bytes."""
+
+
+def tiff_needs(data: bytes) -> int:
+    """Where the last byte lies that the first picture's directory points at."""
+    order, big = "<" if data.startswith(b"II") else ">", data.startswith(BIG_TIFF)
+    offset, count, width, inline = ("Q", "Q", 20, 8) if big else ("I", "H", 12, 4)
+    at = number(order + offset, data, 8 if big else 4)
+    first = at + struct.calcsize(order + count)
+    needs = first + number(order + count, data, at) * width
+    found: dict[int, tuple[int, ...]] = {}
+    for entry in range(first, needs, width):
+        tag, kind, length = struct.unpack_from(order + "HH" + offset, data, entry)
+        place, size = entry + width - inline, length * struct.calcsize(TIFF_TYPES.get(kind, ""))
+        if size > inline:
+            place = number(order + offset, data, place)
+        needs = max(needs, place + size)
+        if tag in (*PIECES, *PIECES.values()):
+            found[tag] = struct.unpack_from(f"{order}{length}{TIFF_TYPES.get(kind, 'I')}", data, place)
+    for begin, size in PIECES.items():
+        needs = max(needs, *(a + b for a, b in zip(found.get(begin, ()), found.get(size, ()), strict=False)), 0)
+    return needs

@@ -1,0 +1,14 @@
+"""A worker process of `chunks.py`: `python -m llava_fsdp.data.work`, which that module starts."""
+
+import os
+import signal
+import sys
+
+from llava_fsdp.data.chunks import end_with, work
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one decides
+    end_with(int(sys.argv[1]))
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints must not stand between the answers
+    work(sys.stdin.buffer, answers)

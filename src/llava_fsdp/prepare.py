@@ -1,0 +1,73 @@
+"""Examine and index a dataset before training: `python -m llava_fsdp.prepare data=llava_json data.path=... model=...`.
+
+Takes the keys of `train`: what is said of lengths and labels holds for the training that the same keys describe.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from llava_fsdp import cli
+from llava_fsdp.config import Format, PrepareConfig
+from llava_fsdp.data.chunks import default_workers
+from llava_fsdp.data.index import Plan, open_index
+from llava_fsdp.data.loader import open_encoding
+from llava_fsdp.data.progress import watch
+from llava_fsdp.data.records import Records
+from llava_fsdp.data.report import PAGE, write_report
+from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.parts import find_parts
+from llava_fsdp.opening import draw_shapes, shape_of
+from llava_fsdp.sharding.precision import DTYPES
+
+
+def main() -> None:
+    cli.run("prepare", PrepareConfig, prepare)
+
+
+def prepare(cfg: PrepareConfig) -> None:
+    """Make the index, or bring it up to date, and write and print what was found; problems are no failure here."""
+    draw_shapes(cfg.data)
+    parts = find_parts(cfg.model)
+    model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])  # on meta: shapes only
+    encoder, reader = open_encoding(cfg, parts.language_folder, parts.vision_folder, shape_of(model))
+    plan = Plan(cfg.data, encoder, reader, cfg.prepare.workers or default_workers())
+    records = Records(open_index(plan, watch, look_again=True), cfg.labels, cfg.data.too_long)
+    folder = Path(cfg.report or cfg.data.index_folder)
+    report = write_report(records, cfg, folder)
+    if cfg.format is Format.json:
+        print(json.dumps({**report, "report": str(folder)}))
+    else:
+        show(report, folder)
+
+
+def show(report: dict[str, Any], folder: Path) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    names = ["records", "left_out", "text_only", "pictures", "tokens", "label_tokens"]
+    sources = Table("source", *(name.replace("_", " ") for name in names), title="records", title_justify="left")
+    for own in report["sources"]:
+        sources.add_row(own["name"], *(f"{own[name]:,}" for name in names))
+    console.print(sources)
+    lengths = report["lengths"]
+    if lengths["samples"]:
+        shown = ", ".join(f"{p} % {n:,}" for p, n in lengths["percentiles"].items())
+        console.print(f"positions of a sample: mean {lengths['mean']:.1f}; up to {shown}")
+    columns = ["records_cut", "positions_lost", "label_tokens_lost", "left_without_labels"]
+    cuts = Table("data.max_length", *(c.replace("_", " ") for c in columns), title="cost of a maximum length")
+    cuts.title_justify = "left"
+    for own in report["truncation"]:
+        cuts.add_row(f"{own['max_length']:,}", *(f"{own[c]:,}" for c in columns))
+    console.print(cuts)
+    problems = Table("problem", "records", "", "meaning", title="problems", title_justify="left")
+    for kind, own in report["problems"].items():
+        problems.add_row(kind, f"{own['records']:,}", "kept" if own["kept"] else "left out", own["meaning"])
+    console.print(problems if report["problems"] else "no problems")
+    console.print(f"{report['kept']:,} of {report['records']:,} records are kept; everything is in {folder / PAGE}")
+
+
+if __name__ == "__main__":
+    main()

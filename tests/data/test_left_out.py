@@ -1,0 +1,156 @@
+"""No sample is lost, none is doubled, and what breaks while training is left out on every rank alike."""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import CPU, RankPool, single_world
+from reference import EXPORTED, TOLERANCE, difference, outcome, plain_loop, run_ranks, vocabulary
+from small import make_config, write_json
+
+from llava_fsdp import train
+from llava_fsdp.config import Config
+from llava_fsdp.data.batch import LeftOut, Step
+from llava_fsdp.data.loader import Loader, ModelShape, build_loader
+from llava_fsdp.errors import DataError
+from llava_fsdp.sharding.mesh import World, gather_lists
+
+RECORDS = 10_007
+PICTURE_EVERY = 500
+SHAPE = ModelShape(image_tokens=4, image_size=28, max_length=512, vocab_size=10_000)
+
+
+@pytest.fixture(scope="module")
+def long_epoch(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """10,007 records, mostly text, a few with a picture of their own."""
+    folder = tmp_path_factory.mktemp("long")
+    (folder / "images").mkdir()
+    records = []
+    for n in range(RECORDS):
+        turns = [{"from": "human", "value": "how many"}, {"from": "gpt", "value": f"{'a ' * (n % 3)}{n}"}]
+        record = {"id": f"r{n}", "conversations": turns}
+        if n % PICTURE_EVERY == 0:
+            turns[0]["value"] += "\n<image>"
+            record["image"] = f"{n}.png"
+        records.append(record)
+    write_json(folder / "mixed.json", records)
+    put_pictures(dataset, folder)
+    return folder
+
+
+def put_pictures(dataset: Path, folder: Path) -> None:
+    for n in range(0, RECORDS, PICTURE_EVERY):
+        shutil.copy(dataset / "images" / "1.png", folder / "images" / f"{n}.png")
+
+
+class Watched(Loader):
+    """Notes which records this rank has read."""
+
+    seen: list[int]
+
+    def from_step(self, first: int) -> Iterator[Step]:
+        self.seen = []
+        load = self.steps.load
+
+        def noting(number: int):
+            row = load(number)
+            self.seen.append(number)
+            return row
+
+        self.steps.load = noting
+        return super().from_step(first)
+
+
+def one_epoch(world: World, parts: Path, dataset: Path, breaks: bool) -> tuple[list[str], int, list[LeftOut]]:
+    """Run the data of one epoch; with `breaks`, rank 0 removes a picture half way that comes up soon after."""
+    bad = ["data.bad=quarantine"] if breaks else []
+    cfg = make_config(parts, dataset, Path("unused"), "max_steps=null", "epochs=1", "global_batch_size=64", *bad)
+    folders = parts / "language", parts / "vision"
+    steps = build_loader(cfg, *folders, SHAPE, world.rank, world.size, CPU, gather_lists).steps
+    loader = Watched(steps, cfg, CPU, gather_lists)
+    half = loader.total_steps // 2
+    left_out: list[LeftOut] = []
+    samples = 0
+    for step in loader.from_step(0):
+        samples += step.facts.samples
+        left_out += step.facts.left_out
+        if breaks and step.facts.step == half and world.is_first:
+            later = [n for s in range(half + 3, loader.total_steps) for n in steps.order.samples(s)]
+            first = next(n for n in later if steps.records.images[n])
+            (dataset / "images" / steps.records[first].images[0]).unlink()
+    return [steps.records[n].id for n in loader.seen], samples, left_out
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("size", "breaks"), [(1, True), (2, True), (4, True), (4, False)])
+def test_every_sample_once_an_epoch(
+    size: int, breaks: bool, long_epoch: Path, parts: Path, dataset: Path, pools: dict[int, RankPool]
+) -> None:
+    args = (parts, long_epoch, breaks)
+    results = [one_epoch(single_world(), *args)] if size == 1 else pools[size].run(one_epoch, *args, timeout=120)
+    put_pictures(dataset, long_epoch)
+    seen = Counter(i for ids, _, _ in results for i in ids)
+    lost = {f"r{i}" for i in range(RECORDS)} - set(seen)
+    assert set(seen.values()) == {1} and len(lost) == breaks
+    for _, samples, left_out in results:
+        assert samples == RECORDS - breaks
+        assert [(o.record.partition("(id ")[2][:-1], o.kind) for o in left_out] == [(i, "image_missing") for i in lost]
+
+
+@pytest.mark.ranks
+def test_training_goes_on_without_what_broke(
+    dataset: Path, parts: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """The loss is of what remains, on any number of ranks; the other samples stay in their steps."""
+    own = Path(shutil.copytree(dataset, tmp_path / "dataset"))
+    common = ["data.bad=quarantine", "data.bad_budget=6", *EXPORTED]
+    start = make_config(parts, own, tmp_path / "start", *common, "optim.lr=0")
+    train.train(start)  # and the dataset is examined
+    before = rows_of(tmp_path / "start")
+    (own / "images" / "3.png").write_bytes((own / "images" / "3.png").read_bytes()[:100])
+    reference = plain_loop(make_config(parts, own, tmp_path / "none", *common), tmp_path / "start" / "export")
+    lists = []
+    for size, micro in ((1, 12), (2, 2), (4, 1)):
+        cfg = make_config(parts, own, tmp_path / f"{size}", *common, f"micro_batch_size={micro}")
+        if size == 1:
+            train.train(cfg)
+        else:
+            pools[size].run(run_ranks, cfg, timeout=60)
+        got = outcome(tmp_path / f"{size}")
+        assert got.losses == pytest.approx(reference.losses, rel=TOLERANCE)
+        assert got.grad_norms == pytest.approx(reference.grad_norms, rel=TOLERANCE)
+        assert difference(got.weights, reference.weights, vocabulary(cfg)) < TOLERANCE
+        after = rows_of(tmp_path / f"{size}")
+        assert all(a["samples"] + a["quarantined"] == b["samples"] for a, b in zip(after, before, strict=True))
+        lists.append(sorted((tmp_path / f"{size}" / "quarantine.jsonl").read_text().splitlines()))
+    assert lists[0] == lists[1] == lists[2] and len(lists[0]) == sum(row["quarantined"] for row in after) > 1
+    assert all(json.loads(line)["kind"] == "image_truncated" for line in lists[0])
+
+
+def test_the_budget_stops_every_rank_alike(
+    dataset: Path, parts: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    own = Path(shutil.copytree(dataset, tmp_path / "dataset"))
+    common = ["data.bad=quarantine", "data.bad_budget=1", "micro_batch_size=1"]
+    make = lambda name: make_config(parts, own, tmp_path / name, *common)  # noqa: E731
+    train.train(make("whole"))
+    (own / "images" / "3.png").unlink()
+    said = pools[2].run(run_and_say, make("broken"))
+    assert said[0] == said[1]
+    assert "2 of 44 records are wrong, more than the 1 of data.bad_budget=1" in said[0]
+    assert "picture" in said[0] and "3.png" in said[0]
+
+
+def run_and_say(world: World, cfg: Config) -> str:
+    try:
+        train.train(cfg)
+    except DataError as error:
+        return str(error)
+    return "nothing"
+
+
+def rows_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

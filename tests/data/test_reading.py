@@ -1,0 +1,136 @@
+"""Records are found in a file a stretch at a time, wherever the stretches begin and end."""
+
+import json
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from llava_fsdp.data import reading
+from llava_fsdp.data.reading import spans
+from llava_fsdp.errors import DataError
+
+NASTY = [
+    {"id": 'a "]},{[\\', "text": "größe 中 \U0001f600 \u2028", "deep": [[{"a": [{}]}], {"b": {"c": []}}]},
+    {},
+    [],
+    {"a": -1.5e-10, "b": [0, 12, 345], "c": True, "d": None},
+    12,
+    -3.25e10,
+    "a ] string , [",
+    "",
+    True,
+    None,
+    {"escapes": '\\\\" \\u005d \t \n'},
+]
+
+
+def found(path: Path, after: int | None = None) -> list:
+    content = path.read_bytes()
+    return [json.loads(content[offset : offset + size]) for offset, size in spans(path, after)]
+
+
+WRITTEN = {
+    "ascii": json.dumps(NASTY),
+    "utf-8": json.dumps(NASTY, ensure_ascii=False),
+    "indented": json.dumps(NASTY, indent=3, ensure_ascii=False),
+    "bare": json.dumps(NASTY, separators=(",", ":")),
+    "spaces": " \r\n[ \t\n" + " ,\r\n ".join(json.dumps(v) for v in NASTY) + " ] \n",
+    "numbers": "[1,23,456 ,7e5]",
+    "one": "[ {} ]",
+    "none": " [ ] ",
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_lists_are_cut_right_wherever_a_stretch_ends(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(WRITTEN[name], encoding="utf-8")
+    for block in (*range(1, 24), 64, 1 << 20):
+        monkeypatch.setattr(reading, "BLOCK", block)
+        assert found(path) == json.loads(WRITTEN[name]), block
+
+
+def test_goes_on_behind_any_record(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    for text in (WRITTEN["utf-8"], WRITTEN["spaces"]):
+        path.write_text(text, encoding="utf-8")
+        whole = list(spans(path))
+        for number, (offset, size) in enumerate(whole):
+            assert list(spans(path, offset + size)) == whole[number + 1 :]
+
+
+def test_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\n  \n{"b": 2} \nnot json\n[3]')
+    content = path.read_bytes()
+    whole = list(spans(path))
+    assert [content[o : o + s] for o, s in whole] == [b'{"a": 1}', b'{"b": 2} ', b"not json", b"[3]"]
+    for number, (offset, size) in enumerate(whole):
+        assert list(spans(path, offset + size)) == whole[number + 1 :]
+
+
+BROKEN = {
+    "cut": ('[{"a": 1},\n{"a', r"a\.json is not JSON: Unterminated string .*line 2, byte 12"),
+    "cut between": ("[1,\n 2", r"Expecting ',' delimiter, line 2, byte 6"),
+    "trailing comma": ("[1,\n]", r"Illegal trailing comma .*line 2, byte 4"),
+    "no comma": ("[1\n 2]", r"Expecting ',' delimiter, line 2, byte 4"),
+    "two commas": ("[1,,2]", r"Expecting value, line 1, byte 3"),
+    "more behind": ("[1]\n\n[2]", r"Extra data, line 3, byte 5"),
+    "single quotes": ("[{'a': 1}]", r"double quotes, line 1, byte 2"),
+    "nothing": ("", r"Expecting value, line 1, byte 0"),
+    "lines": ('{"a": 1}\n{"a": 2}', r"holds a JSON dict; LLaVA data is a list of records, or JSON Lines in a file"),
+    "deep": ("[" * 100_000, r"nested too deeply"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+@pytest.mark.parametrize("block", [1, 5, 1 << 20])
+def test_broken_lists_are_named_by_line_and_byte(
+    case: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, message = BROKEN[case]
+    (tmp_path / "a.json").write_text(text)
+    monkeypatch.setattr(reading, "BLOCK", block)
+    with pytest.raises(DataError, match=message):
+        list(spans(tmp_path / "a.json"))
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
+def test_other_encodings_are_refused(encoding: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("[1]", encoding=encoding)
+    with pytest.raises(DataError, match=r"a\.json is UTF-\d\d; write it as UTF-8"):
+        list(spans(tmp_path / "a.json"))
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_memory_does_not_grow_with_the_file(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "BLOCK", 1 << 14)
+    record = json.dumps({"id": "x", "text": "words and " * 40})
+
+    def peak(count: int) -> int:
+        path = tmp_path / f"a{suffix}"
+        path.write_text("\n".join([record] * count) if suffix == ".jsonl" else f"[{','.join([record] * count)}]")
+        tracemalloc.start()
+        assert sum(1 for _ in spans(path)) == count
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return most
+
+    assert peak(4000) < 1.1 * peak(400) < 1 << 20
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_a_file_of_something_else_is_not_read_to_its_end(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "BLOCK", 1 << 10)
+    monkeypatch.setattr(reading, "MOST_BYTES", 1 << 12)
+    (tmp_path / f"a{suffix}").write_text('["' + "a" * (1 << 20))
+    tracemalloc.start()
+    with pytest.raises(DataError):
+        list(spans(tmp_path / f"a{suffix}"))
+    assert tracemalloc.get_traced_memory()[1] < 1 << 17
+    tracemalloc.stop()
