@@ -375,7 +375,7 @@ def draw(report: dict[str, Any], path: Path) -> bool:
             )
         axis.set_xticks([p + 0.4 - width / 2 for p in range(len(tails))], tails)
         axis.set_title(title, fontsize="medium")
-        axis.legend(fontsize="x-small")
+        axis.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.08))
     axes[1].set_yscale("log")
     figure.suptitle(f"{report['machine']['device']}, torch {report['torch']}, fp32, {report['date'][:10]}")
     figure.savefig(path, dpi=90)
