@@ -371,7 +371,7 @@ def draw(report: dict[str, Any], path: Path) -> bool:
             )
         axis.set_xticks([p + 0.4 - width / 2 for p in range(len(tails))], tails)
         axis.set_title(title, fontsize="medium")
-        axis.legend(fontsize="x-small")
+        axis.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.08))
     axes[1].set_yscale("log")
     figure.suptitle(f"{report['machine']['device']}, torch {report['torch']}, fp32, {report['date'][:10]}")
     figure.savefig(path, dpi=90)
@@ -389,6 +389,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.samples % ROWS or options.hidden % 32:
         parser.error(f"--samples must be a multiple of {ROWS}, --hidden one of 32")
+    ran = commit()  # now: the checkout may move on while this runs
     torch.set_num_threads(1)  # threads that wait for each other burn CPU seconds
     console = Console(width=140)
     balance = {tail: measure_balance(tail) for tail in TAILS}
@@ -401,7 +402,7 @@ def main() -> None:
     report = {
         "question": "what does packing save, and is the ranks' work even?",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
+        "commit": ran,
         "command": " ".join(["python", "benchmarks/packing.py", *without_out(sys.argv[1:])]),
         "options": {k: v for k, v in vars(options).items() if k != "out"},
         "machine": machine(),
