@@ -387,6 +387,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=4, help="of every layout; the fastest counts")
     parser.add_argument("--out", type=Path, help="JSON file; the picture is written beside it")
     options = parser.parse_args()
+    if options.out is not None and Path(options.out).is_dir():
+        parser.error(f"--out={options.out} is a folder; give a JSON file")
     if options.samples % ROWS or options.hidden % 32:
         parser.error(f"--samples must be a multiple of {ROWS}, --hidden one of 32")
     ran = commit()  # now: the checkout may move on while this runs
