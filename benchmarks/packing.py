@@ -36,7 +36,7 @@ from llava_fsdp.config import Config, Normalize, config_dir, load
 from llava_fsdp.data.batch import MicroBatch, Step, StepFacts
 from llava_fsdp.data.collate import Collator, Row
 from llava_fsdp.data.cut import Cuts, cut_step, pack_step
-from llava_fsdp.data.order import modality_grouped
+from llava_fsdp.data.samplers import modality_grouped
 from llava_fsdp.data.tokenizer import open_tokenizer
 from llava_fsdp.loop import train_step
 from llava_fsdp.sharding.mesh import World

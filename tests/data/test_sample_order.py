@@ -7,7 +7,8 @@ import torch
 from small import config_of
 
 from llava_fsdp.config import SourceConfig
-from llava_fsdp.data.order import OriginalOrder, Shuffle, open_order, shares_of
+from llava_fsdp.data.order import Shuffle, open_order, shares_of
+from llava_fsdp.data.samplers import OriginalOrder
 from llava_fsdp.errors import ConfigError
 
 

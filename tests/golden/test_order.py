@@ -6,7 +6,7 @@ import pytest
 import torch
 from folder import read_json
 
-from llava_fsdp.data.order import OriginalOrder, even_batches, even_chunks, length_grouped, modality_grouped
+from llava_fsdp.data.samplers import OriginalOrder, even_batches, even_chunks, length_grouped, modality_grouped
 from llava_fsdp.errors import ConfigError
 
 

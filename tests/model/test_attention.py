@@ -19,6 +19,7 @@ from llava_fsdp.model.attention import (
     choose_kernel,
     flash_kernel_missing,
     register_attention,
+    told,
 )
 
 SMALL = {
@@ -68,7 +69,17 @@ CANNOT = {
 
 @pytest.mark.parametrize("kind", CAN)
 def test_models_that_can_be_packed(kind: str) -> None:
+    """And what they compute of a packed row is what they compute of each sample alone."""
     examine(kind, **CAN[kind])
+    config = AutoConfig.for_model(kind, **{**SMALL, **CAN[kind]})
+    torch.manual_seed(0)
+    model = AutoModel.from_config(config, attn_implementation=Kernel(Attention.sdpa, "").name).eval()
+    embeds, lengths = torch.randn(1, 9, SMALL["hidden_size"]), (4, 5)
+    segments = torch.tensor([[*range(4), *range(5)]]), torch.tensor([0, 4, 9], dtype=torch.int32), lengths
+    with torch.no_grad():
+        packed = model(inputs_embeds=embeds, use_cache=False, **told(segments)).last_hidden_state
+        alone = [model(inputs_embeds=e, use_cache=False).last_hidden_state for e in embeds.split(lengths, dim=1)]
+    torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", CANNOT)

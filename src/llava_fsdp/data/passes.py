@@ -2,9 +2,10 @@
 
 import hashlib
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,7 +67,7 @@ def attempt(make: Callable[[], T], tell: Tell) -> T | None:
 
 
 @dataclass(frozen=True)
-class Pass:
+class Pass(ABC):
     """A pass over the records of `Texts`, a chunk of `size` at a time."""
 
     folder: Path
@@ -90,13 +91,14 @@ class Pass:
         found = Findings(numbers)
         return {**self.columns(numbers, found), **found.columns}
 
+    @abstractmethod
     def columns(self, numbers: range, found: Findings) -> Columns:
-        raise NotImplementedError
+        """What the pass finds in these records, its columns; problems go to `found`."""
 
     def records(self, numbers: range) -> Iterator[tuple[int, Record]]:
         """Those that are records; what the others are is the first pass's finding."""
         for number in numbers:
-            record = attempt(lambda: self.texts.record(number), lambda *_: None)  # noqa: B023
+            record = attempt(partial(self.texts.record, number), lambda *_: None)
             if record is not None:
                 yield number, record
 

@@ -110,9 +110,20 @@ def register_attention() -> None:
             AttentionInterface.register(PREFIX + attention.value, attend_with(kernel))
 
 
-Attend = Callable[..., torch.Tensor]
-"""(module, query, key, value, cu_seqlens, lengths, scaling, dropout) -> [1, tokens, heads, size]; query, key and value
-are [1, heads, tokens, size]"""
+@dataclass(frozen=True)
+class Row:
+    """How the samples of a packed row lie, and how its layer attends."""
+
+    cu_seqlens: torch.Tensor
+    """int32 [samples + 1]"""
+    lengths: tuple[int, ...]
+    """On the host, so that no layer waits for the device."""
+    scaling: float | None
+    dropout: float
+
+
+Attend = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, Row], torch.Tensor]
+"""(module, query, key, value, row) -> [1, tokens, heads, size]; query, key and value are [1, heads, tokens, size]"""
 
 
 def attend_with(kernel: Attend) -> Callable[..., tuple[torch.Tensor, None]]:
@@ -139,7 +150,7 @@ def attend_with(kernel: Attend) -> Callable[..., tuple[torch.Tensor, None]]:
             return sdpa_attention_forward(module, query, key, value, None, dropout=dropout, scaling=scaling)
         if visits is not None:
             visits.append(module)
-        return kernel(module, query, key, value, cu_seqlens, segment_lengths, scaling, dropout), None
+        return kernel(module, query, key, value, Row(cu_seqlens, segment_lengths, scaling, dropout)), None
 
     return attend
 
@@ -159,22 +170,15 @@ def refuse_other_attention(module: nn.Module, others: dict[str, Any], mask: torc
 
 
 def each_alone(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    lengths: tuple[int, ...],
-    scaling: float | None,
-    dropout: float,
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: Row
 ) -> torch.Tensor:
-    """Exact: transformers' own SDPA call for every sample. `lengths` spare the device a wait.
+    """Exact: transformers' own SDPA call for every sample.
 
     Split once: the backward of a slice fills a whole row with zeros, for every sample again.
     """
-    parts = zip(*(part.split(lengths, dim=2) for part in (query, key, value)), strict=True)
-    found = [sdpa_attention_forward(module, q, k, v, None, dropout=dropout, scaling=scaling)[0] for q, k, v in parts]
-    return torch.cat(found, dim=1)
+    options = {"dropout": row.dropout, "scaling": row.scaling}
+    parts = zip(*(part.split(row.lengths, dim=2) for part in (query, key, value)), strict=True)
+    return torch.cat([sdpa_attention_forward(module, q, k, v, None, **options)[0] for q, k, v in parts], dim=1)
 
 
 def make_varlen() -> Attend:
@@ -189,56 +193,42 @@ def make_varlen() -> Attend:
     has_scale, has_groups = "scale" in known, "enable_gqa" in known
 
     def varlen(
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        lengths: tuple[int, ...],
-        scaling: float | None,
-        dropout: float,
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: Row
     ) -> torch.Tensor:
-        assert not dropout, "choose_kernel refuses it"
+        assert not row.dropout, "choose_kernel refuses it"
         options = dict(causal)
         if has_scale:
-            options["scale"] = scaling
-        elif scaling is not None:
-            query = query * (scaling * query.shape[-1] ** 0.5)
+            options["scale"] = row.scaling
+        elif row.scaling is not None:
+            query = query * (row.scaling * query.shape[-1] ** 0.5)
         groups = query.shape[1] // key.shape[1]
         if has_groups:
             options["enable_gqa"] = groups > 1
         elif groups > 1:
             key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
-        parts = [part[0].transpose(0, 1) for part in (query, key, value)]  # [tokens, heads, size]
-        longest = max(lengths)
-        return varlen_attn(*parts, cu_seqlens, cu_seqlens, longest, longest, **options)[None]  # pyright: ignore
+        q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))  # [tokens, heads, size]
+        longest = max(row.lengths)
+        found = varlen_attn(q, k, v, row.cu_seqlens, row.cu_seqlens, longest, longest, **options)
+        assert isinstance(found, torch.Tensor), "it gives more only where it is asked for more"
+        return found[None]
 
     return varlen
 
 
-def flash(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    lengths: tuple[int, ...],
-    scaling: float | None,
-    dropout: float,
-) -> torch.Tensor:
+def flash(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: Row) -> torch.Tensor:
     """flash-attn's kernel."""
     from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
     parts = [part[0].transpose(0, 1) for part in (query, key, value)]  # [tokens, heads, size]
-    longest = max(lengths)
+    longest = max(row.lengths)
     return flash_attn_varlen_func(
         *parts,
-        cu_seqlens,
-        cu_seqlens,
+        row.cu_seqlens,
+        row.cu_seqlens,
         longest,
         longest,
-        dropout_p=dropout,
-        softmax_scale=scaling,
+        dropout_p=row.dropout,
+        softmax_scale=row.scaling,
         causal=True,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )[None]
