@@ -3,32 +3,32 @@
 `train` reads from top to bottom as what happens; `fit` (loop.py) calls `train_step`, which calls `backward`.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from omegaconf import OmegaConf
 from torch.distributed.device_mesh import DeviceMesh
 
 from llava_fsdp import artifact, checkpoint, cli
-from llava_fsdp.config import Config, Source
+from llava_fsdp.config import Config, Format, Source
 from llava_fsdp.data.loader import Loader, build_loader
-from llava_fsdp.errors import DataError
+from llava_fsdp.dry_run import dry_run
+from llava_fsdp.errors import ConfigError, DataError
 from llava_fsdp.log import log
 from llava_fsdp.loop import fit
 from llava_fsdp.metrics import Reporter, begin_status, watch_loading, write_status
 from llava_fsdp.model.attention import choose_kernel
-from llava_fsdp.model.draw import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.parts import find_parts, find_projector
 from llava_fsdp.model.weights import find_weights, fingerprint, load_weights
 from llava_fsdp.opening import draw_shapes, shape_of
-from llava_fsdp.optim import build_optimizer
 from llava_fsdp.screen import show_run
 from llava_fsdp.sharding.mesh import World, distributed, first_rank_first, gather_lists, make_mesh
-from llava_fsdp.sharding.parallelize import parallelize, weights_of
-from llava_fsdp.sharding.precision import DTYPES
+from llava_fsdp.sharding.parallelize import weights_of
+from llava_fsdp.sharding.precision import DTYPES, MasterWeights
 from llava_fsdp.sharding.shards import local_shards
 from llava_fsdp.sharding.zero import SHARD_PLANS, ShardPlan
-from llava_fsdp.state import StepResult, TrainState
+from llava_fsdp.state import StepResult, TrainState, assemble
 
 
 def main() -> None:
@@ -37,6 +37,10 @@ def main() -> None:
 
 def train(cfg: Config) -> None:
     """One run, from its configuration to its export."""
+    if cfg.dry_run is not None:
+        return dry_run(cfg)
+    if cfg.format is Format.json:
+        raise ConfigError("format=json is for dry_run=N; a training writes metrics.jsonl into output_dir")
     begin_status(cfg)
     with distributed(cfg) as world:
         plan = SHARD_PLANS[cfg.sharding.strategy]
@@ -63,10 +67,7 @@ def train(cfg: Config) -> None:
 
 
 def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | None) -> TrainState:
-    """Model, weights, optimizer and data, sharded, at step 0.
-
-    The order matters: shapes on the meta device, what trains, recompute, sharding, weights into shards, optimizer.
-    """
+    """Model, weights, optimizer and data, sharded, at step 0."""
     parts = find_parts(cfg.model)
     projector = find_projector(cfg)
     compute_dtype = DTYPES[cfg.precision.param_dtype]
@@ -79,12 +80,12 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
     if world.is_first:
         weights = weights_of(model, model.whole_while_frozen(), cfg.precision)
         show_run(cfg, world, loader, weights, describe_projector(cfg, projector), kernel)
-    buffers = computed_buffers(model)
-    masters = parallelize(model, model.blocks(), mesh, plan, cfg, world.device, model.whole_while_frozen())
-    load_weights(sources, local_shards(model, masters), watch_loading(world.is_first))
-    restore_buffers(model, buffers)
-    optimizer, learning_rate = build_optimizer(model, masters, cfg.optim, loader.total_steps)
-    return TrainState(model, masters, optimizer, learning_rate, loader, sources, fingerprints)
+
+    def load(model: Llava, masters: MasterWeights) -> None:
+        load_weights(sources, local_shards(model, masters), watch_loading(world.is_first))
+
+    state = assemble(model, loader, load, cfg, world, plan, mesh)
+    return replace(state, sources=sources, fingerprints=fingerprints)
 
 
 def describe_projector(cfg: Config, projector: Path | None) -> str:
