@@ -22,7 +22,7 @@ from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.parts import find_parts
 from llava_fsdp.opening import shape_of
 from llava_fsdp.peak import PeakMeter, return_what_is_freed
-from llava_fsdp.sharding.fake import imagine_collectives
+from llava_fsdp.sharding.fake import imagine_collectives, is_imagined
 from llava_fsdp.sharding.memory import bytes_per_rank
 from llava_fsdp.sharding.mesh import World, distributed, make_mesh
 from llava_fsdp.sharding.parallelize import weights_of
@@ -48,7 +48,7 @@ def dry_run(cfg: Config) -> None:
 
 
 def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict[str, Any]:
-    """Two steps of this rank.
+    """Two steps of this rank, the others imagined or real.
 
     Args:
         contents: of every micro-batch; None: the largest that there can be.
@@ -72,7 +72,8 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
     seconds = []
     for number in range(STEPS):
         counter = CollectiveBytes()
-        imagine_collectives(state.model, counter.traffic)
+        if is_imagined():
+            imagine_collectives(state.model, counter.traffic)
         step = synthetic_step(number, contents, shape, cfg, world.size)
         started = time.perf_counter()
         with counter:

@@ -23,6 +23,10 @@ def join_fake(size: int) -> None:
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
 
 
+def is_imagined() -> bool:
+    return dist.is_initialized() and dist.get_backend() == "fake"
+
+
 def imagine_collectives(model: nn.Module, traffic: Traffic) -> None:
     """Give every unit of a sharded model collectives that need no other rank, and note their bytes."""
     for module in model.modules():

@@ -1,0 +1,193 @@
+"""Is the plan's peak what a training step really takes?
+
+    python benchmarks/memory.py                    # into benchmarks/results; some minutes on two idle cores
+    python benchmarks/memory.py FOLDER --tiny      # smallest sizes, to try the script itself
+
+Real steps of models of about a gigabyte, each configuration in a process of its own, one rank, two over gloo, or one of
+eight imagined (`dry_run=8`), beside what the planner says of the same configuration. On a GPU the peak is
+`max_memory_allocated`, on the CPU what the process grew by. How to read the result is in benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from hydra import compose, initialize_config_dir
+from provenance import REPOSITORY, commit, machine
+from rich.console import Console
+from rich.table import Table
+
+from llava_fsdp.config import Config, config_dir, load
+from llava_fsdp.dry_run import measure
+from llava_fsdp.sharding.mesh import distributed
+
+MEAN_BOUND, WORST_BOUND = 0.06, 0.12
+RESULTS = REPOSITORY / "benchmarks" / "results"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration, and how its ranks are had."""
+
+    ranks: int
+    real: bool
+    """Ranks over gloo; else the others are imagined."""
+    overrides: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        how = "" if self.ranks == 1 else " over gloo" if self.real else " imagined"
+        shown = [o.removeprefix("tokens_per_micro_batch=") for o in self.overrides if not o.startswith("global_batch")]
+        return f"{self.ranks}{how}: {' '.join(o.partition('=')[2] or o for o in shown)}"
+
+
+def case(ranks: int, real: bool, *overrides: str) -> Case:
+    return Case(ranks, real, overrides)
+
+
+ONE, GLOO, IMAGINED = (1, True), (2, True), (8, False)
+CASES = [
+    case(*ONE, "precision=bf16", "recompute=none", "tokens_per_micro_batch=2048"),
+    case(*ONE, "precision=bf16", "recompute=full", "tokens_per_micro_batch=4096"),
+    case(*ONE, "precision=fp32", "recompute=none", "tokens_per_micro_batch=1024"),
+    case(*GLOO, "sharding=zero3", "precision=bf16", "recompute=none", "tokens_per_micro_batch=2048"),
+    case(*GLOO, "sharding=zero2", "precision=bf16", "recompute=full", "tokens_per_micro_batch=2048"),
+    case(*GLOO, "sharding=zero1", "precision=fp32", "recompute=full", "tokens_per_micro_batch=1024"),
+    case(*GLOO, "sharding=zero0", "precision=bf16", "recompute=full", "tokens_per_micro_batch=1024"),
+    case(*IMAGINED, "sharding=zero3", "precision=bf16", "recompute=none", "tokens_per_micro_batch=2048"),
+    case(*IMAGINED, "sharding=zero3", "precision=bf16", "recompute=none", "tokens_per_micro_batch=4096"),
+    case(*IMAGINED, "sharding=zero3", "precision=bf16", "recompute=full", "tokens_per_micro_batch=4096"),
+    case(*IMAGINED, "sharding=zero3", "precision=fp32", "recompute=full", "tokens_per_micro_batch=2048"),
+    case(*IMAGINED, "sharding=zero2", "precision=bf16", "recompute=full", "tokens_per_micro_batch=4096"),
+    case(*IMAGINED, "sharding=zero1", "precision=bf16", "recompute=none", "tokens_per_micro_batch=1024"),
+    case(*IMAGINED, "sharding=zero0", "precision=bf16", "recompute=full", "tokens_per_micro_batch=1024"),
+    case(*IMAGINED, "sharding=hybrid", "sharding.shard_size=4", "precision=bf16", "recompute=full",
+         "tokens_per_micro_batch=2048"),
+    case(*IMAGINED, "sharding=zero3", "stage=pretrain", "precision=bf16", "recompute=none",
+         "tokens_per_micro_batch=2048"),
+]  # fmt: skip
+
+
+def write_model(folder: Path, hidden: int, layers: int, vocabulary: int) -> None:
+    """Configurations of a Llama and a CLIP tower; weights are drawn."""
+    language = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": hidden,
+        "intermediate_size": 8 * hidden // 3 // 64 * 64,
+        "num_hidden_layers": layers,
+        "num_attention_heads": max(1, hidden // 64),
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    }
+    vision = {
+        "model_type": "clip_vision_model",
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "image_size": 112,
+        "patch_size": 14,
+    }
+    for name, config in (("language", language), ("vision", vision)):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "config.json").write_text(json.dumps(config))
+
+
+def configure(case: Case, folder: Path) -> Config:
+    """Rows of 512 positions; two micro-batches in a step."""
+    overrides = [
+        "stage=finetune",
+        f"model.language={folder / 'language'}",
+        f"model.vision={folder / 'vision'}",
+        "model.projector=random",
+        "data.max_length=512",
+        "optim.clip=1.0",
+        "global_batch_size=1024",
+        *([] if case.real else [f"dry_run={case.ranks}"]),
+        *case.overrides,
+    ]
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return load(Config, compose("train", overrides))
+
+
+def run_case(case: Case, model: Path, tiny: Path) -> dict[str, Any]:
+    """Both steps of a case, in this process; the peak of the rank that has the highest.
+
+    The same steps of a tiny model come first: what libraries allocate once, when they are first used, is not the
+    model's.
+    """
+    with distributed(configure(case, tiny)) as world:
+        with contextlib.redirect_stdout(sys.stderr):
+            measure(configure(case, tiny), world)
+            report = measure(configure(case, model), world)
+        peaks: list[Any] = [report["peak"]]
+        if case.real and case.ranks > 1:
+            peaks = [None] * case.ranks
+            dist.all_gather_object(peaks, report["peak"])
+        report["peak"] = max(peaks, key=lambda peak: next(iter(peak.values())))
+        return report if world.is_first else {}
+
+
+def start_case(number: int, options: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """A case in processes of its own."""
+    case = CASES[number]
+    command = [sys.executable]
+    if case.real and case.ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
+    command += [str(Path(__file__).resolve()), str(work), "--case", str(number)]
+    threads = os.environ | {"OMP_NUM_THREADS": str(options.threads)}
+    done = subprocess.run(command, capture_output=True, text=True, env=threads, timeout=options.timeout, check=False)
+    if done.returncode:
+        raise SystemExit(f"{case.name} failed:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=RESULTS, help="for the JSON and the picture")
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=10)
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--timeout", type=float, default=900, help="seconds that one configuration may take")
+    parser.add_argument("--tiny", action="store_true", help="a model of a few megabytes")
+    parser.add_argument("--cases", type=int, nargs="*", help="numbers of the configurations to run; all")
+    parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case is not None:
+        print(json.dumps(run_case(CASES[options.case], options.folder / "model", options.folder / "tiny")))
+        return
+    if options.tiny:
+        options.hidden, options.layers, options.vocabulary = 64, 3, 512
+    with tempfile.TemporaryDirectory(prefix="memory-") as made:
+        work = Path(made)
+        write_model(work / "model", options.hidden, options.layers, options.vocabulary)
+        write_model(work / "tiny", 64, 2, 512)
+        rows = []
+        for number in options.cases or range(len(CASES)):
+            report = start_case(number, options, work)
+            rows.append({"name": CASES[number].name, **report})
+            print(f"{CASES[number].name}: {next(iter(report['peak'].values())) / 2**20:,.0f} MiB", flush=True)
+            print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
