@@ -27,6 +27,8 @@ class Weight:
     """Stays whole on every rank while frozen."""
     fp32: bool
     """Computed in fp32, whatever the rest of the model is computed in."""
+    unit: str = ""
+    """The block that it is gathered with; "" is the root unit."""
 
     @property
     def numel(self) -> int:
