@@ -143,7 +143,7 @@ def run(model: Llava, inputs: tuple[Any, ...]) -> Trace:
     with collect_gradients(model, live, trace), mark_blocks(model, trace), FuseAttention(), live:
         loss = model(*inputs)
         trace.mark("backward")
-        # `loss.backward()` without its wrappers: a function mode is off within what it handles, and blocks run again here
+        # `loss.backward()` without its wrappers: a function mode is off in what it handles, and blocks run again here
         engine = torch.autograd.Variable._execution_engine
         engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, accumulate_grad=True)
     return trace

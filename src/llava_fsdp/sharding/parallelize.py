@@ -119,7 +119,7 @@ def shard(
 def weights_of(
     model: nn.Module, whole: list[nn.Module], precision: PrecisionConfig, stacks: Sequence[nn.ModuleList] = ()
 ) -> dict[str, Weight]:
-    """Every parameter of a meta-device model, as the memory arithmetic sees it; with its unit where stacks are given."""
+    """Every parameter of a meta-device model, as the memory arithmetic sees it, with its unit if stacks are given."""
     norms = norm_weights(model, precision)
     kept_whole = norms | {p for module in whole for p in module.parameters()}
     names = block_names(model, stacks)
