@@ -27,6 +27,8 @@ class Weight:
     """Stays whole on every rank while frozen."""
     fp32: bool
     """Computed in fp32, whatever the rest of the model is computed in."""
+    unit: str = ""
+    """The block that it is gathered with; "" is the root unit."""
 
     @property
     def numel(self) -> int:
@@ -101,3 +103,38 @@ def bytes_per_rank(
         Sync.SCATTER_EVERY_REDUCE_LAST: reduce * sum(w.padded(shards) for w in trainable),
     }[plan.gradient_sync]
     return Bytes(parameters, MASTER_SIZE * local, ADAM_SIZE * local, parameters + gathered, gradients_between)
+
+
+def storage_per_rank(
+    weights: list[Weight],
+    strategy: Strategy,
+    precision: PrecisionConfig,
+    world_size: int,
+    shard_size: int,
+    rank: int = 0,
+) -> Bytes:
+    """What the tensors of `bytes_per_rank` occupy: FSDP pads parameters and gradients of a short shard to a full one.
+
+    A shard's parameter is a view into its padded rows, its gradient one into what the reduce-scatter returned
+    (`FSDPParam.reset_sharded_param`, `foreach_reduce`); moments are made like the views, without padding.
+    """
+    held = bytes_per_rank(weights, strategy, precision, world_size, shard_size, rank)
+    if world_size == 1:
+        return held
+    plan = SHARD_PLANS[strategy]
+    _, shards = mesh_shape(plan, world_size, shard_size)
+    masters = gradients = frozen = 0
+    for weight in weights:
+        short = weight.padded(shards) - weight.local(shards, rank % shards)
+        if weight.trainable:
+            masters += MASTER_SIZE * short
+            gradients += MASTER_SIZE * short
+        elif plan.shards_frozen and not weight.whole:
+            frozen += weight.item_size(precision) * short
+    return Bytes(
+        held.parameters + masters + frozen,
+        held.gradients + gradients,
+        held.optimizer,
+        held.parameters_between + masters + frozen,
+        held.gradients_between + (gradients if plan.gradient_sync is Sync.EVERY_MICRO_BATCH else 0),
+    )

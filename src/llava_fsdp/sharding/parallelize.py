@@ -5,6 +5,7 @@ goes inside the sharded unit, so that a block's weights are gathered before it r
 that no rank ever holds more than its shards.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -115,11 +116,21 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)
 
 
-def weights_of(model: nn.Module, whole: list[nn.Module], precision: PrecisionConfig) -> dict[str, Weight]:
-    """Every parameter of a meta-device model, as the memory arithmetic sees it."""
+def weights_of(
+    model: nn.Module, whole: list[nn.Module], precision: PrecisionConfig, stacks: Sequence[nn.ModuleList] = ()
+) -> dict[str, Weight]:
+    """Every parameter of a meta-device model, as the memory arithmetic sees it, with its unit if stacks are given."""
     norms = norm_weights(model, precision)
     kept_whole = norms | {p for module in whole for p in module.parameters()}
+    names = block_names(model, stacks)
+    units = {p: names[block] for block in names for p in block.parameters()}
     return {
-        name: Weight(tuple(p.shape), p.requires_grad, p in kept_whole, p in norms)
+        name: Weight(tuple(p.shape), p.requires_grad, p in kept_whole, p in norms, units.get(p, ""))
         for name, p in model.named_parameters()
     }
+
+
+def block_names(model: nn.Module, stacks: Sequence[nn.ModuleList]) -> dict[nn.Module, str]:
+    """The blocks of all stacks, by their names without activation checkpointing."""
+    blocks = {block for stack in stacks for block in stack}
+    return {module: clean_name(name) for name, module in model.named_modules() if module in blocks}
