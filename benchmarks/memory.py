@@ -53,8 +53,8 @@ class Case:
     @property
     def name(self) -> str:
         how = "" if self.ranks == 1 else " over gloo" if self.real else " imagined"
-        shown = [o.removeprefix("tokens_per_micro_batch=") for o in self.overrides if not o.startswith("global_batch")]
-        return f"{self.ranks}{how}: {' '.join(o.partition('=')[2] or o for o in shown)}"
+        shown = " ".join(value for key, _, value in (o.partition("=") for o in self.overrides) if "size" not in key)
+        return f"{self.ranks}{how}: {shown}{' twice' if TWICE in self.overrides else ''}"
 
 
 def case(ranks: int, real: bool, *overrides: str) -> Case:
@@ -62,25 +62,28 @@ def case(ranks: int, real: bool, *overrides: str) -> Case:
 
 
 ONE, GLOO, IMAGINED = (1, True), (2, True), (8, False)
+TWICE = "global_batch_size=1024"
+"""Two micro-batches in a step, so that gradients add up; without it, one."""
 CASES = [
     case(*ONE, "precision=bf16", "recompute=none", "tokens_per_micro_batch=2048"),
-    case(*ONE, "precision=bf16", "recompute=full", "tokens_per_micro_batch=4096"),
+    case(*ONE, "precision=bf16", "recompute=full", "tokens_per_micro_batch=4096", TWICE),
     case(*ONE, "precision=fp32", "recompute=none", "tokens_per_micro_batch=1024"),
     case(*GLOO, "sharding=zero3", "precision=bf16", "recompute=none", "tokens_per_micro_batch=2048"),
-    case(*GLOO, "sharding=zero2", "precision=bf16", "recompute=full", "tokens_per_micro_batch=2048"),
-    case(*GLOO, "sharding=zero1", "precision=fp32", "recompute=full", "tokens_per_micro_batch=1024"),
-    case(*GLOO, "sharding=zero0", "precision=bf16", "recompute=full", "tokens_per_micro_batch=1024"),
+    case(*GLOO, "sharding=zero2", "precision=bf16", "recompute=full", "tokens_per_micro_batch=4096", TWICE),
+    case(*GLOO, "sharding=zero1", "precision=fp32", "recompute=full", "tokens_per_micro_batch=1024", TWICE),
+    case(*GLOO, "sharding=zero0", "precision=bf16", "recompute=full", "tokens_per_micro_batch=2048"),
     case(*IMAGINED, "sharding=zero3", "precision=bf16", "recompute=none", "tokens_per_micro_batch=2048"),
     case(*IMAGINED, "sharding=zero3", "precision=bf16", "recompute=none", "tokens_per_micro_batch=4096"),
-    case(*IMAGINED, "sharding=zero3", "precision=bf16", "recompute=full", "tokens_per_micro_batch=4096"),
-    case(*IMAGINED, "sharding=zero3", "precision=fp32", "recompute=full", "tokens_per_micro_batch=2048"),
-    case(*IMAGINED, "sharding=zero2", "precision=bf16", "recompute=full", "tokens_per_micro_batch=4096"),
-    case(*IMAGINED, "sharding=zero1", "precision=bf16", "recompute=none", "tokens_per_micro_batch=1024"),
-    case(*IMAGINED, "sharding=zero0", "precision=bf16", "recompute=full", "tokens_per_micro_batch=1024"),
+    case(*IMAGINED, "sharding=zero3", "precision=bf16", "recompute=selective", "tokens_per_micro_batch=4096"),
+    case(*IMAGINED, "sharding=zero3", "precision=bf16", "recompute=full", "tokens_per_micro_batch=8192"),
+    case(*IMAGINED, "sharding=zero3", "precision=fp32", "recompute=full", "tokens_per_micro_batch=4096"),
+    case(*IMAGINED, "sharding=zero2", "precision=bf16", "recompute=full", "tokens_per_micro_batch=4096", TWICE),
+    case(*IMAGINED, "sharding=zero1", "precision=bf16", "recompute=none", "tokens_per_micro_batch=2048", TWICE),
+    case(*IMAGINED, "sharding=zero0", "precision=bf16", "recompute=full", "tokens_per_micro_batch=2048"),
     case(*IMAGINED, "sharding=hybrid", "sharding.shard_size=4", "precision=bf16", "recompute=full",
-         "tokens_per_micro_batch=2048"),
+         "tokens_per_micro_batch=4096", TWICE),
     case(*IMAGINED, "sharding=zero3", "stage=pretrain", "precision=bf16", "recompute=none",
-         "tokens_per_micro_batch=2048"),
+         "tokens_per_micro_batch=4096"),
 ]  # fmt: skip
 
 
@@ -112,7 +115,7 @@ def write_model(folder: Path, hidden: int, layers: int, vocabulary: int) -> None
 
 
 def configure(case: Case, folder: Path) -> Config:
-    """Rows of 512 positions; two micro-batches in a step."""
+    """Samples of 512 positions."""
     overrides = [
         "stage=finetune",
         f"model.language={folder / 'language'}",
@@ -120,7 +123,7 @@ def configure(case: Case, folder: Path) -> Config:
         "model.projector=random",
         "data.max_length=512",
         "optim.clip=1.0",
-        "global_batch_size=1024",
+        "global_batch_size=1",
         *([] if case.real else [f"dry_run={case.ranks}"]),
         *case.overrides,
     ]
@@ -163,9 +166,9 @@ def start_case(number: int, options: argparse.Namespace, work: Path) -> dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=RESULTS, help="for the JSON and the picture")
-    parser.add_argument("--hidden", type=int, default=768)
-    parser.add_argument("--layers", type=int, default=10)
-    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--hidden", type=int, default=640)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=900, help="seconds that one configuration may take")
     parser.add_argument("--tiny", action="store_true", help="a model of a few megabytes")
@@ -183,10 +186,86 @@ def main() -> None:
         write_model(work / "tiny", 64, 2, 512)
         rows = []
         for number in options.cases or range(len(CASES)):
-            report = start_case(number, options, work)
-            rows.append({"name": CASES[number].name, **report})
-            print(f"{CASES[number].name}: {next(iter(report['peak'].values())) / 2**20:,.0f} MiB", flush=True)
-            print(json.dumps(report))
+            rows.append(row_of(CASES[number], start_case(number, options, work)))
+            print(f"{rows[-1]['name']}: {rows[-1]['error']:+.1%}", flush=True)
+    finish(rows, options)
+
+
+def row_of(case: Case, report: dict[str, Any]) -> dict[str, Any]:
+    measured, planned = next(iter(report["peak"].values())), report["peak"]["planned"]
+    row = {"name": case.name, "overrides": case.overrides, "real": case.real, "measured": measured, "planned": planned}
+    return row | {"error": planned / measured - 1, "report": report}
+
+
+def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    errors = [abs(row["error"]) for row in rows]
+    report = {
+        "question": "is the plan's peak what a training step really takes?",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "command": " ".join(["python benchmarks/memory.py", *[a for a in sys.argv[1:] if a != str(options.folder)]]),
+        "machine": machine(torch.cuda.get_device_name() if torch.cuda.is_available() else None),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "options": {k: v for k, v in vars(options).items() if k not in ("folder", "case")},
+        "measure": next(iter(rows[0]["report"]["peak"])),
+        "error": {"mean": statistics.mean(errors), "worst": max(errors), "bounds": [MEAN_BOUND, WORST_BOUND]},
+        "rows": rows,
+    }
+    options.folder.mkdir(parents=True, exist_ok=True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    path = options.folder / f"memory-{device}-{datetime.date.today().isoformat()}.json"
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    console.print(table_of(report))
+    drawn = draw(report, path.with_suffix(".png"))
+    console.print(f"wrote {path}" + (f" and {path.with_suffix('.png')}" if drawn else "; no picture: no matplotlib"))
+
+
+def table_of(report: dict[str, Any]) -> Table:
+    table = Table("ranks, and what they do", "measured", "planned", "error", "worst moment of the plan")
+    for row in report["rows"]:
+        sizes = [f"{row[key] / 2**20:,.0f} MiB" for key in ("measured", "planned")]
+        table.add_row(row["name"], *sizes, f"{row['error']:+.1%}", row["report"]["plan"]["moment"])
+    error = report["error"]
+    table.caption = f"mean error {error['mean']:.1%}, worst {error['worst']:.1%}; measured is {report['measure']}"
+    return table
+
+
+def draw(report: dict[str, Any], path: Path) -> bool:
+    """What the plan is made of, and the measured peak, for every configuration. False without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return False
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = report["rows"][::-1]
+    figure, axes = pyplot.subplots(figsize=(11, 0.36 * len(rows) + 1.8), layout="constrained")
+    left = [0.0] * len(rows)
+    for number, kind in enumerate(k for k in rows[0]["report"]["plan"]["bytes"] if k != "total"):
+        sizes = [row["report"]["plan"]["bytes"][kind] / 2**20 for row in rows]
+        axes.barh(range(len(rows)), sizes, left=left, color=f"C{number}", label=kind)
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    for place, row in enumerate(rows):
+        measured = row["measured"] / 2**20
+        axes.plot([measured, measured], [place - 0.45, place + 0.45], "k", linewidth=2)
+        axes.text(max(measured, left[place]), place, f"  {row['error']:+.1%}", va="center", fontsize="small")
+    axes.plot([], [], "k", linewidth=2, label="measured")
+    axes.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize="small")
+    axes.set_xlabel(f"MiB at the worst moment of a step ({report['measure']})")
+    axes.margins(x=0.08)
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+    error = report["error"]
+    axes.set_title(
+        f"plan and measurement: mean error {error['mean']:.1%}, worst {error['worst']:.1%}\n"
+        f"{report['machine']['device']}, torch {report['torch']}, {report['date'][:10]}",
+        fontsize="medium",
+    )
+    figure.savefig(path, dpi=90)
+    return True
 
 
 if __name__ == "__main__":

@@ -14,19 +14,19 @@ from rich.console import Console
 from rich.table import Table
 
 from llava_fsdp.config import Config, Format
-from llava_fsdp.data.synthetic import Contents, SyntheticLoader, fullest, synthetic_step
+from llava_fsdp.data.synthetic import Contents, SyntheticLoader, fullest, micro_batches_of, synthetic_step
 from llava_fsdp.loop import train_step
-from llava_fsdp.model.attention import choose_kernel
 from llava_fsdp.model.draw import Rule, draw_rule
-from llava_fsdp.model.llava import Llava, build_llava
-from llava_fsdp.model.parts import find_parts
-from llava_fsdp.opening import shape_of
+from llava_fsdp.model.llava import Llava
+from llava_fsdp.opening import build_model, shape_of
 from llava_fsdp.peak import PeakMeter, return_what_is_freed
+from llava_fsdp.planning.activations import MicroBatch
+from llava_fsdp.planning.planner import PlanRow
+from llava_fsdp.planning.planner import peak as plan_peak
+from llava_fsdp.planning.shapes import shapes_of
 from llava_fsdp.sharding.fake import imagine_collectives, is_imagined
-from llava_fsdp.sharding.memory import bytes_per_rank
 from llava_fsdp.sharding.mesh import World, distributed, make_mesh
-from llava_fsdp.sharding.parallelize import weights_of
-from llava_fsdp.sharding.precision import DTYPES, MasterWeights
+from llava_fsdp.sharding.precision import MasterWeights
 from llava_fsdp.sharding.shards import local, local_shards
 from llava_fsdp.sharding.traffic import CollectiveBytes
 from llava_fsdp.sharding.zero import SHARD_PLANS
@@ -56,14 +56,10 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
     return_what_is_freed()
     plan = SHARD_PLANS[cfg.sharding.strategy]
     mesh = make_mesh(world, plan, cfg)
-    parts = find_parts(cfg.model)
-    compute_dtype = DTYPES[cfg.precision.param_dtype]
-    kernel = choose_kernel(cfg.attention, parts.language, world.device, compute_dtype) if cfg.pack else None
-    model = build_llava(parts, cfg.model, compute_dtype, kernel)
+    model = build_model(cfg, shapes_of(cfg.model), world.device)
     shape = shape_of(model)
     contents = contents or fullest(cfg, shape)
-    weights = list(weights_of(model, model.whole_while_frozen(), cfg.precision).values())
-    planned = bytes_per_rank(weights, cfg.sharding.strategy, cfg.precision, world.size, cfg.sharding.shard_size or 1)
+    planned = plan_of(cfg, world, contents)
     meter = PeakMeter(world.device)
     state = assemble(model, SyntheticLoader(world.device, STEPS), draw_shards, cfg, world, plan, mesh)
     held: dict[str, int] = {}
@@ -79,6 +75,7 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
         with counter:
             train_step(state, step, plan, cfg, started)
         seconds.append(time.perf_counter() - started)
+    peak = meter.read()
     return {
         "ranks": world.size,
         "strategy": cfg.sharding.strategy.value,
@@ -87,11 +84,20 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
         "device": device_name(world.device),
         "micro_batches": len(step.micro_batches),
         "micro_batch": described(contents),
-        "bytes": {name: {"measured": held[name], "planned": getattr(planned, name)} for name in STATES},
-        "peak": meter.read(),
+        "bytes": {name: {"measured": held[name], "planned": planned.at_rest[name]} for name in STATES},
+        "peak": peak | {"planned": planned.bytes["total"]},
+        "plan": {"moment": planned.moment, "bytes": planned.bytes},
         "collectives": counter.moved,
         "seconds": seconds,
     }
+
+
+def plan_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
+    """What the planner says of the same steps."""
+    rows = 1 if cfg.pack else len(contents.lengths)
+    samples, positions = len(contents.lengths), contents.positions
+    micro = MicroBatch(rows, positions // rows, samples, contents.tiles, contents.labels)
+    return plan_peak(cfg, world.size, world.device, micro, micro_batches_of(contents, cfg, world.size))
 
 
 @torch.no_grad()
@@ -151,8 +157,9 @@ def show(report: dict[str, Any]) -> None:
         column.justify = "right"
     for name, own in report["bytes"].items():
         table.add_row(f"{name} at rest", f"{own['measured']:,}", f"{own['planned']:,}")
-    for name, value in report["peak"].items():
-        table.add_row(name.replace("_", " "), f"{value:,}", "")
+    planned = report["peak"]["planned"]
+    for number, (name, value) in enumerate((n, v) for n, v in report["peak"].items() if n != "planned"):
+        table.add_row(name.replace("_", " "), f"{value:,}", "" if number else f"{planned:,}")
     for name, own in report["collectives"].items():
         table.add_row(f"{name.replace('_', '-')} in a step ({own['calls']} calls)", f"{own['bytes']:,}", "")
     console.print(table)

@@ -17,15 +17,14 @@ from llava_fsdp.errors import ConfigError, DataError
 from llava_fsdp.log import log
 from llava_fsdp.loop import fit
 from llava_fsdp.metrics import Reporter, begin_status, watch_loading, write_status
-from llava_fsdp.model.attention import choose_kernel
-from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.parts import find_parts, find_projector
 from llava_fsdp.model.weights import find_weights, fingerprint, load_weights
-from llava_fsdp.opening import draw_shapes, shape_of
+from llava_fsdp.opening import build_model, draw_shapes, shape_of
 from llava_fsdp.screen import show_run
 from llava_fsdp.sharding.mesh import World, distributed, first_rank_first, gather_lists, make_mesh
 from llava_fsdp.sharding.parallelize import weights_of
-from llava_fsdp.sharding.precision import DTYPES, MasterWeights
+from llava_fsdp.sharding.precision import MasterWeights
 from llava_fsdp.sharding.shards import local_shards
 from llava_fsdp.sharding.zero import SHARD_PLANS, ShardPlan
 from llava_fsdp.state import StepResult, TrainState, assemble
@@ -70,16 +69,14 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
     """Model, weights, optimizer and data, sharded, at step 0."""
     parts = find_parts(cfg.model)
     projector = find_projector(cfg)
-    compute_dtype = DTYPES[cfg.precision.param_dtype]
-    kernel = choose_kernel(cfg.attention, parts.language, world.device, compute_dtype) if cfg.pack else None
-    model = build_llava(parts, cfg.model, compute_dtype, kernel)  # on meta: shapes only
+    model = build_model(cfg, parts, world.device)
     loader = open_data(cfg, world, model)
     check_same_records(loader)
     sources = find_weights(model, parts, cfg.model, projector, cfg.seed)
     fingerprints = {**loader.steps.fingerprints(), "model": fingerprint(model, sources)}
     if world.is_first:
         weights = weights_of(model, model.whole_while_frozen(), cfg.precision)
-        show_run(cfg, world, loader, weights, describe_projector(cfg, projector), kernel)
+        show_run(cfg, world, loader, weights, describe_projector(cfg, projector), model.kernel)
 
     def load(model: Llava, masters: MasterWeights) -> None:
         load_weights(sources, local_shards(model, masters), watch_loading(world.is_first))

@@ -76,12 +76,16 @@ def synthetic_micro_batch(contents: Contents, shape: ModelShape, pack: bool) -> 
     )
 
 
+def micro_batches_of(contents: Contents, cfg: Config, world_size: int) -> int:
+    """One or two: every later one is like the second."""
+    return min(2, math.ceil(cfg.global_batch_size / (len(contents.lengths) * world_size)))
+
+
 def synthetic_step(number: int, contents: Contents, shape: ModelShape, cfg: Config, world_size: int) -> Step:
-    """This rank's part of a step: two micro-batches where real steps may have several, for gradients add up then."""
-    samples = len(contents.lengths) * world_size
-    count = min(2, math.ceil(cfg.global_batch_size / samples))
+    """This rank's part of a step; gradients add up over its micro-batches."""
+    count = micro_batches_of(contents, cfg, world_size)
     return Step(
-        StepFacts(number, samples=count * samples),
+        StepFacts(number, samples=count * len(contents.lengths) * world_size),
         [synthetic_micro_batch(contents, shape, cfg.pack) for _ in range(count)],
     )
 

@@ -93,10 +93,10 @@ def measure(
 ) -> list[Segment]:
     """The segments of a micro-batch's forward and backward pass, for the model's whole depth."""
     cut = cut_to(parts, CUT)
-    model = build_llava(cut, cfg.model, DTYPES[cfg.precision.param_dtype], kernel)
+    model = build_llava(cut, cfg.model, DTYPES[cfg.precision.param_dtype], kernel, cfg.loss)
     store_weights(model, cfg.precision, sharded=False)
     compute_norms_in_fp32(model, cfg.precision)
-    apply_recompute(model.blocks(), recompute)
+    apply_recompute(model.blocks(), recompute, torch.device("meta"))
     model.train()
     trace = run(model, inputs_of(model, micro, packed=kernel is not None))
     found = cut_into_segments(trace, model, cut.language.vocab_size)

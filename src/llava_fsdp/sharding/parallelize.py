@@ -49,7 +49,7 @@ def parallelize(
     """
     store_weights(model, cfg.precision, sharded=mesh is not None)
     compute_norms_in_fp32(model, cfg.precision)
-    apply_recompute(stacks, cfg.recompute)
+    apply_recompute(stacks, cfg.recompute, device)
     if mesh is not None:
         ignored = frozen_left_whole(model, plan, [*whole, *norms_kept_in_fp32(model, cfg.precision)])
         shard(model, stacks, mesh, plan, cfg, ignored)
