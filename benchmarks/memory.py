@@ -48,41 +48,44 @@ class Case:
     ranks: int
     real: bool
     """Ranks over gloo; else the others are imagined."""
+    model: str
     overrides: tuple[str, ...]
 
     @property
     def name(self) -> str:
         how = "" if self.ranks == 1 else " over gloo" if self.real else " imagined"
         shown = " ".join(value for key, _, value in (o.partition("=") for o in self.overrides) if "size" not in key)
-        return f"{self.ranks}{how}: {shown}{' twice' if TWICE in self.overrides else ''}"
+        return f"{self.ranks}{how}, {self.model}: {shown}{' twice' if TWICE in self.overrides else ''}"
 
 
-def case(ranks: int, real: bool, *overrides: str) -> Case:
-    return Case(ranks, real, overrides)
+def case(ranks: int, real: bool, model: str, *overrides: str) -> Case:
+    return Case(ranks, real, model, overrides)
 
 
+MODELS = {"wide": (1024, 5, 4096), "deep": (256, 16, 4096), "tiny": (64, 2, 512)}
+"""Hidden size, layers, vocabulary. Steps of the wide one are mostly states, of the deep one mostly activations."""
 ONE, GLOO, IMAGINED = (1, True), (2, True), (8, False)
 TWICE = "global_batch_size=1024"
 """Two micro-batches in a step, so that gradients add up; without it, one."""
 CASES = [
-    case(*ONE, "precision=bf16", "recompute=none", "tokens_per_micro_batch=2048"),
-    case(*ONE, "precision=bf16", "recompute=full", "tokens_per_micro_batch=4096", TWICE),
-    case(*ONE, "precision=fp32", "recompute=none", "tokens_per_micro_batch=1024"),
-    case(*GLOO, "sharding=zero3", "precision=bf16", "recompute=none", "tokens_per_micro_batch=2048"),
-    case(*GLOO, "sharding=zero2", "precision=bf16", "recompute=full", "tokens_per_micro_batch=4096", TWICE),
-    case(*GLOO, "sharding=zero1", "precision=fp32", "recompute=full", "tokens_per_micro_batch=1024", TWICE),
-    case(*GLOO, "sharding=zero0", "precision=bf16", "recompute=full", "tokens_per_micro_batch=2048"),
-    case(*IMAGINED, "sharding=zero3", "precision=bf16", "recompute=none", "tokens_per_micro_batch=2048"),
-    case(*IMAGINED, "sharding=zero3", "precision=bf16", "recompute=none", "tokens_per_micro_batch=4096"),
-    case(*IMAGINED, "sharding=zero3", "precision=bf16", "recompute=selective", "tokens_per_micro_batch=4096"),
-    case(*IMAGINED, "sharding=zero3", "precision=bf16", "recompute=full", "tokens_per_micro_batch=8192"),
-    case(*IMAGINED, "sharding=zero3", "precision=fp32", "recompute=full", "tokens_per_micro_batch=4096"),
-    case(*IMAGINED, "sharding=zero2", "precision=bf16", "recompute=full", "tokens_per_micro_batch=4096", TWICE),
-    case(*IMAGINED, "sharding=zero1", "precision=bf16", "recompute=none", "tokens_per_micro_batch=2048", TWICE),
-    case(*IMAGINED, "sharding=zero0", "precision=bf16", "recompute=full", "tokens_per_micro_batch=2048"),
-    case(*IMAGINED, "sharding=hybrid", "sharding.shard_size=4", "precision=bf16", "recompute=full",
-         "tokens_per_micro_batch=4096", TWICE),
-    case(*IMAGINED, "sharding=zero3", "stage=pretrain", "precision=bf16", "recompute=none",
+    case(*ONE, "wide", "precision=bf16", "recompute=none", "tokens_per_micro_batch=512"),
+    case(*ONE, "deep", "precision=bf16", "recompute=none", "tokens_per_micro_batch=2048", TWICE),
+    case(*ONE, "deep", "precision=fp32", "recompute=full", "tokens_per_micro_batch=4096"),
+    case(*GLOO, "wide", "sharding=zero0", "precision=bf16", "recompute=full", "tokens_per_micro_batch=512"),
+    case(*GLOO, "wide", "sharding=zero1", "precision=fp32", "recompute=full", "tokens_per_micro_batch=512", TWICE),
+    case(*GLOO, "wide", "sharding=zero2", "precision=bf16", "recompute=full", "tokens_per_micro_batch=512", TWICE),
+    case(*GLOO, "wide", "sharding=zero3", "precision=bf16", "recompute=none", "tokens_per_micro_batch=512"),
+    case(*IMAGINED, "wide", "sharding=zero0", "precision=bf16", "recompute=full", "tokens_per_micro_batch=512"),
+    case(*IMAGINED, "wide", "sharding=zero1", "precision=bf16", "recompute=none", "tokens_per_micro_batch=512", TWICE),
+    case(*IMAGINED, "wide", "sharding=zero2", "precision=bf16", "recompute=full", "tokens_per_micro_batch=1024", TWICE),
+    case(*IMAGINED, "wide", "sharding=hybrid", "sharding.shard_size=4", "precision=bf16", "recompute=full",
+         "tokens_per_micro_batch=1024", TWICE),
+    case(*IMAGINED, "deep", "sharding=zero3", "precision=bf16", "recompute=none", "tokens_per_micro_batch=2048"),
+    case(*IMAGINED, "deep", "sharding=zero3", "precision=bf16", "recompute=none", "tokens_per_micro_batch=4096"),
+    case(*IMAGINED, "deep", "sharding=zero3", "precision=bf16", "recompute=selective", "tokens_per_micro_batch=4096"),
+    case(*IMAGINED, "deep", "sharding=zero3", "precision=bf16", "recompute=full", "tokens_per_micro_batch=8192"),
+    case(*IMAGINED, "deep", "sharding=zero3", "precision=fp32", "recompute=none", "tokens_per_micro_batch=2048"),
+    case(*IMAGINED, "deep", "sharding=zero3", "stage=pretrain", "precision=bf16", "recompute=none",
          "tokens_per_micro_batch=4096"),
 ]  # fmt: skip
 
@@ -131,16 +134,17 @@ def configure(case: Case, folder: Path) -> Config:
         return load(Config, compose("train", overrides))
 
 
-def run_case(case: Case, model: Path, tiny: Path) -> dict[str, Any]:
+def run_case(case: Case, models: Path) -> dict[str, Any]:
     """Both steps of a case, in this process; the peak of the rank that has the highest.
 
     The same steps of a tiny model come first: what libraries allocate once, when they are first used, is not the
     model's.
     """
-    with distributed(configure(case, tiny)) as world:
+    tiny = configure(case, models / "tiny")
+    with distributed(tiny) as world:
         with contextlib.redirect_stdout(sys.stderr):
-            measure(configure(case, tiny), world)
-            report = measure(configure(case, model), world)
+            measure(tiny, world)
+            report = measure(configure(case, models / case.model), world)
         peaks: list[Any] = [report["peak"]]
         if case.real and case.ranks > 1:
             peaks = [None] * case.ranks
@@ -166,24 +170,19 @@ def start_case(number: int, options: argparse.Namespace, work: Path) -> dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=RESULTS, help="for the JSON and the picture")
-    parser.add_argument("--hidden", type=int, default=640)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=900, help="seconds that one configuration may take")
-    parser.add_argument("--tiny", action="store_true", help="a model of a few megabytes")
+    parser.add_argument("--tiny", action="store_true", help="models of a few megabytes")
     parser.add_argument("--cases", type=int, nargs="*", help="numbers of the configurations to run; all")
     parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case is not None:
-        print(json.dumps(run_case(CASES[options.case], options.folder / "model", options.folder / "tiny")))
+        print(json.dumps(run_case(CASES[options.case], options.folder)))
         return
-    if options.tiny:
-        options.hidden, options.layers, options.vocabulary = 64, 3, 512
     with tempfile.TemporaryDirectory(prefix="memory-") as made:
         work = Path(made)
-        write_model(work / "model", options.hidden, options.layers, options.vocabulary)
-        write_model(work / "tiny", 64, 2, 512)
+        for name, sizes in MODELS.items():
+            write_model(work / name, *(MODELS["tiny"] if options.tiny else sizes))
         rows = []
         for number in options.cases or range(len(CASES)):
             rows.append(row_of(CASES[number], start_case(number, options, work)))

@@ -59,6 +59,10 @@ class LiveBytes(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
+            return (
+                True  # transformers asks of padded rows whether each is one sequence (`find_packed_sequence_indices`)
+            )
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             if isinstance(tensor, torch.Tensor):
