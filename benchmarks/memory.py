@@ -1,6 +1,7 @@
 """Is the plan's peak what a training step really takes?
 
     python benchmarks/memory.py                    # into benchmarks/results; some minutes on two idle cores
+    python benchmarks/memory.py FOLDER --real      # the shape of LLaVA-1.5-7B on a GPU of 80 GB, random weights
     python benchmarks/memory.py FOLDER --tiny      # smallest sizes, to try the script itself
 
 Real steps of models of about a gigabyte, each configuration in a process of its own, one rank, two over gloo, or one of
@@ -90,6 +91,20 @@ CASES = [
 ]  # fmt: skip
 
 
+REAL = "llava_v1_5_7b"
+CASES_OF_REAL = [
+    case(*IMAGINED, REAL, "sharding=zero3", "recompute=full", "tokens_per_micro_batch=8192"),
+    case(*IMAGINED, REAL, "sharding=zero3", "recompute=full", "tokens_per_micro_batch=16384", TWICE),
+    case(*IMAGINED, REAL, "sharding=zero3", "recompute=none", "tokens_per_micro_batch=4096"),
+    case(*IMAGINED, REAL, "sharding=zero3", "recompute=selective", "tokens_per_micro_batch=4096"),
+    case(*IMAGINED, REAL, "sharding=zero2", "recompute=full", "tokens_per_micro_batch=4096", TWICE),
+    case(*IMAGINED, REAL, "sharding=hybrid", "sharding.shard_size=4", "recompute=full", "tokens_per_micro_batch=4096"),
+    case(*IMAGINED, REAL, "sharding=zero2", "stage=pretrain", "recompute=none", "tokens_per_micro_batch=4096"),
+    case(*ONE, REAL, "stage=pretrain", "recompute=full", "tokens_per_micro_batch=8192"),
+]
+"""Of the real shape, for a GPU of 80 GB."""
+
+
 def write_model(folder: Path, hidden: int, layers: int, vocabulary: int) -> None:
     """Configurations of a Llama and a CLIP tower; weights are drawn."""
     language = {
@@ -117,14 +132,14 @@ def write_model(folder: Path, hidden: int, layers: int, vocabulary: int) -> None
         (folder / name / "config.json").write_text(json.dumps(config))
 
 
-def configure(case: Case, folder: Path) -> Config:
-    """Samples of 512 positions."""
+def configure(case: Case, models: Path, model: str) -> Config:
+    """Samples of 512 positions, or of 2048 in the real model."""
+    folder = models / model
+    parts = [f"model.language={folder / 'language'}", f"model.vision={folder / 'vision'}", "data.max_length=512"]
     overrides = [
         "stage=finetune",
-        f"model.language={folder / 'language'}",
-        f"model.vision={folder / 'vision'}",
+        *([f"model={model}"] if model == REAL else parts),
         "model.projector=random",
-        "data.max_length=512",
         "optim.clip=1.0",
         "global_batch_size=1",
         *([] if case.real else [f"dry_run={case.ranks}"]),
@@ -134,17 +149,17 @@ def configure(case: Case, folder: Path) -> Config:
         return load(Config, compose("train", overrides))
 
 
-def run_case(case: Case, models: Path) -> dict[str, Any]:
+def run_case(case: Case, models: Path, is_tiny: bool) -> dict[str, Any]:
     """Both steps of a case, in this process; the peak of the rank that has the highest.
 
     The same steps of a tiny model come first: what libraries allocate once, when they are first used, is not the
     model's.
     """
-    tiny = configure(case, models / "tiny")
+    tiny = configure(case, models, "tiny")
     with distributed(tiny) as world:
         with contextlib.redirect_stdout(sys.stderr):
             measure(tiny, world)
-            report = measure(configure(case, models / case.model), world)
+            report = measure(configure(case, models, "tiny" if is_tiny else case.model), world)
         peaks: list[Any] = [report["peak"]]
         if case.real and case.ranks > 1:
             peaks = [None] * case.ranks
@@ -155,11 +170,12 @@ def run_case(case: Case, models: Path) -> dict[str, Any]:
 
 def start_case(number: int, options: argparse.Namespace, work: Path) -> dict[str, Any]:
     """A case in processes of its own."""
-    case = CASES[number]
+    case = chosen(options)[number]
     command = [sys.executable]
     if case.real and case.ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
-    command += [str(Path(__file__).resolve()), str(work), "--case", str(number)]
+    flags = [f"--{flag}" for flag in ("real", "tiny") if getattr(options, flag)]
+    command += [str(Path(__file__).resolve()), str(work), "--case", str(number), *flags]
     threads = os.environ | {"OMP_NUM_THREADS": str(options.threads)}
     done = subprocess.run(command, capture_output=True, text=True, env=threads, timeout=options.timeout, check=False)
     if done.returncode:
@@ -173,21 +189,26 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=900, help="seconds that one configuration may take")
     parser.add_argument("--tiny", action="store_true", help="models of a few megabytes")
+    parser.add_argument("--real", action="store_true", help="the shape of LLaVA-1.5-7B, for a GPU of 80 GB")
     parser.add_argument("--cases", type=int, nargs="*", help="numbers of the configurations to run; all")
     parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case is not None:
-        print(json.dumps(run_case(CASES[options.case], options.folder)))
+        print(json.dumps(run_case(chosen(options)[options.case], options.folder, options.tiny)))
         return
     with tempfile.TemporaryDirectory(prefix="memory-") as made:
         work = Path(made)
         for name, sizes in MODELS.items():
-            write_model(work / name, *(MODELS["tiny"] if options.tiny else sizes))
+            write_model(work / name, *sizes)
         rows = []
-        for number in options.cases or range(len(CASES)):
-            rows.append(row_of(CASES[number], start_case(number, options, work)))
+        for number in options.cases or range(len(chosen(options))):
+            rows.append(row_of(chosen(options)[number], start_case(number, options, work)))
             print(f"{rows[-1]['name']}: {rows[-1]['error']:+.1%}", flush=True)
     finish(rows, options)
+
+
+def chosen(options: argparse.Namespace) -> list[Case]:
+    return CASES_OF_REAL if options.real else CASES
 
 
 def row_of(case: Case, report: dict[str, Any]) -> dict[str, Any]:
@@ -214,7 +235,7 @@ def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     }
     options.folder.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    path = options.folder / f"memory-{device}-{datetime.date.today().isoformat()}.json"
+    path = options.folder / f"memory-{'7b-' if options.real else ''}{device}-{datetime.date.today().isoformat()}.json"
     path.write_text(json.dumps(report, indent=1) + "\n")
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     console.print(table_of(report))
