@@ -144,13 +144,14 @@ def configure(case: Case, models: Path, model: str) -> Config:
         "global_batch_size=1",
         *([] if case.real else [f"dry_run={case.ranks}"]),
         *case.overrides,
+        *(["tokens_per_micro_batch=512"] if model == "tiny" else []),
     ]
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         return load(Config, compose("train", overrides))
 
 
-def run_case(case: Case, models: Path, is_tiny: bool) -> dict[str, Any]:
-    """Both steps of a case, in this process; the peak of the rank that has the highest.
+def run_case(case: Case, models: Path, is_tiny: bool) -> dict[str, Any] | None:
+    """Both steps of a case, in this process; on rank 0 the report, with the peak of the rank that has the highest.
 
     The same steps of a tiny model come first: what libraries allocate once, when they are first used, is not the
     model's.
@@ -165,7 +166,7 @@ def run_case(case: Case, models: Path, is_tiny: bool) -> dict[str, Any]:
             peaks = [None] * case.ranks
             dist.all_gather_object(peaks, report["peak"])
         report["peak"] = max(peaks, key=lambda peak: next(iter(peak.values())))
-        return report if world.is_first else {}
+        return report if world.is_first else None
 
 
 def start_case(number: int, options: argparse.Namespace, work: Path) -> dict[str, Any]:
@@ -194,7 +195,9 @@ def main() -> None:
     parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case is not None:
-        print(json.dumps(run_case(chosen(options)[options.case], options.folder, options.tiny)))
+        report = run_case(chosen(options)[options.case], options.folder, options.tiny)
+        if report is not None:
+            print(json.dumps(report))
         return
     with tempfile.TemporaryDirectory(prefix="memory-") as made:
         work = Path(made)
