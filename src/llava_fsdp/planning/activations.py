@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from llava_fsdp.config import Config, RecomputeConfig
+from llava_fsdp.config import Attention, Config, RecomputeConfig
 from llava_fsdp.model.attention import Kernel
 from llava_fsdp.model.llava import Llava, build_llava, find_stack
 from llava_fsdp.model.parts import Parts
@@ -73,11 +73,13 @@ class Segment:
     """Without FSDP, in later ones: it is added to those that are there."""
     made: int
     """Bytes of all gradients that it makes, in the dtypes that it computes in."""
+    made_fp32: int
+    """The same in fp32."""
 
     def moved(self, by: Live, unit: str) -> "Segment":
         """The same stretch where more is alive: another block of the same kind."""
         moments = (self.begin, self.end, self.worst, self.worst_first, self.worst_later)
-        return Segment(unit, self.backward, *(plus(moment, by) for moment in moments), self.made)
+        return Segment(unit, self.backward, *(plus(moment, by) for moment in moments), self.made, self.made_fp32)
 
 
 def plus(one: Live, other: Live) -> Live:
@@ -93,7 +95,9 @@ def measure(
 ) -> list[Segment]:
     """The segments of a micro-batch's forward and backward pass, for the model's whole depth."""
     cut = cut_to(parts, CUT)
-    model = build_llava(cut, cfg.model, DTYPES[cfg.precision.param_dtype], kernel)
+    # for padded rows ours is transformers' own SDPA, without its mask, which would ask for values
+    attention = kernel or Kernel(Attention.sdpa, "padded rows")
+    model = build_llava(cut, cfg.model, DTYPES[cfg.precision.param_dtype], attention)
     store_weights(model, cfg.precision, sharded=False)
     compute_norms_in_fp32(model, cfg.precision)
     apply_recompute(model.blocks(), recompute)
@@ -205,7 +209,8 @@ class Walk:
     def close(self, next_unit: str) -> None:
         if not self.is_empty:
             worst = (self.worst, self.worst_first, self.worst_later)
-            self.segments.append(Segment(self.unit, self.backward, self.begin, self.level, *worst, self.made))
+            made = (self.made, self.made_fp32)
+            self.segments.append(Segment(self.unit, self.backward, self.begin, self.level, *worst, *made))
         self.open(next_unit)
 
     def take(self, event: Event) -> None:
