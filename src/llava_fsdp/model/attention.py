@@ -169,6 +169,7 @@ def refuse_other_attention(module: nn.Module, others: dict[str, Any], mask: torc
         raise ConfigError(f"pack=true: {type(module).__name__} attends to what comes later; {CURE}")
 
 
+@torch.compiler.disable(recursive=True)  # else it would be compiled anew for all lengths of samples
 def each_alone(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: Row
 ) -> torch.Tensor:
