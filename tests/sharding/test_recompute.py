@@ -215,3 +215,34 @@ def test_the_budget_holds_while_it_compiles_and_no_longer(monkeypatch: pytest.Mo
     assert seen == [0.25], "lengths are variables of what is compiled"
     assert called == [False] * 3, "hooks stay outside"
     assert torch._functorch.config.activation_memory_budget == before != 0.25
+
+
+BOUND = {"fp32": 1e-5, "bf16": 0.03}
+"""Of a budget's losses, norms and weights, relative: compiled kernels add in another order, and in bf16 round less."""
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "precision", "pack"), [(1, "fp32", "true"), (2, "bf16", "true"), (2, "fp32", "false")]
+)
+def test_a_budget_is_near_none(
+    size: int, precision: str, pack: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """On several ranks with FSDP's hooks beside compiled blocks, and those of norms."""
+    none = modes(parts, dataset, tmp_path, ["none"], f"precision={precision}", f"pack={pack}")
+    budgets = [
+        modes(
+            parts, dataset, tmp_path, ["budget"], f"precision={precision}", f"pack={pack}", f"recompute.budget={share}"
+        )[0]
+        for share in (0, 0.5)
+    ]
+    found = traces(single_world(), [*none, *budgets]) if size == 1 else None
+    by_rank = [found] if found else pools[size].run(traces, [*none, *budgets], timeout=500)
+    bound = BOUND[precision]
+    for exact, *others in by_rank:
+        for other in others:
+            assert other[0] == pytest.approx(exact[0], rel=bound)
+            assert other[1] == pytest.approx(exact[1], rel=bound)
+            squares = [((other[2][n] - exact[2][n]).square().sum(), exact[2][n].square().sum()) for n in exact[2]]
+            assert sum(float(d) for d, _ in squares) < bound**2 * sum(float(n) for _, n in squares)
