@@ -57,7 +57,9 @@ def gradient(model: nn.Module) -> torch.Tensor:
 
 
 def checkpoint_itself(model: PreTrainedModel, reentrant: bool) -> None:
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # named so before v6
+    enable = getattr(
+        model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
+    )  # named so before v6
     enable({"use_reentrant": reentrant})
     # newer transformers sees to the hook itself: what is tested here is ours
     model.disable_input_require_grads()

@@ -120,7 +120,11 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-PRODUCTS, ATTENTION, NORM = "aten::addmm", "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::native_layer_norm"
+PRODUCTS, ATTENTION, NORM = (
+    "aten::addmm",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::native_layer_norm",
+)
 AGAIN = {"none": (0, 0, 0), "full": (2, 2, 2), "selective": (0, 0, 2), "offload": (2, 2, 2)}
 
 

@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.utils.checkpoint import checkpoint
 
+
 class HostInputs:
     """Sends inputs of blocks away and brings them back, each a block ahead."""
 
