@@ -107,7 +107,7 @@ def test_exports_cache_though_training_does_not(llava: Path, run: Path) -> None:
     model = build_llava(found, cfg, torch.float32)
     assert model.language_model.config.use_cache is False
     assert json.loads((run / "export" / "config.json").read_text())["text_config"]["use_cache"] is True
-    assert LlavaForConditionalGeneration.from_pretrained(run / "export").language_model.config.use_cache is True
+    assert LlavaForConditionalGeneration.from_pretrained(run / "export").config.text_config.use_cache is True
     assert json.loads((llava / "config.json").read_text())["use_cache"] is True
 
 

@@ -39,7 +39,7 @@ def cut(micro: MicroBatch, rank: int, number: int) -> MicroBatch:
 
 
 def ran(world: World, configs: list[Config]) -> list[tuple[Counter[str], list[float], list[int], dict[str, Any]]]:
-    """Of each: collectives, losses and numbers of chunks of two micro-batches, and gradients of what this rank holds."""
+    """Of each: collectives, losses and numbers of chunks of two micro-batches, and this rank's gradients."""
     found = []
     for cfg in configs:
         plan = SHARD_PLANS[cfg.sharding.strategy]
