@@ -73,22 +73,40 @@ def measure(world: World, cfg: Config) -> Bytes:
     return Bytes(parameters, gradients, size(local(m) for m in moments), *between)
 
 
-ROWS = [("zero0", 4), ("zero1", 4), ("zero2", 4), ("zero3", 4), ("hybrid", 2), ("hybrid2", 2)]
+ROWS = {"zero0": 4, "zero1": 4, "zero2": 4, "zero3": 4, "hybrid": 2, "hybrid2": 2}  # and their shard sizes
+
+
+INT8 = "bf16 precision.moment_dtype=int8"
+PURE = "bf16_pure precision.reduce_dtype=fp32"
+CASES = [(s, p, tuple(ROWS)) for s in ("pretrain", "finetune") for p in ("bf16", "fp32")]
+CASES += [("finetune", "bf16_pure", ("zero0", "zero1", "hybrid")), ("finetune", INT8, ("zero3", "hybrid2"))]
+CASES += [("finetune", PURE, ("zero1", "zero2"))]
+CASES = [pytest.param(*case, id="-".join(case[:2])) for case in CASES]
+CASES += [
+    pytest.param("finetune", p, tuple(ROWS), id=f"{p}-all", marks=pytest.mark.slow)
+    for p in ("bf16_pure", PURE, "fp16", INT8)
+]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("stage", ["pretrain", "finetune"])
+@pytest.mark.parametrize(("stage", "precision", "rows"), CASES)
 def test_bytes_equal_the_formulas(
-    stage: str, precision: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+    stage: str,
+    precision: str,
+    rows: tuple[str, ...],
+    parts: Path,
+    dataset: Path,
+    pools: dict[int, RankPool],
+    tmp_path: Path,
 ) -> None:
-    for row, shard_size in ROWS:
+    for row in rows:
+        shard_size = ROWS[row]
         cfg = make_config(
             parts,
             dataset,
             tmp_path,
             f"sharding={row}",
-            f"precision={precision}",
+            *f"precision={precision}".split(),
             f"sharding.shard_size={shard_size if row.startswith('hybrid') else 'null'}",
             "pack=false",
             "micro_batch_size=1",
@@ -102,11 +120,12 @@ def test_bytes_equal_the_formulas(
             assert got == expected, (row, rank)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "bf16_pure", "fp16", INT8])
 def test_bytes_of_one_rank(precision: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
     cfg = make_config(
-        parts, dataset, tmp_path, f"precision={precision}", "pack=false", "micro_batch_size=4", "global_batch_size=8"
-    )
+        parts, dataset, tmp_path, *f"precision={precision}".split(), "pack=false", "micro_batch_size=4",
+        "global_batch_size=8",
+    )  # fmt: skip
     model = build_llava(find_parts(cfg.model), cfg.model, DTYPES[cfg.precision.param_dtype])
     weights = list(weights_of(model, model.whole_while_frozen(), cfg.precision).values())
     assert measure(single_world(), cfg) == bytes_per_rank(weights, cfg.sharding.strategy, cfg.precision, 1, 1)
