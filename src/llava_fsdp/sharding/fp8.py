@@ -1,8 +1,8 @@
 """Linear layers that multiply in fp8, and send their weights between ranks in fp8 (torchao's float8 training).
 
-Tensorwise dynamic scaling: of every product, input, weight and gradient are each scaled by their largest element and cast
-to fp8 (e4m3 forward, e5m2 for gradients), and the product comes out in bf16. Weights, gradients and moments stay what
-they are.
+Tensorwise dynamic scaling: input, weight and gradient of a layer are each scaled by their largest element and cast to
+fp8 (e4m3, gradients e5m2), and the products of two of them come out in bf16. Masters, their gradients and moments stay
+what they are.
 """
 
 import importlib.util
@@ -36,7 +36,7 @@ def check_fp8(device: torch.device) -> None:
 
 
 def fp8_settings(sharded: bool) -> Any:
-    """torchao's settings: fp8 all-gather where weights are gathered; any number of tokens, padded to a multiple of 16."""
+    """torchao's: fp8 all-gather where weights are gathered; any number of tokens, padded to a multiple of 16."""
     from torchao.float8 import Float8LinearConfig
 
     return Float8LinearConfig(enable_fsdp_float8_all_gather=sharded, pad_inner_dim=True)

@@ -81,6 +81,7 @@ class LowBitAdamW(torch.optim.Optimizer):
             state.update(self.new_state(parameter))
         state["step"] += 1
         step = int(state["step"])
+        assert parameter.grad is not None
         weights, gradients = local(parameter), local(parameter.grad)
         stored = [Stored.of(state, name) for name in MOMENTS]
         begin, _ = local_rows(parameter)
@@ -111,7 +112,12 @@ def zero_scales(parameter: nn.Parameter) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         return mine
     return DTensor.from_local(
-        mine, parameter.device_mesh, parameter.placements, run_check=False, shape=(rows, blocks), stride=(blocks, 1)
+        mine,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=torch.Size((rows, blocks)),
+        stride=(blocks, 1),
     )
 
 
@@ -159,8 +165,8 @@ def store(value: torch.Tensor, target: torch.Tensor, dice: torch.Generator) -> N
         if target.data_ptr() != value.data_ptr():
             target.copy_(value)
         return
-    # The lower half of the bits is what bf16 has not. A random number of that size is added and the half cut off: it
-    # carries into the upper half with the probability of what is cut off. Magnitudes grow, whatever the sign.
+    # The lower half of the bits is what bf16 has not. A random number of its size is added and the half cut off: the sum
+    # carries into the upper half, to the next larger magnitude, with the probability of what was there.
     bits = value.view(torch.int32)
     bits.add_(torch.randint(1 << 16, value.shape, dtype=torch.int32, device=value.device, generator=dice))
     bits.bitwise_and_(-(1 << 16))
@@ -182,7 +188,10 @@ def dynamic_map(signed: bool) -> list[float]:
 
 
 def quantise(value: torch.Tensor, map_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [shape] and scales [rows, blocks] of fp32 values: the nearest of the map to value / largest of its block."""
+    """Codes [shape] and scales [rows, blocks] of fp32 values.
+
+    A scale is the largest magnitude of a block, a code the place in the map that is nearest to value / scale.
+    """
     blocks = into_blocks(value)
     scales = blocks.abs().amax(-1).clip_(min=1e-12)
     middles = (map_[:-1] + map_[1:]) / 2

@@ -1,8 +1,8 @@
 """Parallelism, applied to a model from outside. Knows stacks of blocks, and no model class.
 
-The order is: meta device, freeze, fp8, recompute, `fully_shard`, then weights into shards, then the optimizer. Recompute
-goes inside the sharded unit, so that a block's weights are gathered before it runs again; weights come after, so
-that no rank ever holds more than its shards.
+The order is: meta device, freeze, fp8, recompute, `fully_shard`, then weights into shards, then the optimizer.
+Recompute goes inside the sharded unit, so that a block's weights are gathered before it runs again; weights come after,
+so that no rank ever holds more than its shards.
 """
 
 from dataclasses import replace
