@@ -81,7 +81,7 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
     sources = find_weights(model, parts, cfg.model, projector, cfg.seed)
     fingerprints = {**loader.steps.fingerprints(), "model": fingerprint(model, sources)}
     if world.is_first:
-        weights = weights_of(model, model.whole_while_frozen(), cfg.precision)
+        weights = weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision)
         show_run(cfg, world, loader, weights, describe_projector(cfg, projector), kernel)
     buffers = computed_buffers(model)
     masters = parallelize(model, model.blocks(), mesh, plan, cfg, world.device, model.whole_while_frozen())

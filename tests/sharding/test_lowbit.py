@@ -100,7 +100,7 @@ def test_rounding_at_random_is_right_on_average() -> None:
 
 
 def test_small_updates_are_not_lost_in_bf16() -> None:
-    """A thousand updates of 1e-5 move weights of 1 by a hundredth; rounded to nearest they would stay where they are."""
+    """A thousand updates of 1e-5 move weights of 1 by a hundredth; rounded to nearest they would stay at 1."""
     ours = nn.Parameter(torch.ones(512, 8, dtype=torch.bfloat16))
     optimizer = LowBitAdamW(
         [{"params": [ours], "lr": 1e-5, "weight_decay": 0.0}], MomentDType.bf16, (0.9, 0.999), 1e-12, 0
@@ -115,7 +115,7 @@ def test_small_updates_are_not_lost_in_bf16() -> None:
 
 
 def test_the_second_moment_follows_a_change_in_bf16() -> None:
-    """Gradients grow by half, so the moment should grow by 5/4; of a thousandth a step, rounding to nearest sees none."""
+    """Gradients grow by half, so the moment should by 5/4, a thousandth a step; rounding to nearest sees none of it."""
     ours = nn.Parameter(torch.zeros(512, 8))
     optimizer = LowBitAdamW(
         [{"params": [ours], "lr": 0.0, "weight_decay": 0.0}], MomentDType.bf16, (0.9, 0.999), 1e-8, 0

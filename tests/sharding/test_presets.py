@@ -128,8 +128,8 @@ def dtypes(world: World, cfg: Config) -> dict[str, Any]:
 
 
 B, F, H = torch.bfloat16, torch.float32, torch.float16
-# "FSDP vs DeepSpeed" of accelerate's concept guides: the dtypes of model loading, of what a rank holds after preparation,
-# of training, and of the optimizer; loaded in bf16 there.
+# "FSDP vs DeepSpeed" of accelerate's concept guides: the dtypes of model loading, of what a rank holds after
+# preparation, of training, and of the optimizer.
 PUBLISHED = {
     "FSDP, memory-constrained": (B, B, B, B),
     "FSDP, mixed precision": (B, F, B, F),

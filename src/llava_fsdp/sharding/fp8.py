@@ -52,15 +52,19 @@ def multiply_in_fp8(blocks: nn.ModuleList, sharded: bool) -> None:
     """
     from torchao.float8 import convert_to_float8_training
 
-    linears = [m for m in blocks.modules() if isinstance(m, nn.Linear)]
-    if not any(takes_fp8(m) for m in linears):
+    if not weights_in_fp8(blocks):
         raise ConfigError(
-            f"precision.linear=fp8: none of the {len(linears)} linear layers has sizes that are multiples of "
-            f"{MULTIPLE}; {CURE}"
+            f"precision.linear=fp8: no linear layer of the language model has sizes that are multiples of {MULTIPLE}; "
+            f"{CURE}"
         )
     convert_to_float8_training(
         blocks, module_filter_fn=lambda module, _: takes_fp8(module), config=fp8_settings(sharded)
     )
+
+
+def weights_in_fp8(blocks: nn.ModuleList) -> set[nn.Parameter]:
+    """Of a stack that is as it was."""
+    return {module.weight for module in blocks.modules() if isinstance(module, nn.Linear) and takes_fp8(module)}
 
 
 def takes_fp8(module: nn.Module) -> bool:

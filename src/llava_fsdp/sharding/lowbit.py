@@ -165,8 +165,8 @@ def store(value: torch.Tensor, target: torch.Tensor, dice: torch.Generator) -> N
         if target.data_ptr() != value.data_ptr():
             target.copy_(value)
         return
-    # The lower half of the bits is what bf16 has not. A random number of its size is added and the half cut off: the sum
-    # carries into the upper half, to the next larger magnitude, with the probability of what was there.
+    # The lower half of the bits is what bf16 has not. A random number of its size is added and the half cut off: the
+    # sum carries into the upper half, to the next larger magnitude, with the probability of what was there.
     bits = value.view(torch.int32)
     bits.add_(torch.randint(1 << 16, value.shape, dtype=torch.int32, device=value.device, generator=dice))
     bits.bitwise_and_(-(1 << 16))

@@ -27,6 +27,8 @@ class Weight:
     """Stays whole on every rank while frozen."""
     fp32: bool
     """Computed in fp32, whatever the rest of the model is computed in."""
+    fp8: bool = False
+    """Gathered in fp8."""
 
     @property
     def numel(self) -> int:
@@ -35,6 +37,10 @@ class Weight:
     def item_size(self, precision: PrecisionConfig) -> int:
         """Bytes of an element in the computation."""
         return ITEM_SIZE[DType.fp32 if self.fp32 else precision.param_dtype]
+
+    def gathered_size(self, precision: PrecisionConfig) -> int:
+        """Bytes of an element while it is gathered."""
+        return 1 if self.fp8 else self.item_size(precision)
 
     def master_size(self, precision: PrecisionConfig) -> int:
         """Bytes of an element as it is kept, and of its gradient at the update."""
@@ -111,7 +117,7 @@ def bytes_per_rank(
         held = frozen + masters + copies
         return Bytes(held, masters, moments, held, masters)
     parameters = frozen + masters
-    gathered = 0 if plan.reshard_every_micro_batch else sum(w.item_size(precision) * w.numel for w in trainable)
+    gathered = 0 if plan.reshard_every_micro_batch else sum(w.gathered_size(precision) * w.numel for w in trainable)
     gradients_between = {
         Sync.EVERY_MICRO_BATCH: masters,
         Sync.LAST_MICRO_BATCH: sum(w.reduce_size(precision) * w.numel for w in trainable),

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from llava_fsdp.config import Config, LinearKind, PrecisionConfig
-from llava_fsdp.sharding.fp8 import multiply_in_fp8
+from llava_fsdp.sharding.fp8 import multiply_in_fp8, weights_in_fp8
 from llava_fsdp.sharding.memory import Weight
 from llava_fsdp.sharding.precision import (
     DTYPES,
@@ -122,11 +122,14 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)
 
 
-def weights_of(model: nn.Module, whole: list[nn.Module], precision: PrecisionConfig) -> dict[str, Weight]:
+def weights_of(
+    model: nn.Module, stacks: list[nn.ModuleList], whole: list[nn.Module], precision: PrecisionConfig
+) -> dict[str, Weight]:
     """Every parameter of a meta-device model, as the memory arithmetic sees it."""
+    in_fp8 = weights_in_fp8(stacks[0]) if precision.linear is LinearKind.fp8 else set()
     norms = norm_weights(model, precision)
     kept_whole = norms | {p for module in whole for p in module.parameters()}
     return {
-        name: Weight(tuple(p.shape), p.requires_grad, p in kept_whole, p in norms)
+        name: Weight(tuple(p.shape), p.requires_grad, p in kept_whole, p in norms, p in in_fp8)
         for name, p in model.named_parameters()
     }
