@@ -137,9 +137,11 @@ def quiet_single_process() -> Iterator[None]:
 
 
 def prepare_moments(state: TrainState) -> None:
-    """Give every parameter the optimizer state that a step would create, to be filled."""
+    """Give every parameter the optimizer state that a step would create, to be filled; offloaded moments exist already."""
     for group in state.optimizer.param_groups:
         for parameter in group["params"]:
+            if state.optimizer.state.get(parameter):
+                continue
             device = parameter.device if group.get("fused") else "cpu"
             state.optimizer.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=device),

@@ -6,14 +6,15 @@ that no rank ever holds more than its shards.
 """
 
 from dataclasses import replace
+from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from llava_fsdp.config import Config, PrecisionConfig
 from llava_fsdp.sharding.memory import Weight
+from llava_fsdp.sharding.offload import Offload
 from llava_fsdp.sharding.precision import (
     DTYPES,
     MasterWeights,
@@ -32,7 +33,7 @@ def parallelize(
     mesh: DeviceMesh | None,
     plan: ShardPlan,
     cfg: Config,
-    device: torch.device,
+    offload: Offload,
     whole: list[nn.Module],
 ) -> MasterWeights:
     """Shard a meta-device model in place and allocate, uninitialised, what this rank holds of it.
@@ -41,6 +42,7 @@ def parallelize(
         model: on the meta device, with `requires_grad` set; its forward must run the same modules on every rank.
         stacks: lists of blocks; each block becomes one unit of gathering, and of recomputation.
         mesh: (replicate, shard) or (shard,); None shards nothing.
+        offload: where what this rank holds is to lie.
         whole: modules whose frozen weights stay whole on every rank, whatever the plan.
 
     Returns:
@@ -51,17 +53,17 @@ def parallelize(
     apply_recompute(stacks, cfg.recompute)
     if mesh is not None:
         ignored = frozen_left_whole(model, plan, [*whole, *norms_kept_in_fp32(model, cfg.precision)])
-        shard(model, stacks, mesh, plan, cfg, ignored)
-    materialize(model, device)
+        shard(model, stacks, mesh, plan, cfg, ignored, offload)
+    materialize(model, offload)
     return MasterWeights({clean_name(n): p for n, p in model.named_parameters() if p.requires_grad})
 
 
-def materialize(model: nn.Module, device: torch.device) -> None:
-    """Allocate what this rank holds, uninitialised. `to_empty` alone would part tied parameters."""
+def materialize(model: nn.Module, offload: Offload) -> None:
+    """Allocate what this rank holds, uninitialised. Modules alone would part tied parameters."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    model.to_empty(device=device)
+    offload.materialize(model)
     for first, *others in names.values():
         for other in others:
             module_name, _, leaf = other.rpartition(".")
@@ -81,6 +83,7 @@ def shard(
     plan: ShardPlan,
     cfg: Config,
     ignored: set[nn.Parameter],
+    offload: Offload,
 ) -> None:
     """`fully_shard` every block that has something to shard, then the rest of the model as the root unit.
 
@@ -92,21 +95,16 @@ def shard(
         reduce_dtype=DTYPES[cfg.precision.reduce_dtype],
         cast_forward_inputs=False,  # the model casts pictures itself, at every world size alike
     )
+    common: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored, "offload_policy": offload.policy}
     norms = [m for m in norms_kept_in_fp32(model, cfg.precision) if set(m.parameters()) - ignored]
     if norms:
         kept = replace(policy, param_dtype=None)
-        fully_shard(norms, mesh=mesh, mp_policy=kept, reshard_after_forward=False, ignored_params=ignored)
+        fully_shard(norms, mp_policy=kept, reshard_after_forward=False, **common)
     for stack in stacks:
         for block in stack:
             if set(block.parameters()) - ignored:
-                fully_shard(
-                    block,
-                    mesh=mesh,
-                    mp_policy=policy,
-                    reshard_after_forward=plan.reshard_after_forward,
-                    ignored_params=ignored,
-                )
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=ignored)
+                fully_shard(block, mp_policy=policy, reshard_after_forward=plan.reshard_after_forward, **common)
+    fully_shard(model, mp_policy=policy, reshard_after_forward=False, **common)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loss is divided by the label tokens of the whole step, so gradients are summed, never averaged.

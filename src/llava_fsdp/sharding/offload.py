@@ -1,0 +1,222 @@
+"""Where a run's states lie beside the device: `offload=none|optimizer|params|nvme`. All give the same weights.
+
+| | fp32 shards | gradients | moments | updated by |
+|---|---|---|---|---|
+| none | device | device | device | the fused kernel of the device |
+| optimizer | device | device | host, pinned | the same, through two buffers (`sharding/streamed.py`) |
+| params | host, pinned | host, pinned | host | the CPU's fused kernel |
+| nvme | a file | a file | a file | the CPU's fused kernel, where they are, read ahead |
+
+Resident bytes of a rank between steps. S: bytes of the shards that FSDP holds here, trainable ones in the master dtype,
+frozen sharded ones in the compute dtype, each padded to ceil(rows / shards) rows; T: the trainable part of S, and G, M:
+gradients in the same dtype and moments, not padded (fp32: G = 4 and M = 8 bytes for each of the rank's trainable
+elements); W: frozen weights that are whole on the rank, and buffers. page(x) rounds every tensor up to 4096 bytes, pow2(x) every
+tensor up to a power of two (torch's pinned allocator).
+
+| | device, at rest | device, while the optimizer steps | host memory | disk |
+|---|---|---|---|---|
+| none | W + S + M | + G | 0 | 0 |
+| optimizer | W + S | + G + 2 min(128 MiB, M) | page(M) pinned | 0 |
+| params | W | W | page(S) pinned + pow2(G) pinned + M | 0 |
+| nvme | W | W | what the system keeps of the files | page(S) + page(G) + page(M) |
+
+At world size 1 `params` and `nvme` shard over a mesh of this one rank, so that the arithmetic of several ranks holds with one
+shard, and there is no working copy. `optimizer` leaves one rank unwrapped: its working copies in the compute dtype
+come on top, as without offload. While a micro-batch runs, gathered units come on top on the device in every mode, as
+without offload: two blocks and the root unit in the compute dtype, or all of it in rows that keep weights gathered. Under `params` and
+`nvme` on a GPU a unit's shards also pass through in the master dtype. Without a GPU the device is the host: `params` and
+`optimizer` save nothing there.
+"""
+
+import math
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from llava_fsdp.config import Config, OffloadMode, RecomputeMode, Strategy
+from llava_fsdp.errors import OutOfMemory
+from llava_fsdp.log import log
+from llava_fsdp.sharding.arena import Arena
+from llava_fsdp.sharding.shards import like, local
+from llava_fsdp.sharding.streamed import Copied, Mapped, StreamedOptimizer
+
+IN_MEMORY = ("tmpfs", "ramfs")
+NO_ROOM = re.compile(
+    r"can't allocate memory|not enough memory|out of memory|Cannot allocate memory|std::bad_alloc", re.IGNORECASE
+)
+
+
+class Offload:
+    """What `offload` asks for, on one rank."""
+
+    def __init__(self, cfg: Config, device: torch.device):
+        self.mode = cfg.offload.mode
+        self.device = device
+        self.pin = device.type == "cuda"
+        self.folder = Path(cfg.offload.folder or cfg.output_dir) if self.mode is OffloadMode.nvme else None
+        self.shards: Arena | None = None
+        self.gradients: Arena | None = None
+
+    @property
+    def policy(self) -> OffloadPolicy:
+        """For `fully_shard`. Pages of a file are not pinned: it would hold them in memory, which nvme is there to save."""
+        if not self.mode.moves_weights:
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=self.pin and self.mode is OffloadMode.params)
+
+    def materialize(self, model: nn.Module) -> None:
+        """Allocate what this rank holds, uninitialised: shards where they are to lie, all else on the device."""
+        if self.mode.moves_weights:
+            shards = [p for p in model.parameters() if isinstance(p, DTensor)]
+            room = sum(Arena.room(padded_shape(p), p.dtype) for p in shards)
+            self.shards = Arena(room, self.folder, pin=self.pin and self.folder is None)
+        tied: dict[int, torch.Tensor] = {}  # a tied parameter is met once under each of its names
+
+        def allocate(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.device.type != "meta":
+                return tensor
+            if id(tensor) not in tied:
+                tied[id(tensor)] = self.empty(tensor)
+            return tied[id(tensor)]
+
+        model._apply(allocate)
+        if self.shards is not None:
+            keep_padding(model)
+        if self.mode is OffloadMode.nvme:
+            self.take_gradients(model)
+
+    def empty(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.shards is None or not isinstance(tensor, DTensor):
+            return torch.empty_like(tensor, device=self.device)
+        padded = self.shards.take(padded_shape(tensor), tensor.dtype)
+        return like(tensor, padded[: tensor.to_local().shape[0]])
+
+    def take_gradients(self, model: nn.Module) -> None:
+        """Give every trainable shard a place in a file that its gradient is moved to as soon as it is reduced."""
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        assert all(isinstance(p, DTensor) for p in trainable)
+        self.gradients = Arena(sum(Arena.room(local(p).shape, p.dtype) for p in trainable), self.folder)
+        for parameter in trainable:
+            place = self.gradients.take(local(parameter).shape, parameter.dtype)
+            parameter.register_post_accumulate_grad_hook(GradientIntoFile(place))
+
+    def loaded(self) -> None:
+        """Weights are in their shards: let the pages of the file go."""
+        if self.shards is not None and self.shards.of_file:
+            self.shards.release_all()
+
+    def optimizer(self, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer with its moments where they are to lie."""
+        if self.mode is OffloadMode.optimizer:
+            return StreamedOptimizer(
+                inner, lambda size: Arena(size, pin=self.pin), lambda made: Copied(made, self.device)
+            )
+        if self.mode is OffloadMode.nvme:
+            others = [arena for arena in (self.shards, self.gradients) if arena is not None]
+            return StreamedOptimizer(inner, lambda size: Arena(size, self.folder), lambda made: Mapped(made, others))
+        return inner
+
+    def describe(self) -> str:
+        """One line for the screen that a run begins with."""
+        if self.mode is OffloadMode.none:
+            return "none"
+        if self.folder is None:
+            saves = "" if self.pin else ": without a GPU the device is the host, and this saves nothing"
+            return f"{self.mode.value}, in host memory{saves}"
+        found = filesystem(self.folder)
+        memory = ", which is memory: this saves nothing; offload.folder=DIR of a disk does" * (found in IN_MEMORY)
+        return f"nvme, in files without names in {self.folder} ({found or 'unknown filesystem'}{memory})"
+
+
+class GradientIntoFile:
+    """Moves a shard's gradient into a file; FSDP adds the next micro-batch's to it there."""
+
+    def __init__(self, place: torch.Tensor):
+        self.place = place
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        if local(gradient).data_ptr() != self.place.data_ptr():
+            self.place.copy_(local(gradient))
+            parameter.grad = like(gradient, self.place)
+
+
+def padded_shape(parameter: DTensor) -> tuple[int, ...]:
+    """Of the largest shard: FSDP pads every rank's to it before a collective."""
+    shards = parameter.device_mesh.size(parameter.device_mesh.ndim - 1)
+    return (math.ceil(parameter.shape[0] / shards), *parameter.shape[1:])
+
+
+def keep_padding(model: nn.Module) -> None:
+    """Tell FSDP that shards with fewer rows than the largest are padded already; else it copies them elsewhere to pad them.
+
+    There is no public way to say so. tests/sharding/test_offload.py sees where shards lie after a step.
+    """
+    for module in model.modules():
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        for managed in group.fsdp_params if group is not None else ():
+            own = getattr(managed._module_info.module, managed._module_info.param_name).to_local()
+            storage = own.untyped_storage()
+            count = storage.nbytes() // own.dtype.itemsize
+            managed._sharded_param_data = torch.empty(0, dtype=own.dtype).set_(storage, 0, (count,))
+
+
+def filesystem(folder: Path) -> str | None:
+    """The kind of filesystem that a folder, or the nearest one above it that exists, lies on; None where unknown."""
+    while not folder.exists():
+        folder = folder.parent
+    device = os.stat(folder).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return None
+    kinds = [line.partition(" - ")[2].split()[0] for line in lines if line.split()[2] == wanted]
+    return kinds[-1] if kinds else None
+
+
+@contextmanager
+def clear_memory_errors(cfg: Config, device: torch.device) -> Iterator[None]:
+    """What torch says where memory runs out, as one message that names the cure.
+
+    Raises:
+        OutOfMemory: instead of torch's or Python's own error.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        said = str(error)
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not NO_ROOM.search(said):
+            raise
+        where = "GPU memory" if isinstance(error, torch.OutOfMemoryError) else "host memory"
+        asked = re.search(r"tried to allocate ([\d.]+ \w+)|allocate (\d+ bytes)", said)
+        size = f" ({next(filter(None, asked.groups()))} more were asked for)" if asked else ""
+        raise OutOfMemory(f"out of {where}{size}; less is needed with {', or '.join(cures(cfg, device))}") from error
+
+
+def cures(cfg: Config, device: torch.device) -> list[str]:
+    """What takes less memory than this configuration, the cheapest first."""
+    found = ["recompute=full"] if cfg.recompute.mode is RecomputeMode.none else []
+    found.append("a smaller tokens_per_micro_batch" if cfg.pack else "a smaller micro_batch_size")
+    if cfg.sharding.strategy is not Strategy.FULL_SHARD:
+        found.append("sharding=zero3")
+    modes = list(OffloadMode) if device.type == "cuda" else [OffloadMode.nvme]
+    later = modes[modes.index(cfg.offload.mode) + 1 :] if cfg.offload.mode in modes else modes
+    found += [f"offload={mode.value}" for mode in later]
+    return [*found, "more ranks under sharding=zero3"]
+
+
+def warn_of_no_use(offload: Offload, is_first: bool) -> None:
+    """An offload that saves nothing on this machine works, and is said to save nothing."""
+    said = offload.describe()
+    if is_first and "saves nothing" in said:
+        log().warning("offload=%s", said)
