@@ -28,7 +28,6 @@ without offload: two blocks and the root unit in the compute dtype, or all of it
 `optimizer` save nothing there.
 """
 
-import math
 import os
 import re
 from collections.abc import Iterator
@@ -74,30 +73,33 @@ class Offload:
 
     def materialize(self, model: nn.Module) -> None:
         """Allocate what this rank holds, uninitialised: shards where they are to lie, all else on the device."""
-        if self.mode.moves_weights:
-            shards = [p for p in model.parameters() if isinstance(p, DTensor)]
-            room = sum(Arena.room(padded_shape(p), p.dtype) for p in shards)
-            self.shards = Arena(room, self.folder, pin=self.pin and self.folder is None)
-        tied: dict[int, torch.Tensor] = {}  # a tied parameter is met once under each of its names
+        made = self.take_shards(model) if self.mode.moves_weights else {}
 
         def allocate(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.device.type != "meta":
                 return tensor
-            if id(tensor) not in tied:
-                tied[id(tensor)] = self.empty(tensor)
-            return tied[id(tensor)]
+            # a tied parameter is met once under each of its names
+            return made.setdefault(id(tensor), torch.empty_like(tensor, device=self.device))
 
         model._apply(allocate)
-        if self.shards is not None:
-            keep_padding(model)
         if self.mode is OffloadMode.nvme:
             self.take_gradients(model)
 
-    def empty(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.shards is None or not isinstance(tensor, DTensor):
-            return torch.empty_like(tensor, device=self.device)
-        padded = self.shards.take(padded_shape(tensor), tensor.dtype)
-        return like(tensor, padded[: tensor.to_local().shape[0]])
+    def take_shards(self, model: nn.Module) -> dict[int, torch.Tensor]:
+        """Every sharded parameter with its padding, by the identity of the one on the meta device.
+
+        FSDP is told at once what it will gather from; else it copies shards with fewer rows than the largest elsewhere
+        to pad them, and there is no public way to say so. tests/sharding/test_offload.py sees where shards lie.
+        """
+        found = [p for module in model.modules() if isinstance(module, FSDPModule) for p in managed(module)]
+        room = sum(Arena.room(p.padded_sharded_param_size, p.sharded_param.dtype) for p in found)
+        self.shards = Arena(room, self.folder, pin=self.pin and self.folder is None)
+        made: dict[int, torch.Tensor] = {}
+        for own in found:
+            padded = self.shards.take(own.padded_sharded_param_size, own.sharded_param.dtype)
+            own._sharded_param_data = padded.view(-1)
+            made[id(own.sharded_param)] = like(own.sharded_param, padded[: own.sharded_size[0]])
+        return made
 
     def take_gradients(self, model: nn.Module) -> None:
         """Give every trainable shard a place in a file that its gradient is moved to as soon as it is reduced."""
@@ -150,24 +152,10 @@ class GradientIntoFile:
             parameter.grad = like(gradient, self.place)
 
 
-def padded_shape(parameter: DTensor) -> tuple[int, ...]:
-    """Of the largest shard: FSDP pads every rank's to it before a collective."""
-    shards = parameter.device_mesh.size(parameter.device_mesh.ndim - 1)
-    return (math.ceil(parameter.shape[0] / shards), *parameter.shape[1:])
-
-
-def keep_padding(model: nn.Module) -> None:
-    """Tell FSDP that shards with fewer rows than the largest are padded already; else it copies them elsewhere to pad them.
-
-    There is no public way to say so. tests/sharding/test_offload.py sees where shards lie after a step.
-    """
-    for module in model.modules():
-        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
-        for managed in group.fsdp_params if group is not None else ():
-            own = getattr(managed._module_info.module, managed._module_info.param_name).to_local()
-            storage = own.untyped_storage()
-            count = storage.nbytes() // own.dtype.itemsize
-            managed._sharded_param_data = torch.empty(0, dtype=own.dtype).set_(storage, 0, (count,))
+def managed(module: FSDPModule) -> list[Any]:
+    """What FSDP knows of the parameters of a unit."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    return [] if group is None else group.fsdp_params
 
 
 def filesystem(folder: Path) -> str | None:
