@@ -1,7 +1,7 @@
 """Ranks on gloo under one limit on private memory, forked anew for every attempt, and what the largest batch is there.
 
 The limit is RLIMIT_DATA, set on each process after its imports: it counts private writable memory (heap, stacks,
-anonymous mappings), touched or not, and no mapped files.
+anonymous mappings), touched or not, and no mapped files. Freed blocks of 1 MiB and more go back to the system at once.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from provenance import commit, machine
 
 from llava_fsdp.errors import OutOfMemory
 from llava_fsdp.sharding.mesh import World
-from llava_fsdp.sharding.offload import NO_ROOM
+from llava_fsdp.sharding.offload import NO_ROOM, return_freed_memory
 
 MIB = 1 << 20
 RANKS = 2
@@ -99,6 +99,7 @@ def collect(pipes: list[Any], ranks: list[Any], timeout: float) -> Fits:
 
 def serve(rank: int, store: Path, pipe: Any, limit: int | None, function: Callable[..., Any], args: Any) -> None:
     torch.set_num_threads(1)
+    return_freed_memory()  # the same for all: else the heap's holes are measured
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     try:
