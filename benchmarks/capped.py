@@ -15,6 +15,7 @@ import shlex
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -120,6 +121,27 @@ def private_bytes() -> int:
         for line in Path("/proc/self/status").read_text().splitlines()
         if line.startswith("VmData")
     )
+
+
+class PeakPrivate:
+    """The most private memory that the process held meanwhile, looked at every few milliseconds."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self.watch, daemon=True)
+
+    def watch(self) -> None:
+        while not self.ended.wait(0.003):
+            self.bytes = max(self.bytes, private_bytes())
+
+    def __enter__(self) -> "PeakPrivate":
+        self.thread.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.ended.set()
+        self.thread.join()
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:

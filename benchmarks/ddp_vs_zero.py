@@ -2,9 +2,9 @@
 
     python benchmarks/ddp_vs_zero.py
 
-`torch.nn.parallel.DistributedDataParallel` in a loop as one writes it, against ours, on two gloo ranks that may have the
-same private memory. The same model, samples, loss and optimizer; losses at batch 1 are compared first. Largest batches are
-found by bisection: a batch fits if two steps run. How to read the result is in benchmarks/README.md.
+`torch.nn.parallel.DistributedDataParallel` in a loop as one writes it, against ours, on two gloo ranks that may have
+the same private memory. The same model, samples, loss and optimizer; losses at batch 1 are compared first. Largest
+batches are found by bisection: a batch fits if two steps run. How to read the result is in benchmarks/README.md.
 """
 
 import argparse
@@ -197,12 +197,11 @@ def draw(pyplot: Any, report: dict[str, Any]) -> None:
         axis.set_xticks(range(len(names)), names)
         axis.set_title(title, fontsize="medium")
     axes[0].legend()
-    published = report["published"]
+    batch, epoch = report["published"]["batch"], report["published"]["epoch_seconds"]
     figure.suptitle(
         f"{report['ranks']} ranks, {report['trained_parameters'] / 1e6:.1f} M trained parameters, "
         f"{report['limit_beyond_imports_bytes'] / MIB:.0f} MiB beyond the imports; published: batch "
-        f"{published['batch']['zero']} against {published['batch']['ddp']}, epoch {published['epoch_seconds']['zero']} s "
-        f"against {published['epoch_seconds']['ddp']} s",
+        f"{batch['zero']} against {batch['ddp']}, epoch {epoch['zero']} s against {epoch['ddp']} s",
         fontsize="small",
     )
 

@@ -137,7 +137,7 @@ def quiet_single_process() -> Iterator[None]:
 
 
 def prepare_moments(state: TrainState) -> None:
-    """Give every parameter the optimizer state that a step would create, to be filled; offloaded moments exist already."""
+    """Give every parameter the optimizer state that a step would create, to be filled; offloaded ones exist already."""
     for group in state.optimizer.param_groups:
         for parameter in group["params"]:
             if state.optimizer.state.get(parameter):

@@ -564,8 +564,8 @@ class Config:
         mode, strategy = self.offload.mode, self.sharding.strategy
         if mode is not OffloadMode.none and strategy is Strategy.NO_SHARD:
             raise ConfigError(
-                f"offload={mode.value} with sharding=zero0 would hold the same states in host memory once for every rank; "
-                "sharding=zero2 or zero3 shares them out, and is the same on one GPU"
+                f"offload={mode.value} with sharding=zero0 would hold the same states in host memory once for every "
+                "rank; sharding=zero2 or zero3 shares them out, and is the same on one GPU"
             )
         if mode.moves_weights and strategy is Strategy.SHARD_OPTIMIZER:
             raise ConfigError(

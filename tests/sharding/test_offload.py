@@ -164,10 +164,12 @@ def test_any_elementwise_optimizer_in_pieces_is_the_same_to_the_bit(
         results = []
         for streamed in (False, True):
             parameters = [nn.Parameter(v.clone()) for v in values]
-            optimizer = make([
-                {"params": parameters[:2], "weight_decay": 0.1},
-                {"params": parameters[2:], "weight_decay": 0.0, "lr": 3e-2},
-            ])
+            optimizer = make(
+                [
+                    {"params": parameters[:2], "weight_decay": 0.1},
+                    {"params": parameters[2:], "weight_decay": 0.0, "lr": 3e-2},
+                ]
+            )
             if streamed:
                 folder = tmp_path if kind == "file" else None
                 optimizer = StreamedOptimizer(

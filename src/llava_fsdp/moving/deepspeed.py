@@ -111,7 +111,9 @@ DEEPSPEED: Mapping[str, Outcome | Rule] = {
     "zero_optimization.cpu_offload_param": OFFLOAD,
     "zero_optimization.cpu_offload_params": OFFLOAD,
     "zero_optimization.cpu_offload_use_pin_memory": OFFLOAD,
-    "zero_optimization.zenflow.*": unsupported("every update is made in its own step; offload=optimizer overlaps copies with it"),
+    "zero_optimization.zenflow.*": unsupported(
+        "every update is made in its own step; offload=optimizer overlaps copies with it"
+    ),
     "zero_optimization.stage3_prefetch_bucket_size": rules.Bucket(0.9, stage3=True),
     "zero_optimization.prefetch_bucket_size": rules.Bucket(0.9, stage3=True),
     "zero_optimization.stage3_param_persistence_threshold": rules.persistence,

@@ -77,7 +77,7 @@ class Arena:
             torch.frombuffer(self.memory, dtype=torch.uint8, count=length, offset=begin)[::PAGE].sum()
 
     def release(self, tensor: torch.Tensor) -> None:
-        """This process is done with a tensor of a file for now; changed pages stay in the system's cache, or go to disk."""
+        """This process is done with a tensor of a file for now; its pages stay in the system's cache, or go to disk."""
         assert self.of_file, "the pages of anonymous memory would come back as zeros"
         begin, length = self.stretch(tensor)
         if length:
@@ -138,8 +138,8 @@ def file_mapped(size: int, folder: Path) -> Memory:
         free = found.f_bavail * found.f_frsize
         if free < size:
             raise OffloadError(
-                f"offload=nvme needs {size / GIB:.3g} GiB more in {folder}, where {free / GIB:.3g} GiB are free; give a "
-                "folder on a larger local disk: offload.folder=DIR"
+                f"offload=nvme needs {size / GIB:.3g} GiB more in {folder}, where {free / GIB:.3g} GiB are free; give "
+                "a folder on a larger local disk: offload.folder=DIR"
             )
         # every block now: a page that finds the disk full later would end the process with SIGBUS
         os.posix_fallocate(descriptor, 0, size)

@@ -7,25 +7,31 @@
 | params | host, pinned | host, pinned | host | the CPU's fused kernel |
 | nvme | a file | a file | a file | the CPU's fused kernel, where they are, read ahead |
 
-Resident bytes of a rank between steps. S: bytes of the shards that FSDP holds here, trainable ones in the master dtype,
-frozen sharded ones in the compute dtype, each padded to ceil(rows / shards) rows; T: the trainable part of S, and G, M:
-gradients in the same dtype and moments, not padded (fp32: G = 4 and M = 8 bytes for each of the rank's trainable
-elements); W: frozen weights that are whole on the rank, and buffers. page(x) rounds every tensor up to 4096 bytes, pow2(x) every
-tensor up to a power of two (torch's pinned allocator).
+Bytes of a rank between steps. Every sum is over the tensors of this rank: n elements of a parameter that it holds, n*
+with the padding to ceil(rows / shards) rows, i bytes an element.
 
-| | device, at rest | device, while the optimizer steps | host memory | disk |
+    W    n i, frozen weights that are whole on the rank, in the compute dtype; buffers
+    C    n i, working copies in the compute dtype: at world size 1 without `params` and `nvme` alone, 0 for fp32
+    S    n* i, shards that FSDP manages: trainable ones in the master dtype, frozen ones in the compute dtype
+    G    n i, gradients in the master dtype, from the first micro-batch to the end of the step
+    M    n i, moments: fp32 Adam 8 n of what trains; the step's count is 4 bytes a parameter more
+    B    the largest bucket: at most 128 MiB, M where that is less
+
+page(x) is x with every tensor rounded up to 4096 bytes; pow2(x) to a power of two, as torch's pinned allocator has it.
+
+| | device, at rest | device, in the optimizer's step | host memory | disk |
 |---|---|---|---|---|
-| none | W + S + M | + G | 0 | 0 |
-| optimizer | W + S | + G + 2 min(128 MiB, M) | page(M) pinned | 0 |
-| params | W | W | page(S) pinned + pow2(G) pinned + M | 0 |
-| nvme | W | W | what the system keeps of the files | page(S) + page(G) + page(M) |
+| none | W + C + S + M | + G | 0 | 0 |
+| optimizer | W + C + S | + G + 2 B | page(M), pinned | 0 |
+| params | W | + 0 | page(S), pinned; pow2(G), pinned; M | 0 |
+| nvme | W | + 0 | what the system caches of the files | page(S) + page(G) + page(M) |
 
-At world size 1 `params` and `nvme` shard over a mesh of this one rank, so that the arithmetic of several ranks holds with one
-shard, and there is no working copy. `optimizer` leaves one rank unwrapped: its working copies in the compute dtype
-come on top, as without offload. While a micro-batch runs, gathered units come on top on the device in every mode, as
-without offload: two blocks and the root unit in the compute dtype, or all of it in rows that keep weights gathered. Under `params` and
-`nvme` on a GPU a unit's shards also pass through in the master dtype. Without a GPU the device is the host: `params` and
-`optimizer` save nothing there.
+At world size 1 without `params` and `nvme` nothing is wrapped, and S is the masters, n i. With them FSDP shards over a
+mesh of this one rank, because FSDP is what moves weights. While a micro-batch runs, gathered units come on top on the
+device in every mode, as without offload: two blocks and the root unit in the compute dtype, or all blocks in rows that
+keep weights gathered; under `params` and `nvme` on a GPU also one unit's shards in the master dtype, on their way. A
+reduced gradient passes through the device a unit at a time. Without a GPU the device is the host: `optimizer` and
+`params` save nothing there, and `nvme` leaves W and what a micro-batch takes as private memory.
 """
 
 import ctypes
@@ -70,7 +76,7 @@ class Offload:
 
     @property
     def policy(self) -> OffloadPolicy:
-        """For `fully_shard`. Pages of a file are not pinned: it would hold them in memory, which nvme is there to save."""
+        """For `fully_shard`. Pages of a file are not pinned: that would hold them in memory."""
         if not self.mode.moves_weights:
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=self.pin and self.mode is OffloadMode.params)

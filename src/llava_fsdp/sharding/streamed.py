@@ -1,7 +1,7 @@
 """An optimizer whose moments lie elsewhere, updated piece by piece by the very kernel that would update them at once.
 
-The inner optimizer is any of torch's whose update is elementwise and whose state is, for every parameter, tensors of the
-parameter's shape and single numbers (Adam, AdamW, SGD with momentum, ...). It is handed stretches of the flattened
+The inner optimizer is any of torch's whose update is elementwise and whose state is, for every parameter, tensors of
+its shape and single numbers (Adam, AdamW, SGD with momentum, ...). It is handed stretches of the flattened
 parameters, a bucket of them at a time, with the stretches of their moments: element by element the same arithmetic.
 """
 
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.sharding.arena import Arena
@@ -21,7 +20,7 @@ from llava_fsdp.sharding.shards import like, local
 BUCKET_BYTES = 128 << 20
 """Most bytes of moments that are moved at once; two such are under way."""
 ALIGNMENT = 256
-"""Elements: pieces begin at multiples, so that a kernel's vectors and its scalar rest lie where they lie in the whole."""
+"""Elements: pieces begin at multiples, so that a kernel's vectors and scalar rest lie where they do in the whole."""
 
 State = dict[str, torch.Tensor]
 
@@ -92,9 +91,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.arena = make_arena(sum(rooms))
         for parameter in parameters:
             spec = specs[parameter.dtype]
-            moments = {
-                n: like(parameter, self.arena.take(local(parameter).shape, d)) for n, d in spec.moments.items()
-            }
+            moments = {n: like(parameter, self.arena.take(local(parameter).shape, d)) for n, d in spec.moments.items()}
             self.state[parameter] = {**{n: v.clone() for n, v in spec.scalars.items()}, **moments}
         self.moment_names = {dtype: list(spec.moments) for dtype, spec in specs.items()}
         self.buckets = list(cut(self.param_groups, {d: s.item_size for d, s in specs.items()}, bucket_bytes))
@@ -134,7 +131,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.inner.step()
         for piece, values, state in given:
             after = self.inner.state[values]
-            assert all(after[n] is v for n, v in state.items()), "an optimizer that replaces its state cannot be streamed"
+            assert all(after[n] is v for n, v in state.items()), (
+                "an optimizer that replaces its state cannot be streamed"
+            )
             if not piece.is_whole and piece.end == local(piece.parameter).numel():
                 for name, value in self.state[piece.parameter].items():
                     if name not in self.moment_names[piece.parameter.dtype]:
