@@ -160,6 +160,22 @@ class RecomputeMode(Enum):
     """its input, in the host's memory; the block runs again"""
 
 
+class OffloadMode(Enum):
+    """What lies elsewhere than on the device, each more than the one before."""
+
+    none = "none"
+    optimizer = "optimizer"
+    """moments, in host memory"""
+    params = "params"
+    """shards, gradients and moments, in host memory"""
+    nvme = "nvme"
+    """shards, gradients and moments, in files"""
+
+    @property
+    def moves_weights(self) -> bool:
+        return self in (OffloadMode.params, OffloadMode.nvme)
+
+
 class Schedule(Enum):
     cosine = "cosine"
     linear = "linear"
@@ -483,6 +499,20 @@ class RecomputeConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class OffloadConfig:
+    mode: OffloadMode
+    folder: str | None
+    """nvme only: a folder on a local disk; null: output_dir. What lies there has no name and ends with the process."""
+
+    def __post_init__(self) -> None:
+        if self.folder is not None and self.mode is not OffloadMode.nvme:
+            raise ConfigError(
+                f"offload.folder={self.folder} is for offload=nvme; offload={self.mode.value} writes no files: set it "
+                "to null"
+            )
+
+
+@dataclass(kw_only=True, slots=True)
 class OptimConfig:
     lr: float
     projector_lr: float | None
@@ -580,6 +610,7 @@ class Config:
     sharding: ShardingConfig
     precision: PrecisionConfig
     recompute: RecomputeConfig
+    offload: OffloadConfig
     optim: OptimConfig
     order: OrderConfig
     compat: CompatConfig
@@ -611,6 +642,7 @@ class Config:
 
     def __post_init__(self) -> None:
         self.check_packing()
+        self.check_offload()
         if self.precision.linear is LinearKind.fp8 and Part.language not in self.model.train:
             raise ConfigError(
                 f"precision.linear=fp8 is for a language model that trains, and model.train="
@@ -652,6 +684,20 @@ class Config:
                 f"model.projector_type={self.model.projector_type} has no equal in transformers' LLaVA, so the run "
                 "could not be exported; choose mlp2x_gelu, or set export.enabled=false and turn it into the "
                 "original's format later: python -m llava_fsdp.export source=OUTPUT_DIR to=FOLDER format=llava"
+            )
+
+    def check_offload(self) -> None:
+        """Raises ConfigError where a row of the ZeRO table keeps on the device what offload is to take off it."""
+        mode, strategy = self.offload.mode, self.sharding.strategy
+        if mode is not OffloadMode.none and strategy is Strategy.NO_SHARD:
+            raise ConfigError(
+                f"offload={mode.value} with sharding=zero0 would hold the same states in host memory once for every "
+                "rank; sharding=zero2 or zero3 shares them out, and is the same on one GPU"
+            )
+        if mode.moves_weights and strategy is Strategy.SHARD_OPTIMIZER:
+            raise ConfigError(
+                f"offload={mode.value} with sharding=zero1 would still hold all weights and gradients on the device "
+                "through the whole step; choose sharding=zero2 or zero3, or offload=optimizer"
             )
 
     def check_packing(self) -> None:
