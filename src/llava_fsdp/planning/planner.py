@@ -82,7 +82,7 @@ class Planner:
         self.kernel: Kernel | None = kernel_for(cfg, self.parts.language, device, bf16)
         self.model: Llava = build_llava(self.parts, cfg.model, compute, self.kernel)
         whole = self.model.whole_while_frozen()
-        self.weights = list(weights_of(self.model, whole, cfg.precision, self.model.blocks()).values())
+        self.weights = list(weights_of(self.model, self.model.blocks(), whole, cfg.precision).values())
         self.buffer_bytes = sum(b.numel() * b.element_size() for b in self.model.buffers())
         self.measured: dict[tuple[str, MicroBatch], list[Segment]] = {}
 

@@ -54,6 +54,8 @@ class Rest:
     optimizer: int
     buffers: int
     """Computed buffers of the model, and a step's tensors."""
+    updating: int = 0
+    """Beside them, while the optimizer steps."""
 
 
 Pass = Sequence[Segment]
@@ -61,7 +63,7 @@ Pass = Sequence[Segment]
 
 
 def walk_one_rank(passes: Sequence[Pass], rest: Rest) -> Ledger:
-    """A step where nothing is sharded: gradients go into fp32 masters one weight at a time."""
+    """A step where nothing is sharded: gradients go into masters one weight at a time."""
     ledger = Ledger()
     ledger.add("at rest", parameters=rest.parameters, optimizer=rest.optimizer, buffers=rest.buffers)
     for number, segments in enumerate(passes):
@@ -71,9 +73,9 @@ def walk_one_rank(passes: Sequence[Pass], rest: Rest) -> Ledger:
             ledger.look(describe(segment), gradients=worst.gradients)
             ledger.reach(segment.end)
             if number == 0:
-                ledger.held["gradients"] += segment.made_fp32
+                ledger.held["gradients"] += segment.made_masters
     assert ledger.held["gradients"] == rest.gradients
-    ledger.look("optimizer step")
+    ledger.look("optimizer step", buffers=rest.updating)
     return ledger
 
 
@@ -85,7 +87,7 @@ def walk(passes: Sequence[Pass], units: dict[str, Unit], plan: ShardPlan, rest: 
     for number, segments in enumerate(passes, start=1):
         rank.micro_batch(segments, is_last=number == len(passes))
     assert ledger.held["gradients"] == rest.gradients
-    ledger.look("optimizer step")
+    ledger.look("optimizer step", buffers=rest.updating)
     return ledger
 
 
