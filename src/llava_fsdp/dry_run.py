@@ -6,14 +6,16 @@ that the configuration allows. Collectives cost memory but reach nobody, so that
 
 import json
 import sys
+import tempfile
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from llava_fsdp.config import Config, Format
+from llava_fsdp.config import Config, Format, OffloadMode
 from llava_fsdp.data.synthetic import Contents, SyntheticLoader, fullest, micro_batches_of, synthetic_step
 from llava_fsdp.loop import train_step
 from llava_fsdp.model.draw import Rule, draw_rule
@@ -38,9 +40,12 @@ STATES = ("parameters", "gradients", "optimizer")
 
 
 def dry_run(cfg: Config) -> None:
-    """Measure, and print a table, or with format=json one object. Nothing is written."""
-    with distributed(cfg) as world:
-        report = measure(cfg, world)
+    """Measure, and print a table, or with format=json one object. Nothing is left behind."""
+    with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
+        if cfg.offload.mode is OffloadMode.nvme and cfg.offload.folder is None:  # that would be output_dir
+            cfg = replace(cfg, offload=replace(cfg.offload, folder=folder))
+        with distributed(cfg) as world:
+            report = measure(cfg, world)
     if cfg.format is Format.json:
         print(json.dumps(report))
     else:
@@ -97,7 +102,7 @@ def plan_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
     rows = 1 if cfg.pack else len(contents.lengths)
     samples, positions = len(contents.lengths), contents.positions
     micro = MicroBatch(rows, positions // rows, samples, contents.tiles, contents.labels)
-    return plan_peak(cfg, world.size, world.device, micro, micro_batches_of(contents, cfg, world.size))
+    return plan_peak(cfg, world.size, world.device, [micro] * micro_batches_of(contents, cfg, world.size))
 
 
 @torch.no_grad()

@@ -8,14 +8,16 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from llava_fsdp.config import Config
+from llava_fsdp.config import Config, DType
 from llava_fsdp.data.batch import StepFacts
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.model.draw import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.weights import Stored
 from llava_fsdp.optim import LearningRate, build_optimizer
+from llava_fsdp.scaler import LossScaler, build_scaler
 from llava_fsdp.sharding.mesh import World
+from llava_fsdp.sharding.offload import Offload, warn_of_no_use
 from llava_fsdp.sharding.parallelize import parallelize
 from llava_fsdp.sharding.precision import MasterWeights
 from llava_fsdp.sharding.zero import ShardPlan
@@ -40,6 +42,10 @@ class TrainState:
     """Steps finished."""
     samples: int = 0
     """Samples consumed by them."""
+    scaler: LossScaler | None = None
+    """fp16 only."""
+    skipped: int = 0
+    """Steps of them that overflowed in fp16 and left the weights as they were."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,14 @@ class StepResult:
     loss: float
     lr: float
     grad_norm: float
+    """Not finite where the step was skipped."""
     seconds: float
+    skipped: bool = False
+    """Gradients overflowed in fp16, and the weights are as they were."""
+    skipped_steps: int = 0
+    """So many until now, this one included."""
+    loss_scale: float | None = None
+    """What the loss was multiplied with; None: not fp16."""
 
 
 def assemble(
@@ -70,8 +83,13 @@ def assemble(
         fill: gives the shards their values.
     """
     buffers = computed_buffers(model)
-    masters = parallelize(model, model.blocks(), mesh, plan, cfg, world.device, model.whole_while_frozen())
+    offload = Offload(cfg, world.device)
+    warn_of_no_use(offload, world.is_first)
+    masters = parallelize(model, model.blocks(), mesh, plan, cfg, offload, model.whole_while_frozen())
     fill(model, masters)
     restore_buffers(model, buffers)
-    optimizer, learning_rate = build_optimizer(model, masters, cfg.optim, loader.total_steps)
-    return TrainState(model, masters, optimizer, learning_rate, loader)
+    offload.loaded()
+    optimizer, learning_rate = build_optimizer(model, masters, cfg, loader.total_steps)
+    optimizer = offload.optimizer(optimizer)
+    scaler = build_scaler(cfg.precision.scaler) if cfg.precision.param_dtype is DType.fp16 else None
+    return TrainState(model, masters, optimizer, learning_rate, loader, scaler=scaler)

@@ -23,6 +23,7 @@ from llava_fsdp.model.weights import find_weights, fingerprint, load_weights
 from llava_fsdp.opening import build_model, draw_shapes, shape_of
 from llava_fsdp.screen import show_run
 from llava_fsdp.sharding.mesh import World, distributed, first_rank_first, gather_lists, make_mesh
+from llava_fsdp.sharding.offload import clear_memory_errors
 from llava_fsdp.sharding.parallelize import weights_of
 from llava_fsdp.sharding.precision import MasterWeights
 from llava_fsdp.sharding.shards import local_shards
@@ -41,7 +42,7 @@ def train(cfg: Config) -> None:
     if cfg.format is Format.json:
         raise ConfigError("format=json is for dry_run=N; a training writes metrics.jsonl into output_dir")
     begin_status(cfg)
-    with distributed(cfg) as world:
+    with distributed(cfg) as world, clear_memory_errors(cfg, world.device):
         plan = SHARD_PLANS[cfg.sharding.strategy]
         mesh = make_mesh(world, plan, cfg)
         state = build_state(cfg, world, plan, mesh)
@@ -75,7 +76,7 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
     sources = find_weights(model, parts, cfg.model, projector, cfg.seed)
     fingerprints = {**loader.steps.fingerprints(), "model": fingerprint(model, sources)}
     if world.is_first:
-        weights = weights_of(model, model.whole_while_frozen(), cfg.precision)
+        weights = weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision)
         show_run(cfg, world, loader, weights, describe_projector(cfg, projector), model.kernel)
 
     def load(model: Llava, masters: MasterWeights) -> None:

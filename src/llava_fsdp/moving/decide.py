@@ -51,7 +51,8 @@ def decide(run: Run) -> Overrides:
     found: Overrides = {}
     if run.launch:
         found |= model(run) | data(run) | writing(run)
-    return found | sharding(run) | precision(run) | batch(run) | optimizer(run) | schedule(run)
+    found |= recompute(run) | sharding(run) | offload(run) | precision(run)
+    return found | batch(run) | optimizer(run) | schedule(run)
 
 
 def model(run: Run) -> Overrides:
@@ -66,7 +67,6 @@ def model(run: Run) -> Overrides:
         "model.select_layer": run.hf("mm_vision_select_layer"),
         "model.select_feature": "full" if run.hf("mm_vision_select_feature") == "cls_patch" else "patch",
         "model.train": trained(run),
-        "recompute": "full" if run.truth("gradient_checkpointing") else "none",
     }
     if stage == "finetune":
         found["model.projector"] = run.hf("pretrain_mm_mlp_adapter") or "random"
@@ -137,6 +137,16 @@ def writing(run: Run) -> Overrides:
     return found
 
 
+def recompute(run: Run) -> Overrides:
+    """The script's; without one what the JSON asks for, for models that call DeepSpeed's own checkpointing."""
+    if run.launch:
+        return {"recompute": "full" if run.truth("gradient_checkpointing") else "none"}
+    if run.ds("activation_checkpointing.cpu_checkpointing") is True:
+        return {"recompute": "offload"}
+    accelerates = plain(run.launched("fsdp_activation_checkpointing")) if run.distributed_type == "FSDP" else None
+    return {"recompute": "full" if accelerates else "none"} if isinstance(accelerates, bool) else {}
+
+
 def sharding(run: Run) -> Overrides:
     if run.uses_deepspeed:
         if run.lacks_deepspeed:
@@ -156,6 +166,31 @@ def sharding(run: Run) -> Overrides:
     if named is not None:
         return {"sharding": named}
     return {"sharding": "zero0"} if run.launch or run.distributed_type == "MULTI_GPU" else {}
+
+
+def offload(run: Run) -> Overrides:
+    """DeepSpeed's optimizer on the CPU is masters, gradients and moments in host memory, updated there: `params` here.
+
+    ZeRO-1 keeps whole gradients on the device under both; there the moments go.
+    """
+    if run.uses_deepspeed:
+        if run.lacks_deepspeed:
+            return {}
+        stage = run.ds_or_default("zero_optimization.stage")
+        blocks = ["zero_optimization.offload_optimizer"] + ["zero_optimization.offload_param"] * (stage == 3)
+        devices = [run.ds(f"{block}.device", "none") for block in blocks]
+        if "nvme" in devices and stage != 1:
+            folder = run.ds(f"{blocks[devices.index('nvme')]}.nvme_path")
+            return {"offload": "nvme"} | ({"offload.folder": folder} if folder else {})
+        old = any(plain(run.ds(f"zero_optimization.{key}")) is True for key in ("cpu_offload", "cpu_offload_params"))
+        if old or {"cpu", "nvme"} & set(map(str, devices)):
+            return {"offload": "optimizer" if stage == 1 else "params"}
+        return {"offload": "none"}
+    words = str(run.hf("fsdp") or "").upper().split() if run.launch else []
+    if run.distributed_type == "FSDP" or words:
+        on = plain(run.launched("fsdp_offload_params")) is True or "OFFLOAD" in words
+        return {"offload": "params" if on else "none"}
+    return {}
 
 
 def cuts(gpus: int | None, group: int) -> bool:

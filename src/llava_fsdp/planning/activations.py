@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from llava_fsdp.config import Config, RecomputeConfig
+from llava_fsdp.config import Attention, Config, RecomputeConfig
 from llava_fsdp.model.attention import Kernel
 from llava_fsdp.model.llava import Llava, build_llava, find_stack
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.planning.trace import Event, FuseAttention, LiveBytes, Trace, collect_gradients
 from llava_fsdp.sharding.parallelize import block_names
-from llava_fsdp.sharding.precision import DTYPES, compute_norms_in_fp32, store_weights
+from llava_fsdp.sharding.precision import DTYPES, MASTERS, compute_norms_in_fp32, store_weights
 from llava_fsdp.sharding.recompute import apply_recompute
 
 CUT = 3
@@ -68,16 +68,18 @@ class Segment:
     worst: Live
     """With the gradients of its weights, which FSDP reduces once the block is done."""
     worst_first: Live
-    """Without FSDP, in a step's first micro-batch: a gradient becomes fp32 as soon as it is there, and stays."""
+    """Without FSDP, in a step's first micro-batch: a gradient becomes its master's as soon as it is there, and stays."""
     worst_later: Live
     """Without FSDP, in later ones: it is added to those that are there."""
     made: int
     """Bytes of all gradients that it makes, in the dtypes that it computes in."""
+    made_masters: int
+    """The same in the dtypes that their weights are kept in."""
 
     def moved(self, by: Live, unit: str) -> "Segment":
         """The same stretch where more is alive: another block of the same kind."""
         moments = (self.begin, self.end, self.worst, self.worst_first, self.worst_later)
-        return Segment(unit, self.backward, *(plus(moment, by) for moment in moments), self.made)
+        return Segment(unit, self.backward, *(plus(moment, by) for moment in moments), self.made, self.made_masters)
 
 
 def plus(one: Live, other: Live) -> Live:
@@ -93,13 +95,15 @@ def measure(
 ) -> list[Segment]:
     """The segments of a micro-batch's forward and backward pass, for the model's whole depth."""
     cut = cut_to(parts, CUT)
-    model = build_llava(cut, cfg.model, DTYPES[cfg.precision.param_dtype], kernel, cfg.loss)
+    # for padded rows ours is transformers' own SDPA, without its mask, which would ask for values
+    attention = kernel or Kernel(Attention.sdpa, "padded rows")
+    model = build_llava(cut, cfg.model, DTYPES[cfg.precision.param_dtype], attention, cfg.loss)
     store_weights(model, cfg.precision, sharded=False)
     compute_norms_in_fp32(model, cfg.precision)
     apply_recompute(model.blocks(), recompute, torch.device("meta"))
     model.train()
     trace = run(model, inputs_of(model, micro, packed=kernel is not None))
-    found = cut_into_segments(trace, model, cut.language.vocab_size)
+    found = cut_into_segments(trace, model, cut.language.vocab_size, MASTERS[cfg.precision.master_dtype])
     if cut is parts:
         return found
     return deepened(found, stack_name(model), parts.language.num_hidden_layers)
@@ -132,7 +136,8 @@ def inputs_of(model: Llava, micro: MicroBatch, packed: bool) -> tuple[Any, ...]:
         places = torch.zeros(micro.tiles * model.image_tokens, dtype=torch.int64)
         images = torch.zeros((micro.tiles, 3, size, size))
         labels = torch.zeros(micro.labels, dtype=torch.int64)
-    return ids, segments, places, places.clone(), images, labels, labels.clone()
+        places_and_rows, labels_and_ids = (places, places.clone()), (labels, labels.clone())
+    return ids, segments, *places_and_rows, images, *labels_and_ids
 
 
 def run(model: Llava, inputs: tuple[Any, ...]) -> Trace:
@@ -184,8 +189,9 @@ def mark_blocks(model: Llava, trace: Trace) -> Iterator[None]:
 class Walk:
     """Levels while a trace is read, and the segments found so far."""
 
-    def __init__(self, trace: Trace, vocabulary: int, weights: dict[str, nn.Parameter]):
+    def __init__(self, trace: Trace, vocabulary: int, weights: dict[str, nn.Parameter], master: torch.dtype):
         self.vocabulary = vocabulary
+        self.master = master
         self.numbers = {name: number for number, name in trace.gradients.items()}
         self.gradients = set(trace.gradients)
         self.weights = weights
@@ -199,13 +205,14 @@ class Walk:
         self.unit = unit
         self.begin = self.worst = self.worst_first = self.worst_later = self.level
         self.making: dict[int, int] = {}
-        self.made = self.made_fp32 = 0
+        self.made = self.made_masters = 0
         self.is_empty = True
 
     def close(self, next_unit: str) -> None:
         if not self.is_empty:
             worst = (self.worst, self.worst_first, self.worst_later)
-            self.segments.append(Segment(self.unit, self.backward, self.begin, self.level, *worst, self.made))
+            made = (self.made, self.made_masters)
+            self.segments.append(Segment(self.unit, self.backward, self.begin, self.level, *worst, *made))
         self.open(next_unit)
 
     def take(self, event: Event) -> None:
@@ -222,18 +229,19 @@ class Walk:
         self.look()
 
     def finish(self, name: str) -> None:
-        """A gradient is complete; without FSDP it goes into its fp32 master now."""
+        """A gradient is complete; without FSDP it goes into its master now."""
         number, weight = self.numbers[name], self.weights[name]
         if number in self.making:  # a tied weight has one gradient, which is complete twice
-            fp32 = 4 * weight.numel()
-            self.look(0 if weight.dtype == torch.float32 else fp32)
+            is_own_master = weight.dtype in (torch.float32, self.master)
+            size = weight.numel() * (weight.dtype if is_own_master else self.master).itemsize
+            self.look(0 if is_own_master else size)
             self.made += self.making.pop(number)
-            self.made_fp32 += fp32
+            self.made_masters += size
 
     def look(self, casting: int = 0) -> None:
         making = sum(self.making.values())
         self.worst = larger(self.worst, self.level, self.made + making)
-        self.worst_first = larger(self.worst_first, self.level, self.made_fp32 + making + casting)
+        self.worst_first = larger(self.worst_first, self.level, self.made_masters + making + casting)
         self.worst_later = larger(self.worst_later, self.level, making + casting)
 
 
@@ -241,8 +249,8 @@ def larger(worst: Live, level: Live, gradients: int) -> Live:
     return max(worst, replace(level, gradients=gradients), key=lambda live: live.total)
 
 
-def cut_into_segments(trace: Trace, model: Llava, vocabulary: int) -> list[Segment]:
-    walk = Walk(trace, vocabulary, dict(model.named_parameters()))
+def cut_into_segments(trace: Trace, model: Llava, vocabulary: int, master: torch.dtype) -> list[Segment]:
+    walk = Walk(trace, vocabulary, dict(model.named_parameters()), master)
     for event in trace.events:
         kind, _, name = event.mark.partition(" ")
         if kind == "":

@@ -4,6 +4,7 @@ peak(cfg, world_size=8, device="cuda").bytes["total"]
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,9 +55,8 @@ class PlanRow:
     recompute: RecomputeMode
     offload: str
     world_size: int
-    micro_batch: MicroBatch
-    micro_batches: int
-    """A rank runs in a step."""
+    micro_batches: tuple[MicroBatch, ...]
+    """What a rank runs in a step."""
     bytes: dict[str, int]
     """At the worst moment, by category; `total` is their sum."""
     at_rest: dict[str, int]
@@ -82,7 +82,7 @@ class Planner:
         self.kernel: Kernel | None = kernel_for(cfg, self.parts.language, device, bf16)
         self.model: Llava = build_llava(self.parts, cfg.model, compute, self.kernel)
         whole = self.model.whole_while_frozen()
-        self.weights = list(weights_of(self.model, whole, cfg.precision, self.model.blocks()).values())
+        self.weights = list(weights_of(self.model, self.model.blocks(), whole, cfg.precision).values())
         self.buffer_bytes = sum(b.numel() * b.element_size() for b in self.model.buffers())
         self.measured: dict[tuple[str, MicroBatch], list[Segment]] = {}
 
@@ -92,22 +92,22 @@ class Planner:
             self.measured[key] = measure(self.parts, self.cfg, recompute, self.kernel, micro)
         return self.measured[key]
 
-    def cut(self, world_size: int, row_tokens: int | None = None) -> tuple[MicroBatch, int]:
-        """The largest micro-batch of a step, and how many a rank runs."""
+    def cut(self, world_size: int, row_tokens: int | None = None) -> list[MicroBatch]:
+        """The micro-batches that a rank runs in a step."""
         cfg, own = self.cfg, self.samples
         longest = cfg.data.max_length
         each = cfg.global_batch_size / world_size
         if not cfg.pack:
             rows = min(cfg.micro_batch_size, math.ceil(each))
             count = max(1, math.ceil(cfg.global_batch_size / (world_size * cfg.micro_batch_size)))
-            return self.micro(rows, longest, rows), count
+            return [self.micro(rows, longest, rows)] * count
         # so many positions fall to a rank in all but few steps: three standard deviations above the mean
         share = each * own.positions + 3 * own.spread * math.sqrt(each)
         most = row_tokens or cfg.row_tokens
         count = max(1, math.ceil(each * own.positions / most))
         tokens = min(most, math.ceil(share / count))
         tokens = max(tokens, min(longest, most))
-        return self.micro(1, tokens, max(1, round(tokens / own.positions))), count
+        return [self.micro(1, tokens, max(1, round(tokens / own.positions)))] * count
 
     def micro(self, rows: int, length: int, samples: int) -> MicroBatch:
         tokens = rows * length
@@ -122,30 +122,28 @@ class Planner:
         recompute: RecomputeConfig,
         world_size: int,
         shard_size: int,
-        micro: MicroBatch,
-        micro_batches: int,
+        micros: Sequence[MicroBatch],
         rank: int = 0,
     ) -> PlanRow:
-        """One row of the plan."""
+        """One row of the plan: a step of these micro-batches."""
         cfg, plan = self.cfg, SHARD_PLANS[strategy]
-        segments = self.segments(recompute, micro)
+        passes = [self.segments(recompute, micro) for micro in told_apart(micros)]
         rest, stored = (
             of(self.weights, strategy, cfg.precision, world_size, shard_size, rank)
             for of in (bytes_per_rank, storage_per_rank)
         )
-        buffers = self.buffer_bytes + self.input_bytes(micro) * (micro_batches if self.device == "cpu" else 1)
+        inputs = [self.input_bytes(micro) for micro in micros]
+        buffers = self.buffer_bytes + (sum(inputs) if self.device == "cpu" else max(inputs))
         held = Rest(stored.parameters, stored.gradients, stored.optimizer, buffers)
         if world_size == 1:
-            ledger: Ledger = walk_one_rank(segments, held, micro_batches)
+            ledger: Ledger = walk_one_rank(passes, held)
         else:
             _, shards = mesh_shape(plan, world_size, shard_size)
             units = units_of(self.weights, plan, cfg.precision, shards)
-            ledger = walk(segments, units, plan, held, micro_batches)
+            ledger = walk(passes, units, plan, held)
         worst = {**ledger.worst, "total": sum(ledger.worst.values())}
         at_rest = {"parameters": rest.parameters, "gradients": rest.gradients, "optimizer": rest.optimizer}
-        return PlanRow(
-            strategy, recompute.mode, "none", world_size, micro, micro_batches, worst, at_rest, ledger.moment
-        )
+        return PlanRow(strategy, recompute.mode, "none", world_size, tuple(micros), worst, at_rest, ledger.moment)
 
     def input_bytes(self, micro: MicroBatch) -> int:
         """A micro-batch's tensors: three int64 a position at most, two a label, pixels in fp32."""
@@ -153,31 +151,25 @@ class Planner:
         return pixels + 8 * (4 * micro.tokens + 2 * micro.labels)
 
 
+def told_apart(micros: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Enough of a step's micro-batches to see its worst moment: of those after the first that are alike, one."""
+    return [micros[0], *dict.fromkeys(micros[1:])]
+
+
 def peak(
     cfg: Config,
     world_size: int,
     device: str | torch.device,
-    micro: MicroBatch | None = None,
-    micro_batches: int | None = None,
+    micros: Sequence[MicroBatch] | None = None,
     rank: int = 0,
 ) -> PlanRow:
     """What a rank of this very configuration holds at the worst moment of a step.
 
     Args:
         device: cuda or cpu.
-        micro: the largest micro-batch that runs, where it is known; else what LLaVA's mean sample makes.
-        micro_batches: likewise, how many a rank runs in a step.
+        micros: the micro-batches of the step, where they are known; else what LLaVA's mean samples make.
     """
-    kind = device.type if isinstance(device, torch.device) else device
-    planner = Planner(cfg, kind)
-    planned, count = planner.cut(world_size)
+    planner = Planner(cfg, device.type if isinstance(device, torch.device) else device)
     shard_size = cfg.sharding.shard_size or world_size
-    return planner.row(
-        cfg.sharding.strategy,
-        cfg.recompute,
-        world_size,
-        shard_size,
-        micro or planned,
-        micro_batches or count,
-        rank,
-    )
+    found = planner.cut(world_size) if micros is None else micros
+    return planner.row(cfg.sharding.strategy, cfg.recompute, world_size, shard_size, found, rank)

@@ -1,8 +1,8 @@
 """One optimizer step on one rank, walked through with a ledger: what is held when, and the worst moment.
 
-The order of what is gathered, freed and reduced is FSDP2's own (`pre_forward`, `wait_for_unshard`, `pre_backward`,
-`post_backward` in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py); the first blocks of a step are walked
-through like the last, so that the worst moment is found and not guessed.
+The order of what is gathered, freed and reduced is FSDP2's own: `pre_forward`, `wait_for_unshard`, `pre_backward` and
+`post_backward` in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py. Every block is walked through, so that the
+worst moment is found and not guessed.
 """
 
 from collections.abc import Sequence
@@ -34,6 +34,10 @@ class Ledger:
             self.held[name] += size
         self.look(moment)
 
+    def reach(self, level: Live) -> None:
+        """What the passes hold now."""
+        self.held["activations"], self.held["logits"] = level.activations, level.logits
+
     def drop(self, **sizes: int) -> None:
         for name, size in sizes.items():
             self.held[name] -= size
@@ -50,40 +54,40 @@ class Rest:
     optimizer: int
     buffers: int
     """Computed buffers of the model, and a step's tensors."""
+    updating: int = 0
+    """Beside them, while the optimizer steps."""
 
 
-def live_sizes(live: Live) -> dict[str, int]:
-    return {"activations": live.activations, "logits": live.logits}
+Pass = Sequence[Segment]
+"""Forward and backward of one micro-batch."""
 
 
-def walk_one_rank(segments: Sequence[Segment], rest: Rest, micro_batches: int) -> Ledger:
-    """A step where nothing is sharded: gradients go into fp32 masters one weight at a time."""
+def walk_one_rank(passes: Sequence[Pass], rest: Rest) -> Ledger:
+    """A step where nothing is sharded: gradients go into masters one weight at a time."""
     ledger = Ledger()
     ledger.add("at rest", parameters=rest.parameters, optimizer=rest.optimizer, buffers=rest.buffers)
-    made = sum(segment.made for segment in segments)
-    for micro in {0, min(1, micro_batches - 1)}:
+    for number, segments in enumerate(passes):
         for segment in segments:
-            if micro == 0:
-                worst = segment.worst_first
-                now = rest.gradients * segment.made // made if made else 0
-            else:
-                worst, now = segment.worst_later, 0
-            ledger.look(describe(segment), **live_sizes(worst), gradients=worst.gradients)
-            ledger.held["gradients"] += now
-    ledger.look("optimizer step")
+            worst = segment.worst_later if number else segment.worst_first
+            ledger.reach(worst)
+            ledger.look(describe(segment), gradients=worst.gradients)
+            ledger.reach(segment.end)
+            if number == 0:
+                ledger.held["gradients"] += segment.made_masters
+    assert ledger.held["gradients"] == rest.gradients
+    ledger.look("optimizer step", buffers=rest.updating)
     return ledger
 
 
-def walk(
-    segments: Sequence[Segment], units: dict[str, Unit], plan: ShardPlan, rest: Rest, micro_batches: int
-) -> Ledger:
-    """A step under FSDP: its first micro-batch, and one more where it has more."""
+def walk(passes: Sequence[Pass], units: dict[str, Unit], plan: ShardPlan, rest: Rest) -> Ledger:
+    """A step under FSDP."""
     ledger = Ledger()
     ledger.add("at rest", parameters=rest.parameters, optimizer=rest.optimizer, buffers=rest.buffers)
     rank = Rank(ledger, units, plan)
-    for number in sorted({0, min(1, micro_batches - 1)}):
-        rank.micro_batch(segments, is_last=number == min(1, micro_batches - 1))
-    ledger.look("optimizer step")
+    for number, segments in enumerate(passes, start=1):
+        rank.micro_batch(segments, is_last=number == len(passes))
+    assert ledger.held["gradients"] == rest.gradients
+    ledger.look("optimizer step", buffers=rest.updating)
     return ledger
 
 
@@ -130,26 +134,35 @@ class Rank:
                 self.finish(segment.unit, segment.made, is_last, describe(segment))
             else:
                 self.run(segment)
-                self.root_made += segment.made
-                self.ledger.add(describe(segment), reducing=segment.made)
-        for name in (NORMS, ROOT):
-            self.finish(name, 0, is_last, "end of backward")
-        self.ledger.drop(reducing=self.root_made + self.reduce_input)
+                made = 0 if self.adds_in_place(ROOT) else segment.made
+                self.root_made += made
+                self.ledger.add(describe(segment), reducing=made)
+        self.finish(NORMS, 0, is_last, "end of backward")
+        self.ledger.drop(reducing=self.root_made)  # `finish` holds what it is given
+        self.finish(ROOT, self.root_made, is_last, "end of backward")
+        self.ledger.drop(reducing=self.reduce_input)
         self.root_made = self.reduce_input = 0
         self.drop_buffers()
 
     def run(self, segment: Segment) -> None:
         """A segment's own worst moment, with what FSDP holds beside it."""
-        worst = segment.worst
-        self.ledger.look(describe(segment), **live_sizes(worst), reducing=worst.gradients)
-        self.level = segment.end
+        worst = segment.worst_later if self.adds_in_place(segment.unit) else segment.worst
+        self.ledger.reach(worst)
+        self.ledger.look(describe(segment), reducing=worst.gradients)
+        self.ledger.reach(segment.end)
+
+    def adds_in_place(self, name: str) -> bool:
+        """Gradients of whole weights wait in the dtype that they are made in, so that autograd adds to them."""
+        return name in self.waiting and self.units[name].widened == self.units[name].narrow
 
     def gather(self, name: str, moment: str) -> None:
-        """Forward: the buffer of the unit before is kept until this one's all-gather has been begun."""
+        """Forward: the buffer of the unit before is kept until this one has been copied out."""
+        if name in self.gathered or name not in self.units:
+            return
         self.prefetch(name)
+        self.copy_out(name, moment, keep=True)
         for other in [n for n in self.buffers if n != name]:
             self.ledger.drop(gathered=self.buffers.pop(other))
-        self.copy_out(name, moment, keep=True)
 
     def prefetch(self, name: str) -> None:
         """Begin an all-gather."""
@@ -183,7 +196,7 @@ class Rank:
         unit = self.units.get(name)
         if unit is None:
             return
-        own = made if name not in (ROOT, NORMS) else 0  # the root's are held already
+        own = 0 if self.adds_in_place(name) else made
         self.ledger.held["reducing"] += own
         self.ledger.look(moment)
         reduces = is_last or self.plan.gradient_sync is not Sync.LAST_MICRO_BATCH

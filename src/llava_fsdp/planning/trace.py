@@ -59,10 +59,6 @@ class LiveBytes(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
-            return (
-                True  # transformers asks of padded rows whether each is one sequence (`find_packed_sequence_indices`)
-            )
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             if isinstance(tensor, torch.Tensor):
@@ -88,32 +84,17 @@ class LiveBytes(TorchDispatchMode):
         del self.numbers[key], self.alive[key]
 
 
-class FusedAttention(torch.autograd.Function):
-    """What a fused kernel makes and keeps: its inputs, its output, and a float32 for each head and position.
-
-    FlashAttention (arXiv 2205.14135, section 3.1), torch's kernels for CUDA and for CPU alike.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(query)
-        lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, out, lse)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        query, key, value, _, _ = ctx.saved_tensors
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
 class FuseAttention(TorchFunctionMode):
-    """Lets a fused kernel stand where `scaled_dot_product_attention` would choose plain matrices on the meta device."""
+    """Lets a fused kernel stand where `scaled_dot_product_attention` would choose plain matrices on the meta device.
+
+    All fused kernels keep alike: queries, keys, values, the output, and a float32 for each head and position
+    (FlashAttention, arXiv 2205.14135, section 3.1).
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is nn.functional.scaled_dot_product_attention:
-            query, key, value = args[:3]
-            return FusedAttention.apply(query, key, value)
+            fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            return fused(*args[:3], 0.0, bool((kwargs or {}).get("is_causal")))[0]
         return func(*args, **(kwargs or {}))
 
 

@@ -8,7 +8,7 @@ the longest, so that uneven shards are padded, in memory too.
 from dataclasses import dataclass
 
 from llava_fsdp.config import PrecisionConfig
-from llava_fsdp.sharding.memory import ITEM_SIZE, MASTER_SIZE, Weight
+from llava_fsdp.sharding.memory import Weight
 from llava_fsdp.sharding.zero import ShardPlan
 
 ROOT = ""
@@ -38,29 +38,45 @@ class Unit:
     """The same in the dtype that they are made in."""
 
 
-def units_of(weights: list[Weight], plan: ShardPlan, precision: PrecisionConfig, shards: int) -> dict[str, Unit]:
-    """The units that `sharding/parallelize.py` makes, by name; the root unit and the norms' last."""
+def units_of(
+    weights: list[Weight], plan: ShardPlan, precision: PrecisionConfig, shards: int, from_host: bool = False
+) -> dict[str, Unit]:
+    """The units that `sharding/parallelize.py` makes, by name.
+
+    Args:
+        from_host: shards and their gradients lie on the host.
+    """
     members: dict[str, list[Weight]] = {}
     for weight in weights:
         if weight.trainable or (plan.shards_frozen and not weight.whole):
             members.setdefault(NORMS if weight.fp32 else weight.unit, []).append(weight)
-    return {name: unit_of(name, own, precision, shards) for name, own in members.items()}
+    return {name: unit_of(name, own, precision, shards, from_host) for name, own in members.items()}
 
 
-def unit_of(name: str, weights: list[Weight], precision: PrecisionConfig, shards: int) -> Unit:
-    reduce = ITEM_SIZE[precision.reduce_dtype]
+def unit_of(name: str, weights: list[Weight], precision: PrecisionConfig, shards: int, from_host: bool) -> Unit:
     trainable = [w for w in weights if w.trainable]
-    padded = sum(w.padded(shards) * w.item_size(precision) for w in weights)
-    reduced = reduce * sum(w.padded(shards) for w in trainable)
-    cast = [w.padded(shards) * w.item_size(precision) for w in trainable if w.item_size(precision) != MASTER_SIZE]
+    own = sum(w.padded(shards) * w.gathered_size(precision) for w in weights)
+    reduced = sum(w.reduce_size(precision) * w.padded(shards) for w in trainable)
+    kept = sum(w.master_size(precision) * w.padded(shards) for w in trainable)
     return Unit(
         name,
-        gathered=padded * shards,
-        buffer=0 if shards == 1 else padded * shards,
-        cast=max(cast, default=0) if shards == 1 else sum(cast),
+        gathered=own * shards,
+        buffer=0 if shards == 1 else own * shards,
+        cast=cast_bytes(weights, precision, shards, from_host),
         reduce_input=reduced * shards,
-        reduce_output=reduced * (2 if shards == 1 else 1),
-        shard_gradients=MASTER_SIZE * sum(w.padded(shards) for w in trainable),
-        widened=tuple(reduce * w.numel for w in trainable),
+        reduce_output=reduced * (2 if shards == 1 else 1) + (0 if kept == reduced else kept),
+        shard_gradients=0 if from_host else kept,
+        widened=tuple(w.reduce_size(precision) * w.numel for w in trainable),
         narrow=tuple(w.item_size(precision) * w.numel for w in trainable),
     )
+
+
+def cast_bytes(weights: list[Weight], precision: PrecisionConfig, shards: int, from_host: bool) -> int:
+    """This rank's part on its way into an all-gather: all weights at once, or one by one where none is gathered."""
+    sizes = []
+    for weight in weights:
+        stored = weight.master_size(precision) if weight.trainable else weight.item_size(precision)
+        casts = stored != weight.gathered_size(precision)
+        per_element = (stored if from_host else 0) + (weight.gathered_size(precision) if casts else 0)
+        sizes.append(weight.padded(shards) * per_element)
+    return max(sizes, default=0) if shards == 1 else sum(sizes)

@@ -20,9 +20,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.utils.checkpoint import checkpoint
 
-SMALLEST = 16 * 1024
-"""Bytes below which a copy costs more than it frees."""
-
 
 class HostInputs:
     """Sends inputs of blocks away and brings them back, each a block ahead."""
@@ -43,8 +40,7 @@ class HostInputs:
 
     def pack(self, tensor: torch.Tensor) -> Away | torch.Tensor:
         """Send a block's input away; anything else stays where it is."""
-        is_input = tensor.is_floating_point() and tensor.is_contiguous() and not isinstance(tensor, nn.Parameter)
-        if not is_input or tensor.nbytes < SMALLEST:
+        if not tensor.is_floating_point() or not tensor.is_contiguous() or isinstance(tensor, nn.Parameter):
             return tensor
         before = self._last() if self._last is not None else None
         away = Away(self, tensor.detach(), before)

@@ -1,22 +1,25 @@
 """Parallelism, applied to a model from outside. Knows stacks of blocks, and no model class.
 
-The order is: meta device, freeze, recompute, `fully_shard`, then weights into shards, then the optimizer. Recompute
-goes inside the sharded unit, so that a block's weights are gathered before it runs again; weights come after, so
-that no rank ever holds more than its shards.
+The order is: meta device, freeze, fp8, recompute, `fully_shard`, then weights into shards, then the optimizer.
+Recompute goes inside the sharded unit, so that a block's weights are gathered before it runs again; weights come after,
+so that no rank ever holds more than its shards.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from llava_fsdp.config import Config, PrecisionConfig
+from llava_fsdp.config import Config, LinearKind, PrecisionConfig
+from llava_fsdp.sharding.fp8 import multiply_in_fp8, weights_in_fp8
 from llava_fsdp.sharding.memory import Weight
+from llava_fsdp.sharding.offload import Offload
 from llava_fsdp.sharding.precision import (
     DTYPES,
+    MASTERS,
     MasterWeights,
     compute_norms_in_fp32,
     norm_weights,
@@ -33,15 +36,17 @@ def parallelize(
     mesh: DeviceMesh | None,
     plan: ShardPlan,
     cfg: Config,
-    device: torch.device,
+    offload: Offload,
     whole: list[nn.Module],
 ) -> MasterWeights:
     """Shard a meta-device model in place and allocate, uninitialised, what this rank holds of it.
 
     Args:
         model: on the meta device, with `requires_grad` set; its forward must run the same modules on every rank.
-        stacks: lists of blocks; each block becomes one unit of gathering, and of recomputation.
+        stacks: lists of blocks, the language model's first; each block becomes one unit of gathering, and of
+            recomputation.
         mesh: (replicate, shard) or (shard,); None shards nothing.
+        offload: where what this rank holds is to lie.
         whole: modules whose frozen weights stay whole on every rank, whatever the plan.
 
     Returns:
@@ -49,20 +54,24 @@ def parallelize(
     """
     store_weights(model, cfg.precision, sharded=mesh is not None)
     compute_norms_in_fp32(model, cfg.precision)
-    apply_recompute(stacks, cfg.recompute, device)
+    in_fp8 = cfg.precision.linear is LinearKind.fp8
+    if in_fp8:
+        multiply_in_fp8(stacks[0], sharded=mesh is not None)
+    apply_recompute(stacks, cfg.recompute, offload.device)
     if mesh is not None:
         ignored = frozen_left_whole(model, plan, [*whole, *norms_kept_in_fp32(model, cfg.precision)])
-        shard(model, stacks, mesh, plan, cfg, ignored)
-    materialize(model, device)
-    return MasterWeights({clean_name(n): p for n, p in model.named_parameters() if p.requires_grad})
+        shard(model, stacks, mesh, plan, cfg, ignored, offload)
+    materialize(model, offload)
+    trainable = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
+    return MasterWeights(trainable, MASTERS[cfg.precision.master_dtype], model if in_fp8 else None)
 
 
-def materialize(model: nn.Module, device: torch.device) -> None:
-    """Allocate what this rank holds, uninitialised. `to_empty` alone would part tied parameters."""
+def materialize(model: nn.Module, offload: Offload) -> None:
+    """Allocate what this rank holds, uninitialised. Modules alone would part tied parameters."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    model.to_empty(device=device)
+    offload.materialize(model)
     for first, *others in names.values():
         for other in others:
             module_name, _, leaf = other.rpartition(".")
@@ -82,6 +91,7 @@ def shard(
     plan: ShardPlan,
     cfg: Config,
     ignored: set[nn.Parameter],
+    offload: Offload,
 ) -> None:
     """`fully_shard` every block that has something to shard, then the rest of the model as the root unit.
 
@@ -93,21 +103,21 @@ def shard(
         reduce_dtype=DTYPES[cfg.precision.reduce_dtype],
         cast_forward_inputs=False,  # the model casts pictures itself, at every world size alike
     )
+    common: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored, "offload_policy": offload.policy}
     norms = [m for m in norms_kept_in_fp32(model, cfg.precision) if set(m.parameters()) - ignored]
     if norms:
-        kept = replace(policy, param_dtype=None)
-        fully_shard(norms, mesh=mesh, mp_policy=kept, reshard_after_forward=False, ignored_params=ignored)
+        together = GatheredFirst(norms)
+        kept = replace(policy, param_dtype=None, reduce_dtype=None)  # fp32, as they are stored
+        fully_shard(together, mp_policy=kept, reshard_after_forward=False, **common)
+        model.gathered_first = together
+        common["ignored_params"] = ignored = ignored | set(together.parameters())
     for stack in stacks:
         for block in stack:
             if set(block.parameters()) - ignored:
-                fully_shard(
-                    block,
-                    mesh=mesh,
-                    mp_policy=policy,
-                    reshard_after_forward=plan.reshard_after_forward,
-                    ignored_params=ignored,
-                )
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=ignored)
+                fully_shard(block, mp_policy=policy, reshard_after_forward=plan.reshard_after_forward, **common)
+    fully_shard(model, mp_policy=policy, reshard_after_forward=False, **common)
+    if norms:
+        model.register_forward_pre_hook(lambda *_: model.gathered_first())  # behind FSDP's own, which begins a pass
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loss is divided by the label tokens of the whole step, so gradients are summed, never averaged.
@@ -116,16 +126,31 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)
 
 
+class GatheredFirst(nn.Module):
+    """Modules from all over a model as one unit of FSDP, gathered before any of them runs.
+
+    `fully_shard` of a list would put hooks on each of them: a compiled block would be cut in pieces there.
+    """
+
+    def __init__(self, modules: list[nn.Module]):
+        super().__init__()
+        self.together = nn.ModuleList(modules)
+
+    def forward(self) -> None:
+        """Nothing: FSDP's hooks do what there is to do."""
+
+
 def weights_of(
-    model: nn.Module, whole: list[nn.Module], precision: PrecisionConfig, stacks: Sequence[nn.ModuleList] = ()
+    model: nn.Module, stacks: list[nn.ModuleList], whole: list[nn.Module], precision: PrecisionConfig
 ) -> dict[str, Weight]:
-    """Every parameter of a meta-device model, as the memory arithmetic sees it, with its unit if stacks are given."""
+    """Every parameter of a meta-device model, as the memory arithmetic sees it."""
+    in_fp8 = weights_in_fp8(stacks[0]) if precision.linear is LinearKind.fp8 else set()
     norms = norm_weights(model, precision)
     kept_whole = norms | {p for module in whole for p in module.parameters()}
     names = block_names(model, stacks)
     units = {p: names[block] for block in names for p in block.parameters()}
     return {
-        name: Weight(tuple(p.shape), p.requires_grad, p in kept_whole, p in norms, units.get(p, ""))
+        name: Weight(tuple(p.shape), p.requires_grad, p in kept_whole, p in norms, p in in_fp8, units.get(p, ""))
         for name, p in model.named_parameters()
     }
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from llava_fsdp.config import RecomputeConfig, RecomputeMode
 from llava_fsdp.sharding.compiled import check_compiler, compile_blocks
