@@ -778,6 +778,27 @@ class PrepareConfig(Config):
 
 
 @dataclass(kw_only=True, slots=True)
+class PlanConfig(Config):
+    """What a training with the same keys would cost, on GPUs that need not be here."""
+
+    gpus: int
+    """Ranks of a node."""
+    nodes: int
+    gpu: str
+    """A name of the table in `planning/hardware.py`; auto: this machine's."""
+    rows: int
+    """Most rows of the table that are printed."""
+    picture: str
+    """Where the picture of several nodes goes."""
+    format: Format
+
+    def __post_init__(self) -> None:
+        super(PlanConfig, self).__post_init__()
+        for name in ("gpus", "nodes", "rows"):
+            at_least(name, getattr(self, name), 1)
+
+
+@dataclass(kw_only=True, slots=True)
 class EvaluateConfig:
     """Questions with known answers, asked of a trained model."""
 

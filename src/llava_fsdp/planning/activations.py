@@ -68,7 +68,7 @@ class Segment:
     worst: Live
     """With the gradients of its weights, which FSDP reduces once the block is done."""
     worst_first: Live
-    """Without FSDP, in a step's first micro-batch: a gradient becomes its master's as soon as it is there, and stays."""
+    """Without FSDP, in a step's first micro-batch: a gradient becomes its master's at once, and stays."""
     worst_later: Live
     """Without FSDP, in later ones: it is added to those that are there."""
     made: int
@@ -78,12 +78,18 @@ class Segment:
 
     def moved(self, by: Live, unit: str) -> "Segment":
         """The same stretch where more is alive: another block of the same kind."""
-        moments = (self.begin, self.end, self.worst, self.worst_first, self.worst_later)
-        return Segment(unit, self.backward, *(plus(moment, by) for moment in moments), self.made, self.made_masters)
+        return replace(self, unit=unit, **{name: plus(getattr(self, name), by) for name in LEVELS})
+
+
+LEVELS = ("begin", "end", "worst", "worst_first", "worst_later")
 
 
 def plus(one: Live, other: Live) -> Live:
     return Live(one.activations + other.activations, one.logits + other.logits, one.gradients + other.gradients)
+
+
+def times(live: Live, count: int) -> Live:
+    return Live(live.activations * count, live.logits * count, live.gradients * count)
 
 
 def minus(one: Live, other: Live) -> Live:

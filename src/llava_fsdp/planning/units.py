@@ -39,21 +39,29 @@ class Unit:
 
 
 def units_of(
-    weights: list[Weight], plan: ShardPlan, precision: PrecisionConfig, shards: int, from_host: bool = False
+    weights: list[Weight],
+    plan: ShardPlan,
+    precision: PrecisionConfig,
+    shards: int,
+    is_away: bool = False,
+    passes_through: bool = False,
 ) -> dict[str, Unit]:
     """The units that `sharding/parallelize.py` makes, by name.
 
     Args:
-        from_host: shards and their gradients lie on the host.
+        is_away: shards and their gradients lie elsewhere than on the device.
+        passes_through: they come through the device's memory in the dtype that they are kept in.
     """
     members: dict[str, list[Weight]] = {}
     for weight in weights:
         if weight.trainable or (plan.shards_frozen and not weight.whole):
             members.setdefault(NORMS if weight.fp32 else weight.unit, []).append(weight)
-    return {name: unit_of(name, own, precision, shards, from_host) for name, own in members.items()}
+    return {name: unit_of(name, own, precision, shards, is_away, passes_through) for name, own in members.items()}
 
 
-def unit_of(name: str, weights: list[Weight], precision: PrecisionConfig, shards: int, from_host: bool) -> Unit:
+def unit_of(
+    name: str, weights: list[Weight], precision: PrecisionConfig, shards: int, is_away: bool, passes_through: bool
+) -> Unit:
     trainable = [w for w in weights if w.trainable]
     own = sum(w.padded(shards) * w.gathered_size(precision) for w in weights)
     reduced = sum(w.reduce_size(precision) * w.padded(shards) for w in trainable)
@@ -62,21 +70,21 @@ def unit_of(name: str, weights: list[Weight], precision: PrecisionConfig, shards
         name,
         gathered=own * shards,
         buffer=0 if shards == 1 else own * shards,
-        cast=cast_bytes(weights, precision, shards, from_host),
+        cast=cast_bytes(weights, precision, shards, passes_through),
         reduce_input=reduced * shards,
         reduce_output=reduced * (2 if shards == 1 else 1) + (0 if kept == reduced else kept),
-        shard_gradients=0 if from_host else kept,
+        shard_gradients=0 if is_away else kept,
         widened=tuple(w.reduce_size(precision) * w.numel for w in trainable),
         narrow=tuple(w.item_size(precision) * w.numel for w in trainable),
     )
 
 
-def cast_bytes(weights: list[Weight], precision: PrecisionConfig, shards: int, from_host: bool) -> int:
+def cast_bytes(weights: list[Weight], precision: PrecisionConfig, shards: int, passes_through: bool) -> int:
     """This rank's part on its way into an all-gather: all weights at once, or one by one where none is gathered."""
     sizes = []
     for weight in weights:
         stored = weight.master_size(precision) if weight.trainable else weight.item_size(precision)
         casts = stored != weight.gathered_size(precision)
-        per_element = (stored if from_host else 0) + (weight.gathered_size(precision) if casts else 0)
+        per_element = (stored if passes_through else 0) + (weight.gathered_size(precision) if casts else 0)
         sizes.append(weight.padded(shards) * per_element)
     return max(sizes, default=0) if shards == 1 else sum(sizes)
