@@ -103,7 +103,7 @@ def measure(
     cut = cut_to(parts, CUT)
     # for padded rows ours is transformers' own SDPA, without its mask, which would ask for values
     attention = kernel or Kernel(Attention.sdpa, "padded rows")
-    model = build_llava(cut, cfg.model, DTYPES[cfg.precision.param_dtype], attention)
+    model = build_llava(cut, cfg.model, DTYPES[cfg.precision.param_dtype], attention, cfg.loss)
     store_weights(model, cfg.precision, sharded=False)
     compute_norms_in_fp32(model, cfg.precision)
     apply_recompute(model.blocks(), recompute, torch.device("meta"))
