@@ -17,18 +17,21 @@ from rich.table import Table
 
 from llava_fsdp.config import Config, Format, OffloadMode
 from llava_fsdp.data.synthetic import Contents, SyntheticLoader, fullest, micro_batches_of, synthetic_step
+from llava_fsdp.log import log
 from llava_fsdp.loop import train_step
 from llava_fsdp.model.draw import Rule, draw_rule
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.opening import build_model, shape_of
 from llava_fsdp.peak import PeakMeter, return_what_is_freed
 from llava_fsdp.planning.activations import MicroBatch
+from llava_fsdp.planning.auto import decide
 from llava_fsdp.planning.planner import PlanRow
 from llava_fsdp.planning.planner import peak as plan_peak
+from llava_fsdp.planning.samples import samples_of
 from llava_fsdp.planning.shapes import shapes_of
 from llava_fsdp.sharding.fake import imagine_collectives, is_imagined
 from llava_fsdp.sharding.mesh import World, distributed, make_mesh
-from llava_fsdp.sharding.precision import MasterWeights
+from llava_fsdp.sharding.precision import DTYPES, MasterWeights
 from llava_fsdp.sharding.shards import local, local_shards
 from llava_fsdp.sharding.traffic import CollectiveBytes
 from llava_fsdp.sharding.zero import SHARD_PLANS
@@ -45,11 +48,22 @@ def dry_run(cfg: Config) -> None:
         if cfg.offload.mode is OffloadMode.nvme and cfg.offload.folder is None:  # that would be output_dir
             cfg = replace(cfg, offload=replace(cfg.offload, folder=folder))
         with distributed(cfg) as world:
-            report = measure(cfg, world)
+            report = measure(settle_auto(cfg, world), world)
     if cfg.format is Format.json:
         print(json.dumps(report))
     else:
         show(report)
+
+
+def settle_auto(cfg: Config, world: World) -> Config:
+    """What is left to the planner, settled without the dataset: by its report, or by LLaVA's means."""
+    if not cfg.has_auto:
+        return cfg
+    parts = shapes_of(cfg.model)
+    model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])
+    decision = decide(cfg, world, parts, samples_of(cfg, model.image_tokens))
+    log().info("auto: %s", decision.reason)
+    return decision.applied(cfg)
 
 
 def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict[str, Any]:

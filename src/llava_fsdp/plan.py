@@ -16,7 +16,7 @@ from rich.console import Console
 
 from llava_fsdp import cli
 from llava_fsdp.config import DType, Format, PlanConfig, PrecisionConfig, Source, config_dir
-from llava_fsdp.planning.choose import choices, plan_rows, rows_of
+from llava_fsdp.planning.choose import choices, plan_rows, rows_of, ways_to_cut
 from llava_fsdp.planning.hardware import Machine, machine_named
 from llava_fsdp.planning.planner import Planner, PlanRow
 from llava_fsdp.planning.scaling import draw, scale
@@ -42,8 +42,9 @@ def plan(cfg: PlanConfig, typed: Sequence[str] = ()) -> None:
     world_size = cfg.gpus * cfg.nodes
     shard_size = cfg.sharding.shard_size or cfg.gpus
     found = choices(cfg, machine.device, rows_of(world_size, shard_size))
-    is_free = cfg.tokens_per_micro_batch is None
-    rows = plan_rows(planner, found, world_size, shard_size, cfg.gpus, is_free)
+    # micro_batch_size has a value in every recipe: only a number of positions binds the plan
+    ways = ways_to_cut(planner, cfg, world_size, is_free=not isinstance(cfg.tokens_per_micro_batch, int))
+    rows = plan_rows(planner, found, world_size, shard_size, cfg.gpus, ways)
     best = command(cfg, rows[0], typed) if rows[0].fits else None
     more = {}
     if cfg.nodes > 1:

@@ -17,15 +17,17 @@ from llava_fsdp.errors import ConfigError, DataError
 from llava_fsdp.log import log
 from llava_fsdp.loop import fit
 from llava_fsdp.metrics import Reporter, begin_status, watch_loading, write_status
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.parts import find_parts, find_projector
 from llava_fsdp.model.weights import find_weights, fingerprint, load_weights
 from llava_fsdp.opening import build_model, draw_shapes, shape_of
+from llava_fsdp.planning.auto import decide
+from llava_fsdp.planning.samples import samples_in
 from llava_fsdp.screen import show_run
 from llava_fsdp.sharding.mesh import World, distributed, first_rank_first, gather_lists, make_mesh
 from llava_fsdp.sharding.offload import clear_memory_errors
 from llava_fsdp.sharding.parallelize import weights_of
-from llava_fsdp.sharding.precision import MasterWeights
+from llava_fsdp.sharding.precision import DTYPES, MasterWeights
 from llava_fsdp.sharding.shards import local_shards
 from llava_fsdp.sharding.zero import SHARD_PLANS, ShardPlan
 from llava_fsdp.state import StepResult, TrainState, assemble
@@ -43,6 +45,7 @@ def train(cfg: Config) -> None:
         raise ConfigError("format=json is for dry_run=N; a training writes metrics.jsonl into output_dir")
     begin_status(cfg)
     with distributed(cfg) as world, clear_memory_errors(cfg, world.device):
+        cfg = settle_auto(cfg, world)
         plan = SHARD_PLANS[cfg.sharding.strategy]
         mesh = make_mesh(world, plan, cfg)
         state = build_state(cfg, world, plan, mesh)
@@ -64,6 +67,22 @@ def train(cfg: Config) -> None:
         reporter.close()
         if cfg.export.enabled and not artifact.is_current(state, cfg):
             log().info("exported to %s", artifact.export(state, cfg, world.is_first))
+
+
+def settle_auto(cfg: Config, world: World) -> Config:
+    """What is left to the planner, settled by rank 0 for all: nothing behind it sees auto, config.yaml neither."""
+    if not cfg.has_auto:
+        return cfg
+    parts = find_parts(cfg.model)
+    shapes = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])
+    records = open_data(replace(cfg, tokens_per_micro_batch=None), world, shapes).steps.records
+    decision = checkpoint.on_first_rank(lambda: decide(cfg, world, parts, samples_in(records)), "cannot plan")
+    settled = decision.applied(cfg)
+    log().info(
+        "auto: sharding=%s, tokens_per_micro_batch=%s: %s",
+        SHARD_PLANS[settled.sharding.strategy].zero, settled.tokens_per_micro_batch, decision.reason,
+    )  # fmt: skip
+    return settled
 
 
 def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | None) -> TrainState:

@@ -54,22 +54,22 @@ def plan_rows(
     world_size: int,
     shard_size: int,
     node_size: int,
-    is_free: bool,
+    ways: Sequence[Sequence[MicroBatch]],
 ) -> list[PlanRow]:
     """A row for each choice, best first: what fits before what does not, then by samples a second.
 
     Args:
-        is_free: a step may be cut into any micro-batches; else as the configuration's keys say.
+        ways: to cut a rank's part of a step into micro-batches, of which each row takes the first that fits.
     """
-    tokens = planner.model.image_tokens
-    ways = (
-        cuts(planner.cfg, planner.samples, world_size, tokens)
-        if is_free
-        else [asked_for(planner.cfg, planner.samples, world_size, tokens)]
-    )
     ends = [ways[-1][0], ways[0][0]] if len(ways) > 1 else []
     rows = [largest_that_fits(planner, choice, world_size, shard_size, node_size, ways, ends) for choice in found]
     return sorted(rows, key=lambda row: (not row.fits, -row.samples_per_second, row.bytes["total"]))
+
+
+def ways_to_cut(planner: Planner, cfg: Config, world_size: int, is_free: bool) -> list[list[MicroBatch]]:
+    """Any micro-batches, the largest first; or those that the configuration's own keys make."""
+    told = cfg, planner.samples, world_size, planner.model.image_tokens
+    return cuts(*told) if is_free else [asked_for(*told)]
 
 
 def largest_that_fits(

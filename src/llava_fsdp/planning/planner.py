@@ -13,6 +13,7 @@ import torch
 from llava_fsdp.config import Config, OffloadMode, RecomputeConfig, RecomputeMode, Strategy
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.parts import Parts
 from llava_fsdp.planning.activations import LEVELS, Live, MicroBatch, Segment, measure, times
 from llava_fsdp.planning.hardware import Machine, machine_for
 from llava_fsdp.planning.samples import Samples, asked_for, samples_of
@@ -80,15 +81,20 @@ class PlanRow:
 class Planner:
     """A configuration's model on a machine; passes are measured once for each way to recompute."""
 
-    def __init__(self, cfg: Config, machine: Machine, samples: Samples | None = None):
+    def __init__(self, cfg: Config, machine: Machine, samples: Samples | None = None, parts: Parts | None = None):
+        """
+        Args:
+            samples: None: of the dataset's report, or LLaVA's.
+            parts: None: of folders, or as this package ships them.
+        """
         self.cfg = cfg
         self.machine = machine
         if machine.gpu is not None:
             machine.peak(cfg.precision.param_dtype)  # refuses bf16 where there is none
-        self.parts = shapes_of(cfg.model)
+        self.parts = parts or shapes_of(cfg.model)
         bf16 = machine.gpu is not None and machine.gpu.bf16 is not None
         self.kernel = kernel_for(cfg, self.parts.language, machine.device, bf16)
-        self.model = build_llava(self.parts, cfg.model, DTYPES[cfg.precision.param_dtype], self.kernel)
+        self.model = build_llava(self.parts, cfg.model, DTYPES[cfg.precision.param_dtype], self.kernel, cfg.loss)
         whole, blocks = self.model.whole_while_frozen(), self.model.blocks()
         self.weights = list(weights_of(self.model, blocks, whole, cfg.precision).values())
         self.buffer_bytes = sum(b.numel() * b.element_size() for b in self.model.buffers())

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from llava_fsdp.config import Config, Part, Source
+from llava_fsdp.data.records import Records
 from llava_fsdp.planning.activations import MicroBatch
 
 REPORT = "report.json"
@@ -61,6 +64,13 @@ def of_report(cfg: Config) -> Samples | None:
     variance = sum(n * (middle - mean) ** 2 for middle, n in middles) / max(1, sum(n for _, n in middles))
     tiles, labels = sums["pictures"] / kept, sums["label_tokens"] / kept
     return Samples(mean, tiles, labels, math.sqrt(variance), f"{kept:,} samples of {path}")
+
+
+def samples_in(records: Records) -> Samples:
+    """Of the very records that a training has."""
+    lengths, tiles, labels = (np.asarray(c, dtype=np.float64) for c in (records.lengths, records.tiles, records.labels))
+    means = lengths.mean(), tiles.mean(), labels.mean(), max(1.0, lengths.std())
+    return Samples(*(float(mean) for mean in means), f"{len(records):,} records")
 
 
 def share(samples: Samples, each: float) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 from llava_fsdp.config import OffloadMode, Strategy
 from llava_fsdp.errors import ConfigError
-from llava_fsdp.planning.choose import plan_rows, recomputes
+from llava_fsdp.planning.choose import plan_rows, recomputes, ways_to_cut
 from llava_fsdp.planning.planner import Choice, Planner
 
 STRATEGIES = {"zero3": Strategy.FULL_SHARD, "hybrid": Strategy.HYBRID_SHARD}
@@ -27,7 +27,8 @@ def scale(planner: Planner, gpus: int, nodes: int) -> list[dict[str, Any]]:
             if count == 1 and name == "hybrid":
                 continue  # within one node it is zero3
             ways = [Choice(strategy, r, OffloadMode.none) for r in recomputes(planner.cfg, planner.machine.device)]
-            row = plan_rows(planner, ways, world_size, gpus, gpus, is_free=True)[0]
+            cut = ways_to_cut(planner, planner.cfg, world_size, is_free=True)
+            row = plan_rows(planner, ways, world_size, gpus, gpus, cut)[0]
             found.append(
                 {
                     "nodes": count,

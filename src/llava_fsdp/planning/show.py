@@ -9,6 +9,7 @@ from rich.table import Table
 from llava_fsdp.planning.formulas import formulas
 from llava_fsdp.planning.hardware import Machine
 from llava_fsdp.planning.planner import Planner, PlanRow
+from llava_fsdp.sharding.memory import checkpoint_bytes
 from llava_fsdp.sharding.zero import SHARD_PLANS
 
 GB = 1e9
@@ -24,6 +25,7 @@ def show_plan(console: Console, planner: Planner, rows: Sequence[PlanRow], shown
         f"{world_size} x {machine.name} of {machine.memory / GB:.1f} GB, {rows[0].usable / GB:.1f} GB for tensors"
     )
     console.print(
+        f"a checkpoint: {checkpoint_bytes(planner.weights, planner.cfg.precision) / GB:.1f} GB; "
         f"samples: {own.positions:.0f} positions, {own.tiles:.2f} pictures, {own.labels:.0f} labels ({own.source}); "
         f"a step: {planner.cfg.global_batch_size} samples"
     )
@@ -105,6 +107,7 @@ def as_object(planner: Planner, rows: Sequence[PlanRow], command: str | None, mo
         "capacity": machine.memory,
         "usable": rows[0].usable,
         "trainable": planner.trainable,
+        "checkpoint_bytes": checkpoint_bytes(planner.weights, planner.cfg.precision),
         "samples": {
             "positions": planner.samples.positions,
             "tiles": planner.samples.tiles,

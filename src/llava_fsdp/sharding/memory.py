@@ -161,3 +161,9 @@ def storage_per_rank(
         held.parameters_between + masters + frozen,
         held.gradients_between + (gradients if plan.gradient_sync is Sync.EVERY_MICRO_BATCH else 0),
     )
+
+
+def checkpoint_bytes(weights: list[Weight], precision: PrecisionConfig) -> int:
+    """What a checkpoint holds of all ranks together: trainable weights as they are kept, moments, a step count each."""
+    trainable = [w for w in weights if w.trainable]
+    return sum(w.master_size(precision) * w.numel + w.moment_bytes(precision, w.numel) + 4 for w in trainable)
