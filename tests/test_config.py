@@ -21,6 +21,7 @@ from llava_fsdp.config import (
     OrderName,
     Parity,
     Pixels,
+    PlanConfig,
     PrepareConfig,
     Strategy,
     SweepConfig,
@@ -42,6 +43,7 @@ SCHEMAS = {
     "chat": ChatConfig,
     "export": ConversionConfig,
     "prepare": PrepareConfig,
+    "plan": PlanConfig,
 }
 FILL = ["data.path=records.json"]  # the one value that a choice leaves open
 
@@ -118,7 +120,7 @@ def test_stage_chooses_the_sharding_and_the_command_line_wins() -> None:
 
 
 def test_strategies_have_the_names_of_torch() -> None:
-    assert {s.value for s in Strategy} - {"SHARD_OPTIMIZER"} == {s.name for s in ShardingStrategy}
+    assert {s.value for s in Strategy} - {"SHARD_OPTIMIZER", "auto"} == {s.name for s in ShardingStrategy}
     assert all(s.name == s.value for s in Strategy)
 
 
@@ -134,7 +136,10 @@ WRONG = [
         "stage=nope",
         "Could not find 'stage/nope'\n\nAvailable options in 'stage':\n\tfinetune\n\tfinetune_task\n\tpretrain",
     ),
-    ("sharding=zero4", "Available options in 'sharding':\n\thybrid\n\thybrid2\n\tzero0\n\tzero1\n\tzero2\n\tzero3"),
+    (
+        "sharding=zero4",
+        "Available options in 'sharding':\n\tauto\n\thybrid\n\thybrid2\n\tzero0\n\tzero1\n\tzero2\n\tzero3",
+    ),
     ("precision=fp16", "Available options in 'precision':\n\tbf16\n\tfp32"),
     # wrong types
     ("optim.lr=fast", "optim.lr=fast: Value 'fast' of type 'str' could not be converted to Float"),
