@@ -93,8 +93,8 @@ def shard(
         cast_forward_inputs=False,  # the model casts pictures itself, at every world size alike
     )
     norms = [m for m in norms_kept_in_fp32(model, cfg.precision) if set(m.parameters()) - ignored]
-    if norms:
-        together = GatheredFirst(norms)
+    together = GatheredFirst(norms) if norms else None
+    if together is not None:
         kept = replace(policy, param_dtype=None)
         fully_shard(together, mesh=mesh, mp_policy=kept, reshard_after_forward=False, ignored_params=ignored)
         model.gathered_first = together
@@ -110,8 +110,8 @@ def shard(
                     ignored_params=ignored,
                 )
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=ignored)
-    if norms:
-        model.register_forward_pre_hook(lambda *_: model.gathered_first())  # behind FSDP's own, which begins a pass
+    if together is not None:
+        model.register_forward_pre_hook(lambda *_: together())  # behind FSDP's own, which begins a pass
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loss is divided by the label tokens of the whole step, so gradients are summed, never averaged.
