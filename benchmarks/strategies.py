@@ -208,7 +208,7 @@ def build(variant: str, cfg: Config, world: World) -> Run:
 def build_whole(cfg: Config, world: World) -> TrainState:
     """What `build_state` builds, without anything of FSDP."""
     parts = find_parts(cfg.model)
-    model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])
+    model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype], loss=cfg.loss)
     loader = open_data(cfg, world, model)
     sources = find_weights(model, parts, cfg.model, None, cfg.seed)
     buffers = computed_buffers(model)
@@ -228,7 +228,7 @@ def mesh_of(variant: str, plan: ShardPlan, cfg: Config, world: World) -> DeviceM
 def materialize_whole(model: Any, cfg: Config, device: torch.device) -> MasterWeights:
     """The same storage as under FSDP, unsharded: fp32 trainables, frozen weights in the compute dtype."""
     store_weights(model, cfg.precision, sharded=True)
-    apply_recompute(model.blocks(), cfg.recompute)
+    apply_recompute(model.blocks(), cfg.recompute, device)
     model.to_empty(device=device)
     return MasterWeights({clean_name(n): p for n, p in model.named_parameters() if p.requires_grad})
 

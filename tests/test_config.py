@@ -209,6 +209,16 @@ def test_compat_sets_what_the_original_does() -> None:
         (["labels=llava_v1_5", "data.too_long=fail"], "data.too_long=fail needs labels=exact"),
         (["data.grid_pinpoints=[[336,672]]"], "data.grid_pinpoints is for data.image_aspect_ratio=anyres"),
         (["precision=fp32", "precision.norm_dtype=bf16"], "norm_dtype=bf16 needs precision.param_dtype=bf16"),
+        (
+            ["recompute=full", "recompute.budget=0.5"],
+            "recompute.budget=0.5 is for recompute=budget",
+        ),
+        (
+            ["recompute=budget", "recompute.budget=1.5"],
+            "recompute.budget=1.5 must be the share",
+        ),
+        (["recompute=budget", "recompute.budget=null"], "recompute.budget=None must be the share"),
+        (["loss.chunk_tokens=0"], "loss.chunk_tokens=0 must be at least 1"),
         (["model.patch_merge=spatial"], "model.patch_merge=spatial is for data.image_aspect_ratio=anyres"),
         (
             ["compat=llava_v1_5", "data.image_aspect_ratio=anyres", "model.patch_merge=spatial"],

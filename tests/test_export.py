@@ -21,8 +21,10 @@ from llava_fsdp.data.tokenizer import open_tokenizer
 from llava_fsdp.errors import CheckpointError, ConfigError, ModelError
 from llava_fsdp.export import export
 from llava_fsdp.model.asis import read_model
+from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.names import original, ours
 from llava_fsdp.model.original import generation_config, known_tower, language_config, original_config
+from llava_fsdp.model.parts import find_parts
 
 TOWER = "vision=some/tower"
 STEPS = ["max_steps=2", "checkpoint.every=1", *EXPORTED]
@@ -96,6 +98,17 @@ def test_run_means_its_newest_state(run: Path, tmp_path: Path) -> None:
     shutil.rmtree(copied / "export")
     with pytest.raises(CheckpointError, match="a run without a finished checkpoint or export"):
         export(conversion(copied, tmp_path / "e"))
+
+
+def test_exports_cache_though_training_does_not(llava: Path, run: Path) -> None:
+    """Training turns the cache of keys and values off, and whoever loads an export generates with one."""
+    cfg = read_model(run / "export", None, None)
+    found = find_parts(cfg)
+    model = build_llava(found, cfg, torch.float32)
+    assert model.language_model.config.use_cache is False
+    assert json.loads((run / "export" / "config.json").read_text())["text_config"]["use_cache"] is True
+    assert LlavaForConditionalGeneration.from_pretrained(run / "export").config.text_config.use_cache is True
+    assert json.loads((llava / "config.json").read_text())["use_cache"] is True
 
 
 def test_original_format_of_a_run(llava: Path, run: Path, parts: Path, tmp_path: Path) -> None:

@@ -582,6 +582,9 @@ DEEPSPEED_VERDICTS = [
     ({"zero_optimization": {"stage": 3, "stage3_gather_fp16_weights_on_model_save": True}}, Verdict.implied),
     ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, Verdict.unsupported),
     ({"tensor_parallel": {"autotp_size": 1}}, Verdict.implied),
+    ({"activation_checkpointing": {"cpu_checkpointing": "true"}}, Verdict.mapped),
+    ({"activation_checkpointing": {"cpu_checkpointing": False}}, Verdict.no_effect),
+    ({"activation_checkpointing": {"partition_activations": True}}, Verdict.no_effect),
 ]
 
 
@@ -681,6 +684,25 @@ def test_an_unknown_key_of_deepspeed_is_named(tmp_path: Path) -> None:
 def test_tables_have_an_answer_for_their_own_keys() -> None:
     assert all(deepspeed_rule(key.replace("*", "any")) is not None for key in DEEPSPEED)
     assert all(accelerate_rule(key.replace("*", "any")) is not None for key in ACCELERATE)
+
+
+def test_activations_on_the_host(tmp_path: Path) -> None:
+    """LLaVA's models never call DeepSpeed's own checkpointing; what a JSON alone is for is not known."""
+    block = {"activation_checkpointing": {"cpu_checkpointing": True}}
+    alone = moved(tmp_path, zero=ZERO2 | block)
+    assert alone.kept["recompute"] == "offload" and not alone.refused
+    scripts = finetune(tmp_path, zero=ZERO2 | block)
+    assert scripts.decided["recompute"] == "full"
+    found = row(scripts, "activation_checkpointing.cpu_checkpointing")
+    assert found.verdict is Verdict.no_effect and "recompute=offload does what this asks for" in found.text
+
+
+@pytest.mark.parametrize(("said", "recompute"), [("true", "full"), ("false", "none")])
+def test_accelerates_checkpointing(said: str, recompute: str, tmp_path: Path) -> None:
+    fsdp = f"distributed_type: FSDP\nfsdp_config:\n  fsdp_activation_checkpointing: {said}\n"
+    done = moved(tmp_path, accelerate=fsdp)
+    assert done.kept["recompute"] == recompute
+    assert row(done, "fsdp_config.fsdp_activation_checkpointing").text == f"recompute={recompute}"
 
 
 def test_json_alone_says_what_it_can(tmp_path: Path) -> None:

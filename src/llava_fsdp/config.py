@@ -122,8 +122,18 @@ class DType(Enum):
 
 
 class RecomputeMode(Enum):
+    """What of a block of layers is kept from the forward pass for the backward pass."""
+
     none = "none"
+    """everything"""
     full = "full"
+    """its input; the block runs again"""
+    selective = "selective"
+    """its input and what its matrix products and its attention gave; the rest runs again"""
+    budget = "budget"
+    """compiled, and what torch's partitioner chooses for a share of the memory"""
+    offload = "offload"
+    """its input, in the host's memory; the block runs again"""
 
 
 class Schedule(Enum):
@@ -137,6 +147,17 @@ class Schedule(Enum):
 class Normalize(Enum):
     step = "step"
     micro_batch = "micro_batch"
+
+
+class LossKernel(Enum):
+    """What computes the loss from hidden states and the output layer."""
+
+    auto = "auto"
+    """the fastest that was measured: chunked"""
+    chunked = "chunked"
+    """ours"""
+    torch = "torch"
+    """torch.nn.functional.linear_cross_entropy, of 2.13, in fp32"""
 
 
 class Attention(Enum):
@@ -364,6 +385,20 @@ class PrecisionConfig:
 @dataclass(kw_only=True, slots=True)
 class RecomputeConfig:
     mode: RecomputeMode
+    budget: float | None
+    """budget only: the share of what a compiled block would keep, 0 (its input alone) to 1 (all that is worth it)."""
+
+    def __post_init__(self) -> None:
+        if self.mode is RecomputeMode.budget:
+            if self.budget is None or not 0 <= self.budget <= 1:
+                raise ConfigError(
+                    f"recompute.budget={self.budget} must be the share of a block's activations that is kept, 0 to 1"
+                )
+        elif self.budget is not None:
+            raise ConfigError(
+                f"recompute.budget={self.budget} is for recompute=budget, and this is recompute={self.mode.value}: "
+                "set it to null"
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -417,6 +452,12 @@ class LossConfig:
     normalize: Normalize
     """step: sum over label tokens divided by the label tokens of the step on all ranks, so that no cut of the step
     changes it; micro_batch: the original's mean of the micro-batches' means."""
+    chunk_tokens: int
+    """Labels whose logits are there at once."""
+    kernel: LossKernel
+
+    def __post_init__(self) -> None:
+        at_least("loss.chunk_tokens", self.chunk_tokens, 1)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from llava_fsdp.config import Config, Normalize, OrderName, Parity, Pixels, Source
+from llava_fsdp.config import Config, Normalize, OrderName, Parity, Pixels, RecomputeMode, Source
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.data.records import Records
 from llava_fsdp.model.attention import Kernel
@@ -58,7 +58,7 @@ def show_run(
     facts.add_row("batch", describe_batch(cfg, world, loader))
     facts.add_row("attention", describe_attention(kernel))
     facts.add_row(
-        "compute", f"{world.device.type}, {cfg.precision.param_dtype.value}, recompute {cfg.recompute.mode.value}"
+        "compute", f"{world.device.type}, {cfg.precision.param_dtype.value}, recompute {describe_recompute(cfg, world)}"
     )
     facts.add_row("unlike LLaVA", unlike_original(cfg))
     console.print(facts)
@@ -88,6 +88,15 @@ def describe_batch(cfg: Config, world: World, loader: Loader) -> str:
 
 def describe_attention(kernel: Kernel | None) -> str:
     return "SDPA over padded rows: pack=false" if kernel is None else f"{kernel.attention.value} ({kernel.reason})"
+
+
+def describe_recompute(cfg: Config, world: World) -> str:
+    mode = cfg.recompute.mode
+    if mode is RecomputeMode.budget:
+        return f"{mode.value} {cfg.recompute.budget:g}: blocks are compiled when they first run, which takes a while"
+    if mode is RecomputeMode.offload and world.device.type == "cpu":
+        return f"{mode.value}: as full; without a GPU the host's memory is the device's, and this saves nothing more"
+    return mode.value
 
 
 def trains_table(weights: dict[str, Weight]) -> Table:

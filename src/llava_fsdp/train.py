@@ -26,6 +26,7 @@ from llava_fsdp.screen import show_run
 from llava_fsdp.sharding.mesh import World, distributed, first_rank_first, gather_lists, make_mesh
 from llava_fsdp.sharding.parallelize import parallelize, weights_of
 from llava_fsdp.sharding.precision import DTYPES
+from llava_fsdp.sharding.recompute import check_recompute
 from llava_fsdp.sharding.shards import local_shards
 from llava_fsdp.sharding.zero import SHARD_PLANS, ShardPlan
 from llava_fsdp.state import StepResult, TrainState
@@ -67,11 +68,12 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
 
     The order matters: shapes on the meta device, what trains, recompute, sharding, weights into shards, optimizer.
     """
+    check_recompute(cfg.recompute, world.device)
     parts = find_parts(cfg.model)
     projector = find_projector(cfg)
     compute_dtype = DTYPES[cfg.precision.param_dtype]
     kernel = choose_kernel(cfg.attention, parts.language, world.device, compute_dtype) if cfg.pack else None
-    model = build_llava(parts, cfg.model, compute_dtype, kernel)  # on meta: shapes only
+    model = build_llava(parts, cfg.model, compute_dtype, kernel, cfg.loss)  # on meta: shapes only
     loader = open_data(cfg, world, model)
     check_same_records(loader)
     sources = find_weights(model, parts, cfg.model, projector, cfg.seed)

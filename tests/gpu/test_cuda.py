@@ -30,7 +30,7 @@ from transformers import AttentionInterface, AutoConfig
 from llava_fsdp.config import Attention
 from llava_fsdp.data.batch import TENSORS
 from llava_fsdp.data.collate import boundaries
-from llava_fsdp.model.attention import Kernel, choose_kernel, register_attention
+from llava_fsdp.model.attention import Kernel, Lengths, choose_kernel, register_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -140,6 +140,7 @@ def test_attention_kernels_equal_sdpa_a_sample_at_a_time(
         pytest.skip("flash-attn is not installed")
     register_attention()
     lengths = (1, 300, 17, 64, 129)
+    told_lengths = Lengths(lengths, max(lengths))
     segments = boundaries(lengths)["cu_seqlens"].to(cuda)
     dice = torch.Generator(cuda).manual_seed(0)
     module = torch.nn.Module()
@@ -154,7 +155,7 @@ def test_attention_kernels_equal_sdpa_a_sample_at_a_time(
         parts = [part.to(dtype).requires_grad_() for part in shown]
         attend = AttentionInterface()[Kernel(attention, "").name]
         output, _ = attend(
-            module, *parts, None, scaling=size**-0.5, cu_seqlens=segments, segment_lengths=lengths, dropout=0.0
+            module, *parts, None, scaling=size**-0.5, cu_seqlens=segments, segment_lengths=told_lengths, dropout=0.0
         )
         gradients = torch.autograd.grad((output * wanted.to(dtype)).sum(), parts)
         return [output.float(), *(g.float() for g in gradients)]

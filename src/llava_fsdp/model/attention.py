@@ -111,13 +111,23 @@ def register_attention() -> None:
 
 
 @dataclass(frozen=True)
+class Lengths:
+    """Of a row's samples, on the host, so that no layer waits for the device.
+
+    An object: a tuple among the arguments of a compiled layer would compile it anew for every number of samples.
+    """
+
+    each: tuple[int, ...]
+    longest: int
+
+
+@dataclass(frozen=True)
 class Row:
     """How the samples of a packed row lie, and how its layer attends."""
 
     cu_seqlens: torch.Tensor
     """int32 [samples + 1]"""
-    lengths: tuple[int, ...]
-    """On the host, so that no layer waits for the device."""
+    lengths: Lengths
     scaling: float | None
     dropout: float
 
@@ -136,7 +146,7 @@ def attend_with(kernel: Attend) -> Callable[..., tuple[torch.Tensor, None]]:
         scaling: float | None = None,
         dropout: float = 0.0,
         cu_seqlens: torch.Tensor | None = None,
-        segment_lengths: tuple[int, ...] = (),
+        segment_lengths: Lengths | None = None,
         visits: list[nn.Module] | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
@@ -146,7 +156,7 @@ def attend_with(kernel: Attend) -> Callable[..., tuple[torch.Tensor, None]]:
             visits: takes the module, for `check_reaches_all_layers`.
         """
         refuse_other_attention(module, others, attention_mask)
-        if cu_seqlens is None:
+        if cu_seqlens is None or segment_lengths is None:
             return sdpa_attention_forward(module, query, key, value, None, dropout=dropout, scaling=scaling)
         if visits is not None:
             visits.append(module)
@@ -169,6 +179,7 @@ def refuse_other_attention(module: nn.Module, others: dict[str, Any], mask: torc
         raise ConfigError(f"pack=true: {type(module).__name__} attends to what comes later; {CURE}")
 
 
+@torch.compiler.disable(recursive=True)  # else it would be compiled anew for all lengths of samples
 def each_alone(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: Row
 ) -> torch.Tensor:
@@ -177,7 +188,7 @@ def each_alone(
     Split once: the backward of a slice fills a whole row with zeros, for every sample again.
     """
     options = {"dropout": row.dropout, "scaling": row.scaling}
-    parts = zip(*(part.split(row.lengths, dim=2) for part in (query, key, value)), strict=True)
+    parts = zip(*(part.split(row.lengths.each, dim=2) for part in (query, key, value)), strict=True)
     return torch.cat([sdpa_attention_forward(module, q, k, v, None, **options)[0] for q, k, v in parts], dim=1)
 
 
@@ -207,7 +218,7 @@ def make_varlen() -> Attend:
         elif groups > 1:
             key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
         q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))  # [tokens, heads, size]
-        longest = max(row.lengths)
+        longest = row.lengths.longest
         found = varlen_attn(q, k, v, row.cu_seqlens, row.cu_seqlens, longest, longest, **options)
         assert isinstance(found, torch.Tensor), "it gives more only where it is asked for more"
         return found[None]
@@ -220,7 +231,7 @@ def flash(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torc
     from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
     parts = [part[0].transpose(0, 1) for part in (query, key, value)]  # [tokens, heads, size]
-    longest = max(row.lengths)
+    longest = row.lengths.longest
     return flash_attn_varlen_func(
         *parts,
         row.cu_seqlens,
@@ -239,7 +250,7 @@ def told(segments: Segments | None) -> dict[str, Any]:
     if segments is None:
         return {}
     position_ids, cu_seqlens, lengths = segments
-    return {"position_ids": position_ids, "cu_seqlens": cu_seqlens, "segment_lengths": lengths}
+    return {"position_ids": position_ids, "cu_seqlens": cu_seqlens, "segment_lengths": Lengths(lengths, max(lengths))}
 
 
 def check_full_attention(language: PretrainedConfig) -> None:

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModel, PretrainedConfig
 
-from llava_fsdp.config import Feature, ModelConfig, Part, PatchMerge
+from llava_fsdp.config import Feature, LossConfig, ModelConfig, Part, PatchMerge
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.model.attention import (
     Kernel,
@@ -17,6 +17,7 @@ from llava_fsdp.model.attention import (
     register_attention,
     told,
 )
+from llava_fsdp.model.loss import LabelLoss, choose_loss, whole_loss
 from llava_fsdp.model.parts import Parts
 
 
@@ -53,12 +54,20 @@ class Llava(nn.Module):
     Parameter names are those of transformers' LlavaForConditionalGeneration without its leading `model.`.
     """
 
-    def __init__(self, parts: Parts, cfg: ModelConfig, compute_dtype: torch.dtype, kernel: Kernel | None):
+    def __init__(
+        self,
+        parts: Parts,
+        cfg: ModelConfig,
+        compute_dtype: torch.dtype,
+        kernel: Kernel | None,
+        label_loss: LabelLoss,
+    ):
         super().__init__()
         self.cfg = cfg
         self.parts = parts
         self.compute_dtype = compute_dtype
         self.kernel = kernel
+        self.label_loss = label_loss
         self.vision_tower = AutoModel.from_config(parts.vision, attn_implementation="sdpa")
         hidden = parts.language.hidden_size
         self.multi_modal_projector = Projector(cfg.projector_type, parts.vision.hidden_size, hidden)
@@ -109,10 +118,10 @@ class Llava(nn.Module):
         shown = features.index_select(0, image_rows).to(embeds.dtype)
         flat = embeds.flatten(0, 1).index_copy(0, image_positions, shown)
         hidden = self.language_model(inputs_embeds=flat.view_as(embeds), **told(segments)).last_hidden_state
-        logits = self.lm_head(hidden.flatten(0, 1).index_select(0, label_positions)).float()
+        labelled = hidden.flatten(0, 1).index_select(0, label_positions)  # [labels, hidden]
         if label_ids is None:
-            return logits
-        return functional.cross_entropy(logits, label_ids, reduction="sum")
+            return self.lm_head(labelled).float()
+        return self.label_loss(labelled, self.lm_head.weight, label_ids)
 
     def image_features(self, images: torch.Tensor) -> torch.Tensor:
         """[tiles, image_tokens, tower width]; all pictures in one call of the tower.
@@ -199,20 +208,28 @@ def probe_tower(tower: nn.Module, vision: PretrainedConfig, cfg: ModelConfig) ->
     return positions - (cfg.select_feature is Feature.patch), leftovers
 
 
-def build_llava(parts: Parts, cfg: ModelConfig, compute_dtype: torch.dtype, kernel: Kernel | None = None) -> Llava:
+def build_llava(
+    parts: Parts,
+    cfg: ModelConfig,
+    compute_dtype: torch.dtype,
+    kernel: Kernel | None = None,
+    loss: LossConfig | None = None,
+) -> Llava:
     """The model on the meta device: shapes only, and what trains.
 
     Args:
         kernel: attends within the samples of packed rows; None: the model takes padded rows alone.
+        loss: how labels become a loss; None: from the logits of all of them at once.
 
     Raises:
-        ConfigError: the language model cannot keep the samples of a packed row apart.
+        ConfigError: the language model cannot keep the samples of a packed row apart, or `loss.kernel` cannot be had.
     """
     if kernel is not None:
         register_attention()
         check_full_attention(parts.language)
+    label_loss = whole_loss if loss is None else choose_loss(loss, compute_dtype)
     with torch.device("meta"):
-        model = Llava(parts, cfg, compute_dtype, kernel)
+        model = Llava(parts, cfg, compute_dtype, kernel, label_loss)
         if kernel is not None:
             check_reaches_all_layers(model.language_model)
     model.freeze()

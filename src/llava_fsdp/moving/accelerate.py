@@ -96,7 +96,7 @@ def state_dict_type(context: Context, value: object) -> Outcome:
 
 def checkpointing(context: Context, value: object) -> Outcome:
     if not context.run.launch:
-        return mapped("recompute=full" if plain(value) else "recompute=none")
+        return mapped(context.tell("recompute"))
     if bool(plain(value)) == context.run.truth("gradient_checkpointing"):
         return mapped(context.tell("recompute"))
     return unsupported(f"--gradient_checkpointing of the script says otherwise: {context.tell('recompute')}")

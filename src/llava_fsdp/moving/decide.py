@@ -51,7 +51,7 @@ def decide(run: Run) -> Overrides:
     found: Overrides = {}
     if run.launch:
         found |= model(run) | data(run) | writing(run)
-    return found | sharding(run) | precision(run) | batch(run) | optimizer(run) | schedule(run)
+    return found | recompute(run) | sharding(run) | precision(run) | batch(run) | optimizer(run) | schedule(run)
 
 
 def model(run: Run) -> Overrides:
@@ -66,7 +66,6 @@ def model(run: Run) -> Overrides:
         "model.select_layer": run.hf("mm_vision_select_layer"),
         "model.select_feature": "full" if run.hf("mm_vision_select_feature") == "cls_patch" else "patch",
         "model.train": trained(run),
-        "recompute": "full" if run.truth("gradient_checkpointing") else "none",
     }
     if stage == "finetune":
         found["model.projector"] = run.hf("pretrain_mm_mlp_adapter") or "random"
@@ -135,6 +134,16 @@ def writing(run: Run) -> Overrides:
     if run.truth("full_determinism"):
         found["deterministic"] = True
     return found
+
+
+def recompute(run: Run) -> Overrides:
+    """The script's; without one what the JSON asks for, for models that call DeepSpeed's own checkpointing."""
+    if run.launch:
+        return {"recompute": "full" if run.truth("gradient_checkpointing") else "none"}
+    if run.ds("activation_checkpointing.cpu_checkpointing") is True:
+        return {"recompute": "offload"}
+    accelerates = plain(run.launched("fsdp_activation_checkpointing")) if run.distributed_type == "FSDP" else None
+    return {"recompute": "full" if accelerates else "none"} if isinstance(accelerates, bool) else {}
 
 
 def sharding(run: Run) -> Overrides:

@@ -89,7 +89,7 @@ FLAGS: Mapping[str, Flag] = {
     "bf16_full_eval": Flag(False, NO_EVALUATION),
     "fp16_full_eval": Flag(False, NO_EVALUATION),
     "gradient_checkpointing": Flag(False, to("recompute")),
-    "gradient_checkpointing_kwargs": Flag(None, implied("recompute=full never uses the reentrant kind"), str),
+    "gradient_checkpointing_kwargs": Flag(None, implied("recompute= never uses the reentrant kind"), str),
     "torch_compile": Flag(False, COMPILE),
     "torch_compile_backend": Flag(None, COMPILE, str),
     "torch_compile_mode": Flag(None, COMPILE, str),

@@ -48,7 +48,7 @@ def parallelize(
     """
     store_weights(model, cfg.precision, sharded=mesh is not None)
     compute_norms_in_fp32(model, cfg.precision)
-    apply_recompute(stacks, cfg.recompute)
+    apply_recompute(stacks, cfg.recompute, device)
     if mesh is not None:
         ignored = frozen_left_whole(model, plan, [*whole, *norms_kept_in_fp32(model, cfg.precision)])
         shard(model, stacks, mesh, plan, cfg, ignored)
@@ -93,9 +93,12 @@ def shard(
         cast_forward_inputs=False,  # the model casts pictures itself, at every world size alike
     )
     norms = [m for m in norms_kept_in_fp32(model, cfg.precision) if set(m.parameters()) - ignored]
-    if norms:
+    together = GatheredFirst(norms) if norms else None
+    if together is not None:
         kept = replace(policy, param_dtype=None)
-        fully_shard(norms, mesh=mesh, mp_policy=kept, reshard_after_forward=False, ignored_params=ignored)
+        fully_shard(together, mesh=mesh, mp_policy=kept, reshard_after_forward=False, ignored_params=ignored)
+        model.gathered_first = together
+        ignored = ignored | set(together.parameters())
     for stack in stacks:
         for block in stack:
             if set(block.parameters()) - ignored:
@@ -107,12 +110,28 @@ def shard(
                     ignored_params=ignored,
                 )
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=ignored)
+    if together is not None:
+        model.register_forward_pre_hook(lambda *_: together())  # behind FSDP's own, which begins a pass
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loss is divided by the label tokens of the whole step, so gradients are summed, never averaged.
             # Neither setter recurses; without the second, gloo refuses the factor.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+class GatheredFirst(nn.Module):
+    """Modules from all over a model as one unit of FSDP, gathered before any of them runs.
+
+    `fully_shard` of a list would put hooks on each of them: a compiled block would be cut in pieces there.
+    """
+
+    def __init__(self, modules: list[nn.Module]):
+        super().__init__()
+        self.together = nn.ModuleList(modules)
+
+    def forward(self) -> None:
+        """Nothing: FSDP's hooks do what there is to do."""
 
 
 def weights_of(model: nn.Module, whole: list[nn.Module], precision: PrecisionConfig) -> dict[str, Weight]:

@@ -1,0 +1,179 @@
+"""The loss from hidden states and the output layer's weight, a chunk of labels at a time.
+
+The logits of all labels together are the largest tensor of a training step, and nothing needs them at once. Each
+chunk's loss and gradients are made in the forward pass, while its logits are there, so that they are made once (the
+idea of Liger Kernel's fused linear cross entropy, arXiv 2410.10989). Nothing here is a collective: the weight is
+whole while the model's forward runs, however many chunks a rank has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from llava_fsdp.config import LossConfig, LossKernel
+from llava_fsdp.errors import ConfigError
+
+LabelLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(hidden [labels, width], weight [vocabulary, width], label ids int64 [labels]) -> float32 scalar, their sum"""
+
+LOGITS_SIZE = 8
+"""Bytes for each logit of a chunk at its peak: two fp32 tensors, whatever the compute dtype."""
+SUM_SIZE = 4
+"""Bytes of an element of the sum over chunks."""
+
+
+def choose_loss(cfg: LossConfig, compute_dtype: torch.dtype) -> LabelLoss:
+    """What `loss.kernel` names; `auto` is the chunked one, which was the faster wherever both ran (docs/memory.md).
+
+    Raises:
+        ConfigError: torch's cannot be had, or would round the loss.
+    """
+    if cfg.kernel is not LossKernel.torch:
+        return partial(chunked_loss, chunk_tokens=cfg.chunk_tokens)
+    if not hasattr(functional, "linear_cross_entropy"):
+        raise ConfigError(
+            f"loss.kernel=torch: torch {torch.__version__} has no linear_cross_entropy (2.13 has); set loss.kernel=auto"
+        )
+    if compute_dtype != torch.float32:
+        raise ConfigError(
+            f"loss.kernel=torch: torch gives the sum of losses in the compute dtype, and in "
+            f"{str(compute_dtype).removeprefix('torch.')} that is a number of two or three digits; set "
+            "loss.kernel=auto, or precision=fp32"
+        )
+    return partial(torch_loss, chunk_tokens=cfg.chunk_tokens)
+
+
+def whole_loss(hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch.Tensor) -> torch.Tensor:
+    """Of all logits at once."""
+    return functional.cross_entropy(functional.linear(hidden, weight).float(), label_ids, reduction="sum")
+
+
+def chunked_loss(hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch.Tensor, chunk_tokens: int):
+    """Sum of the labels' cross entropies, float32, of logits in the compute dtype that are cast to float32.
+
+    With one chunk it is `whole_loss` to the bit.
+    """
+    if not torch.is_grad_enabled():
+        return ChunkedLoss.forward_alone(hidden, weight, label_ids, chunk_tokens)
+    return ChunkedLoss.apply(hidden, weight, label_ids, chunk_tokens)
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """Gradients for an upstream gradient of 1 are made in the forward pass, and scaled in the backward pass.
+
+    A weight's gradient of several chunks is added up in float32 (each chunk's product is rounded to the compute dtype
+    once, the sum once more): added in bf16, a chunk that is small beside what came before would be lost. With one
+    chunk it is the product itself. The hidden states' gradient, of which each row belongs to one chunk, is in the
+    compute dtype. A frozen weight has no gradient and costs none.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch.Tensor, chunk_tokens: int):
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        several = len(label_ids) > chunk_tokens
+        of_hidden = torch.empty_like(hidden) if needs_hidden else None
+        of_weight = None
+        if needs_weight and (several or not len(label_ids)):  # of no label too: every rank reduces a gradient
+            of_weight = torch.zeros_like(weight, dtype=torch.float32 if several else weight.dtype)
+        total = hidden.new_zeros((), dtype=torch.float32)
+        for begin in range(0, len(label_ids), chunk_tokens):
+            rows = slice(begin, begin + chunk_tokens)
+            shown, ids = hidden[rows], label_ids[rows]
+            loss, of_logits = loss_and_gradient(shown, weight, ids, needs_hidden or needs_weight)
+            total += loss
+            if of_hidden is not None:
+                torch.mm(of_logits, weight, out=of_hidden[rows])
+            if needs_weight:
+                of_weight = add_product(of_weight, of_logits.t(), shown)
+            del of_logits  # before the next chunk's are made
+        ctx.gradients = of_hidden, of_weight
+        ctx.dtype = weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any):
+        (scale,) = grad_outputs
+        assert ctx.gradients is not None, "the gradients of a chunked loss are scaled in place: one backward pass"
+        of_hidden, of_weight = ctx.gradients
+        ctx.gradients = None
+        if of_hidden is not None:
+            of_hidden = of_hidden.mul_(scale)
+        if of_weight is not None:
+            of_weight = of_weight.mul_(scale).to(ctx.dtype)
+        return of_hidden, of_weight, None, None
+
+    @staticmethod
+    def forward_alone(hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch.Tensor, chunk_tokens: int):
+        """The loss without any gradient."""
+        total = hidden.new_zeros((), dtype=torch.float32)
+        for shown, ids in zip(hidden.split(chunk_tokens), label_ids.split(chunk_tokens), strict=True):
+            total += loss_and_gradient(shown, weight, ids, False)[0]
+        return total
+
+
+def loss_and_gradient(
+    shown: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, differentiate: bool
+) -> tuple[torch.Tensor, Any]:
+    """Sum of the rows' cross entropies, and its gradient with respect to their logits, in the compute dtype."""
+    logits = functional.linear(shown, weight)
+    wide = logits.float()
+    del logits  # no two steps of this are needed at once, and each is as large as a chunk gets
+    logs = functional.log_softmax(wide, dim=-1)
+    del wide
+    loss = functional.nll_loss(logs, ids, reduction="sum")
+    if not differentiate:
+        return loss, None
+    gradient = logs.exp_()
+    gradient[torch.arange(len(ids), device=ids.device), ids] -= 1
+    return loss, gradient.to(weight.dtype)
+
+
+def add_product(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """total + left @ right, in place where there is a total."""
+    if total is None:
+        return left @ right
+    if total.dtype == left.dtype:
+        return total.addmm_(left, right)
+    return total.add_(left @ right)
+
+
+def torch_loss(hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch.Tensor, chunk_tokens: int) -> torch.Tensor:
+    """The same through torch's own kernel, which also makes gradients in the forward pass."""
+    if not len(label_ids):  # it divides by the number of labels
+        return (hidden.sum() + weight.sum()) * 0.0
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens)
+    found = functional.linear_cross_entropy(hidden, weight, label_ids, reduction="sum", options=options)
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def loss_bytes(
+    labels: int, vocabulary: int, width: int, item_size: int, trains: bool, chunk_tokens: int
+) -> tuple[int, int]:
+    """Bytes of `chunked_loss` for a micro-batch beyond its inputs: at most at once, and from forward to backward.
+
+    With n labels, c = min(n, chunk_tokens), V x H the output layer and b = item_size of the compute dtype:
+
+        held = b * n * H + G            the gradients: G is b * V * H with one chunk, 4 * V * H with several
+        peak = b * n * H + S + max(8 * c * V, b * c * V + D)
+                                        S, the sum over chunks: 4 * V * H with several, else 0; a chunk's logits, twice
+                                        in fp32; D, its product: b * V * H, 0 where it is added in place (fp32, several)
+
+    G, S and D are 0 where the output layer is frozen. In bf16 with several chunks the backward pass begins with the sum
+    rounded, b * V * H bytes beside it; the logits are gone by then. Without a label there are b * V * H zeros.
+    """
+    size = vocabulary * width * trains
+    if not labels:
+        return item_size * size, item_size * size
+    chunk, several = min(labels, chunk_tokens), labels > chunk_tokens
+    of_hidden = item_size * labels * width
+    total = SUM_SIZE * size if several else 0
+    product = 0 if several and item_size == SUM_SIZE else item_size * size
+    logits = chunk * vocabulary
+    peak = of_hidden + total + max(LOGITS_SIZE * logits, item_size * logits + product)
+    return peak, of_hidden + (total or item_size * size)

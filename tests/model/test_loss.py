@@ -1,0 +1,147 @@
+"""The loss of chunks of labels is that of all logits at once, and so are its gradients."""
+
+import math
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from llava_fsdp.config import LossConfig, LossKernel, Normalize
+from llava_fsdp.errors import ConfigError
+from llava_fsdp.model.loss import choose_loss, chunked_loss, loss_bytes, whole_loss
+
+LABELS, VOCABULARY, WIDTH = 23, 57, 12
+
+
+def drawn(dtype: torch.dtype, labels: int = LABELS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dice = torch.Generator().manual_seed(0)
+    hidden = torch.randn((labels, WIDTH), generator=dice).to(dtype).requires_grad_()
+    weight = torch.randn((VOCABULARY, WIDTH), generator=dice).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(VOCABULARY, (labels,), generator=dice)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_one_chunk_is_the_whole_loss_to_the_bit(dtype: torch.dtype, gradients: bool) -> None:
+    hidden, weight, ids = drawn(dtype)
+    with torch.set_grad_enabled(gradients):
+        for chunk in (LABELS, LABELS + 1, 10**6):
+            found = chunked_loss(hidden, weight, ids, chunk)
+            assert found.dtype == torch.float32 and found.requires_grad == gradients
+            assert torch.equal(found, whole_loss(hidden, weight, ids))
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 3e-6), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize("chunk", [1, 5, 22, LABELS])
+def test_gradients_are_those_of_fp64(dtype: torch.dtype, bound: float, chunk: int) -> None:
+    """Relative to the norm, of what the same rounded inputs give in float64, through a scale that is no power of 2.
+
+    The fp64 case casts nothing but the probabilities, which are fp32 by contract, so its bound is fp32's.
+    """
+    hidden, weight, ids = drawn(dtype)
+    (chunked_loss(hidden, weight, ids, chunk) / 7).backward()
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    (functional.cross_entropy(exact[0] @ exact[1].t(), ids, reduction="sum") / 7).backward()
+    for ours, theirs in zip((hidden, weight), exact, strict=True):
+        assert ours.grad is not None and theirs.grad is not None and ours.grad.dtype == dtype
+        allowed = max(bound, 3e-7)
+        assert (ours.grad.double() - theirs.grad).norm() < allowed * theirs.grad.norm()
+
+
+def test_the_sum_over_chunks_is_in_fp32() -> None:
+    """In bf16 the part of a chunk below 1/256 of what came before would be lost; a thousand such are not."""
+    hidden = torch.ones((1001, 1), dtype=torch.bfloat16)
+    hidden[1:] = 2.0**-10
+    weight = torch.zeros((2, 1), dtype=torch.bfloat16, requires_grad=True)
+    chunked_loss(hidden, weight, torch.zeros(1001, dtype=torch.int64), 1).backward()
+    assert weight.grad is not None
+    assert float(weight.grad[0, 0]) == pytest.approx(-(1 + 1000 * 2.0**-10) / 2, rel=1 / 256)
+
+
+def test_a_micro_batch_without_a_label_has_a_gradient_of_zeros() -> None:
+    """Every rank reduces one."""
+    for kernel in (LossKernel.chunked, LossKernel.torch):
+        hidden, weight, ids = drawn(torch.float32, labels=0)
+        loss = choose_loss(LossConfig(normalize=Normalize.step, chunk_tokens=4, kernel=kernel), torch.float32)
+        found = loss(hidden, weight, ids)
+        found.backward()
+        assert found.item() == 0
+        assert weight.grad is not None and not weight.grad.any()
+        assert hidden.grad is not None and hidden.grad.shape == (0, WIDTH)
+
+
+@pytest.mark.parametrize("kernel", [LossKernel.auto, LossKernel.chunked, LossKernel.torch])
+def test_kernels_agree(kernel: LossKernel) -> None:
+    hidden, weight, ids = drawn(torch.float32)
+    loss = choose_loss(LossConfig(normalize=Normalize.step, chunk_tokens=5, kernel=kernel), torch.float32)
+    found = loss(hidden, weight, ids)
+    gradients = torch.autograd.grad(found / 3, (hidden, weight))
+    expected = whole_loss(hidden, weight, ids)
+    exact = torch.autograd.grad(expected / 3, (hidden, weight))
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    for ours, theirs in zip(gradients, exact, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_torchs_kernel_is_refused_where_it_would_round_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = LossConfig(normalize=Normalize.step, chunk_tokens=4, kernel=LossKernel.torch)
+    with pytest.raises(ConfigError, match="bfloat16 that is a number of two or three digits"):
+        choose_loss(asked, torch.bfloat16)
+    monkeypatch.delattr(functional, "linear_cross_entropy")
+    with pytest.raises(ConfigError, match="has no linear_cross_entropy"):
+        choose_loss(asked, torch.float32)
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of what is made under it, as far as it is still there: the most at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.most = 0
+
+    @property
+    def now(self) -> int:
+        self.held = {key: kept for key, kept in self.held.items() if not kept[0].expired()}
+        return sum(size for _, size in self.held.values())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        given = {t.untyped_storage()._cdata for t in args if isinstance(t, torch.Tensor)}
+        found = func(*args, **(kwargs or {}))
+        for tensor in found if isinstance(found, tuple | list) else (found,):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in given:
+                self.held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.most = max(self.most, self.now)
+        return found
+
+
+CASES = [(torch.float32, 8), (torch.float32, 100), (torch.bfloat16, 8), (torch.bfloat16, 100), (torch.bfloat16, 1)]
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize(("dtype", "chunk"), CASES)
+def test_bytes_are_what_the_formula_says(dtype: torch.dtype, chunk: int, trains: bool) -> None:
+    """Counted tensor by tensor; beyond the formula there are only vectors: a loss, ids, a place for each label."""
+    hidden, weight, ids = drawn(dtype)
+    weight.requires_grad_(trains)
+    with Alive() as alive:
+        loss = chunked_loss(hidden, weight, ids, chunk)
+    peak, held = loss_bytes(LABELS, VOCABULARY, WIDTH, dtype.itemsize, trains, chunk)
+    vectors = 40 * LABELS + 64
+    assert 0 <= alive.now - held <= vectors
+    assert 0 <= alive.most - peak <= vectors
+    assert loss.requires_grad
+
+
+def test_no_gradient_is_made_where_none_is_wanted() -> None:
+    hidden, weight, ids = drawn(torch.float32)
+    frozen = weight.detach()
+    chunked_loss(hidden, frozen, ids, 5).backward()
+    assert frozen.grad is None and hidden.grad is not None
+    with torch.no_grad(), Alive() as alive:
+        chunked_loss(hidden, weight, ids, 5)
+    assert alive.most <= 8 * 5 * VOCABULARY + 40 * LABELS + 64
+    assert math.isfinite(chunked_loss(hidden, weight, ids, 5).item())
