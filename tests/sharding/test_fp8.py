@@ -114,7 +114,7 @@ def sent(world: World, cfg: Config) -> dict[str, Any]:
         patch.setattr(DefaultAllGather, "__call__", counting)
         state, plan = built(world, cfg), SHARD_PLANS[cfg.sharding.strategy]
         losses = [train_step(state, state.loader.steps.prepare(n), plan, cfg, 0.0).loss for n in range(2)]
-    shards = [p.to_local() for p in state.masters.named.values() if isinstance(p, DTensor)]
+    shards = [p._local_tensor for p in state.masters.named.values() if isinstance(p, DTensor)]
     prepared = [getattr(p, "_precomputed_scale", None) is not None for p in shards if hasattr(p, "_precomputed_scale")]
     assert all(prepared), "a scale is left to the forward pass, with a collective of its own"
     return {"bytes": sum(counted), "losses": losses, "in_fp8": len(prepared)}
