@@ -4,7 +4,6 @@ That the products themselves run in fp8 only a GPU can show (tests/gpu).
 """
 
 import contextlib
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from harness import RankPool, single_world
-from small import make_config, write_parts
+from small import make_config, write_wide_parts
 from test_memory import measure
 from test_presets import Trace, built, steps
 from torch import nn
@@ -38,11 +37,7 @@ FP8 = ["precision=fp8", "global_batch_size=4", "micro_batch_size=1", "max_steps=
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small model with sizes of multiples of 16."""
-    folder = write_parts(tmp_path_factory.mktemp("wide"))
-    file = folder / "language" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"hidden_size": 48, "intermediate_size": 64}))
-    return folder
+    return write_wide_parts(tmp_path_factory.mktemp("wide"))
 
 
 @contextlib.contextmanager
