@@ -249,5 +249,5 @@ def test_fp8_is_near_bf16(fp8_device: torch.device, dataset: Path, tmp_path: Pat
 
 def test_fp8_is_refused_on_older_gpus(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-    with pytest.raises(ConfigError, match="compute capability 8.9"):
+    with pytest.raises(ConfigError, match=r"compute capability 8\.9"):
         check_fp8(cuda)

@@ -219,9 +219,9 @@ def scaler(run: Run) -> Overrides:
     if not run.uses_deepspeed:
         return {"precision.scaler.window": 2000, "precision.scaler.hysteresis": 1}
     given = {ours: run.ds(f"fp16.{theirs}") for theirs, ours in SCALER.items()}
-    numbers = {key: value for key, value in given.items() if isinstance(value, int | float)}
+    numbers: Overrides = {key: value for key, value in given.items() if isinstance(value, int | float)}
     fixed = numbers.pop("precision.scaler.scale", 0)
-    return {"precision.scaler.scale": float(fixed)} if fixed else numbers
+    return {"precision.scaler.scale": fixed} if fixed else numbers
 
 
 def batch(run: Run) -> Overrides:
