@@ -44,7 +44,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llava_fsdp.config import Config, DType, PrecisionConfig, ShardingConfig, Strategy, config_dir, load
+from llava_fsdp.config import Config, DType, ShardingConfig, Strategy, config_dir, load
 from llava_fsdp.data.batch import MicroBatch, Step
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.data.shapes import ensure_shapes
@@ -189,7 +189,7 @@ def specialize(cfg: Config, variant: str, precision: str) -> Config:
     plan = STRATEGIES.get(variant, Strategy.FULL_SHARD)
     shard_size = 2 if SHARD_PLANS[plan].mesh is Mesh.HYBRID else None
     sharding = ShardingConfig(strategy=plan, shard_size=shard_size)
-    dtypes = PrecisionConfig(param_dtype=DType(precision), reduce_dtype=DType.fp32, norm_dtype=DType.fp32)
+    dtypes = replace(cfg.precision, param_dtype=DType(precision), reduce_dtype=DType.fp32, norm_dtype=DType.fp32)
     return replace(cfg, sharding=sharding, precision=dtypes)
 
 
@@ -215,7 +215,7 @@ def build_whole(cfg: Config, world: World) -> TrainState:
     masters = materialize_whole(model, cfg, world.device)
     load_weights(sources, local_shards(model, masters))
     restore_buffers(model, buffers)
-    optimizer, learning_rate = build_optimizer(model, masters, cfg.optim, loader.total_steps)
+    optimizer, learning_rate = build_optimizer(model, masters, cfg, loader.total_steps)
     return TrainState(model, masters, optimizer, learning_rate, loader, sources, {})
 
 

@@ -384,7 +384,7 @@ def test_schedules(flags: str, expected: tuple, tmp_path: Path) -> None:
 
 
 FLAGS_AND_VERDICTS = [
-    ("--fp16 True --bf16 False", "fp16", Verdict.unsupported, {"precision": "bf16"}),
+    ("--fp16 True --bf16 False", "fp16", Verdict.mapped, {"precision": "fp16"}),
     ("--lora_enable True --lora_r 8", "lora_r", Verdict.unsupported, {}),
     ("--lora_r 8", "lora_r", Verdict.no_effect, {}),
     ("--bits 4", "bits", Verdict.unsupported, {}),
@@ -597,6 +597,66 @@ def test_deepspeed_keys(zero: dict, verdict: Verdict, tmp_path: Path) -> None:
 def test_fp16_that_contradicts_the_script(tmp_path: Path) -> None:
     found = row(finetune(tmp_path, "--fp16 True --bf16 False", {"fp16": {"enabled": False}}), "fp16.enabled")
     assert found.verdict is Verdict.unsupported and "the original refuses to start: --fp16 is True" in found.text
+
+
+DYNAMIC = {"loss_scale": 0, "initial_scale_power": 20, "loss_scale_window": 500, "hysteresis": 3, "min_loss_scale": 2}
+
+
+def test_deepspeeds_loss_scale(tmp_path: Path) -> None:
+    """All five settings, under their own names; a fixed scale leaves the others without effect, as there."""
+    done = finetune(tmp_path, "--fp16 True --bf16 False", {"fp16": {"enabled": "auto", **DYNAMIC}})
+    precision = config_of(assignments(done.kept)).precision
+    scaler = precision.scaler
+    assert (precision.param_dtype.value, precision.master_dtype.value) == ("fp16", "fp32")
+    assert (scaler.scale, scaler.initial_power, scaler.window, scaler.hysteresis, scaler.minimum) == (
+        None, 20, 500, 3, 2.0,
+    )  # fmt: skip
+    assert {row(done, f"fp16.{key}").verdict for key in ("enabled", *DYNAMIC)} == {Verdict.mapped}
+    done = told(read(tmp_path, zero={"fp16": {"enabled": True, **DYNAMIC, "loss_scale": 128}}))
+    assert done.decided["precision"] == "fp16" and done.decided["precision.scaler.scale"] == 128.0
+    assert row(done, "fp16.loss_scale").verdict is Verdict.mapped
+    assert {row(done, f"fp16.{key}").verdict for key in DYNAMIC if key != "loss_scale"} == {Verdict.no_effect}
+
+
+def test_details_of_fp16(tmp_path: Path) -> None:
+    details = {"auto_cast": True, "consecutive_hysteresis": True, "fp16_master_weights_and_grads": True}
+    done = told(read(tmp_path, zero={"fp16": {"enabled": True, **details}}))
+    verdicts = [row(done, f"fp16.{key}").verdict for key in details]
+    assert verdicts == [Verdict.implied, Verdict.unsupported, Verdict.unsupported]
+    done = told(read(tmp_path, zero={"fp16": {"enabled": True, **dict.fromkeys(details, False)}}))
+    assert {row(done, f"fp16.{key}").verdict for key in details} == {Verdict.implied}
+
+
+def test_fp16_without_deepspeed_is_torchs_scaler(tmp_path: Path) -> None:
+    done = finetune(tmp_path, "--fp16 True --bf16 False", zero=None)
+    scaler = config_of(assignments(done.kept)).precision.scaler
+    assert (scaler.initial_power, scaler.window, scaler.hysteresis) == (16, 2000, 1)
+    assert row(done, "fp16").verdict is Verdict.mapped and "GradScaler" in row(done, "fp16").text
+
+
+@pytest.mark.parametrize(
+    ("block", "master", "moments"),
+    [({"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}, "bf16", "bf16"),
+     ({"bf16_master_weights_and_grads": True}, "bf16", "fp32"),
+     ({"bf16_optimizer_states": True}, "fp32", "fp32")],
+)  # fmt: skip
+def test_deepspeeds_masters_in_bf16(block: dict, master: str, moments: str, tmp_path: Path) -> None:
+    done = moved(tmp_path, zero={"bf16": {"enabled": True, **block}}, gpus=8)
+    precision = config_of(assignments(done.kept)).precision
+    assert (precision.master_dtype.value, precision.moment_dtype.value) == (master, moments)
+    wanted = Verdict.mapped if master == "bf16" else Verdict.no_effect
+    assert {row(done, f"bf16.{key}").verdict for key in block} == {wanted}
+
+
+@pytest.mark.parametrize(("word", "precision"), [("fp16", "fp16"), ("fp8", "fp8"), ("bf16", "bf16")])
+def test_accelerates_mixed_precision(word: str, precision: str, tmp_path: Path) -> None:
+    done = moved(
+        tmp_path,
+        accelerate=ACCELERATE_FSDP.format(strategy=1).replace("mixed_precision: no", f"mixed_precision: {word}"),
+    )
+    assert done.decided["precision"] == precision and done.refused == ""
+    assert row(done, "mixed_precision").verdict is Verdict.mapped
+    assert config_of(assignments(done.kept)).precision.linear.value == ("fp8" if word == "fp8" else "same")
 
 
 def test_offload_is_not_supported_yet_and_off_is_as_here(tmp_path: Path) -> None:

@@ -172,6 +172,21 @@ def test_one_rank_equals_fully_shard_bit_for_bit(
     assert_same_bits(train_alone(cfg, CPU), train_sharded(cfg, CPU, tmp_path))
 
 
+OTHER_PRECISIONS = {
+    "fp16": ["precision=fp16", "sharding=zero3"],
+    "bf16_pure": ["precision=bf16_pure", "sharding=zero1"],
+    "bf16_pure, gradients added in fp32": ["precision=bf16_pure", "precision.reduce_dtype=fp32", "sharding=zero2"],
+    "int8 moments": ["precision.moment_dtype=int8", "sharding=zero2"],
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", OTHER_PRECISIONS)
+def test_one_rank_equals_fully_shard_in_other_precisions(name: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    cfg = make_config(parts, dataset, tmp_path / "run", *BF16, *OTHER_PRECISIONS[name])
+    assert_same_bits(train_alone(cfg, CPU), train_sharded(cfg, CPU, tmp_path))
+
+
 def test_bf16_is_near_fp32(parts: Path, dataset: Path, tmp_path: Path) -> None:
     exact = make_config(parts, dataset, tmp_path / "run", *BF16, "precision=fp32")
     cfg = make_config(parts, dataset, tmp_path / "run", *BF16)

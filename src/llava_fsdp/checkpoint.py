@@ -25,10 +25,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from llava_fsdp.config import CheckpointConfig, Config
 from llava_fsdp.errors import CheckpointError, LlavaFsdpError
 from llava_fsdp.log import log
+from llava_fsdp.optim import prepare_moments
+from llava_fsdp.sharding import shards
 from llava_fsdp.state import TrainState
 
 R = TypeVar("R")
-FORMAT = 3
+FORMAT = 4
 NAME = re.compile(r"step-(\d{6,})")
 STATE_FILE = "state.json"
 FOLDER = "checkpoints"
@@ -64,6 +66,8 @@ def publish(staged: Path, final: Path, state: TrainState, cfg: Config) -> None:
         "run": state.run,
         "step": state.step,
         "samples": state.samples,
+        "skipped": state.skipped,
+        "scaler": state.scaler.state() if state.scaler is not None else None,
         "broken": sorted(state.loader.broken),
         "fingerprints": state.fingerprints,
         "trainable": sorted(state.masters.named),
@@ -83,7 +87,7 @@ def tensors(state: TrainState) -> dict[str, torch.Tensor]:
     """Weights and moments by name; DCP writes and fills exactly these tensors."""
     found: dict[str, torch.Tensor] = {}
     for name, parameter in state.masters.named.items():
-        found[f"model.{name}"] = parameter.detach()
+        found[f"model.{name}"] = shards.plain(parameter)
         for moment, value in state.optimizer.state[parameter].items():
             found[f"optim.{name}.{moment}"] = value
     return found
@@ -100,7 +104,7 @@ def resume(state: TrainState, cfg: Config) -> bool:
         return False
     folder, facts = found
     refuse_changes(facts, cfg, state, folder)
-    prepare_moments(state)
+    prepare_moments(state.optimizer)
     try:
         with quiet_single_process():
             dcp.load(tensors(state), checkpoint_id=folder, no_dist=not dist.is_initialized())
@@ -117,6 +121,9 @@ def resume(state: TrainState, cfg: Config) -> bool:
         ) from error
     state.masters.refresh()
     state.step, state.samples, state.run = facts["step"], facts["samples"], facts["run"]
+    state.skipped = facts["skipped"]
+    if state.scaler is not None and facts["scaler"] is not None:
+        state.scaler.restore(facts["scaler"])
     state.loader.broken = set(facts["broken"])
     on_first_rank(lambda: leave_branch(Path(cfg.output_dir), folder, state.step), "cannot set checkpoints aside")
     return True
@@ -134,18 +141,6 @@ def quiet_single_process() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield
-
-
-def prepare_moments(state: TrainState) -> None:
-    """Give every parameter the optimizer state that a step would create, to be filled."""
-    for group in state.optimizer.param_groups:
-        for parameter in group["params"]:
-            device = parameter.device if group.get("fused") else "cpu"
-            state.optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
 
 
 def choose(cfg: Config) -> tuple[Path, dict[str, Any]] | None:
@@ -203,6 +198,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 FIXED_KEYS = ("seed", "global_batch_size", "model", "loss", "optim", "data", "labels", "order")
+STORED_AS = ("precision.master_dtype", "precision.moment_dtype")  # what a checkpoint's tensors are
 FREE_KEYS = {  # paths, how records are read from disk, and names that are no part of the result
     "data.path", "data.images", "data.root", "data.workers", "data.prefetch", "data.stall", "data.source",
     "data.index", "data.examine", "data.allow_links", "data.bad", "data.bad_budget",
@@ -210,8 +206,10 @@ FREE_KEYS = {  # paths, how records are read from disk, and names that are no pa
 }  # fmt: skip
 
 
-def is_free(key: str) -> bool:
-    return key in FREE_KEYS or re.fullmatch(r"data\.sources\.[^.]+\.(path|images)", key) is not None
+def is_fixed(key: str) -> bool:
+    """Whether a run that continues must have the value that it began with."""
+    free = key in FREE_KEYS or re.fullmatch(r"data\.sources\.[^.]+\.(path|images)", key) is not None
+    return key in STORED_AS or (key.partition(".")[0] in FIXED_KEYS and not free)
 
 
 def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder: Path) -> None:
@@ -224,7 +222,7 @@ def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder
     differing = [
         f"{key}: {then.get(key)} -> {now.get(key)}"
         for key in sorted(then.keys() | now.keys())
-        if key.partition(".")[0] in FIXED_KEYS and not is_free(key) and then.get(key) != now.get(key)
+        if is_fixed(key) and then.get(key) != now.get(key)
     ]
     moved = f"{then.get('data.path')} -> {now.get('data.path')}"
     meanings = {

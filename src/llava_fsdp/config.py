@@ -118,7 +118,31 @@ class Feature(Enum):
 
 class DType(Enum):
     bf16 = "bf16"
+    fp16 = "fp16"
     fp32 = "fp32"
+
+
+class MasterDType(Enum):
+    """What trainable weights are kept and updated in."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class MomentDType(Enum):
+    """What the optimizer's moments are kept in."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    int8 = "int8"
+
+
+class LinearKind(Enum):
+    """What the linear layers of the language model's blocks multiply in."""
+
+    same = "same"
+    """precision.param_dtype"""
+    fp8 = "fp8"
 
 
 class RecomputeMode(Enum):
@@ -367,18 +391,75 @@ class ShardingConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class ScalerConfig:
+    """The factor on the loss that keeps fp16 gradients from vanishing; DeepSpeed's five settings."""
+
+    scale: float | None = None
+    """A fixed factor; null: one that is halved where gradients overflow and doubled after a while without."""
+    initial_power: int = 16
+    """The factor begins at 2 ** initial_power."""
+    window: int = 1000
+    """Steps without an overflow after which it is doubled."""
+    hysteresis: int = 2
+    """It is halved from this overflow on; a doubling starts the count anew."""
+    minimum: float = 1.0
+    """It is never lower; a step that overflows there ends the run."""
+
+    def __post_init__(self) -> None:
+        if self.scale is not None and not 0 < self.scale < float("inf"):
+            raise ConfigError(
+                f"precision.scaler.scale={self.scale} must be a finite number above 0; null lets it find its own"
+            )
+        at_least("precision.scaler.window", self.window, 1)
+        at_least("precision.scaler.hysteresis", self.hysteresis, 1)
+        if not 0 < self.minimum < float("inf"):
+            raise ConfigError(f"precision.scaler.minimum={self.minimum} must be a finite number above 0")
+        if not 0 <= self.initial_power <= 127 or 2.0**self.initial_power < self.minimum:
+            raise ConfigError(
+                f"precision.scaler.initial_power={self.initial_power} must be 0 to 127, and 2 to its power no less "
+                f"than precision.scaler.minimum={self.minimum}"
+            )
+
+
+@dataclass(kw_only=True, slots=True)
 class PrecisionConfig:
     param_dtype: DType
     """What forward and backward compute in, and what frozen weights are stored in."""
     reduce_dtype: DType
     """What gradients are added in, over micro-batches and ranks."""
     norm_dtype: DType
-    """What norms compute in, and what their weights are stored in where param_dtype is bf16."""
+    """What norms compute in, and what their weights are stored in where that is not param_dtype."""
+    master_dtype: MasterDType
+    """What trainable weights are kept and updated in, and their gradients at the update; bf16 weights are rounded at
+    random, so that small updates are not lost on average."""
+    moment_dtype: MomentDType
+    """What the optimizer's two moments are kept in; they are computed in fp32."""
+    linear: LinearKind
+    scaler: ScalerConfig
+    """param_dtype=fp16 only."""
 
     def __post_init__(self) -> None:
-        if (self.param_dtype, self.norm_dtype) == (DType.fp32, DType.bf16):
+        for key in ("norm_dtype", "reduce_dtype"):
+            value = getattr(self, key)
+            if value not in (self.param_dtype, DType.fp32):
+                raise ConfigError(
+                    f"precision.{key}={value.value} needs precision.param_dtype={value.value}; with "
+                    f"param_dtype={self.param_dtype.value} it is {self.param_dtype.value} or fp32"
+                )
+        if self.master_dtype is MasterDType.bf16 and self.param_dtype is not DType.bf16:
             raise ConfigError(
-                "precision.norm_dtype=bf16 needs precision.param_dtype=bf16; with precision=fp32 it is fp32"
+                f"precision.master_dtype=bf16 keeps no more than bf16 of a weight, so computing in "
+                f"param_dtype={self.param_dtype.value} gains nothing; choose precision=bf16_pure, or master_dtype=fp32"
+            )
+        if self.linear is LinearKind.fp8 and self.param_dtype is not DType.bf16:
+            raise ConfigError(
+                f"precision.linear=fp8 is for param_dtype=bf16, which everything but the products is computed in, and "
+                f"not for {self.param_dtype.value}; choose precision=fp8"
+            )
+        if self.param_dtype is not DType.fp16 and self.scaler != ScalerConfig():
+            raise ConfigError(
+                f"precision.scaler is for precision=fp16; {self.param_dtype.value} has the exponents of fp32 and needs "
+                "no factor on the loss"
             )
 
 
@@ -530,6 +611,11 @@ class Config:
 
     def __post_init__(self) -> None:
         self.check_packing()
+        if self.precision.linear is LinearKind.fp8 and Part.language not in self.model.train:
+            raise ConfigError(
+                f"precision.linear=fp8 is for a language model that trains, and model.train="
+                f"{[part.value for part in self.model.train]} freezes it; choose precision=bf16"
+            )
         for name in ("epochs", "global_batch_size", "micro_batch_size", "log_every"):
             at_least(name, getattr(self, name), 1)
         at_least("seed", self.seed, 0)

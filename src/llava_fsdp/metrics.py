@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import math
 import os
 import resource
 import sys
@@ -164,14 +165,15 @@ class Reporter:
         elif 2 * row["unlabelled"] > row["samples"]:
             log().warning("step %d: %d of %d samples have no label", row["step"], row["unlabelled"], row["samples"])
         self.recent.append(row["seconds"])
-        shown = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s"
+        shown = f"loss {number(row['loss'], '.4f')}  {row['tokens_per_second']:,.0f} tokens/s"
+        shown += f"  {row['skipped_steps']} skipped" if row["skipped_steps"] else ""
         if self.progress is not None:
             self.progress.update(self.task, completed=row["step"], shown=shown)
         elif row["step"] % self.cfg.log_every == 0 or row["step"] == self.total_steps:
             left = (self.total_steps - row["step"]) * sum(self.recent) / len(self.recent)
             log().info(
-                "step %d/%d  %s  lr %.3g  grad norm %.3g  %s left",
-                row["step"], self.total_steps, shown, row["lr"], row["grad_norm"], duration(left),
+                "step %d/%d  %s  lr %.3g  grad norm %s  %s left",
+                row["step"], self.total_steps, shown, row["lr"], number(row["grad_norm"], ".3g"), duration(left),
             )  # fmt: skip
 
 
@@ -179,9 +181,12 @@ def metrics_row(result: StepResult) -> dict:
     facts = result.facts
     return {
         "step": facts.step + 1,
-        "loss": result.loss,
+        "loss": finite(result.loss),
         "lr": result.lr,
-        "grad_norm": result.grad_norm,
+        "grad_norm": finite(result.grad_norm),
+        "skipped": result.skipped,
+        "skipped_steps": result.skipped_steps,
+        "loss_scale": result.loss_scale,
         "label_tokens": facts.label_tokens,
         "tokens": facts.tokens,
         "samples": facts.samples,
@@ -194,6 +199,11 @@ def metrics_row(result: StepResult) -> dict:
         "tokens_per_second": facts.tokens / result.seconds,
         "peak_memory_bytes": peak_memory(),
     }
+
+
+def finite(value: float) -> float | None:
+    """JSON has no word for a number that is none."""
+    return value if math.isfinite(value) else None
 
 
 def peak_memory() -> int:
@@ -237,6 +247,10 @@ def replace(path: Path, lines: Iterable[str]) -> None:
     with staged.open("w") as file:
         file.writelines(line + "\n" for line in lines)
     os.replace(staged, path)
+
+
+def number(value: float | None, form: str) -> str:
+    return "overflowed" if value is None else format(value, form)
 
 
 def duration(seconds: float) -> str:

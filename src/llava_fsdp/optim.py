@@ -1,4 +1,4 @@
-"""AdamW in LLaVA's parameter groups, and the learning rate as a function of the step."""
+"""AdamW in LLaVA's parameter groups, which AdamW it is, and the learning rate as a function of the step."""
 
 import math
 from collections.abc import Callable
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from llava_fsdp.config import OptimConfig, Schedule
+from llava_fsdp.config import Config, MasterDType, MomentDType, OptimConfig, PrecisionConfig, Schedule
 from llava_fsdp.errors import ConfigError
+from llava_fsdp.sharding.lowbit import LowBitAdamW
 from llava_fsdp.sharding.precision import MasterWeights
 from llava_fsdp.sharding.recompute import clean_name
 
@@ -74,26 +75,47 @@ class LearningRate:
 
 
 def build_optimizer(
-    model: nn.Module, masters: MasterWeights, cfg: OptimConfig, total_steps: int
+    model: nn.Module, masters: MasterWeights, cfg: Config, total_steps: int
 ) -> tuple[torch.optim.Optimizer, LearningRate]:
     """AdamW over the masters, and its learning rate over `total_steps`."""
+    optim = cfg.optim
     decayed = decayed_names(model)
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for name, parameter in masters.named.items():
-        groups.setdefault((name not in decayed, base_lr(name, cfg)), []).append(parameter)
+        groups.setdefault((name not in decayed, base_lr(name, optim)), []).append(parameter)
     if not groups:
         raise ConfigError("model.train leaves nothing to train")
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": parameters, "base_lr": lr, "lr": lr, "weight_decay": 0.0 if plain else cfg.weight_decay}
-            for (plain, lr), parameters in groups.items()
-        ],
-        betas=(cfg.beta1, cfg.beta2),
-        eps=cfg.eps,
-        fused=True,
-    )
-    warmup = math.ceil(cfg.warmup_ratio * total_steps) if cfg.warmup_steps is None else cfg.warmup_steps
-    return optimizer, LearningRate(cfg.lr, cfg.schedule, total_steps, warmup)
+    settings = [
+        {"params": parameters, "base_lr": lr, "lr": lr, "weight_decay": 0.0 if plain else optim.weight_decay}
+        for (plain, lr), parameters in groups.items()
+    ]
+    betas = optim.beta1, optim.beta2
+    if is_full(cfg.precision):
+        optimizer = torch.optim.AdamW(settings, betas=betas, eps=optim.eps, fused=True)
+    else:
+        optimizer = LowBitAdamW(settings, cfg.precision.moment_dtype, betas, optim.eps, cfg.seed)
+    warmup = math.ceil(optim.warmup_ratio * total_steps) if optim.warmup_steps is None else optim.warmup_steps
+    return optimizer, LearningRate(optim.lr, optim.schedule, total_steps, warmup)
+
+
+def is_full(cfg: PrecisionConfig) -> bool:
+    """Whether weights and moments are all fp32, as torch's own AdamW has them: it takes one dtype for all."""
+    return (cfg.master_dtype, cfg.moment_dtype) == (MasterDType.fp32, MomentDType.fp32)
+
+
+def prepare_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Give every parameter the optimizer state that a step would create, to be filled."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(optimizer, LowBitAdamW):
+                optimizer.state[parameter] = optimizer.new_state(parameter)
+                continue
+            device = parameter.device if group.get("fused") else "cpu"
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
 
 
 def base_lr(name: str, cfg: OptimConfig) -> float:

@@ -28,6 +28,8 @@ from llava_fsdp.sharding.shards import local_shards
 CLOSE = 1e-4
 """transformers' model may add in another order; in fp32 that is no more, as a share of the largest logit."""
 CLOSE_BF16 = 0.05
+CLOSE_FP8 = 0.3
+"""The run multiplied in fp8, whose numbers have three or four bits; what was written is compared in bf16."""
 TEXT = 24
 
 

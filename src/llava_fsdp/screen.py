@@ -7,7 +7,18 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from llava_fsdp.config import Config, Normalize, OrderName, Parity, Pixels, RecomputeMode, Source
+from llava_fsdp.config import (
+    Config,
+    DType,
+    LinearKind,
+    Normalize,
+    OrderName,
+    Parity,
+    Pixels,
+    PrecisionConfig,
+    RecomputeMode,
+    Source,
+)
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.data.records import Records
 from llava_fsdp.model.attention import Kernel
@@ -60,6 +71,7 @@ def show_run(
     facts.add_row(
         "compute", f"{world.device.type}, {cfg.precision.param_dtype.value}, recompute {describe_recompute(cfg, world)}"
     )
+    facts.add_row("precision", describe_precision(cfg.precision))
     facts.add_row("unlike LLaVA", unlike_original(cfg))
     console.print(facts)
     console.print(trains_table(weights), bytes_table(cfg, world, weights.values()))
@@ -70,6 +82,17 @@ def describe_data(cfg: Config, records: Records) -> str:
     wrong = f", {records.out:,} left out as wrong" if records.out else ""
     long = f", {records.long:,} left out as too long" if records.long else ""
     return f"{files}: {len(records):,} records{wrong}{long}"
+
+
+def describe_precision(precision: PrecisionConfig) -> str:
+    found = f"weights {precision.master_dtype.value}, moments {precision.moment_dtype.value}, norms "
+    found += f"{precision.norm_dtype.value}, gradients added in {precision.reduce_dtype.value}"
+    if precision.linear is LinearKind.fp8:
+        found += "; linear layers of the language model's blocks multiply in fp8"
+    if precision.param_dtype is DType.fp16:
+        fixed = precision.scaler.scale
+        found += f"; loss scale {f'2**{precision.scaler.initial_power}, dynamic' if fixed is None else f'{fixed:g}'}"
+    return found
 
 
 def describe_batch(cfg: Config, world: World, loader: Loader) -> str:

@@ -10,6 +10,7 @@ from llava_fsdp.data.batch import StepFacts
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.model.weights import Stored
 from llava_fsdp.optim import LearningRate
+from llava_fsdp.scaler import LossScaler
 from llava_fsdp.sharding.precision import MasterWeights
 
 
@@ -32,6 +33,10 @@ class TrainState:
     """Steps finished."""
     samples: int = 0
     """Samples consumed by them."""
+    scaler: LossScaler | None = None
+    """fp16 only."""
+    skipped: int = 0
+    """Steps of them that overflowed in fp16 and left the weights as they were."""
 
 
 @dataclass(frozen=True)
@@ -42,4 +47,11 @@ class StepResult:
     loss: float
     lr: float
     grad_norm: float
+    """Not finite where the step was skipped."""
     seconds: float
+    skipped: bool = False
+    """Gradients overflowed in fp16, and the weights are as they were."""
+    skipped_steps: int = 0
+    """So many until now, this one included."""
+    loss_scale: float | None = None
+    """What the loss was multiplied with; None: not fp16."""

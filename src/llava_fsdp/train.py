@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from torch.distributed.device_mesh import DeviceMesh
 
 from llava_fsdp import artifact, checkpoint, cli
-from llava_fsdp.config import Config, Source
+from llava_fsdp.config import Config, DType, LinearKind, Source
 from llava_fsdp.data.loader import Loader, build_loader
 from llava_fsdp.errors import DataError
 from llava_fsdp.log import log
@@ -22,7 +22,9 @@ from llava_fsdp.model.parts import find_parts, find_projector
 from llava_fsdp.model.weights import find_weights, fingerprint, load_weights
 from llava_fsdp.opening import draw_shapes, shape_of
 from llava_fsdp.optim import build_optimizer
+from llava_fsdp.scaler import build_scaler
 from llava_fsdp.screen import show_run
+from llava_fsdp.sharding.fp8 import check_fp8
 from llava_fsdp.sharding.mesh import World, distributed, first_rank_first, gather_lists, make_mesh
 from llava_fsdp.sharding.parallelize import parallelize, weights_of
 from llava_fsdp.sharding.precision import DTYPES
@@ -69,6 +71,8 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
     The order matters: shapes on the meta device, what trains, recompute, sharding, weights into shards, optimizer.
     """
     check_recompute(cfg.recompute, world.device)
+    if cfg.precision.linear is LinearKind.fp8:
+        check_fp8(world.device)
     parts = find_parts(cfg.model)
     projector = find_projector(cfg)
     compute_dtype = DTYPES[cfg.precision.param_dtype]
@@ -79,14 +83,15 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
     sources = find_weights(model, parts, cfg.model, projector, cfg.seed)
     fingerprints = {**loader.steps.fingerprints(), "model": fingerprint(model, sources)}
     if world.is_first:
-        weights = weights_of(model, model.whole_while_frozen(), cfg.precision)
+        weights = weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision)
         show_run(cfg, world, loader, weights, describe_projector(cfg, projector), kernel)
     buffers = computed_buffers(model)
     masters = parallelize(model, model.blocks(), mesh, plan, cfg, world.device, model.whole_while_frozen())
     load_weights(sources, local_shards(model, masters), watch_loading(world.is_first))
     restore_buffers(model, buffers)
-    optimizer, learning_rate = build_optimizer(model, masters, cfg.optim, loader.total_steps)
-    return TrainState(model, masters, optimizer, learning_rate, loader, sources, fingerprints)
+    optimizer, learning_rate = build_optimizer(model, masters, cfg, loader.total_steps)
+    scaler = build_scaler(cfg.precision.scaler) if cfg.precision.param_dtype is DType.fp16 else None
+    return TrainState(model, masters, optimizer, learning_rate, loader, sources, fingerprints, scaler=scaler)
 
 
 def describe_projector(cfg: Config, projector: Path | None) -> str:

@@ -23,8 +23,8 @@ from llava_fsdp.sharding.zero import SHARD_PLANS, begin_micro_batch
 
 
 def size(tensors: Any) -> int:
-    """Bytes of tensors, each counted once, however many names it has."""
-    kept = list(tensors)  # alive while their ids are compared
+    """Bytes of tensors, each counted once, however many names it has; of what travels in fp8, the codes."""
+    kept = [getattr(t, "_data", t) for t in tensors]  # alive while their ids are compared
     return sum({id(t): t.numel() * t.element_size() for t in kept}.values())
 
 
@@ -73,22 +73,40 @@ def measure(world: World, cfg: Config) -> Bytes:
     return Bytes(parameters, gradients, size(local(m) for m in moments), *between)
 
 
-ROWS = [("zero0", 4), ("zero1", 4), ("zero2", 4), ("zero3", 4), ("hybrid", 2), ("hybrid2", 2)]
+ROWS = {"zero0": 4, "zero1": 4, "zero2": 4, "zero3": 4, "hybrid": 2, "hybrid2": 2}  # and their shard sizes
+
+
+INT8 = "bf16 precision.moment_dtype=int8"
+PURE = "bf16_pure precision.reduce_dtype=fp32"
+CASES = [(s, p, tuple(ROWS)) for s in ("pretrain", "finetune") for p in ("bf16", "fp32")]
+CASES += [("finetune", "bf16_pure", ("zero0", "zero1", "hybrid")), ("finetune", INT8, ("zero3", "hybrid2"))]
+CASES += [("finetune", PURE, ("zero1", "zero2"))]
+CASES = [pytest.param(*case, id="-".join(case[:2])) for case in CASES]
+CASES += [
+    pytest.param("finetune", p, tuple(ROWS), id=f"{p}-all", marks=pytest.mark.slow)
+    for p in ("bf16_pure", PURE, "fp16", INT8)
+]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("stage", ["pretrain", "finetune"])
+@pytest.mark.parametrize(("stage", "precision", "rows"), CASES)
 def test_bytes_equal_the_formulas(
-    stage: str, precision: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+    stage: str,
+    precision: str,
+    rows: tuple[str, ...],
+    parts: Path,
+    dataset: Path,
+    pools: dict[int, RankPool],
+    tmp_path: Path,
 ) -> None:
-    for row, shard_size in ROWS:
+    for row in rows:
+        shard_size = ROWS[row]
         cfg = make_config(
             parts,
             dataset,
             tmp_path,
             f"sharding={row}",
-            f"precision={precision}",
+            *f"precision={precision}".split(),
             f"sharding.shard_size={shard_size if row.startswith('hybrid') else 'null'}",
             "pack=false",
             "micro_batch_size=1",
@@ -96,19 +114,20 @@ def test_bytes_equal_the_formulas(
             stage=stage,
         )
         model = build_llava(find_parts(cfg.model), cfg.model, DTYPES[cfg.precision.param_dtype])
-        weights = list(weights_of(model, model.whole_while_frozen(), cfg.precision).values())
+        weights = list(weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision).values())
         for rank, got in enumerate(pools[4].run(measure, cfg)):
             expected = bytes_per_rank(weights, cfg.sharding.strategy, cfg.precision, 4, shard_size, rank)
             assert got == expected, (row, rank)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "bf16_pure", "fp16", INT8])
 def test_bytes_of_one_rank(precision: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
     cfg = make_config(
-        parts, dataset, tmp_path, f"precision={precision}", "pack=false", "micro_batch_size=4", "global_batch_size=8"
-    )
+        parts, dataset, tmp_path, *f"precision={precision}".split(), "pack=false", "micro_batch_size=4",
+        "global_batch_size=8",
+    )  # fmt: skip
     model = build_llava(find_parts(cfg.model), cfg.model, DTYPES[cfg.precision.param_dtype])
-    weights = list(weights_of(model, model.whole_while_frozen(), cfg.precision).values())
+    weights = list(weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision).values())
     assert measure(single_world(), cfg) == bytes_per_rank(weights, cfg.sharding.strategy, cfg.precision, 1, 1)
 
 
@@ -116,7 +135,7 @@ def test_whole_model_is_gathered_between_no_micro_batches_of_zero3(parts: Path, 
     """The formulas tell the rows apart; else their agreement with the ranks would show little."""
     cfg = make_config(parts, dataset, tmp_path)
     model = build_llava(find_parts(cfg.model), cfg.model, DTYPES[cfg.precision.param_dtype])
-    weights = list(weights_of(model, model.whole_while_frozen(), cfg.precision).values())
+    weights = list(weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision).values())
     rows = {p.zero: bytes_per_rank(weights, s, cfg.precision, 4, 2) for s, p in SHARD_PLANS.items()}
     total = sum(4 * w.numel for w in weights if w.trainable)
     assert rows["zero0"].gradients == total and rows["zero0"].optimizer == 2 * total

@@ -8,13 +8,13 @@ with what the ranks really hold.
 import math
 from dataclasses import dataclass
 
-from llava_fsdp.config import DType, PrecisionConfig, Strategy
+from llava_fsdp.config import DType, MasterDType, MomentDType, PrecisionConfig, Strategy
+from llava_fsdp.sharding.lowbit import BLOCK, is_quantised
 from llava_fsdp.sharding.mesh import mesh_shape
 from llava_fsdp.sharding.zero import SHARD_PLANS, Sync
 
-ITEM_SIZE = {DType.bf16: 2, DType.fp32: 4}
-MASTER_SIZE = 4
-ADAM_SIZE = 8
+ITEM_SIZE = {DType.bf16: 2, DType.fp16: 2, DType.fp32: 4}
+MOMENTS = 2
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Weight:
     """Stays whole on every rank while frozen."""
     fp32: bool
     """Computed in fp32, whatever the rest of the model is computed in."""
+    fp8: bool = False
+    """Gathered in fp8."""
 
     @property
     def numel(self) -> int:
@@ -35,6 +37,25 @@ class Weight:
     def item_size(self, precision: PrecisionConfig) -> int:
         """Bytes of an element in the computation."""
         return ITEM_SIZE[DType.fp32 if self.fp32 else precision.param_dtype]
+
+    def gathered_size(self, precision: PrecisionConfig) -> int:
+        """Bytes of an element while it is gathered."""
+        return 1 if self.fp8 else self.item_size(precision)
+
+    def master_size(self, precision: PrecisionConfig) -> int:
+        """Bytes of an element as it is kept, and of its gradient at the update."""
+        return 2 if precision.master_dtype is MasterDType.bf16 and not self.fp32 else 4
+
+    def reduce_size(self, precision: PrecisionConfig) -> int:
+        """Bytes of an element of a gradient on its way between ranks."""
+        return ITEM_SIZE[DType.fp32 if self.fp32 else precision.reduce_dtype]
+
+    def moment_bytes(self, precision: PrecisionConfig, local: int) -> int:
+        """Bytes of both moments of `local` elements, which are whole rows."""
+        if is_quantised(self.shape, precision.moment_dtype):
+            columns = math.prod(self.shape[1:])
+            return MOMENTS * (local + 4 * math.ceil(columns / BLOCK) * (local // columns if columns else 0))
+        return MOMENTS * (2 if precision.moment_dtype is MomentDType.bf16 else 4) * local
 
     def local(self, shards: int, rank: int) -> int:
         """Elements on shard `rank` of `shards`."""
@@ -71,13 +92,12 @@ def bytes_per_rank(
 ) -> Bytes:
     """What rank `rank` holds.
 
-    At rest (after an optimizer step, gradients not yet freed) trainables are fp32 shards with fp32 gradients and
-    two fp32 Adam moments; frozen weights are in the compute dtype, whole or sharded. Between micro-batches a row
-    that keeps weights gathered adds them in the compute dtype, and a row that has not synchronised holds whole
-    gradients (in the reduction dtype) or, for hybrid rows, shards not yet reduced over the replicas.
+    At rest (after an optimizer step, gradients not yet freed) trainables are shards in `master_dtype` with gradients of
+    that dtype and two moments in `moment_dtype`; frozen weights are in the compute dtype, whole or sharded. Between
+    micro-batches a row that keeps weights gathered adds them in the compute dtype, and a row that has not synchronised
+    holds whole gradients (in the reduction dtype) or, for hybrid rows, shards not yet reduced over the replicas.
     """
     plan = SHARD_PLANS[strategy]
-    reduce = ITEM_SIZE[precision.reduce_dtype]
     _, shards = mesh_shape(plan, world_size, shard_size)
     trainable = [w for w in weights if w.trainable]
     frozen = 0
@@ -87,17 +107,20 @@ def bytes_per_rank(
             frozen += weight.item_size(precision) * weight.local(
                 shards if sharded else 1, rank % shards if sharded else 0
             )
-    local = sum(w.local(shards, rank % shards) for w in trainable)
-    total = sum(w.numel for w in trainable)
+    locals_ = [(w, w.local(shards, rank % shards)) for w in trainable]
+    masters = sum(w.master_size(precision) * local for w, local in locals_)
+    moments = sum(w.moment_bytes(precision, local) for w, local in locals_)
     if world_size == 1:
-        copies = sum(w.item_size(precision) * w.numel for w in trainable if w.item_size(precision) != MASTER_SIZE)
-        held = frozen + MASTER_SIZE * total + copies
-        return Bytes(held, MASTER_SIZE * total, ADAM_SIZE * total, held, MASTER_SIZE * total)
-    parameters = frozen + MASTER_SIZE * local
-    gathered = 0 if plan.reshard_every_micro_batch else sum(w.item_size(precision) * w.numel for w in trainable)
+        copies = sum(
+            w.item_size(precision) * w.numel for w in trainable if w.item_size(precision) != w.master_size(precision)
+        )
+        held = frozen + masters + copies
+        return Bytes(held, masters, moments, held, masters)
+    parameters = frozen + masters
+    gathered = 0 if plan.reshard_every_micro_batch else sum(w.gathered_size(precision) * w.numel for w in trainable)
     gradients_between = {
-        Sync.EVERY_MICRO_BATCH: MASTER_SIZE * local,
-        Sync.LAST_MICRO_BATCH: reduce * total,
-        Sync.SCATTER_EVERY_REDUCE_LAST: reduce * sum(w.padded(shards) for w in trainable),
+        Sync.EVERY_MICRO_BATCH: masters,
+        Sync.LAST_MICRO_BATCH: sum(w.reduce_size(precision) * w.numel for w in trainable),
+        Sync.SCATTER_EVERY_REDUCE_LAST: sum(w.reduce_size(precision) * w.padded(shards) for w in trainable),
     }[plan.gradient_sync]
-    return Bytes(parameters, MASTER_SIZE * local, ADAM_SIZE * local, parameters + gathered, gradients_between)
+    return Bytes(parameters, masters, moments, parameters + gathered, gradients_between)

@@ -1,8 +1,8 @@
 """Parallelism, applied to a model from outside. Knows stacks of blocks, and no model class.
 
-The order is: meta device, freeze, recompute, `fully_shard`, then weights into shards, then the optimizer. Recompute
-goes inside the sharded unit, so that a block's weights are gathered before it runs again; weights come after, so
-that no rank ever holds more than its shards.
+The order is: meta device, freeze, fp8, recompute, `fully_shard`, then weights into shards, then the optimizer.
+Recompute goes inside the sharded unit, so that a block's weights are gathered before it runs again; weights come after,
+so that no rank ever holds more than its shards.
 """
 
 from dataclasses import replace
@@ -12,10 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from llava_fsdp.config import Config, PrecisionConfig
+from llava_fsdp.config import Config, LinearKind, PrecisionConfig
+from llava_fsdp.sharding.fp8 import multiply_in_fp8, weights_in_fp8
 from llava_fsdp.sharding.memory import Weight
 from llava_fsdp.sharding.precision import (
     DTYPES,
+    MASTERS,
     MasterWeights,
     compute_norms_in_fp32,
     norm_weights,
@@ -39,7 +41,8 @@ def parallelize(
 
     Args:
         model: on the meta device, with `requires_grad` set; its forward must run the same modules on every rank.
-        stacks: lists of blocks; each block becomes one unit of gathering, and of recomputation.
+        stacks: lists of blocks, the language model's first; each block becomes one unit of gathering, and of
+            recomputation.
         mesh: (replicate, shard) or (shard,); None shards nothing.
         whole: modules whose frozen weights stay whole on every rank, whatever the plan.
 
@@ -48,12 +51,16 @@ def parallelize(
     """
     store_weights(model, cfg.precision, sharded=mesh is not None)
     compute_norms_in_fp32(model, cfg.precision)
+    in_fp8 = cfg.precision.linear is LinearKind.fp8
+    if in_fp8:
+        multiply_in_fp8(stacks[0], sharded=mesh is not None)
     apply_recompute(stacks, cfg.recompute, device)
     if mesh is not None:
         ignored = frozen_left_whole(model, plan, [*whole, *norms_kept_in_fp32(model, cfg.precision)])
         shard(model, stacks, mesh, plan, cfg, ignored)
     materialize(model, device)
-    return MasterWeights({clean_name(n): p for n, p in model.named_parameters() if p.requires_grad})
+    trainable = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
+    return MasterWeights(trainable, MASTERS[cfg.precision.master_dtype], model if in_fp8 else None)
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
@@ -95,7 +102,7 @@ def shard(
     norms = [m for m in norms_kept_in_fp32(model, cfg.precision) if set(m.parameters()) - ignored]
     together = GatheredFirst(norms) if norms else None
     if together is not None:
-        kept = replace(policy, param_dtype=None)
+        kept = replace(policy, param_dtype=None, reduce_dtype=None)  # fp32, as they are stored
         fully_shard(together, mesh=mesh, mp_policy=kept, reshard_after_forward=False, ignored_params=ignored)
         model.gathered_first = together
         ignored = ignored | set(together.parameters())
@@ -134,11 +141,14 @@ class GatheredFirst(nn.Module):
         """Nothing: FSDP's hooks do what there is to do."""
 
 
-def weights_of(model: nn.Module, whole: list[nn.Module], precision: PrecisionConfig) -> dict[str, Weight]:
+def weights_of(
+    model: nn.Module, stacks: list[nn.ModuleList], whole: list[nn.Module], precision: PrecisionConfig
+) -> dict[str, Weight]:
     """Every parameter of a meta-device model, as the memory arithmetic sees it."""
+    in_fp8 = weights_in_fp8(stacks[0]) if precision.linear is LinearKind.fp8 else set()
     norms = norm_weights(model, precision)
     kept_whole = norms | {p for module in whole for p in module.parameters()}
     return {
-        name: Weight(tuple(p.shape), p.requires_grad, p in kept_whole, p in norms)
+        name: Weight(tuple(p.shape), p.requires_grad, p in kept_whole, p in norms, p in in_fp8)
         for name, p in model.named_parameters()
     }

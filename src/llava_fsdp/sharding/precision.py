@@ -3,23 +3,25 @@
 import torch
 from torch import nn
 
-from llava_fsdp.config import DType, PrecisionConfig
+from llava_fsdp.config import DType, MasterDType, PrecisionConfig
+from llava_fsdp.sharding.fp8 import prepare_scales
 
-DTYPES = {DType.bf16: torch.bfloat16, DType.fp32: torch.float32}
+DTYPES = {DType.bf16: torch.bfloat16, DType.fp16: torch.float16, DType.fp32: torch.float32}
+MASTERS = {MasterDType.bf16: torch.bfloat16, MasterDType.fp32: torch.float32}
 
 
 def store_weights(model: nn.Module, cfg: PrecisionConfig, sharded: bool) -> None:
     """Give every parameter of a meta-device model the dtype it is stored in.
 
     FSDP casts what it shards for the computation and leaves alone what it ignores, so frozen weights are stored in
-    the compute dtype; trainable ones are fp32 masters under FSDP, and working copies in the compute dtype without
+    the compute dtype; trainable ones are masters under FSDP, and working copies in the compute dtype without
     it (`MasterWeights` then holds the masters). Buffers keep their dtype: rotary frequencies are fp32.
     """
-    compute = DTYPES[cfg.param_dtype]
+    compute, master = DTYPES[cfg.param_dtype], MASTERS[cfg.master_dtype]
     kept = norm_weights(model, cfg)
     for parameter in model.parameters():
-        is_fp32 = parameter in kept or (parameter.requires_grad and sharded)
-        parameter.data = parameter.data.to(torch.float32 if is_fp32 else compute)
+        held = master if parameter.requires_grad and sharded else compute
+        parameter.data = parameter.data.to(torch.float32 if parameter in kept else held)
 
 
 def norms_kept_in_fp32(model: nn.Module, cfg: PrecisionConfig) -> list[nn.Module]:
@@ -51,30 +53,44 @@ def compute_norms_in_fp32(model: nn.Module, cfg: PrecisionConfig) -> None:
 
 
 class MasterWeights:
-    """The fp32 tensors that the optimizer steps and that checkpoints hold, by parameter name.
+    """The tensors that the optimizer steps and that checkpoints hold, by parameter name.
 
-    Under FSDP, and in fp32, they are the model's own parameters. At world size 1 in bf16 the model computes with
-    bf16 working copies: each backward adds its gradients to the masters' in fp32, and `refresh` copies the
-    masters back after an optimizer step. The arithmetic is that of `fully_shard` on one rank, bit for bit.
+    Under FSDP, and where weights are computed with in the dtype that they are kept in, they are the model's own
+    parameters. Else, at world size 1, the model computes with working copies: each backward adds its gradients to the
+    masters' in the masters' dtype, and `refresh` copies the masters back after an optimizer step. The arithmetic is
+    that of `fully_shard` on one rank, bit for bit.
     """
 
-    def __init__(self, trainable: dict[str, nn.Parameter]):
+    def __init__(
+        self,
+        trainable: dict[str, nn.Parameter],
+        master: torch.dtype = torch.float32,
+        in_fp8: nn.Module | None = None,
+    ):
+        """
+        Args:
+            master: what weights are kept in; one that is computed with in fp32 is kept in fp32.
+            in_fp8: the model, where layers of it multiply in fp8.
+        """
         self.named: dict[str, nn.Parameter] = {}
         self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._in_fp8 = in_fp8
         for name, parameter in trainable.items():
-            if parameter.dtype == torch.float32:
+            if parameter.dtype in (torch.float32, master):
                 self.named[name] = parameter
                 continue
-            master = nn.Parameter(torch.empty_like(parameter, dtype=torch.float32))
-            self.named[name] = master
-            self._copies.append((parameter, master))
-            parameter.register_post_accumulate_grad_hook(GradientInto(master))
+            kept = nn.Parameter(torch.empty_like(parameter, dtype=master))
+            self.named[name] = kept
+            self._copies.append((parameter, kept))
+            parameter.register_post_accumulate_grad_hook(GradientInto(kept))
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the masters into the working copies."""
+        """Let the forward pass see masters that have changed. A collective with fp8."""
         if self._copies:
             torch._foreach_copy_([p for p, _ in self._copies], [m for _, m in self._copies])
+        if self._in_fp8 is not None:
+            prepare_scales(self._in_fp8)
 
 
 class GradientInto:

@@ -42,11 +42,28 @@ def local_rows(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of it, as plain numbers."""
     tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return unwrapped(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """torchao wraps weights that travel in fp8; what it wraps are their numbers in full."""
+    return getattr(tensor, "_tensor", tensor)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor sharded as it is, of plain numbers: what collectives and checkpoints of any kind take."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor) or type(tensor.to_local()) is torch.Tensor:
+        return tensor
+    return DTensor.from_local(
+        local(tensor), tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape,
+        stride=tensor.stride(),
+    )  # fmt: skip
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The full parameter on every rank; a collective where it is sharded."""
-    tensor = tensor.detach()
+    tensor = plain(tensor)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

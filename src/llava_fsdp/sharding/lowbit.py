@@ -1,0 +1,211 @@
+"""AdamW over weights and moments of fewer bits than it computes in.
+
+A stretch of rows at a time is brought to fp32, updated by torch's own fused AdamW, and stored again:
+
+- bf16, weights and moments, is rounded at random in proportion to what is cut off (stochastic rounding, e.g. arXiv
+  2010.06192), so that updates below half a step of bf16 are not lost on average. Rounded to nearest, the second moment
+  would hardly move: beta2=0.999 changes it by 1/1000 a step, and bf16 has steps of 1/256.
+- int8 moments are codes of a map that is dense around zero, with a scale for every 256 of them (dynamic block-wise
+  quantisation, arXiv 2110.02861). Blocks never cross a row, so that no cut into shards changes them.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from llava_fsdp.config import MomentDType
+from llava_fsdp.seeds import derive
+from llava_fsdp.sharding.shards import local, local_rows
+
+BLOCK = 256
+"""Elements of a row that share a scale."""
+STRETCH = 1 << 22
+"""Elements at a time: 16 MiB for each fp32 tensor of the computation."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+SCALE = "_scale"
+
+
+class LowBitAdamW(torch.optim.Optimizer):
+    """AdamW (arXiv 1711.05101) for fp32 or bf16 weights, with gradients in their dtype, and moments in any dtype.
+
+    Args:
+        groups: as `torch.optim.AdamW` takes them, with lr and weight_decay in each.
+        moments: what they are stored in. With int8, parameters of one dimension keep fp32.
+        seed: of the rounding. What is drawn depends on the seed, the step, the parameter and its first row here, so
+            that replicas of a shard stay equal and a run that continues draws what it would have drawn.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        moments: MomentDType,
+        betas: tuple[float, float],
+        eps: float,
+        seed: int,
+    ):
+        super().__init__(groups, {"betas": betas, "eps": eps})
+        self.moments = moments
+        self.seed = seed
+
+    def new_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Zero moments, cut as the parameter is, and the step on the host."""
+        state = {"step": torch.zeros((), dtype=torch.float32)}
+        for name in MOMENTS:
+            if is_quantised(parameter.shape, self.moments):
+                state[name] = torch.zeros_like(parameter, dtype=torch.uint8)
+                state[name + SCALE] = zero_scales(parameter)
+            else:
+                dtype = torch.bfloat16 if self.moments is MomentDType.bf16 else torch.float32
+                state[name] = torch.zeros_like(parameter, dtype=dtype)
+        return state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """One update of every parameter that has a gradient."""
+        assert closure is None
+        number = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                number += 1
+                if parameter.grad is not None:
+                    self.update(parameter, group, number)
+
+    def update(self, parameter: nn.Parameter, group: dict[str, Any], number: int) -> None:
+        state = self.state[parameter]
+        if not state:
+            state.update(self.new_state(parameter))
+        state["step"] += 1
+        step = int(state["step"])
+        assert parameter.grad is not None
+        weights, gradients = local(parameter), local(parameter.grad)
+        stored = [Stored.of(state, name) for name in MOMENTS]
+        begin, _ = local_rows(parameter)
+        dice = torch.Generator(weights.device).manual_seed(derive("rounding", self.seed, step, number, begin))
+        steps = torch.full((), float(step), device=weights.device)
+        for rows in stretches(weights):
+            held = [weights[rows], *(one.codes[rows] for one in stored)]
+            values = [held[0].float(), *(one.read(rows) for one in stored)]
+            torch._fused_adamw_(
+                [values[0]], [gradients[rows].float()], [values[1]], [values[2]], [], [steps],
+                lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"],
+                eps=group["eps"], amsgrad=False, maximize=False,
+            )  # fmt: skip
+            store(values[0], held[0], dice)
+            for one, value in zip(stored, values[1:], strict=True):
+                one.write(rows, value, dice)
+
+
+def is_quantised(shape: tuple[int, ...], moments: MomentDType) -> bool:
+    """Whether a parameter's moments are codes: norms and biases are too small to gain by it."""
+    return moments is MomentDType.int8 and len(shape) > 1
+
+
+def zero_scales(parameter: nn.Parameter) -> torch.Tensor:
+    """float32 [rows, blocks of a row], cut as the parameter is."""
+    rows, blocks = parameter.shape[0], math.ceil(math.prod(parameter.shape[1:]) / BLOCK)
+    mine = torch.zeros((local(parameter).shape[0], blocks), dtype=torch.float32, device=parameter.device)
+    if not isinstance(parameter, DTensor):
+        return mine
+    return DTensor.from_local(
+        mine,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=torch.Size((rows, blocks)),
+        stride=(blocks, 1),
+    )
+
+
+def stretches(tensor: torch.Tensor) -> Iterator[slice]:
+    """Rows that make about `STRETCH` elements, one after the other; all of a scalar."""
+    if tensor.numel() == 0:
+        return
+    rows = max(1, STRETCH // (tensor.numel() // tensor.shape[0]))
+    for begin in range(0, tensor.shape[0], rows):
+        yield slice(begin, begin + rows)
+
+
+class Stored:
+    """A moment as it is kept: numbers, or codes and their scales. Local rows of both."""
+
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor | None, map_: torch.Tensor | None):
+        self.codes, self.scales, self.map = codes, scales, map_
+
+    @classmethod
+    def of(cls, state: dict[str, torch.Tensor], name: str) -> "Stored":
+        codes, scales = local(state[name]), state.get(name + SCALE)
+        if scales is None:
+            return cls(codes, None, None)
+        signed = name == MOMENTS[0]
+        return cls(codes, local(scales), torch.tensor(dynamic_map(signed), device=codes.device))
+
+    def read(self, rows: slice) -> torch.Tensor:
+        """float32 values; the very tensor where it is kept in fp32, so that the update is in place."""
+        if self.scales is None or self.map is None:
+            return self.codes[rows].float()
+        return dequantise(self.codes[rows], self.scales[rows], self.map)
+
+    def write(self, rows: slice, value: torch.Tensor, dice: torch.Generator) -> None:
+        if self.scales is None or self.map is None:
+            store(value, self.codes[rows], dice)
+        else:
+            codes, scales = quantise(value, self.map)
+            self.codes[rows].copy_(codes)
+            self.scales[rows].copy_(scales)
+
+
+def store(value: torch.Tensor, target: torch.Tensor, dice: torch.Generator) -> None:
+    """Put fp32 values where they are kept: as they are in fp32, rounded at random in bf16. Overwrites `value`."""
+    if target.dtype == torch.float32:
+        if target.data_ptr() != value.data_ptr():
+            target.copy_(value)
+        return
+    # The lower half of the bits is what bf16 has not. A random number of its size is added and the half cut off: the
+    # sum carries into the upper half, to the next larger magnitude, with the probability of what was there.
+    bits = value.view(torch.int32)
+    bits.add_(torch.randint(1 << 16, value.shape, dtype=torch.int32, device=value.device, generator=dice))
+    bits.bitwise_and_(-(1 << 16))
+    target.copy_(value)
+
+
+def dynamic_map(signed: bool) -> list[float]:
+    """256 values from -1 (or 0) to 1 in ascending order: seven decades, each cut twice as finely as the one below.
+
+    Within a decade they are the middles of equal stretches from a tenth to the whole of it; 0 and 1 are added.
+    """
+    values = [0.0, 1.0]
+    for decade in range(7):
+        parts = 2 ** (decade if signed else decade + 1)
+        edges = torch.linspace(0.1, 1, parts + 1)
+        middles = (10.0 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)).tolist()
+        values += middles + ([-m for m in middles] if signed else [])
+    return sorted(values)
+
+
+def quantise(value: torch.Tensor, map_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [shape] and scales [rows, blocks] of fp32 values.
+
+    A scale is the largest magnitude of a block, a code the place in the map that is nearest to value / scale.
+    """
+    blocks = into_blocks(value)
+    scales = blocks.abs().amax(-1).clip_(min=1e-12)
+    middles = (map_[:-1] + map_[1:]) / 2
+    codes = torch.bucketize(blocks.div_(scales[..., None]), middles, right=True, out_int32=True).to(torch.uint8)
+    return codes.flatten(1)[:, : value[0].numel()].view(value.shape), scales
+
+
+def dequantise(codes: torch.Tensor, scales: torch.Tensor, map_: torch.Tensor) -> torch.Tensor:
+    """float32 [shape of the codes]"""
+    values = into_blocks(map_[codes.int()]) * scales[..., None]
+    return values.flatten(1)[:, : codes[0].numel()].reshape(codes.shape)
+
+
+def into_blocks(value: torch.Tensor) -> torch.Tensor:
+    """A copy, [rows, blocks, BLOCK], each row padded with zeros to whole blocks."""
+    flat = value.flatten(1)
+    return functional.pad(flat, (0, -flat.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
