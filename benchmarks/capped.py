@@ -144,9 +144,9 @@ class PeakPrivate:
         self.thread.join()
 
 
-def largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest batch that fits, by doubling and then bisection; 0 where not even one sample does."""
-    good, bad = 0, 1
+def largest(fits: Callable[[int], bool], start: int, most: int) -> int:
+    """The largest batch that fits, by doubling from `start` and then bisection; 0 where not even one sample does."""
+    good, bad = 0, start
     while bad <= most and fits(bad):
         good, bad = bad, 2 * bad
     bad = min(bad, most + 1)

@@ -38,12 +38,13 @@ EQUAL_WITHIN = 1e-5
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--limit", type=int, default=None, help="MiB beyond what the imports take; default: 24 bytes a "
                         "trained parameter, half as much again as the states of one of them")  # fmt: skip
     parser.add_argument("--samples", type=int, default=256, help="of an epoch")
     parser.add_argument("--repetitions", type=int, default=2, help="epochs of each variant, in turn")
+    parser.add_argument("--start", type=int, default=8, help="batch of a rank that is tried first")
     parser.add_argument("--most", type=int, default=256, help="largest batch of a rank that is tried")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results")
     options = parser.parse_args()
@@ -100,7 +101,8 @@ def find_batches(variant: str, limit: int, work: Path, options: argparse.Namespa
             print(f"{variant} {kind} at {batch}: {'fits' if outcome else 'does not fit'}", flush=True)
             return bool(outcome)
 
-        row[kind] = {"batch": largest(fits, options.most), "epochs": []}
+        start = row["train"]["batch"] if kind == "eval" else options.start
+        row[kind] = {"batch": largest(fits, start, options.most), "epochs": []}
     return row
 
 

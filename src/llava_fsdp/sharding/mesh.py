@@ -43,7 +43,8 @@ def distributed(cfg: Config) -> Iterator[World]:
 
     At world size 1 there is no process group, unless `offload` wraps the model all the same. On an error nothing is
     torn down: the process is about to end at once, and a peer may never answer. On success the order barrier, destroy,
-    collect, pause matters: without it gloo's background thread aborts about one process in seven at interpreter exit (pytorch#179291).
+    collect, pause matters: without it gloo's background thread aborts about one process in seven at interpreter exit
+    (pytorch#179291).
     """
     if dist.is_initialized():  # whoever made the group ends it
         yield world_of_group()
