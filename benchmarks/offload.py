@@ -3,7 +3,7 @@
     python benchmarks/offload.py      # two gloo ranks under one RLIMIT_DATA; on a GPU one rank under a share of it
 
 On the CPU: a model whose DDP fails at batch 1 trains at batch 16 under zero3 on the same ranks; and one twice as deep,
-which zero3 alone does not fit, trains with `offload=nvme`, with the losses that it has without a limit. On a GPU: a model
+which zero3 alone does not fit, trains with `offload=nvme` and the losses that it has without a limit. On a GPU: a model
 of 1.5 billion parameters within 24 GB, with every `offload`. How to read the result is in benchmarks/README.md.
 """
 

@@ -7,12 +7,13 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from llava_fsdp.config import Config, Normalize, OrderName, Parity, Pixels, Source
+from llava_fsdp.config import Config, Normalize, OffloadMode, OrderName, Parity, Pixels, Source
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.data.records import Records
 from llava_fsdp.model.attention import Kernel
 from llava_fsdp.sharding.memory import Weight, bytes_per_rank
 from llava_fsdp.sharding.mesh import World
+from llava_fsdp.sharding.offload import describe_offload
 from llava_fsdp.sharding.zero import SHARD_PLANS, Mesh
 
 
@@ -60,6 +61,8 @@ def show_run(
     facts.add_row(
         "compute", f"{world.device.type}, {cfg.precision.param_dtype.value}, recompute {cfg.recompute.mode.value}"
     )
+    if cfg.offload.mode is not OffloadMode.none:
+        facts.add_row("offload", describe_offload(cfg, world.device))
     facts.add_row("unlike LLaVA", unlike_original(cfg))
     console.print(facts)
     console.print(trains_table(weights), bytes_table(cfg, world, weights.values()))

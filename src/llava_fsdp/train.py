@@ -82,7 +82,7 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
         show_run(cfg, world, loader, weights, describe_projector(cfg, projector), kernel)
     buffers = computed_buffers(model)
     offload = Offload(cfg, world.device)
-    warn_of_no_use(offload, world.is_first)
+    warn_of_no_use(cfg, world)
     masters = parallelize(model, model.blocks(), mesh, plan, cfg, offload, model.whole_while_frozen())
     load_weights(sources, local_shards(model, masters), watch_loading(world.is_first))
     restore_buffers(model, buffers)
