@@ -175,11 +175,11 @@ def offload(run: Run) -> Overrides:
         old = any(plain(run.ds(f"zero_optimization.{key}")) is True for key in ("cpu_offload", "cpu_offload_params"))
         if old or {"cpu", "nvme"} & set(map(str, devices)):
             return {"offload": "optimizer" if stage == 1 else "params"}
-        return {"offload": "none"}
+        return {}
     words = str(run.hf("fsdp") or "").upper().split() if run.launch else []
     if run.distributed_type == "FSDP" or words:
         on = plain(run.launched("fsdp_offload_params")) is True or "OFFLOAD" in words
-        return {"offload": "params" if on else "none"}
+        return {"offload": "params"} if on else {}
     return {}
 
 
