@@ -231,6 +231,9 @@ def test_compat_sets_what_the_original_does() -> None:
         (["precision=fp16", "precision.scaler.hysteresis=0"], "scaler.hysteresis=0 must be at least 1"),
         (["precision=fp16", "precision.scaler.minimum=0"], "scaler.minimum=0.0 must be a finite number above 0"),
         (["precision=fp16", "precision.scaler.minimum=1e6"], "initial_power=16 must be 0 to 127, and 2 to its power"),
+        (["offload=nvme", "precision=bf16_pure"], "offload=nvme updates stretches of fp32 masters"),
+        (["offload=optimizer", "precision.moment_dtype=int8"], "with moment_dtype=int8 is rounded by the row"),
+        (["offload=params", "precision=fp8"], "offload=params gathers shards from the host"),
         (["model.patch_merge=spatial"], "model.patch_merge=spatial is for data.image_aspect_ratio=anyres"),
         (
             ["compat=llava_v1_5", "data.image_aspect_ratio=anyres", "model.patch_merge=spatial"],

@@ -580,7 +580,9 @@ DEEPSPEED_VERDICTS = [
     ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}, Verdict.unsupported),
     ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 16}}, Verdict.mapped),
     ({"zero_optimization": {"stage": 3, "stage3_gather_fp16_weights_on_model_save": True}}, Verdict.implied),
-    ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, Verdict.unsupported),
+    ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, Verdict.mapped),
+    ({"zero_optimization": {"stage": 3, "zenflow": {"topk_ratio": 0.1}}}, Verdict.unsupported),
+    ({"zero_optimization": {"stage": 3}, "aio": {"block_size": 1}}, Verdict.no_effect),
     ({"tensor_parallel": {"autotp_size": 1}}, Verdict.implied),
     ({"activation_checkpointing": {"cpu_checkpointing": "true"}}, Verdict.mapped),
     ({"activation_checkpointing": {"cpu_checkpointing": False}}, Verdict.no_effect),
@@ -659,19 +661,56 @@ def test_accelerates_mixed_precision(word: str, precision: str, tmp_path: Path) 
     assert config_of(assignments(done.kept)).precision.linear.value == ("fp8" if word == "fp8" else "same")
 
 
-def test_offload_is_not_supported_yet_and_off_is_as_here(tmp_path: Path) -> None:
+OFFLOADS = [
+    # DeepSpeed's blocks, and what becomes of them
+    ({"stage": 3, "offload_optimizer": {"device": "none"}}, "none", None),
+    ({"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}, "params", None),
+    ({"stage": 1, "offload_optimizer": {"device": "cpu"}}, "optimizer", None),
+    ({"stage": 2, "offload_param": {"device": "cpu"}}, "none", None),  # DeepSpeed: with stage 3 alone
+    ({"stage": 3, "offload_param": {"device": "cpu"}}, "params", None),
+    ({"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}}, "nvme", "/disk"),
+    ({"stage": 3, "cpu_offload": True}, "params", None),
+]
+
+
+@pytest.mark.parametrize(("block", "mode", "folder"), OFFLOADS, ids=str)
+def test_offload_of_deepspeed(block: dict, mode: str, folder: str | None, tmp_path: Path) -> None:
+    done = finetune(tmp_path, zero={"zero_optimization": block})
+    assert (done.decided.get("offload", "none"), done.decided.get("offload.folder")) == (mode, folder)
+    cfg = config_of(assignments(done.kept))
+    assert (cfg.offload.mode.value, cfg.offload.folder) == (mode, folder)
+
+
+def test_details_of_offload_are_explained(tmp_path: Path) -> None:
     block = {
         "stage": 3,
-        "offload_param": {"device": "cpu", "pin_memory": True},
-        "offload_optimizer": {"device": "none"},
+        "offload_param": {"device": "nvme", "nvme_path": "/disk", "pin_memory": True, "buffer_size": 1e8},
+        "offload_optimizer": {"device": "cpu", "nvme_path": "/x", "ratio": 0.3, "pipeline": True},
     }
-    done = finetune(tmp_path, zero={"zero_optimization": block})
+    done = finetune(tmp_path, zero={"zero_optimization": block, "aio": {"queue_depth": 8}})
     verdicts = {r.key.removeprefix("zero_optimization."): r.verdict for r in done.rows if "offload" in r.key}
     assert verdicts == {
-        "offload_param.device": Verdict.unsupported,
-        "offload_param.pin_memory": Verdict.unsupported,
-        "offload_optimizer.device": Verdict.implied,
+        "offload_param.device": Verdict.mapped,
+        "offload_param.nvme_path": Verdict.mapped,
+        "offload_param.pin_memory": Verdict.implied,
+        "offload_param.buffer_size": Verdict.implied,
+        "offload_optimizer.device": Verdict.mapped,
+        "offload_optimizer.nvme_path": Verdict.no_effect,
+        "offload_optimizer.ratio": Verdict.unsupported,
+        "offload_optimizer.pipeline": Verdict.implied,
     }
+    assert row(done, "aio.queue_depth").verdict is Verdict.implied
+    assert (done.decided["offload"], done.decided["offload.folder"]) == ("nvme", "/disk")
+
+
+def test_offload_of_accelerate(tmp_path: Path) -> None:
+    done = moved(tmp_path, accelerate=ACCELERATE_FSDP.replace("params: false", "params: true").format(strategy="1"))
+    assert (done.decided["sharding"], done.decided["offload"]) == ("zero3", "params")
+    assert row(done, "fsdp_config.fsdp_offload_params").verdict is Verdict.mapped
+    text = ACCELERATE_ZERO.replace("device: none", "device: nvme\n  offload_optimizer_nvme_path: /disk")
+    done = moved(tmp_path, accelerate=text)
+    assert (done.decided["offload"], done.decided["offload.folder"]) == ("nvme", "/disk")
+    assert row(done, "deepspeed_config.offload_optimizer_nvme_path").verdict is Verdict.mapped
 
 
 EVERYTHING = {
@@ -726,10 +765,11 @@ def test_every_documented_block_of_deepspeed_is_known(tmp_path: Path) -> None:
     verdicts = {r.key: r.verdict for r in done.rows}
     for key in ("optimizer.type", "scheduler.type", "tensorboard.enabled", "curriculum_learning.curriculum_type",
                 "compression_training.weight_quantization.shared_parameters.enabled", "tensor_parallel.autotp_size",
-                "sparse_attention.mode", "aio.block_size", "zero_optimization.offload_param.nvme_path"):  # fmt: skip
+                "sparse_attention.mode", "zero_optimization.offload_optimizer.ratio"):  # fmt: skip
         assert verdicts[key] is Verdict.unsupported, key
     for key in ("amp.opt_level", "flops_profiler.detailed", "wandb.project", "elasticity.micro_batch_sizes",
-                "data_efficiency.data_routing.random_ltd.enabled", "zero_optimization.cpu_offload"):  # fmt: skip
+                "data_efficiency.data_routing.random_ltd.enabled", "zero_optimization.cpu_offload",
+                "aio.block_size"):  # fmt: skip
         assert verdicts[key] is Verdict.implied, key
 
 
@@ -927,7 +967,9 @@ def test_fsdp_of_the_trainer(tmp_path: Path) -> None:
         tmp_path, '--fsdp "full_shard auto_wrap" --fsdp_transformer_layer_cls_to_wrap LlamaDecoderLayer', None
     )
     assert (done.decided["sharding"], done.decided["optim.clip"]) == ("zero3", 1.0)
-    assert row(finetune(tmp_path, '--fsdp "shard_grad_op offload"', None), "fsdp").verdict is Verdict.unsupported
+    assert "offload" not in done.decided
+    offloaded = finetune(tmp_path, '--fsdp "shard_grad_op offload"', None)
+    assert row(offloaded, "fsdp").verdict is Verdict.mapped and offloaded.decided["offload"] == "params"
 
 
 # --- the entry --------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ T = TypeVar("T")
 LITERAL = frozenset({
     "question", "image", "checkpoint", "output_dir", "checkpoint.resume", "data.path", "data.images", "data.root",
     "data.index", "report", "model.language", "model.vision", "model.checkpoint", "model.projector", "source", "to",
-    "language", "vision",
+    "language", "vision", "offload.folder",
 })  # fmt: skip
 # Seconds that a rank waits which has nothing of its own to say: torchrun ends all ranks as soon as one has failed, and
 # takes the first one's word for the cause.

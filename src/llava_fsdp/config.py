@@ -160,6 +160,22 @@ class RecomputeMode(Enum):
     """its input, in the host's memory; the block runs again"""
 
 
+class OffloadMode(Enum):
+    """What lies elsewhere than on the device, each more than the one before."""
+
+    none = "none"
+    optimizer = "optimizer"
+    """moments, in host memory"""
+    params = "params"
+    """shards, gradients and moments, in host memory"""
+    nvme = "nvme"
+    """shards, gradients and moments, in files"""
+
+    @property
+    def moves_weights(self) -> bool:
+        return self in (OffloadMode.params, OffloadMode.nvme)
+
+
 class Schedule(Enum):
     cosine = "cosine"
     linear = "linear"
@@ -483,6 +499,20 @@ class RecomputeConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class OffloadConfig:
+    mode: OffloadMode
+    folder: str | None
+    """nvme only: a folder on a local disk; null: output_dir. What lies there has no name and ends with the process."""
+
+    def __post_init__(self) -> None:
+        if self.folder is not None and self.mode is not OffloadMode.nvme:
+            raise ConfigError(
+                f"offload.folder={self.folder} is for offload=nvme; offload={self.mode.value} writes no files: set it "
+                "to null"
+            )
+
+
+@dataclass(kw_only=True, slots=True)
 class OptimConfig:
     lr: float
     projector_lr: float | None
@@ -580,6 +610,7 @@ class Config:
     sharding: ShardingConfig
     precision: PrecisionConfig
     recompute: RecomputeConfig
+    offload: OffloadConfig
     optim: OptimConfig
     order: OrderConfig
     compat: CompatConfig
@@ -616,6 +647,7 @@ class Config:
                 f"precision.linear=fp8 is for a language model that trains, and model.train="
                 f"{[part.value for part in self.model.train]} freezes it; choose precision=bf16"
             )
+        self.check_offload()
         for name in ("epochs", "global_batch_size", "micro_batch_size", "log_every"):
             at_least(name, getattr(self, name), 1)
         at_least("seed", self.seed, 0)
@@ -652,6 +684,35 @@ class Config:
                 f"model.projector_type={self.model.projector_type} has no equal in transformers' LLaVA, so the run "
                 "could not be exported; choose mlp2x_gelu, or set export.enabled=false and turn it into the "
                 "original's format later: python -m llava_fsdp.export source=OUTPUT_DIR to=FOLDER format=llava"
+            )
+
+    def check_offload(self) -> None:
+        """Raises ConfigError where a row of the ZeRO table keeps on the device what offload is to take off it."""
+        mode, strategy = self.offload.mode, self.sharding.strategy
+        if mode is not OffloadMode.none and strategy is Strategy.NO_SHARD:
+            raise ConfigError(
+                f"offload={mode.value} with sharding=zero0 would hold the same states in host memory once for every "
+                "rank; sharding=zero2 or zero3 shares them out, and is the same on one GPU"
+            )
+        if mode.moves_weights and strategy is Strategy.SHARD_OPTIMIZER:
+            raise ConfigError(
+                f"offload={mode.value} with sharding=zero1 would still hold all weights and gradients on the device "
+                "through the whole step; choose sharding=zero2 or zero3, or offload=optimizer"
+            )
+        masters, moments = self.precision.master_dtype, self.precision.moment_dtype
+        if mode in (OffloadMode.optimizer, OffloadMode.nvme) and (masters, moments) != (
+            MasterDType.fp32,
+            MomentDType.fp32,
+        ):
+            raise ConfigError(
+                f"offload={mode.value} updates stretches of fp32 masters and moments, and precision.master_dtype="
+                f"{masters.value} with moment_dtype={moments.value} is rounded by the row; choose offload=params, or "
+                "precision=bf16"
+            )
+        if mode.moves_weights and self.precision.linear is LinearKind.fp8:
+            raise ConfigError(
+                f"offload={mode.value} gathers shards from the host, where nothing turns them into "
+                "precision.linear=fp8; choose offload=optimizer, or precision=bf16"
             )
 
     def check_packing(self) -> None:

@@ -88,6 +88,19 @@ class CheckpointError(LlavaFsdpError):
     exit_code = ExitCode.CHECKPOINT
 
 
+class OffloadError(ConfigError):
+    """Host memory or disk for what `offload` moves there cannot be had; the one rank that asked knows."""
+
+    on_every_rank = False
+
+
+class OutOfMemory(LlavaFsdpError):
+    """Memory ran out, on the device or the host; the one rank that asked knows."""
+
+    exit_code = ExitCode.USER
+    on_every_rank = False
+
+
 class NumericError(LlavaFsdpError):
     """The loss or a gradient is not finite."""
 

@@ -104,9 +104,11 @@ def is_full(cfg: PrecisionConfig) -> bool:
 
 
 def prepare_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter the optimizer state that a step would create, to be filled."""
+    """Give every parameter the optimizer state that a step would create, to be filled; offloaded ones exist already."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            if optimizer.state.get(parameter):
+                continue
             if isinstance(optimizer, LowBitAdamW):
                 optimizer.state[parameter] = optimizer.new_state(parameter)
                 continue

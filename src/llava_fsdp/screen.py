@@ -12,6 +12,7 @@ from llava_fsdp.config import (
     DType,
     LinearKind,
     Normalize,
+    OffloadMode,
     OrderName,
     Parity,
     Pixels,
@@ -24,6 +25,7 @@ from llava_fsdp.data.records import Records
 from llava_fsdp.model.attention import Kernel
 from llava_fsdp.sharding.memory import Weight, bytes_per_rank
 from llava_fsdp.sharding.mesh import World
+from llava_fsdp.sharding.offload import describe_offload
 from llava_fsdp.sharding.zero import SHARD_PLANS, Mesh
 
 
@@ -72,6 +74,8 @@ def show_run(
         "compute", f"{world.device.type}, {cfg.precision.param_dtype.value}, recompute {describe_recompute(cfg, world)}"
     )
     facts.add_row("precision", describe_precision(cfg.precision))
+    if cfg.offload.mode is not OffloadMode.none:
+        facts.add_row("offload", describe_offload(cfg, world.device))
     facts.add_row("unlike LLaVA", unlike_original(cfg))
     console.print(facts)
     console.print(trains_table(weights), bytes_table(cfg, world, weights.values()))

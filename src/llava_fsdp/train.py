@@ -26,6 +26,7 @@ from llava_fsdp.scaler import build_scaler
 from llava_fsdp.screen import show_run
 from llava_fsdp.sharding.fp8 import check_fp8
 from llava_fsdp.sharding.mesh import World, distributed, first_rank_first, gather_lists, make_mesh
+from llava_fsdp.sharding.offload import Offload, clear_memory_errors, warn_of_no_use
 from llava_fsdp.sharding.parallelize import parallelize, weights_of
 from llava_fsdp.sharding.precision import DTYPES
 from llava_fsdp.sharding.recompute import check_recompute
@@ -41,7 +42,7 @@ def main() -> None:
 def train(cfg: Config) -> None:
     """One run, from its configuration to its export."""
     begin_status(cfg)
-    with distributed(cfg) as world:
+    with distributed(cfg) as world, clear_memory_errors(cfg, world.device):
         plan = SHARD_PLANS[cfg.sharding.strategy]
         mesh = make_mesh(world, plan, cfg)
         state = build_state(cfg, world, plan, mesh)
@@ -86,10 +87,14 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
         weights = weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision)
         show_run(cfg, world, loader, weights, describe_projector(cfg, projector), kernel)
     buffers = computed_buffers(model)
-    masters = parallelize(model, model.blocks(), mesh, plan, cfg, world.device, model.whole_while_frozen())
+    offload = Offload(cfg, world.device)
+    warn_of_no_use(cfg, world)
+    masters = parallelize(model, model.blocks(), mesh, plan, cfg, offload, model.whole_while_frozen())
     load_weights(sources, local_shards(model, masters), watch_loading(world.is_first))
     restore_buffers(model, buffers)
+    offload.loaded()
     optimizer, learning_rate = build_optimizer(model, masters, cfg, loader.total_steps)
+    optimizer = offload.optimizer(optimizer)
     scaler = build_scaler(cfg.precision.scaler) if cfg.precision.param_dtype is DType.fp16 else None
     return TrainState(model, masters, optimizer, learning_rate, loader, sources, fingerprints, scaler=scaler)
 

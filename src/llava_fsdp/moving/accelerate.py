@@ -63,7 +63,9 @@ def accumulation(context: Context, value: object) -> Outcome:
 def offload(context: Context, value: object) -> Outcome:
     if plain(value) in (False, None, "none", ""):
         return implied("off, as here")
-    return unsupported("offload: not yet. Shard over more GPUs, or take sharding=zero3 recompute=full")
+    if context.run.deepspeed is not None:
+        return no_effect(f"the DeepSpeed configuration {context.run.deepspeed.name} says it")
+    return mapped(context.tell("offload.folder" if context.key.endswith("nvme_path") else "offload"))
 
 
 def gpu_ids(context: Context, value: object) -> Outcome:

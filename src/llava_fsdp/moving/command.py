@@ -17,7 +17,7 @@ from llava_fsdp.moving.shell import is_open, open_mark, quoted
 from llava_fsdp.moving.table import rows_of
 
 FRAME = ("stage", "model", "data")
-GROUPS = ("sharding", "precision", "recompute")
+GROUPS = ("sharding", "precision", "recompute", "offload")
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,8 @@ def decide(run: Run) -> Overrides:
     found: Overrides = {}
     if run.launch:
         found |= model(run) | data(run) | writing(run)
-    return found | recompute(run) | sharding(run) | precision(run) | batch(run) | optimizer(run) | schedule(run)
+    memory = recompute(run) | sharding(run) | offload(run) | precision(run)
+    return found | memory | batch(run) | optimizer(run) | schedule(run)
 
 
 def model(run: Run) -> Overrides:
@@ -173,6 +174,31 @@ def sharding(run: Run) -> Overrides:
     if named is not None:
         return {"sharding": named}
     return {"sharding": "zero0"} if run.launch or run.distributed_type == "MULTI_GPU" else {}
+
+
+def offload(run: Run) -> Overrides:
+    """DeepSpeed's optimizer on the CPU is masters, gradients and moments in host memory, updated there: `params` here.
+
+    ZeRO-1 keeps whole gradients on the device under both; there the moments go.
+    """
+    if run.uses_deepspeed:
+        if run.lacks_deepspeed:
+            return {}
+        stage = run.ds_or_default("zero_optimization.stage")
+        blocks = ["zero_optimization.offload_optimizer"] + ["zero_optimization.offload_param"] * (stage == 3)
+        devices = [run.ds(f"{block}.device", "none") for block in blocks]
+        if "nvme" in devices and stage != 1:
+            folder = run.ds(f"{blocks[devices.index('nvme')]}.nvme_path")
+            return {"offload": "nvme"} | ({"offload.folder": folder} if folder else {})
+        old = any(plain(run.ds(f"zero_optimization.{key}")) is True for key in ("cpu_offload", "cpu_offload_params"))
+        if old or {"cpu", "nvme"} & set(map(str, devices)):
+            return {"offload": "optimizer" if stage == 1 else "params"}
+        return {}
+    words = str(run.hf("fsdp") or "").upper().split() if run.launch else []
+    if run.distributed_type == "FSDP" or words:
+        on = plain(run.launched("fsdp_offload_params")) is True or "OFFLOAD" in words
+        return {"offload": "params"} if on else {}
+    return {}
 
 
 def cuts(gpus: int | None, group: int) -> bool:

@@ -110,7 +110,9 @@ DEEPSPEED: Mapping[str, Outcome | Rule] = {
     "zero_optimization.cpu_offload_param": OFFLOAD,
     "zero_optimization.cpu_offload_params": OFFLOAD,
     "zero_optimization.cpu_offload_use_pin_memory": OFFLOAD,
-    "zero_optimization.zenflow.*": unsupported("offload: not yet"),
+    "zero_optimization.zenflow.*": unsupported(
+        "every update is made in its own step; offload=optimizer overlaps copies with it"
+    ),
     "zero_optimization.stage3_prefetch_bucket_size": rules.Bucket(0.9, stage3=True),
     "zero_optimization.prefetch_bucket_size": rules.Bucket(0.9, stage3=True),
     "zero_optimization.stage3_param_persistence_threshold": rules.persistence,
@@ -145,7 +147,7 @@ DEEPSPEED: Mapping[str, Outcome | Rule] = {
     "zero_optimization.enable_sanity_checks": implied("what must hold is always checked"),
     "zero_optimization.save_muon_momentum_buffer_in_memory": OPTIMIZER_OTHER,
     "zero_optimization": rules.old_zero,
-    "aio.*": unsupported("offload to NVMe: not yet"),
+    "aio.*": rules.aio,
     # memory
     "activation_checkpointing.*": rules.activation_checkpointing,
     "compile.*": rules.Switched("no compiled graphs", flag="deepcompile"),

@@ -285,16 +285,38 @@ def outside(context: Context, value: object) -> Outcome:
     return mapped(f"{context.tell('sharding')}: the group is all ranks")
 
 
+PINNED = implied("host memory is pinned wherever there is a GPU; the pages of files are not")
+
+
 def offload(context: Context, value: object) -> Outcome:
+    """A key of offload_param or offload_optimizer, or of the old form."""
     parts = context.key.split(".")
-    block = ".".join(parts[:2])
     if parts[1].startswith("cpu_"):
-        on = bool(plain(value))
-    else:
-        on = context.run.ds(f"{block}.device", "none") not in ("none", None)
-    if not on:
+        if not plain(value):
+            return implied("off, as here")
+        return PINNED if "pin_memory" in parts[1] else mapped(context.tell("offload"))
+    block, name = ".".join(parts[:2]), parts[-1]
+    device = context.run.ds(f"{block}.device", "none")
+    if device in ("none", None):
         return implied("off, as here")
-    return unsupported("offload: not yet. Shard over more GPUs, or take sharding=zero3 recompute=full")
+    if parts[1] == "offload_param" and context.run.ds_or_default("zero_optimization.stage") != 3:
+        return no_effect("parameters are offloaded with stage 3 alone")
+    if name == "device":
+        moved = "" if parts[1] == "offload_param" else ": masters, gradients and moments, as there"
+        return mapped(context.tell("offload") + moved)
+    if name == "nvme_path":
+        return mapped(context.tell("offload.folder")) if device == "nvme" else no_effect("only with device nvme")
+    if name == "pin_memory":
+        return PINNED
+    if name == "ratio" and plain(value) not in (1, 1.0):
+        return unsupported("all of the optimizer's state is offloaded, not a share of it")
+    return implied("buffers are of one size, and what comes next is read ahead")
+
+
+def aio(context: Context, value: object) -> Outcome:
+    if context.decided.get("offload") == "nvme":
+        return implied("files are mapped into memory, and a thread reads ahead")
+    return no_effect("only with offload to nvme")
 
 
 def old_zero(context: Context, value: object) -> Outcome:

@@ -268,12 +268,11 @@ def fsdp(context: Context, value: object) -> Outcome:
     if context.run.uses_deepspeed:
         return unsupported("the original refuses --fsdp with --deepspeed")
     words = str(value).upper().split()
-    if "OFFLOAD" in words:
-        return unsupported(f"{context.tell('sharding')}; offload: not yet")
-    unknown = [w.lower() for w in words if w not in FSDP_STRATEGIES and w != "AUTO_WRAP"]
+    unknown = [w.lower() for w in words if w not in FSDP_STRATEGIES and w not in ("AUTO_WRAP", "OFFLOAD")]
     if unknown:
         return unsupported(f"{context.tell('sharding')}; {', '.join(unknown)}: unknown to us")
-    return mapped(f"{context.tell('sharding')}; every block of layers is a unit")
+    offload = f"; {context.tell('offload')}" if "OFFLOAD" in words else ""
+    return mapped(f"{context.tell('sharding')}{offload}; every block of layers is a unit")
 
 
 def fsdp_detail(context: Context, value: object) -> Outcome:

@@ -143,6 +143,8 @@ class Run:
             "gradient_clipping": "gradient_clipping",
             "zero_optimization.offload_param.device": "offload_param_device",
             "zero_optimization.offload_optimizer.device": "offload_optimizer_device",
+            "zero_optimization.offload_param.nvme_path": "offload_param_nvme_path",
+            "zero_optimization.offload_optimizer.nvme_path": "offload_optimizer_nvme_path",
         }
         found = self.launched(words[key]) if key in words else None
         if found is None and key == "zero_optimization.stage" and self.distributed_type == "DEEPSPEED":

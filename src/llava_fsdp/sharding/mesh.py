@@ -41,9 +41,10 @@ class World:
 def distributed(cfg: Config) -> Iterator[World]:
     """Join the process group of torchrun's environment and pick this rank's device.
 
-    At world size 1 there is no process group at all. On an error nothing is torn down: the process is about to end
-    at once, and a peer may never answer. On success the order barrier, destroy, collect, pause matters: without it
-    gloo's background thread aborts about one process in seven at interpreter exit (pytorch#179291).
+    At world size 1 there is no process group, unless `offload` wraps the model all the same. On an error nothing is
+    torn down: the process is about to end at once, and a peer may never answer. On success the order barrier, destroy,
+    collect, pause matters: without it gloo's background thread aborts about one process in seven at interpreter exit
+    (pytorch#179291).
     """
     if dist.is_initialized():  # whoever made the group ends it
         yield world_of_group()
@@ -55,10 +56,10 @@ def distributed(cfg: Config) -> Iterator[World]:
         torch.use_deterministic_algorithms(True)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
-    if world.size > 1:
+    if world.size > 1 or cfg.offload.mode.moves_weights:
         join(world, cfg.comm.timeout)
     yield world
-    if world.size > 1:
+    if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
         gc.collect()
@@ -93,14 +94,14 @@ def join(world: World, timeout_seconds: int) -> None:
     (pytorch#135712). The restart count is local to a node, so it prefixes nothing where there are several nodes.
     """
     timeout = timedelta(seconds=timeout_seconds)
-    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    store = dist.HashStore() if world.size == 1 else next(dist.rendezvous("env://", timeout=timeout))[0]
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if world.size == world.local_size else "0"
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(f"attempt_{attempt}", store),
-        rank=rank,
-        world_size=size,
+        rank=world.rank,
+        world_size=world.size,
         timeout=timeout,
         device_id=world.device if world.device.type == "cuda" else None,
     )
@@ -139,11 +140,13 @@ def end_with_parent() -> None:
 def make_mesh(world: World, plan: ShardPlan, cfg: Config) -> DeviceMesh | None:
     """The (replicate, shard) mesh of a plan; None at world size 1, where nothing is sharded.
 
+    FSDP is what moves weights between host and device, so `offload=params` and `nvme` wrap one rank too.
+
     Raises:
         ConfigError: `sharding.shard_size` does not divide the ranks.
     """
     shape = mesh_shape(plan, world.size, cfg.sharding.shard_size or world.local_size)
-    if world.size == 1:
+    if world.size == 1 and not cfg.offload.mode.moves_weights:
         return None
     if plan.mesh is Mesh.SHARD:
         return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))

@@ -6,8 +6,8 @@ so that no rank ever holds more than its shards.
 """
 
 from dataclasses import replace
+from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from llava_fsdp.config import Config, LinearKind, PrecisionConfig
 from llava_fsdp.sharding.fp8 import multiply_in_fp8, weights_in_fp8
 from llava_fsdp.sharding.memory import Weight
+from llava_fsdp.sharding.offload import Offload
 from llava_fsdp.sharding.precision import (
     DTYPES,
     MASTERS,
@@ -34,7 +35,7 @@ def parallelize(
     mesh: DeviceMesh | None,
     plan: ShardPlan,
     cfg: Config,
-    device: torch.device,
+    offload: Offload,
     whole: list[nn.Module],
 ) -> MasterWeights:
     """Shard a meta-device model in place and allocate, uninitialised, what this rank holds of it.
@@ -44,6 +45,7 @@ def parallelize(
         stacks: lists of blocks, the language model's first; each block becomes one unit of gathering, and of
             recomputation.
         mesh: (replicate, shard) or (shard,); None shards nothing.
+        offload: where what this rank holds is to lie.
         whole: modules whose frozen weights stay whole on every rank, whatever the plan.
 
     Returns:
@@ -54,21 +56,21 @@ def parallelize(
     in_fp8 = cfg.precision.linear is LinearKind.fp8
     if in_fp8:
         multiply_in_fp8(stacks[0], sharded=mesh is not None)
-    apply_recompute(stacks, cfg.recompute, device)
+    apply_recompute(stacks, cfg.recompute, offload.device)
     if mesh is not None:
         ignored = frozen_left_whole(model, plan, [*whole, *norms_kept_in_fp32(model, cfg.precision)])
-        shard(model, stacks, mesh, plan, cfg, ignored)
-    materialize(model, device)
+        shard(model, stacks, mesh, plan, cfg, ignored, offload)
+    materialize(model, offload)
     trainable = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
     return MasterWeights(trainable, MASTERS[cfg.precision.master_dtype], model if in_fp8 else None)
 
 
-def materialize(model: nn.Module, device: torch.device) -> None:
-    """Allocate what this rank holds, uninitialised. `to_empty` alone would part tied parameters."""
+def materialize(model: nn.Module, offload: Offload) -> None:
+    """Allocate what this rank holds, uninitialised. Modules alone would part tied parameters."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    model.to_empty(device=device)
+    offload.materialize(model)
     for first, *others in names.values():
         for other in others:
             module_name, _, leaf = other.rpartition(".")
@@ -88,6 +90,7 @@ def shard(
     plan: ShardPlan,
     cfg: Config,
     ignored: set[nn.Parameter],
+    offload: Offload,
 ) -> None:
     """`fully_shard` every block that has something to shard, then the rest of the model as the root unit.
 
@@ -99,24 +102,19 @@ def shard(
         reduce_dtype=DTYPES[cfg.precision.reduce_dtype],
         cast_forward_inputs=False,  # the model casts pictures itself, at every world size alike
     )
+    common: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored, "offload_policy": offload.policy}
     norms = [m for m in norms_kept_in_fp32(model, cfg.precision) if set(m.parameters()) - ignored]
     together = GatheredFirst(norms) if norms else None
     if together is not None:
         kept = replace(policy, param_dtype=None, reduce_dtype=None)  # fp32, as they are stored
-        fully_shard(together, mesh=mesh, mp_policy=kept, reshard_after_forward=False, ignored_params=ignored)
+        fully_shard(together, mp_policy=kept, reshard_after_forward=False, **common)
         model.gathered_first = together
-        ignored = ignored | set(together.parameters())
+        common["ignored_params"] = ignored = ignored | set(together.parameters())
     for stack in stacks:
         for block in stack:
             if set(block.parameters()) - ignored:
-                fully_shard(
-                    block,
-                    mesh=mesh,
-                    mp_policy=policy,
-                    reshard_after_forward=plan.reshard_after_forward,
-                    ignored_params=ignored,
-                )
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=ignored)
+                fully_shard(block, mp_policy=policy, reshard_after_forward=plan.reshard_after_forward, **common)
+    fully_shard(model, mp_policy=policy, reshard_after_forward=False, **common)
     if together is not None:
         model.register_forward_pre_hook(lambda *_: together())  # behind FSDP's own, which begins a pass
     for module in model.modules():

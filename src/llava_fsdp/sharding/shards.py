@@ -63,6 +63,14 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     )  # fmt: skip
 
 
+def like(tensor: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """A tensor that is cut over the ranks as `tensor` is, of which this rank holds `own`, on whatever device.
+
+    `DTensor.from_local` would move it to the mesh's device.
+    """
+    return DTensor(own, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else own  # type: ignore[call-arg]
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The full parameter on every rank; a collective where it is sharded."""
     tensor = plain(tensor)

@@ -1,0 +1,212 @@
+"""How large a batch fits under one limit, and how long does an epoch take at it: DDP, zero2 and zero3.
+
+    python benchmarks/ddp_vs_zero.py
+
+`torch.nn.parallel.DistributedDataParallel` in a loop as one writes it, against ours, on two gloo ranks that may have
+the same private memory. The same model, samples, loss and optimizer; losses at batch 1 are compared first. Largest
+batches are found by bisection: a batch fits if two steps run. How to read the result is in benchmarks/README.md.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import math
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from capped import MIB, Fits, attempt, facts, largest, private_bytes, write
+from provenance import REPOSITORY
+from strategies import Case, Run, build, configure, specialize, write_language_model
+
+from llava_fsdp.config import Config
+from llava_fsdp.data.batch import MicroBatch, Step
+from llava_fsdp.data.shapes import ensure_shapes
+from llava_fsdp.sharding.mesh import World
+from llava_fsdp.train import open_data
+
+QUESTION = "how large a batch fits under one limit on memory, and how long does an epoch take at it?"
+VARIANTS = ("ddp", "zero2", "zero3")
+KINDS = ("train", "eval")
+PUBLISHED = {"batch": {"zero": 200, "ddp": 100}, "epoch_seconds": {"zero": 19.06, "ddp": 27.36}}
+EQUAL_WITHIN = 1e-5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=384)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--limit", type=int, default=None, help="MiB beyond what the imports take; default: 24 bytes a "
+                        "trained parameter, half as much again as the states of one of them")  # fmt: skip
+    parser.add_argument("--samples", type=int, default=256, help="of an epoch")
+    parser.add_argument("--repetitions", type=int, default=2, help="epochs of each variant, in turn")
+    parser.add_argument("--start", type=int, default=8, help="batch of a rank that is tried first")
+    parser.add_argument("--most", type=int, default=256, help="largest batch of a rank that is tried")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        report = measure(Path(folder), options)
+    show(report)
+    write(report, "ddp-vs-zero", options.out, draw)
+
+
+def measure(work: Path, options: argparse.Namespace) -> dict[str, Any]:
+    ensure_shapes(work / "shapes")
+    write_language_model(work / "language", options)
+    trained = sum(attempt(None, count_trained, work, options).results or []) // 2
+    more = options.limit * MIB if options.limit else 24 * trained
+    limit = private_bytes() + more
+    print(f"{trained:,} trained parameters, {more / MIB:.0f} MiB for them and their activations", flush=True)
+    compare_losses(limit, work, options)
+    rows = [find_batches(variant, limit, work, options) for variant in VARIANTS]
+    for _ in range(options.repetitions):
+        for row in rows:
+            time_epochs(row, limit, work, options)
+    return facts(QUESTION, options) | {
+        "ranks": 2,
+        "trained_parameters": trained,
+        "state_bytes_of_a_rank": {"ddp": 16 * trained, "zero2": 8 * trained, "zero3": 8 * trained},
+        "limit_bytes": limit,
+        "limit_beyond_imports_bytes": more,
+        "published": PUBLISHED,
+        "rows": rows,
+    }
+
+
+def compare_losses(limit: int, work: Path, options: argparse.Namespace) -> None:
+    """Variants that do not compute the same have no batch worth printing."""
+    losses = {}
+    for variant in VARIANTS:
+        outcome = attempt(limit, train_steps, variant, 1, 2, work, options)
+        if not outcome:
+            raise SystemExit(f"{variant} does not fit at batch 1: raise --limit ({outcome.why})")
+        losses[variant] = (outcome.results or [])[0]["losses"]
+    for variant, found in losses.items():
+        for ours, theirs in zip(found, losses["ddp"], strict=True):
+            assert abs(ours - theirs) <= EQUAL_WITHIN * abs(theirs), (variant, losses)
+    print(f"losses at batch 1 are equal: {losses['ddp']}", flush=True)
+
+
+def find_batches(variant: str, limit: int, work: Path, options: argparse.Namespace) -> dict[str, Any]:
+    row: dict[str, Any] = {"variant": variant, "attempts": []}
+    for kind, function in (("train", train_steps), ("eval", evaluate_steps)):
+
+        def fits(batch: int, kind: str = kind, function: Any = function) -> bool:
+            outcome: Fits = attempt(limit, function, variant, batch, 2, work, options)
+            row["attempts"].append({"kind": kind, "batch": batch, "fits": bool(outcome), "why": outcome.why})
+            print(f"{variant} {kind} at {batch}: {'fits' if outcome else 'does not fit'}", flush=True)
+            return bool(outcome)
+
+        start = row["train"]["batch"] if kind == "eval" else options.start
+        row[kind] = {"batch": largest(fits, start, options.most), "epochs": []}
+    return row
+
+
+def time_epochs(row: dict[str, Any], limit: int, work: Path, options: argparse.Namespace) -> None:
+    for kind, function in (("train", train_steps), ("eval", evaluate_steps)):
+        batch = row[kind]["batch"]
+        steps = math.ceil(options.samples / (2 * batch))
+        outcome = attempt(limit, function, row["variant"], batch, steps, work, options, timeout=3600)
+        assert outcome.results, outcome.why
+        wall, cpu = (max(r[k] for r in outcome.results) for k in ("wall", "cpu"))
+        row[kind]["epochs"].append({"steps": steps, "wall": wall, "cpu": cpu})
+        print(f"{row['variant']} {kind} epoch of {steps} steps at {batch}: {wall:.1f} s, {cpu:.1f} CPU s", flush=True)
+
+
+# On every rank
+
+
+def count_trained(world: World, work: Path, options: argparse.Namespace) -> int:
+    run, _ = prepare(world, "ddp", 1, work, options)
+    return sum(p.numel() for p in run.state.masters.named.values())
+
+
+def prepare(world: World, variant: str, batch: int, work: Path, options: argparse.Namespace) -> tuple[Run, Config]:
+    """A run that has seen nothing yet; rows are recomputed, so that a sample costs little beside the states."""
+    chosen = argparse.Namespace(rows=batch, recompute="full")
+    cfg = specialize(configure(Case("finetune", 1), chosen, work, world.size), variant, "fp32")
+    with contextlib.redirect_stderr(io.StringIO()):
+        return build(variant, cfg, world), cfg
+
+
+def train_steps(
+    world: World, variant: str, batch: int, steps: int, work: Path, options: argparse.Namespace
+) -> dict[str, Any]:
+    run, _ = prepare(world, variant, batch, work, options)
+    prepared = [run.state.loader.steps.prepare(number) for number in range(min(steps, 8))]
+    started = time.perf_counter(), time.process_time()
+    for number in range(steps):
+        run.step(prepared[number % len(prepared)])
+    return timed(started) | {"losses": run.losses}
+
+
+def evaluate_steps(
+    world: World, variant: str, batch: int, steps: int, work: Path, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Between two epochs of training: the optimizer's state is there."""
+    run, cfg = prepare(world, variant, batch, work, options)
+    with contextlib.redirect_stderr(io.StringIO()):
+        small = open_data(replace(cfg, micro_batch_size=1, global_batch_size=world.size), world, run.state.model)
+    run.step(small.steps.prepare(0))
+    model = run.ddp if run.ddp is not None else run.state.model
+    model.eval()
+    prepared = [micro_of(run.state.loader.steps.prepare(number)) for number in range(min(steps, 8))]
+    started = time.perf_counter(), time.process_time()
+    with torch.no_grad():
+        for number in range(steps):
+            model(*run.state.loader.to_device(prepared[number % len(prepared)]).inputs)
+    return timed(started)
+
+
+def micro_of(step: Step) -> MicroBatch:
+    assert len(step.micro_batches) == 1
+    return step.micro_batches[0]
+
+
+def timed(started: tuple[float, float]) -> dict[str, Any]:
+    return {"wall": time.perf_counter() - started[0], "cpu": time.process_time() - started[1]}
+
+
+# What is shown
+
+
+def best(row: dict[str, Any], kind: str, clock: str) -> float:
+    return min(epoch[clock] for epoch in row[kind]["epochs"])
+
+
+def show(report: dict[str, Any]) -> None:
+    for row in report["rows"]:
+        found = {k: [row[k]["batch"], round(best(row, k, "wall"), 2), round(best(row, k, "cpu"), 2)] for k in KINDS}
+        print(f"{row['variant']}: batch of a rank, wall and CPU seconds of an epoch: {json.dumps(found)}")
+    print(f"published: {json.dumps(report['published'])}")
+
+
+def draw(pyplot: Any, report: dict[str, Any]) -> None:
+    figure, axes = pyplot.subplots(1, 3, figsize=(11, 3.8), layout="constrained")
+    names = [row["variant"] for row in report["rows"]]
+    for offset, kind in enumerate(KINDS):
+        places = [n + 0.4 * offset - 0.2 for n in range(len(names))]
+        batches = [row[kind]["batch"] for row in report["rows"]]
+        axes[0].bar_label(axes[0].bar(places, batches, 0.38, label=kind))
+        for axis, clock in ((axes[1], "wall"), (axes[2], "cpu")):
+            axis.bar(places, [best(row, kind, clock) for row in report["rows"]], 0.38, label=kind)
+    titles = ("largest batch of a rank", f"wall s, {report['options']['samples']} samples", "CPU s of a rank")
+    for axis, title in zip(axes, titles, strict=True):
+        axis.set_xticks(range(len(names)), names)
+        axis.set_title(title, fontsize="medium")
+    axes[0].legend()
+    batch, epoch = report["published"]["batch"], report["published"]["epoch_seconds"]
+    figure.suptitle(
+        f"{report['ranks']} ranks, {report['trained_parameters'] / 1e6:.1f} M trained parameters, "
+        f"{report['limit_beyond_imports_bytes'] / MIB:.0f} MiB beyond the imports; published: batch "
+        f"{batch['zero']} against {batch['ddp']}, epoch {epoch['zero']} s against {epoch['ddp']} s",
+        fontsize="small",
+    )
+
+
+if __name__ == "__main__":
+    main()
