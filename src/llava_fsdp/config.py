@@ -205,7 +205,7 @@ class Attention(Enum):
 
     auto = "auto"
     varlen = "varlen"
-    """torch's own kernel for sequences of many lengths, on CUDA in bf16"""
+    """torch's own kernel for sequences of many lengths, on CUDA in bf16 or fp16"""
     flash = "flash"
     """the flash-attn package's, where it is installed"""
     sdpa = "sdpa"
