@@ -67,9 +67,9 @@ def modes(parts: Path, dataset: Path, folder: Path, names: list[str], *overrides
     return [make_config(parts, dataset, folder, f"recompute={n}", *common, *overrides) for n in names]
 
 
-def run(configs: list[Config], size: int, pools: dict[int, RankPool]) -> list[list[Trace]]:
+def run(configs: list[Config], size: int, pools: dict[int, RankPool], timeout: float = 60) -> list[list[Trace]]:
     """By rank."""
-    return [traces(single_world(), configs)] if size == 1 else pools[size].run(traces, configs)
+    return [traces(single_world(), configs)] if size == 1 else pools[size].run(traces, configs, timeout=timeout)
 
 
 CASES = [
@@ -253,22 +253,26 @@ BOUND = {"fp32": 1e-5, "bf16": 0.03}
 
 @pytest.mark.ranks
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    ("size", "precision", "pack"), [(1, "fp32", "true"), (2, "bf16", "true"), (2, "fp32", "false")]
+    ("size", "shares", "precision", "pack"), [(1, (0, 1), "fp32", "false"), (2, (0.5,), "bf16", "true")]
 )
 def test_a_budget_is_near_none(
-    size: int, precision: str, pack: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+    size: int,
+    shares: tuple[float, ...],
+    precision: str,
+    pack: str,
+    parts: Path,
+    dataset: Path,
+    pools: dict[int, RankPool],
+    tmp_path: Path,
 ) -> None:
     """On several ranks with FSDP's hooks beside compiled blocks, and those of norms."""
-    none = modes(parts, dataset, tmp_path, ["none"], f"precision={precision}", f"pack={pack}")
-    budgets = [
-        modes(
-            parts, dataset, tmp_path, ["budget"], f"precision={precision}", f"pack={pack}", f"recompute.budget={share}"
-        )[0]
-        for share in (0, 0.5)
-    ]
-    found = traces(single_world(), [*none, *budgets]) if size == 1 else None
-    by_rank = [found] if found else pools[size].run(traces, [*none, *budgets], timeout=500)
+    common = [f"precision={precision}", f"pack={pack}"]
+    configs = modes(parts, dataset, tmp_path, ["none"], *common)
+    for share in shares:
+        configs += modes(parts, dataset, tmp_path, ["budget"], *common, f"recompute.budget={share}")
+    by_rank = run(configs, size, pools, timeout=1100)
     bound = BOUND[precision]
     for exact, *others in by_rank:
         for other in others:
