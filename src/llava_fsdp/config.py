@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from llava_fsdp.errors import ConfigError
 
 T = TypeVar("T")
+AUTO = "auto"
 SOURCES = "data.sources."
 """What follows is a name that the user chooses."""
 
@@ -39,6 +40,8 @@ class Strategy(Enum):
     FULL_SHARD = "FULL_SHARD"
     HYBRID_SHARD = "HYBRID_SHARD"
     _HYBRID_SHARD_ZERO2 = "_HYBRID_SHARD_ZERO2"
+    auto = "auto"
+    """No row: the planner chooses one when a training begins, which is what the run then records."""
 
 
 class Part(Enum):
@@ -399,7 +402,7 @@ class ShardingConfig:
     def __post_init__(self) -> None:
         if self.shard_size is not None:
             at_least("sharding.shard_size", self.shard_size, 1)
-            if self.strategy not in (Strategy.HYBRID_SHARD, Strategy._HYBRID_SHARD_ZERO2):
+            if self.strategy not in (Strategy.HYBRID_SHARD, Strategy._HYBRID_SHARD_ZERO2, Strategy.auto):
                 raise ConfigError(
                     f"sharding.shard_size={self.shard_size} has no meaning for {self.strategy.value}; "
                     "set it to null, or choose sharding=hybrid or sharding=hybrid2"
@@ -629,8 +632,9 @@ class Config:
     micro_batch_size: int
     pack: bool
     """Lay the samples of a micro-batch end to end in one row, each attending to itself alone; else pad rows."""
-    tokens_per_micro_batch: int | None
-    """pack only: most positions a rank runs at once; null: micro_batch_size * data.max_length."""
+    tokens_per_micro_batch: int | str | None
+    """pack only: most positions a rank runs at once; null: micro_batch_size * data.max_length; auto: the planner's
+    choice when a training begins, which is what the run then records."""
     attention: Attention
     log_every: int
     deterministic: bool
@@ -638,7 +642,13 @@ class Config:
     @property
     def row_tokens(self) -> int:
         """Most positions of a packed row."""
+        assert not isinstance(self.tokens_per_micro_batch, str), "auto has been settled"
         return self.tokens_per_micro_batch or self.micro_batch_size * self.data.max_length
+
+    @property
+    def has_auto(self) -> bool:
+        """Something is left to the planner."""
+        return self.sharding.strategy is Strategy.auto or self.tokens_per_micro_batch == AUTO
 
     def __post_init__(self) -> None:
         self.check_packing()
@@ -718,6 +728,8 @@ class Config:
     def check_packing(self) -> None:
         """Raises ConfigError where keys of packing contradict each other."""
         tokens = self.tokens_per_micro_batch
+        if isinstance(tokens, str) and tokens != AUTO:
+            raise ConfigError(f"tokens_per_micro_batch={tokens} is not a number of positions; give one, auto or null")
         if not self.pack:
             if tokens is not None:
                 raise ConfigError(
@@ -729,7 +741,7 @@ class Config:
                     f"attention={self.attention.value} is for the rows of pack=true; with pack=false set attention=auto"
                 )
             return
-        if tokens is not None and tokens < self.data.max_length:
+        if isinstance(tokens, int) and tokens < self.data.max_length:
             raise ConfigError(
                 f"tokens_per_micro_batch={tokens} has no room for a sample of data.max_length={self.data.max_length}; "
                 "a sample is never split: raise it, or lower data.max_length"
@@ -777,6 +789,27 @@ class PrepareConfig(Config):
     prepare: PrepareKeys
     report: str | None
     format: Format
+
+
+@dataclass(kw_only=True, slots=True)
+class PlanConfig(Config):
+    """What a training with the same keys would cost, on GPUs that need not be here."""
+
+    gpus: int
+    """Ranks of a node."""
+    nodes: int
+    gpu: str
+    """A name of the table in `planning/hardware.py`; auto: this machine's."""
+    rows: int
+    """Most rows of the table that are printed."""
+    picture: str
+    """Where the picture of several nodes goes."""
+    format: Format
+
+    def __post_init__(self) -> None:
+        super(PlanConfig, self).__post_init__()
+        for name in ("gpus", "nodes", "rows"):
+            at_least(name, getattr(self, name), 1)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -3,6 +3,7 @@
 `train` reads from top to bottom as what happens; `fit` (loop.py) calls `train_step`, which calls `backward`.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -22,6 +23,8 @@ from llava_fsdp.model.parts import find_parts, find_projector
 from llava_fsdp.model.weights import find_weights, fingerprint, load_weights
 from llava_fsdp.opening import draw_shapes, shape_of
 from llava_fsdp.optim import build_optimizer
+from llava_fsdp.planning.auto import decide
+from llava_fsdp.planning.samples import samples_in
 from llava_fsdp.scaler import build_scaler
 from llava_fsdp.screen import show_run
 from llava_fsdp.sharding.fp8 import check_fp8
@@ -43,6 +46,7 @@ def train(cfg: Config) -> None:
     """One run, from its configuration to its export."""
     begin_status(cfg)
     with distributed(cfg) as world, clear_memory_errors(cfg, world.device):
+        cfg = settle_auto(cfg, world)
         plan = SHARD_PLANS[cfg.sharding.strategy]
         mesh = make_mesh(world, plan, cfg)
         state = build_state(cfg, world, plan, mesh)
@@ -64,6 +68,22 @@ def train(cfg: Config) -> None:
         reporter.close()
         if cfg.export.enabled and not artifact.is_current(state, cfg):
             log().info("exported to %s", artifact.export(state, cfg, world.is_first))
+
+
+def settle_auto(cfg: Config, world: World) -> Config:
+    """What is left to the planner, settled by rank 0 for all: nothing behind it sees auto, config.yaml neither."""
+    if not cfg.has_auto:
+        return cfg
+    parts = find_parts(cfg.model)
+    shapes = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])
+    records = open_data(replace(cfg, tokens_per_micro_batch=None), world, shapes).steps.records
+    decision = checkpoint.on_first_rank(lambda: decide(cfg, world, parts, samples_in(records)), "cannot plan")
+    settled = decision.applied(cfg)
+    log().info(
+        "auto: sharding=%s, tokens_per_micro_batch=%s: %s",
+        SHARD_PLANS[settled.sharding.strategy].zero, settled.tokens_per_micro_batch, decision.reason,
+    )  # fmt: skip
+    return settled
 
 
 def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | None) -> TrainState:

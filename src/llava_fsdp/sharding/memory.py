@@ -29,6 +29,8 @@ class Weight:
     """Computed in fp32, whatever the rest of the model is computed in."""
     fp8: bool = False
     """Gathered in fp8."""
+    unit: str = ""
+    """The block that it is gathered with; "" is the root unit."""
 
     @property
     def numel(self) -> int:
@@ -124,3 +126,44 @@ def bytes_per_rank(
         Sync.SCATTER_EVERY_REDUCE_LAST: sum(w.reduce_size(precision) * w.padded(shards) for w in trainable),
     }[plan.gradient_sync]
     return Bytes(parameters, masters, moments, parameters + gathered, gradients_between)
+
+
+def storage_per_rank(
+    weights: list[Weight],
+    strategy: Strategy,
+    precision: PrecisionConfig,
+    world_size: int,
+    shard_size: int,
+    rank: int = 0,
+) -> Bytes:
+    """What the tensors of `bytes_per_rank` occupy: FSDP pads parameters and gradients of a short shard to a full one.
+
+    A shard's parameter is a view into its padded rows, its gradient one into what the reduce-scatter returned
+    (`FSDPParam.reset_sharded_param`, `foreach_reduce`); moments are made like the views, without padding.
+    """
+    held = bytes_per_rank(weights, strategy, precision, world_size, shard_size, rank)
+    if world_size == 1:
+        return held
+    plan = SHARD_PLANS[strategy]
+    _, shards = mesh_shape(plan, world_size, shard_size)
+    masters = gradients = frozen = 0
+    for weight in weights:
+        short = weight.padded(shards) - weight.local(shards, rank % shards)
+        if weight.trainable:
+            masters += weight.master_size(precision) * short
+            gradients += weight.master_size(precision) * short
+        elif plan.shards_frozen and not weight.whole:
+            frozen += weight.item_size(precision) * short
+    return Bytes(
+        held.parameters + masters + frozen,
+        held.gradients + gradients,
+        held.optimizer,
+        held.parameters_between + masters + frozen,
+        held.gradients_between + (gradients if plan.gradient_sync is Sync.EVERY_MICRO_BATCH else 0),
+    )
+
+
+def checkpoint_bytes(weights: list[Weight], precision: PrecisionConfig) -> int:
+    """What a checkpoint holds of all ranks together: trainable weights as they are kept, moments, a step count each."""
+    trainable = [w for w in weights if w.trainable]
+    return sum(w.master_size(precision) * w.numel + w.moment_bytes(precision, w.numel) + 4 for w in trainable)

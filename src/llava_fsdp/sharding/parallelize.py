@@ -5,6 +5,7 @@ Recompute goes inside the sharded unit, so that a block's weights are gathered b
 so that no rank ever holds more than its shards.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -146,7 +147,15 @@ def weights_of(
     in_fp8 = weights_in_fp8(stacks[0]) if precision.linear is LinearKind.fp8 else set()
     norms = norm_weights(model, precision)
     kept_whole = norms | {p for module in whole for p in module.parameters()}
+    names = block_names(model, stacks)
+    units = {p: names[block] for block in names for p in block.parameters()}
     return {
-        name: Weight(tuple(p.shape), p.requires_grad, p in kept_whole, p in norms, p in in_fp8)
+        name: Weight(tuple(p.shape), p.requires_grad, p in kept_whole, p in norms, p in in_fp8, units.get(p, ""))
         for name, p in model.named_parameters()
     }
+
+
+def block_names(model: nn.Module, stacks: Sequence[nn.ModuleList]) -> dict[nn.Module, str]:
+    """The blocks of all stacks, by their names without activation checkpointing."""
+    blocks = {block for stack in stacks for block in stack}
+    return {module: clean_name(name) for name, module in model.named_modules() if module in blocks}

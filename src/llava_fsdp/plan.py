@@ -1,0 +1,93 @@
+"""Will it fit, how fast, and what to choose: `python -m llava_fsdp.plan model=llava_v1_5_13b stage=finetune gpus=8`.
+
+Needs no GPU, no weights, no network and no process group. Takes the keys of `train`: the plan is of the training that
+the same keys describe, but for sharding, recompute and offload, of which it tries all.
+"""
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from llava_fsdp import cli
+from llava_fsdp.config import DType, Format, PlanConfig, PrecisionConfig, Source, config_dir
+from llava_fsdp.planning.choose import choices, plan_rows, rows_of, ways_to_cut
+from llava_fsdp.planning.hardware import Machine, machine_named
+from llava_fsdp.planning.planner import Planner, PlanRow
+from llava_fsdp.planning.scaling import draw, scale
+from llava_fsdp.planning.show import as_object, names, show_plan
+
+OWN_KEYS = {"gpus", "nodes", "gpu", "rows", "picture", "format"}
+CHOSEN_KEYS = {"sharding", "recompute", "recompute.budget", "offload", "tokens_per_micro_batch"}
+
+
+def main() -> None:
+    cli.run("plan", PlanConfig, partial(plan, typed=sys.argv[1:]))
+
+
+def plan(cfg: PlanConfig, typed: Sequence[str] = ()) -> None:
+    """Print what every way to train costs, and a command for the best.
+
+    Args:
+        typed: the command line, of which the command keeps what is the training's.
+    """
+    machine = machine_named(cfg.gpu, cfg.gpus)
+    typed = [*typed, *with_fp16(cfg, machine)]
+    planner = Planner(cfg, machine)
+    world_size = cfg.gpus * cfg.nodes
+    shard_size = cfg.sharding.shard_size or cfg.gpus
+    found = choices(cfg, machine.device, rows_of(world_size, shard_size))
+    # micro_batch_size has a value in every recipe: only a number of positions binds the plan
+    ways = ways_to_cut(planner, cfg, world_size, is_free=not isinstance(cfg.tokens_per_micro_batch, int))
+    rows = plan_rows(planner, found, world_size, shard_size, cfg.gpus, ways)
+    best = command(cfg, rows[0], typed) if rows[0].fits else None
+    more = {}
+    if cfg.nodes > 1:
+        points = scale(planner, cfg.gpus, cfg.nodes)
+        more = {"scaling": points, "picture": str(draw(points, planner, Path(cfg.picture)))}
+    if cfg.format is Format.json:
+        print(json.dumps(as_object(planner, rows, best, more)))
+        return
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    show_plan(console, planner, rows, cfg.rows, best)
+    if more:
+        console.print(f"tokens/s against nodes: {more['picture']}")
+
+
+def with_fp16(cfg: PlanConfig, machine: Machine) -> list[str]:
+    """V100 and T4 have no bf16: the plan is of fp16 then, and the command says so."""
+    lacks = machine.gpu is not None and machine.gpu.bf16 is None
+    if not lacks or cfg.precision.param_dtype is not DType.bf16:
+        return []
+    schema = OmegaConf.structured(PrecisionConfig)
+    found = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.load(config_dir() / "precision" / "fp16.yaml")))
+    assert isinstance(found, PrecisionConfig)
+    cfg.precision = found
+    return ["precision=fp16"]
+
+
+def command(cfg: PlanConfig, row: PlanRow, typed: Sequence[str]) -> str:
+    """What trains so, ready to be pasted; with names in capitals where the plan was told no data."""
+    launch = (
+        f"torchrun --standalone --nproc-per-node {cfg.gpus}"
+        if cfg.nodes == 1
+        else f"torchrun --nnodes {cfg.nodes} --nproc-per-node {cfg.gpus} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    )
+    chosen = CHOSEN_KEYS | (set() if cfg.pack else {"micro_batch_size"})
+    kept = [word for word in typed if word.partition("=")[0] not in OWN_KEYS | chosen]
+    keys = {word.partition("=")[0] for word in kept}
+    kept = [f"stage={cfg.stage.name}"] * ("stage" not in keys) + [shlex.quote(word) for word in kept]
+    said = [names(row)]
+    said.append(f"tokens_per_micro_batch={row.tokens}" if cfg.pack else f"micro_batch_size={row.micro_batches[0].rows}")
+    if cfg.data.source is Source.shapes and cfg.model.name != "tiny":
+        said.append("data=llava_json data.path=FILE.json data.images=DIR")
+    return " ".join([launch, "-m llava_fsdp.train", *kept, *said])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""`sharding=auto` and `tokens_per_micro_batch=auto`: the planner's choice for a training that begins."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from llava_fsdp.config import AUTO, Config, Strategy
+from llava_fsdp.errors import ConfigError
+from llava_fsdp.model.parts import Parts
+from llava_fsdp.planning.choose import plan_rows, rows_of, ways_to_cut
+from llava_fsdp.planning.hardware import this_machine
+from llava_fsdp.planning.planner import Choice, Planner, PlanRow
+from llava_fsdp.planning.samples import Samples
+from llava_fsdp.sharding.mesh import World
+from llava_fsdp.sharding.zero import SHARD_PLANS
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What stands for auto, and why."""
+
+    strategy: Strategy
+    tokens: int | None
+    """null stays null."""
+    reason: str
+
+    def applied(self, cfg: Config) -> Config:
+        tokens = self.tokens if cfg.tokens_per_micro_batch == AUTO else cfg.tokens_per_micro_batch
+        shard_size = cfg.sharding.shard_size if self.strategy in HYBRID else None
+        sharding = replace(cfg.sharding, strategy=self.strategy, shard_size=shard_size)
+        return replace(cfg, sharding=sharding, tokens_per_micro_batch=tokens)
+
+
+HYBRID = (Strategy.HYBRID_SHARD, Strategy._HYBRID_SHARD_ZERO2)
+
+
+def decide(cfg: Config, world: World, parts: Parts, samples: Samples) -> Decision:
+    """The fastest of what fits; what the run before recorded, as long as that fits.
+
+    Raises:
+        ConfigError: by the plan, nothing fits.
+    """
+    planner = Planner(cfg, this_machine(world.local_size, world.device.type), samples, parts)
+    shard_size = cfg.sharding.shard_size or world.local_size
+    before = recorded(cfg)
+    if before is not None:
+        rows = rows_for(planner, before, world, shard_size)
+        if rows[0].fits:
+            return Decision(rows[0].choice.strategy, number(before), f"as this run began ({said(rows[0])})")
+    rows = rows_for(planner, cfg, world, shard_size)
+    best = rows[0]
+    if not best.fits:
+        raise ConfigError(
+            f"auto: nothing fits by the plan; nearest is {said(best)}. recompute=full, offload=params, "
+            "precision=bf16_pure or more ranks need less; sharding=zero3 and a number for tokens_per_micro_batch try all "
+            "the same"
+        )
+    others = [said(row) for row in rows[1:3]]
+    reason = f"{said(best)}, predicted for {planner.machine.name}" + (f"; then {'; '.join(others)}" if others else "")
+    return Decision(best.choice.strategy, best.tokens if cfg.tokens_per_micro_batch == AUTO else None, reason)
+
+
+def rows_for(planner: Planner, cfg: Config, world: World, shard_size: int) -> list[PlanRow]:
+    """Rows of what a configuration leaves open, best first."""
+    strategy = cfg.sharding.strategy
+    open_ = rows_of(world.size, shard_size) if strategy is Strategy.auto else [strategy]
+    choices = [Choice(one, cfg.recompute, cfg.offload.mode) for one in open_]
+    ways = ways_to_cut(planner, cfg, world.size, is_free=cfg.tokens_per_micro_batch == AUTO)
+    return plan_rows(planner, choices, world.size, shard_size, world.local_size, ways)
+
+
+def recorded(cfg: Config) -> Config | None:
+    """With what the run in this folder began, where there is one that would be continued."""
+    path = Path(cfg.output_dir) / "config.yaml"
+    if cfg.checkpoint.resume == "never" or not path.is_file():
+        return None
+    try:
+        found = OmegaConf.load(path)
+        strategy = Strategy(str(OmegaConf.select(found, "sharding.strategy")))
+        tokens = OmegaConf.select(found, "tokens_per_micro_batch")
+    except (OmegaConfBaseException, ValueError, OSError):
+        return None
+    if strategy is Strategy.auto or tokens == AUTO:
+        return None
+    if cfg.sharding.strategy is not Strategy.auto:
+        strategy = cfg.sharding.strategy
+    if cfg.tokens_per_micro_batch != AUTO:
+        tokens = cfg.tokens_per_micro_batch
+    return Decision(strategy, tokens, "").applied(cfg)
+
+
+def number(cfg: Config) -> int | None:
+    return cfg.tokens_per_micro_batch if isinstance(cfg.tokens_per_micro_batch, int) else None
+
+
+def said(row: PlanRow) -> str:
+    return (
+        f"{SHARD_PLANS[row.choice.strategy].zero} with {row.tokens:,} positions at once: "
+        f"{row.bytes['total'] / GB:.3g} of {row.usable / GB:.3g} GB, {row.step.seconds:.2g} s a step"
+    )

@@ -1,0 +1,91 @@
+"""Every way to train that could make sense, each with the largest micro-batch that fits, and the best of them."""
+
+from collections.abc import Sequence
+
+from llava_fsdp.config import Config, OffloadMode, RecomputeConfig, RecomputeMode, Strategy
+from llava_fsdp.planning.activations import MicroBatch
+from llava_fsdp.planning.planner import Choice, Planner, PlanRow
+from llava_fsdp.planning.samples import asked_for, cuts
+from llava_fsdp.sharding.zero import SHARD_PLANS, Mesh
+
+BUDGET = 0.5
+"""The share that recompute=budget is planned with, where the configuration names none."""
+
+
+def choices(cfg: Config, device: str, strategies: Sequence[Strategy]) -> list[Choice]:
+    """Strategies, ways to recompute and to offload that go together, and that are not another one in disguise."""
+    found = []
+    for strategy in strategies:
+        for recompute in recomputes(cfg, device):
+            found += [Choice(strategy, recompute, mode) for mode in OffloadMode if allowed(strategy, mode, device)]
+    return found
+
+
+def rows_of(world_size: int, shard_size: int) -> list[Strategy]:
+    """Rows of the ZeRO table that differ on so many ranks."""
+    if world_size == 1:
+        return [Strategy.FULL_SHARD]  # nothing is sharded, and every row is the same
+    hybrid = 1 < shard_size < world_size
+    return [s for s, plan in SHARD_PLANS.items() if hybrid or plan.mesh is not Mesh.HYBRID]
+
+
+def recomputes(cfg: Config, device: str) -> list[RecomputeConfig]:
+    modes = [RecomputeMode.none, RecomputeMode.selective, RecomputeMode.full]
+    if device != "cpu":  # there the host's memory is the device's, and compiling takes longer than it saves
+        modes += [RecomputeMode.budget, RecomputeMode.offload]
+    asked = cfg.recompute.budget if cfg.recompute.mode is RecomputeMode.budget else BUDGET
+    return [RecomputeConfig(mode=m, budget=asked if m is RecomputeMode.budget else None) for m in modes]
+
+
+def allowed(strategy: Strategy, mode: OffloadMode, device: str) -> bool:
+    """As `Config.check_offload`; and on a CPU machine the host's memory is the device's."""
+    if mode is OffloadMode.none:
+        return True
+    if device == "cpu" and mode is not OffloadMode.nvme:
+        return False
+    if strategy is Strategy.SHARD_OPTIMIZER:
+        return not mode.moves_weights
+    return strategy is not Strategy.NO_SHARD
+
+
+def plan_rows(
+    planner: Planner,
+    found: Sequence[Choice],
+    world_size: int,
+    shard_size: int,
+    node_size: int,
+    ways: Sequence[Sequence[MicroBatch]],
+) -> list[PlanRow]:
+    """A row for each choice, best first: what fits before what does not, then by samples a second.
+
+    Args:
+        ways: to cut a rank's part of a step into micro-batches, of which each row takes the first that fits.
+    """
+    ends = [ways[-1][0], ways[0][0]] if len(ways) > 1 else []
+    rows = [largest_that_fits(planner, choice, world_size, shard_size, node_size, ways, ends) for choice in found]
+    return sorted(rows, key=lambda row: (not row.fits, -row.samples_per_second, row.bytes["total"]))
+
+
+def ways_to_cut(planner: Planner, cfg: Config, world_size: int, is_free: bool) -> list[list[MicroBatch]]:
+    """Any micro-batches, the largest first; or those that the configuration's own keys make."""
+    told = cfg, planner.samples, world_size, planner.model.image_tokens
+    return cuts(*told) if is_free else [asked_for(*told)]
+
+
+def largest_that_fits(
+    planner: Planner,
+    choice: Choice,
+    world_size: int,
+    shard_size: int,
+    node_size: int,
+    ways: Sequence[Sequence[MicroBatch]],
+    ends: Sequence[MicroBatch],
+) -> PlanRow:
+    """The fewest micro-batches that fit; the smallest ones where none do."""
+    row = None
+    for way in ways:
+        row = planner.row(choice, world_size, shard_size, way, node_size, ends)
+        if row.fits:
+            break
+    assert row is not None
+    return row

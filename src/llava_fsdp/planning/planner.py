@@ -1,0 +1,330 @@
+"""What a way to train costs: bytes of a rank at the worst moment of a step, and the seconds that a step takes.
+
+peak(cfg, world_size=8, device="cuda").bytes["total"]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from llava_fsdp.config import Config, OffloadMode, RecomputeConfig, RecomputeMode, Strategy
+from llava_fsdp.model.flops import count_flops
+from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.parts import Parts
+from llava_fsdp.planning.activations import LEVELS, Live, MicroBatch, Segment, measure, times
+from llava_fsdp.planning.hardware import Machine, machine_for
+from llava_fsdp.planning.samples import Samples, asked_for, samples_of
+from llava_fsdp.planning.shapes import kernel_for, shapes_of
+from llava_fsdp.planning.step import Ledger, Pass, Rest, walk, walk_one_rank
+from llava_fsdp.planning.timing import AGAIN, Step, Volume, sample_flops, step_time, volume
+from llava_fsdp.planning.units import units_of
+from llava_fsdp.sharding.memory import Bytes, bytes_per_rank, storage_per_rank
+from llava_fsdp.sharding.mesh import mesh_shape
+from llava_fsdp.sharding.parallelize import weights_of
+from llava_fsdp.sharding.precision import DTYPES
+from llava_fsdp.sharding.zero import SHARD_PLANS, ShardPlan
+
+STREAMED = 2 * 128 * (1 << 20)
+"""Buffers through which offloaded moments pass (`sharding/streamed.py`)."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to train."""
+
+    strategy: Strategy
+    recompute: RecomputeConfig
+    offload: OffloadMode
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One way to train, and what it costs."""
+
+    choice: Choice
+    world_size: int
+    shard_size: int
+    micro_batches: tuple[MicroBatch, ...]
+    """What a rank runs in a step."""
+    bytes: dict[str, int]
+    """On the device at the worst moment, by category; `total` is their sum."""
+    moment: str
+    """Which the worst moment is."""
+    at_rest: dict[str, int]
+    """Parameters, gradients and optimizer after an optimizer step, wherever they lie."""
+    host: int
+    """Bytes in host memory, beside a GPU."""
+    disk: int
+    usable: int
+    """Bytes of the device that tensors can have."""
+    step: Step
+    sent: Volume
+    samples_per_second: float
+    """Of all ranks."""
+    tokens_per_second: float
+    mfu: float
+    """Arithmetic of the model alone, without what runs again, over the peak of the devices."""
+
+    @property
+    def fits(self) -> bool:
+        return self.bytes["total"] <= self.usable
+
+    @property
+    def tokens(self) -> int:
+        """Most positions that a rank runs at once."""
+        return max(micro.tokens for micro in self.micro_batches)
+
+
+class Planner:
+    """A configuration's model on a machine; passes are measured once for each way to recompute."""
+
+    def __init__(self, cfg: Config, machine: Machine, samples: Samples | None = None, parts: Parts | None = None):
+        """
+        Args:
+            samples: None: of the dataset's report, or LLaVA's.
+            parts: None: of folders, or as this package ships them.
+        """
+        self.cfg = cfg
+        self.machine = machine
+        if machine.gpu is not None:
+            machine.peak(cfg.precision.param_dtype)  # refuses bf16 where there is none
+        self.parts = parts or shapes_of(cfg.model)
+        bf16 = machine.gpu is not None and machine.gpu.bf16 is not None
+        self.kernel = kernel_for(cfg, self.parts.language, machine.device, bf16)
+        self.model = build_llava(self.parts, cfg.model, DTYPES[cfg.precision.param_dtype], self.kernel, cfg.loss)
+        whole, blocks = self.model.whole_while_frozen(), self.model.blocks()
+        self.weights = list(weights_of(self.model, blocks, whole, cfg.precision).values())
+        self.buffer_bytes = sum(b.numel() * b.element_size() for b in self.model.buffers())
+        self.flops = count_flops(self.model, recompute=False)
+        self.flops_again = count_flops(self.model, recompute=True)
+        self.samples = samples or samples_of(cfg, self.model.image_tokens)
+        self.measured: dict[tuple[RecomputeMode, MicroBatch], list[Segment]] = {}
+
+    @property
+    def trainable(self) -> int:
+        """Parameters that train."""
+        return sum(w.numel for w in self.weights if w.trainable)
+
+    def segments(self, mode: RecomputeMode, micro: MicroBatch) -> list[Segment]:
+        """A pass of `none`, `full` or `selective`."""
+        key = mode, micro
+        if key not in self.measured:
+            recompute = RecomputeConfig(mode=mode, budget=None)
+            self.measured[key] = measure(self.parts, self.cfg, recompute, self.kernel, micro)
+        return self.measured[key]
+
+    def passes(self, mode: RecomputeMode, micros: Sequence[MicroBatch], between: Sequence[MicroBatch]) -> list[Pass]:
+        """Passes of a step's micro-batches: measured, or drawn between two that are."""
+        found: list[Pass] = []
+        for micro in told_apart(micros):
+            ends = [self.segments(mode, end) for end in between]
+            if len(ends) == 2 and len(ends[0]) == len(ends[1]) and between[0].tokens < between[1].tokens:
+                part = (micro.tokens - between[0].tokens) / (between[1].tokens - between[0].tokens)
+                found.append([blend(one, other, part) for one, other in zip(*ends, strict=True)])
+            else:
+                found.append(self.segments(mode, micro))
+        return found
+
+    def row(
+        self,
+        choice: Choice,
+        world_size: int,
+        shard_size: int,
+        micros: Sequence[MicroBatch],
+        node_size: int | None = None,
+        between: Sequence[MicroBatch] = (),
+        rank: int = 0,
+    ) -> PlanRow:
+        """What a way to train costs.
+
+        Args:
+            micros: the micro-batches that a rank runs in a step.
+            node_size: ranks of a node; None: all.
+            between: two micro-batches that were measured, between which others are drawn.
+        """
+        precision, strategy, offload = self.cfg.precision, choice.strategy, choice.offload
+        of = self.weights, strategy, precision, world_size, shard_size, rank
+        rest = bytes_per_rank(*of)
+        ledger = self.walk(choice, world_size, shard_size, micros, between, rank)
+        bytes_ = {**ledger.worst, "total": sum(ledger.worst.values())}
+        host, disk = self.elsewhere(offload, SHARD_PLANS[strategy], storage_per_rank(*of))
+        sent = volume(self.weights, strategy, precision, world_size, shard_size, node_size or world_size, len(micros))
+        own = self.samples
+        a_sample = own.positions, own.spread, own.labels, own.tiles
+        flops = sample_flops(self.flops, *a_sample)
+        again = again_share(choice.recompute) * (sample_flops(self.flops_again, *a_sample) - flops)
+        each = self.cfg.global_batch_size / world_size
+        _, shards = mesh_shape(SHARD_PLANS[strategy], world_size, shard_size)
+        step = step_time(
+            self.machine,
+            precision,
+            each * flops,
+            each * again,
+            sent,
+            nodes=max(1, world_size // (node_size or world_size)),
+            trainable=self.trainable,
+            local=self.trainable / shards,
+            micro_batches=len(micros),
+            world_size=world_size,
+            offload=offload,
+        )
+        rate = self.cfg.global_batch_size / step.seconds
+        peak_rate = world_size * self.machine.peak(precision.param_dtype)
+        return PlanRow(
+            choice,
+            world_size,
+            shard_size,
+            tuple(micros),
+            bytes_,
+            ledger.moment,
+            {"parameters": rest.parameters, "gradients": rest.gradients, "optimizer": rest.optimizer},
+            host,
+            disk,
+            self.machine.usable(world_size),
+            step,
+            sent,
+            rate,
+            rate * own.positions,
+            rate * flops / peak_rate,
+        )
+
+    def walk(
+        self,
+        choice: Choice,
+        world_size: int,
+        shard_size: int,
+        micros: Sequence[MicroBatch],
+        between: Sequence[MicroBatch],
+        rank: int,
+    ) -> Ledger:
+        """A step of these micro-batches, under a way to recompute."""
+        mode = choice.recompute.mode
+        if mode is RecomputeMode.budget:
+            # what the compiler's partitioner keeps is its own choice: drawn between everything and nothing
+            kept, none = (
+                self.walk_passes(choice, world_size, shard_size, micros, self.passes(own, micros, between), rank)
+                for own in (RecomputeMode.none, RecomputeMode.full)
+            )
+            part = choice.recompute.budget or 0.0
+            worst = {n: int(part * kept.worst[n] + (1 - part) * none.worst[n]) for n in kept.worst}
+            return Ledger(held=none.held, worst=worst, moment=none.moment)
+        measured = RecomputeMode.full if mode is RecomputeMode.offload else mode
+        passes = self.passes(measured, micros, between)
+        if mode is RecomputeMode.offload and self.machine.device != "cpu":
+            passes = [inputs_away(own) for own in passes]
+        return self.walk_passes(choice, world_size, shard_size, micros, passes, rank)
+
+    def walk_passes(
+        self,
+        choice: Choice,
+        world_size: int,
+        shard_size: int,
+        micros: Sequence[MicroBatch],
+        passes: Sequence[Pass],
+        rank: int,
+    ) -> Ledger:
+        precision, plan = self.cfg.precision, SHARD_PLANS[choice.strategy]
+        stored = storage_per_rank(self.weights, choice.strategy, precision, world_size, shard_size, rank)
+        inputs = [self.input_bytes(micro) for micro in micros]
+        buffers = self.buffer_bytes + (sum(inputs) if self.machine.device == "cpu" else max(inputs))
+        rest = self.on_device(choice.offload, plan, stored, buffers)
+        if world_size == 1 and not choice.offload.moves_weights:
+            return walk_one_rank(passes, rest)
+        _, shards = mesh_shape(plan, world_size, shard_size)
+        is_away = not rest.gradients
+        passes_through = is_away and self.machine.device != "cpu"
+        units = units_of(self.weights, plan, precision, shards, is_away, passes_through)
+        return walk(passes, units, plan, rest)
+
+    def on_device(self, offload: OffloadMode, plan: ShardPlan, stored: Bytes, buffers: int) -> Rest:
+        """What stays of the states on the device; on a CPU machine only files are elsewhere."""
+        everything = Rest(stored.parameters, stored.gradients, stored.optimizer, buffers)
+        if offload is OffloadMode.none or (self.machine.device == "cpu" and offload is not OffloadMode.nvme):
+            return everything
+        if offload is OffloadMode.optimizer:
+            return Rest(stored.parameters, stored.gradients, 0, buffers, min(STREAMED, 2 * stored.optimizer))
+        return Rest(self.frozen_whole(plan), 0, 0, buffers)
+
+    def frozen_whole(self, plan: ShardPlan) -> int:
+        """Bytes of frozen weights that are whole on every rank."""
+        return sum(
+            w.numel * w.item_size(self.cfg.precision)
+            for w in self.weights
+            if not w.trainable and (w.whole or not plan.shards_frozen)
+        )
+
+    def elsewhere(self, offload: OffloadMode, plan: ShardPlan, stored: Bytes) -> tuple[int, int]:
+        """Bytes in host memory and on disk."""
+        states = stored.parameters - self.frozen_whole(plan) + stored.gradients + stored.optimizer
+        if offload is OffloadMode.nvme:
+            return 0, states
+        if self.machine.device == "cpu":
+            return 0, 0
+        return {OffloadMode.none: 0, OffloadMode.optimizer: stored.optimizer, OffloadMode.params: states}[offload], 0
+
+    def input_bytes(self, micro: MicroBatch) -> int:
+        """A micro-batch's tensors: ids, positions and places of pictures in int64, pixels in fp32."""
+        pixels = micro.tiles * 3 * self.parts.vision.image_size**2 * 4
+        places = 2 * micro.tiles * self.model.image_tokens
+        return pixels + 8 * (2 * micro.tokens + places + 2 * micro.labels)
+
+
+def told_apart(micros: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Enough of a step's micro-batches to see its worst moment: of those after the first that are alike, one."""
+    return [micros[0], *dict.fromkeys(micros[1:])]
+
+
+def blend(one: Segment, other: Segment, part: float) -> Segment:
+    """A segment of a micro-batch between two: bytes grow in proportion to positions."""
+
+    def between(a: Live, b: Live) -> Live:
+        return Live(*(round(x + part * (y - x)) for x, y in zip(parts_of(a), parts_of(b), strict=True)))
+
+    return replace(one, **{name: between(getattr(one, name), getattr(other, name)) for name in LEVELS})
+
+
+def parts_of(live: Live) -> tuple[int, int, int]:
+    return live.activations, live.logits, live.gradients
+
+
+def inputs_away(segments: Pass) -> Pass:
+    """Blocks' inputs on the host, but for the one that runs and the one before it, whose copies are under way."""
+    starts = [s.begin for s in segments if s.unit and not s.backward]
+    if len(starts) < 2:
+        return segments
+    one = times(Live(starts[1].activations - starts[0].activations), -1)
+    found, entered = [], 0
+    for segment in segments:
+        entered += bool(segment.unit) and not segment.backward
+        found.append(segment.moved(times(one, max(0, entered - 2)), segment.unit))
+        entered -= bool(segment.unit) and segment.backward
+    return found
+
+
+def again_share(recompute: RecomputeConfig) -> float:
+    """Of a forward pass through the blocks, in time."""
+    if recompute.mode is RecomputeMode.budget:
+        return 1 - (recompute.budget or 0.0)
+    return AGAIN[recompute.mode]
+
+
+def peak(
+    cfg: Config,
+    world_size: int,
+    device: str | torch.device,
+    micros: Sequence[MicroBatch] | None = None,
+    rank: int = 0,
+) -> PlanRow:
+    """What a rank of this very configuration holds at the worst moment of a step.
+
+    Args:
+        device: cuda or cpu.
+        micros: the micro-batches of the step, where they are known; else what LLaVA's mean samples make.
+    """
+    planner = Planner(cfg, machine_for(device.type if isinstance(device, torch.device) else device, world_size))
+    found = micros or asked_for(cfg, planner.samples, world_size, planner.model.image_tokens)
+    choice = Choice(cfg.sharding.strategy, cfg.recompute, cfg.offload.mode)
+    return planner.row(choice, world_size, cfg.sharding.shard_size or world_size, found, rank=rank)

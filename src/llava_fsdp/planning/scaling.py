@@ -1,0 +1,81 @@
+"""Past one machine, on paper: tokens a second against nodes, for zero3 over all ranks and hybrid within nodes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llava_fsdp.config import OffloadMode, Strategy
+from llava_fsdp.errors import ConfigError
+from llava_fsdp.planning.choose import plan_rows, recomputes, ways_to_cut
+from llava_fsdp.planning.planner import Choice, Planner
+
+STRATEGIES = {"zero3": Strategy.FULL_SHARD, "hybrid": Strategy.HYBRID_SHARD}
+
+
+def scale(planner: Planner, gpus: int, nodes: int) -> list[dict[str, Any]]:
+    """For 1, 2, 4, ... nodes the fastest row of each that fits; a step has the same samples on any number.
+
+    Gathers of zero3 go through the whole ring, so that they are as slow as the network between nodes; hybrid gathers
+    within a node and sends shards of gradients to the other replicas once a step.
+    """
+    found = []
+    for count in node_counts(nodes):
+        world_size = gpus * count
+        if world_size > planner.cfg.global_batch_size:
+            break
+        for name, strategy in STRATEGIES.items():
+            if count == 1 and name == "hybrid":
+                continue  # within one node it is zero3
+            ways = [Choice(strategy, r, OffloadMode.none) for r in recomputes(planner.cfg, planner.machine.device)]
+            cut = ways_to_cut(planner, planner.cfg, world_size, is_free=True)
+            row = plan_rows(planner, ways, world_size, gpus, gpus, cut)[0]
+            found.append(
+                {
+                    "nodes": count,
+                    "sharding": name,
+                    "recompute": row.choice.recompute.mode.value,
+                    "fits": row.fits,
+                    "tokens_per_second": row.tokens_per_second,
+                    "step_seconds": row.step.seconds,
+                    "communication_seconds": row.step.communication,
+                    "exposed_seconds": row.step.exposed,
+                }
+            )
+    return found
+
+
+def node_counts(nodes: int) -> list[int]:
+    counts = [1]
+    while counts[-1] * 2 < nodes:
+        counts.append(counts[-1] * 2)
+    return [*counts, nodes]
+
+
+def draw(points: Sequence[dict[str, Any]], planner: Planner, path: Path) -> Path:
+    """The picture of `scale`.
+
+    Raises:
+        ConfigError: matplotlib is missing, or the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("nodes= draws with matplotlib, which is not installed: pip install matplotlib") from error
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    alone = next(p["tokens_per_second"] for p in points if p["nodes"] == 1)
+    for name in STRATEGIES:
+        own = [p for p in points if p["sharding"] == name and p["fits"]]
+        axes.plot([p["nodes"] for p in own], [p["tokens_per_second"] for p in own], marker="o", label=name)
+    counts = sorted({p["nodes"] for p in points})
+    axes.plot(counts, [alone * n for n in counts], color="grey", linestyle=":", label="as many times one node")
+    axes.set(xlabel="nodes", ylabel="tokens a second, predicted", xscale="log", yscale="log")
+    axes.set_xticks(counts, [str(n) for n in counts], minor=False)
+    axes.set_title(f"{planner.cfg.model.name}, {planner.machine.name}, {planner.cfg.global_batch_size} samples a step")
+    axes.legend()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise ConfigError(f"picture={path} cannot be written: {error}") from error
+    return path

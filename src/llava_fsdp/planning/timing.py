@@ -1,0 +1,158 @@
+"""How long a step takes, predicted: arithmetic, what the ranks send each other, and what of it stays in sight.
+
+An estimate from published rates (the table of GPUs says which), good to tell rows apart; measure before you promise.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llava_fsdp.config import OffloadMode, PrecisionConfig, RecomputeMode, Strategy
+from llava_fsdp.model.flops import Flops
+from llava_fsdp.planning.hardware import Machine
+from llava_fsdp.sharding.memory import Weight
+from llava_fsdp.sharding.mesh import mesh_shape
+from llava_fsdp.sharding.zero import SHARD_PLANS, Sync
+
+LINK_EFFICIENCY = 0.78
+"""NCCL's large rings reach 230 of 300 GB/s on A100 and 370 of 450 on H100 (nccl-tests, bus bandwidth)."""
+OVERLAP = 0.9
+"""Share of the arithmetic behind which collectives can hide: not the first gather, nor the last reduction."""
+LATENCY = 20e-6
+"""Seconds to begin a collective within a node, and for each doubling of nodes again."""
+COPIED = 38
+"""Bytes of memory traffic for each parameter and micro-batch: FSDP's casts and copies in and out of flat buffers."""
+UPDATED = 28
+"""Bytes of memory traffic for each parameter of a rank's shards: AdamW reads 16 and writes 12."""
+CPU_LINK = 2e9
+CPU_BANDWIDTH = 10e9
+AGAIN = {
+    RecomputeMode.none: 0.0,
+    RecomputeMode.full: 1.0,
+    RecomputeMode.selective: 0.15,
+    RecomputeMode.budget: 0.5,
+    RecomputeMode.offload: 1.0,
+}
+"""How much of a block's forward pass runs again, in time. Selective: norms, rotations and activation functions, which
+are memory traffic and few FLOPs; budget: by its share."""
+HOST_UPDATE = 12e9
+"""Bytes a second that the CPU's fused AdamW reads and writes, a rank."""
+DISK = 2e9
+"""Bytes a second of a local NVMe disk, a rank."""
+
+
+@dataclass(frozen=True)
+class Volume:
+    """What a rank receives in a step, in bytes, and in how many collectives."""
+
+    within: float
+    """Between the GPUs of a node."""
+    between: float
+    """Between nodes."""
+    collectives: int
+
+    @property
+    def total(self) -> float:
+        return self.within + self.between
+
+
+def volume(
+    weights: Sequence[Weight],
+    strategy: Strategy,
+    precision: PrecisionConfig,
+    world_size: int,
+    shard_size: int,
+    node_size: int,
+    micro_batches: int,
+) -> Volume:
+    """Bytes of rings: (n - 1) / n of a gathered or reduced tensor, twice that of an all-reduced one.
+
+    A ring through several nodes is as slow as its slowest link, so all of its bytes count as between nodes.
+    """
+    if world_size == 1:
+        return Volume(0.0, 0.0, 0)
+    plan = SHARD_PLANS[strategy]
+    replicas, shards = mesh_shape(plan, world_size, shard_size)
+    units = {w.unit for w in weights}
+    taking_part = [w for w in weights if w.trainable or (plan.shards_frozen and not w.whole)]
+    trainable = [w for w in taking_part if w.trainable]
+    share = (shards - 1) / shards
+    gathered = share * shards * sum(w.padded(shards) * w.gathered_size(precision) for w in taking_part)
+    root = (
+        share * shards * sum(w.padded(shards) * w.gathered_size(precision) for w in taking_part if not w.unit or w.fp32)
+    )
+    reduced = share * shards * sum(w.padded(shards) * w.reduce_size(precision) for w in trainable)
+    gathers = micro_batches if plan.reshard_every_micro_batch else 1
+    reductions = 1 if plan.gradient_sync is Sync.LAST_MICRO_BATCH else micro_batches
+    again = gathered - root if plan.reshard_after_forward else 0.0
+    sharded = gathers * (gathered + again) + reductions * reduced
+    replicated = 2 * (replicas - 1) / replicas * sum(w.padded(shards) * w.reduce_size(precision) for w in trainable)
+    spans = shards > node_size
+    count = len(units) * (gathers * (2 if plan.reshard_after_forward else 1) + reductions + (replicas > 1))
+    across = (sharded if spans else 0.0) + (replicated if world_size > node_size else 0.0)
+    return Volume(sharded + replicated - across, across, count)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of a step, and of what."""
+
+    compute: float
+    copies: float
+    communication: float
+    """If nothing of it hid."""
+    exposed: float
+    update: float
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.copies + self.exposed + self.update
+
+
+def step_time(
+    machine: Machine,
+    precision: PrecisionConfig,
+    flops: float,
+    again: float,
+    sent: Volume,
+    nodes: int,
+    trainable: float,
+    local: float,
+    micro_batches: int,
+    world_size: int,
+    offload: OffloadMode,
+) -> Step:
+    """One rank's step.
+
+    Args:
+        flops: of its samples, without recomputation; `again` what runs again.
+        sent: what it receives.
+        trainable: parameters that train; `local` those of them that it updates.
+    """
+    gpu = machine.gpu
+    rate = machine.peak(precision.param_dtype) * (gpu.efficiency if gpu else 1.0)
+    bandwidth = 0.8 * gpu.bandwidth if gpu else CPU_BANDWIDTH
+    compute = (flops + again) / rate
+    link, network = (gpu.link, gpu.network) if gpu else (CPU_LINK, CPU_LINK)
+    seconds = (sent.within / link + sent.between / network) / LINK_EFFICIENCY
+    seconds += sent.collectives * LATENCY * (1 + math.log2(max(1, nodes)))
+    exposed = max(0.0, seconds - OVERLAP * compute)
+    copies = COPIED * trainable * micro_batches / bandwidth if world_size > 1 else 0.0
+    update = UPDATED * local / bandwidth
+    pcie = gpu.pcie if gpu else CPU_BANDWIDTH
+    if offload is OffloadMode.optimizer:
+        update += 16 * local / pcie
+    elif offload.moves_weights:
+        # fp32 weights to the device for every gather (two a micro-batch), gradients back; the update on the CPU
+        exposed += micro_batches * 12 * local / pcie
+        update = UPDATED * local / HOST_UPDATE
+        if offload is OffloadMode.nvme:
+            update += 40 * local / DISK
+    return Step(compute, copies, seconds, exposed, update)
+
+
+def sample_flops(flops: Flops, positions: float, spread: float, labels: float, tiles: float) -> float:
+    """Of an average sample; attention costs by the square of the length."""
+    return (
+        flops.position * positions + flops.pair * (positions**2 + spread**2) + flops.label * labels + flops.tile * tiles
+    )

@@ -1,0 +1,59 @@
+"""A model of three blocks stands for a deep one; micro-batches between two measured ones lie on a line."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from small import make_config
+
+from llava_fsdp.config import RecomputeConfig, RecomputeMode
+from llava_fsdp.model.attention import Kernel
+from llava_fsdp.planning import activations
+from llava_fsdp.planning.activations import MicroBatch, measure
+from llava_fsdp.planning.planner import blend
+from llava_fsdp.planning.shapes import kernel_for, shapes_of
+
+MODES = [RecomputeMode.none, RecomputeMode.full, RecomputeMode.selective]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("train", ["[projector]", "[projector,language]", "[projector,language,vision]"])
+def test_deepened_is_what_the_whole_depth_gives(
+    train: str, mode: RecomputeMode, wide_parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = make_config(wide_parts, dataset, tmp_path, "precision=bf16", f"model.train={train}")
+    parts = shapes_of(cfg.model)
+    kernel = kernel_for(cfg, parts.language, "cuda", bf16=True)
+    assert isinstance(kernel, Kernel) and parts.language.num_hidden_layers == 5
+    recompute = RecomputeConfig(mode=mode, budget=None)
+    micro = MicroBatch(rows=1, length=700, samples=4, tiles=3, labels=90)
+    found = measure(parts, cfg, recompute, kernel, micro)
+    monkeypatch.setattr(activations, "CUT", 99)
+    assert found == measure(parts, cfg, recompute, kernel, micro)
+
+
+def test_recomputing_keeps_less_and_packing_costs_nothing(wide_parts: Path, dataset: Path, tmp_path: Path) -> None:
+    cfg = make_config(wide_parts, dataset, tmp_path, "precision=bf16")
+    parts = shapes_of(cfg.model)
+    kernel = kernel_for(cfg, parts.language, "cpu", bf16=True)
+    kept = {}
+    for mode in MODES:
+        found = measure(parts, cfg, RecomputeConfig(mode=mode, budget=None), kernel, MicroBatch(1, 700, 4, 3, 90))
+        first = next(s for s in found if s.backward)
+        kept[mode] = first.begin.activations
+        assert found[-1].end.activations == 0, "everything is let go of in the end"
+    assert kept[RecomputeMode.full] < kept[RecomputeMode.selective] < kept[RecomputeMode.none]
+
+
+def test_segments_between_two_micro_batches(wide_parts: Path, dataset: Path, tmp_path: Path) -> None:
+    cfg = make_config(wide_parts, dataset, tmp_path, "precision=bf16")
+    parts = shapes_of(cfg.model)
+    kernel = kernel_for(cfg, parts.language, "cpu", bf16=True)
+    recompute = RecomputeConfig(mode=RecomputeMode.none, budget=None)
+    small, large = MicroBatch(1, 400, 2, 2, 40), MicroBatch(1, 1200, 6, 6, 120)
+    middle = replace(small, length=800, samples=4, tiles=4, labels=80)
+    ends = [measure(parts, cfg, recompute, kernel, micro) for micro in (small, large)]
+    exact = measure(parts, cfg, recompute, kernel, middle)
+    drawn = [blend(one, other, 0.5) for one, other in zip(*ends, strict=True)]
+    for one, other in zip(drawn, exact, strict=True):
+        assert one.worst.total == pytest.approx(other.worst.total, rel=1e-3)
