@@ -4,7 +4,8 @@
 
 `torch.nn.parallel.DistributedDataParallel` in a loop as one writes it, against ours, on two gloo ranks that may have
 the same private memory. The same model, samples, loss and optimizer; losses at batch 1 are compared first. Largest
-batches are found by bisection: a batch fits if the two longest steps of an epoch run. How to read the result is in benchmarks/README.md.
+batches are found by bisection: a batch fits if the two longest steps of an epoch run. How to read the result is in
+benchmarks/README.md.
 """
 
 import argparse
