@@ -163,7 +163,7 @@ def facts(question: str, options: argparse.Namespace) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
-        "options": {k: v for k, v in vars(options).items() if k != "out"},
+        "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items() if k != "out"},
         "machine": machine(torch.cuda.get_device_name() if torch.cuda.is_available() else None),
         "python": platform.python_version(),
         "torch": torch.__version__,

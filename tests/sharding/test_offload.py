@@ -32,7 +32,7 @@ def run(world_size: int, cfg: Config, pools: dict[int, RankPool]) -> Outcome:
     if world_size == 1:
         train.train(cfg)
     else:
-        pools[world_size].run(run_ranks, cfg)
+        pools[world_size].run(run_ranks, cfg, timeout=180)
     return outcome(Path(cfg.output_dir))
 
 
