@@ -638,6 +638,9 @@ class Config:
     attention: Attention
     log_every: int
     deterministic: bool
+    dry_run: int | None
+    """Ranks to imagine: two steps of one rank in one process, to see what it holds; nothing is trained or written."""
+    format: Format
 
     @property
     def row_tokens(self) -> int:
@@ -663,6 +666,8 @@ class Config:
         at_least("seed", self.seed, 0)
         if self.max_steps is not None:
             at_least("max_steps", self.max_steps, 1)
+        if self.dry_run is not None:
+            self.check_dry_run(self.dry_run)
         if self.labels is Parity.llava_v1_5 and self.data.too_long is not TooLong.truncate:
             raise ConfigError(
                 f"labels=llava_v1_5 truncates what is too long, as the original does; data.too_long="
@@ -694,6 +699,15 @@ class Config:
                 f"model.projector_type={self.model.projector_type} has no equal in transformers' LLaVA, so the run "
                 "could not be exported; choose mlp2x_gelu, or set export.enabled=false and turn it into the "
                 "original's format later: python -m llava_fsdp.export source=OUTPUT_DIR to=FOLDER format=llava"
+            )
+
+    def check_dry_run(self, ranks: int) -> None:
+        """Raises ConfigError where that many ranks cannot be imagined."""
+        at_least("dry_run", ranks, 1, "it is the number of ranks to imagine")
+        hybrid = self.sharding.strategy in (Strategy.HYBRID_SHARD, Strategy._HYBRID_SHARD_ZERO2)
+        if hybrid and self.sharding.shard_size is None:
+            raise ConfigError(
+                f"dry_run={ranks} cannot tell how many of these ranks share a node; set sharding.shard_size"
             )
 
     def check_offload(self) -> None:
@@ -788,7 +802,6 @@ class PrepareConfig(Config):
 
     prepare: PrepareKeys
     report: str | None
-    format: Format
 
 
 @dataclass(kw_only=True, slots=True)
