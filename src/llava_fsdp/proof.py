@@ -133,7 +133,7 @@ def filled(shapes: Llava, sources: Any, compute: torch.dtype) -> Llava:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(compute)
     buffers = computed_buffers(model)
-    materialize(model, torch.device("cpu"))
+    materialize(model, lambda empty: empty.to_empty(device="cpu"))
     load_weights(sources, local_shards(model, MasterWeights({})))
     restore_buffers(model, buffers)
     return model.eval()

@@ -6,6 +6,7 @@ so that no rank ever holds more than its shards.
 """
 
 from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -61,17 +62,17 @@ def parallelize(
     if mesh is not None:
         ignored = frozen_left_whole(model, plan, [*whole, *norms_kept_in_fp32(model, cfg.precision)])
         shard(model, stacks, mesh, plan, cfg, ignored, offload)
-    materialize(model, offload)
+    materialize(model, offload.materialize)
     trainable = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
     return MasterWeights(trainable, MASTERS[cfg.precision.master_dtype], model if in_fp8 else None)
 
 
-def materialize(model: nn.Module, offload: Offload) -> None:
+def materialize(model: nn.Module, allocate: Callable[[nn.Module], object]) -> None:
     """Allocate what this rank holds, uninitialised. Modules alone would part tied parameters."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    offload.materialize(model)
+    allocate(model)
     for first, *others in names.values():
         for other in others:
             module_name, _, leaf = other.rpartition(".")
