@@ -250,4 +250,6 @@ def line(row: Any, store: Store | None) -> bytes:
         ]
     if store is not None and "image" in record:
         record["image"] = store.put(record["image"])
+        if record["image"] is None:  # a struct of two nulls
+            del record["image"]
     return json.dumps(record).encode()

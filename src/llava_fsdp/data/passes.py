@@ -148,8 +148,11 @@ def check_pictures_named(record: Record, tell: Tell) -> None:
             f"{record.where} has picture {record.images[0]}, and data.images is not set: set it to their folder",
         )
     if not record.images and any(IMAGE_TAG in turn.text for turn in record.turns):
-        reason = f"{record.where} has {IMAGE_TAG} in its text and no picture; it is text to it: give it one, or not"
-        tell(Kind.tag_without_picture, reason)
+        tell(
+            Kind.tag_without_picture,
+            f"{record.where} has {IMAGE_TAG} in its text and no picture: is the key called image? name the picture "
+            "there, or take the tag out of the text",
+        )
 
 
 @dataclass(frozen=True)

@@ -112,10 +112,14 @@ def parse_record(path: Path, index: int, raw: Any) -> Record:
         )
     identity = str(raw.get("id", index))
     where = f"{path}, record {index} (id {identity})"
-    image = raw.get("image") or []
-    images = [image] if isinstance(image, str) else image
-    if not isinstance(images, list) or not all(isinstance(i, str) for i in images):
-        raise DataError(f"{where}: image is {repr(image)[:80]}; it must be a path or a list of paths", Kind.bad_form)
+    image = raw.get("image")
+    images = [] if image is None else image if isinstance(image, list) else [image]
+    if not all(isinstance(name, str) and name for name in images):
+        raise DataError(
+            f"{where}: image is {shown(image)}; it must be a path or a list of paths: mend it, or leave the key out of a "
+            "record without pictures",
+            Kind.bad_form,
+        )
     for name in images:
         check_name(name, where)
     turns = raw.get("conversations")
@@ -123,6 +127,12 @@ def parse_record(path: Path, index: int, raw: Any) -> Record:
         raise DataError(f"{where}: conversations is missing or not a list", Kind.bad_form)
     parsed = tuple(parse_turn(where, n, t) for n, t in enumerate(turns))
     return Record(str(path), index, identity, tuple(images), parsed, "image" in raw, has_id="id" in raw)
+
+
+def shown(value: Any) -> str:
+    """The beginning of a value, as JSON has it."""
+    text = json.dumps(value, ensure_ascii=False).encode(errors="backslashreplace").decode()
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def check_name(name: str, where: str) -> None:

@@ -10,7 +10,7 @@ from llava_fsdp.data.chunks import Watch
 from llava_fsdp.data.texts import SourceFile, digest
 from llava_fsdp.errors import SourceError
 
-FORMAT = 2
+FORMAT = 3
 """Raised whenever the columns change, or what is found in a record."""
 KNOWN = "known.json"
 
