@@ -116,8 +116,8 @@ def parse_record(path: Path, index: int, raw: Any) -> Record:
     images = [] if image is None else image if isinstance(image, list) else [image]
     if not all(isinstance(name, str) and name for name in images):
         raise DataError(
-            f"{where}: image is {shown(image)}; it must be a path or a list of paths: mend it, or leave the key out of a "
-            "record without pictures",
+            f"{where}: image is {shown(image)}; it must be a path or a list of paths: mend it, or leave the key out "
+            "of a record without pictures",
             Kind.bad_form,
         )
     for name in images:

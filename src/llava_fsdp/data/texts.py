@@ -3,7 +3,6 @@
 import bisect
 import contextlib
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -15,10 +14,11 @@ import numpy as np
 
 from llava_fsdp.config import DataConfig
 from llava_fsdp.data import parquet
-from llava_fsdp.data.chunks import DONE, flush, open_column, write_column
+from llava_fsdp.data.chunks import flush, open_column, write_column
 from llava_fsdp.data.reading import spans
+from llava_fsdp.data.seal import DONE, damaged, read_column, read_json, seal
 from llava_fsdp.data.source import Record, parse_record, parse_text, reading
-from llava_fsdp.errors import ConfigError, DataError
+from llava_fsdp.errors import ConfigError, DataError, SourceError
 
 PIECE = 65_536
 """Records whose places are written at once, and kept when the rest is not reached."""
@@ -79,11 +79,14 @@ class Texts:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        facts = json.loads((folder / DONE).read_text())
-        self.sources = [SourceFile(**s) for s in facts["sources"]]
-        self.fingerprint: str = facts["fingerprint"]
-        """Of the sources' content."""
-        self.parts = [Part(**p) for p in facts["parts"]]
+        facts = read_json(folder / DONE)
+        try:
+            self.sources = [SourceFile(**s) for s in facts["sources"]]
+            self.parts = [Part(**p) for p in facts["parts"]]
+            self.fingerprint: str = facts["fingerprint"]
+            """Of the sources' content."""
+        except (KeyError, TypeError) as error:
+            raise damaged(folder / DONE, "it is not what was written") from error
         self.offset, self.size = open_column(folder, "offset"), open_column(folder, "size")
         self._firsts = [p.first for p in self.parts]
 
@@ -116,11 +119,30 @@ class Texts:
         return {}
 
     def read(self, number: int) -> bytes:
-        part = self.part(number)
-        with reading(Path(part.text)):
-            if part.text not in self._open:
-                self._open[part.text] = os.open(part.text, os.O_RDONLY | os.O_CLOEXEC)
-            return os.pread(self._open[part.text], int(self.size[number]), int(self.offset[number]))
+        """The record's bytes.
+
+        Raises:
+            SourceError: the file cannot be read, or has changed.
+            DamagedError: the index says what cannot be.
+        """
+        text, size, offset = self.part(number).text, int(self.size[number]), int(self.offset[number])
+        if size <= 0 or offset < 0:
+            raise damaged(self.folder / "offset.npy", f"{size} bytes at {offset} are no record")
+        with reading(Path(text)):
+            try:
+                if text not in self._open:
+                    self._open[text] = os.open(text, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError as error:
+                if text == self.place(number)[0].path:
+                    raise
+                raise damaged(Path(text), "it is missing") from error
+            found = os.pread(self._open[text], size, offset)
+        if len(found) < size:
+            raise SourceError(
+                f"{text} ends before byte {offset + size}, where a record should; it has changed, or its index is "
+                "damaged: run llava_fsdp.prepare, which finds out"
+            )
+        return found
 
     def raw(self, number: int) -> Any:
         """The JSON value of a record."""
@@ -161,7 +183,7 @@ def split(
     first = 0
     for source, path in enumerate(texts):
         pieces = split_file(path, folder.with_name(f"{folder.name}.parts") / str(source))
-        count = sum(len(np.load(p, mmap_mode="r")) for p in pieces)
+        count = sum(len(read_column(p)) for p in pieces)
         if not count:
             raise DataError(f"{sources[source].path} holds no records")
         parts.append(Part(source, str(path), first, count))
@@ -170,9 +192,9 @@ def split(
     staged = folder.with_name(f"{folder.name}.tmp")
     staged.mkdir(exist_ok=True)
     for place, (name, dtype) in enumerate((("offset", np.int64), ("size", np.int32))):
-        write_column(staged / f"{name}.npy", (np.load(p)[:, place].astype(dtype) for p in found), np.dtype(dtype))
+        write_column(staged / f"{name}.npy", (read_column(p)[:, place].astype(dtype) for p in found), np.dtype(dtype))
     facts = {"sources": [asdict(s) for s in sources], "parts": [asdict(p) for p in parts], "fingerprint": fingerprint}
-    (staged / DONE).write_text(json.dumps(facts))
+    seal(staged, facts)
     check()
     os.replace(staged, folder)
 
@@ -181,7 +203,7 @@ def split_file(path: Path, folder: Path) -> list[Path]:
     """The places of a file's records in pieces, int64 [records, 2]; goes on behind the pieces that are there."""
     folder.mkdir(parents=True, exist_ok=True)
     pieces = sorted(folder.glob("*.npy"))
-    after = int(np.load(pieces[-1])[-1].sum()) if pieces else None
+    after = int(read_column(pieces[-1])[-1].sum()) if pieces else None
     found = spans(path, after)
     while piece := take(found, path):
         target = folder / f"{len(pieces):08d}.npy"
