@@ -50,7 +50,8 @@ def test_every_fault_is_named_exactly(case: tuple[Path, list[str | None]], parts
         (number, kind) for number, kinds in enumerate(expected) for kind in kinds
     )
     for row in rows:
-        assert row["reason"].startswith(f"{path}, record {row['record']}"), row
+        line = row["record"] + (1 if path.suffix == ".jsonl" else 2)
+        assert row["reason"].startswith(f"{path}, line {line}, record {row['record']}"), row
         if row["id"] is not None:
             assert row["kind"] == "duplicate_id" or row["id"] in (
                 f"{planted[row['record']]}-{row['record'] // 2}",
@@ -66,6 +67,7 @@ def test_what_is_kept_and_what_is_not(case: tuple[Path, list[str | None]], parts
     assert [records[n].index for n in range(len(records))] == kept
     assert {planted[n] for n in kept} == {None, "duplicate_id", "too_long"}
     assert len(records) + records.out == len(planted)
+    assert all(row["reason"].startswith(row["record"]) for row in records.left_out()), "one name everywhere"
     left_out = {row["record"] for row in records.left_out()}
     assert len(left_out) == records.out and all(str(path) in record for record in left_out)
     for number in range(len(records)):

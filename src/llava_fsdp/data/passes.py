@@ -125,7 +125,7 @@ class ReadRecords(Pass):
             hashes[at] = id_hash(record.id) if record.has_id else 0
             words[at], pictures[at] = record.signed_words, len(record.images)
             names += [name.encode() for name in record.images]
-            check_pictures_named(record, found.of(number, record.id))
+            check_pictures_named(record, found.of(number, record.known_id))
         return {
             "id_hash": hashes,
             "words": words,
@@ -194,7 +194,7 @@ class ExaminePictures(Pass):
                 if isinstance(picture, Wrong):
                     record = self.texts.record(number)
                     reason = f"{record.where}: {picture.reason.removeprefix(f'{name}: ')}"
-                    found.of(number, record.id)(picture.kind, reason)
+                    found.of(number, record.known_id)(picture.kind, reason)
                     picture = Picture(0, 0, 0)
                 pictures.append(picture)
         values = {n: [getattr(p, n) for p in pictures] for n in ("width", "height", "stored_height")}

@@ -15,11 +15,12 @@ import numpy as np
 from llava_fsdp.config import DataConfig
 from llava_fsdp.data import parquet
 from llava_fsdp.data.chunks import flush, open_column, write_column
-from llava_fsdp.data.reading import spans
+from llava_fsdp.data.reading import Span, spans
 from llava_fsdp.data.seal import DONE, damaged, read_column, read_json, seal
-from llava_fsdp.data.source import Record, parse_record, parse_text, reading
+from llava_fsdp.data.source import Record, id_of, name_place, name_record, parse_record, parse_text, reading
 from llava_fsdp.errors import ConfigError, DataError, SourceError
 
+SPAN = "offset", "size", "line"
 PIECE = 65_536
 """Records whose places are written at once, and kept when the rest is not reached."""
 
@@ -74,7 +75,8 @@ def digest(path: Path) -> str:
 class Texts:
     """The records of all sources by number, in the order of the sources; each is read and parsed when asked for.
 
-    Columns `offset` (int64) and `size` (int32) say where a record's bytes are. Travels between processes as a path.
+    Columns `offset` (int64), `size` and `line` (int32) say where a record's bytes are. Travels between processes as a
+    path.
     """
 
     def __init__(self, folder: Path):
@@ -87,7 +89,7 @@ class Texts:
             """Of the sources' content."""
         except (KeyError, TypeError) as error:
             raise damaged(folder / DONE, "it is not what was written") from error
-        self.offset, self.size = open_column(folder, "offset"), open_column(folder, "size")
+        self.offset, self.size, self.lines = (open_column(folder, name) for name in SPAN)
         self._firsts = [p.first for p in self.parts]
 
     def __reduce__(self) -> tuple:
@@ -147,21 +149,34 @@ class Texts:
     def raw(self, number: int) -> Any:
         """The JSON value of a record."""
         source, index = self.place(number)
-        return parse_text(self._paths[source][0], index, self.read(number))
+        return parse_text(self._paths[source][0], index, self.read(number), self.line(number))
+
+    def line(self, number: int) -> int | None:
+        """Where a record begins in its source; None where that is no text."""
+        own = self.part(number)
+        return int(self.lines[number]) if own.text == self.sources[own.source].path else None
 
     def id_of(self, number: int) -> str | None:
         """The id of what may be no record."""
         with contextlib.suppress(DataError):
             raw = self.raw(number)
-            if isinstance(raw, dict) and "id" in raw:
-                return str(raw["id"])
+            return id_of(raw) if isinstance(raw, dict) else None
         return None
+
+    def name(self, number: int) -> str:
+        """What a message calls a record, whether or not it can be parsed."""
+        source, index = self.place(number)
+        with contextlib.suppress(DataError):
+            raw = self.raw(number)
+            if isinstance(raw, dict):
+                return name_record(source.path, index, self.line(number), id_of(raw))
+        return name_place(source.path, index, self.line(number))
 
     def record(self, number: int) -> Record:
         """Raises DataError, of a kind, where it is none."""
         source, index = self.place(number)
         path, folder = self._paths[source]
-        record = parse_record(path, index, self.raw(number))
+        record = parse_record(path, index, self.raw(number), self.line(number))
         return record if folder is None else replace(record, folder=folder)
 
 
@@ -191,7 +206,7 @@ def split(
         first += count
     staged = folder.with_name(f"{folder.name}.tmp")
     staged.mkdir(exist_ok=True)
-    for place, (name, dtype) in enumerate((("offset", np.int64), ("size", np.int32))):
+    for place, (name, dtype) in enumerate(zip(SPAN, (np.int64, np.int32, np.int32), strict=True)):
         write_column(staged / f"{name}.npy", (read_column(p)[:, place].astype(dtype) for p in found), np.dtype(dtype))
     facts = {"sources": [asdict(s) for s in sources], "parts": [asdict(p) for p in parts], "fingerprint": fingerprint}
     seal(staged, facts)
@@ -200,10 +215,10 @@ def split(
 
 
 def split_file(path: Path, folder: Path) -> list[Path]:
-    """The places of a file's records in pieces, int64 [records, 2]; goes on behind the pieces that are there."""
+    """The places of a file's records in pieces, int64 [records, 3]; goes on behind the pieces that are there."""
     folder.mkdir(parents=True, exist_ok=True)
     pieces = sorted(folder.glob("*.npy"))
-    after = int(read_column(pieces[-1])[-1].sum()) if pieces else None
+    after = tuple(read_column(pieces[-1])[-1].tolist()) if pieces else None
     found = spans(path, after)
     while piece := take(found, path):
         target = folder / f"{len(pieces):08d}.npy"
@@ -216,6 +231,6 @@ def split_file(path: Path, folder: Path) -> list[Path]:
     return pieces
 
 
-def take(found: Iterator[tuple[int, int]], path: Path) -> list[tuple[int, int]]:
+def take(found: Iterator[Span], path: Path) -> list[Span]:
     with reading(path):
         return [span for _, span in zip(range(PIECE), found, strict=False)]
