@@ -5,8 +5,7 @@ Recompute goes inside the sharded unit, so that a block's weights are gathered b
 so that no rank ever holds more than its shards.
 """
 
-from collections.abc import Sequence
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
