@@ -206,7 +206,9 @@ def draw(pyplot: Any, report: dict[str, Any]) -> None:
     axes.axvline(limit, color="C3", linestyle="--", label=f"the limit, {limit:,.0f} MiB")
     axes.set_yticks(range(len(rows)), [name_of(row) for row in rows])
     axes.invert_yaxis()
-    axes.set_xlabel("MiB on the GPU, at the peak" if "cuda" in str(report.get("machine")) else "private MiB of a rank")
+    axes.set_xlabel(
+        "MiB on the GPU, at the peak" if any("peak_bytes" in row for row in rows) else "private MiB of a rank"
+    )
     axes.legend(loc="lower right")
     trained = max(row.get("trained", 0) for row in rows) / 1e6
     axes.set_title(f"{report['ranks']} rank(s), up to {trained:,.0f} M trained parameters", fontsize="medium")

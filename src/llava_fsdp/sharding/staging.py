@@ -1,4 +1,4 @@
-"""How moments that lie elsewhere come to where they are updated, and go back: copied to the device, or mapped from files."""
+"""How moments that lie elsewhere come to where they are updated, and go back: through buffers, or mapped from files."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
