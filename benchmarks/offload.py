@@ -58,10 +58,11 @@ def main() -> None:
         mode, batch, work = options.attempt
         print(json.dumps(gpu_attempt(mode, int(batch), Path(work), options)))
         return
+    known = facts(QUESTION, options)
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
         ensure_shapes(Path(folder) / "shapes")
         report = on_one_gpu(Path(folder), options) if on_gpu else on_two_ranks(Path(folder), options)
-    report = facts(QUESTION, options) | report
+    report = known | report
     for row in report["rows"]:
         print(describe(row))
     write(report, f"offload-{'cuda' if on_gpu else 'cpu'}", options.out, draw)
