@@ -60,6 +60,7 @@ def main() -> None:
 
 
 def measure(work: Path, options: argparse.Namespace) -> dict[str, Any]:
+    known = facts(QUESTION, options)
     ensure_shapes(work / "shapes")
     write_language_model(work / "language", options)
     trained = sum(attempt(None, count_trained, work, options).results or []) // 2
@@ -71,7 +72,7 @@ def measure(work: Path, options: argparse.Namespace) -> dict[str, Any]:
     for _ in range(options.repetitions):
         for row in rows:
             time_epochs(row, limit, work, options)
-    return facts(QUESTION, options) | {
+    return known | {
         "ranks": 2,
         "trained_parameters": trained,
         "state_bytes_of_a_rank": {"ddp": 16 * trained, "zero2": 8 * trained, "zero3": 8 * trained},

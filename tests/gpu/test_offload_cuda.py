@@ -13,7 +13,8 @@ from llava_fsdp.config import Config, OffloadMode
 from llava_fsdp.sharding.arena import Arena
 from llava_fsdp.sharding.mesh import World
 from llava_fsdp.sharding.shards import local
-from llava_fsdp.sharding.streamed import Copied, StreamedOptimizer
+from llava_fsdp.sharding.staging import Copied
+from llava_fsdp.sharding.streamed import StreamedOptimizer
 from llava_fsdp.sharding.zero import SHARD_PLANS
 from llava_fsdp.state import TrainState
 from llava_fsdp.train import build_state

@@ -53,7 +53,8 @@ from llava_fsdp.log import log
 from llava_fsdp.sharding.arena import Arena
 from llava_fsdp.sharding.mesh import World
 from llava_fsdp.sharding.shards import like, local
-from llava_fsdp.sharding.streamed import Copied, Mapped, StreamedOptimizer
+from llava_fsdp.sharding.staging import Copied, Mapped
+from llava_fsdp.sharding.streamed import StreamedOptimizer
 
 MMAP_THRESHOLD = 1 << 20
 IN_MEMORY = ("tmpfs", "ramfs")
@@ -89,8 +90,9 @@ class Offload:
         def allocate(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.device.type != "meta":
                 return tensor
-            # a tied parameter is met once under each of its names
-            return made.setdefault(id(tensor), torch.empty_like(tensor, device=self.device))
+            if id(tensor) not in made:  # a tied parameter is met once under each of its names
+                made[id(tensor)] = torch.empty_like(tensor, device=self.device)
+            return made[id(tensor)]
 
         model._apply(allocate)
         if self.mode is OffloadMode.nvme:
