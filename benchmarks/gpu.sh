@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call of well under ten minutes on one GPU:
+# Everything that needs a GPU, in two calls of well under ten minutes each on one GPU:
 #
 #   benchmarks/gpu.sh OUT_FOLDER          the checks and figures
-#   benchmarks/gpu.sh OUT_FOLDER --dry    the smallest sizes of every part, to try the script itself, with or without a GPU
+#   benchmarks/gpu.sh OUT_FOLDER memory   what the planner says of LLaVA-1.5-7B, and recomputation, beside measurements;
+#                                         needs 80 GB
+#   ... --dry                             the smallest sizes of every part, to try the script itself, with or without a GPU
 #
-# Into OUT_FOLDER: gpu-tests.xml, strategies.json and .png, training.json, summary.json and log.txt.
+# Into OUT_FOLDER: gpu-tests.xml, strategies.json and .png, training.json; of memory: memory-7b-*.json and .png,
+# recompute-*.json and .png; of both: summary.json and log.txt.
 #
 # PYTHON   the interpreter (default: python)
 # WHEELS   a folder of wheels that the machine lacks; they are installed beside it, without any index
@@ -12,8 +15,16 @@
 # Every part has a time limit; one that fails or is cut off does not stop the others, and the script then returns 1.
 set -uo pipefail
 
-out=${1:?usage: benchmarks/gpu.sh OUT_FOLDER [--dry]}
-dry=${2:-}
+usage="usage: benchmarks/gpu.sh OUT_FOLDER [memory] [--dry]"
+out=${1:?$usage}
+what=checks dry=
+for argument in "${@:2}"; do
+    case $argument in
+        memory) what=memory ;;
+        --dry) dry=--dry ;;
+        *) echo "$usage"; exit 2 ;;
+    esac
+done
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
@@ -64,55 +75,70 @@ for module in hydra omegaconf rich safetensors PIL numpy; do
     has "$module" || { not_run "all parts that import llava_fsdp" "$module is not installed"; failed=1; }
 done
 
-if [ "$gpus" -eq 0 ]; then
-    not_run "tests on CUDA" "torch sees no GPU, so that every test of tests/gpu is skipped"
-fi
-if has pytest; then
-    part gpu-tests 150 "$python" -m pytest tests/gpu -m gpu -q -p no:cacheprovider --junitxml "$out/gpu-tests.xml"
-else
-    not_run gpu-tests "pytest is not installed"
-    failed=1
-fi
+measure_memory() {
+    local sizes=() recomputed=(--model llava_v1_5_7b --ranks 8 --tokens 4096 --repetitions 4)
+    if [ "$dry" = --dry ] || [ "$gpus" -eq 0 ]; then
+        sizes=(--tiny)
+        recomputed=(--tiny --tokens 512 --ranks 8 --repetitions 2)
+        [ "$gpus" -gt 0 ] || not_run "the real shape" "torch sees no GPU; tiny models run on the CPU instead"
+    fi
+    part memory 420 "$python" benchmarks/memory.py "$out" --real "${sizes[@]}"
+    part recompute 120 "$python" benchmarks/recompute.py "$out" --modes full "${recomputed[@]}"
+    has matplotlib || not_run "the pictures" "matplotlib is not installed"
+}
 
-sizes=(--hidden 1024 --layers 8 --rows 32 --repetitions 8 --threads 4)
-if [ "$dry" = --dry ] || [ "$gpus" -eq 0 ]; then
-    sizes=(--rows 4 --repetitions 2 --threads 1)
-    [ "$gpus" -gt 0 ] || not_run "strategies at the size of a GPU" "torch sees no GPU; the tiny model runs on the CPU instead"
-fi
-part strategies 130 "$python" benchmarks/strategies.py --out "$out/strategies.json" "${sizes[@]}"
-has matplotlib || not_run "the picture of strategies" "matplotlib is not installed"
+run_checks() {
+    if [ "$gpus" -eq 0 ]; then
+        not_run "tests on CUDA" "torch sees no GPU, so that every test of tests/gpu is skipped"
+    fi
+    if has pytest; then
+        part gpu-tests 150 "$python" -m pytest tests/gpu -m gpu -q -p no:cacheprovider --junitxml "$out/gpu-tests.xml"
+    else
+        not_run gpu-tests "pytest is not installed"
+        failed=1
+    fi
 
-# The embedded default, both stages, then its held-out questions: the commands of the README.
-run=("data.root=$work/shapes" "data.workers=$([ "$gpus" -gt 0 ] && echo 4 || echo 0)" "log_every=5")
-asked=()
-if [ "$dry" = --dry ] || [ "$gpus" -eq 0 ]; then
-    run+=(max_steps=2 global_batch_size=8 micro_batch_size=4)
-    asked=(limit=8 max_new_tokens=4)
-    [ "$gpus" -gt 0 ] || not_run "training on CUDA" "torch sees no GPU; two small steps of each stage run on the CPU instead"
-fi
-part pretrain 50 "$python" -m llava_fsdp.train stage=pretrain "output_dir=$work/out/pretrain" "${run[@]}" &&
-    part finetune 70 "$python" -m llava_fsdp.train stage=finetune "output_dir=$work/out/finetune" "${run[@]}"
-if [ ! -d "$work/out/finetune/export" ]; then
-    not_run evaluate "there is no trained model"
-elif has llava_fsdp.evaluate; then
-    part evaluate 40 "$python" -m llava_fsdp.evaluate "checkpoint=$work/out/finetune" "data.root=$work/shapes" \
-        "${asked[@]}" format=json > "$work/evaluate.txt"
-    cat "$work/evaluate.txt"
-else
-    not_run evaluate "llava_fsdp.evaluate does not exist"
-fi
+    local sizes=(--hidden 1024 --layers 8 --rows 32 --repetitions 8 --threads 4)
+    if [ "$dry" = --dry ] || [ "$gpus" -eq 0 ]; then
+        sizes=(--rows 4 --repetitions 2 --threads 1)
+        [ "$gpus" -gt 0 ] || not_run "strategies at the size of a GPU" "torch sees no GPU; the tiny model runs on the CPU instead"
+    fi
+    part strategies 130 "$python" benchmarks/strategies.py --out "$out/strategies.json" "${sizes[@]}"
+    has matplotlib || not_run "the picture of strategies" "matplotlib is not installed"
 
-if [ "$gpus" -lt 2 ]; then
-    not_run "several ranks over NCCL" "needs two GPUs or more, here are $gpus; the same code runs on gloo in tests/"
-else
-    ranks=$((gpus >= 4 ? 4 : 2))
-    part strategies-nccl 150 "$python" benchmarks/strategies.py --nproc "$ranks" --out "$out/strategies-nccl.json" "${sizes[@]}"
-fi
+    # The embedded default, both stages, then its held-out questions: the commands of the README.
+    run=("data.root=$work/shapes" "data.workers=$([ "$gpus" -gt 0 ] && echo 4 || echo 0)" "log_every=5")
+    asked=()
+    if [ "$dry" = --dry ] || [ "$gpus" -eq 0 ]; then
+        run+=(max_steps=2 global_batch_size=8 micro_batch_size=4)
+        asked=(limit=8 max_new_tokens=4)
+        [ "$gpus" -gt 0 ] || not_run "training on CUDA" "torch sees no GPU; two small steps of each stage run on the CPU instead"
+    fi
+    part pretrain 50 "$python" -m llava_fsdp.train stage=pretrain "output_dir=$work/out/pretrain" "${run[@]}" &&
+        part finetune 70 "$python" -m llava_fsdp.train stage=finetune "output_dir=$work/out/finetune" "${run[@]}"
+    if [ ! -d "$work/out/finetune/export" ]; then
+        not_run evaluate "there is no trained model"
+    elif has llava_fsdp.evaluate; then
+        part evaluate 40 "$python" -m llava_fsdp.evaluate "checkpoint=$work/out/finetune" "data.root=$work/shapes" \
+            "${asked[@]}" format=json > "$work/evaluate.txt"
+        cat "$work/evaluate.txt"
+    else
+        not_run evaluate "llava_fsdp.evaluate does not exist"
+    fi
 
-"$python" - "$work" "$out" << 'PY'
+    if [ "$gpus" -lt 2 ]; then
+        not_run "several ranks over NCCL" "needs two GPUs or more, here are $gpus; the same code runs on gloo in tests/"
+    else
+        ranks=$((gpus >= 4 ? 4 : 2))
+        part strategies-nccl 150 "$python" benchmarks/strategies.py --nproc "$ranks" --out "$out/strategies-nccl.json" "${sizes[@]}"
+    fi
+}
+
+if [ "$what" = memory ]; then measure_memory; else run_checks; fi
+"$python" - "$work" "$out" "$what" << 'PY'
 import json, pathlib, sys
 
-work, out = map(pathlib.Path, sys.argv[1:])
+work, out = map(pathlib.Path, sys.argv[1:3])
 
 
 def rows(path):
@@ -127,7 +153,8 @@ training = {
 answers = work / "evaluate.txt"
 said = [line for line in answers.read_text().splitlines() if line.startswith("{")] if answers.is_file() else []
 training["evaluate"] = json.loads(said[-1].replace(f"{work}/", "")) if said else None
-(out / "training.json").write_text(json.dumps(training, indent=1) + "\n")
+if sys.argv[3] == "checks":
+    (out / "training.json").write_text(json.dumps(training, indent=1) + "\n")
 parts = rows(work / "parts.jsonl")
 (out / "summary.json").write_text(json.dumps(parts, indent=1) + "\n")
 print("\nsummary")

@@ -42,7 +42,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from llava_fsdp.config import Config, DType, ShardingConfig, Strategy, config_dir, load
 from llava_fsdp.data.batch import MicroBatch, Step
@@ -54,10 +53,12 @@ from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.parts import find_parts
 from llava_fsdp.model.weights import find_weights, load_weights
 from llava_fsdp.optim import build_optimizer
+from llava_fsdp.peak import forget_peak, of_process
 from llava_fsdp.sharding.mesh import World, distributed, make_mesh, read_world
 from llava_fsdp.sharding.precision import DTYPES, MasterWeights, store_weights
 from llava_fsdp.sharding.recompute import apply_recompute, clean_name
 from llava_fsdp.sharding.shards import local_shards
+from llava_fsdp.sharding.traffic import KINDS, CollectiveBytes
 from llava_fsdp.sharding.zero import SHARD_PLANS, Mesh, ShardPlan
 from llava_fsdp.state import TrainState
 from llava_fsdp.train import build_state, open_data
@@ -66,20 +67,6 @@ STRATEGIES = {plan.zero: strategy for strategy, plan in SHARD_PLANS.items()}
 EQUAL_WITHIN = 1e-5
 CHECKED_STEPS = 3
 CORPORA = {"pretrain": "captions.json", "finetune": "instructions.json"}
-KINDS = ("all_gather", "reduce_scatter", "all_reduce")
-COLLECTIVES = {
-    "c10d::_allgather_base_": "all_gather",
-    "c10d::allgather_": "all_gather",
-    "c10d::allgather_into_tensor_coalesced_": "all_gather",
-    "c10d::_reduce_scatter_base_": "reduce_scatter",
-    "c10d::reduce_scatter_": "reduce_scatter",
-    "c10d::reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "c10d::allreduce_": "all_reduce",
-    "c10d::allreduce_coalesced_": "all_reduce",
-    "_c10d_functional::all_gather_into_tensor": "all_gather",
-    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
-    "_c10d_functional::all_reduce": "all_reduce",
-}
 
 
 # What is compared
@@ -247,61 +234,6 @@ def wrap(model: nn.Module, world: World) -> DistributedDataParallel:
 # What is measured
 
 
-class CollectiveBytes(TorchDispatchMode):
-    """Counts the collectives that are issued while it is active, and their bytes.
-
-    `bytes` is the whole tensor of the collective: what an all-gather gives, what a reduce-scatter or an all-reduce
-    takes. `sent` is what a rank sends if it runs as a ring over its n ranks: (n - 1) / n of it, twice that for an
-    all-reduce. A collective of one rank moves nothing.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.moved = {kind: {"calls": 0, "bytes": 0, "sent": 0} for kind in KINDS}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # the collectives inside of it come back here
-        result = func(*args, **(kwargs or {}))
-        name = func._schema.name if isinstance(func, torch._ops.OpOverload) else ""
-        if name in COLLECTIVES:
-            self.count(COLLECTIVES[name], ranks_of(func, args), args, result)
-        elif name.startswith(("c10d::", "_c10d_functional::")) and "barrier" not in name:
-            assert not has_group(func), f"{name} is a collective that this benchmark does not know how to count"
-        return result
-
-    def count(self, kind: str, ranks: int, args: tuple, result: Any) -> None:
-        sizes = [nbytes(args[0]), nbytes(args[1]) if len(args) > 1 else 0, nbytes(result)]
-        payload = max(sizes)  # the gathered or the not yet scattered side; equal sides for an all-reduce
-        if ranks < 2:
-            return
-        passes = 2 if kind == "all_reduce" else 1
-        for key, value in (("calls", 1), ("bytes", payload), ("sent", passes * payload * (ranks - 1) // ranks)):
-            self.moved[kind][key] += value
-
-
-def ranks_of(func: Any, args: tuple) -> int:
-    """How many ranks take part in a collective."""
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        if argument.name == "process_group":
-            return dist.ProcessGroup.unbox(value).size()
-        if argument.name == "group_name":
-            return dist.distributed_c10d._resolve_process_group(value).size()
-    raise AssertionError(f"{func} has no process group")
-
-
-def has_group(func: torch._ops.OpOverload) -> bool:
-    return any(a.name in ("process_group", "group_name") for a in func._schema.arguments)
-
-
-def nbytes(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, list | tuple):
-        return sum(nbytes(v) for v in value)
-    return 0
-
-
 class WatchedLoader:
     """A loader that looks at the memory between two micro-batches: `train_step` then asks it for the next one."""
 
@@ -388,9 +320,8 @@ def reset_peak(device: torch.device) -> int:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         return 0
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from VmRSS
-    return process_bytes("VmRSS")
+    forget_peak()
+    return of_process("VmRSS")
 
 
 def peak(run: Run, resident: int) -> dict[str, int]:
@@ -401,16 +332,7 @@ def peak(run: Run, resident: int) -> dict[str, int]:
     device = run.state.loader.device
     if device.type == "cuda":
         return {"max_memory_allocated": torch.cuda.max_memory_allocated(device) - run.allocated_before}
-    return {"rss_rise": max(0, process_bytes("VmHWM") - resident), "process_rss": process_bytes("VmHWM")}
-
-
-def process_bytes(key: str) -> int:
-    """A size that Linux reports of this process; 0 where it does not."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(key + ":"):
-                return int(line.split()[1]) * 1024
-    return 0
+    return {"rss_rise": max(0, of_process("VmHWM") - resident), "process_rss": of_process("VmHWM")}
 
 
 def largest_over_ranks(values: dict[str, int]) -> dict[str, int]:

@@ -52,7 +52,7 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
         node = compose(config_name, schema)
         if node is None:  # --help, --cfg job and the like: Hydra has answered
             return
-        folder = Path(str(node.get("output_dir", ".")))
+        folder = None if node.get("dry_run") is not None else Path(str(node.get("output_dir", ".")))
         task(load(schema, node))
         code, reason, said = ExitCode.DONE, "", ""
     except LlavaFsdpError as error:
@@ -83,7 +83,9 @@ def is_later_rank() -> bool:
 
 
 def typed_output_dir() -> Path | None:
-    """The `output_dir` of the command line, for a run whose configuration does not compose."""
+    """The `output_dir` of the command line, for a run whose configuration does not compose; a dry run's stays alone."""
+    if any(a.startswith("dry_run=") for a in sys.argv[1:]):
+        return None
     given = [a.partition("=")[2] for a in sys.argv[1:] if a.startswith("output_dir=")]
     return Path(given[-1]) if given else None
 

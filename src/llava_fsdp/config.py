@@ -208,7 +208,7 @@ class Attention(Enum):
 
     auto = "auto"
     varlen = "varlen"
-    """torch's own kernel for sequences of many lengths, on CUDA in bf16"""
+    """torch's own kernel for sequences of many lengths, on CUDA in bf16 or fp16"""
     flash = "flash"
     """the flash-attn package's, where it is installed"""
     sdpa = "sdpa"
@@ -638,6 +638,9 @@ class Config:
     attention: Attention
     log_every: int
     deterministic: bool
+    dry_run: int | None
+    """Ranks to imagine: two steps of one rank in one process, to see what it holds; nothing is trained or written."""
+    format: Format
 
     @property
     def row_tokens(self) -> int:
@@ -652,17 +655,19 @@ class Config:
 
     def __post_init__(self) -> None:
         self.check_packing()
-        self.check_offload()
         if self.precision.linear is LinearKind.fp8 and Part.language not in self.model.train:
             raise ConfigError(
                 f"precision.linear=fp8 is for a language model that trains, and model.train="
                 f"{[part.value for part in self.model.train]} freezes it; choose precision=bf16"
             )
+        self.check_offload()
         for name in ("epochs", "global_batch_size", "micro_batch_size", "log_every"):
             at_least(name, getattr(self, name), 1)
         at_least("seed", self.seed, 0)
         if self.max_steps is not None:
             at_least("max_steps", self.max_steps, 1)
+        if self.dry_run is not None:
+            self.check_dry_run(self.dry_run)
         if self.labels is Parity.llava_v1_5 and self.data.too_long is not TooLong.truncate:
             raise ConfigError(
                 f"labels=llava_v1_5 truncates what is too long, as the original does; data.too_long="
@@ -696,6 +701,15 @@ class Config:
                 "original's format later: python -m llava_fsdp.export source=OUTPUT_DIR to=FOLDER format=llava"
             )
 
+    def check_dry_run(self, ranks: int) -> None:
+        """Raises ConfigError where that many ranks cannot be imagined."""
+        at_least("dry_run", ranks, 1, "it is the number of ranks to imagine")
+        hybrid = self.sharding.strategy in (Strategy.HYBRID_SHARD, Strategy._HYBRID_SHARD_ZERO2)
+        if hybrid and self.sharding.shard_size is None:
+            raise ConfigError(
+                f"dry_run={ranks} cannot tell how many of these ranks share a node; set sharding.shard_size"
+            )
+
     def check_offload(self) -> None:
         """Raises ConfigError where a row of the ZeRO table keeps on the device what offload is to take off it."""
         mode, strategy = self.offload.mode, self.sharding.strategy
@@ -708,6 +722,21 @@ class Config:
             raise ConfigError(
                 f"offload={mode.value} with sharding=zero1 would still hold all weights and gradients on the device "
                 "through the whole step; choose sharding=zero2 or zero3, or offload=optimizer"
+            )
+        masters, moments = self.precision.master_dtype, self.precision.moment_dtype
+        if mode in (OffloadMode.optimizer, OffloadMode.nvme) and (masters, moments) != (
+            MasterDType.fp32,
+            MomentDType.fp32,
+        ):
+            raise ConfigError(
+                f"offload={mode.value} updates stretches of fp32 masters and moments, and precision.master_dtype="
+                f"{masters.value} with moment_dtype={moments.value} is rounded by the row; choose offload=params, or "
+                "precision=bf16"
+            )
+        if mode.moves_weights and self.precision.linear is LinearKind.fp8:
+            raise ConfigError(
+                f"offload={mode.value} gathers shards from the host, where nothing turns them into "
+                "precision.linear=fp8; choose offload=optimizer, or precision=bf16"
             )
 
     def check_packing(self) -> None:
@@ -773,7 +802,6 @@ class PrepareConfig(Config):
 
     prepare: PrepareKeys
     report: str | None
-    format: Format
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,17 +1,26 @@
 """What a run is made of."""
 
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from llava_fsdp.config import Config, DType
 from llava_fsdp.data.batch import StepFacts
 from llava_fsdp.data.loader import Loader
+from llava_fsdp.model.draw import computed_buffers, restore_buffers
+from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.weights import Stored
-from llava_fsdp.optim import LearningRate
-from llava_fsdp.scaler import LossScaler
+from llava_fsdp.optim import LearningRate, build_optimizer
+from llava_fsdp.scaler import LossScaler, build_scaler
+from llava_fsdp.sharding.mesh import World
+from llava_fsdp.sharding.offload import Offload, warn_of_no_use
+from llava_fsdp.sharding.parallelize import parallelize
 from llava_fsdp.sharding.precision import MasterWeights
+from llava_fsdp.sharding.zero import ShardPlan
 
 
 @dataclass
@@ -23,9 +32,9 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     learning_rate: LearningRate
     loader: Loader
-    sources: dict[str, Stored]
-    """Where every parameter's first values came from, by name."""
-    fingerprints: dict[str, str]
+    sources: dict[str, Stored] = field(default_factory=dict)
+    """Where every parameter's first values came from, by name; empty where nothing is ever saved: a dry run."""
+    fingerprints: dict[str, str] = field(default_factory=dict)
     """Of the dataset, of what encodes it and of the frozen weights: what a checkpoint must agree with to continue."""
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Names this run through all its continuations; rank 0's is the one that is written."""
@@ -55,3 +64,32 @@ class StepResult:
     """So many until now, this one included."""
     loss_scale: float | None = None
     """What the loss was multiplied with; None: not fp16."""
+
+
+def assemble(
+    model: Llava,
+    loader: Loader,
+    fill: Callable[[Llava, MasterWeights], None],
+    cfg: Config,
+    world: World,
+    plan: ShardPlan,
+    mesh: DeviceMesh | None,
+) -> TrainState:
+    """A meta-device model made into a run at step 0, on this rank.
+
+    The order matters: what trains, recompute, sharding, weights into shards, optimizer.
+
+    Args:
+        fill: gives the shards their values.
+    """
+    buffers = computed_buffers(model)
+    offload = Offload(cfg, world.device)
+    warn_of_no_use(cfg, world)
+    masters = parallelize(model, model.blocks(), mesh, plan, cfg, offload, model.whole_while_frozen())
+    fill(model, masters)
+    restore_buffers(model, buffers)
+    offload.loaded()
+    optimizer, learning_rate = build_optimizer(model, masters, cfg, loader.total_steps)
+    optimizer = offload.optimizer(optimizer)
+    scaler = build_scaler(cfg.precision.scaler) if cfg.precision.param_dtype is DType.fp16 else None
+    return TrainState(model, masters, optimizer, learning_rate, loader, scaler=scaler)

@@ -10,32 +10,27 @@ from omegaconf import OmegaConf
 from torch.distributed.device_mesh import DeviceMesh
 
 from llava_fsdp import artifact, checkpoint, cli
-from llava_fsdp.config import Config, DType, LinearKind, Source
+from llava_fsdp.config import Config, Format, Source
 from llava_fsdp.data.loader import Loader, build_loader
-from llava_fsdp.errors import DataError
+from llava_fsdp.dry_run import dry_run
+from llava_fsdp.errors import ConfigError, DataError
 from llava_fsdp.log import log
 from llava_fsdp.loop import fit
 from llava_fsdp.metrics import Reporter, begin_status, watch_loading, write_status
-from llava_fsdp.model.attention import choose_kernel
-from llava_fsdp.model.draw import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.parts import find_parts, find_projector
 from llava_fsdp.model.weights import find_weights, fingerprint, load_weights
-from llava_fsdp.opening import draw_shapes, shape_of
-from llava_fsdp.optim import build_optimizer
+from llava_fsdp.opening import build_model, draw_shapes, shape_of
 from llava_fsdp.planning.auto import decide
 from llava_fsdp.planning.samples import samples_in
-from llava_fsdp.scaler import build_scaler
 from llava_fsdp.screen import show_run
-from llava_fsdp.sharding.fp8 import check_fp8
 from llava_fsdp.sharding.mesh import World, distributed, first_rank_first, gather_lists, make_mesh
-from llava_fsdp.sharding.offload import Offload, clear_memory_errors, warn_of_no_use
-from llava_fsdp.sharding.parallelize import parallelize, weights_of
-from llava_fsdp.sharding.precision import DTYPES
-from llava_fsdp.sharding.recompute import check_recompute
+from llava_fsdp.sharding.offload import clear_memory_errors
+from llava_fsdp.sharding.parallelize import weights_of
+from llava_fsdp.sharding.precision import DTYPES, MasterWeights
 from llava_fsdp.sharding.shards import local_shards
 from llava_fsdp.sharding.zero import SHARD_PLANS, ShardPlan
-from llava_fsdp.state import StepResult, TrainState
+from llava_fsdp.state import StepResult, TrainState, assemble
 
 
 def main() -> None:
@@ -44,6 +39,10 @@ def main() -> None:
 
 def train(cfg: Config) -> None:
     """One run, from its configuration to its export."""
+    if cfg.dry_run is not None:
+        return dry_run(cfg)
+    if cfg.format is Format.json:
+        raise ConfigError("format=json is for dry_run=N; a training writes metrics.jsonl into output_dir")
     begin_status(cfg)
     with distributed(cfg) as world, clear_memory_errors(cfg, world.device):
         cfg = settle_auto(cfg, world)
@@ -87,36 +86,23 @@ def settle_auto(cfg: Config, world: World) -> Config:
 
 
 def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | None) -> TrainState:
-    """Model, weights, optimizer and data, sharded, at step 0.
-
-    The order matters: shapes on the meta device, what trains, recompute, sharding, weights into shards, optimizer.
-    """
-    check_recompute(cfg.recompute, world.device)
-    if cfg.precision.linear is LinearKind.fp8:
-        check_fp8(world.device)
+    """Model, weights, optimizer and data, sharded, at step 0."""
     parts = find_parts(cfg.model)
     projector = find_projector(cfg)
-    compute_dtype = DTYPES[cfg.precision.param_dtype]
-    kernel = choose_kernel(cfg.attention, parts.language, world.device, compute_dtype) if cfg.pack else None
-    model = build_llava(parts, cfg.model, compute_dtype, kernel, cfg.loss)  # on meta: shapes only
+    model = build_model(cfg, parts, world.device)
     loader = open_data(cfg, world, model)
     check_same_records(loader)
     sources = find_weights(model, parts, cfg.model, projector, cfg.seed)
     fingerprints = {**loader.steps.fingerprints(), "model": fingerprint(model, sources)}
     if world.is_first:
         weights = weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision)
-        show_run(cfg, world, loader, weights, describe_projector(cfg, projector), kernel)
-    buffers = computed_buffers(model)
-    offload = Offload(cfg, world.device)
-    warn_of_no_use(offload, world.is_first)
-    masters = parallelize(model, model.blocks(), mesh, plan, cfg, offload, model.whole_while_frozen())
-    load_weights(sources, local_shards(model, masters), watch_loading(world.is_first))
-    restore_buffers(model, buffers)
-    offload.loaded()
-    optimizer, learning_rate = build_optimizer(model, masters, cfg, loader.total_steps)
-    optimizer = offload.optimizer(optimizer)
-    scaler = build_scaler(cfg.precision.scaler) if cfg.precision.param_dtype is DType.fp16 else None
-    return TrainState(model, masters, optimizer, learning_rate, loader, sources, fingerprints, scaler=scaler)
+        show_run(cfg, world, loader, weights, describe_projector(cfg, projector), model.kernel)
+
+    def load(model: Llava, masters: MasterWeights) -> None:
+        load_weights(sources, local_shards(model, masters), watch_loading(world.is_first))
+
+    state = assemble(model, loader, load, cfg, world, plan, mesh)
+    return replace(state, sources=sources, fingerprints=fingerprints)
 
 
 def describe_projector(cfg: Config, projector: Path | None) -> str:

@@ -209,6 +209,8 @@ class Walk:
         self.gradients = set(trace.gradients)
         self.weights = weights
         self.logits: set[int] = set()
+        self.making: dict[int, int] = {}
+        """Storages that will be complete gradients; the chunked loss makes the output layer's in the forward pass."""
         self.level = Live()
         self.backward = False
         self.early: dict[int, int] = {}
@@ -219,7 +221,6 @@ class Walk:
     def open(self, unit: str) -> None:
         self.unit = unit
         self.begin = self.worst = self.worst_first = self.worst_later = self.level
-        self.making: dict[int, int] = {}
         self.made = self.made_masters = 0
         self.is_empty = True
 

@@ -89,7 +89,7 @@ def recorded(cfg: Config) -> Config | None:
     if cfg.sharding.strategy is not Strategy.auto:
         strategy = cfg.sharding.strategy
     if cfg.tokens_per_micro_batch != AUTO:
-        tokens = cfg.tokens_per_micro_batch
+        tokens = number(cfg)
     return Decision(strategy, tokens, "").applied(cfg)
 
 

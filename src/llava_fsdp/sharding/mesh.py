@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from llava_fsdp.config import Config
 from llava_fsdp.errors import ConfigError
+from llava_fsdp.sharding.fake import join_fake
 from llava_fsdp.sharding.zero import Mesh, ShardPlan
 
 T = TypeVar("T")
@@ -43,7 +44,8 @@ def distributed(cfg: Config) -> Iterator[World]:
 
     At world size 1 there is no process group, unless `offload` wraps the model all the same. On an error nothing is
     torn down: the process is about to end at once, and a peer may never answer. On success the order barrier, destroy,
-    collect, pause matters: without it gloo's background thread aborts about one process in seven at interpreter exit (pytorch#179291).
+    collect, pause matters: without it gloo's background thread aborts about one process in seven at interpreter exit
+    (pytorch#179291).
     """
     if dist.is_initialized():  # whoever made the group ends it
         yield world_of_group()
@@ -55,7 +57,12 @@ def distributed(cfg: Config) -> Iterator[World]:
         torch.use_deterministic_algorithms(True)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
-    if world.size > 1 or cfg.offload.mode.moves_weights:
+    needs_group = cfg.offload.mode.moves_weights
+    if cfg.dry_run is not None:
+        world = imagined(cfg.dry_run, world)
+        if world.size > 1 or needs_group:
+            join_fake(world.size)
+    elif world.size > 1 or needs_group:
         join(world, cfg.comm.timeout)
     yield world
     if dist.is_initialized():
@@ -84,6 +91,20 @@ def world_of_group() -> World:
     rank, size = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     return World(rank, size, rank, size, device)
+
+
+def imagined(size: int, world: World) -> World:
+    """Rank 0 of `size` ranks of one node, of which this process is the only one.
+
+    Raises:
+        ConfigError: there are several processes.
+    """
+    if world.size > 1:
+        raise ConfigError(
+            f"dry_run={size} is rank 0 of {size} imagined ranks, in one process; torchrun started {world.size}: start "
+            "it without torchrun"
+        )
+    return World(0, size, 0, size, world.device)
 
 
 def join(world: World, timeout_seconds: int) -> None:

@@ -1,0 +1,295 @@
+"""Is the plan's peak what a training step really takes?
+
+    python benchmarks/memory.py                    # into benchmarks/results; some minutes on two idle cores
+    python benchmarks/memory.py FOLDER --real      # the shape of LLaVA-1.5-7B on a GPU of 80 GB, random weights
+    python benchmarks/memory.py FOLDER --tiny      # smallest sizes, to try the script itself
+
+Real steps of models of about a gigabyte, each configuration in a process of its own, one rank, two over gloo, or one of
+eight imagined (`dry_run=8`), beside what the planner says of the same configuration. On a GPU the peak is
+`max_memory_allocated`, on the CPU what the process grew by. How to read the result is in benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from hydra import compose, initialize_config_dir
+from provenance import REPOSITORY, commit, machine
+from rich.console import Console
+from rich.table import Table
+
+from llava_fsdp.config import Config, config_dir, load
+from llava_fsdp.dry_run import measure
+from llava_fsdp.sharding.mesh import distributed
+
+MEAN_BOUND, WORST_BOUND = 0.06, 0.12
+RESULTS = REPOSITORY / "benchmarks" / "results"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration, and how its ranks are had."""
+
+    ranks: int
+    real: bool
+    """Ranks over gloo; else the others are imagined."""
+    model: str
+    overrides: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        how = "" if self.ranks == 1 else " over gloo" if self.real else " imagined"
+        shown = " ".join(value for key, _, value in (o.partition("=") for o in self.overrides) if "size" not in key)
+        return f"{self.ranks}{how}, {self.model}: {shown}{' twice' if TWICE in self.overrides else ''}"
+
+
+def case(ranks: int, real: bool, model: str, *overrides: str) -> Case:
+    return Case(ranks, real, model, overrides)
+
+
+MODELS = {"wide": (1024, 5, 4096), "deep": (256, 16, 4096), "tiny": (64, 2, 512)}
+"""Hidden size, layers, vocabulary. Steps of the wide one are mostly states, of the deep one mostly activations."""
+ONE, GLOO, IMAGINED = (1, True), (2, True), (8, False)
+TWICE = "global_batch_size=1024"
+"""Two micro-batches in a step, so that gradients add up; without it, one."""
+CASES = [
+    case(*ONE, "wide", "precision=bf16", "recompute=none", "tokens_per_micro_batch=512"),
+    case(*ONE, "deep", "precision=bf16", "recompute=none", "tokens_per_micro_batch=2048", TWICE),
+    case(*ONE, "deep", "precision=fp32", "recompute=full", "tokens_per_micro_batch=4096"),
+    case(*GLOO, "wide", "sharding=zero0", "precision=bf16", "recompute=full", "tokens_per_micro_batch=512"),
+    case(*GLOO, "wide", "sharding=zero1", "precision=fp32", "recompute=full", "tokens_per_micro_batch=512", TWICE),
+    case(*GLOO, "wide", "sharding=zero2", "precision=bf16", "recompute=full", "tokens_per_micro_batch=512", TWICE),
+    case(*GLOO, "wide", "sharding=zero3", "precision=bf16", "recompute=none", "tokens_per_micro_batch=512"),
+    case(*IMAGINED, "wide", "sharding=zero0", "precision=bf16", "recompute=full", "tokens_per_micro_batch=512"),
+    case(*IMAGINED, "wide", "sharding=zero1", "precision=bf16", "recompute=none", "tokens_per_micro_batch=512", TWICE),
+    case(*IMAGINED, "wide", "sharding=zero2", "precision=bf16", "recompute=full", "tokens_per_micro_batch=1024", TWICE),
+    case(*IMAGINED, "wide", "sharding=hybrid", "sharding.shard_size=4", "precision=bf16", "recompute=full",
+         "tokens_per_micro_batch=1024", TWICE),
+    case(*IMAGINED, "deep", "sharding=zero3", "precision=bf16", "recompute=none", "tokens_per_micro_batch=2048"),
+    case(*IMAGINED, "deep", "sharding=zero3", "precision=bf16", "recompute=none", "tokens_per_micro_batch=4096"),
+    case(*IMAGINED, "deep", "sharding=zero3", "precision=bf16", "recompute=selective", "tokens_per_micro_batch=4096"),
+    case(*IMAGINED, "deep", "sharding=zero3", "precision=bf16", "recompute=full", "tokens_per_micro_batch=8192"),
+    case(*IMAGINED, "deep", "sharding=zero3", "precision=fp32", "recompute=none", "tokens_per_micro_batch=2048"),
+    case(*IMAGINED, "deep", "sharding=zero3", "stage=pretrain", "precision=bf16", "recompute=none",
+         "tokens_per_micro_batch=4096"),
+]  # fmt: skip
+
+
+REAL = "llava_v1_5_7b"
+CASES_OF_REAL = [
+    case(*IMAGINED, REAL, "sharding=zero3", "recompute=full", "tokens_per_micro_batch=8192"),
+    case(*IMAGINED, REAL, "sharding=zero3", "recompute=full", "tokens_per_micro_batch=16384", TWICE),
+    case(*IMAGINED, REAL, "sharding=zero3", "recompute=none", "tokens_per_micro_batch=4096"),
+    case(*IMAGINED, REAL, "sharding=zero3", "recompute=selective", "tokens_per_micro_batch=4096"),
+    case(*IMAGINED, REAL, "sharding=zero2", "recompute=full", "tokens_per_micro_batch=4096", TWICE),
+    case(*IMAGINED, REAL, "sharding=hybrid", "sharding.shard_size=4", "recompute=full", "tokens_per_micro_batch=4096"),
+    case(*IMAGINED, REAL, "sharding=zero2", "stage=pretrain", "recompute=none", "tokens_per_micro_batch=4096"),
+    case(*ONE, REAL, "stage=pretrain", "recompute=full", "tokens_per_micro_batch=8192"),
+]
+"""Of the real shape, for a GPU of 80 GB."""
+
+
+def write_model(folder: Path, hidden: int, layers: int, vocabulary: int) -> None:
+    """Configurations of a Llama and a CLIP tower; weights are drawn."""
+    language = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": hidden,
+        "intermediate_size": 8 * hidden // 3 // 64 * 64,
+        "num_hidden_layers": layers,
+        "num_attention_heads": max(1, hidden // 64),
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    }
+    vision = {
+        "model_type": "clip_vision_model",
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "image_size": 112,
+        "patch_size": 14,
+    }
+    for name, config in (("language", language), ("vision", vision)):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "config.json").write_text(json.dumps(config))
+
+
+def configure(case: Case, models: Path, model: str) -> Config:
+    """Samples of 512 positions, or of 2048 in the real model."""
+    folder = models / model
+    parts = [f"model.language={folder / 'language'}", f"model.vision={folder / 'vision'}", "data.max_length=512"]
+    overrides = [
+        "stage=finetune",
+        *([f"model={model}"] if model == REAL else parts),
+        "model.projector=random",
+        "optim.clip=1.0",
+        "global_batch_size=1",
+        *([] if case.real else [f"dry_run={case.ranks}"]),
+        *case.overrides,
+        *(["tokens_per_micro_batch=512"] if model == "tiny" else []),
+    ]
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return load(Config, compose("train", overrides))
+
+
+def run_case(case: Case, models: Path, is_tiny: bool) -> dict[str, Any] | None:
+    """Both steps of a case, in this process; on rank 0 the report, with the peak of the rank that has the highest.
+
+    The same steps of a tiny model come first: what libraries allocate once, when they are first used, is not the
+    model's.
+    """
+    tiny = configure(case, models, "tiny")
+    with distributed(tiny) as world:
+        with contextlib.redirect_stdout(sys.stderr):
+            measure(tiny, world)
+            report = measure(configure(case, models, "tiny" if is_tiny else case.model), world)
+        peaks: list[Any] = [report["peak"]]
+        if case.real and case.ranks > 1:
+            peaks = [None] * case.ranks
+            dist.all_gather_object(peaks, report["peak"])
+        report["peak"] = max(peaks, key=lambda peak: next(iter(peak.values())))
+        return report if world.is_first else None
+
+
+def start_case(number: int, options: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """A case in processes of its own."""
+    case = chosen(options)[number]
+    command = [sys.executable]
+    if case.real and case.ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
+    flags = [f"--{flag}" for flag in ("real", "tiny") if getattr(options, flag)]
+    command += [str(Path(__file__).resolve()), str(work), "--case", str(number), *flags]
+    threads = os.environ | {"OMP_NUM_THREADS": str(options.threads)}
+    done = subprocess.run(command, capture_output=True, text=True, env=threads, timeout=options.timeout, check=False)
+    if done.returncode:
+        raise SystemExit(f"{case.name} failed:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=RESULTS, help="for the JSON and the picture")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--timeout", type=float, default=900, help="seconds that one configuration may take")
+    parser.add_argument("--tiny", action="store_true", help="models of a few megabytes")
+    parser.add_argument("--real", action="store_true", help="the shape of LLaVA-1.5-7B, for a GPU of 80 GB")
+    parser.add_argument("--cases", type=int, nargs="*", help="numbers of the configurations to run; all")
+    parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case is not None:
+        report = run_case(chosen(options)[options.case], options.folder, options.tiny)
+        if report is not None:
+            print(json.dumps(report))
+        return
+    with tempfile.TemporaryDirectory(prefix="memory-") as made:
+        work = Path(made)
+        for name, sizes in MODELS.items():
+            write_model(work / name, *sizes)
+        rows = []
+        for number in options.cases or range(len(chosen(options))):
+            rows.append(row_of(chosen(options)[number], start_case(number, options, work)))
+            print(f"{rows[-1]['name']}: {rows[-1]['error']:+.1%}", flush=True)
+    finish(rows, options)
+
+
+def chosen(options: argparse.Namespace) -> list[Case]:
+    return CASES_OF_REAL if options.real else CASES
+
+
+def row_of(case: Case, report: dict[str, Any]) -> dict[str, Any]:
+    measured, planned = next(iter(report["peak"].values())), report["peak"]["planned"]
+    row = {"name": case.name, "overrides": case.overrides, "real": case.real, "measured": measured, "planned": planned}
+    return row | {"error": planned / measured - 1, "report": report}
+
+
+def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    errors = [abs(row["error"]) for row in rows]
+    report = {
+        "question": "is the plan's peak what a training step really takes?",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "command": " ".join(["python benchmarks/memory.py", *[a for a in sys.argv[1:] if a != str(options.folder)]]),
+        "machine": machine(torch.cuda.get_device_name() if torch.cuda.is_available() else None),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "options": {k: v for k, v in vars(options).items() if k not in ("folder", "case")},
+        "measure": next(iter(rows[0]["report"]["peak"])),
+        "error": {"mean": statistics.mean(errors), "worst": max(errors), "bounds": [MEAN_BOUND, WORST_BOUND]},
+        "rows": rows,
+    }
+    options.folder.mkdir(parents=True, exist_ok=True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    path = options.folder / f"memory-{'7b-' if options.real else ''}{device}-{datetime.date.today().isoformat()}.json"
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    console.print(table_of(report))
+    drawn = draw(report, path.with_suffix(".png"))
+    console.print(f"wrote {path}" + (f" and {path.with_suffix('.png')}" if drawn else "; no picture: no matplotlib"))
+
+
+def table_of(report: dict[str, Any]) -> Table:
+    table = Table("ranks, and what they do", "measured", "planned", "error", "worst moment of the plan")
+    for row in report["rows"]:
+        sizes = [f"{row[key] / 2**20:,.0f} MiB" for key in ("measured", "planned")]
+        table.add_row(row["name"], *sizes, f"{row['error']:+.1%}", row["report"]["plan"]["moment"])
+    error = report["error"]
+    table.caption = f"mean error {error['mean']:.1%}, worst {error['worst']:.1%}; measured is {report['measure']}"
+    return table
+
+
+def draw(report: dict[str, Any], path: Path) -> bool:
+    """What the plan is made of, and the measured peak, for every configuration. False without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return False
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = report["rows"][::-1]
+    figure, axes = pyplot.subplots(figsize=(11, 0.36 * len(rows) + 1.8), layout="constrained")
+    left = [0.0] * len(rows)
+    for number, kind in enumerate(k for k in rows[0]["report"]["plan"]["bytes"] if k != "total"):
+        sizes = [row["report"]["plan"]["bytes"][kind] / 2**20 for row in rows]
+        axes.barh(range(len(rows)), sizes, left=left, color=f"C{number}", label=kind)
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    for place, row in enumerate(rows):
+        measured = row["measured"] / 2**20
+        axes.plot([measured, measured], [place - 0.45, place + 0.45], "k", linewidth=2)
+        axes.text(max(measured, left[place]), place, f"  {row['error']:+.1%}", va="center", fontsize="small")
+    axes.plot([], [], "k", linewidth=2, label="measured")
+    axes.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize="small")
+    axes.set_xlabel(f"MiB at the worst moment of a step ({report['measure']})")
+    axes.margins(x=0.08)
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+    error = report["error"]
+    axes.set_title(
+        f"plan and measurement: mean error {error['mean']:.1%}, worst {error['worst']:.1%}\n"
+        f"{report['machine']['device']}, torch {report['torch']}, {report['date'][:10]}",
+        fontsize="medium",
+    )
+    figure.savefig(path, dpi=90)
+    return True
+
+
+if __name__ == "__main__":
+    main()

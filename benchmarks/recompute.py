@@ -1,0 +1,252 @@
+"""What does recomputation save, and what does it cost?
+
+    python benchmarks/recompute.py                              # into benchmarks/results; none, selective and full
+    python benchmarks/recompute.py FOLDER --model llava_v1_5_7b --ranks 8 --tokens 4096      # on a GPU
+
+The field's rule of thumb is half the memory for a fifth more time. Each mode trains the same steps of the same model,
+as one rank or as rank 0 of imagined ones; the losses are compared to the bit first. Steps of the modes take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from hydra import compose, initialize_config_dir
+from memory import MODELS, RESULTS, write_model
+from provenance import commit, machine
+from rich.console import Console
+from rich.table import Table
+
+from llava_fsdp.config import Config, RecomputeConfig, RecomputeMode, config_dir, load
+from llava_fsdp.data.loader import ModelShape
+from llava_fsdp.data.synthetic import SyntheticLoader, fullest, synthetic_step
+from llava_fsdp.dry_run import draw_shards, states
+from llava_fsdp.loop import train_step
+from llava_fsdp.opening import build_model, shape_of
+from llava_fsdp.peak import PeakMeter, return_what_is_freed
+from llava_fsdp.planning.shapes import shapes_of
+from llava_fsdp.sharding.fake import imagine_collectives, is_imagined
+from llava_fsdp.sharding.mesh import World, distributed, make_mesh
+from llava_fsdp.sharding.traffic import Traffic
+from llava_fsdp.sharding.zero import SHARD_PLANS
+from llava_fsdp.state import TrainState, assemble
+
+RULE_OF_THUMB = {"memory": 0.5, "time": 1.2}
+"""Of `none`: "half the memory, a fifth slower"."""
+
+
+@dataclass
+class Run:
+    """A mode's model, and what its steps took."""
+
+    cfg: Config
+    state: TrainState
+    shape: ModelShape
+    held: int = 0
+    """Bytes of weights and of the optimizer's states."""
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    rises: list[int] = field(default_factory=list)
+
+
+def configure(options: argparse.Namespace, work: Path) -> Config:
+    """Samples of 512 positions, or of 2048 in a real model; one micro-batch a step."""
+    folder = work / "deep"
+    parts = [f"model.language={folder / 'language'}", f"model.vision={folder / 'vision'}", "data.max_length=512"]
+    overrides = [
+        "stage=finetune",
+        *([f"model={options.model}"] if options.model else parts),
+        "model.projector=random",
+        f"tokens_per_micro_batch={options.tokens}",
+        "global_batch_size=1",
+        f"dry_run={options.ranks}",
+        "optim.lr=1e-4",
+        "optim.schedule=constant",
+        "optim.warmup_ratio=0",
+    ]
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return load(Config, compose("train", overrides))
+
+
+def build(mode: str, cfg: Config, world: World) -> Run:
+    """The same weights in every mode."""
+    recompute = RecomputeConfig(mode=RecomputeMode(mode), budget=0.5 if mode == "budget" else None)
+    cfg = replace(cfg, recompute=recompute)
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    torch.manual_seed(cfg.seed)
+    model = build_model(cfg, shapes_of(cfg.model), world.device)
+    loader, mesh = SyntheticLoader(world.device, 1000), make_mesh(world, plan, cfg)
+    state = assemble(model, loader, draw_shards, cfg, world, plan, mesh)
+    if is_imagined():
+        imagine_collectives(model, Traffic())
+    model.train()
+    run = Run(cfg, state, shape_of(model))
+    step(run, world)  # makes the optimizer's states, and what libraries allocate once
+    run.held = sum(states(state).values())
+    run.rises.clear()
+    return run
+
+
+def step(run: Run, world: World) -> None:
+    """One step, its rise of memory above what is held between steps, and its time: the processor's, or the device's."""
+    work = synthetic_step(run.state.step, fullest(run.cfg, run.shape), run.shape, run.cfg, world.size)
+    meter = PeakMeter(world.device)
+    started = clock(world.device)
+    result = train_step(run.state, work, SHARD_PLANS[run.cfg.sharding.strategy], run.cfg, 0.0)
+    run.seconds.append(clock(world.device) - started)
+    run.rises.append(next(iter(meter.read().values())))
+    run.losses.append(result.loss)
+
+
+def clock(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+    return time.process_time()
+
+
+def compare(options: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
+    """The rows of all modes.
+
+    Raises:
+        SystemExit: two modes that promise the same bits have other losses.
+    """
+    cfg = configure(options, work)
+    with distributed(cfg) as world:
+        return_what_is_freed()
+        runs = {mode: build(mode, cfg, world) for mode in options.modes}
+        for repetition in range(options.repetitions):
+            for mode in options.modes if repetition % 2 == 0 else options.modes[::-1]:
+                step(runs[mode], world)
+    exact = {mode: run.losses for mode, run in runs.items() if mode != "budget"}
+    if len({tuple(losses) for losses in exact.values()}) > 1:
+        raise SystemExit(f"losses differ: {exact}")
+    base = runs["none"]
+    rows = []
+    for mode, run in runs.items():
+        peak = run.held + max(run.rises)
+        rows.append(
+            {
+                "mode": mode,
+                "held_bytes": run.held,
+                "rise_bytes": run.rises,
+                "peak_bytes": peak,
+                "seconds": run.seconds[1:],
+                "memory_ratio": peak / (base.held + max(base.rises)),
+                "rise_ratio": max(run.rises) / max(base.rises),
+                "time_ratio": min(run.seconds[1:]) / min(base.seconds[1:]),
+                "median_time_ratio": statistics.median(run.seconds[1:]) / statistics.median(base.seconds[1:]),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=RESULTS, help="for the JSON and the picture")
+    parser.add_argument("--model", help="one of conf/model, of which only the shape is taken; a small deep one")
+    parser.add_argument("--ranks", type=int, default=1, help="imagined ranks")
+    parser.add_argument("--tokens", type=int, default=2048, help="positions of the row")
+    parser.add_argument("--repetitions", type=int, default=5)
+    modes = [mode.value for mode in RecomputeMode]
+    parser.add_argument("--modes", nargs="*", choices=modes, default=["none", "selective", "full"])
+    parser.add_argument("--tiny", action="store_true", help="a model of a few megabytes")
+    options = parser.parse_args()
+    options.modes = ["none", *[mode for mode in options.modes if mode != "none"]]
+    with tempfile.TemporaryDirectory(prefix="recompute-") as made:
+        write_model(Path(made) / "deep", *MODELS["tiny" if options.tiny else "deep"])
+        options.model = None if options.tiny else options.model
+        rows = compare(options, Path(made))
+    finish(rows, options)
+
+
+def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    cuda = torch.cuda.is_available()
+    report = {
+        "question": "what does recomputation save, and what does it cost?",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "command": " ".join(["python benchmarks/recompute.py", *[a for a in sys.argv[1:] if a != str(options.folder)]]),
+        "machine": machine(torch.cuda.get_device_name() if cuda else None),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "options": {k: v for k, v in vars(options).items() if k != "folder"},
+        "clock": "wall seconds, the device waited for" if cuda else "CPU seconds of the process",
+        "rule_of_thumb": RULE_OF_THUMB,
+        "losses": "equal to the bit",
+        "rows": rows,
+    }
+    options.folder.mkdir(parents=True, exist_ok=True)
+    name = f"{options.model}-" if options.model else ""
+    path = options.folder / f"recompute-{name}{'cuda' if cuda else 'cpu'}-{datetime.date.today().isoformat()}.json"
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    console.print(table_of(report))
+    drawn = draw(report, path.with_suffix(".png"))
+    console.print(f"wrote {path}" + (f" and {path.with_suffix('.png')}" if drawn else "; no picture: no matplotlib"))
+
+
+def table_of(report: dict[str, Any]) -> Table:
+    heads = ["recompute", "peak", "/ none", "held", "rise in a step", "/ none", "seconds", "/ none"]
+    table = Table(*heads)
+    for row in report["rows"]:
+        sizes = [f"{row[key] / 2**20:,.0f} MiB" for key in ("peak_bytes", "held_bytes")]
+        table.add_row(
+            row["mode"], sizes[0], f"{row['memory_ratio']:.2f}", sizes[1],
+            f"{max(row['rise_bytes']) / 2**20:,.0f} MiB", f"{row['rise_ratio']:.2f}",
+            f"{min(row['seconds']):.2f}", f"{row['time_ratio']:.2f}",
+        )  # fmt: skip
+    rule = report["rule_of_thumb"]
+    table.caption = f"rule of thumb for full: {rule['memory']} of the memory, {rule['time']} of the time"
+    return table
+
+
+def draw(report: dict[str, Any], path: Path) -> bool:
+    """Memory and time as shares of `none`, with the rule of thumb. False without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return False
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = report["rows"]
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    held = [row["held_bytes"] / 2**20 for row in rows]
+    rises = [max(row["rise_bytes"]) / 2**20 for row in rows]
+    places = range(len(rows))
+    axes[0].bar(places, held, color="C0", label="held between steps")
+    axes[0].bar(places, rises, bottom=held, color="C1", label="rise in a step")
+    axes[0].axhline(report["rule_of_thumb"]["memory"] * (held[0] + rises[0]), color="k", linestyle=":")
+    axes[0].set_ylabel("MiB")
+    axes[1].bar(places, [min(row["seconds"]) for row in rows], color="C2", label="fastest step")
+    axes[1].axhline(report["rule_of_thumb"]["time"] * min(rows[0]["seconds"]), color="k", linestyle=":")
+    axes[1].set_ylabel(report["clock"], fontsize="small")
+    for axis, key in zip(axes, ("memory_ratio", "time_ratio"), strict=True):
+        axis.set_xticks(list(places), [f"{row['mode']}\n{row[key]:.2f}" for row in rows])
+        axis.plot([], [], "k:", label="rule of thumb for full")
+        axis.legend(fontsize="small")
+    size = f"{report['options']['model'] or 'small model'}, {report['options']['tokens']} positions"
+    figure.suptitle(
+        f"{size}, {report['machine']['device']}, torch {report['torch']}, {report['date'][:10]}", fontsize=10
+    )
+    figure.savefig(path, dpi=90)
+    return True
+
+
+if __name__ == "__main__":
+    main()

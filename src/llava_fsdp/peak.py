@@ -1,0 +1,77 @@
+"""How much memory something takes at its peak, on a GPU or of this process."""
+
+import contextlib
+import ctypes
+import gc
+from pathlib import Path
+
+import torch
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+LARGE = 128 * 2**10
+"""glibc's own first threshold between its heap and pages of their own. It raises it to the largest block that was ever
+freed, up to 32 MiB, and then keeps what is freed below that: the peak would be that of the heap's history."""
+
+
+class PeakMeter:
+    """Most bytes that are held at once from now on, beyond what is held now.
+
+    On CUDA it is what the caching allocator has given to tensors, and what it has taken from the device for them. On
+    the CPU it is the resident memory of the process without mapped files, which libraries' code is.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+            self.before = torch.cuda.memory_allocated(device)
+            self.reserved_before = torch.cuda.memory_reserved(device)
+        else:
+            free_to_the_system()
+            forget_peak()
+            self.before = of_process("VmRSS") - of_process("RssFile")
+
+    def read(self) -> dict[str, int]:
+        """Bytes, by what they are called where they are measured."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            return {
+                "max_memory_allocated": torch.cuda.max_memory_allocated(self.device) - self.before,
+                "max_memory_reserved": torch.cuda.max_memory_reserved(self.device) - self.reserved_before,
+            }
+        return {"peak_resident": max(0, of_process("VmHWM") - of_process("RssFile") - self.before)}
+
+
+def return_what_is_freed() -> None:
+    """Tell glibc to give large blocks back to the system as soon as they are freed; other systems' allocators may not.
+
+    For the life of the process: every large tensor then costs the system fresh pages, and some time.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, LARGE)
+        mallopt(M_TRIM_THRESHOLD, LARGE)
+
+
+def free_to_the_system() -> None:
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def forget_peak() -> None:
+    """VmHWM starts again from VmRSS (Linux, `man 5 proc`: clear_refs); where that is not allowed it goes on rising."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def of_process(key: str) -> int:
+    """Bytes that Linux reports of this process under a key of /proc/self/status; 0 where it does not."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(key + ":"):
+                return int(line.split()[1]) * 1024
+    return 0
