@@ -144,9 +144,9 @@ class PeakPrivate:
         self.thread.join()
 
 
-def largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest batch that fits, by doubling and then bisection; 0 where not even one sample does."""
-    good, bad = 0, 1
+def largest(fits: Callable[[int], bool], start: int, most: int) -> int:
+    """The largest batch that fits, by doubling from `start` and then bisection; 0 where not even one sample does."""
+    good, bad = 0, start
     while bad <= most and fits(bad):
         good, bad = bad, 2 * bad
     bad = min(bad, most + 1)
@@ -157,18 +157,30 @@ def largest(fits: Callable[[int], bool], most: int) -> int:
 
 
 def facts(question: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What a reader needs to run it again."""
+    """What a reader needs to run it again; asked for at the beginning, while the code is that which runs."""
     return {
         "question": question,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
-        "options": {k: v for k, v in vars(options).items() if k != "out"},
+        "command": shlex.join(
+            ["python", f"benchmarks/{Path(sys.argv[0]).name}", *without(sys.argv[1:], "--scratch", "--out")]
+        ),
+        "options": {
+            k: str(v) if isinstance(v, Path) else v
+            for k, v in vars(options).items()
+            if k not in ("out", "scratch", "attempt")
+        },
         "machine": machine(torch.cuda.get_device_name() if torch.cuda.is_available() else None),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def without(arguments: list[str], *flags: str) -> list[str]:
+    """A command line without folders of this machine."""
+    kept = [a for a in arguments if not a.startswith(tuple(f"{flag}=" for flag in flags))]
+    return [a for n, a in enumerate(kept) if a not in flags and (n == 0 or kept[n - 1] not in flags)]
 
 
 def write(report: dict[str, Any], name: str, folder: Path, draw: Callable[[Any, dict[str, Any]], None]) -> None:

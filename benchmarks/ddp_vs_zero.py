@@ -4,7 +4,8 @@
 
 `torch.nn.parallel.DistributedDataParallel` in a loop as one writes it, against ours, on two gloo ranks that may have
 the same private memory. The same model, samples, loss and optimizer; losses at batch 1 are compared first. Largest
-batches are found by bisection: a batch fits if two steps run. How to read the result is in benchmarks/README.md.
+batches are found by bisection: a batch fits if the two longest steps of an epoch run. How to read the result is in
+benchmarks/README.md.
 """
 
 import argparse
@@ -34,16 +35,21 @@ VARIANTS = ("ddp", "zero2", "zero3")
 KINDS = ("train", "eval")
 PUBLISHED = {"batch": {"zero": 200, "ddp": 100}, "epoch_seconds": {"zero": 19.06, "ddp": 27.36}}
 EQUAL_WITHIN = 1e-5
+LONGEST = 0
+"""Instead of a number of steps: the two with the longest rows."""
+KEPT = 8
+"""Steps that are prepared; an epoch of more runs them again."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--limit", type=int, default=None, help="MiB beyond what the imports take; default: 24 bytes a "
                         "trained parameter, half as much again as the states of one of them")  # fmt: skip
     parser.add_argument("--samples", type=int, default=256, help="of an epoch")
     parser.add_argument("--repetitions", type=int, default=2, help="epochs of each variant, in turn")
+    parser.add_argument("--start", type=int, default=8, help="batch of a rank that is tried first")
     parser.add_argument("--most", type=int, default=256, help="largest batch of a rank that is tried")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results")
     options = parser.parse_args()
@@ -54,6 +60,7 @@ def main() -> None:
 
 
 def measure(work: Path, options: argparse.Namespace) -> dict[str, Any]:
+    known = facts(QUESTION, options)
     ensure_shapes(work / "shapes")
     write_language_model(work / "language", options)
     trained = sum(attempt(None, count_trained, work, options).results or []) // 2
@@ -65,7 +72,7 @@ def measure(work: Path, options: argparse.Namespace) -> dict[str, Any]:
     for _ in range(options.repetitions):
         for row in rows:
             time_epochs(row, limit, work, options)
-    return facts(QUESTION, options) | {
+    return known | {
         "ranks": 2,
         "trained_parameters": trained,
         "state_bytes_of_a_rank": {"ddp": 16 * trained, "zero2": 8 * trained, "zero3": 8 * trained},
@@ -80,7 +87,7 @@ def compare_losses(limit: int, work: Path, options: argparse.Namespace) -> None:
     """Variants that do not compute the same have no batch worth printing."""
     losses = {}
     for variant in VARIANTS:
-        outcome = attempt(limit, train_steps, variant, 1, 2, work, options)
+        outcome = attempt(limit, train_steps, variant, 1, LONGEST, work, options)
         if not outcome:
             raise SystemExit(f"{variant} does not fit at batch 1: raise --limit ({outcome.why})")
         losses[variant] = (outcome.results or [])[0]["losses"]
@@ -95,21 +102,27 @@ def find_batches(variant: str, limit: int, work: Path, options: argparse.Namespa
     for kind, function in (("train", train_steps), ("eval", evaluate_steps)):
 
         def fits(batch: int, kind: str = kind, function: Any = function) -> bool:
-            outcome: Fits = attempt(limit, function, variant, batch, 2, work, options)
+            outcome: Fits = attempt(limit, function, variant, batch, LONGEST, work, options)
             row["attempts"].append({"kind": kind, "batch": batch, "fits": bool(outcome), "why": outcome.why})
             print(f"{variant} {kind} at {batch}: {'fits' if outcome else 'does not fit'}", flush=True)
             return bool(outcome)
 
-        row[kind] = {"batch": largest(fits, options.most), "epochs": []}
+        start = row["train"]["batch"] if kind == "eval" else options.start
+        row[kind] = {"batch": largest(fits, start, options.most), "epochs": []}
     return row
 
 
 def time_epochs(row: dict[str, Any], limit: int, work: Path, options: argparse.Namespace) -> None:
+    """At the largest batches; one whose later steps do not fit after all is made smaller."""
     for kind, function in (("train", train_steps), ("eval", evaluate_steps)):
-        batch = row[kind]["batch"]
-        steps = math.ceil(options.samples / (2 * batch))
-        outcome = attempt(limit, function, row["variant"], batch, steps, work, options, timeout=3600)
-        assert outcome.results, outcome.why
+        while True:
+            batch = row[kind]["batch"]
+            steps = math.ceil(options.samples / (2 * batch))
+            outcome = attempt(limit, function, row["variant"], batch, steps, work, options, timeout=3600)
+            if outcome.results:
+                break
+            row[kind] = {"batch": batch - 1, "epochs": []}
+            row["attempts"].append({"kind": kind, "batch": batch, "fits": False, "why": f"in an epoch: {outcome.why}"})
         wall, cpu = (max(r[k] for r in outcome.results) for k in ("wall", "cpu"))
         row[kind]["epochs"].append({"steps": steps, "wall": wall, "cpu": cpu})
         print(f"{row['variant']} {kind} epoch of {steps} steps at {batch}: {wall:.1f} s, {cpu:.1f} CPU s", flush=True)
@@ -135,9 +148,9 @@ def train_steps(
     world: World, variant: str, batch: int, steps: int, work: Path, options: argparse.Namespace
 ) -> dict[str, Any]:
     run, _ = prepare(world, variant, batch, work, options)
-    prepared = [run.state.loader.steps.prepare(number) for number in range(min(steps, 8))]
+    prepared = prepare_steps(run, steps, options)
     started = time.perf_counter(), time.process_time()
-    for number in range(steps):
+    for number in range(steps or len(prepared)):
         run.step(prepared[number % len(prepared)])
     return timed(started) | {"losses": run.losses}
 
@@ -152,12 +165,19 @@ def evaluate_steps(
     run.step(small.steps.prepare(0))
     model = run.ddp if run.ddp is not None else run.state.model
     model.eval()
-    prepared = [micro_of(run.state.loader.steps.prepare(number)) for number in range(min(steps, 8))]
+    prepared = [micro_of(step) for step in prepare_steps(run, steps, options)]
     started = time.perf_counter(), time.process_time()
     with torch.no_grad():
-        for number in range(steps):
+        for number in range(steps or len(prepared)):
             model(*run.state.loader.to_device(prepared[number % len(prepared)]).inputs)
     return timed(started)
+
+
+def prepare_steps(run: Run, steps: int, options: argparse.Namespace) -> list[Step]:
+    epoch = math.ceil(options.samples / run.cfg.global_batch_size)
+    prepared = [run.state.loader.steps.prepare(number) for number in range(min(epoch, KEPT))]
+    by_length = sorted(prepared, key=lambda step: -micro_of(step).input_ids.numel())
+    return prepared if steps else by_length[:2]
 
 
 def micro_of(step: Step) -> MicroBatch:

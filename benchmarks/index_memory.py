@@ -58,6 +58,7 @@ def main() -> None:
                 print(json.dumps(row), flush=True)
                 result["train"].append(row)
             shutil.rmtree(path.parent)
+    args.out.mkdir(parents=True, exist_ok=True)
     name = args.out / f"index-memory-{result['date']}"
     name.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     draw(result, name.with_suffix(".png"))

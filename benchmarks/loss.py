@@ -231,7 +231,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axis.set_xlabel(f"{title}, whole logits = 1")
         axis.set_yticks(range(len(names)), names)
     axes[0].invert_yaxis()
-    axes[1].legend()
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(cases))  # beside the bars
     first = rows[0]
     figure.suptitle(
         f"loss of {first['labels']} labels, {first['vocabulary']} words, width {first['width']}; torch "

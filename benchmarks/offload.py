@@ -1,10 +1,10 @@
 """What trains under a limit on memory that DDP, or sharding alone, does not fit into?
 
-    python benchmarks/offload.py        # two gloo ranks under one RLIMIT_DATA; on a GPU one rank under a share of it
+    python benchmarks/offload.py      # two gloo ranks under one RLIMIT_DATA; on a GPU one rank under a share of it
 
 On the CPU: a model whose DDP fails at batch 1 trains at batch 16 under zero3 on the same ranks; and one twice as deep,
-which zero3 alone does not fit, trains with `offload=nvme`, with the losses that it has without a limit. On a GPU: a model of
-1.5 billion parameters within 24 GB, with every `offload`. How to read the result is in benchmarks/README.md.
+which zero3 alone does not fit, trains with `offload=nvme` and the losses that it has without a limit. On a GPU: a model
+of 1.5 billion parameters within 24 GB, with every `offload`. How to read the result is in benchmarks/README.md.
 """
 
 import argparse
@@ -58,10 +58,11 @@ def main() -> None:
         mode, batch, work = options.attempt
         print(json.dumps(gpu_attempt(mode, int(batch), Path(work), options)))
         return
+    known = facts(QUESTION, options)
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
         ensure_shapes(Path(folder) / "shapes")
         report = on_one_gpu(Path(folder), options) if on_gpu else on_two_ranks(Path(folder), options)
-    report = facts(QUESTION, options) | report
+    report = known | report
     for row in report["rows"]:
         print(describe(row))
     write(report, f"offload-{'cuda' if on_gpu else 'cpu'}", options.out, draw)
@@ -206,7 +207,9 @@ def draw(pyplot: Any, report: dict[str, Any]) -> None:
     axes.axvline(limit, color="C3", linestyle="--", label=f"the limit, {limit:,.0f} MiB")
     axes.set_yticks(range(len(rows)), [name_of(row) for row in rows])
     axes.invert_yaxis()
-    axes.set_xlabel("MiB on the GPU, at the peak" if "cuda" in str(report.get("machine")) else "private MiB of a rank")
+    axes.set_xlabel(
+        "MiB on the GPU, at the peak" if any("peak_bytes" in row for row in rows) else "private MiB of a rank"
+    )
     axes.legend(loc="lower right")
     trained = max(row.get("trained", 0) for row in rows) / 1e6
     axes.set_title(f"{report['ranks']} rank(s), up to {trained:,.0f} M trained parameters", fontsize="medium")

@@ -116,7 +116,7 @@ def grouped(tail: str) -> tuple[list[tuple[int, bool]], list[list[int]]]:
 
 
 def step_of_original(tail: str, samples: int) -> list[tuple[int, bool]]:
-    """Of that epoch the first steps with pictures (19 of 20 are; a step is of one modality), in the original's order."""
+    """Of that epoch the first steps with pictures (a step is of one modality, 19 of 20 have them), in its order."""
     lengths, order = grouped(tail)
     first = next(n for n in range(0, len(order), RANKS) if lengths[order[n][0]][1])
     return [lengths[i] for m in order[first : first + samples // ROWS] for i in m]

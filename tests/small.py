@@ -62,6 +62,13 @@ def write_parts(folder: Path, spare_rows: int = 5) -> Path:
     return folder
 
 
+def write_wide_parts(folder: Path) -> Path:
+    """The same with a language model whose sizes are multiples of 16, but for keys and values: three heads of 8."""
+    file = write_parts(folder) / "language" / "config.json"
+    write_json(file, json.loads(file.read_text()) | {"hidden_size": 48, "intermediate_size": 64})
+    return folder
+
+
 def write_json(path: Path, value: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value))

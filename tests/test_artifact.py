@@ -43,7 +43,7 @@ def load_ours(cfg: Config, checkpoint: Path) -> torch.nn.Module:
     kernel = choose_kernel(cfg.attention, parts.language, CPU, torch.float32) if cfg.pack else None
     model = build_llava(parts, cfg.model, torch.float32, kernel)
     sources, buffers = find_weights(model, parts, cfg.model, None, 0), computed_buffers(model)
-    materialize(model, torch.device("cpu"))
+    materialize(model, lambda empty: empty.to_empty(device="cpu"))
     load_weights(sources, local_shards(model, MasterWeights({})))
     restore_buffers(model, buffers)
     return model.eval()

@@ -21,6 +21,7 @@ from llava_fsdp.config import (
     OrderName,
     Parity,
     Pixels,
+    PlanConfig,
     PrepareConfig,
     Strategy,
     SweepConfig,
@@ -42,6 +43,7 @@ SCHEMAS = {
     "chat": ChatConfig,
     "export": ConversionConfig,
     "prepare": PrepareConfig,
+    "plan": PlanConfig,
 }
 FILL = ["data.path=records.json"]  # the one value that a choice leaves open
 
@@ -118,7 +120,7 @@ def test_stage_chooses_the_sharding_and_the_command_line_wins() -> None:
 
 
 def test_strategies_have_the_names_of_torch() -> None:
-    assert {s.value for s in Strategy} - {"SHARD_OPTIMIZER"} == {s.name for s in ShardingStrategy}
+    assert {s.value for s in Strategy} - {"SHARD_OPTIMIZER", "auto"} == {s.name for s in ShardingStrategy}
     assert all(s.name == s.value for s in Strategy)
 
 
@@ -134,8 +136,11 @@ WRONG = [
         "stage=nope",
         "Could not find 'stage/nope'\n\nAvailable options in 'stage':\n\tfinetune\n\tfinetune_task\n\tpretrain",
     ),
-    ("sharding=zero4", "Available options in 'sharding':\n\thybrid\n\thybrid2\n\tzero0\n\tzero1\n\tzero2\n\tzero3"),
-    ("precision=fp16", "Available options in 'precision':\n\tbf16\n\tfp32"),
+    (
+        "sharding=zero4",
+        "Available options in 'sharding':\n\tauto\n\thybrid\n\thybrid2\n\tzero0\n\tzero1\n\tzero2\n\tzero3",
+    ),
+    ("precision=int8", "Available options in 'precision':\n\tbf16\n\tbf16_pure\n\tfp16\n\tfp32\n\tfp8"),
     # wrong types
     ("optim.lr=fast", "optim.lr=fast: Value 'fast' of type 'str' could not be converted to Float"),
     ("epochs=1.5", "epochs=1.5: Value '1.5' of type 'float' could not be converted to Integer"),
@@ -209,6 +214,31 @@ def test_compat_sets_what_the_original_does() -> None:
         (["labels=llava_v1_5", "data.too_long=fail"], "data.too_long=fail needs labels=exact"),
         (["data.grid_pinpoints=[[336,672]]"], "data.grid_pinpoints is for data.image_aspect_ratio=anyres"),
         (["precision=fp32", "precision.norm_dtype=bf16"], "norm_dtype=bf16 needs precision.param_dtype=bf16"),
+        (
+            ["recompute=full", "recompute.budget=0.5"],
+            "recompute.budget=0.5 is for recompute=budget",
+        ),
+        (
+            ["recompute=budget", "recompute.budget=1.5"],
+            "recompute.budget=1.5 must be the share",
+        ),
+        (["recompute=budget", "recompute.budget=null"], "recompute.budget=None must be the share"),
+        (["loss.chunk_tokens=0"], "loss.chunk_tokens=0 must be at least 1"),
+        (["precision=fp16", "precision.norm_dtype=bf16"], "with param_dtype=fp16 it is fp16 or fp32"),
+        (["precision.reduce_dtype=fp16"], "reduce_dtype=fp16 needs precision.param_dtype=fp16"),
+        (["precision=fp32", "precision.master_dtype=bf16"], "choose precision=bf16_pure, or master_dtype=fp32"),
+        (["precision=fp16", "precision.master_dtype=bf16"], "computing in param_dtype=fp16 gains nothing"),
+        (["precision=fp16", "precision.linear=fp8"], "linear=fp8 is for param_dtype=bf16"),
+        (["precision=fp8", "stage=pretrain"], r"model.train=\['projector'\] freezes it; choose precision=bf16"),
+        (["precision.scaler.window=7"], "precision.scaler is for precision=fp16; bf16 has the exponents of fp32"),
+        (["precision=fp16", "precision.scaler.scale=0"], "scaler.scale=0.0 must be a finite number above 0"),
+        (["precision=fp16", "precision.scaler.window=0"], "scaler.window=0 must be at least 1"),
+        (["precision=fp16", "precision.scaler.hysteresis=0"], "scaler.hysteresis=0 must be at least 1"),
+        (["precision=fp16", "precision.scaler.minimum=0"], "scaler.minimum=0.0 must be a finite number above 0"),
+        (["precision=fp16", "precision.scaler.minimum=1e6"], "initial_power=16 must be 0 to 127, and 2 to its power"),
+        (["offload=nvme", "precision=bf16_pure"], "offload=nvme updates stretches of fp32 masters"),
+        (["offload=optimizer", "precision.moment_dtype=int8"], "with moment_dtype=int8 is rounded by the row"),
+        (["offload=params", "precision=fp8"], "offload=params gathers shards from the host"),
         (["model.patch_merge=spatial"], "model.patch_merge=spatial is for data.image_aspect_ratio=anyres"),
         (
             ["compat=llava_v1_5", "data.image_aspect_ratio=anyres", "model.patch_merge=spatial"],

@@ -384,7 +384,7 @@ def test_schedules(flags: str, expected: tuple, tmp_path: Path) -> None:
 
 
 FLAGS_AND_VERDICTS = [
-    ("--fp16 True --bf16 False", "fp16", Verdict.unsupported, {"precision": "bf16"}),
+    ("--fp16 True --bf16 False", "fp16", Verdict.mapped, {"precision": "fp16"}),
     ("--lora_enable True --lora_r 8", "lora_r", Verdict.unsupported, {}),
     ("--lora_r 8", "lora_r", Verdict.no_effect, {}),
     ("--bits 4", "bits", Verdict.unsupported, {}),
@@ -601,6 +601,66 @@ def test_fp16_that_contradicts_the_script(tmp_path: Path) -> None:
     assert found.verdict is Verdict.unsupported and "the original refuses to start: --fp16 is True" in found.text
 
 
+DYNAMIC = {"loss_scale": 0, "initial_scale_power": 20, "loss_scale_window": 500, "hysteresis": 3, "min_loss_scale": 2}
+
+
+def test_deepspeeds_loss_scale(tmp_path: Path) -> None:
+    """All five settings, under their own names; a fixed scale leaves the others without effect, as there."""
+    done = finetune(tmp_path, "--fp16 True --bf16 False", {"fp16": {"enabled": "auto", **DYNAMIC}})
+    precision = config_of(assignments(done.kept)).precision
+    scaler = precision.scaler
+    assert (precision.param_dtype.value, precision.master_dtype.value) == ("fp16", "fp32")
+    assert (scaler.scale, scaler.initial_power, scaler.window, scaler.hysteresis, scaler.minimum) == (
+        None, 20, 500, 3, 2.0,
+    )  # fmt: skip
+    assert {row(done, f"fp16.{key}").verdict for key in ("enabled", *DYNAMIC)} == {Verdict.mapped}
+    done = told(read(tmp_path, zero={"fp16": {"enabled": True, **DYNAMIC, "loss_scale": 128}}))
+    assert done.decided["precision"] == "fp16" and done.decided["precision.scaler.scale"] == 128.0
+    assert row(done, "fp16.loss_scale").verdict is Verdict.mapped
+    assert {row(done, f"fp16.{key}").verdict for key in DYNAMIC if key != "loss_scale"} == {Verdict.no_effect}
+
+
+def test_details_of_fp16(tmp_path: Path) -> None:
+    details = {"auto_cast": True, "consecutive_hysteresis": True, "fp16_master_weights_and_grads": True}
+    done = told(read(tmp_path, zero={"fp16": {"enabled": True, **details}}))
+    verdicts = [row(done, f"fp16.{key}").verdict for key in details]
+    assert verdicts == [Verdict.implied, Verdict.unsupported, Verdict.unsupported]
+    done = told(read(tmp_path, zero={"fp16": {"enabled": True, **dict.fromkeys(details, False)}}))
+    assert {row(done, f"fp16.{key}").verdict for key in details} == {Verdict.implied}
+
+
+def test_fp16_without_deepspeed_is_torchs_scaler(tmp_path: Path) -> None:
+    done = finetune(tmp_path, "--fp16 True --bf16 False", zero=None)
+    scaler = config_of(assignments(done.kept)).precision.scaler
+    assert (scaler.initial_power, scaler.window, scaler.hysteresis) == (16, 2000, 1)
+    assert row(done, "fp16").verdict is Verdict.mapped and "GradScaler" in row(done, "fp16").text
+
+
+@pytest.mark.parametrize(
+    ("block", "master", "moments"),
+    [({"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}, "bf16", "bf16"),
+     ({"bf16_master_weights_and_grads": True}, "bf16", "fp32"),
+     ({"bf16_optimizer_states": True}, "fp32", "fp32")],
+)  # fmt: skip
+def test_deepspeeds_masters_in_bf16(block: dict, master: str, moments: str, tmp_path: Path) -> None:
+    done = moved(tmp_path, zero={"bf16": {"enabled": True, **block}}, gpus=8)
+    precision = config_of(assignments(done.kept)).precision
+    assert (precision.master_dtype.value, precision.moment_dtype.value) == (master, moments)
+    wanted = Verdict.mapped if master == "bf16" else Verdict.no_effect
+    assert {row(done, f"bf16.{key}").verdict for key in block} == {wanted}
+
+
+@pytest.mark.parametrize(("word", "precision"), [("fp16", "fp16"), ("fp8", "fp8"), ("bf16", "bf16")])
+def test_accelerates_mixed_precision(word: str, precision: str, tmp_path: Path) -> None:
+    done = moved(
+        tmp_path,
+        accelerate=ACCELERATE_FSDP.format(strategy=1).replace("mixed_precision: no", f"mixed_precision: {word}"),
+    )
+    assert done.decided["precision"] == precision and done.refused == ""
+    assert row(done, "mixed_precision").verdict is Verdict.mapped
+    assert config_of(assignments(done.kept)).precision.linear.value == ("fp8" if word == "fp8" else "same")
+
+
 OFFLOADS = [
     # DeepSpeed's blocks, and what becomes of them
     ({"stage": 3, "offload_optimizer": {"device": "none"}}, "none", None),
@@ -616,7 +676,7 @@ OFFLOADS = [
 @pytest.mark.parametrize(("block", "mode", "folder"), OFFLOADS, ids=str)
 def test_offload_of_deepspeed(block: dict, mode: str, folder: str | None, tmp_path: Path) -> None:
     done = finetune(tmp_path, zero={"zero_optimization": block})
-    assert (done.decided["offload"], done.decided.get("offload.folder")) == (mode, folder)
+    assert (done.decided.get("offload", "none"), done.decided.get("offload.folder")) == (mode, folder)
     cfg = config_of(assignments(done.kept))
     assert (cfg.offload.mode.value, cfg.offload.folder) == (mode, folder)
 
@@ -749,7 +809,7 @@ def test_json_alone_says_what_it_can(tmp_path: Path) -> None:
     zero = ZERO2 | {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "train_batch_size": "auto"}
     done = moved(tmp_path, zero=zero, gpus=4)
     assert done.kept == {
-        "sharding": "zero2", "offload": "none", "optim.clip": None, "micro_batch_size": 4, "global_batch_size": 32,
+        "sharding": "zero2", "optim.clip": None, "micro_batch_size": 4, "global_batch_size": 32,
     }  # fmt: skip
     assert "give that as another PATH" in row(done, "bf16.enabled").text
     assert row(done, "bf16.enabled").resolved == "--bf16 (false where it is not given)"
@@ -907,7 +967,7 @@ def test_fsdp_of_the_trainer(tmp_path: Path) -> None:
         tmp_path, '--fsdp "full_shard auto_wrap" --fsdp_transformer_layer_cls_to_wrap LlamaDecoderLayer', None
     )
     assert (done.decided["sharding"], done.decided["optim.clip"]) == ("zero3", 1.0)
-    assert done.decided["offload"] == "none"
+    assert "offload" not in done.decided
     offloaded = finetune(tmp_path, '--fsdp "shard_grad_op offload"', None)
     assert row(offloaded, "fsdp").verdict is Verdict.mapped and offloaded.decided["offload"] == "params"
 

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from llava_fsdp.checkpoint import on_first_rank, sync_folder
-from llava_fsdp.config import Config, DType, FolderFormat
+from llava_fsdp.config import Config, DType, FolderFormat, LinearKind
 from llava_fsdp.errors import ModelError
 from llava_fsdp.formats import Subject, write_folder
 from llava_fsdp.log import log
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.parts import EXPORT, NOTES
-from llava_fsdp.proof import CLOSE, CLOSE_BF16, apart, reloaded_logits
+from llava_fsdp.proof import CLOSE, CLOSE_BF16, CLOSE_FP8, apart, reloaded_logits
 from llava_fsdp.sharding.precision import DTYPES
 from llava_fsdp.sharding.shards import whole
 from llava_fsdp.state import TrainState
@@ -107,6 +107,7 @@ def verify(state: TrainState, cfg: Config, staged: Path) -> None:
         reloaded = reloaded_logits(staged, micro, placed.images.cpu(), DTYPES[cfg.precision.param_dtype])
         difference = apart(reloaded[:, : ours.shape[1]], ours)
         bound = CLOSE if (cfg.export.dtype, cfg.precision.param_dtype) == (DType.fp32, DType.fp32) else CLOSE_BF16
+        bound = CLOSE_FP8 if cfg.precision.linear is LinearKind.fp8 else bound
         log().info("export: logits after reloading differ by %.2g of the largest (bound %.2g)", difference, bound)
         if not difference <= bound:
             raise ModelError(f"{staged} was written, but its logits differ by {difference:.3g} from the model's")

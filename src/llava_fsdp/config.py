@@ -208,7 +208,7 @@ class Attention(Enum):
 
     auto = "auto"
     varlen = "varlen"
-    """torch's own kernel for sequences of many lengths, on CUDA in bf16"""
+    """torch's own kernel for sequences of many lengths, on CUDA in bf16 or fp16"""
     flash = "flash"
     """the flash-attn package's, where it is installed"""
     sdpa = "sdpa"
@@ -655,12 +655,12 @@ class Config:
 
     def __post_init__(self) -> None:
         self.check_packing()
-        self.check_offload()
         if self.precision.linear is LinearKind.fp8 and Part.language not in self.model.train:
             raise ConfigError(
                 f"precision.linear=fp8 is for a language model that trains, and model.train="
                 f"{[part.value for part in self.model.train]} freezes it; choose precision=bf16"
             )
+        self.check_offload()
         for name in ("epochs", "global_batch_size", "micro_batch_size", "log_every"):
             at_least(name, getattr(self, name), 1)
         at_least("seed", self.seed, 0)
@@ -722,6 +722,21 @@ class Config:
             raise ConfigError(
                 f"offload={mode.value} with sharding=zero1 would still hold all weights and gradients on the device "
                 "through the whole step; choose sharding=zero2 or zero3, or offload=optimizer"
+            )
+        masters, moments = self.precision.master_dtype, self.precision.moment_dtype
+        if mode in (OffloadMode.optimizer, OffloadMode.nvme) and (masters, moments) != (
+            MasterDType.fp32,
+            MomentDType.fp32,
+        ):
+            raise ConfigError(
+                f"offload={mode.value} updates stretches of fp32 masters and moments, and precision.master_dtype="
+                f"{masters.value} with moment_dtype={moments.value} is rounded by the row; choose offload=params, or "
+                "precision=bf16"
+            )
+        if mode.moves_weights and self.precision.linear is LinearKind.fp8:
+            raise ConfigError(
+                f"offload={mode.value} gathers shards from the host, where nothing turns them into "
+                "precision.linear=fp8; choose offload=optimizer, or precision=bf16"
             )
 
     def check_packing(self) -> None:

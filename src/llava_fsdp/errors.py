@@ -76,6 +76,12 @@ class SourceError(DataError):
     on_every_rank = False
 
 
+class DamagedError(DataError):
+    """The index of a dataset is not what was written; the one rank that reads it knows."""
+
+    on_every_rank = False
+
+
 class BuildError(ConfigError):
     """The index of a dataset cannot be written; the one rank that makes it knows."""
 

@@ -7,12 +7,25 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from llava_fsdp.config import Config, Normalize, OrderName, Parity, Pixels, Source
+from llava_fsdp.config import (
+    Config,
+    DType,
+    LinearKind,
+    Normalize,
+    OffloadMode,
+    OrderName,
+    Parity,
+    Pixels,
+    PrecisionConfig,
+    RecomputeMode,
+    Source,
+)
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.data.records import Records
 from llava_fsdp.model.attention import Kernel
 from llava_fsdp.sharding.memory import Weight, bytes_per_rank
 from llava_fsdp.sharding.mesh import World
+from llava_fsdp.sharding.offload import describe_offload
 from llava_fsdp.sharding.zero import SHARD_PLANS, Mesh
 
 
@@ -58,8 +71,11 @@ def show_run(
     facts.add_row("batch", describe_batch(cfg, world, loader))
     facts.add_row("attention", describe_attention(kernel))
     facts.add_row(
-        "compute", f"{world.device.type}, {cfg.precision.param_dtype.value}, recompute {cfg.recompute.mode.value}"
+        "compute", f"{world.device.type}, {cfg.precision.param_dtype.value}, recompute {describe_recompute(cfg, world)}"
     )
+    facts.add_row("precision", describe_precision(cfg.precision))
+    if cfg.offload.mode is not OffloadMode.none:
+        facts.add_row("offload", describe_offload(cfg, world.device))
     facts.add_row("unlike LLaVA", unlike_original(cfg))
     console.print(facts)
     console.print(trains_table(weights), bytes_table(cfg, world, weights.values()))
@@ -70,6 +86,17 @@ def describe_data(cfg: Config, records: Records) -> str:
     wrong = f", {records.out:,} left out as wrong" if records.out else ""
     long = f", {records.long:,} left out as too long" if records.long else ""
     return f"{files}: {len(records):,} records{wrong}{long}"
+
+
+def describe_precision(precision: PrecisionConfig) -> str:
+    found = f"weights {precision.master_dtype.value}, moments {precision.moment_dtype.value}, norms "
+    found += f"{precision.norm_dtype.value}, gradients added in {precision.reduce_dtype.value}"
+    if precision.linear is LinearKind.fp8:
+        found += "; linear layers of the language model's blocks multiply in fp8"
+    if precision.param_dtype is DType.fp16:
+        fixed = precision.scaler.scale
+        found += f"; loss scale {f'2**{precision.scaler.initial_power}, dynamic' if fixed is None else f'{fixed:g}'}"
+    return found
 
 
 def describe_batch(cfg: Config, world: World, loader: Loader) -> str:
@@ -88,6 +115,15 @@ def describe_batch(cfg: Config, world: World, loader: Loader) -> str:
 
 def describe_attention(kernel: Kernel | None) -> str:
     return "SDPA over padded rows: pack=false" if kernel is None else f"{kernel.attention.value} ({kernel.reason})"
+
+
+def describe_recompute(cfg: Config, world: World) -> str:
+    mode = cfg.recompute.mode
+    if mode is RecomputeMode.budget:
+        return f"{mode.value} {cfg.recompute.budget:g}: blocks are compiled when they first run, which takes a while"
+    if mode is RecomputeMode.offload and world.device.type == "cpu":
+        return f"{mode.value}: as full; without a GPU the host's memory is the device's, and this saves nothing more"
+    return mode.value
 
 
 def trains_table(weights: dict[str, Weight]) -> Table:

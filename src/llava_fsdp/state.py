@@ -84,7 +84,7 @@ def assemble(
     """
     buffers = computed_buffers(model)
     offload = Offload(cfg, world.device)
-    warn_of_no_use(offload, world.is_first)
+    warn_of_no_use(cfg, world)
     masters = parallelize(model, model.blocks(), mesh, plan, cfg, offload, model.whole_while_frozen())
     fill(model, masters)
     restore_buffers(model, buffers)

@@ -4,15 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
-from planted import ALSO, FAULTS, LINES_ONLY, write_planted
-from small import make_config
+from planted import ALSO, FAULTS, LINES_ONLY, turns, write_planted
+from small import make_config, write_json
 from test_index import open_again, plan_of
 
 from llava_fsdp import train
 from llava_fsdp.config import Config
 from llava_fsdp.data import door as door_module
 from llava_fsdp.data import index as index_module
-from llava_fsdp.data.door import check_door, open_records
+from llava_fsdp.data.door import check_door, open_records, remarks
 from llava_fsdp.data.problems import BITS, PROBLEMS, Kind, is_kept
 from llava_fsdp.data.progress import watch_silently
 from llava_fsdp.data.records import Records
@@ -50,7 +50,8 @@ def test_every_fault_is_named_exactly(case: tuple[Path, list[str | None]], parts
         (number, kind) for number, kinds in enumerate(expected) for kind in kinds
     )
     for row in rows:
-        assert row["reason"].startswith(f"{path}, record {row['record']}"), row
+        line = row["record"] + (1 if path.suffix == ".jsonl" else 2)
+        assert row["reason"].startswith(f"{path}, line {line}, record {row['record']}"), row
         if row["id"] is not None:
             assert row["kind"] == "duplicate_id" or row["id"] in (
                 f"{planted[row['record']]}-{row['record'] // 2}",
@@ -64,8 +65,9 @@ def test_what_is_kept_and_what_is_not(case: tuple[Path, list[str | None]], parts
     records = open_again(cfg, parts)
     kept = [n for n, kind in enumerate(planted) if kind is None or is_kept(Kind(kind), cfg.labels, cfg.data.too_long)]
     assert [records[n].index for n in range(len(records))] == kept
-    assert {planted[n] for n in kept} == {None, "duplicate_id", "tag_without_picture", "too_long"}
+    assert {planted[n] for n in kept} == {None, "duplicate_id", "too_long"}
     assert len(records) + records.out == len(planted)
+    assert all(row["reason"].startswith(row["record"]) for row in records.left_out()), "one name everywhere"
     left_out = {row["record"] for row in records.left_out()}
     assert len(left_out) == records.out and all(str(path) in record for record in left_out)
     for number in range(len(records)):
@@ -159,3 +161,18 @@ def test_bad_pictures_are_looked_at_again_once(parts: Path, tmp_path: Path, monk
 
 def denied(*_: object) -> None:
     raise PermissionError(30, "Read-only file system")
+
+
+def test_a_whole_dataset_without_its_pictures_is_no_secret(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Its key is called images: exact labels refuse it, the original's train on its text and say so."""
+    rows = [{"id": n, "images": "0.jpg", "conversations": turns()} for n in range(4)]
+    path = tmp_path / "a.json"
+    write_json(path, [*rows, {"id": 9, "conversations": turns("what is it")}])
+    cfg = config(parts, path, f"data.images={dataset / 'images'}")
+    with pytest.raises(DataError, match=r"4 of 5 records are wrong\n  tag_without_picture: 4 (.|\n)*is the key called"):
+        check_door(open_again(cfg, parts), cfg.data)
+    original = config(parts, path, f"data.images={dataset / 'images'}", "labels=llava_v1_5")
+    said = remarks(open_again(original, parts))
+    assert "of 5 records, 4 have <image> in their text and no picture" in said
+    assert f"no record of {path} has a picture, and {dataset / 'images'} is set" in said
+    assert remarks(open_again(make_config(parts, dataset, tmp_path, f"data.index={tmp_path / 'i'}"), parts)) == ""

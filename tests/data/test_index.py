@@ -190,8 +190,10 @@ def test_several_sources(parts: Path, dataset: Path, tmp_path: Path) -> None:
     cfg = make_config(parts, dataset, tmp_path, "data.path=null", *sources, f"data.index={tmp_path / 'index'}")
     records = open_again(cfg, parts)
     assert records.source_counts == [44, 20] and len(records) == 64
-    assert records[43].where.startswith(f"{dataset / 'mixed.json'}, record 43 (id r43)")
-    assert records[44].where.startswith(f"{dataset / 'text.json'}, record 0 (id r0)"), "ids are those of a source"
+    assert records[43].where.startswith(f"{dataset / 'mixed.json'}, line 1, record 43 (id r43)")
+    assert records[44].where.startswith(f"{dataset / 'text.json'}, line 1, record 0 (id r0)"), (
+        "ids are those of a source"
+    )
     assert records[0].folder == dataset / "images" and records[44].folder == tmp_path
     assert not records.counts["duplicate_id"]
     moved = tmp_path / "text.json"

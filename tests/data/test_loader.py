@@ -59,7 +59,7 @@ def test_error_reaches_the_user_as_it_is(workers: int, parts: Path, dataset: Pat
         open_loader(parts, dataset, f"data.path={tmp_path / 'bad.json'}")
     first, kind, reason = str(caught.value).splitlines()[:3]
     assert first == f"{tmp_path / 'bad.json'}: 1 of 1 records are wrong" and kind.startswith("  odd_turns: 1 (")
-    assert reason.startswith(f"{tmp_path / 'bad.json'}, record 0 (id q): the conversation has 1 turns")
+    assert reason.startswith(f"{tmp_path / 'bad.json'}, line 1, record 0 (id q): the conversation has 1 turns")
     # what only a step can find out, with workers or without
     picture = {"id": "p", "image": "gone.png", "conversations": [{"from": "human", "value": "<image>"}, ANSWER]}
     write_json(tmp_path / "bad.json", [picture])
@@ -69,7 +69,7 @@ def test_error_reaches_the_user_as_it_is(workers: int, parts: Path, dataset: Pat
     (tmp_path / "gone.png").unlink()
     with pytest.raises(PictureError) as caught:
         list(loader.from_step(0))
-    assert str(caught.value).startswith(f"{tmp_path / 'bad.json'}, record 0 (id p): picture")
+    assert str(caught.value).startswith(f"{tmp_path / 'bad.json'}, line 1, record 0 (id p): picture")
 
 
 def test_padding_has_no_labels_and_positions_are_right(parts: Path, dataset: Path) -> None:
@@ -177,7 +177,7 @@ def test_wrong_files_are_named(case: str, tmp_path: Path) -> None:
 
 
 RECORDS = {
-    "not an object": ("x", r"record 0 is a str"),
+    "not an object": ("x", r"record 0 is text, not an object"),
     "no turns": ({"id": 1}, r"record 0 \(id 1\): conversations is missing"),
     "turn": (
         {"id": 1, "conversations": [{"from": "human"}]},

@@ -59,7 +59,7 @@ def test_pictures_in_the_rows(several: bool, parts: Path, dataset: Path, tmp_pat
     rows = [{"id": n, "image": [p] if several and p else p, "conversations": turns} for n, p in enumerate(pictures)]
     path = write(tmp_path / "a.parquet", rows)
     records = opened(path, parts, dataset, "data.images=null")
-    assert records.counts["image_truncated"] == records.counts["tag_without_picture"] == 1 == records.out
+    assert records.counts["image_truncated"] == records.counts["tag_without_picture"] == 1 and records.out == 2
     record = records[0]
     assert record.folder is not None and (record.folder / record.images[0]).read_bytes() == whole
     with pytest.raises(DataError, match=r"holds pictures; only llava_fsdp\.prepare and training read them"):
@@ -127,3 +127,15 @@ def test_no_parquet_at_all(parts: Path, dataset: Path, tmp_path: Path, monkeypat
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"needs pyarrow: pip install 'llava-fsdp\[parquet\]'"):
         opened(tmp_path / "a.parquet", parts, dataset)
+
+
+@pytest.mark.parametrize("key", ["images", "image"])
+def test_tables_without_pictures_are_told(key: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """The column has another name; or every struct is of two nulls."""
+    turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "b"}]
+    rows = [{key: "0.jpg" if key == "images" else {"bytes": None, "path": None}, "conversations": turns}] * 2
+    struct = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
+    schema = pyarrow.Table.from_pylist(rows).schema
+    schema = schema if key == "images" else schema.set(0, pyarrow.field("image", struct))
+    records = opened(write(tmp_path / "a.parquet", rows, schema), parts, dataset)
+    assert records.counts["tag_without_picture"] == records.out == 2

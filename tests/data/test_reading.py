@@ -8,6 +8,7 @@ import pytest
 
 from llava_fsdp.data import reading
 from llava_fsdp.data.reading import spans
+from llava_fsdp.data.source import parse_record, parse_text
 from llava_fsdp.errors import DataError
 
 NASTY = [
@@ -25,9 +26,12 @@ NASTY = [
 ]
 
 
-def found(path: Path, after: int | None = None) -> list:
+def found(path: Path) -> list:
+    """The records; their lines are checked beside."""
     content = path.read_bytes()
-    return [json.loads(content[offset : offset + size]) for offset, size in spans(path, after)]
+    for offset, _, line in spans(path):
+        assert line == content[:offset].count(b"\n") + 1
+    return [json.loads(content[offset : offset + size]) for offset, size, _ in spans(path)]
 
 
 WRITTEN = {
@@ -58,8 +62,8 @@ def test_goes_on_behind_any_record(tmp_path: Path) -> None:
     for text in (WRITTEN["utf-8"], WRITTEN["spaces"]):
         path.write_text(text, encoding="utf-8")
         whole = list(spans(path))
-        for number, (offset, size) in enumerate(whole):
-            assert list(spans(path, offset + size)) == whole[number + 1 :]
+        for number, span in enumerate(whole):
+            assert list(spans(path, span)) == whole[number + 1 :]
 
 
 def test_lines(tmp_path: Path) -> None:
@@ -67,9 +71,10 @@ def test_lines(tmp_path: Path) -> None:
     path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\n  \n{"b": 2} \nnot json\n[3]')
     content = path.read_bytes()
     whole = list(spans(path))
-    assert [content[o : o + s] for o, s in whole] == [b'{"a": 1}', b'{"b": 2} ', b"not json", b"[3]"]
-    for number, (offset, size) in enumerate(whole):
-        assert list(spans(path, offset + size)) == whole[number + 1 :]
+    assert [content[o : o + s] for o, s, _ in whole] == [b'{"a": 1}', b'{"b": 2} ', b"not json", b"[3]"]
+    assert [line for _, _, line in whole] == [1, 4, 5, 6]
+    for number, span in enumerate(whole):
+        assert list(spans(path, span)) == whole[number + 1 :]
 
 
 BROKEN = {
@@ -134,3 +139,39 @@ def test_a_file_of_something_else_is_not_read_to_its_end(
         list(spans(tmp_path / f"a{suffix}"))
     assert tracemalloc.get_traced_memory()[1] < 1 << 17
     tracemalloc.stop()
+
+
+RAW = {
+    "null": ({"id": None}, "without an id", None),
+    "none": ({}, "without an id", None),
+    "text": ({"id": "a"}, "id a", "a"),
+    "empty": ({"id": ""}, "id ", ""),
+    "number": ({"id": 7}, "id 7", "7"),
+    "truth": ({"id": True}, "id true", "true"),
+    "list": ({"id": ["a"]}, 'id ["a"]', '["a"]'),
+}
+
+
+@pytest.mark.parametrize("case", RAW)
+def test_a_record_is_named_by_line_index_and_id(case: str) -> None:
+    raw, name, identity = RAW[case]
+    record = parse_record(Path("a.jsonl"), 4, {**raw, "conversations": []}, 6)
+    assert record.where == f"a.jsonl, line 6, record 4 ({name})"
+    assert record.known_id == identity and record.id == ("4" if identity is None else identity)
+
+
+UNREADABLE = {
+    "order mark": (b'\xef\xbb\xbf{"a": 1}', r"begins with a byte order mark, .*: take it out"),
+    "carriage returns": (b'{"a": 1}\r{"a": 2}', r"end in a carriage return alone .*: write the file with line feeds"),
+    "null": (b"null", r"line 2, record 1 is null, not an object"),
+    "number": (b"5", r"is a number, not an object"),
+    "truth": (b"true", r"is true or false, not an object"),
+    "list": (b"[]", r"is a list, not an object"),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_what_is_no_record_is_called_what_it_is(case: str) -> None:
+    text, message = UNREADABLE[case]
+    with pytest.raises(DataError, match=message):
+        parse_record(Path("a.jsonl"), 1, parse_text(Path("a.jsonl"), 1, text, 2), 2)

@@ -22,6 +22,18 @@ def count(request: pytest.FixtureRequest):
     return add
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    output = getattr(session.config, "workeroutput", None)  # of a process of pytest-xdist
+    if output is not None:
+        output["golden"] = {kind: dict(outcomes) for kind, outcomes in session.config.stash[COUNTS].items()}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node) -> None:
+    for kind, outcomes in getattr(node, "workeroutput", {}).get("golden", {}).items():
+        node.config.stash[COUNTS].setdefault(kind, Counter()).update(outcomes)
+
+
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     counts = config.stash[COUNTS]
     if counts:

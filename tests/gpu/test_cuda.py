@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from harness import CPU
-from small import make_config
+from small import make_config, write_wide_parts
 from test_working_copy import (
     ACCUMULATION,
     BF16,
+    OTHER_PRECISIONS,
     SAME_BITS_CASES,
     STEPS,
     assert_close_losses,
@@ -30,7 +31,9 @@ from transformers import AttentionInterface, AutoConfig
 from llava_fsdp.config import Attention
 from llava_fsdp.data.batch import TENSORS
 from llava_fsdp.data.collate import boundaries
+from llava_fsdp.errors import ConfigError
 from llava_fsdp.model.attention import Kernel, Lengths, choose_kernel, register_attention
+from llava_fsdp.sharding.fp8 import check_fp8
 
 pytestmark = [
     pytest.mark.gpu,
@@ -187,3 +190,65 @@ def test_packed_training_on_cuda_is_near_fp32(cuda: torch.device, parts: Path, d
 def test_wide_heads_choose_torchs_kernel(cuda: torch.device) -> None:
     config = AutoConfig.for_model("llama", hidden_size=512, num_attention_heads=8)
     assert choose_kernel(Attention.auto, config, cuda, torch.bfloat16).attention is Attention.varlen
+
+
+@pytest.mark.parametrize("name", OTHER_PRECISIONS)
+def test_other_precisions_on_one_rank_equal_fully_shard(
+    name: str, cuda: torch.device, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And come near to fp32."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    cfg = make_config(parts, dataset, tmp_path / "run", *BF16, *OTHER_PRECISIONS[name])
+    exact = make_config(parts, dataset, tmp_path / "run", *BF16, "precision=fp32")
+    torch.use_deterministic_algorithms(True)
+    try:
+        alone = train_alone(cfg, cuda)
+        assert_same_bits(alone, train_sharded(cfg, cuda, tmp_path))
+        assert_same_bits(alone, train_alone(cfg, cuda))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_close_losses(alone, train_alone(exact, CPU), 0.05)
+
+
+def test_fp16_overflows_are_skipped(cuda: torch.device, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    values = [
+        "precision=fp16",
+        f"max_steps={STEPS}",
+        "precision.scaler.initial_power=40",
+        "precision.scaler.hysteresis=1",
+    ]
+    cfg = make_config(parts, dataset, tmp_path / "run", *BF16, *values)
+    state = build_run(cfg, cuda, None)
+    before = {name: p.detach().clone() for name, p in state.masters.named.items()}
+    run_steps(state, cfg)
+    assert state.scaler is not None and (state.skipped, state.scaler.scale) == (STEPS, 2.0 ** (40 - STEPS))
+    assert all(torch.equal(before[name], p) for name, p in state.masters.named.items())
+
+
+@pytest.fixture
+def fp8_device(cuda: torch.device) -> torch.device:
+    try:
+        check_fp8(cuda)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    return cuda
+
+
+def test_fp8_is_near_bf16(fp8_device: torch.device, dataset: Path, tmp_path: Path) -> None:
+    """In products of any number of tokens, alone and with fp8 all-gather; by fp8 kernels, not in emulation."""
+    wide = write_wide_parts(tmp_path / "wide")
+    values = [*BF16, "precision=fp8", "optim.lr=1e-3"]
+    cfg = make_config(wide, dataset, tmp_path / "run", *values)
+    bf16 = train_alone(make_config(wide, dataset, tmp_path / "run", *values, "precision=bf16"), fp8_device)
+    with torch.profiler.profile() as profile:
+        alone = train_alone(cfg, fp8_device)
+    assert any("scaled_mm" in event.key for event in profile.key_averages())
+    assert alone.losses != bf16.losses
+    assert_close_losses(alone, bf16, 0.05)
+    assert_close_losses(train_sharded(cfg, fp8_device, tmp_path), bf16, 0.05)
+
+
+def test_fp8_is_refused_on_older_gpus(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    with pytest.raises(ConfigError, match=r"compute capability 8\.9"):
+        check_fp8(cuda)

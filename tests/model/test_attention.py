@@ -115,7 +115,7 @@ def test_the_best_kernel_is_chosen_with_its_reason() -> None:
     assert kernel.attention is Attention.sdpa and "varlen_attn needs CUDA, and this run is on cpu" in kernel.reason
     assert choose_kernel(Attention.sdpa, LANGUAGE, CPU, torch.bfloat16).attention is Attention.sdpa
     fp32 = choose_kernel(Attention.auto, LANGUAGE, CUDA, torch.float32)
-    assert fp32.attention is Attention.sdpa and "computes in bf16, and this run in float32" in fp32.reason
+    assert fp32.attention is Attention.sdpa and "computes in 16 bits, and this run in float32" in fp32.reason
 
 
 @pytest.mark.parametrize("asked", [Attention.varlen, Attention.flash])

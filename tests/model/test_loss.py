@@ -145,3 +145,21 @@ def test_no_gradient_is_made_where_none_is_wanted() -> None:
         chunked_loss(hidden, weight, ids, 5)
     assert alive.most <= 8 * 5 * VOCABULARY + 40 * LABELS + 64
     assert math.isfinite(chunked_loss(hidden, weight, ids, 5).item())
+
+
+@pytest.mark.parametrize("labels", [0, 2000])
+@pytest.mark.parametrize("chunk", [512, 2000])
+def test_fp16_never_holds_an_unscaled_gradient(chunk: int, labels: int) -> None:
+    """2000 labels of one word: their sum is beyond 65504, what is wanted of it is not; rare words are seen too."""
+    cfg = LossConfig(normalize=Normalize.step, chunk_tokens=chunk, kernel=LossKernel.auto)
+    loss = choose_loss(cfg, torch.float16)
+    dice = torch.Generator().manual_seed(0)
+    hidden = (60 + torch.rand((labels, 2), generator=dice)).half().requires_grad_()
+    weight = torch.tensor([[0.0, 0.0], [0.0, 0.01], [-0.06, -0.06]]).half().requires_grad_()
+    (loss(hidden, weight, torch.zeros(labels, dtype=torch.int64)) * 64 / 2000).backward()
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    logits = exact[0] @ exact[1].t()
+    (functional.cross_entropy(logits, torch.zeros(labels, dtype=torch.int64), reduction="sum") * 64 / 2000).backward()
+    for ours, theirs in zip((hidden, weight), exact, strict=True):
+        assert ours.grad is not None and theirs.grad is not None and ours.grad.dtype == torch.float16
+        assert (ours.grad.double() - theirs.grad).norm() <= 5e-3 * theirs.grad.norm()

@@ -9,7 +9,7 @@ from small import make_config
 from llava_fsdp.config import RecomputeConfig, RecomputeMode
 from llava_fsdp.model.attention import Kernel
 from llava_fsdp.planning import activations
-from llava_fsdp.planning.activations import MicroBatch, measure
+from llava_fsdp.planning.activations import Measuring, MicroBatch
 from llava_fsdp.planning.planner import blend
 from llava_fsdp.planning.shapes import kernel_for, shapes_of
 
@@ -17,7 +17,13 @@ MODES = [RecomputeMode.none, RecomputeMode.full, RecomputeMode.selective]
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("train", ["[projector]", "[projector,language]", "[projector,language,vision]"])
+@pytest.mark.parametrize(
+    "train",
+    [
+        "[projector,language]",
+        *(pytest.param(t, marks=pytest.mark.slow) for t in ("[projector]", "[projector,language,vision]")),
+    ],
+)
 def test_deepened_is_what_the_whole_depth_gives(
     train: str, mode: RecomputeMode, wide_parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -27,9 +33,9 @@ def test_deepened_is_what_the_whole_depth_gives(
     assert isinstance(kernel, Kernel) and parts.language.num_hidden_layers == 5
     recompute = RecomputeConfig(mode=mode, budget=None)
     micro = MicroBatch(rows=1, length=700, samples=4, tiles=3, labels=90)
-    found = measure(parts, cfg, recompute, kernel, micro)
+    found = Measuring(parts, cfg, recompute, kernel).segments(micro)
     monkeypatch.setattr(activations, "CUT", 99)
-    assert found == measure(parts, cfg, recompute, kernel, micro)
+    assert found == Measuring(parts, cfg, recompute, kernel).segments(micro)
 
 
 def test_recomputing_keeps_less_and_packing_costs_nothing(wide_parts: Path, dataset: Path, tmp_path: Path) -> None:
@@ -38,7 +44,8 @@ def test_recomputing_keeps_less_and_packing_costs_nothing(wide_parts: Path, data
     kernel = kernel_for(cfg, parts.language, "cpu", bf16=True)
     kept = {}
     for mode in MODES:
-        found = measure(parts, cfg, RecomputeConfig(mode=mode, budget=None), kernel, MicroBatch(1, 700, 4, 3, 90))
+        measuring = Measuring(parts, cfg, RecomputeConfig(mode=mode, budget=None), kernel)
+        found = measuring.segments(MicroBatch(1, 700, 4, 3, 90))
         first = next(s for s in found if s.backward)
         kept[mode] = first.begin.activations
         assert found[-1].end.activations == 0, "everything is let go of in the end"
@@ -52,8 +59,11 @@ def test_segments_between_two_micro_batches(wide_parts: Path, dataset: Path, tmp
     recompute = RecomputeConfig(mode=RecomputeMode.none, budget=None)
     small, large = MicroBatch(1, 400, 2, 2, 40), MicroBatch(1, 1200, 6, 6, 120)
     middle = replace(small, length=800, samples=4, tiles=4, labels=80)
-    ends = [measure(parts, cfg, recompute, kernel, micro) for micro in (small, large)]
-    exact = measure(parts, cfg, recompute, kernel, middle)
+    measuring = Measuring(parts, cfg, recompute, kernel)
+    ends = [measuring.segments(micro) for micro in (small, large)]
+    exact = measuring.segments(middle)
     drawn = [blend(one, other, 0.5) for one, other in zip(*ends, strict=True)]
     for one, other in zip(drawn, exact, strict=True):
-        assert one.worst.total == pytest.approx(other.worst.total, rel=1e-3)
+        assert one.end.total == pytest.approx(other.end.total, rel=1e-3)
+        # the larger of two lines lies below a line between its ends: what is drawn is never too little
+        assert 0.999 * other.worst.total <= one.worst.total <= 1.1 * other.worst.total

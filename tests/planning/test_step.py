@@ -11,7 +11,7 @@ from llava_fsdp.config import Config
 from llava_fsdp.planning.planner import peak
 
 CLOSE = 4e-3
-"""Of the most bytes alive. What is left are scalars and the numbers that name places: some thousand bytes, of megabytes."""
+"""Of the most bytes alive. What is left are scalars and numbers that name places: some thousand bytes, of megabytes."""
 
 CASES = [
     # ranks, sharding, precision, recompute, more

@@ -4,7 +4,6 @@ That the products themselves run in fp8 only a GPU can show (tests/gpu).
 """
 
 import contextlib
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from harness import RankPool, single_world
-from small import make_config, write_parts
+from small import make_config, write_wide_parts
 from test_memory import measure
 from test_presets import Trace, built, steps
 from torch import nn
@@ -38,11 +37,7 @@ FP8 = ["precision=fp8", "global_batch_size=4", "micro_batch_size=1", "max_steps=
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small model with sizes of multiples of 16."""
-    folder = write_parts(tmp_path_factory.mktemp("wide"))
-    file = folder / "language" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"hidden_size": 48, "intermediate_size": 64}))
-    return folder
+    return write_wide_parts(tmp_path_factory.mktemp("wide"))
 
 
 @contextlib.contextmanager
@@ -114,7 +109,7 @@ def sent(world: World, cfg: Config) -> dict[str, Any]:
         patch.setattr(DefaultAllGather, "__call__", counting)
         state, plan = built(world, cfg), SHARD_PLANS[cfg.sharding.strategy]
         losses = [train_step(state, state.loader.steps.prepare(n), plan, cfg, 0.0).loss for n in range(2)]
-    shards = [p.to_local() for p in state.masters.named.values() if isinstance(p, DTensor)]
+    shards = [p._local_tensor for p in state.masters.named.values() if isinstance(p, DTensor)]
     prepared = [getattr(p, "_precomputed_scale", None) is not None for p in shards if hasattr(p, "_precomputed_scale")]
     assert all(prepared), "a scale is left to the forward pass, with a collective of its own"
     return {"bytes": sum(counted), "losses": losses, "in_fp8": len(prepared)}

@@ -19,7 +19,8 @@ from llava_fsdp.sharding.arena import PAGE, Arena
 from llava_fsdp.sharding.mesh import World, make_mesh
 from llava_fsdp.sharding.offload import clear_memory_errors, managed
 from llava_fsdp.sharding.shards import local
-from llava_fsdp.sharding.streamed import Copied, Mapped, StreamedOptimizer
+from llava_fsdp.sharding.staging import Copied, Mapped
+from llava_fsdp.sharding.streamed import StreamedOptimizer
 from llava_fsdp.sharding.zero import SHARD_PLANS
 from llava_fsdp.state import TrainState
 
@@ -32,7 +33,7 @@ def run(world_size: int, cfg: Config, pools: dict[int, RankPool]) -> Outcome:
     if world_size == 1:
         train.train(cfg)
     else:
-        pools[world_size].run(run_ranks, cfg)
+        pools[world_size].run(run_ranks, cfg, timeout=180)
     return outcome(Path(cfg.output_dir))
 
 

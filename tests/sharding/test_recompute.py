@@ -12,11 +12,15 @@ from small import make_config, write_json
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
+from transformers import AutoConfig, AutoModel
 
 from llava_fsdp import train
-from llava_fsdp.config import Config, RecomputeConfig, RecomputeMode
+from llava_fsdp.config import Attention, Config, RecomputeConfig, RecomputeMode
+from llava_fsdp.data.collate import boundaries
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.loop import train_step
+from llava_fsdp.model.attention import Kernel, register_attention, told
+from llava_fsdp.model.llava import find_stack
 from llava_fsdp.sharding import compiled
 from llava_fsdp.sharding.inputs_on_host import Away, HostInputs
 from llava_fsdp.sharding.mesh import World, make_mesh
@@ -47,6 +51,7 @@ def dropping(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def traces(world: World, configs: list[Config]) -> list[Trace]:
     """Losses, gradient norms and this rank's weights after the steps of each."""
     found = []
+    torch._inductor.config.compile_threads = 1  # a pool of a process that was forked from waits for nobody here
     for cfg in configs:
         plan = SHARD_PLANS[cfg.sharding.strategy]
         state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
@@ -62,9 +67,9 @@ def modes(parts: Path, dataset: Path, folder: Path, names: list[str], *overrides
     return [make_config(parts, dataset, folder, f"recompute={n}", *common, *overrides) for n in names]
 
 
-def run(configs: list[Config], size: int, pools: dict[int, RankPool]) -> list[list[Trace]]:
+def run(configs: list[Config], size: int, pools: dict[int, RankPool], timeout: float = 60) -> list[list[Trace]]:
     """By rank."""
-    return [traces(single_world(), configs)] if size == 1 else pools[size].run(traces, configs)
+    return [traces(single_world(), configs)] if size == 1 else pools[size].run(traces, configs, timeout=timeout)
 
 
 CASES = [
@@ -221,28 +226,53 @@ def test_the_budget_holds_while_it_compiles_and_no_longer(monkeypatch: pytest.Mo
     assert torch._functorch.config.activation_memory_budget == before != 0.25
 
 
+def test_lengths_of_samples_compile_nothing_anew() -> None:
+    """A block with torch's varlen_attn is one graph, whatever the number and lengths of a row's samples."""
+    register_attention()
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model("llama", vocab_size=8, use_cache=False, **shape)
+    model = AutoModel.from_config(config, attn_implementation=Kernel(Attention.varlen, "").name)
+    (block,) = find_stack(model)
+    graphs = []
+
+    def traced(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append({str(node.target) for node in graph.graph.nodes})
+        return lambda *given: (torch.zeros(1, 1, 32),)  # the kernel itself needs CUDA
+
+    block.forward = torch.compile(block.forward, backend=traced, dynamic=True, fullgraph=True)
+    for lengths in ((3, 4), (2, 5, 6), (1, 1, 1, 9), (8, 2)):
+        held = boundaries(lengths)
+        segments = held["position_ids"], held["cu_seqlens"], held["lengths"]
+        model(inputs_embeds=torch.randn(1, sum(lengths), 32), **told(segments))
+    assert len(graphs) == 1 and any("varlen_attn" in target for target in graphs[0])
+
+
 BOUND = {"fp32": 1e-5, "bf16": 0.03}
 """Of a budget's losses, norms and weights, relative: compiled kernels add in another order, and in bf16 round less."""
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    ("size", "precision", "pack"), [(1, "fp32", "true"), (2, "bf16", "true"), (2, "fp32", "false")]
+    ("size", "shares", "precision", "pack"), [(1, (0, 1), "fp32", "false"), (2, (0.5,), "bf16", "true")]
 )
 def test_a_budget_is_near_none(
-    size: int, precision: str, pack: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+    size: int,
+    shares: tuple[float, ...],
+    precision: str,
+    pack: str,
+    parts: Path,
+    dataset: Path,
+    pools: dict[int, RankPool],
+    tmp_path: Path,
 ) -> None:
     """On several ranks with FSDP's hooks beside compiled blocks, and those of norms."""
-    none = modes(parts, dataset, tmp_path, ["none"], f"precision={precision}", f"pack={pack}")
-    budgets = [
-        modes(
-            parts, dataset, tmp_path, ["budget"], f"precision={precision}", f"pack={pack}", f"recompute.budget={share}"
-        )[0]
-        for share in (0, 0.5)
-    ]
-    found = traces(single_world(), [*none, *budgets]) if size == 1 else None
-    by_rank = [found] if found else pools[size].run(traces, [*none, *budgets], timeout=500)
+    common = [f"precision={precision}", f"pack={pack}"]
+    configs = modes(parts, dataset, tmp_path, ["none"], *common)
+    for share in shares:
+        configs += modes(parts, dataset, tmp_path, ["budget"], *common, f"recompute.budget={share}")
+    by_rank = run(configs, size, pools, timeout=1100)
     bound = BOUND[precision]
     for exact, *others in by_rank:
         for other in others:

@@ -24,6 +24,7 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 
+from llava_fsdp.data.seal import read_column, seal
 from llava_fsdp.errors import LlavaFsdpError, SourceError, WorkerError
 
 Columns = dict[str, np.ndarray]
@@ -34,7 +35,6 @@ Watch = Callable[[str, int], contextlib.AbstractContextManager[Advance]]
 """(what is done, number of chunks) -> what is told how many have been done."""
 ROWS = "rows"
 """The column of text: JSON Lines as bytes."""
-DONE = "done.json"
 BLOCK = 1 << 20
 """Values of a column that are looked at together."""
 
@@ -210,7 +210,7 @@ def join(source: Path, chunks: int, target: Path, finish: Callable[[Path], dict[
                     file.write(piece.tobytes())
         else:
             write_column(staged / f"{name}.npy", pieces, dtype)
-    (staged / DONE).write_text(json.dumps(finish(staged)))
+    seal(staged, finish(staged))
     os.replace(staged, target)
 
 
@@ -250,10 +250,7 @@ def write_header(file: IO[bytes], dtype: np.dtype, length: int) -> None:
 
 
 def open_column(folder: Path, name: str) -> np.ndarray:
-    path = folder / f"{name}.npy"
-    if path.stat().st_size == 128:  # nothing cannot be mapped
-        return np.load(path, allow_pickle=False)
-    return np.load(path, mmap_mode="r", allow_pickle=False)
+    return read_column(folder / f"{name}.npy")
 
 
 def rows_column(rows: Sequence[dict[str, Any]]) -> np.ndarray:

@@ -1,5 +1,6 @@
 """What becomes of records that cannot be trained on: decided once, before training, the same on every rank."""
 
+import itertools
 from pathlib import Path
 
 from llava_fsdp.config import Bad, Config, DataConfig, TooLong
@@ -10,10 +11,20 @@ from llava_fsdp.data.index import Plan, last_look, open_index
 from llava_fsdp.data.problems import PROBLEMS, Kind
 from llava_fsdp.data.records import Records
 from llava_fsdp.data.report import PAGE, write_report
+from llava_fsdp.data.templates import IMAGE_TAG
 from llava_fsdp.errors import BuildError, DataError
 from llava_fsdp.log import log
 
 SHOWN = 5
+NOTED = {
+    Kind.tag_without_picture: f"have {IMAGE_TAG} in their text and no picture, and train as text: is the key called "
+    "image?",
+    Kind.empty_answer: "have an answer without text",
+    Kind.no_labels: "have no label to learn from",
+    Kind.too_long: "are longer than data.max_length, and are cut",
+    Kind.duplicate_id: "have the id of an earlier one",
+}
+"""What is said of records that are trained on although they have a problem."""
 """Records named in a message."""
 
 
@@ -51,6 +62,23 @@ def report(records: Records, cfg: Config) -> None:
         write_report(records, cfg, cfg.data.index_folder)
     except OSError as error:
         log().warning("the report was not written: %s", error)
+
+
+def remarks(records: Records) -> str:
+    """What a user should know of records that are trained on; empty where there is nothing."""
+    said = [
+        f"{records.counts[kind]:,} {words}"
+        for kind, words in NOTED.items()
+        if kind not in records.dropping and records.counts[kind]
+    ]
+    found = [f"of {len(records.index):,} records, {'; '.join(said)} (llava_fsdp.prepare lists them)"] if said else []
+    ends = itertools.accumulate(records.source_counts)
+    for source, count, end in zip(records.index.texts.sources, records.source_counts, ends, strict=True):
+        if source.images is not None and count and not records.pictures[end - count : end].any():
+            found.append(
+                f"no record of {source.path} has a picture, and {source.images} is set: is the key called image?"
+            )
+    return "; ".join(found)
 
 
 def check_door(records: Records, cfg: DataConfig) -> None:

@@ -26,8 +26,9 @@ def read_facts(task: ReadRecords, _parts: Path, staged: Path) -> dict[str, Any]:
         for begin, end in itertools.pairwise(task.texts.firsts):
             for number, first in duplicates(hashes, begin, end).tolist():
                 record = task.texts.record(number)
-                earlier = task.texts.place(first)[1]
-                reason = f"{record.where}: record {earlier} has the same id; give each its own"
+                earlier, line = task.texts.place(first)[1], task.texts.line(first)
+                at = "" if line is None else f" on line {line}"
+                reason = f"{record.where}: record {earlier}{at} has the same id; give each its own"
                 row = {"record": number, "id": record.id, "kind": Kind.duplicate_id, "reason": reason}
                 file.write(json.dumps(row) + "\n")
                 flags[number] |= BITS[Kind.duplicate_id]

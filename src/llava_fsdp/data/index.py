@@ -15,7 +15,6 @@ left.
 
 import contextlib
 import fcntl
-import json
 import os
 import secrets
 import shutil
@@ -30,7 +29,6 @@ from llava_fsdp.config import DataConfig, Pixels, TooLong
 from llava_fsdp.data import parquet
 from llava_fsdp.data.chunks import (
     BLOCK,
-    DONE,
     ROWS,
     Watch,
     chunk_file,
@@ -43,6 +41,7 @@ from llava_fsdp.data.ids import DUPLICATES, read_facts
 from llava_fsdp.data.images import PictureReader
 from llava_fsdp.data.measure import LOSSES, EncodeRecords
 from llava_fsdp.data.passes import ExaminePictures, Pass, ReadRecords
+from llava_fsdp.data.seal import DONE, check_part, damaged, read_json, read_rows
 from llava_fsdp.data.states import check_unchanged, find_state, read_known, short, stamp
 from llava_fsdp.data.texts import SourceFile, Texts, sources_of, split
 from llava_fsdp.errors import BuildError, LlavaFsdpError, SourceError
@@ -99,9 +98,7 @@ class Index:
     def rows(self) -> Iterator[dict[str, Any]]:
         """Every problem: record, id, kind, reason; by pass, in the order of the records."""
         for path in (self.records / ROWS, self.records / DUPLICATES, self.pictures / ROWS, self.encoded / ROWS):
-            with path.with_suffix(".jsonl").open() as file:
-                for line in file:
-                    yield json.loads(line)
+            yield from read_rows(path.with_suffix(".jsonl"))
 
 
 def open_index(plan: Plan, watch: Watch, look_again: bool = False, since: str | None = None) -> Index:
@@ -116,6 +113,7 @@ def open_index(plan: Plan, watch: Watch, look_again: bool = False, since: str | 
         ConfigError: a path does not exist.
         BuildError: the index cannot be written.
         SourceError: a source cannot be read, or changes meanwhile.
+        DamagedError: what is there of the index is not what was written.
     """
     sources = sources_of(plan.cfg)
     folder = plan.cfg.index_folder
@@ -160,7 +158,7 @@ def look_file(plan: Plan) -> Path:
 def last_look(plan: Plan) -> str:
     """Another text after everything that is bad has been looked at, by whomever."""
     path = look_file(plan)
-    return path.read_text() if path.is_file() else ""
+    return path.read_text(errors="replace") if path.is_file() else ""
 
 
 def note_look(plan: Plan) -> None:
@@ -193,9 +191,15 @@ def find(plan: Plan, sources: list[SourceFile], folder: Path) -> Index | None:
 
 
 def opened(folder: Path, state: Path, pictures: Path, encoded: Path) -> Index:
+    for part in (state / "texts", state / "records", pictures, encoded):
+        check_part(part, whole=False)
     texts = Texts(state / "texts")
-    facts = json.loads((encoded / DONE).read_text())
-    return Index(folder, texts, state / "records", pictures, encoded, facts["limits"], np.array(facts["losses"]))
+    facts = read_json(encoded / DONE)
+    try:
+        limits, losses = facts["limits"], np.array(facts["losses"], dtype=np.int64)
+    except (KeyError, ValueError, TypeError) as error:
+        raise damaged(encoded / DONE, "it is not what was written") from error
+    return Index(folder, texts, state / "records", pictures, encoded, limits, losses)
 
 
 def build(plan: Plan, sources: list[SourceFile], folder: Path, watch: Watch, look_again: bool) -> Index:
@@ -205,6 +209,9 @@ def build(plan: Plan, sources: list[SourceFile], folder: Path, watch: Watch, loo
     state = folder / known["key"]
     state.mkdir(exist_ok=True)
     before = set(state.iterdir())
+    for part in before:
+        if part.is_dir() and is_part(part.name):
+            check_part(part, whole=look_again)
 
     def check() -> None:
         check_unchanged(sources, begun, lambda: undo(state, before))
@@ -227,6 +234,13 @@ def build(plan: Plan, sources: list[SourceFile], folder: Path, watch: Watch, loo
     make(encoding, encoded, plan.workers, watch, "counting tokens", encoded_facts)
     check()
     return opened(folder, state, pictures, encoded)
+
+
+def is_part(name: str) -> bool:
+    """Of a folder of columns; others are on their way to be one."""
+    return name in ("texts", "records") or (
+        name.startswith(("pictures-", "encoded-")) and not name.endswith((".parts", ".tmp"))
+    )
 
 
 def undo(state: Path, before: set[Path]) -> None:

@@ -20,7 +20,7 @@ from llava_fsdp.data.chunks import cores
 from llava_fsdp.data.conversation import IM_END, IM_START
 from llava_fsdp.data.cost import CostModel
 from llava_fsdp.data.cut import num_micro_batches
-from llava_fsdp.data.door import open_records
+from llava_fsdp.data.door import open_records, remarks
 from llava_fsdp.data.encode import Encoder, ExactEncoder, OriginalEncoder
 from llava_fsdp.data.images import PictureReader, read_preprocessor
 from llava_fsdp.data.llava_v1_5 import Original
@@ -31,6 +31,7 @@ from llava_fsdp.data.templates import template
 from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.data.workers import Watch, from_workers
 from llava_fsdp.errors import ConfigError, DataError
+from llava_fsdp.log import log
 
 PAD_OF_V0 = "[PAD]"
 Gather = Callable[[list[LeftOut]], list[LeftOut]]
@@ -70,6 +71,8 @@ def build_loader(
     """
     encoder, pictures = open_encoding(cfg, language_folder, vision_folder, shape)
     records = open_records(cfg, encoder, pictures, watch if rank == 0 else watch_silently)
+    if rank == 0 and (said := remarks(records)):
+        log().warning(said)
     order = open_order(records.words, cfg, world_size, records.source_counts)
     workers = loading_workers() if cfg.data.workers is None else cfg.data.workers
     watched = replace(pictures, watch=Watch(workers))

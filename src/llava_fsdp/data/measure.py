@@ -49,7 +49,7 @@ class EncodeRecords(Pass):
         columns = {name: np.zeros(len(numbers), dtype=np.int32) for name in names}
         losses = np.zeros((len(self.texts.sources), len(self.limits), len(LOSSES)), dtype=np.int64)
         for number, record in self.records(numbers):
-            made = self.encode(self.sizes.put(record, number), number, found.of(number, record.id))
+            made = self.encode(self.sizes.put(record, number), number, found.of(number, record.known_id))
             if made is None:
                 continue
             sample = made.sample

@@ -67,7 +67,7 @@ def problems(found: dict[str, Any]) -> Iterator[str]:
     for kind, own in found.items():
         more = f", of which the first {len(own['first']):,} are shown; all are in problems.jsonl"
         yield f"<details><summary>{escape(kind)}: {own['records']:,}{more if own['not_shown'] else ''}</summary>\n"
-        names = ["source", "index", "id", "reason"]
+        names = ["source", "line", "index", "id", "reason"]
         yield table(names, ([row[name] for name in names] for row in own["first"]))
         yield "</details>\n"
 

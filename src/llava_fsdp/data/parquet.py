@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from llava_fsdp.data.chunks import BLOCK, Columns, chunk_file, columns_of, flush
+from llava_fsdp.data.seal import read_json
 from llava_fsdp.errors import ConfigError, DataError
 
 SUFFIX = ".parquet"
@@ -93,13 +94,12 @@ class WriteRows:
                 with self.text(group).open("rb") as own:
                     shutil.copyfileobj(own, file, BLOCK)
             flush(file)
-        self.held.write_text(json.dumps([pictures, paths]))
+        self.held.write_text(json.dumps({"pictures": pictures, "paths": paths}))
         os.replace(staged, self.whole)
 
     def images(self) -> Path | None:
         """The folder of the pictures that were in the rows; None where the rows have paths."""
-        pictures, _ = json.loads(self.held.read_text())
-        return self.pictures if pictures else None
+        return self.pictures if read_json(self.held).get("pictures") else None
 
     def drop_groups(self, groups: int) -> None:
         for group in range(groups):
@@ -250,4 +250,6 @@ def line(row: Any, store: Store | None) -> bytes:
         ]
     if store is not None and "image" in record:
         record["image"] = store.put(record["image"])
+        if record["image"] is None:  # a struct of two nulls
+            del record["image"]
     return json.dumps(record).encode()

@@ -125,7 +125,7 @@ class ReadRecords(Pass):
             hashes[at] = id_hash(record.id) if record.has_id else 0
             words[at], pictures[at] = record.signed_words, len(record.images)
             names += [name.encode() for name in record.images]
-            check_pictures_named(record, found.of(number, record.id))
+            check_pictures_named(record, found.of(number, record.known_id))
         return {
             "id_hash": hashes,
             "words": words,
@@ -148,8 +148,11 @@ def check_pictures_named(record: Record, tell: Tell) -> None:
             f"{record.where} has picture {record.images[0]}, and data.images is not set: set it to their folder",
         )
     if not record.images and any(IMAGE_TAG in turn.text for turn in record.turns):
-        reason = f"{record.where} has {IMAGE_TAG} in its text and no picture; it is text to it: give it one, or not"
-        tell(Kind.tag_without_picture, reason)
+        tell(
+            Kind.tag_without_picture,
+            f"{record.where} has {IMAGE_TAG} in its text and no picture: is the key called image? name the picture "
+            "there, or take the tag out of the text",
+        )
 
 
 @dataclass(frozen=True)
@@ -191,7 +194,7 @@ class ExaminePictures(Pass):
                 if isinstance(picture, Wrong):
                     record = self.texts.record(number)
                     reason = f"{record.where}: {picture.reason.removeprefix(f'{name}: ')}"
-                    found.of(number, record.id)(picture.kind, reason)
+                    found.of(number, record.known_id)(picture.kind, reason)
                     picture = Picture(0, 0, 0)
                 pictures.append(picture)
         values = {n: [getattr(p, n) for p in pictures] for n in ("width", "height", "stored_height")}

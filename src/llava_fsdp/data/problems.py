@@ -53,7 +53,7 @@ PROBLEMS: dict[Kind, Problem] = {
     Kind.odd_turns: Problem("no turns, or the last question has no answer", Kept.no),
     Kind.empty_answer: Problem("an answer has no text", Kept.like_original),
     Kind.image_count: Problem("the number of <image> tags is not that of the pictures", Kept.no),
-    Kind.tag_without_picture: Problem("<image> in the text of a record without pictures; it stays text", Kept.yes),
+    Kind.tag_without_picture: Problem("<image> in the text of a record without pictures", Kept.like_original),
     Kind.image_missing: Problem("the picture does not exist", Kept.no),
     Kind.image_empty: Problem("the picture's file has no bytes", Kept.no),
     Kind.image_truncated: Problem("the picture's file ends before the picture does", Kept.no),

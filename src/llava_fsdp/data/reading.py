@@ -8,8 +8,8 @@ from typing import BinaryIO
 
 from llava_fsdp.errors import DataError
 
-Span = tuple[int, int]
-"""(offset, number) of a record's bytes"""
+Span = tuple[int, int, int]
+"""(offset, number) of a record's bytes, and the line where it begins, from 1"""
 BLOCK = 1 << 20
 MOST_BYTES = 64 << 20
 """Of one record; so a file that is no list of records is refused after this much, not after all of it."""
@@ -17,11 +17,11 @@ SPACE = " \t\r\n"
 JSON_NAMES = {"{": "dict", '"': "str", "t": "bool", "f": "bool", "n": "NoneType"}
 
 
-def spans(path: Path, after: int | None = None) -> Iterator[Span]:
+def spans(path: Path, after: Span | None = None) -> Iterator[Span]:
     """The records of a JSON list, or of JSON Lines (`.jsonl`), in their order.
 
     Args:
-        after: the end of a record; those behind it are found. None: all.
+        after: a record; those behind it are found. None: all.
 
     Raises:
         DataError: the file is not JSON, with line and byte; lines of JSON Lines are not looked into.
@@ -29,21 +29,22 @@ def spans(path: Path, after: int | None = None) -> Iterator[Span]:
     return line_spans(path, after) if path.suffix == ".jsonl" else list_spans(path, after)
 
 
-def line_spans(path: Path, after: int | None = None) -> Iterator[Span]:
+def line_spans(path: Path, after: Span | None = None) -> Iterator[Span]:
     with path.open("rb") as file:
-        offset = begin(file, path) if after is None else after
+        offset, number = (begin(file, path), 1) if after is None else (after[0] + after[1], after[2])
         file.seek(offset)
         while line := file.readline(MOST_BYTES + 1):
             if len(line) > MOST_BYTES:
-                raise DataError(f"{path}, byte {offset}: a line is longer than {MOST_BYTES} bytes; is it JSON Lines?")
+                raise DataError(f"{path}, line {number} is longer than {MOST_BYTES} bytes; is it JSON Lines?")
             if line.strip():
-                yield offset, len(line.rstrip(b"\r\n"))
+                yield offset, len(line.rstrip(b"\r\n")), number
             offset += len(line)
+            number += 1
 
 
-def list_spans(path: Path, after: int | None = None) -> Iterator[Span]:
+def list_spans(path: Path, after: Span | None = None) -> Iterator[Span]:
     with path.open("rb") as file:
-        window = Window(file, begin(file, path) if after is None else after)
+        window = Window(file, begin(file, path)) if after is None else window_behind(file, after)
         try:
             if after is None:
                 open_list(window, path)
@@ -57,6 +58,12 @@ def list_spans(path: Path, after: int | None = None) -> Iterator[Span]:
         except RecursionError as error:
             at = window.base + window.at
             raise DataError(f"{path}: the record at byte {at} is nested too deeply to be read; mend it") from error
+
+
+def window_behind(file: BinaryIO, after: Span) -> "Window":
+    offset, size, line = after
+    file.seek(offset)
+    return Window(file, offset + size, line=line + file.read(size).count(b"\n"))
 
 
 def begin(file: BinaryIO, path: Path) -> int:
@@ -85,19 +92,29 @@ class Window:
     text: str = ""
     at: int = 0
     """What is before it in `text` is done with."""
+    line: int = 1
+    """The line of `counted`."""
+    counted: int = 0
+    """What is before it in `text` is in `line`."""
     ended: bool = False
     decoder: json.JSONDecoder = field(default_factory=lambda: json.JSONDecoder(parse_int=len))
     """Numbers are left alone: one too long for Python is its record's problem, not the file's."""
 
     def more(self) -> None:
         """Drop what is done with, and read as much again as is left, at least a block."""
+        self.line_here()
         self.text = self.text[self.at :]
         self.base += self.at
-        self.at = 0
+        self.at = self.counted = 0
         self.file.seek(self.base + len(self.text))
         read = self.file.read(max(BLOCK, len(self.text)))
         self.ended = not read
         self.text += read.decode("latin-1")
+
+    def line_here(self) -> int:
+        self.line += self.text.count("\n", self.counted, self.at)
+        self.counted = self.at
+        return self.line
 
     def next_sign(self) -> str:
         """Go to the next character that is no space; empty at the end."""
@@ -157,8 +174,8 @@ def elements(window: Window, is_first: bool) -> Iterator[Span]:
             if window.next_sign() == "]":
                 raise json.JSONDecodeError("Illegal trailing comma before end of array", window.text, window.at)
         is_first = False
-        end = window.value_end()
-        yield window.base + window.at, end - window.at
+        line, end = window.line_here(), window.value_end()
+        yield window.base + window.at, end - window.at, line
         window.at = end
     window.at += 1
     if window.next_sign():

@@ -22,15 +22,17 @@ class RecordFile:
         return len(self._texts)
 
     def __getitem__(self, index: int) -> Record:
-        return parse_record(self.path, index, parse_text(self.path, index, self._texts[index]))
+        text, line = self._texts[index]
+        return parse_record(self.path, index, parse_text(self.path, index, text, line), line)
 
 
-def texts(path: Path) -> Iterator[bytes]:
-    """Every record's JSON."""
+def texts(path: Path) -> Iterator[tuple[bytes, int | None]]:
+    """Every record's JSON, and the line where it begins."""
     if path.suffix == parquet.SUFFIX:
-        yield from parquet.lines(path, store=None)
+        for row in parquet.lines(path, store=None):
+            yield row, None
         return
     with path.open("rb") as file:
-        for offset, size in spans(path):
+        for offset, size, line in spans(path):
             file.seek(offset)
-            yield file.read(size)
+            yield file.read(size), line

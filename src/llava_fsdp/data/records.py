@@ -1,6 +1,5 @@
 """The records that are trained on: those of an index that nothing speaks against."""
 
-import contextlib
 import hashlib
 import itertools
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from llava_fsdp.data.index import Index
 from llava_fsdp.data.passes import PictureSizes
 from llava_fsdp.data.problems import BITS, Kind, is_kept, mask
 from llava_fsdp.data.source import Record
-from llava_fsdp.errors import DataError
 
 
 class Records:
@@ -63,10 +61,7 @@ class Records:
 
     def where(self, number: int) -> str:
         """What a message calls a record, whether or not it can be parsed."""
-        with contextlib.suppress(DataError):
-            return self[number].where
-        source, index = self.index.texts.place(number if self.numbers is None else int(self.numbers[number]))
-        return f"{source.path}, record {index}"
+        return self.index.texts.name(number if self.numbers is None else int(self.numbers[number]))
 
     def column(self, folder: Path, name: str) -> np.ndarray:
         values = open_column(folder, name)
@@ -129,8 +124,5 @@ class Records:
         """What is left out: record, kind and reason."""
         for row in self.index.rows():
             if row["kind"] in self.dropping:
-                yield {"record": self.name(row), "kind": row["kind"], "reason": row["reason"]}
-
-    def name(self, row: dict[str, Any]) -> str:
-        source, index = self.index.texts.place(row["record"])
-        return f"{source.path}, record {index} (id {'?' if row['id'] is None else row['id']})"
+                where = self.index.texts.name(row["record"])
+                yield {"record": where, "kind": row["kind"], "reason": row["reason"]}

@@ -155,6 +155,7 @@ def problem_rows(records: Records) -> Iterator[dict[str, Any]]:
             "kept": row["kind"] not in records.dropping,
             "source": source.name,
             "file": source.path,
+            "line": records.index.texts.line(row["record"]),
             "index": index,
             "id": row["id"],
             "reason": row["reason"],

@@ -12,6 +12,11 @@ from llava_fsdp.data.problems import Kind
 from llava_fsdp.errors import DataError, SourceError
 
 ADDRESS = re.compile(r"(?:[a-z][a-z0-9+.-]*://|data:)", re.IGNORECASE)
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+JSON_NAMES = {
+    dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number",
+    type(None): "null",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class Record:
     """(width, height) of every picture as shown, where an index knows them."""
     has_id: bool = True
     """Else its id is its index."""
+    line: int | None = None
+    """Of the file, where it begins; from 1, as editors count."""
 
     @property
     def signed_words(self) -> int:
@@ -49,7 +56,26 @@ class Record:
     @property
     def where(self) -> str:
         """What a message calls this record."""
-        return f"{self.file}, record {self.index} (id {self.id})"
+        return name_record(self.file, self.index, self.line, self.known_id)
+
+    @property
+    def known_id(self) -> str | None:
+        return self.id if self.has_id else None
+
+
+def name_place(file: str | Path, index: int, line: int | None) -> str:
+    """Where a record is: its line as editors count, its index from 0."""
+    return f"{file}, record {index}" if line is None else f"{file}, line {line}, record {index}"
+
+
+def name_record(file: str | Path, index: int, line: int | None, identity: str | None) -> str:
+    return f"{name_place(file, index, line)} ({'without an id' if identity is None else f'id {identity}'})"
+
+
+def id_of(raw: dict[str, Any]) -> str | None:
+    """null is none; what is no text is as JSON has it."""
+    value = raw.get("id")
+    return value if value is None or isinstance(value, str) else json.dumps(value)
 
 
 class TwiceError(ValueError):
@@ -77,52 +103,70 @@ def reading(path: Path) -> Iterator[None]:
         raise SourceError(f"{path} cannot be read: {error}; does its file system answer? run it again") from error
 
 
-def parse_text(path: Path, index: int, text: bytes) -> Any:
+def parse_text(path: Path, index: int, text: bytes, line: int | None = None) -> Any:
     """The JSON value of a record's bytes.
 
     Raises:
         DataError: they are not UTF-8, not JSON, or no JSON that can be read.
     """
+    where = name_place(path, index, line)
     try:
         return DECODER.decode(text.decode())
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path}, record {index}: byte {error.start} of it is not UTF-8 ({error.reason}); write the file as UTF-8",
+            f"{where}: byte {error.start} of it is not UTF-8 ({error.reason}); write the file as UTF-8",
             Kind.not_utf8,
         ) from error
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{path}, record {index} is not JSON: {error.msg} at character {error.pos} of it; mend it", Kind.not_json
+            f"{where} is not JSON: {error.msg} at character {error.pos} of it; {json_cure(text)}", Kind.not_json
         ) from error
     except TwiceError as error:
-        raise DataError(f"{path}, record {index} has the key {error} twice; mend it", Kind.bad_form) from error
+        raise DataError(f"{where} has the key {error} twice; mend it", Kind.bad_form) from error
     except ValueError as error:  # Python reads no number of more than 4300 digits
-        raise DataError(
-            f"{path}, record {index} holds a number that is too long to be read; mend it", Kind.bad_form
-        ) from error
+        raise DataError(f"{where} holds a number that is too long to be read; mend it", Kind.bad_form) from error
     except RecursionError as error:
-        raise DataError(f"{path}, record {index} is nested too deeply to be read; mend it", Kind.not_json) from error
+        raise DataError(f"{where} is nested too deeply to be read; mend it", Kind.not_json) from error
 
 
-def parse_record(path: Path, index: int, raw: Any) -> Record:
+def json_cure(text: bytes) -> str:
+    """What to do about a line that is not JSON."""
+    if text.startswith(BYTE_ORDER_MARK):
+        return "it begins with a byte order mark, as files that were put together leave it: take it out"
+    if b"\r" in text.strip():
+        return "lines that end in a carriage return alone are one line to JSON: write the file with line feeds"
+    return "mend it"
+
+
+def parse_record(path: Path, index: int, raw: Any, line: int | None = None) -> Record:
     """Raises DataError where the record has not the form of LLaVA train.py:665-740."""
     if not isinstance(raw, dict):
+        what = f"{JSON_NAMES[type(raw)]}, not an object with id and conversations"
+        raise DataError(f"{name_place(path, index, line)} is {what}; mend it, or take it out", Kind.bad_form)
+    identity = id_of(raw)
+    where = name_record(path, index, line, identity)
+    image = raw.get("image")
+    images = [] if image is None else image if isinstance(image, list) else [image]
+    if not all(isinstance(name, str) and name for name in images):
         raise DataError(
-            f"{path}, record {index} is a {type(raw).__name__}, not an object with id and conversations", Kind.bad_form
+            f"{where}: image is {shown(image)}; it must be a path or a list of paths: mend it, or leave the key out "
+            "of a record without pictures",
+            Kind.bad_form,
         )
-    identity = str(raw.get("id", index))
-    where = f"{path}, record {index} (id {identity})"
-    image = raw.get("image") or []
-    images = [image] if isinstance(image, str) else image
-    if not isinstance(images, list) or not all(isinstance(i, str) for i in images):
-        raise DataError(f"{where}: image is {repr(image)[:80]}; it must be a path or a list of paths", Kind.bad_form)
     for name in images:
         check_name(name, where)
     turns = raw.get("conversations")
     if not isinstance(turns, list):
         raise DataError(f"{where}: conversations is missing or not a list", Kind.bad_form)
     parsed = tuple(parse_turn(where, n, t) for n, t in enumerate(turns))
-    return Record(str(path), index, identity, tuple(images), parsed, "image" in raw, has_id="id" in raw)
+    known, name = identity is not None, str(index) if identity is None else identity
+    return Record(str(path), index, name, tuple(images), parsed, "image" in raw, has_id=known, line=line)
+
+
+def shown(value: Any) -> str:
+    """The beginning of a value, as JSON has it."""
+    text = json.dumps(value, ensure_ascii=False).encode(errors="backslashreplace").decode()
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def check_name(name: str, where: str) -> None:

@@ -10,7 +10,7 @@ from llava_fsdp.data.chunks import Watch
 from llava_fsdp.data.texts import SourceFile, digest
 from llava_fsdp.errors import SourceError
 
-FORMAT = 2
+FORMAT = 3
 """Raised whenever the columns change, or what is found in a record."""
 KNOWN = "known.json"
 
@@ -43,8 +43,13 @@ def check_unchanged(sources: list[SourceFile], since: str, undo: Callable[[], No
 
 
 def read_known(folder: Path) -> dict[str, dict[str, str]]:
+    """What is known; nothing where the file is not what was written: all of it can be found out again."""
     path = folder / KNOWN
-    return json.loads(path.read_text()) if path.is_file() else {}
+    try:
+        known = json.loads(path.read_bytes()) if path.is_file() else {}
+        return {key: {name: own[name] for name in ("key", "fingerprint")} for key, own in known.items()}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return {}
 
 
 def stamp(sources: list[SourceFile]) -> str:

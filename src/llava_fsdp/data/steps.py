@@ -21,6 +21,7 @@ from llava_fsdp.data.encode import Encoder
 from llava_fsdp.data.images import PictureReader
 from llava_fsdp.data.order import Order
 from llava_fsdp.data.records import Records
+from llava_fsdp.data.source import Record
 from llava_fsdp.errors import DataError
 
 
@@ -114,7 +115,7 @@ class Steps(Dataset):
             return LeftOut(number, where, error.kind, str(error), lacks)
 
     def load(self, number: int) -> Row:
-        record = self.records[number]
+        record = self.parse(number)
         if self.pictures.watch is not None:
             self.pictures.watch.at(record.where)
         sample = self.encoder(record)
@@ -125,6 +126,18 @@ class Steps(Dataset):
                 "labels then; remove the index and examine it again"
             )
         return sample, [self.pictures.tiles(record, name) for name in sample.images]
+
+    def parse(self, number: int) -> Record:
+        """Raises DataError, of no kind, where it cannot be parsed: it could when the dataset was examined."""
+        try:
+            return self.records[number]
+        except DataError as error:
+            if error.kind is None:
+                raise
+            raise DataError(
+                f"{error}. It was right when the dataset was examined: the file has changed since, or its index "
+                f"{self.records.index.folder} is damaged; run llava_fsdp.prepare"
+            ) from error
 
     def cut(self, numbers: list[int]) -> Cuts:
         own = np.array(numbers, dtype=np.int64)

@@ -3,7 +3,6 @@
 import bisect
 import contextlib
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -15,11 +14,13 @@ import numpy as np
 
 from llava_fsdp.config import DataConfig
 from llava_fsdp.data import parquet
-from llava_fsdp.data.chunks import DONE, flush, open_column, write_column
-from llava_fsdp.data.reading import spans
-from llava_fsdp.data.source import Record, parse_record, parse_text, reading
-from llava_fsdp.errors import ConfigError, DataError
+from llava_fsdp.data.chunks import flush, open_column, write_column
+from llava_fsdp.data.reading import Span, spans
+from llava_fsdp.data.seal import DONE, damaged, read_column, read_json, seal
+from llava_fsdp.data.source import Record, id_of, name_place, name_record, parse_record, parse_text, reading
+from llava_fsdp.errors import ConfigError, DataError, SourceError
 
+SPAN = "offset", "size", "line"
 PIECE = 65_536
 """Records whose places are written at once, and kept when the rest is not reached."""
 
@@ -74,17 +75,21 @@ def digest(path: Path) -> str:
 class Texts:
     """The records of all sources by number, in the order of the sources; each is read and parsed when asked for.
 
-    Columns `offset` (int64) and `size` (int32) say where a record's bytes are. Travels between processes as a path.
+    Columns `offset` (int64), `size` and `line` (int32) say where a record's bytes are. Travels between processes as a
+    path.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
-        facts = json.loads((folder / DONE).read_text())
-        self.sources = [SourceFile(**s) for s in facts["sources"]]
-        self.fingerprint: str = facts["fingerprint"]
-        """Of the sources' content."""
-        self.parts = [Part(**p) for p in facts["parts"]]
-        self.offset, self.size = open_column(folder, "offset"), open_column(folder, "size")
+        facts = read_json(folder / DONE)
+        try:
+            self.sources = [SourceFile(**s) for s in facts["sources"]]
+            self.parts = [Part(**p) for p in facts["parts"]]
+            self.fingerprint: str = facts["fingerprint"]
+            """Of the sources' content."""
+        except (KeyError, TypeError) as error:
+            raise damaged(folder / DONE, "it is not what was written") from error
+        self.offset, self.size, self.lines = (open_column(folder, name) for name in SPAN)
         self._firsts = [p.first for p in self.parts]
 
     def __reduce__(self) -> tuple:
@@ -116,30 +121,62 @@ class Texts:
         return {}
 
     def read(self, number: int) -> bytes:
-        part = self.part(number)
-        with reading(Path(part.text)):
-            if part.text not in self._open:
-                self._open[part.text] = os.open(part.text, os.O_RDONLY | os.O_CLOEXEC)
-            return os.pread(self._open[part.text], int(self.size[number]), int(self.offset[number]))
+        """The record's bytes.
+
+        Raises:
+            SourceError: the file cannot be read, or has changed.
+            DamagedError: the index says what cannot be.
+        """
+        text, size, offset = self.part(number).text, int(self.size[number]), int(self.offset[number])
+        if size <= 0 or offset < 0:
+            raise damaged(self.folder / "offset.npy", f"{size} bytes at {offset} are no record")
+        with reading(Path(text)):
+            try:
+                if text not in self._open:
+                    self._open[text] = os.open(text, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError as error:
+                if text == self.place(number)[0].path:
+                    raise
+                raise damaged(Path(text), "it is missing") from error
+            found = os.pread(self._open[text], size, offset)
+        if len(found) < size:
+            raise SourceError(
+                f"{text} ends before byte {offset + size}, where a record should; it has changed, or its index is "
+                "damaged: run llava_fsdp.prepare, which finds out"
+            )
+        return found
 
     def raw(self, number: int) -> Any:
         """The JSON value of a record."""
         source, index = self.place(number)
-        return parse_text(self._paths[source][0], index, self.read(number))
+        return parse_text(self._paths[source][0], index, self.read(number), self.line(number))
+
+    def line(self, number: int) -> int | None:
+        """Where a record begins in its source; None where that is no text."""
+        own = self.part(number)
+        return int(self.lines[number]) if own.text == self.sources[own.source].path else None
 
     def id_of(self, number: int) -> str | None:
         """The id of what may be no record."""
         with contextlib.suppress(DataError):
             raw = self.raw(number)
-            if isinstance(raw, dict) and "id" in raw:
-                return str(raw["id"])
+            return id_of(raw) if isinstance(raw, dict) else None
         return None
+
+    def name(self, number: int) -> str:
+        """What a message calls a record, whether or not it can be parsed."""
+        source, index = self.place(number)
+        with contextlib.suppress(DataError):
+            raw = self.raw(number)
+            if isinstance(raw, dict):
+                return name_record(source.path, index, self.line(number), id_of(raw))
+        return name_place(source.path, index, self.line(number))
 
     def record(self, number: int) -> Record:
         """Raises DataError, of a kind, where it is none."""
         source, index = self.place(number)
         path, folder = self._paths[source]
-        record = parse_record(path, index, self.raw(number))
+        record = parse_record(path, index, self.raw(number), self.line(number))
         return record if folder is None else replace(record, folder=folder)
 
 
@@ -161,7 +198,7 @@ def split(
     first = 0
     for source, path in enumerate(texts):
         pieces = split_file(path, folder.with_name(f"{folder.name}.parts") / str(source))
-        count = sum(len(np.load(p, mmap_mode="r")) for p in pieces)
+        count = sum(len(read_column(p)) for p in pieces)
         if not count:
             raise DataError(f"{sources[source].path} holds no records")
         parts.append(Part(source, str(path), first, count))
@@ -169,19 +206,19 @@ def split(
         first += count
     staged = folder.with_name(f"{folder.name}.tmp")
     staged.mkdir(exist_ok=True)
-    for place, (name, dtype) in enumerate((("offset", np.int64), ("size", np.int32))):
-        write_column(staged / f"{name}.npy", (np.load(p)[:, place].astype(dtype) for p in found), np.dtype(dtype))
+    for place, (name, dtype) in enumerate(zip(SPAN, (np.int64, np.int32, np.int32), strict=True)):
+        write_column(staged / f"{name}.npy", (read_column(p)[:, place].astype(dtype) for p in found), np.dtype(dtype))
     facts = {"sources": [asdict(s) for s in sources], "parts": [asdict(p) for p in parts], "fingerprint": fingerprint}
-    (staged / DONE).write_text(json.dumps(facts))
+    seal(staged, facts)
     check()
     os.replace(staged, folder)
 
 
 def split_file(path: Path, folder: Path) -> list[Path]:
-    """The places of a file's records in pieces, int64 [records, 2]; goes on behind the pieces that are there."""
+    """The places of a file's records in pieces, int64 [records, 3]; goes on behind the pieces that are there."""
     folder.mkdir(parents=True, exist_ok=True)
     pieces = sorted(folder.glob("*.npy"))
-    after = int(np.load(pieces[-1])[-1].sum()) if pieces else None
+    after = tuple(read_column(pieces[-1])[-1].tolist()) if pieces else None
     found = spans(path, after)
     while piece := take(found, path):
         target = folder / f"{len(pieces):08d}.npy"
@@ -194,6 +231,6 @@ def split_file(path: Path, folder: Path) -> list[Path]:
     return pieces
 
 
-def take(found: Iterator[tuple[int, int]], path: Path) -> list[tuple[int, int]]:
+def take(found: Iterator[Span], path: Path) -> list[Span]:
     with reading(path):
         return [span for _, span in zip(range(PIECE), found, strict=False)]

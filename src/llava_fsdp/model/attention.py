@@ -86,7 +86,7 @@ def flash_kernel_missing(
     if device.type != "cuda":
         return f"{what} needs CUDA, and this run is on {device.type}"
     if compute_dtype not in (torch.bfloat16, torch.float16):
-        return f"{what} computes in bf16, and this run in {str(compute_dtype).removeprefix('torch.')}"
+        return f"{what} computes in 16 bits, and this run in {str(compute_dtype).removeprefix('torch.')}"
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return f"{what} needs a GPU of compute capability 8.0"
     head = head_size(language)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from llava_fsdp.config import LossConfig, LossKernel
 from llava_fsdp.errors import ConfigError
@@ -34,7 +35,8 @@ def choose_loss(cfg: LossConfig, compute_dtype: torch.dtype) -> LabelLoss:
         ConfigError: torch's cannot be had, or would round the loss.
     """
     if cfg.kernel is not LossKernel.torch:
-        return partial(chunked_loss, chunk_tokens=cfg.chunk_tokens)
+        loss = recomputed_loss if compute_dtype == torch.float16 else chunked_loss
+        return partial(loss, chunk_tokens=cfg.chunk_tokens)
     if not hasattr(functional, "linear_cross_entropy"):
         raise ConfigError(
             f"loss.kernel=torch: torch {torch.__version__} has no linear_cross_entropy (2.13 has); set loss.kernel=auto"
@@ -61,6 +63,21 @@ def chunked_loss(hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch.Te
     if not torch.is_grad_enabled():
         return ChunkedLoss.forward_alone(hidden, weight, label_ids, chunk_tokens)
     return ChunkedLoss.apply(hidden, weight, label_ids, chunk_tokens)
+
+
+def recomputed_loss(hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch.Tensor, chunk_tokens: int):
+    """As `chunked_loss`, for fp16: each chunk's logits are made again in the backward pass.
+
+    Gradients for an upstream gradient of 1 would be out of fp16's range, small and large: probabilities of rare words
+    vanish below 6e-8, and a frequent word's sum over its labels ends at 65504. The loss scale is there to prevent
+    both, and is known in the backward pass alone.
+    """
+    total = hidden.new_zeros((), dtype=torch.float32)
+    if not len(label_ids):  # of no label too: every rank reduces a gradient
+        return total + (hidden.sum() + weight.sum()).float() * 0.0
+    for shown, ids in zip(hidden.split(chunk_tokens), label_ids.split(chunk_tokens), strict=True):
+        total = total + checkpoint(whole_loss, shown, weight, ids, use_reentrant=False)
+    return total
 
 
 class ChunkedLoss(torch.autograd.Function):

@@ -12,7 +12,7 @@ from llava_fsdp.moving.run import plain
 from llava_fsdp.moving.shell import is_open
 
 TPU = off("CUDA or CPU, as the machine has it")
-FP8 = unsupported("precision=bf16 or fp32; fp8: not yet")
+FP8 = unsupported("precision=fp8 scales every tensor by its largest element, in torchao; it has no settings")
 COMPILE = off("no compiled graphs", "NO", "default")
 MEGATRON = unsupported("no tensor or pipeline parallelism: sharding=zero3 for models that fit no GPU")
 UNITS = implied("every block of layers is a unit, always")
@@ -28,9 +28,9 @@ def distributed_type(context: Context, value: object) -> Outcome:
 
 
 def mixed_precision(context: Context, value: object) -> Outcome:
-    if value in ("fp16", "fp8"):
-        return unsupported(f"{value} has no equal here; {context.tell('precision')} stands in for it")
-    return mapped(context.tell("precision"))
+    note = {"fp8": ": torchao's float8 training of the language model's linear layers, on GPUs that have fp8"}
+    told = [context.tell(key) for key in context.decided if key.startswith("precision")]
+    return mapped(", ".join(told) + note.get(str(value), "")) if told else mapped(context.tell("precision"))
 
 
 def zero_stage(context: Context, value: object) -> Outcome:

@@ -41,6 +41,14 @@ DS_SCHEDULES = {
     ("WarmupLR", "log"): "warmup_log", ("WarmupLR", "linear"): "constant",
     ("WarmupDecayLR", "log"): "warmup_decay", ("WarmupDecayLR", "linear"): "linear",
 }  # fmt: skip
+# Keys of DeepSpeed's block `fp16`.
+SCALER = {
+    "loss_scale": "precision.scaler.scale",
+    "initial_scale_power": "precision.scaler.initial_power",
+    "loss_scale_window": "precision.scaler.window",
+    "hysteresis": "precision.scaler.hysteresis",
+    "min_loss_scale": "precision.scaler.minimum",
+}
 DS_ADAM = frozenset({"adam", "adamw"})
 LEAST_WARMUP = 2  # DeepSpeed's
 LEAST_KEPT = 2
@@ -51,8 +59,8 @@ def decide(run: Run) -> Overrides:
     found: Overrides = {}
     if run.launch:
         found |= model(run) | data(run) | writing(run)
-    found |= recompute(run) | sharding(run) | offload(run) | precision(run)
-    return found | batch(run) | optimizer(run) | schedule(run)
+    memory = recompute(run) | sharding(run) | offload(run) | precision(run)
+    return found | memory | batch(run) | optimizer(run) | schedule(run)
 
 
 def model(run: Run) -> Overrides:
@@ -185,11 +193,11 @@ def offload(run: Run) -> Overrides:
         old = any(plain(run.ds(f"zero_optimization.{key}")) is True for key in ("cpu_offload", "cpu_offload_params"))
         if old or {"cpu", "nvme"} & set(map(str, devices)):
             return {"offload": "optimizer" if stage == 1 else "params"}
-        return {"offload": "none"}
+        return {}
     words = str(run.hf("fsdp") or "").upper().split() if run.launch else []
     if run.distributed_type == "FSDP" or words:
         on = plain(run.launched("fsdp_offload_params")) is True or "OFFLOAD" in words
-        return {"offload": "params" if on else "none"}
+        return {"offload": "params"} if on else {}
     return {}
 
 
@@ -211,15 +219,44 @@ def fsdp_strategy(run: Run) -> str | None:
 
 
 def precision(run: Run) -> Overrides:
-    """fp16 has no equal; bf16 stands in for it."""
-    ours = [run.ds(f"{name}.enabled") for name in HALF]
-    if run.launch:
-        half = run.truth("bf16") or run.truth("fp16") or run.launched("mixed_precision") in ("bf16", "fp16", "fp8")
-        return {"precision": "bf16" if half or True in ours else "fp32"}
-    if True in ours or run.launched("mixed_precision") in ("bf16", "fp16", "fp8"):
-        return {"precision": "bf16"}
-    told = run.deepspeed is not None and AUTO not in ours
+    """bf16 wins over fp16 where both are asked for; the original refuses that."""
+    half = computed_in(run)
+    if half == "bf16":
+        return bf16(run)
+    if half == "fp16":
+        return {"precision": "fp16"} | scaler(run)
+    if half == "fp8" or run.launch:
+        return {"precision": half or "fp32"}
+    told = run.deepspeed is not None and AUTO not in [run.ds(f"{name}.enabled") for name in HALF]
     return {"precision": "fp32"} if told or run.launched("mixed_precision") == "no" else {}
+
+
+def computed_in(run: Run) -> str | None:
+    """By DeepSpeed's blocks, the trainer's flags or Accelerate's word; apex's mixed precision is fp16."""
+    asked = {HALF[name] for name in HALF if run.ds(f"{name}.enabled") is True}
+    if run.launch:
+        asked |= {flag for flag in ("bf16", "fp16") if run.truth(flag)}
+    asked.add(str(run.launched("mixed_precision")))
+    return next((half for half in ("bf16", "fp16", "fp8") if half in asked), None)
+
+
+def bf16(run: Run) -> Overrides:
+    """DeepSpeed's masters and moments in bf16 are rounded to nearest, ours at random."""
+    if run.ds("bf16.bf16_master_weights_and_grads") is not True:
+        return {"precision": "bf16"}
+    if run.ds("bf16.bf16_optimizer_states") is True:
+        return {"precision": "bf16_pure"}
+    return {"precision": "bf16_pure", "precision.moment_dtype": "fp32"}
+
+
+def scaler(run: Run) -> Overrides:
+    """DeepSpeed's settings, as far as it is told them; without DeepSpeed torch's GradScaler, which has its own."""
+    if not run.uses_deepspeed:
+        return {"precision.scaler.window": 2000, "precision.scaler.hysteresis": 1}
+    given = {ours: run.ds(f"fp16.{theirs}") for theirs, ours in SCALER.items()}
+    numbers: Overrides = {key: value for key, value in given.items() if isinstance(value, int | float)}
+    fixed = numbers.pop("precision.scaler.scale", 0)
+    return {"precision.scaler.scale": fixed} if fixed else numbers
 
 
 def batch(run: Run) -> Overrides:

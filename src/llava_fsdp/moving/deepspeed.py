@@ -16,7 +16,6 @@ MODEL_IS_STREAMED = implied("every rank reads its own rows of every weight from 
 GATHERED = implied("export/ always holds the whole model, written without ever gathering it")
 NO_LOGGER = rules.Switched("not yet; metrics.jsonl has every step")
 TIMES = implied("metrics.jsonl has the seconds of every step")
-NO_FP16 = rules.fp16
 OFFLOAD = rules.offload
 OPTIMIZER_OTHER = unsupported("AdamW has no such setting")
 SCHEDULE_OTHER = unsupported("the schedules have no such setting")
@@ -40,7 +39,7 @@ DEEPSPEED: Mapping[str, Outcome | Rule] = {
     "optimizer.params.amsgrad": off("AdamW without amsgrad"),
     "optimizer.params.fused": implied("PyTorch's own AdamW, fused"),
     "optimizer.params.set_grad_none": implied("gradients are set to none after a step"),
-    "optimizer.params.fp32_optimizer_states": on("moments are fp32"),
+    "optimizer.params.fp32_optimizer_states": on("moments are in precision.moment_dtype, fp32 unless told"),
     "optimizer.params.max_grad_norm": off("optim.clip clips", 0, 0.0),
     "optimizer.params.*": OPTIMIZER_OTHER,
     "optimizer.legacy_fusion": implied("FSDP2 has no such fusion"),
@@ -70,18 +69,18 @@ DEEPSPEED: Mapping[str, Outcome | Rule] = {
     "bfloat16.enabled": rules.bf16,
     "bf16.check_grad_overflow": implied("a gradient that is not finite stops the run"),
     "bf16.immediate_grad_update": implied("gradients are added in fp32 as they come"),
-    "bf16.bf16_master_weights_and_grads": off("masters are fp32"),
-    "bf16.bf16_optimizer_states": off("moments are fp32"),
+    "bf16.bf16_master_weights_and_grads": rules.bf16_kept,
+    "bf16.bf16_optimizer_states": rules.bf16_kept,
     "bf16.*": unsupported("unknown detail of bf16"),
     "fp16.enabled": rules.fp16_enabled,
-    "fp16.auto_cast": NO_FP16,
-    "fp16.loss_scale": NO_FP16,
-    "fp16.initial_scale_power": NO_FP16,
-    "fp16.loss_scale_window": NO_FP16,
-    "fp16.hysteresis": NO_FP16,
-    "fp16.consecutive_hysteresis": NO_FP16,
-    "fp16.min_loss_scale": NO_FP16,
-    "fp16.fp16_master_weights_and_grads": NO_FP16,
+    "fp16.auto_cast": rules.fp16,
+    "fp16.loss_scale": rules.fp16,
+    "fp16.initial_scale_power": rules.fp16,
+    "fp16.loss_scale_window": rules.fp16,
+    "fp16.hysteresis": rules.fp16,
+    "fp16.consecutive_hysteresis": rules.fp16,
+    "fp16.min_loss_scale": rules.fp16,
+    "fp16.fp16_master_weights_and_grads": rules.fp16,
     "amp.enabled": rules.amp,
     "amp.*": rules.Switched("apex is not used; precision=bf16"),
     "torch_autocast.*": rules.Switched("precision= says what is computed in what"),

@@ -7,7 +7,7 @@ transformers does (integrations/deepspeed.py).
 from dataclasses import dataclass
 
 from llava_fsdp.moving.context import Context, written
-from llava_fsdp.moving.decide import DS_ADAM, DS_SCHEDULES, STAGES
+from llava_fsdp.moving.decide import DS_ADAM, DS_SCHEDULES, SCALER, STAGES
 from llava_fsdp.moving.outcome import REFUSED, Outcome, Verdict, implied, mapped, no_effect, refused, unsupported
 from llava_fsdp.moving.run import AUTO, plain
 from llava_fsdp.moving.shell import is_open, shown
@@ -172,22 +172,40 @@ def fp16_enabled(context: Context, value: object) -> Outcome:
     if value == AUTO and not run.launch:
         return unsaid(context, "fp16")
     theirs = run.truth("fp16") or run.truth("fp16_full_eval")
-    found = compared(context, value, theirs, "off, as here", "--fp16")
-    if found.verdict is Verdict.unsupported or not (theirs if value == AUTO else plain(value)):
-        return found if found.verdict is Verdict.unsupported else implied(found.text, found.resolved)
-    text = f"fp16 needs a loss scale and loses small gradients; {context.tell('precision')} stands in for it"
-    return unsupported(text, found.resolved)
+    on = theirs if value == AUTO else plain(value)
+    found = compared(context, value, theirs, context.tell("precision") if on else "off, as here", "--fp16")
+    return found if on or found.verdict is Verdict.unsupported else implied(found.text, found.resolved)
 
 
 def fp16(context: Context, value: object) -> Outcome:
-    enabled = context.run.ds("fp16.enabled", False)
-    if enabled == AUTO and not context.run.launch:
-        return no_effect("only with --fp16, which has no equal here")
-    if enabled == AUTO:
-        enabled = context.run.truth("fp16")
-    if not enabled:
+    """A key of the block beside `enabled`."""
+    run, key = context.run, context.key.partition(".")[2]
+    enabled = run.ds("fp16.enabled", False)
+    if enabled == AUTO and not run.launch:
+        return no_effect("only with --fp16")
+    if not (run.truth("fp16") if enabled == AUTO else enabled):
         return no_effect("fp16 is off")
-    return unsupported("bf16 needs no loss scale; there is no fp16 here")
+    if key in SCALER:
+        fixed = run.ds("fp16.loss_scale") not in (None, 0)
+        if fixed and key != "loss_scale":
+            return no_effect("the loss scale is fixed: loss_scale")
+        return mapped(context.tell(SCALER[key]) if SCALER[key] in context.decided else "dynamic, as here")
+    if key == "auto_cast":
+        return implied("pictures are cast to what the model computes in")
+    if plain(value) is False:
+        return implied("off, as here")
+    why = {"consecutive_hysteresis": "a step without an overflow does not fill the hysteresis; a doubled scale does"}
+    return unsupported(why.get(key, "masters are fp32 beside fp16 (precision.master_dtype)"))
+
+
+def bf16_kept(context: Context, value: object) -> Outcome:
+    """Masters, and with them moments, in bf16."""
+    if not plain(value):
+        return implied("fp32, as here")
+    if context.decided.get("precision") != "bf16_pure":
+        return no_effect("only with bf16, and moments only with bf16_master_weights_and_grads")
+    moments = ", " + context.tell("precision.moment_dtype") if "precision.moment_dtype" in context.decided else ""
+    return mapped(f"{context.tell('precision')}{moments}: rounded at random here, so that small updates are not lost")
 
 
 def amp(context: Context, value: object) -> Outcome:

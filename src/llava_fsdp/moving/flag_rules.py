@@ -237,15 +237,16 @@ def bf16(context: Context, value: object) -> Outcome:
 def fp16(context: Context, value: object) -> Outcome:
     if not value:
         return implied("off, as here")
-    return unsupported(
-        f"fp16 needs a loss scale and loses small gradients; {context.tell('precision')} stands in for it. "
-        "A GPU without bf16 takes precision=fp32"
-    )
+    text = context.tell("precision")
+    if "precision.scaler.window" in context.decided and not context.run.uses_deepspeed:
+        told = ", ".join(context.tell(f"precision.scaler.{key}") for key in ("window", "hysteresis"))
+        return mapped(f"{text}, {told}: as torch's GradScaler, which stands behind it without DeepSpeed")
+    return mapped(f"{text}: fp32 masters and norms, a loss scale as DeepSpeed's; bf16 needs none where the GPU has it")
 
 
 def tf32(context: Context, value: object) -> Outcome:
-    if context.decided.get("precision") == "bf16":
-        return implied("matrices are multiplied in bf16, which tf32 does not touch")
+    if context.decided.get("precision") not in (None, "fp32"):
+        return implied("matrices are multiplied in 16 bits or fewer, which tf32 does not touch")
     if value:
         return unsupported(
             "precision=fp32 multiplies in full fp32; NVIDIA_TF32_OVERRIDE=1 before the command allows tf32"

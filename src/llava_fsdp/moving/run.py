@@ -36,7 +36,7 @@ DS_DEFAULTS: Mapping[str, object] = {
     "train_micro_batch_size_per_gpu": None,
 }
 TORCH_ADAMW_DECAY = 0.01
-HALF = ("bf16", "bfloat16", "fp16", "amp")
+HALF = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "amp": "fp16"}  # DeepSpeed's blocks, and what each is
 
 
 @dataclass(frozen=True)

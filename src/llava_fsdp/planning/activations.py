@@ -96,23 +96,30 @@ def minus(one: Live, other: Live) -> Live:
     return Live(one.activations - other.activations, one.logits - other.logits, one.gradients - other.gradients)
 
 
-def measure(
-    parts: Parts, cfg: Config, recompute: RecomputeConfig, kernel: Kernel | None, micro: MicroBatch
-) -> list[Segment]:
-    """The segments of a micro-batch's forward and backward pass, for the model's whole depth."""
-    cut = cut_to(parts, CUT)
-    # for padded rows ours is transformers' own SDPA, without its mask, which would ask for values
-    attention = kernel or Kernel(Attention.sdpa, "padded rows")
-    model = build_llava(cut, cfg.model, DTYPES[cfg.precision.param_dtype], attention, cfg.loss)
-    store_weights(model, cfg.precision, sharded=False)
-    compute_norms_in_fp32(model, cfg.precision)
-    apply_recompute(model.blocks(), recompute, torch.device("meta"))
-    model.train()
-    trace = run(model, inputs_of(model, micro, packed=kernel is not None))
-    found = cut_into_segments(trace, model, cut.language.vocab_size, MASTERS[cfg.precision.master_dtype])
-    if cut is parts:
-        return found
-    return deepened(found, stack_name(model), parts.language.num_hidden_layers)
+class Measuring:
+    """A model of three blocks, ready to be run on the meta device under one way to recompute."""
+
+    def __init__(self, parts: Parts, cfg: Config, recompute: RecomputeConfig, kernel: Kernel | None):
+        cut = cut_to(parts, CUT)
+        # for padded rows ours is transformers' own SDPA, without its mask, which would ask for values
+        attention = kernel or Kernel(Attention.sdpa, "padded rows")
+        model = build_llava(cut, cfg.model, DTYPES[cfg.precision.param_dtype], attention, cfg.loss)
+        store_weights(model, cfg.precision, sharded=False)
+        compute_norms_in_fp32(model, cfg.precision)
+        apply_recompute(model.blocks(), recompute, torch.device("meta"))
+        model.train()
+        self.model = model
+        self.packed = kernel is not None
+        self.vocabulary = cut.language.vocab_size
+        self.master = MASTERS[cfg.precision.master_dtype]
+        self.depth = None if cut is parts else parts.language.num_hidden_layers
+
+    def segments(self, micro: MicroBatch) -> list[Segment]:
+        """Of a micro-batch's forward and backward pass, for the model's whole depth."""
+        trace = run(self.model, inputs_of(self.model, micro, self.packed))
+        found = cut_into_segments(trace, self.model, self.vocabulary, self.master)
+        self.model.zero_grad(set_to_none=True)
+        return found if self.depth is None else deepened(found, stack_name(self.model), self.depth)
 
 
 def cut_to(parts: Parts, depth: int) -> Parts:
@@ -206,6 +213,8 @@ class Walk:
         """Storages that will be complete gradients; the chunked loss makes the output layer's in the forward pass."""
         self.level = Live()
         self.backward = False
+        self.early: dict[int, int] = {}
+        """Gradients that the loss makes in the forward pass already."""
         self.segments: list[Segment] = []
         self.open("")
 
@@ -225,19 +234,25 @@ class Walk:
     def take(self, event: Event) -> None:
         """A storage was made or dropped."""
         self.is_empty = False
-        if event.storage in self.gradients:
+        if event.storage in self.gradients and self.backward:
             if event.change > 0:
                 self.making[event.storage] = event.change
         elif event.storage in self.logits or (event.change > 0 and event.width == self.vocabulary):
             self.logits.add(event.storage)
             self.level = plus(self.level, Live(logits=event.change))
         else:
+            if event.storage in self.gradients:
+                self.early[event.storage] = event.change
             self.level = plus(self.level, Live(activations=event.change))
         self.look()
 
     def finish(self, name: str) -> None:
         """A gradient is complete; without FSDP it goes into its master now."""
         number, weight = self.numbers[name], self.weights[name]
+        if number in self.early:
+            size = self.early.pop(number)
+            self.level = minus(self.level, Live(activations=size))
+            self.making[number] = size
         if number in self.making:  # a tied weight has one gradient, which is complete twice
             is_own_master = weight.dtype in (torch.float32, self.master)
             size = weight.numel() * (weight.dtype if is_own_master else self.master).itemsize

@@ -56,8 +56,8 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples) -> Decisio
     if not best.fits:
         raise ConfigError(
             f"auto: nothing fits by the plan; nearest is {said(best)}. recompute=full, offload=params, "
-            "precision=bf16_pure or more ranks need less; sharding=zero3 and a number for tokens_per_micro_batch try all "
-            "the same"
+            "precision=bf16_pure or more ranks need less; sharding=zero3 and a number for tokens_per_micro_batch would "
+            "try it all the same"
         )
     others = [said(row) for row in rows[1:3]]
     reason = f"{said(best)}, predicted for {planner.machine.name}" + (f"; then {'; '.join(others)}" if others else "")
@@ -89,7 +89,7 @@ def recorded(cfg: Config) -> Config | None:
     if cfg.sharding.strategy is not Strategy.auto:
         strategy = cfg.sharding.strategy
     if cfg.tokens_per_micro_batch != AUTO:
-        tokens = cfg.tokens_per_micro_batch
+        tokens = number(cfg)
     return Decision(strategy, tokens, "").applied(cfg)
 
 

@@ -14,7 +14,7 @@ from llava_fsdp.config import Config, OffloadMode, RecomputeConfig, RecomputeMod
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.parts import Parts
-from llava_fsdp.planning.activations import LEVELS, Live, MicroBatch, Segment, measure, times
+from llava_fsdp.planning.activations import LEVELS, Live, Measuring, MicroBatch, Segment, times
 from llava_fsdp.planning.hardware import Machine, machine_for
 from llava_fsdp.planning.samples import Samples, asked_for, samples_of
 from llava_fsdp.planning.shapes import kernel_for, shapes_of
@@ -101,7 +101,9 @@ class Planner:
         self.flops = count_flops(self.model, recompute=False)
         self.flops_again = count_flops(self.model, recompute=True)
         self.samples = samples or samples_of(cfg, self.model.image_tokens)
+        self.models: dict[RecomputeMode, Measuring] = {}
         self.measured: dict[tuple[RecomputeMode, MicroBatch], list[Segment]] = {}
+        self.between: dict[tuple[RecomputeMode, MicroBatch], list[Segment]] = {}
 
     @property
     def trainable(self) -> int:
@@ -112,21 +114,28 @@ class Planner:
         """A pass of `none`, `full` or `selective`."""
         key = mode, micro
         if key not in self.measured:
-            recompute = RecomputeConfig(mode=mode, budget=None)
-            self.measured[key] = measure(self.parts, self.cfg, recompute, self.kernel, micro)
+            if mode not in self.models:
+                recompute = RecomputeConfig(mode=mode, budget=None)
+                self.models[mode] = Measuring(self.parts, self.cfg, recompute, self.kernel)
+            self.measured[key] = self.models[mode].segments(micro)
         return self.measured[key]
 
     def passes(self, mode: RecomputeMode, micros: Sequence[MicroBatch], between: Sequence[MicroBatch]) -> list[Pass]:
         """Passes of a step's micro-batches: measured, or drawn between two that are."""
-        found: list[Pass] = []
-        for micro in told_apart(micros):
-            ends = [self.segments(mode, end) for end in between]
-            if len(ends) == 2 and len(ends[0]) == len(ends[1]) and between[0].tokens < between[1].tokens:
-                part = (micro.tokens - between[0].tokens) / (between[1].tokens - between[0].tokens)
-                found.append([blend(one, other, part) for one, other in zip(*ends, strict=True)])
-            else:
-                found.append(self.segments(mode, micro))
-        return found
+        apart = told_apart(micros)
+        return [self.drawn(mode, micro, between) if between else self.segments(mode, micro) for micro in apart]
+
+    def drawn(self, mode: RecomputeMode, micro: MicroBatch, between: Sequence[MicroBatch]) -> list[Segment]:
+        """A pass between two measured ones; measured itself where those differ in more than sizes."""
+        key = mode, micro
+        small, large = between
+        one, other = (self.segments(mode, end) for end in between)
+        if key in self.measured or len(one) != len(other):
+            return self.segments(mode, micro)
+        if key not in self.between:
+            part = (micro.tokens - small.tokens) / (large.tokens - small.tokens)
+            self.between[key] = [blend(a, b, part) for a, b in zip(one, other, strict=True)]
+        return self.between[key]
 
     def row(
         self,

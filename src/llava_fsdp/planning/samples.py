@@ -69,8 +69,9 @@ def of_report(cfg: Config) -> Samples | None:
 def samples_in(records: Records) -> Samples:
     """Of the very records that a training has."""
     lengths, tiles, labels = (np.asarray(c, dtype=np.float64) for c in (records.lengths, records.tiles, records.labels))
-    means = lengths.mean(), tiles.mean(), labels.mean(), max(1.0, lengths.std())
-    return Samples(*(float(mean) for mean in means), f"{len(records):,} records")
+    spread = max(1.0, float(lengths.std()))
+    found = f"{len(records):,} records"
+    return Samples(float(lengths.mean()), float(tiles.mean()), float(labels.mean()), spread, found)
 
 
 def share(samples: Samples, each: float) -> int:

@@ -23,11 +23,14 @@ class Ledger:
     worst: dict[str, int] = field(default_factory=dict)
     moment: str = ""
 
+    most: int = 0
+
     def look(self, moment: str, **more: int) -> None:
         """Is this the worst moment? `more` is held for this moment alone."""
-        now = {name: size + more.get(name, 0) for name, size in self.held.items()}
-        if not self.worst or sum(now.values()) > sum(self.worst.values()):
-            self.worst, self.moment = now, moment
+        total = sum(self.held.values()) + sum(more.values())
+        if total > self.most:
+            self.most, self.moment = total, moment
+            self.worst = {name: size + more.get(name, 0) for name, size in self.held.items()}
 
     def add(self, moment: str, **sizes: int) -> None:
         for name, size in sizes.items():

@@ -142,7 +142,7 @@ def file_mapped(size: int, folder: Path) -> Memory:
                 "a folder on a larger local disk: offload.folder=DIR"
             )
         # every block now: a page that finds the disk full later would end the process with SIGBUS
-        os.posix_fallocate(descriptor, 0, size)
+        getattr(os, "posix_fallocate", truncate)(descriptor, 0, size)
         return Memory(descriptor, size, flags=mmap.MAP_SHARED)
     except OSError as error:
         raise OffloadError(
@@ -151,6 +151,11 @@ def file_mapped(size: int, folder: Path) -> Memory:
         ) from error
     finally:
         os.close(descriptor)  # the mapping has its own
+
+
+def truncate(descriptor: int, begin: int, size: int) -> None:
+    """Where there is no `posix_fallocate`: a file of holes."""
+    os.ftruncate(descriptor, begin + size)
 
 
 def nameless_file(folder: Path) -> int:

@@ -58,7 +58,7 @@ def compile_blocks(stacks: list[nn.ModuleList], budget: float | None) -> None:
 def inductor_with(budget: float | None) -> Callable[..., Any]:
     """torch.compile's usual backend, whose settings hold while it compiles and not a moment longer."""
 
-    def compiled(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+    def compiled(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         from torch._functorch import config as functorch
         from torch._inductor.compile_fx import compile_fx
 

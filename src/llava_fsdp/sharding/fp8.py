@@ -62,7 +62,7 @@ def multiply_in_fp8(blocks: nn.ModuleList, sharded: bool) -> None:
     )
 
 
-def weights_in_fp8(blocks: nn.ModuleList) -> set[nn.Parameter]:
+def weights_in_fp8(blocks: nn.ModuleList) -> set[torch.Tensor]:
     """Of a stack that is as it was."""
     return {module.weight for module in blocks.modules() if isinstance(module, nn.Linear) and takes_fp8(module)}
 

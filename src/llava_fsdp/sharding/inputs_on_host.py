@@ -60,7 +60,7 @@ class Away:
         self.owner = owner
         self.before = weakref.ref(before) if before is not None else None
         self.here: torch.Tensor | None = tensor
-        self.done: torch.cuda.Event | None = None
+        self.done: torch.Event | None = None
         """The last copy, out or in."""
         self.host = torch.empty_like(tensor, device="cpu", pin_memory=owner.on_cuda)
         self.copy(self.host, tensor)

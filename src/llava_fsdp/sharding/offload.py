@@ -51,8 +51,10 @@ from llava_fsdp.config import Config, OffloadMode, RecomputeMode, Strategy
 from llava_fsdp.errors import OutOfMemory
 from llava_fsdp.log import log
 from llava_fsdp.sharding.arena import Arena
+from llava_fsdp.sharding.mesh import World
 from llava_fsdp.sharding.shards import like, local
-from llava_fsdp.sharding.streamed import Copied, Mapped, StreamedOptimizer
+from llava_fsdp.sharding.staging import Copied, Mapped
+from llava_fsdp.sharding.streamed import StreamedOptimizer
 
 MMAP_THRESHOLD = 1 << 20
 IN_MEMORY = ("tmpfs", "ramfs")
@@ -68,7 +70,7 @@ class Offload:
         self.mode = cfg.offload.mode
         self.device = device
         self.pin = device.type == "cuda"
-        self.folder = Path(cfg.offload.folder or cfg.output_dir) if self.mode is OffloadMode.nvme else None
+        self.folder = offload_folder(cfg) if self.mode is OffloadMode.nvme else None
         self.shards: Arena | None = None
         self.gradients: Arena | None = None
         if self.folder is not None:
@@ -88,8 +90,9 @@ class Offload:
         def allocate(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.device.type != "meta":
                 return tensor
-            # a tied parameter is met once under each of its names
-            return made.setdefault(id(tensor), torch.empty_like(tensor, device=self.device))
+            if id(tensor) not in made:  # a tied parameter is met once under each of its names
+                made[id(tensor)] = torch.empty_like(tensor, device=self.device)
+            return made[id(tensor)]
 
         model._apply(allocate)
         if self.mode is OffloadMode.nvme:
@@ -135,17 +138,6 @@ class Offload:
             others = [arena for arena in (self.shards, self.gradients) if arena is not None]
             return StreamedOptimizer(inner, lambda size: Arena(size, self.folder), lambda made: Mapped(made, others))
         return inner
-
-    def describe(self) -> str:
-        """One line for the screen that a run begins with."""
-        if self.mode is OffloadMode.none:
-            return "none"
-        if self.folder is None:
-            saves = "" if self.pin else ": without a GPU the device is the host, and this saves nothing"
-            return f"{self.mode.value}, in host memory{saves}"
-        found = filesystem(self.folder)
-        memory = ", which is memory: this saves nothing; offload.folder=DIR of a disk does" * (found in IN_MEMORY)
-        return f"nvme, in files without names in {self.folder} ({found or 'unknown filesystem'}{memory})"
 
 
 class GradientIntoFile:
@@ -225,8 +217,26 @@ def cures(cfg: Config, device: torch.device) -> list[str]:
     return [*found, "more ranks under sharding=zero3"]
 
 
-def warn_of_no_use(offload: Offload, is_first: bool) -> None:
+def describe_offload(cfg: Config, device: torch.device) -> str:
+    """One line for the screen that a run begins with."""
+    mode = cfg.offload.mode
+    if mode is OffloadMode.none:
+        return "none"
+    if mode is not OffloadMode.nvme:
+        saves = "" if device.type == "cuda" else ": without a GPU the device is the host, and this saves nothing"
+        return f"{mode.value}, in host memory{saves}"
+    folder = offload_folder(cfg)
+    found = filesystem(folder)
+    memory = ", which is memory: this saves nothing; offload.folder=DIR of a disk does" * (found in IN_MEMORY)
+    return f"nvme, in files without names in {folder} ({found or 'unknown filesystem'}{memory})"
+
+
+def offload_folder(cfg: Config) -> Path:
+    return Path(cfg.offload.folder or cfg.output_dir)
+
+
+def warn_of_no_use(cfg: Config, world: World) -> None:
     """An offload that saves nothing on this machine works, and is said to save nothing."""
-    said = offload.describe()
-    if is_first and "saves nothing" in said:
+    said = describe_offload(cfg, world.device)
+    if world.is_first and "saves nothing" in said:
         log().warning("offload=%s", said)

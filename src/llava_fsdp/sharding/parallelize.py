@@ -5,7 +5,7 @@ Recompute goes inside the sharded unit, so that a block's weights are gathered b
 so that no rank ever holds more than its shards.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -61,17 +61,17 @@ def parallelize(
     if mesh is not None:
         ignored = frozen_left_whole(model, plan, [*whole, *norms_kept_in_fp32(model, cfg.precision)])
         shard(model, stacks, mesh, plan, cfg, ignored, offload)
-    materialize(model, offload)
+    materialize(model, offload.materialize)
     trainable = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
     return MasterWeights(trainable, MASTERS[cfg.precision.master_dtype], model if in_fp8 else None)
 
 
-def materialize(model: nn.Module, offload: Offload) -> None:
+def materialize(model: nn.Module, allocate: Callable[[nn.Module], object]) -> None:
     """Allocate what this rank holds, uninitialised. Modules alone would part tied parameters."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    offload.materialize(model)
+    allocate(model)
     for first, *others in names.values():
         for other in others:
             module_name, _, leaf = other.rpartition(".")
@@ -105,8 +105,8 @@ def shard(
     )
     common: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored, "offload_policy": offload.policy}
     norms = [m for m in norms_kept_in_fp32(model, cfg.precision) if set(m.parameters()) - ignored]
-    if norms:
-        together = GatheredFirst(norms)
+    together = GatheredFirst(norms) if norms else None
+    if together is not None:
         kept = replace(policy, param_dtype=None, reduce_dtype=None)  # fp32, as they are stored
         fully_shard(together, mp_policy=kept, reshard_after_forward=False, **common)
         model.gathered_first = together
@@ -116,8 +116,8 @@ def shard(
             if set(block.parameters()) - ignored:
                 fully_shard(block, mp_policy=policy, reshard_after_forward=plan.reshard_after_forward, **common)
     fully_shard(model, mp_policy=policy, reshard_after_forward=False, **common)
-    if norms:
-        model.register_forward_pre_hook(lambda *_: model.gathered_first())  # behind FSDP's own, which begins a pass
+    if together is not None:
+        model.register_forward_pre_hook(lambda *_: together())  # behind FSDP's own, which begins a pass
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loss is divided by the label tokens of the whole step, so gradients are summed, never averaged.

@@ -1,7 +1,8 @@
 """Activation checkpointing: what is kept from the forward pass and what runs again in the backward pass.
 
-All modes but `budget` give the bits of `none`: the same operations run again on the same inputs, with the random numbers
-that they drew at first. Checkpointing is the non-reentrant kind throughout, so that inputs need not require a gradient.
+All modes but `budget` give the bits of `none`: the same operations run again on the same inputs, with the random
+numbers that they drew at first. Checkpointing is the non-reentrant kind throughout, so that inputs need not require a
+gradient.
 """
 
 from functools import partial

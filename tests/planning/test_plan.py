@@ -1,0 +1,183 @@
+"""The command: what it prints, for people and for programs, and that what it recommends is a training."""
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from small import config_of, make_config
+
+from llava_fsdp.config import PlanConfig, Strategy, config_dir, load
+from llava_fsdp.errors import ConfigError
+from llava_fsdp.model.parts import find_parts
+from llava_fsdp.plan import plan
+from llava_fsdp.planning import auto
+from llava_fsdp.planning.auto import decide
+from llava_fsdp.planning.hardware import GPUS, Machine
+from llava_fsdp.planning.samples import Samples
+from llava_fsdp.planning.shapes import shapes_of
+from llava_fsdp.sharding.mesh import World
+from llava_fsdp.sharding.zero import SHARD_PLANS
+
+
+def plan_of(*overrides: str) -> PlanConfig:
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return load(PlanConfig, compose("plan", list(overrides)))
+
+
+def printed(capsys: pytest.CaptureFixture[str], *overrides: str) -> dict:
+    plan(plan_of(*overrides, "format=json"), overrides)
+    return json.loads(capsys.readouterr().out)
+
+
+def test_13b_on_8_a100(capsys: pytest.CaptureFixture[str]) -> None:
+    found = printed(capsys, "model=llava_v1_5_13b", "stage=finetune", "gpus=8", "gpu=a100-80gb")
+    rows = found["rows"]
+    assert {row["strategy"] for row in rows} == {s.value for s in SHARD_PLANS} - {"HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"}
+    assert {row["recompute"] for row in rows} == {"none", "selective", "full", "budget", "offload"}
+    assert {row["offload"] for row in rows} == {"none", "optimizer", "params", "nvme"}
+    for row in rows:
+        assert row["fits"] == (row["bytes"]["total"] <= found["usable"])
+        assert row["bytes"]["total"] == sum(size for name, size in row["bytes"].items() if name != "total")
+        assert row["step_seconds"] > 0 and 0 < row["mfu"] < 0.6
+    by = {(r["sharding"], r["recompute"], r["offload"]): r for r in rows}
+    assert found["trainable"] == 13_047_331_840
+    assert not by["zero0", "full", "none"]["fits"], "208.8 GB of states"
+    assert sum(by["zero3", "full", "none"]["at_rest"].values()) == pytest.approx(26.1e9 + 0.6e9, rel=0.01)
+    assert by["zero3", "full", "params"]["bytes"]["parameters"] < 1e9
+    best = found["recommended"]
+    assert best["fits"] and best["step_seconds"] == min(row["step_seconds"] for row in rows if row["fits"])
+    assert best["command"].startswith("torchrun --standalone --nproc-per-node 8 -m llava_fsdp.train ")
+
+
+def of_parts(wide_parts: Path) -> list[str]:
+    """A model that takes no time."""
+    return [f"model.language={wide_parts / 'language'}", f"model.vision={wide_parts / 'vision'}", "data.max_length=256"]
+
+
+SLOW = [pytest.param(more, marks=pytest.mark.slow) for more in (["stage=pretrain", "precision=bf16_pure"],)]
+
+
+@pytest.mark.parametrize("more", [["pack=false"], *SLOW])
+def test_recommended_command_is_a_training(
+    more: list[str], wide_parts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = printed(capsys, "gpus=4", "gpu=4090", "global_batch_size=64", *of_parts(wide_parts), *more)
+    best = found["recommended"]
+    words = shlex.split(best["command"])
+    cfg = config_of(words[words.index("llava_fsdp.train") + 1 :])
+    assert (cfg.sharding.strategy.value, cfg.recompute.mode.value) == (best["strategy"], best["recompute"])
+    assert cfg.offload.mode.value == best["offload"] and cfg.global_batch_size == 64
+    assert cfg.row_tokens == best["tokens_per_micro_batch"] or not cfg.pack
+    assert cfg.micro_batch_size * cfg.data.max_length == best["tokens_per_micro_batch"] or cfg.pack
+
+
+def test_for_people(wide_parts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan(plan_of("gpus=2", "gpu=a10g", "rows=3", *of_parts(wide_parts)))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[3].startswith("Use sharding=") and "torchrun --standalone --nproc-per-node 2" in lines[5]
+    assert any("more, of which" in line for line in lines) and any("2P + 14P/N" in line for line in lines)
+
+
+def test_without_bf16_the_plan_is_of_fp16(wide_parts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = printed(capsys, "gpus=8", "gpu=v100", "stage=pretrain", *of_parts(wide_parts))
+    assert "precision=fp16" in found["recommended"]["command"]
+
+
+@pytest.mark.slow
+def test_what_fits_nowhere_is_not_recommended(wide_parts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = ["gpus=1", "gpu=t4", *of_parts(wide_parts), "pack=false", "data.max_length=40000000"]
+    assert printed(capsys, *cfg)["recommended"] is None
+    plan(plan_of(*cfg))
+    assert "Nothing fits" in capsys.readouterr().out
+
+
+def test_several_nodes(wide_parts: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "scaling.png"
+    more = ["global_batch_size=64", *of_parts(wide_parts), f"picture={picture}"]
+    found = printed(capsys, "gpus=8", "nodes=4", "gpu=a100-80gb", *more)
+    assert {row["sharding"] for row in found["rows"]} >= {"hybrid", "hybrid2"}
+    assert picture.read_bytes().startswith(b"\x89PNG") and found["picture"] == str(picture)
+    by = {(p["nodes"], p["sharding"]): p for p in found["scaling"]}
+    assert set(by) == {(1, "zero3"), (2, "zero3"), (2, "hybrid"), (4, "zero3"), (4, "hybrid")}
+    assert by[4, "hybrid"]["communication_seconds"] < by[4, "zero3"]["communication_seconds"]
+    assert " --nnodes 4 " in found["recommended"]["command"]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("gpu=a1000", "gpu=a1000 is not in the table; choose auto or one of a100-40gb"),
+        (
+            "model.language=some/model",
+            "model.language=some/model is not a folder, and a plan reads nothing from the net",
+        ),
+        ("gpus=0", "gpus=0 must be at least 1"),
+    ],
+)
+def test_mistakes(override: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        plan(plan_of(override))
+
+
+def test_every_gpu_says_where_its_numbers_are_from() -> None:
+    assert set(GPUS) == {"a100-40gb", "a100-80gb", "h100", "h200", "b200", "l40s", "a10g", "4090", "v100", "t4"}
+    for gpu in GPUS.values():
+        assert gpu.source and gpu.fp32 <= gpu.fp16 and gpu.network <= gpu.link
+
+
+def test_models_of_conf_have_shapes() -> None:
+    for path in (config_dir() / "model").glob("*.yaml"):
+        cfg = config_of([f"model={path.stem}"])
+        parts = shapes_of(cfg.model)
+        assert parts.language.hidden_size > 0 and parts.vision.image_size > 0
+
+
+def a_world(size: int) -> World:
+    import torch
+
+    return World(0, size, 0, size, torch.device("cpu"))
+
+
+def test_auto_takes_what_fits_and_keeps_it(
+    wide_parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    auto_keys = ["sharding=auto", "tokens_per_micro_batch=auto", "precision=bf16", "recompute=full"]
+    cfg = make_config(wide_parts, dataset, tmp_path, *auto_keys, "global_batch_size=48")
+    parts, samples = find_parts(cfg.model), Samples(120, 0.6, 12, 30, "test")
+
+    def on(memory: int) -> auto.Decision:
+        monkeypatch.setattr(auto, "this_machine", lambda *_: Machine(None, "test", memory + auto_process(), 1e9))
+        return decide(cfg, a_world(4), parts, samples)
+
+    ample, tight = on(1 << 30), on(9_500_000)
+    assert ample.tokens is not None and tight.tokens is not None and tight.tokens < ample.tokens
+    settled = tight.applied(cfg)
+    assert not settled.has_auto and settled.sharding.strategy in SHARD_PLANS
+    with pytest.raises(ConfigError, match="nothing fits by the plan"):
+        on(100_000)
+    (tmp_path / "config.yaml").write_text(
+        f"sharding: {{strategy: {Strategy.SHARD_GRAD_OP.value}}}\ntokens_per_micro_batch: {tight.tokens}\n"
+    )
+    kept = on(1 << 30)
+    assert (kept.strategy, kept.tokens) == (Strategy.SHARD_GRAD_OP, tight.tokens)
+    cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, resume="never"))
+    assert on(1 << 30) == ample
+
+
+def auto_process() -> int:
+    from llava_fsdp.planning.hardware import PROCESS
+
+    return PROCESS
+
+
+def test_auto_is_settled_before_anything_else_sees_it() -> None:
+    cfg = config_of(["sharding=auto", "tokens_per_micro_batch=auto"])
+    assert cfg.has_auto and cfg.sharding.strategy not in SHARD_PLANS
+    with pytest.raises(ConfigError, match="tokens_per_micro_batch=many is not a number"):
+        config_of(["tokens_per_micro_batch=many"])
+    with pytest.raises(ConfigError, match="is for pack=true"):
+        config_of(["pack=false", "tokens_per_micro_batch=auto"])
