@@ -17,7 +17,13 @@ MODES = [RecomputeMode.none, RecomputeMode.full, RecomputeMode.selective]
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("train", ["[projector]", "[projector,language]", "[projector,language,vision]"])
+@pytest.mark.parametrize(
+    "train",
+    [
+        "[projector,language]",
+        *(pytest.param(t, marks=pytest.mark.slow) for t in ("[projector]", "[projector,language,vision]")),
+    ],
+)
 def test_deepened_is_what_the_whole_depth_gives(
     train: str, mode: RecomputeMode, wide_parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
