@@ -141,5 +141,5 @@ def test_the_summary_has_an_example_of_every_kind(parts: Path, tmp_path: Path, c
     for kind in filter(None, planted):
         assert f"{kind}, for example: {report['problems'][kind]['first'][0]['reason']}" in said
     reasons = [row["reason"] for own in report["problems"].values() for row in own["first"]]
-    for internal in ("NoneType", "object at 0x", "[Errno", "a dict", "a int", "a str", "'from':", "nan,"):
+    for internal in ("NoneType", "object at 0x", "[Errno", "is a dict", "is a int", "is a str", "'from':", "nan,"):
         assert not [reason for reason in reasons if internal in reason], internal
