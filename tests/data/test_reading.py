@@ -236,8 +236,9 @@ def test_every_message_has_a_cure(case: str) -> None:
 
 
 ROLES = {
-    "user": "rename user to human",
-    "assistant": "rename assistant to gpt",
+    "user": "rename user to human, and assistant to gpt",
+    "assistant": "rename user to human, and assistant to gpt",
+    "Human": "rename Human to human",
     "system": "put its text before the first question's",
     "gpt": "human and gpt take turns, human first",
     "narrator": "rename it to human or gpt",

@@ -85,9 +85,11 @@ def role_cure(role: str) -> str:
     match role.lower():
         case "human" | "gpt" if role in ("human", "gpt"):
             return "human and gpt take turns, human first: mend the conversation"
-        case "human" | "user":
+        case "user" | "assistant":
+            return "rename user to human, and assistant to gpt"
+        case "human":
             return f"rename {role} to human"
-        case "gpt" | "assistant" | "model" | "bot":
+        case "gpt" | "model" | "bot":
             return f"rename {role} to gpt"
         case "system":
             return "take it out, or put its text before the first question's: the system text is the template's"
