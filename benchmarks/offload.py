@@ -202,15 +202,15 @@ def draw(pyplot: Any, report: dict[str, Any]) -> None:
     for place, row in enumerate(rows):
         held = row.get("peak_bytes", row.get("private_bytes", 0)) / MIB
         axes.barh(place, held, color="C0" if row["limited"] else "C7")
-        said = f" {row['step_seconds']:.2f} s a step" if row["fits"] else " does not fit"
-        axes.text(held if row["fits"] else 0, place, said, va="center", color="black" if row["fits"] else "C3")
+        said = f"{row['step_seconds']:.0f} s a step" if row["fits"] else "does not fit"
+        axes.text(limit / 50, place, said, va="center", color="white" if row["fits"] else "C3")
     axes.axvline(limit, color="C3", linestyle="--", label=f"the limit, {limit:,.0f} MiB")
     axes.set_yticks(range(len(rows)), [name_of(row) for row in rows])
     axes.invert_yaxis()
     axes.set_xlabel(
         "MiB on the GPU, at the peak" if any("peak_bytes" in row for row in rows) else "private MiB of a rank"
     )
-    axes.legend(loc="lower right")
+    axes.legend(loc="upper right")
     trained = max(row.get("trained", 0) for row in rows) / 1e6
     axes.set_title(f"{report['ranks']} rank(s), up to {trained:,.0f} M trained parameters", fontsize="medium")
 

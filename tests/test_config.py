@@ -285,6 +285,11 @@ WRONG_SOURCES = {
         "data.sources.b.weight=1",
     ): r"give every source a weight, or none",
     ("data.sources.a.path=x", "data.sources.a.epochs=0"): r"epochs=0\.0 of x must be a finite number above 0",
+    (
+        "data.sources.a.path=x",
+        "data.sources.a.epochs=1e18",
+    ): r"epochs=1e\+18 of x is more than 1,000 in one epoch; raise the run's own epochs",
+    ("data.path=x", "data.bad_budget=100.5%"): r"data\.bad_budget=100\.5% is more than all records",
     ("data.path=x", "data.bad_budget=lots"): r"data\.bad_budget=lots is neither a share of the records",
 }
 

@@ -20,6 +20,8 @@ from llava_fsdp.errors import ConfigError
 
 T = TypeVar("T")
 AUTO = "auto"
+MOST_EPOCHS = 1000
+"""Most times that an epoch shows a source's records."""
 SOURCES = "data.sources."
 """What follows is a name that the user chooses."""
 
@@ -302,6 +304,11 @@ class SourceConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"data.sources: {name}={value} of {self.path} must be a finite number above 0")
+        if self.epochs is not None and self.epochs > MOST_EPOCHS:
+            raise ConfigError(
+                f"data.sources: epochs={self.epochs:g} of {self.path} is more than {MOST_EPOCHS:,} in one epoch; raise "
+                "the run's own epochs, or give the sources weights"
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -378,6 +385,8 @@ class DataConfig:
             raise ConfigError(
                 f"data.bad_budget={self.bad_budget} is neither a share of the records, as 0.1%, nor a number of them"
             )
+        if self.bad_budget.endswith("%") and Fraction(self.bad_budget[:-1]) > 100:
+            raise ConfigError(f"data.bad_budget={self.bad_budget} is more than all records; 100% is the most")
         at_least("data.max_length", self.max_length, 2)
         if self.grid_pinpoints and self.image_aspect_ratio is not AspectRatio.anyres:
             raise ConfigError(
@@ -677,6 +686,12 @@ class Config:
             raise ConfigError(
                 f"order=llava_v1_5 has whole micro-batches, and global_batch_size={self.global_batch_size} is no "
                 f"multiple of micro_batch_size={self.micro_batch_size}"
+            )
+        plain = all(own.weight is None and own.epochs in (None, 1) for own in self.data.sources.values())
+        if self.order.name is OrderName.llava_v1_5 and not plain:
+            raise ConfigError(
+                "order=llava_v1_5 has every record once an epoch, as the original does; take epochs and weight out of "
+                "data.sources, or set order=shuffle"
             )
         anyres = self.data.image_aspect_ratio is AspectRatio.anyres
         if self.model.patch_merge is not PatchMerge.flat and not anyres:

@@ -14,12 +14,14 @@ from rich.table import Table
 from llava_fsdp import cli
 from llava_fsdp.config import Format, PrepareConfig
 from llava_fsdp.data.chunks import cores
+from llava_fsdp.data.door import same_files
 from llava_fsdp.data.index import Plan, open_index
 from llava_fsdp.data.loader import open_encoding
 from llava_fsdp.data.progress import watch
 from llava_fsdp.data.records import Records
 from llava_fsdp.data.report import PAGE, write_report
 from llava_fsdp.errors import ConfigError
+from llava_fsdp.log import log
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.parts import find_parts
 from llava_fsdp.opening import draw_shapes, shape_of
@@ -38,6 +40,8 @@ def prepare(cfg: PrepareConfig) -> None:
     encoder, reader = open_encoding(cfg, parts.language_folder, parts.vision_folder, shape_of(model))
     plan = Plan(cfg.data, encoder, reader, cfg.prepare.workers or cores())
     records = Records(open_index(plan, watch, look_again=True), cfg.labels, cfg.data.too_long)
+    if said := same_files(records):
+        log().warning(said)
     folder = Path(cfg.report or cfg.data.index_folder)
     try:
         report = write_report(records, cfg, folder)
@@ -54,14 +58,15 @@ def prepare(cfg: PrepareConfig) -> None:
 def show(report: dict[str, Any], folder: Path) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     names = ["records", "left_out", "text_only", "pictures", "tokens", "label_tokens"]
-    sources = Table("source", *(name.replace("_", " ") for name in names), title="records", title_justify="left")
+    title = "records; tokens as cut at data.max_length, those of pictures included"
+    sources = Table("source", *(name.replace("_", " ") for name in names), title=title, title_justify="left")
     for own in report["sources"]:
         sources.add_row(own["name"], *(f"{own[name]:,}" for name in names))
     console.print(sources)
     lengths = report["lengths"]
     if lengths["samples"]:
         shown = ", ".join(f"{p} % {n:,}" for p, n in lengths["percentiles"].items())
-        console.print(f"positions of a sample: mean {lengths['mean']:.1f}; up to {shown}")
+        console.print(f"positions of a sample before any cut: mean {lengths['mean']:.1f}; up to {shown}")
     columns = ["records_cut", "positions_lost", "label_tokens_lost", "left_without_labels"]
     cuts = Table("data.max_length", *(c.replace("_", " ") for c in columns), title="cost of a maximum length")
     cuts.title_justify = "left"
@@ -72,6 +77,8 @@ def show(report: dict[str, Any], folder: Path) -> None:
     for kind, own in report["problems"].items():
         problems.add_row(kind, f"{own['records']:,}", "kept" if own["kept"] else "left out", own["meaning"])
     console.print(problems if report["problems"] else "no problems")
+    for kind, own in report["problems"].items():
+        console.print(f"{kind}, for example: {own['first'][0]['reason']}", markup=False, soft_wrap=True)
     console.print(f"{report['kept']:,} of {report['records']:,} records are kept; everything is in {folder / PAGE}")
 
 

@@ -159,6 +159,14 @@ def test_bad_pictures_are_looked_at_again_once(parts: Path, tmp_path: Path, monk
         open_records(cfg, plan.encoder, plan.reader, watch_silently)
 
 
+def test_one_file_twice_is_said(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    (tmp_path / "link.json").symlink_to(dataset / "text.json")
+    sources = f"+data.sources.a.path={dataset / 'text.json'}", f"+data.sources.b.path={tmp_path / 'link.json'}"
+    here = "data.path=null", f"data.index={tmp_path / 'index'}", "data.images=null"
+    records = open_again(make_config(parts, dataset, tmp_path, *here, *sources), parts)
+    assert remarks(records).endswith(f"sources a and b are the same file, {dataset / 'text.json'}")
+
+
 def denied(*_: object) -> None:
     raise PermissionError(30, "Read-only file system")
 

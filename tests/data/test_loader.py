@@ -163,7 +163,7 @@ def test_tiles_have_their_positions_and_their_rows(merge: str, parts: Path, data
 
 FILES = {
     "not json": ("a.json", "[{", r"a\.json is not JSON: .*line 1"),
-    "an object": ("a.json", "{}", r"a\.json holds a JSON dict; LLaVA data is a list"),
+    "an object": ("a.json", "{}", r"a\.json holds a JSON object, and is not a list of records"),
     "empty": ("a.json", "[]", r"a\.json holds no records"),
 }
 
@@ -183,8 +183,11 @@ RECORDS = {
         {"id": 1, "conversations": [{"from": "human"}]},
         r"turn 0 is .*; it must be an object with from and value",
     ),
-    "outside": ({"id": 1, "image": "a/../../b.png", "conversations": []}, r"'a/\.\./\.\./b\.png', which lies outside"),
-    "absolute": ({"id": 1, "image": "/etc/b.png", "conversations": []}, r"which lies outside data\.images"),
+    "outside": ({"id": 1, "image": "a/../../b.png", "conversations": []}, r"and \.\. is not allowed in a path"),
+    "absolute": (
+        {"id": 1, "image": "/etc/b.png", "conversations": []},
+        r"an absolute path; give its path below data\.images",
+    ),
     "image": ({"id": 1, "image": 3, "conversations": []}, r"image is 3; it must be a path or a list of paths"),
 }
 

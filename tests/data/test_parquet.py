@@ -6,14 +6,16 @@ from pathlib import Path
 
 import pyarrow
 import pytest
+from harness import CPU
 from pyarrow import parquet
 from small import make_config
-from test_index import open_again
+from test_index import FITS, open_again
 
+from llava_fsdp.data.loader import build_loader
 from llava_fsdp.data.recordfile import RecordFile
 from llava_fsdp.data.records import Records
 from llava_fsdp.data.source import Record
-from llava_fsdp.errors import ConfigError, DataError
+from llava_fsdp.errors import ConfigError, DamagedError, DataError
 
 
 def write(path: Path, rows: list[dict], schema: pyarrow.Schema | None = None, row_group_size: int = 10) -> Path:
@@ -55,15 +57,32 @@ def test_lists_of_pictures(parts: Path, dataset: Path, tmp_path: Path) -> None:
 def test_pictures_in_the_rows(several: bool, parts: Path, dataset: Path, tmp_path: Path) -> None:
     turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "b"}]
     whole = (dataset / "images" / "1.png").read_bytes()
-    pictures = [{"bytes": whole, "path": "x.png"}, {"bytes": whole[:-60], "path": None}, None]
+    pictures = [{"bytes": whole, "path": "x.png"}, {"bytes": whole[:-60], "path": "y.png"}, None]
     rows = [{"id": n, "image": [p] if several and p else p, "conversations": turns} for n, p in enumerate(pictures)]
     path = write(tmp_path / "a.parquet", rows)
     records = opened(path, parts, dataset, "data.images=null")
     assert records.counts["image_truncated"] == records.counts["tag_without_picture"] == 1 and records.out == 2
+    (reason,) = [row["reason"] for row in records.index.rows() if row["kind"] == "image_truncated"]
+    assert "record 1 (id 1): picture 'y.png' (in the row itself) is truncated after" in reason
+    assert reason.endswith("; put a whole one into the file") and "rows-0" not in reason
     record = records[0]
     assert record.folder is not None and (record.folder / record.images[0]).read_bytes() == whole
     with pytest.raises(DataError, match=r"holds pictures; only llava_fsdp\.prepare and training read them"):
         RecordFile(path)
+
+
+def test_a_picture_that_was_written_out_and_is_gone(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """The index has it, so that no record is at fault, and none is left out."""
+    turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "b"}]
+    whole = (dataset / "images" / "1.png").read_bytes()
+    path = write(tmp_path / "a.parquet", [{"image": {"bytes": whole, "path": None}, "conversations": turns}])
+    cfg = make_config(parts, dataset, tmp_path, f"data.path={path}", "data.bad=quarantine", "data.bad_budget=100%")
+    steps = build_loader(cfg, parts / "language", parts / "vision", FITS, 0, 1, CPU).steps
+    record = steps.records[0]
+    assert record.folder is not None
+    (record.folder / record.images[0]).unlink()
+    with pytest.raises(DamagedError, match=rf"the index {path}\.index is damaged .* does not exist"):
+        steps.read(0)
 
 
 def test_text_that_is_not_utf8(parts: Path, dataset: Path, tmp_path: Path) -> None:
@@ -119,9 +138,23 @@ def test_other_tables_are_refused(case: str, parts: Path, dataset: Path, tmp_pat
         opened(write(tmp_path / "a.parquet", rows), parts, dataset)
 
 
+def test_what_is_called_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "A.PARQUET"
+    for content, message in {
+        b"": r"A\.PARQUET is empty \(0 bytes\)",
+        b"version https://git-lfs.github.com/spec/v1\n": "is a pointer of git-LFS",
+        b"PAR1": "is no whole Parquet file .*; take it from its source again",
+    }.items():
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=message):
+            RecordFile(path)
+    write(path, [{"id": "a", "conversations": TURNS}])
+    assert RecordFile(path)[0].where == f"{path}, record 0 (id a)"
+
+
 def test_no_parquet_at_all(parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.parquet").write_text("nothing")
-    with pytest.raises(DataError, match=r"a\.parquet is no Parquet file"):
+    with pytest.raises(DataError, match=r"a\.parquet is no whole Parquet file"):
         opened(tmp_path / "a.parquet", parts, dataset)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)

@@ -1,15 +1,20 @@
 """Records are found in a file a stretch at a time, wherever the stretches begin and end."""
 
+import gzip
 import json
+import math
+import os
 import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from llava_fsdp.data import reading
+from llava_fsdp.data.conversation import check_turns
 from llava_fsdp.data.reading import spans
-from llava_fsdp.data.source import parse_record, parse_text
-from llava_fsdp.errors import DataError
+from llava_fsdp.data.source import Record, Turn, parse_record, parse_text
+from llava_fsdp.data.source import reading as source_of
+from llava_fsdp.errors import DataError, SourceError
 
 NASTY = [
     {"id": 'a "]},{[\\', "text": "größe 中 \U0001f600 \u2028", "deep": [[{"a": [{}]}], {"b": {"c": []}}]},
@@ -85,8 +90,8 @@ BROKEN = {
     "two commas": ("[1,,2]", r"Expecting value, line 1, byte 3"),
     "more behind": ("[1]\n\n[2]", r"Extra data, line 3, byte 5"),
     "single quotes": ("[{'a': 1}]", r"double quotes, line 1, byte 2"),
-    "nothing": ("", r"Expecting value, line 1, byte 0"),
-    "lines": ('{"a": 1}\n{"a": 2}', r"holds a JSON dict; LLaVA data is a list of records, or JSON Lines in a file"),
+    "nothing": ("", r"a\.json is empty \(0 bytes\)"),
+    "lines": ('{"a": 1}\n{"a": 2}', r"holds a JSON object, and is not a list of records; .* or JSON Lines in a file"),
     "deep": ("[" * 100_000, r"nested too deeply"),
 }
 
@@ -175,3 +180,82 @@ def test_what_is_no_record_is_called_what_it_is(case: str) -> None:
     text, message = UNREADABLE[case]
     with pytest.raises(DataError, match=message):
         parse_record(Path("a.jsonl"), 1, parse_text(Path("a.jsonl"), 1, text, 2), 2)
+
+
+HEADS = {
+    "gzip": (gzip.compress(b"[]"), "a gzip file; unpack it"),
+    "zip": (b"PK\x03\x04...", "a zip file; unpack it"),
+    "zstd": (b"\x28\xb5\x2f\xfd...", "a zstd file; unpack it"),
+    "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:a\n", "a pointer of git-LFS"),
+    "html": (b"\n<!DOCTYPE html><html>", "a page of HTML"),
+    "parquet": (b"PAR1\0\0", "a Parquet file; give it a name that ends in .parquet"),
+    "empty": (b"", r"empty \(0 bytes\)"),
+}
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_files_of_another_kind_are_named(case: str, tmp_path: Path) -> None:
+    content, message = HEADS[case]
+    for name in ("a.json", "a.jsonl"):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=rf"{name} is {message}"):
+            list(spans(tmp_path / name))
+
+
+def test_names_in_capitals_and_lone_numbers(tmp_path: Path) -> None:
+    (tmp_path / "A.JSONL").write_text("1\n2\n")
+    assert found(tmp_path / "A.JSONL") == [1, 2]
+    (tmp_path / "a.json").write_text("42")
+    with pytest.raises(DataError, match="holds a number, and is not a list of records"):
+        list(spans(tmp_path / "a.json"))
+
+
+OK = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+CURES = {
+    "no conversations": (
+        {"id": 1, "messages": []},
+        r'missing, the keys are \["id", "messages"\]; it must be a list of',
+    ),
+    "null": ({"conversations": None}, r"conversations is null; it must be a list of turns"),
+    "other keys": ({"conversations": [{"role": "user", "content": "a"}]}, r"rename role to from and content to value"),
+    "not a number": (
+        {"conversations": [{"from": "gpt", "value": math.nan}]},
+        r'turn 0 is {"from": "gpt", "value": NaN}',
+    ),
+    "dots": ({"image": "a/../b.png", "conversations": OK}, r"\.\. is not allowed in a path, wherever it leads"),
+    "slash": ({"image": "b.png/", "conversations": OK}, r"'b\.png/', which names a folder; take the / off"),
+    "no picture": ({"image": False, "conversations": OK}, r"image is false; it must be a path .* leave the key out"),
+}
+
+
+@pytest.mark.parametrize("case", CURES)
+def test_every_message_has_a_cure(case: str) -> None:
+    raw, message = CURES[case]
+    with pytest.raises(DataError, match=message):
+        parse_record(Path("a.json"), 0, raw)
+
+
+ROLES = {
+    "user": "rename user to human, and assistant to gpt",
+    "assistant": "rename user to human, and assistant to gpt",
+    "Human": "rename Human to human",
+    "system": "put its text before the first question's",
+    "gpt": "human and gpt take turns, human first",
+    "narrator": "rename it to human or gpt",
+}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_roles_are_mended_by_name(role: str) -> None:
+    turns = tuple(Turn(name, "a") for name in ("human", "gpt", role, "gpt"))
+    with pytest.raises(DataError, match=f"turn 2 is from '{role}', not from 'human'; .*{ROLES[role]}"):
+        check_turns(Record("a.json", 0, "a", (), turns, False))
+
+
+@pytest.mark.parametrize(("code", "cure"), [(13, "let this user read it"), (2, "put it back"), (5, "run it again")])
+def test_a_file_that_cannot_be_read(code: int, cure: str) -> None:
+    with (
+        pytest.raises(SourceError, match=rf"a\.json cannot be read: [A-Z][a-z/ ]+; .*{cure}"),
+        source_of(Path("a.json")),
+    ):
+        raise OSError(code, os.strerror(code), "a.json")

@@ -128,4 +128,18 @@ def test_the_summary_is_short(parts: Path, dataset: Path, tmp_path: Path, capsys
     cfg = make_config(parts, dataset, tmp_path, f"data.index={tmp_path / 'index'}")
     prepare.show(make_report(open_again(cfg, parts), cfg), tmp_path)
     said = capsys.readouterr().out
+    assert "before any cut" in said and "as cut at data.max_length" in said
     assert "mixed.json" in said and "no problems" in said and "44 of 44 records are kept" in said
+
+
+def test_the_summary_has_an_example_of_every_kind(parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    path, planted = write_planted(tmp_path, lines=True)
+    cfg = make_config(parts, tmp_path, tmp_path, f"data.path={path}", f"data.images={tmp_path / 'images'}")
+    report = make_report(open_again(cfg, parts), cfg)
+    prepare.show(report, tmp_path)
+    said = capsys.readouterr().out
+    for kind in filter(None, planted):
+        assert f"{kind}, for example: {report['problems'][kind]['first'][0]['reason']}" in said
+    reasons = [row["reason"] for own in report["problems"].values() for row in own["first"]]
+    for internal in ("NoneType", "object at 0x", "[Errno", "is a dict", "is a int", "is a str", "'from':", "nan,"):
+        assert not [reason for reason in reasons if internal in reason], internal

@@ -67,9 +67,9 @@ def test_sources_that_give_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.sources\.b: no record of b\.json is left"):
         shares([10, 0], a={}, b={})
     sources = ["data=llava_json", "+data.sources.a.path=a.json", "+data.sources.a.epochs=2"]
-    cfg = config_of([*sources, "compat=llava_v1_5"])
-    with pytest.raises(ConfigError, match=r"order=llava_v1_5 has every record once an epoch"):
-        open_order([1] * 64, cfg, 1, [64])
+    for entry in ("train", "prepare"):
+        with pytest.raises(ConfigError, match=r"order=llava_v1_5 has every record once an epoch"):
+            config_of([*sources, "compat=llava_v1_5"], entry)
 
 
 LENGTHS = [n % 7 + 1 if n % 3 else -(n % 5 + 1) for n in range(50)]

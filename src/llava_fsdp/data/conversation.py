@@ -80,6 +80,23 @@ def asked_turns(record: Record) -> tuple[Turn, ...]:
     return record.turns[1:] if record.turns and record.turns[0].role == "gpt" else record.turns
 
 
+def role_cure(role: str) -> str:
+    """What to do about a turn that is not from whom it should be."""
+    match role.lower():
+        case "human" | "gpt" if role in ("human", "gpt"):
+            return "human and gpt take turns, human first: mend the conversation"
+        case "user" | "assistant":
+            return "rename user to human, and assistant to gpt"
+        case "human":
+            return f"rename {role} to human"
+        case "gpt" | "model" | "bot":
+            return f"rename {role} to gpt"
+        case "system":
+            return "take it out, or put its text before the first question's: the system text is the template's"
+        case _:
+            return "rename it to human or gpt, or take it out"
+
+
 def check_turns(record: Record) -> None:
     """Raises DataError where turns do not alternate, or tags and pictures do not agree."""
     turns = asked_turns(record)
@@ -87,8 +104,7 @@ def check_turns(record: Record) -> None:
         expected = "human" if position % 2 == 0 else "gpt"
         if turn.role != expected:
             raise DataError(
-                f"{record.where}: turn {position} is from {turn.role!r}, not from {expected!r}; human and "
-                "gpt take turns",
+                f"{record.where}: turn {position} is from {turn.role!r}, not from {expected!r}; {role_cure(turn.role)}",
                 Kind.wrong_roles,
             )
         if turn.role == "gpt" and record.images and IMAGE_TAG in turn.text:

@@ -1,6 +1,7 @@
 """What becomes of records that cannot be trained on: decided once, before training, the same on every rank."""
 
 import itertools
+import os
 from pathlib import Path
 
 from llava_fsdp.config import Bad, Config, DataConfig, TooLong
@@ -64,6 +65,15 @@ def report(records: Records, cfg: Config) -> None:
         log().warning("the report was not written: %s", error)
 
 
+def same_files(records: Records) -> str:
+    """Which sources are one file; empty where none are."""
+    names: dict[str, list[str]] = {}
+    for source in records.index.texts.sources:
+        names.setdefault(os.path.realpath(source.path), []).append(source.name)
+    found = [f"sources {' and '.join(own)} are the same file, {path}" for path, own in names.items() if len(own) > 1]
+    return "; ".join(found)
+
+
 def remarks(records: Records) -> str:
     """What a user should know of records that are trained on; empty where there is nothing."""
     said = [
@@ -78,7 +88,7 @@ def remarks(records: Records) -> str:
             found.append(
                 f"no record of {source.path} has a picture, and {source.images} is set: is the key called image?"
             )
-    return "; ".join(found)
+    return "; ".join([*found, *filter(None, [same_files(records)])])
 
 
 def check_door(records: Records, cfg: DataConfig) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import stat
 import struct
 import time
@@ -22,6 +23,7 @@ from PIL import ExifTags, Image
 
 from llava_fsdp.data.anyres import Size
 from llava_fsdp.data.problems import Kind
+from llava_fsdp.data.source import CURES
 from llava_fsdp.data.truncated import JPEG, ends_early
 from llava_fsdp.errors import PictureError
 
@@ -115,18 +117,24 @@ def opened(path: Path, where: str) -> Iterator[Image.Image]:
             check_pixels(picture, path, where)
             yield picture
     except Image.DecompressionBombError as error:
+        found = re.search(r"\((\d+) pixels\)", str(error))
         raise PictureError(
-            f"{where}: picture {path} is over the limit of {MAX_PIXELS} pixels", Kind.image_bomb
+            f"{where}: picture {path} has {found[1] if found else 'far more'} pixels, over the limit of {MAX_PIXELS}; "
+            "make it smaller",
+            Kind.image_bomb,
         ) from error
     except BROKEN as error:
-        said = str(error) or type(error).__name__
+        said = re.sub(r"<_io\.BytesIO object at \w+>", "the file", str(error)) or type(error).__name__
         if "truncated" in said.lower() or ends_early(data):
             raise PictureError(
                 f"{where}: picture {path} is truncated after {len(data)} bytes ({said}); copy it again",
                 Kind.image_truncated,
             ) from error
         reason = f"it is none of {', '.join(FORMATS)}" if isinstance(error, Image.UnidentifiedImageError) else said
-        raise PictureError(f"{where}: picture {path} cannot be read: {reason}", Kind.image_unreadable) from error
+        raise PictureError(
+            f"{where}: picture {path} cannot be read: {reason}; take it from its source again, or convert it",
+            Kind.image_unreadable,
+        ) from error
 
 
 def read_file(path: Path, where: str) -> bytes:
@@ -137,7 +145,8 @@ def read_file(path: Path, where: str) -> bytes:
                 size = os.fstat(file.fileno()).st_size
                 if size > MAX_BYTES:
                     raise PictureError(
-                        f"{where}: picture {path} has {size} bytes; most are {MAX_BYTES}", Kind.image_bomb
+                        f"{where}: picture {path} has {size} bytes; most are {MAX_BYTES}: make it smaller",
+                        Kind.image_bomb,
                     )
                 data = file.read()
             break
@@ -146,7 +155,13 @@ def read_file(path: Path, where: str) -> bytes:
             raise PictureError(message, Kind.image_missing) from error
         except (OSError, ValueError) as error:  # ValueError: a zero character in the path
             if wait is None or getattr(error, "errno", None) not in TRANSIENT:
-                raise PictureError(f"{where}: picture {path} cannot be read: {error}", Kind.image_unreadable) from error
+                said = getattr(error, "strerror", None) or str(error)
+                cure = CURES.get(
+                    getattr(error, "errno", None) or 0, "put a picture there, or take it out of the record"
+                )
+                raise PictureError(
+                    f"{where}: picture {path} cannot be read: {said}; {cure}", Kind.image_unreadable
+                ) from error
             time.sleep(wait)
     if not data:
         raise PictureError(f"{where}: picture {path} is empty (0 bytes); copy it again", Kind.image_empty)
@@ -155,7 +170,10 @@ def read_file(path: Path, where: str) -> bytes:
 
 def open_regular(path: Path) -> BinaryIO:
     """Raises OSError where it is no regular file: reading a pipe or a device may never end."""
-    file = open(path, "rb", buffering=0, opener=without_waiting)
+    try:
+        file = open(path, "rb", buffering=0, opener=without_waiting)
+    except IsADirectoryError:
+        raise OSError("it is a folder, not a regular file") from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError("it is not a regular file")
@@ -171,7 +189,8 @@ def check_pixels(picture: Image.Image, path: Path, where: str) -> None:
     if picture.width * picture.height > MAX_PIXELS:
         size = f"{picture.width} x {picture.height}"
         raise PictureError(
-            f"{where}: picture {path} has {size} pixels, over the limit of {MAX_PIXELS}", Kind.image_bomb
+            f"{where}: picture {path} has {size} pixels, over the limit of {MAX_PIXELS}; make it smaller",
+            Kind.image_bomb,
         )
 
 

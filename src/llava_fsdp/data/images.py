@@ -221,7 +221,9 @@ def check_enlarged(shape: Size, preprocessor: Preprocessor, aspect: AspectRatio,
     enlarged = long * long if aspect is AspectRatio.pad else preprocessor.size * preprocessor.size * long // short
     if enlarged > MAX_PIXELS:
         raise PictureError(
-            f"{what} is {shape[0]} x {shape[1]}; as a {aspect.value} it would need {enlarged} pixels", Kind.image_shape
+            f"{what} is {shape[0]} x {shape[1]}; with data.image_aspect_ratio={aspect.value} it would need {enlarged} "
+            f"pixels, over the limit of {MAX_PIXELS}: crop it",
+            Kind.image_shape,
         )
 
 

@@ -172,7 +172,7 @@ def locked(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            log().info("another process makes the index of the dataset; waiting for it")
+            log().info("the index is being made by another rank of this run, or by another run; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -253,7 +253,7 @@ def undo(state: Path, before: set[Path]) -> None:
 def write_texts(source: SourceFile, folder: Path, workers: int, watch: Watch) -> tuple[SourceFile, Path]:
     """The file in which a source's records are text, and where their pictures are."""
     path = Path(source.path)
-    if path.suffix != parquet.SUFFIX:
+    if not parquet.is_parquet(path):
         return source, path
     file = parquet.open_file(path)
     task, groups = parquet.WriteRows(path.absolute(), folder.absolute()), file.num_row_groups

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llava_fsdp.data.conversation import image_tag
+from llava_fsdp.data.conversation import image_tag, role_cure
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.source import Record, Turn
 from llava_fsdp.data.templates import IMAGE_TAG, Style, Template
@@ -220,7 +220,10 @@ def conversation(turns: list[Turn], form: Template, where: str) -> str:
         turns = turns[1:]
     for number, turn in enumerate(turns):
         if turn.role != ("human", "gpt")[number % 2]:
-            raise DataError(f"{where}: turn {number} is from {turn.role!r}; the original stops here", Kind.wrong_roles)
+            raise DataError(
+                f"{where}: turn {number} is from {turn.role!r}; the original stops here: {role_cure(turn.role)}",
+                Kind.wrong_roles,
+            )
     if form.style is Style.LLAMA_2:
         return conversation_llama_2(turns, form, where)
     begin = form.system + form.sep

@@ -79,10 +79,12 @@ class EncodeRecords(Pass):
         reader = self.reader
         for place, name in enumerate(record.images):
             width, height, stored_height = self.sizes.of(number, place)
-            what = f"{record.where}: {name}"
-            if width and reader.aspect is not AspectRatio.anyres:
+            if not width:
+                continue
+            what = self.texts.own_picture(number, f"{record.where}: picture {reader.path(record, name)}")
+            if reader.aspect is not AspectRatio.anyres:
                 check_enlarged((width, height), reader.preprocessor, reader.aspect, what)
-            if width and reader.pixels is Pixels.llava_v1_5:
+            if reader.pixels is Pixels.llava_v1_5:
                 check_height(stored_height, what)
 
     def losses(self, made: Measured) -> np.ndarray:

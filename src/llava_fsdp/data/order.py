@@ -172,11 +172,6 @@ def open_order(words: Sequence[int] | np.ndarray, cfg: Config, world_size: int, 
     if cfg.order.name is OrderName.shuffle:
         shares = shares_of(cfg.data.sources, counts)
         return Shuffle(len(words), cfg.seed, cfg.global_batch_size, shares)
-    if any(own.weight is not None or own.epochs not in (None, 1) for own in cfg.data.sources.values()):
-        raise ConfigError(
-            "order=llava_v1_5 has every record once an epoch, as the original does; take epochs and weight out of "
-            "data.sources, or set order=shuffle"
-        )
     accumulation, rest = divmod(cfg.global_batch_size, cfg.micro_batch_size * world_size)
     if rest or not accumulation:
         raise ConfigError(

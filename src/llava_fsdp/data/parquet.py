@@ -19,7 +19,9 @@ from typing import Any
 import numpy as np
 
 from llava_fsdp.data.chunks import BLOCK, Columns, chunk_file, columns_of, flush
+from llava_fsdp.data.reading import check_head
 from llava_fsdp.data.seal import read_json
+from llava_fsdp.data.source import reading
 from llava_fsdp.errors import ConfigError, DataError
 
 SUFFIX = ".parquet"
@@ -27,13 +29,19 @@ COLUMNS = ("id", "image", "conversations")
 TURN = ("from", "value")
 ROWS_AT_ONCE = 256
 """Few, because rows may hold pictures."""
+OWN_NAMES = "llava_fsdp image names"
+"""A key of what is written: the rows' own names of pictures that were in them."""
 NOT_UTF8 = b"\xff"
 """Stands for a row whose text is not UTF-8, and is found to be that."""
 
 
+def is_parquet(path: Path) -> bool:
+    return path.suffix.lower() == SUFFIX
+
+
 def check_installed(path: Path) -> None:
     """Raises ConfigError where Parquet cannot be read."""
-    if path.suffix == SUFFIX and importlib.util.find_spec("pyarrow") is None:
+    if is_parquet(path) and importlib.util.find_spec("pyarrow") is None:
         raise ConfigError(f"{path} is Parquet, which needs pyarrow: pip install 'llava-fsdp[parquet]'")
 
 
@@ -114,6 +122,11 @@ class Store:
     pictures: int = 0
     paths: int = 0
 
+    def names(self, image: Any) -> list[str | None]:
+        """What the rows call their pictures."""
+        images = image if isinstance(image, list) else [image]
+        return [one["path"] if isinstance(one, dict) else one for one in images]
+
     def put(self, image: Any) -> Any:
         """The path below the folder of a picture that was in a row; a path stays what it is."""
         if isinstance(image, list):
@@ -146,7 +159,11 @@ def open_file(path: Path) -> Any:
     try:
         file = ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path} is no Parquet file: {error}") from error
+        with reading(path), path.open("rb") as opened:
+            head = opened.read(64)
+        if not head.startswith(b"PAR1"):
+            check_head(head, path)
+        raise DataError(f"{path} is no whole Parquet file ({error}); take it from its source again") from error
     schema = file.schema_arrow
     if "conversations" not in schema.names:
         raise DataError(f"{path} has the columns {schema.names}; LLaVA records have id, image and conversations")
@@ -249,6 +266,7 @@ def line(row: Any, store: Store | None) -> bytes:
             None if turn is None else {name: turn[name] for name in TURN} for turn in record["conversations"]
         ]
     if store is not None and "image" in record:
+        record[OWN_NAMES] = store.names(record["image"])
         record["image"] = store.put(record["image"])
         if record["image"] is None:  # a struct of two nulls
             del record["image"]

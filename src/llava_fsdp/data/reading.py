@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from llava_fsdp.data.source import BYTE_ORDER_MARK
 from llava_fsdp.errors import DataError
 
 Span = tuple[int, int, int]
@@ -14,7 +15,19 @@ BLOCK = 1 << 20
 MOST_BYTES = 64 << 20
 """Of one record; so a file that is no list of records is refused after this much, not after all of it."""
 SPACE = " \t\r\n"
-JSON_NAMES = {"{": "dict", '"': "str", "t": "bool", "f": "bool", "n": "NoneType"}
+JSON_NAMES = {"{": "a JSON object", '"': "text"} | dict.fromkeys("-0123456789", "a number")
+HEADS: dict[bytes, str] = {
+    b"\x1f\x8b": "a gzip file; unpack it: gunzip",
+    b"PK\x03\x04": "a zip file; unpack it: unzip",
+    b"\x28\xb5\x2f\xfd": "a zstd file; unpack it: unzstd",
+    b"\xfd7zXZ\0": "an xz file; unpack it: unxz",
+    b"BZh": "a bzip2 file; unpack it: bunzip2",
+    b"PAR1": "a Parquet file; give it a name that ends in .parquet",
+    b"version https://git-lfs": "a pointer of git-LFS, not the file itself; fetch it: git lfs pull",
+    b"<!doctype": "a page of HTML, as a download that failed leaves it; download the file again",
+    b"<html": "a page of HTML, as a download that failed leaves it; download the file again",
+}
+"""How files begin that are mistaken for records."""
 
 
 def spans(path: Path, after: Span | None = None) -> Iterator[Span]:
@@ -26,7 +39,7 @@ def spans(path: Path, after: Span | None = None) -> Iterator[Span]:
     Raises:
         DataError: the file is not JSON, with line and byte; lines of JSON Lines are not looked into.
     """
-    return line_spans(path, after) if path.suffix == ".jsonl" else list_spans(path, after)
+    return line_spans(path, after) if path.suffix.lower() == ".jsonl" else list_spans(path, after)
 
 
 def line_spans(path: Path, after: Span | None = None) -> Iterator[Span]:
@@ -66,14 +79,28 @@ def window_behind(file: BinaryIO, after: Span) -> "Window":
     return Window(file, offset + size, line=line + file.read(size).count(b"\n"))
 
 
+def check_head(head: bytes, path: Path) -> None:
+    """Raises DataError where a file begins as none of records does."""
+    if not head:
+        raise DataError(f"{path} is empty (0 bytes); take it from its source again")
+    found = [
+        what
+        for sign, what in HEADS.items()
+        if head.removeprefix(BYTE_ORDER_MARK).lstrip().lower().startswith(sign.lower())
+    ]
+    if found:
+        raise DataError(f"{path} is {found[0]}")
+
+
 def begin(file: BinaryIO, path: Path) -> int:
     """The byte behind a byte order mark, where there is one.
 
     Raises:
-        DataError: the file is UTF-16 or UTF-32.
+        DataError: the file is something else, or UTF-16 or UTF-32.
     """
-    head = file.read(4)
-    encoding = json.detect_encoding(head)
+    head = file.read(64)
+    check_head(head, path)
+    encoding = json.detect_encoding(head[:4])
     if not encoding.startswith("utf-8"):
         raise DataError(f"{path} is {encoding.upper()}; write it as UTF-8")
     return 3 if encoding == "utf-8-sig" else 0
@@ -156,8 +183,8 @@ def open_list(window: Window, path: Path) -> None:
     sign = window.next_sign()
     if sign in JSON_NAMES:
         raise DataError(
-            f"{path} holds a JSON {JSON_NAMES[sign]}; LLaVA data is a list of records, or JSON Lines in a file whose "
-            "name ends in .jsonl"
+            f"{path} holds {JSON_NAMES[sign]}, and is not a list of records; LLaVA data is a JSON list, or JSON Lines "
+            "in a file whose name ends in .jsonl"
         )
     if sign != "[":
         raise json.JSONDecodeError("Expecting value", window.text, window.at)

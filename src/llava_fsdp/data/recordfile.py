@@ -28,7 +28,7 @@ class RecordFile:
 
 def texts(path: Path) -> Iterator[tuple[bytes, int | None]]:
     """Every record's JSON, and the line where it begins."""
-    if path.suffix == parquet.SUFFIX:
+    if parquet.is_parquet(path):
         for row in parquet.lines(path, store=None):
             yield row, None
         return

@@ -55,13 +55,17 @@ class Records:
     def __len__(self) -> int:
         return len(self.index) if self.numbers is None else len(self.numbers)
 
+    def at(self, number: int) -> int:
+        """A record's number in the index."""
+        return number if self.numbers is None else int(self.numbers[number])
+
     def __getitem__(self, number: int) -> Record:
-        at = number if self.numbers is None else int(self.numbers[number])
+        at = self.at(number)
         return self._sizes.put(self.index.texts.record(at), at)
 
     def where(self, number: int) -> str:
         """What a message calls a record, whether or not it can be parsed."""
-        return self.index.texts.name(number if self.numbers is None else int(self.numbers[number]))
+        return self.index.texts.name(self.at(number))
 
     def column(self, folder: Path, name: str) -> np.ndarray:
         values = open_column(folder, name)

@@ -1,6 +1,7 @@
 """LLaVA records, from the bytes of one."""
 
 import contextlib
+import errno
 import json
 import re
 from collections.abc import Iterator
@@ -12,6 +13,13 @@ from llava_fsdp.data.problems import Kind
 from llava_fsdp.errors import DataError, SourceError
 
 ADDRESS = re.compile(r"(?:[a-z][a-z0-9+.-]*://|data:)", re.IGNORECASE)
+CURES = {
+    errno.EACCES: "let this user read it: chmod, chown, or run as one who may",
+    errno.EPERM: "let this user read it: chmod, chown, or run as one who may",
+    errno.ENOENT: "put it back, or name another file",
+    errno.EISDIR: "name a file",
+}
+"""What helps where asking again does not."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 JSON_NAMES = {
     dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number",
@@ -100,7 +108,8 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise SourceError(f"{path} cannot be read: {error}; does its file system answer? run it again") from error
+        cure = CURES.get(error.errno or 0, "does its file system answer? run it again")
+        raise SourceError(f"{path} cannot be read: {error.strerror or error}; {cure}") from error
 
 
 def parse_text(path: Path, index: int, text: bytes, line: int | None = None) -> Any:
@@ -141,8 +150,10 @@ def json_cure(text: bytes) -> str:
 def parse_record(path: Path, index: int, raw: Any, line: int | None = None) -> Record:
     """Raises DataError where the record has not the form of LLaVA train.py:665-740."""
     if not isinstance(raw, dict):
+        lists = isinstance(raw, list) and path.suffix.lower() == ".jsonl"
+        cure = "a JSON list belongs into a file whose name ends in .json" if lists else "mend it, or take it out"
         what = f"{JSON_NAMES[type(raw)]}, not an object with id and conversations"
-        raise DataError(f"{name_place(path, index, line)} is {what}; mend it, or take it out", Kind.bad_form)
+        raise DataError(f"{name_place(path, index, line)} is {what}; {cure}", Kind.bad_form)
     identity = id_of(raw)
     where = name_record(path, index, line, identity)
     image = raw.get("image")
@@ -157,7 +168,11 @@ def parse_record(path: Path, index: int, raw: Any, line: int | None = None) -> R
         check_name(name, where)
     turns = raw.get("conversations")
     if not isinstance(turns, list):
-        raise DataError(f"{where}: conversations is missing or not a list", Kind.bad_form)
+        said = f"is {shown(turns)}" if "conversations" in raw else f"is missing, the keys are {shown(list(raw))}"
+        raise DataError(
+            f"{where}: conversations {said}; it must be a list of turns, each an object with from and value",
+            Kind.bad_form,
+        )
     parsed = tuple(parse_turn(where, n, t) for n, t in enumerate(turns))
     known, name = identity is not None, str(index) if identity is None else identity
     return Record(str(path), index, name, tuple(images), parsed, "image" in raw, has_id=known, line=line)
@@ -177,10 +192,18 @@ def check_name(name: str, where: str) -> None:
             "data.images",
             Kind.url,
         )
-    if Path(name).is_absolute() or ".." in Path(name).parts:
+    if Path(name).is_absolute():
         raise DataError(
-            f"{where}: image is {name!r}, which lies outside data.images; give a path below it", Kind.path_outside
+            f"{where}: image is {name!r}, an absolute path; give its path below data.images", Kind.path_outside
         )
+    if ".." in Path(name).parts:
+        raise DataError(
+            f"{where}: image is {name!r}, and .. is not allowed in a path, wherever it leads; give the path below "
+            "data.images without it",
+            Kind.path_outside,
+        )
+    if name.endswith("/"):
+        raise DataError(f"{where}: image is {name!r}, which names a folder; take the / off", Kind.bad_form)
     try:
         named = b"\0" not in name.encode()
     except UnicodeEncodeError:
@@ -191,8 +214,12 @@ def check_name(name: str, where: str) -> None:
 
 def parse_turn(where: str, position: int, raw: Any) -> Turn:
     if not isinstance(raw, dict) or not isinstance(raw.get("from"), str) or not isinstance(raw.get("value"), str):
+        named = isinstance(raw, dict) and {"role", "content"} <= set(raw)
+        cure = "rename role to from and content to value, user to human and assistant to gpt" if named else "mend it"
         raise DataError(
-            f"{where}: turn {position} is {str(raw)[:80]!r}; it must be an object with from and value", Kind.bad_form
+            f"{where}: turn {position} is {shown(raw)}; it must be an object with from and value, which are text: "
+            f"{cure}",
+            Kind.bad_form,
         )
     try:
         raw["value"].encode()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,8 +22,9 @@ from llava_fsdp.data.encode import Encoder
 from llava_fsdp.data.images import PictureReader
 from llava_fsdp.data.order import Order
 from llava_fsdp.data.records import Records
+from llava_fsdp.data.seal import damaged
 from llava_fsdp.data.source import Record
-from llava_fsdp.errors import DataError
+from llava_fsdp.errors import DataError, PictureError
 
 
 class Steps(Dataset):
@@ -125,7 +127,14 @@ class Steps(Dataset):
                 f"{record.where} is not what it was when the dataset was examined: {length} positions and {labels} "
                 "labels then; remove the index and examine it again"
             )
-        return sample, [self.pictures.tiles(record, name) for name in sample.images]
+        try:
+            return sample, [self.pictures.tiles(record, name) for name in sample.images]
+        except PictureError as error:
+            at, texts = self.records.at(number), self.records.index.texts
+            if texts.embeds(at):  # whole when it was written out
+                path = Path(texts.sources[texts.part(at).source].images or "")
+                raise damaged(path, str(error)) from error
+            raise
 
     def parse(self, number: int) -> Record:
         """Raises DataError, of no kind, where it cannot be parsed: it could when the dataset was examined."""

@@ -172,6 +172,25 @@ class Texts:
                 return name_record(source.path, index, self.line(number), id_of(raw))
         return name_place(source.path, index, self.line(number))
 
+    def embeds(self, number: int) -> bool:
+        """Whether a record's pictures were in its file, and are in the index now."""
+        own = self.part(number)
+        source = self.sources[own.source]
+        if own.text == source.path or source.images is None:
+            return False
+        return Path(source.images).parent == Path(own.text).parent
+
+    def own_picture(self, number: int, reason: str) -> str:
+        """What is said of a record's picture, by the name that the user knows: not that of our copy."""
+        if not self.embeds(number):
+            return reason
+        raw = self.raw(number)
+        names = raw["image"] if isinstance(raw["image"], list) else [raw["image"]]
+        for name, own in zip(names, raw[parquet.OWN_NAMES], strict=True):
+            called = "without a name" if own is None else repr(own)
+            reason = reason.replace(f"{self.place(number)[0].images}/{name}", f"{called} (in the row itself)")
+        return reason.replace("copy it again", "put a whole one into the file")
+
     def record(self, number: int) -> Record:
         """Raises DataError, of a kind, where it is none."""
         source, index = self.place(number)
