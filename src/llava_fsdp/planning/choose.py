@@ -1,8 +1,18 @@
 """Every way to train that could make sense, each with the largest micro-batch that fits, and the best of them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from llava_fsdp.config import Config, OffloadMode, RecomputeConfig, RecomputeMode, Strategy
+from llava_fsdp.config import (
+    Config,
+    OffloadConfig,
+    OffloadMode,
+    RecomputeConfig,
+    RecomputeMode,
+    ShardingConfig,
+    Strategy,
+)
+from llava_fsdp.errors import ConfigError
 from llava_fsdp.planning.activations import MicroBatch
 from llava_fsdp.planning.planner import Choice, Planner, PlanRow
 from llava_fsdp.planning.samples import asked_for, cuts
@@ -17,7 +27,7 @@ def choices(cfg: Config, device: str, strategies: Sequence[Strategy]) -> list[Ch
     found = []
     for strategy in strategies:
         for recompute in recomputes(cfg, device):
-            found += [Choice(strategy, recompute, mode) for mode in OffloadMode if allowed(strategy, mode, device)]
+            found += [Choice(strategy, recompute, mode) for mode in OffloadMode if allowed(cfg, strategy, mode, device)]
     return found
 
 
@@ -37,15 +47,16 @@ def recomputes(cfg: Config, device: str) -> list[RecomputeConfig]:
     return [RecomputeConfig(mode=m, budget=asked if m is RecomputeMode.budget else None) for m in modes]
 
 
-def allowed(strategy: Strategy, mode: OffloadMode, device: str) -> bool:
-    """As `Config.check_offload`; and on a CPU machine the host's memory is the device's."""
-    if mode is OffloadMode.none:
-        return True
-    if device == "cpu" and mode is not OffloadMode.nvme:
+def allowed(cfg: Config, strategy: Strategy, mode: OffloadMode, device: str) -> bool:
+    """Whether a training would take it; on a CPU machine the host's memory is the device's, and files alone help."""
+    if device == "cpu" and mode not in (OffloadMode.none, OffloadMode.nvme):
         return False
-    if strategy is Strategy.SHARD_OPTIMIZER:
-        return not mode.moves_weights
-    return strategy is not Strategy.NO_SHARD
+    sharding, offload = ShardingConfig(strategy=strategy, shard_size=None), OffloadConfig(mode=mode, folder=None)
+    try:
+        replace(cfg, sharding=sharding, offload=offload)
+    except ConfigError:
+        return False
+    return True
 
 
 def plan_rows(

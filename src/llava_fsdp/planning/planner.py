@@ -237,8 +237,7 @@ class Planner:
     ) -> Ledger:
         precision, plan = self.cfg.precision, SHARD_PLANS[choice.strategy]
         stored = storage_per_rank(self.weights, choice.strategy, precision, world_size, shard_size, rank)
-        inputs = [self.input_bytes(micro) for micro in micros]
-        buffers = self.buffer_bytes + (sum(inputs) if self.machine.device == "cpu" else max(inputs))
+        buffers = self.buffer_bytes + self.input_bytes(micros)
         rest = self.on_device(choice.offload, plan, stored, buffers)
         if world_size == 1 and not choice.offload.moves_weights:
             return walk_one_rank(passes, rest)
@@ -274,11 +273,16 @@ class Planner:
             return 0, 0
         return {OffloadMode.none: 0, OffloadMode.optimizer: stored.optimizer, OffloadMode.params: states}[offload], 0
 
-    def input_bytes(self, micro: MicroBatch) -> int:
-        """A micro-batch's tensors: ids, positions and places of pictures in int64, pixels in fp32."""
-        pixels = micro.tiles * 3 * self.parts.vision.image_size**2 * 4
-        places = 2 * micro.tiles * self.model.image_tokens
-        return pixels + 8 * (2 * micro.tokens + places + 2 * micro.labels)
+    def input_bytes(self, micros: Sequence[MicroBatch]) -> int:
+        """A step's tensors: ids, positions and places of pictures in int64, pixels in bytes.
+
+        The micro-batch that runs has its pixels in fp32; a GPU holds no other.
+        """
+        pixels = [micro.tiles * 3 * self.parts.vision.image_size**2 for micro in micros]
+        numbers = [2 * m.tokens + 2 * m.tiles * self.model.image_tokens + 2 * m.labels for m in micros]
+        if self.machine.device != "cpu":
+            return max(4 * p + 8 * n for p, n in zip(pixels, numbers, strict=True))
+        return sum(pixels) + 8 * sum(numbers) + 4 * max(pixels)
 
 
 def told_apart(micros: Sequence[MicroBatch]) -> list[MicroBatch]:
