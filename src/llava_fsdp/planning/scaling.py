@@ -15,8 +15,8 @@ STRATEGIES = {"zero3": Strategy.FULL_SHARD, "hybrid": Strategy.HYBRID_SHARD}
 def scale(planner: Planner, gpus: int, nodes: int) -> list[dict[str, Any]]:
     """For 1, 2, 4, ... nodes the fastest row of each that fits; a step has the same samples on any number.
 
-    Gathers of zero3 go through the whole ring, so that they are as slow as the network between nodes; hybrid gathers
-    within a node and sends shards of gradients to the other replicas once a step.
+    Rings of zero3 go through all nodes, over all ports of each; hybrid gathers within a node and sends shards of
+    gradients to the other replicas once a step, each GPU over its own port.
     """
     found = []
     for count in node_counts(nodes):
