@@ -70,7 +70,8 @@ def draw(points: Sequence[dict[str, Any]], planner: Planner, path: Path) -> Path
     counts = sorted({p["nodes"] for p in points})
     axes.plot(counts, [alone * n for n in counts], color="grey", linestyle=":", label="as many times one node")
     axes.set(xlabel="nodes", ylabel="tokens a second, predicted", xscale="log", yscale="log")
-    axes.set_xticks(counts, [str(n) for n in counts], minor=False)
+    axes.set_xticks(counts, [str(n) for n in counts])
+    axes.set_xticks([], minor=True)
     axes.set_title(f"{planner.cfg.model.name}, {planner.machine.name}, {planner.cfg.global_batch_size} samples a step")
     axes.legend()
     try:
