@@ -74,12 +74,17 @@ def test_communication_of_our_rows(precision: str) -> None:
 
 def test_hybrid_sends_between_nodes_what_replicas_differ_in() -> None:
     cfg = config_of([])
-    weights = [Weight((64, 1024), True, False, False, unit=f"layers.{n}") for n in range(12)]
+    weights = [Weight((4096, 4096), True, False, False, unit=f"layers.{n}") for n in range(12)]
     numel = sum(w.numel for w in weights)
     whole = volume(weights, Strategy.FULL_SHARD, cfg.precision, 16, 16, 8, 2)
     hybrid = volume(weights, Strategy.HYBRID_SHARD, cfg.precision, 16, 8, 8, 2)
-    assert whole.within == 0 and whole.between == pytest.approx(2 * (2 * 2 + 4) * numel * 15 / 16)
-    assert hybrid.between == pytest.approx(2 * (1 / 2) * 4 * numel / 8)
+    assert whole.replicated == 0 and whole.sharded == 2 * (2 * 2 + 4) * numel * 15 / 16
+    assert hybrid.sharded == 2 * (2 * 2 + 4) * numel * 7 / 8 and hybrid.replicated == 2 * (1 / 2) * 4 * numel / 8
+    # a slow network slows all of zero3's rings, and of hybrid's the small one
+    link, network = 450e9, 1e9
+    assert whole.seconds(link, network) > 1.5 * hybrid.seconds(link, network)
+    # a port for every GPU carries a ring of neighbours as fast as they pass it on within a node
+    assert whole.seconds(link, link / 8) == whole.seconds(link, link)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_pure"])

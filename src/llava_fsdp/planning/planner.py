@@ -173,7 +173,6 @@ class Planner:
             each * flops,
             each * again,
             sent,
-            nodes=max(1, world_size // (node_size or world_size)),
             trainable=self.trainable,
             local=self.trainable / shards,
             micro_batches=len(micros),

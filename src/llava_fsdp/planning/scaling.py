@@ -15,8 +15,8 @@ STRATEGIES = {"zero3": Strategy.FULL_SHARD, "hybrid": Strategy.HYBRID_SHARD}
 def scale(planner: Planner, gpus: int, nodes: int) -> list[dict[str, Any]]:
     """For 1, 2, 4, ... nodes the fastest row of each that fits; a step has the same samples on any number.
 
-    Gathers of zero3 go through the whole ring, so that they are as slow as the network between nodes; hybrid gathers
-    within a node and sends shards of gradients to the other replicas once a step.
+    Rings of zero3 go through all nodes, over all ports of each; hybrid gathers within a node and sends shards of
+    gradients to the other replicas once a step, each GPU over its own port.
     """
     found = []
     for count in node_counts(nodes):
@@ -70,7 +70,8 @@ def draw(points: Sequence[dict[str, Any]], planner: Planner, path: Path) -> Path
     counts = sorted({p["nodes"] for p in points})
     axes.plot(counts, [alone * n for n in counts], color="grey", linestyle=":", label="as many times one node")
     axes.set(xlabel="nodes", ylabel="tokens a second, predicted", xscale="log", yscale="log")
-    axes.set_xticks(counts, [str(n) for n in counts], minor=False)
+    axes.set_xticks(counts, [str(n) for n in counts])
+    axes.set_xticks([], minor=True)
     axes.set_title(f"{planner.cfg.model.name}, {planner.machine.name}, {planner.cfg.global_batch_size} samples a step")
     axes.legend()
     try:

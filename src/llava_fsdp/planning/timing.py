@@ -3,7 +3,6 @@
 An estimate from published rates (the table of GPUs says which), good to tell rows apart; measure before you promise.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +18,9 @@ LINK_EFFICIENCY = 0.78
 OVERLAP = 0.9
 """Share of the arithmetic behind which collectives can hide: not the first gather, nor the last reduction."""
 LATENCY = 20e-6
-"""Seconds to begin a collective within a node, and for each doubling of nodes again."""
+"""Seconds to begin a collective."""
+HOP, HOP_BETWEEN = 3e-6, 8e-6
+"""Seconds from rank to rank of a ring, and from node to node."""
 COPIED = 38
 """Bytes of memory traffic for each parameter and micro-batch: FSDP's casts and copies in and out of flat buffers."""
 UPDATED = 28
@@ -45,15 +46,39 @@ DISK = 2e9
 class Volume:
     """What a rank receives in a step, in bytes, and in how many collectives."""
 
-    within: float
-    """Between the GPUs of a node."""
-    between: float
-    """Between nodes."""
-    collectives: int
+    sharded: float = 0.0
+    """Of weights gathered and gradients scattered, over `shards` neighbouring ranks."""
+    replicated: float = 0.0
+    """Of gradients all-reduced over `replicas` ranks, `shards` apart."""
+    gathers: int = 0
+    """Collectives of the first kind; `reductions` of the second."""
+    reductions: int = 0
+    shards: int = 1
+    replicas: int = 1
+    node_size: int = 1
 
     @property
     def total(self) -> float:
-        return self.within + self.between
+        return self.sharded + self.replicated
+
+    @property
+    def nodes(self) -> int:
+        return max(1, self.shards * self.replicas // self.node_size)
+
+    def seconds(self, link: float, network: float) -> float:
+        """If nothing of it hid, at `link` bytes a second between GPUs of a node and `network` from each to other nodes.
+
+        A ring enters and leaves a node once, over all of its ports if its ranks are neighbours (NCCL runs as many rings
+        as there are); rings of replicas, one for each shard, have to share them.
+        """
+        spans = self.shards > self.node_size
+        ring = min(link, network * self.node_size) if spans else link
+        apart = min(self.shards, self.node_size)
+        replicas = min(link, network * self.node_size / apart) if self.nodes > 1 else link
+        crossed = HOP_BETWEEN * self.nodes
+        begun = self.gathers * (LATENCY + HOP * (self.shards - 1) + (crossed if spans else 0))
+        begun += self.reductions * (LATENCY + HOP * (self.replicas - 1) + (crossed if self.nodes > 1 else 0))
+        return begun + (self.sharded / ring + self.replicated / replicas) / LINK_EFFICIENCY
 
 
 def volume(
@@ -65,32 +90,32 @@ def volume(
     node_size: int,
     micro_batches: int,
 ) -> Volume:
-    """Bytes of rings: (n - 1) / n of a gathered or reduced tensor, twice that of an all-reduced one.
-
-    A ring through several nodes is as slow as its slowest link, so all of its bytes count as between nodes.
-    """
+    """Bytes of rings: (n - 1) / n of a gathered or reduced tensor, twice that of an all-reduced one."""
     if world_size == 1:
-        return Volume(0.0, 0.0, 0)
+        return Volume()
     plan = SHARD_PLANS[strategy]
     replicas, shards = mesh_shape(plan, world_size, shard_size)
-    units = {w.unit for w in weights}
     taking_part = [w for w in weights if w.trainable or (plan.shards_frozen and not w.whole)]
     trainable = [w for w in taking_part if w.trainable]
-    share = (shards - 1) / shards
-    gathered = share * shards * sum(w.padded(shards) * w.gathered_size(precision) for w in taking_part)
-    root = (
-        share * shards * sum(w.padded(shards) * w.gathered_size(precision) for w in taking_part if not w.unit or w.fp32)
-    )
-    reduced = share * shards * sum(w.padded(shards) * w.reduce_size(precision) for w in trainable)
+    others = shards - 1  # every rank's part of a ring is as long as the longest
+
+    def gathered(own: Sequence[Weight]) -> int:
+        return others * sum(w.padded(shards) * w.gathered_size(precision) for w in own)
+
+    gradients = sum(w.padded(shards) * w.reduce_size(precision) for w in trainable)
     gathers = micro_batches if plan.reshard_every_micro_batch else 1
     reductions = 1 if plan.gradient_sync is Sync.LAST_MICRO_BATCH else micro_batches
-    again = gathered - root if plan.reshard_after_forward else 0.0
-    sharded = gathers * (gathered + again) + reductions * reduced
-    replicated = 2 * (replicas - 1) / replicas * sum(w.padded(shards) * w.reduce_size(precision) for w in trainable)
-    spans = shards > node_size
-    count = len(units) * (gathers * (2 if plan.reshard_after_forward else 1) + reductions + (replicas > 1))
-    across = (sharded if spans else 0.0) + (replicated if world_size > node_size else 0.0)
-    return Volume(sharded + replicated - across, across, count)
+    again = gathered([w for w in taking_part if w.unit and not w.fp32]) if plan.reshard_after_forward else 0
+    units, trained = len({w.unit for w in taking_part}), len({w.unit for w in trainable})
+    return Volume(
+        sharded=gathers * (gathered(taking_part) + again) + reductions * others * gradients,
+        replicated=2 * (replicas - 1) / replicas * gradients,
+        gathers=0 if shards == 1 else units * gathers * (1 + plan.reshard_after_forward) + trained * reductions,
+        reductions=trained if replicas > 1 else 0,
+        shards=shards,
+        replicas=replicas,
+        node_size=node_size,
+    )
 
 
 @dataclass(frozen=True)
@@ -115,7 +140,6 @@ def step_time(
     flops: float,
     again: float,
     sent: Volume,
-    nodes: int,
     trainable: float,
     local: float,
     micro_batches: int,
@@ -134,8 +158,7 @@ def step_time(
     bandwidth = 0.8 * gpu.bandwidth if gpu else CPU_BANDWIDTH
     compute = (flops + again) / rate
     link, network = (gpu.link, gpu.network) if gpu else (CPU_LINK, CPU_LINK)
-    seconds = (sent.within / link + sent.between / network) / LINK_EFFICIENCY
-    seconds += sent.collectives * LATENCY * (1 + math.log2(max(1, nodes)))
+    seconds = sent.seconds(link, network)
     exposed = max(0.0, seconds - OVERLAP * compute)
     copies = COPIED * trainable * micro_batches / bandwidth if world_size > 1 else 0.0
     update = UPDATED * local / bandwidth
