@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor
 
-from llava_fsdp import train
+from llava_fsdp import opening, train
 from llava_fsdp.config import Config
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.loop import train_step
@@ -52,7 +52,7 @@ def emulated() -> Iterator[None]:
             "fp8_settings",
             lambda sharded: Float8LinearConfig(enable_fsdp_float8_all_gather=sharded, emulate=True),
         )
-        patch.setattr(train, "check_fp8", lambda device: None)
+        patch.setattr(opening, "check_fp8", lambda device: None)
         yield
 
 

@@ -59,7 +59,7 @@ def names(row: PlanRow) -> str:
 def rows_table(rows: Sequence[PlanRow]) -> Table:
     table = Table(
         "sharding", "recompute", "offload", "tokens x micro-batches", "fits", "total GB", "states", "gathered",
-        "reducing", "activ.", "logits", "s/step", "tokens/s", "MFU", "sent GB",
+        "reducing", "acts.", "logits", "s/step", "tokens/s", "MFU", "sent GB",
         title="GB on a rank at the worst moment of a step; best first", title_justify="left",
     )  # fmt: skip
     for row in rows:
