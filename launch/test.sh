@@ -29,7 +29,8 @@ check() {
     "$@" || failed+=("$name")
 }
 
-# Two processes, a file of tests to each at a time: ranks and commands of one test wait for each other more than they compute
+# Two processes, a file of tests to each at a time: ranks and commands of one test wait for each other more than they
+# compute. In the order that tests/conftest.py gives: pytest-xdist would begin with the files of the most tests.
 run_tests() {
     # CUDA is what the tests marked gpu need: a GPU that torch does not find is none
     local marks="" status=0
@@ -44,7 +45,7 @@ run_tests() {
         marks="not slow${marks:+ and $marks}"
         not_run+=("tests marked slow: not in the fast tier; --full runs them")
     fi
-    OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" python -m pytest -n 2 --dist loadfile -m "$marks" "$@" 2>&1 | tee "$log" || status=$?
+    OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$marks" "$@" 2>&1 | tee "$log" || status=$?
     # a skipped test says in its reason what this machine lacks
     while IFS= read -r line; do
         not_run+=("${line#SKIPPED }")

@@ -11,6 +11,11 @@ from harness import RankPool
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole commands first: files of tests run side by side, and the longest must not be the last to begin."""
+    items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
+
+
 @pytest.fixture(scope="session")
 def pools() -> Iterator[dict[int, RankPool]]:
     """Ranks by their number, started when first used and kept to the end of the session."""
