@@ -123,7 +123,8 @@ def time_epochs(row: dict[str, Any], limit: int, work: Path, options: argparse.N
                 break
             row[kind] = {"batch": batch - 1, "epochs": []}
             row["attempts"].append({"kind": kind, "batch": batch, "fits": False, "why": f"in an epoch: {outcome.why}"})
-        wall, cpu = (max(r[k] for r in outcome.results) for k in ("wall", "cpu"))
+        share = options.samples / (2 * batch * steps)  # the last step is full too
+        wall, cpu = (share * max(r[k] for r in outcome.results) for k in ("wall", "cpu"))
         row[kind]["epochs"].append({"steps": steps, "wall": wall, "cpu": cpu})
         print(f"{row['variant']} {kind} epoch of {steps} steps at {batch}: {wall:.1f} s, {cpu:.1f} CPU s", flush=True)
 
@@ -210,6 +211,7 @@ def draw(pyplot: Any, report: dict[str, Any]) -> None:
         places = [n + 0.4 * offset - 0.2 for n in range(len(names))]
         batches = [row[kind]["batch"] for row in report["rows"]]
         axes[0].bar_label(axes[0].bar(places, batches, 0.38, label=kind))
+        axes[0].margins(y=0.1)
         for axis, clock in ((axes[1], "wall"), (axes[2], "cpu")):
             axis.bar(places, [best(row, kind, clock) for row in report["rows"]], 0.38, label=kind)
     titles = ("largest batch of a rank", f"wall s, {report['options']['samples']} samples", "CPU s of a rank")
