@@ -26,7 +26,12 @@ from llava_fsdp.errors import ConfigError
 Segments = tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]
 """position_ids int64 [1, tokens], cu_seqlens int32 [samples + 1], lengths of the samples"""
 
-PREFIX = "llava_fsdp_"
+NAMES = {
+    Attention.sdpa: "llava_fsdp_sdpa",
+    Attention.varlen: "llava_fsdp_varlen",
+    Attention.flash: "llava_fsdp_dao",  # a name with "flash" in it transformers takes for a kernel of the hub's
+}
+"""As transformers knows them."""
 CURE = "set pack=false"
 
 
@@ -39,8 +44,7 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """As transformers knows it."""
-        return PREFIX + self.attention.value
+        return NAMES[self.attention]
 
 
 def choose_kernel(
@@ -107,7 +111,7 @@ def register_attention() -> None:
     kernels = {Attention.sdpa: each_alone, Attention.varlen: varlen, Attention.flash: flash}
     for attention, kernel in kernels.items():
         if kernel is not None:
-            AttentionInterface.register(PREFIX + attention.value, attend_with(kernel))
+            AttentionInterface.register(NAMES[attention], attend_with(kernel))
 
 
 @dataclass(frozen=True)
