@@ -155,7 +155,7 @@ class Planner:
             between: two micro-batches that were measured, between which others are drawn.
         """
         precision, strategy, offload = self.cfg.precision, choice.strategy, choice.offload
-        of = self.weights, strategy, precision, world_size, shard_size, rank
+        of = self.weights, strategy, precision, world_size, shard_size, rank, offload
         rest = bytes_per_rank(*of)
         ledger = self.walk(choice, world_size, shard_size, micros, between, rank)
         bytes_ = {**ledger.worst, "total": sum(ledger.worst.values())}
@@ -235,7 +235,8 @@ class Planner:
         rank: int,
     ) -> Ledger:
         precision, plan = self.cfg.precision, SHARD_PLANS[choice.strategy]
-        stored = storage_per_rank(self.weights, choice.strategy, precision, world_size, shard_size, rank)
+        of = self.weights, choice.strategy, precision, world_size, shard_size, rank, choice.offload
+        stored = storage_per_rank(*of)
         buffers = self.buffer_bytes + self.input_bytes(micros)
         rest = self.on_device(choice.offload, plan, stored, buffers)
         if world_size == 1 and not choice.offload.moves_weights:
