@@ -76,7 +76,7 @@ def test_states_are_those_of_the_plan(
 
 @pytest.mark.parametrize("offload", ["none", "params"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [1, RANKS])
 def test_every_state_is_planned_wherever_it_lies(
     ranks: int,
     precision: str,

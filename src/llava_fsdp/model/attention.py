@@ -89,10 +89,16 @@ def flash_kernel_missing(
     """Why FlashAttention-2, which both wrap, cannot run."""
     if device.type != "cuda":
         return f"{what} needs CUDA, and this run is on {device.type}"
+    lack = not_for_flash(language, compute_dtype, what)
+    if lack is None and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{what} needs a GPU of compute capability 8.0"
+    return lack
+
+
+def not_for_flash(language: PretrainedConfig, compute_dtype: torch.dtype, what: str) -> str | None:
+    """Why it cannot run this model, on any device."""
     if compute_dtype not in (torch.bfloat16, torch.float16):
         return f"{what} computes in 16 bits, and this run in {str(compute_dtype).removeprefix('torch.')}"
-    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
-        return f"{what} needs a GPU of compute capability 8.0"
     head = head_size(language)
     if head % 8 or head > 256:
         return f"{what} takes heads of a multiple of 8 up to 256, and this model's are {head} wide"

@@ -14,7 +14,7 @@ from llava_fsdp.config import Config, OffloadMode, RecomputeConfig, RecomputeMod
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.parts import Parts
-from llava_fsdp.planning.activations import LEVELS, Live, Measuring, MicroBatch, Segment, times
+from llava_fsdp.planning.activations import LEVELS, Live, Measuring, MicroBatch, Segment
 from llava_fsdp.planning.hardware import Machine, machine_for
 from llava_fsdp.planning.samples import Samples, asked_for, samples_of
 from llava_fsdp.planning.shapes import kernel_for, shapes_of
@@ -56,7 +56,7 @@ class PlanRow:
     at_rest: dict[str, int]
     """Parameters, gradients and optimizer after an optimizer step, wherever they lie."""
     host: int
-    """Bytes in host memory, beside a GPU."""
+    """Bytes of tensors in host memory, beside a GPU."""
     disk: int
     usable: int
     """Bytes of the device that tensors can have."""
@@ -89,8 +89,7 @@ class Planner:
         """
         self.cfg = cfg
         self.machine = machine
-        if machine.gpu is not None:
-            machine.peak(cfg.precision.param_dtype)  # refuses bf16 where there is none
+        machine.check(cfg.precision)
         self.parts = parts or shapes_of(cfg.model)
         bf16 = machine.gpu is not None and machine.gpu.bf16 is not None
         self.kernel = kernel_for(cfg, self.parts.language, machine.device, bf16)
@@ -160,6 +159,9 @@ class Planner:
         ledger = self.walk(choice, world_size, shard_size, micros, between, rank)
         bytes_ = {**ledger.worst, "total": sum(ledger.worst.values())}
         host, disk = self.elsewhere(offload, SHARD_PLANS[strategy], storage_per_rank(*of))
+        if choice.recompute.mode is RecomputeMode.offload and self.machine.device != "cpu":
+            passes = self.passes(RecomputeMode.full, micros, between)
+            host += max(sum(inputs_of_blocks(own).values()) for own in passes)
         sent = volume(self.weights, strategy, precision, world_size, shard_size, node_size or world_size, len(micros))
         own = self.samples
         a_sample = own.positions, own.spread, own.labels, own.tiles
@@ -303,17 +305,24 @@ def parts_of(live: Live) -> tuple[int, int, int]:
     return live.activations, live.logits, live.gradients
 
 
+def inputs_of_blocks(segments: Pass) -> dict[str, int]:
+    """Bytes of each block's input, which are those of its output; of blocks that run backward."""
+    backward = {s.unit for s in segments if s.backward}
+    forward = [s for s in segments if s.unit in backward and s.unit and not s.backward]
+    return {s.unit: max(0, s.end.activations - s.begin.activations) for s in forward}
+
+
 def inputs_away(segments: Pass) -> Pass:
     """Blocks' inputs on the host, but for the one that runs and the one before it, whose copies are under way."""
-    starts = [s.begin for s in segments if s.unit and not s.backward]
-    if len(starts) < 2:
-        return segments
-    one = times(Live(starts[1].activations - starts[0].activations), -1)
-    found, entered = [], 0
+    inputs = inputs_of_blocks(segments)
+    found, entered = [], []
     for segment in segments:
-        entered += bool(segment.unit) and not segment.backward
-        found.append(segment.moved(times(one, max(0, entered - 2)), segment.unit))
-        entered -= bool(segment.unit) and segment.backward
+        if segment.unit in inputs and not segment.backward:
+            entered.append(segment.unit)
+        away = sum(inputs[unit] for unit in entered[:-2])
+        found.append(segment.moved(Live(activations=-away), segment.unit))
+        if segment.unit in inputs and segment.backward:
+            entered.remove(segment.unit)
     return found
 
 
