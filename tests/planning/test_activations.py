@@ -10,7 +10,7 @@ from llava_fsdp.config import RecomputeConfig, RecomputeMode
 from llava_fsdp.model.attention import Kernel
 from llava_fsdp.planning import activations
 from llava_fsdp.planning.activations import Measuring, MicroBatch
-from llava_fsdp.planning.planner import blend, inputs_away, inputs_of_blocks
+from llava_fsdp.planning.passes import blend, inputs_away, inputs_of_blocks
 from llava_fsdp.planning.shapes import kernel_for, shapes_of
 
 MODES = [RecomputeMode.none, RecomputeMode.full, RecomputeMode.selective]

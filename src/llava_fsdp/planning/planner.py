@@ -6,7 +6,7 @@ peak(cfg, world_size=8, device="cuda").bytes["total"]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -14,8 +14,9 @@ from llava_fsdp.config import Config, OffloadMode, RecomputeConfig, RecomputeMod
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.parts import Parts
-from llava_fsdp.planning.activations import LEVELS, Live, Measuring, MicroBatch, Segment
+from llava_fsdp.planning.activations import Measuring, MicroBatch, Segment
 from llava_fsdp.planning.hardware import Machine, machine_for
+from llava_fsdp.planning.passes import blend, inputs_away, inputs_of_blocks
 from llava_fsdp.planning.samples import Samples, asked_for, samples_of
 from llava_fsdp.planning.shapes import kernel_for, shapes_of
 from llava_fsdp.planning.step import Ledger, Pass, Rest, walk, walk_one_rank
@@ -290,40 +291,6 @@ class Planner:
 def told_apart(micros: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Enough of a step's micro-batches to see its worst moment: of those after the first that are alike, one."""
     return [micros[0], *dict.fromkeys(micros[1:])]
-
-
-def blend(one: Segment, other: Segment, part: float) -> Segment:
-    """A segment of a micro-batch between two: bytes grow in proportion to positions."""
-
-    def between(a: Live, b: Live) -> Live:
-        return Live(*(round(x + part * (y - x)) for x, y in zip(parts_of(a), parts_of(b), strict=True)))
-
-    return replace(one, **{name: between(getattr(one, name), getattr(other, name)) for name in LEVELS})
-
-
-def parts_of(live: Live) -> tuple[int, int, int]:
-    return live.activations, live.logits, live.gradients
-
-
-def inputs_of_blocks(segments: Pass) -> dict[str, int]:
-    """Bytes of each block's input, which are those of its output; of blocks that run backward."""
-    backward = {s.unit for s in segments if s.backward}
-    forward = [s for s in segments if s.unit in backward and s.unit and not s.backward]
-    return {s.unit: max(0, s.end.activations - s.begin.activations) for s in forward}
-
-
-def inputs_away(segments: Pass) -> Pass:
-    """Blocks' inputs on the host, but for the one that runs and the one before it, whose copies are under way."""
-    inputs = inputs_of_blocks(segments)
-    found, entered = [], []
-    for segment in segments:
-        if segment.unit in inputs and not segment.backward:
-            entered.append(segment.unit)
-        away = sum(inputs[unit] for unit in entered[:-2])
-        found.append(segment.moved(Live(activations=-away), segment.unit))
-        if segment.unit in inputs and segment.backward:
-            entered.remove(segment.unit)
-    return found
 
 
 def again_share(recompute: RecomputeConfig) -> float:
