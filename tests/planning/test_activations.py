@@ -38,7 +38,7 @@ def test_deepened_is_what_the_whole_depth_gives(
     assert found == Measuring(parts, cfg, recompute, kernel).segments(micro)
 
 
-def test_recomputing_keeps_less_and_packing_costs_nothing(wide_parts: Path, dataset: Path, tmp_path: Path) -> None:
+def test_recomputing_keeps_less(wide_parts: Path, dataset: Path, tmp_path: Path) -> None:
     cfg = make_config(wide_parts, dataset, tmp_path, "precision=bf16")
     parts = shapes_of(cfg.model)
     kernel = kernel_for(cfg, parts.language, "cpu", bf16=True)
