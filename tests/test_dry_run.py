@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from small import make_config
 
 from llava_fsdp import dry_run, train
 from llava_fsdp.config import Config
-from llava_fsdp.errors import ConfigError
+from llava_fsdp.errors import ConfigError, OutOfMemory
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.parts import find_parts
 from llava_fsdp.sharding.memory import bytes_per_rank
@@ -71,6 +72,35 @@ def test_states_are_those_of_the_plan(
     gathered = cfg.sharding.strategy.value != "NO_SHARD"
     assert (report["collectives"]["all_gather"]["bytes"] > 0) == gathered
     assert not (tmp_path / "run").exists() and not dist.is_initialized()
+
+
+@pytest.mark.parametrize("offload", ["none", "params"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("ranks", [1, RANKS])
+def test_every_state_is_planned_wherever_it_lies(
+    ranks: int,
+    precision: str,
+    offload: str,
+    parts: Path,
+    dataset: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One rank has working copies of its masters, unless FSDP wraps it to offload them; fp16 skips no step here."""
+    keys = [f"precision={precision}", f"offload={offload}"]
+    report = reported(config(parts, dataset, tmp_path, *keys, ranks=ranks), capsys)
+    assert all(own["measured"] == own["planned"] > 0 for own in report["bytes"].values())
+
+
+def test_out_of_memory_is_said_with_its_cures(
+    parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+    monkeypatch.setattr(dry_run, "train_step", full)
+    with pytest.raises(OutOfMemory, match=r"out of GPU memory.*less is needed with"):
+        train.train(config(parts, dataset, tmp_path, ranks=1))
 
 
 def test_one_rank_has_no_collectives(

@@ -15,8 +15,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from llava_fsdp.config import Config, Format, OffloadMode
+from llava_fsdp.config import Config, DType, Format, OffloadMode, ScalerConfig
 from llava_fsdp.data.synthetic import Contents, SyntheticLoader, fullest, micro_batches_of, synthetic_step
+from llava_fsdp.errors import NumericError
 from llava_fsdp.log import log
 from llava_fsdp.loop import train_step
 from llava_fsdp.model.draw import Rule, draw_rule
@@ -31,6 +32,7 @@ from llava_fsdp.planning.samples import samples_of
 from llava_fsdp.planning.shapes import shapes_of
 from llava_fsdp.sharding.fake import imagine_collectives, is_imagined
 from llava_fsdp.sharding.mesh import World, distributed, make_mesh
+from llava_fsdp.sharding.offload import clear_memory_errors
 from llava_fsdp.sharding.precision import DTYPES, MasterWeights
 from llava_fsdp.sharding.shards import local, local_shards
 from llava_fsdp.sharding.traffic import CollectiveBytes
@@ -47,7 +49,7 @@ def dry_run(cfg: Config) -> None:
     with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
         if cfg.offload.mode is OffloadMode.nvme and cfg.offload.folder is None:  # that would be output_dir
             cfg = replace(cfg, offload=replace(cfg.offload, folder=folder))
-        with distributed(cfg) as world:
+        with distributed(cfg) as world, clear_memory_errors(cfg, world.device):
             report = measure(settle_auto(cfg, world), world)
     if cfg.format is Format.json:
         print(json.dumps(report))
@@ -71,7 +73,13 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
 
     Args:
         contents: of every micro-batch; None: the largest that there can be.
+
+    Raises:
+        NumericError: no step updated the weights, so that nothing was measured.
     """
+    if cfg.precision.param_dtype is DType.fp16:
+        # a run finds its loss scale by skipping steps, and a skipped step makes no optimizer states
+        cfg = replace(cfg, precision=replace(cfg.precision, scaler=ScalerConfig(scale=1.0)))
     return_what_is_freed()
     plan = SHARD_PLANS[cfg.sharding.strategy]
     mesh = make_mesh(world, plan, cfg)
@@ -94,6 +102,8 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
         with counter:
             train_step(state, step, plan, cfg, started)
         seconds.append(time.perf_counter() - started)
+    if not held:
+        raise NumericError("dry_run: random weights overflow in fp16, so that no step updates them; try precision=bf16")
     peak = meter.read()
     return {
         "ranks": world.size,

@@ -146,7 +146,7 @@ def bytes_table(cfg: Config, world: World, weights: Iterable[Weight]) -> Table:
         shard_size = cfg.sharding.shard_size or world.local_size
         if plan.mesh is Mesh.HYBRID and world.size % shard_size:
             continue
-        held = bytes_per_rank(weights, strategy, cfg.precision, world.size, shard_size)
+        held = bytes_per_rank(weights, strategy, cfg.precision, world.size, shard_size, offload=cfg.offload.mode)
         parts = (held.parameters, held.gradients, held.optimizer)
         mark = " <" if strategy is cfg.sharding.strategy else ""
         table.add_row(plan.zero + mark, strategy.value, *(readable(b) for b in (*parts, sum(parts))))

@@ -13,6 +13,7 @@ from llava_fsdp import train
 from llava_fsdp.config import Attention
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.model.attention import (
+    NAMES,
     Kernel,
     check_full_attention,
     check_reaches_all_layers,
@@ -122,6 +123,16 @@ def test_the_best_kernel_is_chosen_with_its_reason() -> None:
 def test_a_kernel_that_cannot_run_is_refused(asked: Attention) -> None:
     with pytest.raises(ConfigError, match=rf"attention={asked.value}: .* needs CUDA, .*; set attention=auto"):
         choose_kernel(asked, LANGUAGE, CPU, torch.bfloat16)
+
+
+@pytest.mark.parametrize("attention", list(NAMES))
+def test_transformers_takes_each_kernel_for_ours(attention: Attention, parts: Path) -> None:
+    """It looks for a kernel of its own wherever a name has "flash" in it."""
+    config = AutoConfig.from_pretrained(parts / "language")
+    register_attention()
+    with torch.device("meta"):
+        model = AutoModel.from_config(config, attn_implementation=Kernel(attention, "a test").name)
+    assert model.config._attn_implementation == NAMES[attention]
 
 
 def test_heads_and_dropout_that_flash_kernels_lack(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from llava_fsdp.config import RecomputeConfig, RecomputeMode
 from llava_fsdp.model.attention import Kernel
 from llava_fsdp.planning import activations
 from llava_fsdp.planning.activations import Measuring, MicroBatch
-from llava_fsdp.planning.planner import blend
+from llava_fsdp.planning.passes import blend, inputs_away, inputs_of_blocks
 from llava_fsdp.planning.shapes import kernel_for, shapes_of
 
 MODES = [RecomputeMode.none, RecomputeMode.full, RecomputeMode.selective]
@@ -38,7 +38,7 @@ def test_deepened_is_what_the_whole_depth_gives(
     assert found == Measuring(parts, cfg, recompute, kernel).segments(micro)
 
 
-def test_recomputing_keeps_less_and_packing_costs_nothing(wide_parts: Path, dataset: Path, tmp_path: Path) -> None:
+def test_recomputing_keeps_less(wide_parts: Path, dataset: Path, tmp_path: Path) -> None:
     cfg = make_config(wide_parts, dataset, tmp_path, "precision=bf16")
     parts = shapes_of(cfg.model)
     kernel = kernel_for(cfg, parts.language, "cpu", bf16=True)
@@ -67,3 +67,21 @@ def test_segments_between_two_micro_batches(wide_parts: Path, dataset: Path, tmp
         assert one.end.total == pytest.approx(other.end.total, rel=1e-3)
         # the larger of two lines lies below a line between its ends: what is drawn is never too little
         assert 0.999 * other.worst.total <= one.worst.total <= 1.1 * other.worst.total
+
+
+def test_inputs_of_every_stack_go_to_the_host(wide_parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Of a tower that trains, and of the language model behind it, whose inputs are of another size."""
+    cfg = make_config(wide_parts, dataset, tmp_path, "precision=bf16", "model.train=[projector,language,vision]")
+    parts = shapes_of(cfg.model)
+    kernel = kernel_for(cfg, parts.language, "cuda", bf16=True)
+    micro = MicroBatch(1, 700, 4, 3, 90)
+    segments = Measuring(parts, cfg, RecomputeConfig(mode=RecomputeMode.full, budget=None), kernel).segments(micro)
+    inputs = inputs_of_blocks(segments)
+    own = 2 * 700 * parts.language.hidden_size
+    assert [size for unit, size in inputs.items() if unit.startswith("language_model.")] == [own] * 5
+    assert len(inputs) > 5 and min(inputs.values()) < own
+    away = inputs_away(segments)
+    last = next(s for s in away if s.backward and s.unit)
+    kept = next(s for s in segments if s.backward and s.unit)
+    assert kept.begin.activations - last.begin.activations == sum(inputs.values()) - 2 * own
+    assert away[-1] == segments[-1] and min(s.begin.activations for s in away) >= 0

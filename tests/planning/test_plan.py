@@ -4,6 +4,7 @@ import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -15,7 +16,7 @@ from llava_fsdp.model.parts import find_parts
 from llava_fsdp.plan import plan
 from llava_fsdp.planning import auto
 from llava_fsdp.planning.auto import decide
-from llava_fsdp.planning.hardware import GPUS, Machine
+from llava_fsdp.planning.hardware import GPUS, Machine, this_machine
 from llava_fsdp.planning.samples import Samples
 from llava_fsdp.planning.shapes import shapes_of
 from llava_fsdp.sharding.mesh import World
@@ -74,6 +75,46 @@ def test_recommended_command_is_a_training(
     assert cfg.micro_batch_size * cfg.data.max_length == best["tokens_per_micro_batch"] or cfg.pack
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["sharding=hybrid", "sharding.shard_size=2"],
+        ["offload=nvme", "offload.folder=/somewhere"],
+        ["offload.mode=params", "recompute.mode=none", "dry_run=4"],
+        ["order=llava_v1_5", "micro_batch_size=8"],
+        ["compat=llava_v1_5"],
+    ],
+    ids=lambda more: more[0],
+)
+def test_what_is_typed_and_what_is_planned_do_not_contradict(
+    more: list[str], wide_parts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = ["gpus=4", "gpu=v100", "global_batch_size=64", *of_parts(wide_parts), *more]
+    plan(plan_of(*keys, "format=json"), keys)
+    words = shlex.split(json.loads(capsys.readouterr().out)["recommended"]["command"])
+    cfg = config_of(words[words.index("llava_fsdp.train") + 1 :])
+    assert cfg.dry_run is None and len({w.partition("=")[0] for w in words if "=" in w}) == sum("=" in w for w in words)
+
+
+def test_rows_of_the_originals_order_are_those_of_its_micro_batches(
+    wide_parts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = ["gpus=4", "gpu=4090", "global_batch_size=64", *of_parts(wide_parts), "order=llava_v1_5"]
+    assert {r["micro_batches"] for r in printed(capsys, *keys, "micro_batch_size=4")["rows"]} == {4}
+    with pytest.raises(ConfigError, match="global_batch_size to be a multiple of the ranks, and 64 is none of 6"):
+        plan(plan_of(*keys, "gpus=6", "pack=false", "micro_batch_size=4"))
+
+
+def test_host_memory_is_said(wide_parts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = printed(capsys, "gpus=2", "gpu=4090", *of_parts(wide_parts))["rows"]
+    by = {(r["sharding"], r["recompute"], r["offload"]): r for r in rows}
+    assert by["zero3", "full", "none"]["host_bytes"] == 0 == by["zero3", "full", "params"]["disk_bytes"]
+    cfg = plan_of("gpus=2", *of_parts(wide_parts))
+    width, depth = shapes_of(cfg.model).language.hidden_size, shapes_of(cfg.model).language.num_hidden_layers
+    inputs = 2 * width * depth * by["zero3", "offload", "none"]["tokens_per_micro_batch"]
+    assert by["zero3", "offload", "none"]["host_bytes"] == pytest.approx(inputs, rel=0.02)
+
+
 def test_for_people(wide_parts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan(plan_of("gpus=2", "gpu=a10g", "rows=3", *of_parts(wide_parts)))
     lines = capsys.readouterr().out.splitlines()
@@ -116,11 +157,43 @@ def test_several_nodes(wide_parts: Path, capsys: pytest.CaptureFixture[str], tmp
             "model.language=some/model is not a folder, and a plan reads nothing from the net",
         ),
         ("gpus=0", "gpus=0 must be at least 1"),
+        ("gpu=a100-80gb precision=fp8", "a100-80gb has no fp8; choose precision=bf16"),
+        ("gpu=v100 precision=bf16_pure", "v100 has no bf16; choose precision=fp16"),
+        ("gpu=v100 attention=varlen", "attention=varlen: varlen_attn needs a GPU of compute capability 8.0"),
+        ("gpu=h100 attention=flash precision=fp32", "attention=flash: flash-attn computes in 16 bits"),
     ],
 )
 def test_mistakes(override: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        plan(plan_of(override))
+        plan(plan_of(*override.split()), override.split())
+
+
+def test_flash_attn_is_planned_where_it_is_not_installed(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [printed(capsys, "gpu=h100", "data.max_length=256", f"attention={a}")["rows"] for a in ("flash", "auto")]
+    assert rows[0] == rows[1]
+
+
+def test_more_ranks_than_samples(wide_parts: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    keys = ["gpus=64", "nodes=2", "gpu=h100", *of_parts(wide_parts), "global_batch_size=8"]
+    found = printed(capsys, *keys, f"picture={tmp_path / 'scaling.png'}")
+    assert {p["nodes"] for p in found["scaling"]} == {1}
+
+
+def test_a_gpu_that_the_table_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    def is_here(name: str, major: int, gib: int) -> Machine:
+        found = SimpleNamespace(name=name, major=major, total_memory=gib << 30)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+        return this_machine(1)
+
+    assert is_here("NVIDIA H100 80GB HBM3", 9, 79).name == "NVIDIA H100 80GB HBM3, as h100"
+    a6000 = is_here("NVIDIA RTX A6000", 8, 47)
+    assert a6000.memory == 47 << 30 and a6000.name == "NVIDIA RTX A6000, which the table of GPUs lacks, timed as l40s"
+    turing = is_here("Quadro RTX 8000", 7, 47)
+    assert turing.gpu is not None and turing.gpu.bf16 is None
 
 
 def test_every_gpu_says_where_its_numbers_are_from() -> None:
@@ -140,6 +213,13 @@ def a_world(size: int) -> World:
     import torch
 
     return World(0, size, 0, size, torch.device("cpu"))
+
+
+def test_auto_leaves_out_rows_that_offload_refuses(wide_parts: Path, dataset: Path, tmp_path: Path) -> None:
+    keys = ["sharding=auto", "offload=params", "precision=bf16", "recompute=full", "global_batch_size=8"]
+    cfg = make_config(wide_parts, dataset, tmp_path, *keys)
+    decision = decide(cfg, a_world(4), find_parts(cfg.model), Samples(120, 0.6, 12, 30, "test"))
+    assert decision.applied(cfg).sharding.strategy not in (Strategy.NO_SHARD, Strategy.SHARD_OPTIMIZER)
 
 
 def test_auto_takes_what_fits_and_keeps_it(

@@ -26,7 +26,12 @@ from llava_fsdp.errors import ConfigError
 Segments = tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]
 """position_ids int64 [1, tokens], cu_seqlens int32 [samples + 1], lengths of the samples"""
 
-PREFIX = "llava_fsdp_"
+NAMES = {
+    Attention.sdpa: "llava_fsdp_sdpa",
+    Attention.varlen: "llava_fsdp_varlen",
+    Attention.flash: "llava_fsdp_dao",  # a name with "flash" in it transformers takes for a kernel of the hub's
+}
+"""As transformers knows them."""
 CURE = "set pack=false"
 
 
@@ -39,8 +44,7 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """As transformers knows it."""
-        return PREFIX + self.attention.value
+        return NAMES[self.attention]
 
 
 def choose_kernel(
@@ -85,10 +89,16 @@ def flash_kernel_missing(
     """Why FlashAttention-2, which both wrap, cannot run."""
     if device.type != "cuda":
         return f"{what} needs CUDA, and this run is on {device.type}"
+    lack = not_for_flash(language, compute_dtype, what)
+    if lack is None and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{what} needs a GPU of compute capability 8.0"
+    return lack
+
+
+def not_for_flash(language: PretrainedConfig, compute_dtype: torch.dtype, what: str) -> str | None:
+    """Why it cannot run this model, on any device."""
     if compute_dtype not in (torch.bfloat16, torch.float16):
         return f"{what} computes in 16 bits, and this run in {str(compute_dtype).removeprefix('torch.')}"
-    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
-        return f"{what} needs a GPU of compute capability 8.0"
     head = head_size(language)
     if head % 8 or head > 256:
         return f"{what} takes heads of a multiple of 8 up to 256, and this model's are {head} wide"
@@ -107,7 +117,7 @@ def register_attention() -> None:
     kernels = {Attention.sdpa: each_alone, Attention.varlen: varlen, Attention.flash: flash}
     for attention, kernel in kernels.items():
         if kernel is not None:
-            AttentionInterface.register(PREFIX + attention.value, attend_with(kernel))
+            AttentionInterface.register(NAMES[attention], attend_with(kernel))
 
 
 @dataclass(frozen=True)

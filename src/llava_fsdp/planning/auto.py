@@ -9,7 +9,7 @@ from omegaconf.errors import OmegaConfBaseException
 from llava_fsdp.config import AUTO, Config, Strategy
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.model.parts import Parts
-from llava_fsdp.planning.choose import plan_rows, rows_of, ways_to_cut
+from llava_fsdp.planning.choose import allowed, plan_rows, rows_of, ways_to_cut
 from llava_fsdp.planning.hardware import this_machine
 from llava_fsdp.planning.planner import Choice, Planner, PlanRow
 from llava_fsdp.planning.samples import Samples
@@ -68,7 +68,8 @@ def rows_for(planner: Planner, cfg: Config, world: World, shard_size: int) -> li
     """Rows of what a configuration leaves open, best first."""
     strategy = cfg.sharding.strategy
     open_ = rows_of(world.size, shard_size) if strategy is Strategy.auto else [strategy]
-    choices = [Choice(one, cfg.recompute, cfg.offload.mode) for one in open_]
+    takes = [one for one in open_ if one is strategy or allowed(cfg, one, cfg.offload.mode)]
+    choices = [Choice(one, cfg.recompute, cfg.offload.mode) for one in takes]
     ways = ways_to_cut(planner, cfg, world.size, is_free=cfg.tokens_per_micro_batch == AUTO)
     return plan_rows(planner, choices, world.size, shard_size, world.local_size, ways)
 

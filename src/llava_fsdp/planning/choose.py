@@ -7,6 +7,7 @@ from llava_fsdp.config import (
     Config,
     OffloadConfig,
     OffloadMode,
+    OrderName,
     RecomputeConfig,
     RecomputeMode,
     ShardingConfig,
@@ -24,10 +25,12 @@ BUDGET = 0.5
 
 def choices(cfg: Config, device: str, strategies: Sequence[Strategy]) -> list[Choice]:
     """Strategies, ways to recompute and to offload that go together, and that are not another one in disguise."""
+    # on a CPU machine the host's memory is the device's, and files alone help
+    modes = list(OffloadMode) if device != "cpu" else [OffloadMode.none, OffloadMode.nvme]
     found = []
     for strategy in strategies:
         for recompute in recomputes(cfg, device):
-            found += [Choice(strategy, recompute, mode) for mode in OffloadMode if allowed(cfg, strategy, mode, device)]
+            found += [Choice(strategy, recompute, mode) for mode in modes if allowed(cfg, strategy, mode)]
     return found
 
 
@@ -47,10 +50,8 @@ def recomputes(cfg: Config, device: str) -> list[RecomputeConfig]:
     return [RecomputeConfig(mode=m, budget=asked if m is RecomputeMode.budget else None) for m in modes]
 
 
-def allowed(cfg: Config, strategy: Strategy, mode: OffloadMode, device: str) -> bool:
-    """Whether a training would take it; on a CPU machine the host's memory is the device's, and files alone help."""
-    if device == "cpu" and mode not in (OffloadMode.none, OffloadMode.nvme):
-        return False
+def allowed(cfg: Config, strategy: Strategy, mode: OffloadMode) -> bool:
+    """Whether a training would take it."""
     sharding, offload = ShardingConfig(strategy=strategy, shard_size=None), OffloadConfig(mode=mode, folder=None)
     try:
         replace(cfg, sharding=sharding, offload=offload)
@@ -83,7 +84,8 @@ def plan_rows(
 def ways_to_cut(planner: Planner, cfg: Config, world_size: int, is_free: bool) -> list[list[MicroBatch]]:
     """Any micro-batches, the largest first; or those that the configuration's own keys make."""
     told = cfg, planner.samples, world_size, planner.model.image_tokens
-    return cuts(*told) if is_free else [asked_for(*told)]
+    is_bound = cfg.pack and cfg.order.name is OrderName.llava_v1_5  # to rows of micro_batch_size samples
+    return cuts(*told) if is_free and not is_bound else [asked_for(*told)]
 
 
 def largest_that_fits(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llava_fsdp.config import DType
+from llava_fsdp.config import DType, LinearKind, PrecisionConfig
 from llava_fsdp.errors import ConfigError
 
 MIB = 1 << 20
@@ -20,11 +20,11 @@ class Gpu:
     """Bytes, as nvidia-smi reports them."""
     fp32: float
     """FLOPs: of torch's own fp32 products, which do not use TF32 unless asked to."""
-    tf32: float | None
     fp16: float
     bf16: float | None
     """None: the device has no bf16."""
     fp8: float | None
+    """None: the device has no fp8. Times are predicted as bf16's."""
     bandwidth: float
     """Bytes of its memory."""
     link: float
@@ -57,33 +57,33 @@ HOPPER = "NVIDIA H100 and H200 datasheets (SXM); DGX H100: one 400 Gb/s port a G
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        # name, MiB, fp32, tf32, fp16, bf16, fp8, bandwidth, link, pcie, network, efficiency
-        Gpu("a100-40gb", 40960 * MIB, 19.5e12, 156e12, 312e12, 312e12, None, 1555e9, 300e9, 32e9, 25e9, 0.60, A100),
-        Gpu("a100-80gb", 81920 * MIB, 19.5e12, 156e12, 312e12, 312e12, None, 2039e9, 300e9, 32e9, 25e9, 0.60, A100),
-        Gpu("h100", 81559 * MIB, 67e12, 495e12, 989e12, 989e12, 1979e12, 3350e9, 450e9, 64e9, 50e9, 0.45, HOPPER),
-        Gpu("h200", 143771 * MIB, 67e12, 495e12, 989e12, 989e12, 1979e12, 4800e9, 450e9, 64e9, 50e9, 0.48, HOPPER),
+        # name, MiB, fp32, fp16, bf16, fp8, bandwidth, link, pcie, network, efficiency
+        Gpu("a100-40gb", 40960 * MIB, 19.5e12, 312e12, 312e12, None, 1555e9, 300e9, 32e9, 25e9, 0.60, A100),
+        Gpu("a100-80gb", 81920 * MIB, 19.5e12, 312e12, 312e12, None, 2039e9, 300e9, 32e9, 25e9, 0.60, A100),
+        Gpu("h100", 81559 * MIB, 67e12, 989e12, 989e12, 1979e12, 3350e9, 450e9, 64e9, 50e9, 0.45, HOPPER),
+        Gpu("h200", 143771 * MIB, 67e12, 989e12, 989e12, 1979e12, 4800e9, 450e9, 64e9, 50e9, 0.48, HOPPER),
         Gpu(
-            "b200", 183359 * MIB, 75e12, 1100e12, 2250e12, 2250e12, 4500e12, 7700e9, 900e9, 64e9, 50e9, 0.40,
+            "b200", 183359 * MIB, 75e12, 2250e12, 2250e12, 4500e12, 7700e9, 900e9, 64e9, 50e9, 0.40,
             "NVIDIA DGX B200 datasheet: 72 PFLOPs fp8 with sparsity for 8 GPUs; NVLink 5",
         ),
         Gpu(
-            "l40s", 46068 * MIB, 91.6e12, 183e12, 362e12, 362e12, 733e12, 864e9, 32e9, 32e9, 12.5e9, 0.50,
-            "NVIDIA L40S datasheet; PCIe 4 x16, no NVLink",
+            "l40s", 46068 * MIB, 91.6e12, 362e12, 362e12, 733e12, 864e9, 32e9, 32e9, 6.25e9, 0.50,
+            "NVIDIA L40S datasheet; PCIe 4 x16, no NVLink; AWS g6e.48xlarge: 400 Gb/s for 8 GPUs",
         ),
         Gpu(
-            "a10g", 23028 * MIB, 35e12, 35e12, 70e12, 70e12, None, 600e9, 32e9, 32e9, 1.56e9, 0.55,
+            "a10g", 23028 * MIB, 35e12, 70e12, 70e12, None, 600e9, 32e9, 32e9, 1.56e9, 0.55,
             "NVIDIA A10G datasheet; AWS g5.48xlarge: PCIe, 100 Gb/s for 8 GPUs",
         ),
         Gpu(
-            "4090", 24564 * MIB, 82.6e12, 82.6e12, 165.2e12, 165.2e12, 330.3e12, 1008e9, 32e9, 32e9, 1.25e9, 0.55,
-            "NVIDIA Ada GPU architecture white paper, with fp32 accumulation; PCIe 4 x16, 10 Gb/s Ethernet",
+            "4090", 24564 * MIB, 82.6e12, 165.2e12, 165.2e12, 330.3e12, 1008e9, 32e9, 32e9, 0.3125e9, 0.55,
+            "NVIDIA Ada GPU architecture white paper, with fp32 accumulation; PCIe 4 x16; 10 Gb/s Ethernet for 4 GPUs",
         ),
         Gpu(
-            "v100", 32768 * MIB, 15.7e12, None, 125e12, None, None, 900e9, 150e9, 16e9, 6.25e9, 0.45,
+            "v100", 32768 * MIB, 15.7e12, 125e12, None, None, 900e9, 150e9, 16e9, 6.25e9, 0.45,
             "NVIDIA V100 datasheet (SXM2, 32 GB); DGX-1: four 100 Gb/s ports for 8 GPUs",
         ),
         Gpu(
-            "t4", 15360 * MIB, 8.1e12, None, 65e12, None, None, 320e9, 16e9, 16e9, 1.56e9, 0.35,
+            "t4", 15360 * MIB, 8.1e12, 65e12, None, None, 320e9, 16e9, 16e9, 1.56e9, 0.35,
             "NVIDIA T4 datasheet; PCIe 3 x16; AWS g4dn.metal: 100 Gb/s for 8 GPUs",
         ),
     )
@@ -97,6 +97,8 @@ FRAGMENTATION = 0.04
 """Share of the memory that torch's allocator holds in gaps: allocations differ in length with every micro-batch."""
 PROCESS = 450 * MIB
 """A Python process with torch and transformers, on a CPU machine."""
+CORE_FLOPS = 30e9
+"""A second and core, in training: an order of magnitude, so that rows can be compared."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,15 @@ class Machine:
 
     def peak(self, dtype: DType) -> float:
         return self.flops if self.gpu is None else self.gpu.peak(dtype)
+
+    def check(self, precision: PrecisionConfig) -> None:
+        """
+        Raises:
+            ConfigError: the device cannot compute so.
+        """
+        self.peak(precision.param_dtype)
+        if precision.linear is LinearKind.fp8 and (self.gpu is None or self.gpu.fp8 is None):
+            raise ConfigError(f"{self.name} has no fp8; choose precision=bf16")
 
 
 def machine_named(name: str, ranks: int) -> Machine:
@@ -151,7 +162,10 @@ def machine_for(device: str, ranks: int) -> Machine:
 
 
 def this_machine(ranks: int, device: str = "cuda") -> Machine:
-    """This machine's GPU, with the memory that it has; without one its CPUs, whose ranks share memory and cores."""
+    """This machine's GPU, with the memory that it has; without one its CPUs, whose ranks share memory and cores.
+
+    A GPU that the table lacks is timed as the one with bf16, or without, that is nearest in memory.
+    """
     if device == "cpu" or not torch.cuda.is_available():
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -160,11 +174,8 @@ def this_machine(ranks: int, device: str = "cuda") -> Machine:
     known = found.name.lower().replace(" ", "")
     names = {"a100-40gb": "a100", "a100-80gb": "a100", "4090": "rtx4090", "v100": "v100", "t4": "teslat4"}
     fitting = [gpu for gpu in GPUS.values() if names.get(gpu.name, gpu.name) in known]
-    if not fitting:
-        raise ConfigError(f"gpu=auto: {found.name} is not in the table; name the nearest one: {', '.join(GPUS)}")
-    nearest = min(fitting, key=lambda gpu: abs(gpu.memory - found.total_memory))
-    return Machine(nearest, f"{found.name}, as {nearest.name}", found.total_memory, 0.0)
-
-
-CORE_FLOPS = 30e9
-"""A second and core, in training: an order of magnitude, so that rows can be compared."""
+    said = "as" if fitting else "which the table of GPUs lacks, timed as"
+    has_bf16 = found.major >= 8
+    alike = fitting or [gpu for gpu in GPUS.values() if (gpu.bf16 is not None) == has_bf16]
+    nearest = min(alike, key=lambda gpu: abs(gpu.memory - found.total_memory))
+    return Machine(nearest, f"{found.name}, {said} {nearest.name}", found.total_memory, 0.0)

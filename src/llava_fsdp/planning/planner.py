@@ -6,7 +6,7 @@ peak(cfg, world_size=8, device="cuda").bytes["total"]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -14,8 +14,9 @@ from llava_fsdp.config import Config, OffloadMode, RecomputeConfig, RecomputeMod
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.parts import Parts
-from llava_fsdp.planning.activations import LEVELS, Live, Measuring, MicroBatch, Segment, times
+from llava_fsdp.planning.activations import Measuring, MicroBatch, Segment
 from llava_fsdp.planning.hardware import Machine, machine_for
+from llava_fsdp.planning.passes import blend, inputs_away, inputs_of_blocks
 from llava_fsdp.planning.samples import Samples, asked_for, samples_of
 from llava_fsdp.planning.shapes import kernel_for, shapes_of
 from llava_fsdp.planning.step import Ledger, Pass, Rest, walk, walk_one_rank
@@ -56,7 +57,7 @@ class PlanRow:
     at_rest: dict[str, int]
     """Parameters, gradients and optimizer after an optimizer step, wherever they lie."""
     host: int
-    """Bytes in host memory, beside a GPU."""
+    """Bytes of tensors in host memory, beside a GPU."""
     disk: int
     usable: int
     """Bytes of the device that tensors can have."""
@@ -89,8 +90,7 @@ class Planner:
         """
         self.cfg = cfg
         self.machine = machine
-        if machine.gpu is not None:
-            machine.peak(cfg.precision.param_dtype)  # refuses bf16 where there is none
+        machine.check(cfg.precision)
         self.parts = parts or shapes_of(cfg.model)
         bf16 = machine.gpu is not None and machine.gpu.bf16 is not None
         self.kernel = kernel_for(cfg, self.parts.language, machine.device, bf16)
@@ -155,11 +155,14 @@ class Planner:
             between: two micro-batches that were measured, between which others are drawn.
         """
         precision, strategy, offload = self.cfg.precision, choice.strategy, choice.offload
-        of = self.weights, strategy, precision, world_size, shard_size, rank
+        of = self.weights, strategy, precision, world_size, shard_size, rank, offload
         rest = bytes_per_rank(*of)
         ledger = self.walk(choice, world_size, shard_size, micros, between, rank)
         bytes_ = {**ledger.worst, "total": sum(ledger.worst.values())}
         host, disk = self.elsewhere(offload, SHARD_PLANS[strategy], storage_per_rank(*of))
+        if choice.recompute.mode is RecomputeMode.offload and self.machine.device != "cpu":
+            passes = self.passes(RecomputeMode.full, micros, between)
+            host += max(sum(inputs_of_blocks(own).values()) for own in passes)
         sent = volume(self.weights, strategy, precision, world_size, shard_size, node_size or world_size, len(micros))
         own = self.samples
         a_sample = own.positions, own.spread, own.labels, own.tiles
@@ -235,7 +238,8 @@ class Planner:
         rank: int,
     ) -> Ledger:
         precision, plan = self.cfg.precision, SHARD_PLANS[choice.strategy]
-        stored = storage_per_rank(self.weights, choice.strategy, precision, world_size, shard_size, rank)
+        of = self.weights, choice.strategy, precision, world_size, shard_size, rank, choice.offload
+        stored = storage_per_rank(*of)
         buffers = self.buffer_bytes + self.input_bytes(micros)
         rest = self.on_device(choice.offload, plan, stored, buffers)
         if world_size == 1 and not choice.offload.moves_weights:
@@ -287,33 +291,6 @@ class Planner:
 def told_apart(micros: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Enough of a step's micro-batches to see its worst moment: of those after the first that are alike, one."""
     return [micros[0], *dict.fromkeys(micros[1:])]
-
-
-def blend(one: Segment, other: Segment, part: float) -> Segment:
-    """A segment of a micro-batch between two: bytes grow in proportion to positions."""
-
-    def between(a: Live, b: Live) -> Live:
-        return Live(*(round(x + part * (y - x)) for x, y in zip(parts_of(a), parts_of(b), strict=True)))
-
-    return replace(one, **{name: between(getattr(one, name), getattr(other, name)) for name in LEVELS})
-
-
-def parts_of(live: Live) -> tuple[int, int, int]:
-    return live.activations, live.logits, live.gradients
-
-
-def inputs_away(segments: Pass) -> Pass:
-    """Blocks' inputs on the host, but for the one that runs and the one before it, whose copies are under way."""
-    starts = [s.begin for s in segments if s.unit and not s.backward]
-    if len(starts) < 2:
-        return segments
-    one = times(Live(starts[1].activations - starts[0].activations), -1)
-    found, entered = [], 0
-    for segment in segments:
-        entered += bool(segment.unit) and not segment.backward
-        found.append(segment.moved(times(one, max(0, entered - 2)), segment.unit))
-        entered -= bool(segment.unit) and segment.backward
-    return found
 
 
 def again_share(recompute: RecomputeConfig) -> float:

@@ -2,14 +2,14 @@
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from llava_fsdp.config import Config, Part, Source
+from llava_fsdp.config import Config, OrderName, Part, Source
 from llava_fsdp.data.records import Records
+from llava_fsdp.errors import ConfigError
 from llava_fsdp.planning.activations import MicroBatch
 
 REPORT = "report.json"
@@ -88,14 +88,25 @@ def micro_batch(samples: Samples, rows: int, length: int, count: int, image_toke
 
 
 def cuts(cfg: Config, samples: Samples, world_size: int, image_tokens: int) -> list[list[MicroBatch]]:
-    """Ways to cut a rank's part of a step into micro-batches, the largest first; packed or in padded rows."""
+    """Ways to cut a rank's part of a step into micro-batches, the largest first; packed or in padded rows.
+
+    Raises:
+        ConfigError: there is none.
+    """
     each = cfg.global_batch_size / world_size
     found: dict[MicroBatch, list[MicroBatch]] = {}
     if not cfg.pack:
         for count in range(1, math.ceil(each) + 1):
             rows = math.ceil(each / count)
+            if cfg.order.name is OrderName.llava_v1_5 and rows * count != each:
+                continue
             micro = micro_batch(samples, rows, cfg.data.max_length, rows, image_tokens)
             found.setdefault(micro, [micro] * count)
+        if not found:
+            raise ConfigError(
+                f"order=llava_v1_5 needs global_batch_size to be a multiple of the ranks, and {cfg.global_batch_size} "
+                f"is none of {world_size}"
+            )
         return list(found.values())
     most = max(cfg.data.max_length, share(samples, each))
     for count in range(1, max(1, math.ceil(most / cfg.data.max_length)) + 1):
@@ -113,12 +124,12 @@ def asked_for(cfg: Config, samples: Samples, world_size: int, image_tokens: int)
         rows = min(cfg.micro_batch_size, math.ceil(each))
         micro = micro_batch(samples, rows, cfg.data.max_length, rows, image_tokens)
         return [micro] * max(1, math.ceil(each / cfg.micro_batch_size))
+    if cfg.order.name is OrderName.llava_v1_5:  # any micro_batch_size samples make a row
+        held = cfg.micro_batch_size
+        tokens = min(cfg.row_tokens, max(cfg.data.max_length, share(samples, held)))
+        return [micro_batch(samples, 1, tokens, held, image_tokens)] * max(1, math.ceil(each / held))
     most = max(cfg.data.max_length, share(samples, each))
     count = max(1, math.ceil(each * samples.positions / cfg.row_tokens))
     tokens = min(cfg.row_tokens, max(cfg.data.max_length, math.ceil(most / count)))
     held = max(1, round(tokens / samples.positions))
     return [micro_batch(samples, 1, tokens, held, image_tokens)] * count
-
-
-def largest(cut: Sequence[MicroBatch]) -> MicroBatch:
-    return max(cut, key=lambda micro: micro.tokens)

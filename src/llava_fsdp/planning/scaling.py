@@ -12,22 +12,25 @@ from llava_fsdp.planning.planner import Choice, Planner
 STRATEGIES = {"zero3": Strategy.FULL_SHARD, "hybrid": Strategy.HYBRID_SHARD}
 
 
-def scale(planner: Planner, gpus: int, nodes: int) -> list[dict[str, Any]]:
+def scale(planner: Planner, gpus: int, nodes: int, is_free: bool) -> list[dict[str, Any]]:
     """For 1, 2, 4, ... nodes the fastest row of each that fits; a step has the same samples on any number.
 
     Rings of zero3 go through all nodes, over all ports of each; hybrid gathers within a node and sends shards of
     gradients to the other replicas once a step, each GPU over its own port.
+
+    Args:
+        is_free: micro-batches may be any, and not only those of the configuration's keys.
     """
     found = []
     for count in node_counts(nodes):
         world_size = gpus * count
-        if world_size > planner.cfg.global_batch_size:
-            break
+        if count > 1 and world_size > planner.cfg.global_batch_size:
+            break  # more ranks than samples
         for name, strategy in STRATEGIES.items():
             if count == 1 and name == "hybrid":
                 continue  # within one node it is zero3
             ways = [Choice(strategy, r, OffloadMode.none) for r in recomputes(planner.cfg, planner.machine.device)]
-            cut = ways_to_cut(planner, planner.cfg, world_size, is_free=True)
+            cut = ways_to_cut(planner, planner.cfg, world_size, is_free)
             row = plan_rows(planner, ways, world_size, gpus, gpus, cut)[0]
             found.append(
                 {
@@ -63,12 +66,13 @@ def draw(points: Sequence[dict[str, Any]], planner: Planner, path: Path) -> Path
         raise ConfigError("nodes= draws with matplotlib, which is not installed: pip install matplotlib") from error
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    alone = next(p["tokens_per_second"] for p in points if p["nodes"] == 1)
     for name in STRATEGIES:
         own = [p for p in points if p["sharding"] == name and p["fits"]]
         axes.plot([p["nodes"] for p in own], [p["tokens_per_second"] for p in own], marker="o", label=name)
     counts = sorted({p["nodes"] for p in points})
-    axes.plot(counts, [alone * n for n in counts], color="grey", linestyle=":", label="as many times one node")
+    if points[0]["fits"]:
+        many = [points[0]["tokens_per_second"] * count for count in counts]
+        axes.plot(counts, many, color="grey", linestyle=":", label="as many times one node")
     axes.set(xlabel="nodes", ylabel="tokens a second, predicted", xscale="log", yscale="log")
     axes.set_xticks(counts, [str(n) for n in counts])
     axes.set_xticks([], minor=True)

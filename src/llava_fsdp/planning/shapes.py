@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 
 from llava_fsdp.config import Attention, Config, ModelConfig
 from llava_fsdp.errors import ConfigError
-from llava_fsdp.model.attention import Kernel, choose_kernel, head_size
+from llava_fsdp.model.attention import Kernel, choose_kernel, not_for_flash
 from llava_fsdp.model.parts import PACKAGE, Parts, find_parts, read_config, resolve, text_config, vision_config
 from llava_fsdp.sharding.precision import DTYPES
 
@@ -48,15 +48,25 @@ def folder_of(name: str, key: str) -> Path:
 
 
 def kernel_for(cfg: Config, language: PretrainedConfig, device: str, bf16: bool) -> Kernel | None:
-    """The attention that a training would choose on a device that is not here."""
+    """The attention that a training would choose on a device that is not here.
+
+    Args:
+        bf16: the device has it, and with it what FlashAttention-2 needs: both begin with compute capability 8.0.
+
+    Raises:
+        ConfigError: the one that was asked for cannot run there.
+    """
     if not cfg.pack:
         return None
     compute = DTYPES[cfg.precision.param_dtype]
     if device == "cpu":
         return choose_kernel(cfg.attention, language, torch.device("cpu"), compute)
+    if cfg.attention is Attention.sdpa:
+        return Kernel(Attention.sdpa, "as asked for")
+    what = "flash-attn" if cfg.attention is Attention.flash else "varlen_attn"
+    lack = not_for_flash(language, compute, what) if bf16 else f"{what} needs a GPU of compute capability 8.0"
+    if lack is None:  # flash-attn keeps what varlen_attn does, and need not be installed here
+        return Kernel(Attention.varlen, f"{what}, or what keeps as much")
     if cfg.attention is not Attention.auto:
-        return Kernel(cfg.attention, "as asked for")
-    head = head_size(language)
-    if bf16 and compute != torch.float32 and head % 8 == 0 and head <= 256:
-        return Kernel(Attention.varlen, "torch's varlen_attn")
-    return Kernel(Attention.sdpa, "SDPA a sample at a time: no kernel for samples of many lengths")
+        raise ConfigError(f"attention={cfg.attention.value}: {lack}; set attention=auto")
+    return Kernel(Attention.sdpa, f"SDPA a sample at a time: {lack}")

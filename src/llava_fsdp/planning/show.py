@@ -32,13 +32,14 @@ def show_plan(console: Console, planner: Planner, rows: Sequence[PlanRow], shown
     fitting = [row for row in rows if row.fits]
     if command is None:
         console.print(
-            "\nNothing fits; nearest is the first row. More GPUs, precision=bf16_pure, or stage=pretrain need less."
+            "\nNothing fits; the first row is nearest. Less is needed with more GPUs, a smaller data.max_length, fewer "
+            "parts in model.train, or, on GPUs with bf16, precision=bf16_pure."
         )
     else:
         best = fitting[0]
         console.print(
             f"\nUse {names(best)}: {best.bytes['total'] / GB:.1f} GB, "
-            f"{best.samples_per_second:.3g} samples/s, {best.step.seconds:.3g} s a step (predicted)\n"
+            f"{best.samples_per_second:.3g} samples/s, {best.step.seconds:.3g} s a step (predicted){elsewhere(best)}\n"
         )
         console.print(f"  {command}\n", soft_wrap=True)
     console.print(rows_table(rows[:shown]))
@@ -54,6 +55,12 @@ def names(row: PlanRow) -> str:
     budget = f" recompute.budget={choice.recompute.budget}" if choice.recompute.budget is not None else ""
     offload = f" offload={choice.offload.value}" if choice.offload.value != "none" else ""
     return f"sharding={SHARD_PLANS[choice.strategy].zero} recompute={choice.recompute.mode.value}{budget}{offload}"
+
+
+def elsewhere(row: PlanRow) -> str:
+    """What `fits` does not look at: memory of the host, and disks."""
+    places = {"host memory": row.host, "files": row.disk}
+    return "".join(f"; {size / GB:.1f} GB of {place} a rank" for place, size in places.items() if size)
 
 
 def rows_table(rows: Sequence[PlanRow]) -> Table:

@@ -31,11 +31,10 @@ AGAIN = {
     RecomputeMode.none: 0.0,
     RecomputeMode.full: 1.0,
     RecomputeMode.selective: 0.15,
-    RecomputeMode.budget: 0.5,
     RecomputeMode.offload: 1.0,
 }
 """How much of a block's forward pass runs again, in time. Selective: norms, rotations and activation functions, which
-are memory traffic and few FLOPs; budget: by its share."""
+are memory traffic and few FLOPs. Budget: by its share."""
 HOST_UPDATE = 12e9
 """Bytes a second that the CPU's fused AdamW reads and writes, a rank."""
 DISK = 2e9

@@ -8,7 +8,7 @@ with what the ranks really hold.
 import math
 from dataclasses import dataclass
 
-from llava_fsdp.config import DType, MasterDType, MomentDType, PrecisionConfig, Strategy
+from llava_fsdp.config import DType, MasterDType, MomentDType, OffloadMode, PrecisionConfig, Strategy
 from llava_fsdp.sharding.lowbit import BLOCK, is_quantised
 from llava_fsdp.sharding.mesh import mesh_shape
 from llava_fsdp.sharding.zero import SHARD_PLANS, Sync
@@ -91,13 +91,15 @@ def bytes_per_rank(
     world_size: int,
     shard_size: int,
     rank: int = 0,
+    offload: OffloadMode = OffloadMode.none,
 ) -> Bytes:
-    """What rank `rank` holds.
+    """What rank `rank` holds, wherever `offload` lets it lie.
 
     At rest (after an optimizer step, gradients not yet freed) trainables are shards in `master_dtype` with gradients of
     that dtype and two moments in `moment_dtype`; frozen weights are in the compute dtype, whole or sharded. Between
     micro-batches a row that keeps weights gathered adds them in the compute dtype, and a row that has not synchronised
-    holds whole gradients (in the reduction dtype) or, for hybrid rows, shards not yet reduced over the replicas.
+    holds whole gradients (in the reduction dtype) or, for hybrid rows, shards not yet reduced over the replicas. One
+    rank that FSDP does not wrap has working copies of masters that are not in the compute dtype.
     """
     plan = SHARD_PLANS[strategy]
     _, shards = mesh_shape(plan, world_size, shard_size)
@@ -112,7 +114,7 @@ def bytes_per_rank(
     locals_ = [(w, w.local(shards, rank % shards)) for w in trainable]
     masters = sum(w.master_size(precision) * local for w, local in locals_)
     moments = sum(w.moment_bytes(precision, local) for w, local in locals_)
-    if world_size == 1:
+    if world_size == 1 and not offload.moves_weights:
         copies = sum(
             w.item_size(precision) * w.numel for w in trainable if w.item_size(precision) != w.master_size(precision)
         )
@@ -135,13 +137,14 @@ def storage_per_rank(
     world_size: int,
     shard_size: int,
     rank: int = 0,
+    offload: OffloadMode = OffloadMode.none,
 ) -> Bytes:
     """What the tensors of `bytes_per_rank` occupy: FSDP pads parameters and gradients of a short shard to a full one.
 
     A shard's parameter is a view into its padded rows, its gradient one into what the reduce-scatter returned
     (`FSDPParam.reset_sharded_param`, `foreach_reduce`); moments are made like the views, without padding.
     """
-    held = bytes_per_rank(weights, strategy, precision, world_size, shard_size, rank)
+    held = bytes_per_rank(weights, strategy, precision, world_size, shard_size, rank, offload)
     if world_size == 1:
         return held
     plan = SHARD_PLANS[strategy]
