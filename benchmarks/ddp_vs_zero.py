@@ -121,6 +121,9 @@ def time_epochs(row: dict[str, Any], limit: int, work: Path, options: argparse.N
             outcome = attempt(limit, function, row["variant"], batch, steps, work, options, timeout=3600)
             if outcome.results:
                 break
+            assert batch > 1, (
+                f"{row['variant']} {kind}: a longest step fits at batch 1, an epoch does not: {outcome.why}"
+            )
             row[kind] = {"batch": batch - 1, "epochs": []}
             row["attempts"].append({"kind": kind, "batch": batch, "fits": False, "why": f"in an epoch: {outcome.why}"})
         share = options.samples / (2 * batch * steps)  # the last step is full too
