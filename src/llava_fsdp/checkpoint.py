@@ -160,6 +160,12 @@ def choose(cfg: Config) -> tuple[Path, dict[str, Any]] | None:
     return folder, read_state(folder)
 
 
+def continues(cfg: Config) -> bool:
+    """Whether there is something that this run would continue."""
+    named = cfg.checkpoint.resume not in ("auto", "never")
+    return named or (cfg.checkpoint.resume == "auto" and bool(list_checkpoints(Path(cfg.output_dir) / FOLDER)))
+
+
 def list_checkpoints(parent: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
     found = [p for p in parent.glob("step-*") if NAME.fullmatch(p.name) and (p / STATE_FILE).is_file()]

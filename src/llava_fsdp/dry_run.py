@@ -177,7 +177,7 @@ def show(report: dict[str, Any]) -> None:
     console.print(
         f"rank 0 of {report['ranks']} imagined ranks on {report['device']}: {report['strategy']}, "
         f"{report['precision']}, recompute {report['recompute']}\n"
-        f"{report['micro_batches']} micro-batches of {micro['positions']:,} positions in {micro['samples']:,} samples, "
+        f"{report['micro_batches']} micro-batch{'es' * (report['micro_batches'] > 1)} of {micro['positions']:,} positions in {micro['samples']:,} samples, "
         f"{micro['pictures']:,} pictures ({micro['tiles']:,} tiles), {micro['labels']:,} labels; random weights, "
         "synthetic samples, nothing written"
     )

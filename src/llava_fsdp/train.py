@@ -21,7 +21,7 @@ from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.parts import find_parts, find_projector
 from llava_fsdp.model.weights import find_weights, fingerprint, load_weights
 from llava_fsdp.opening import build_model, draw_shapes, shape_of
-from llava_fsdp.planning.auto import decide
+from llava_fsdp.planning.auto import Decision, decide
 from llava_fsdp.planning.samples import samples_in
 from llava_fsdp.screen import show_run
 from llava_fsdp.sharding.mesh import World, distributed, first_rank_first, gather_lists, make_mesh
@@ -76,12 +76,15 @@ def settle_auto(cfg: Config, world: World) -> Config:
     parts = find_parts(cfg.model)
     shapes = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])
     records = open_data(replace(cfg, tokens_per_micro_batch=None), world, shapes).steps.records
-    decision = checkpoint.on_first_rank(lambda: decide(cfg, world, parts, samples_in(records)), "cannot plan")
+
+    def choose() -> Decision:
+        return decide(cfg, world, parts, samples_in(records), checkpoint.continues(cfg))
+
+    decision = checkpoint.on_first_rank(choose, "cannot plan")
     settled = decision.applied(cfg)
-    log().info(
-        "auto: sharding=%s, tokens_per_micro_batch=%s: %s",
-        SHARD_PLANS[settled.sharding.strategy].zero, settled.tokens_per_micro_batch, decision.reason,
-    )  # fmt: skip
+    tokens = settled.tokens_per_micro_batch or "null"
+    zero = SHARD_PLANS[settled.sharding.strategy].zero
+    log().info("auto: sharding=%s, tokens_per_micro_batch=%s: %s", zero, tokens, decision.reason)
     return settled
 
 

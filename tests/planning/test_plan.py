@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -229,9 +228,9 @@ def test_auto_takes_what_fits_and_keeps_it(
     cfg = make_config(wide_parts, dataset, tmp_path, *auto_keys, "global_batch_size=48")
     parts, samples = find_parts(cfg.model), Samples(120, 0.6, 12, 30, "test")
 
-    def on(memory: int) -> auto.Decision:
+    def on(memory: int, continues: bool = False) -> auto.Decision:
         monkeypatch.setattr(auto, "this_machine", lambda *_: Machine(None, "test", memory + auto_process(), 1e9))
-        return decide(cfg, a_world(4), parts, samples)
+        return decide(cfg, a_world(4), parts, samples, continues)
 
     ample, tight = on(1 << 30), on(9_500_000)
     assert ample.tokens is not None and tight.tokens is not None and tight.tokens < ample.tokens
@@ -242,10 +241,13 @@ def test_auto_takes_what_fits_and_keeps_it(
     (tmp_path / "config.yaml").write_text(
         f"sharding: {{strategy: {Strategy.SHARD_GRAD_OP.value}}}\ntokens_per_micro_batch: {tight.tokens}\n"
     )
-    kept = on(1 << 30)
+    kept = on(1 << 30, continues=True)
     assert (kept.strategy, kept.tokens) == (Strategy.SHARD_GRAD_OP, tight.tokens)
-    cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, resume="never"))
-    assert on(1 << 30) == ample
+    assert on(1 << 30) == ample, "what is left of a run without a checkpoint binds nobody"
+    (tmp_path / "config.yaml").write_text(
+        f"sharding: {{strategy: {Strategy.SHARD_GRAD_OP.value}}}\ntokens_per_micro_batch: null\n"
+    )
+    assert on(1 << 30, continues=True) == ample, "no number is no answer"
 
 
 def auto_process() -> int:

@@ -229,6 +229,15 @@ def test_no_room_says_how_much_and_where(tmp_path: Path) -> None:
         Arena(1 << 55)
 
 
+@pytest.mark.parametrize("kind", ["file", "absent"])
+def test_a_folder_that_is_none_is_refused_and_not_made(kind: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    cfg = make_config(parts, dataset, tmp_path / "run", "offload=nvme", f"offload.folder={tmp_path / kind}")
+    with pytest.raises(ConfigError, match=rf"offload\.folder=.*{kind} is not a folder"):
+        train.train(cfg)
+    assert not (tmp_path / "absent").exists()
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -38,15 +38,18 @@ class Decision:
 HYBRID = (Strategy.HYBRID_SHARD, Strategy._HYBRID_SHARD_ZERO2)
 
 
-def decide(cfg: Config, world: World, parts: Parts, samples: Samples) -> Decision:
-    """The fastest of what fits; what the run before recorded, as long as that fits.
+def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues: bool = False) -> Decision:
+    """The fastest of what fits.
+
+    Args:
+        continues: a run that is continued keeps what it recorded, as long as that fits.
 
     Raises:
         ConfigError: by the plan, nothing fits.
     """
     planner = Planner(cfg, this_machine(world.local_size, world.device.type), samples, parts)
     shard_size = cfg.sharding.shard_size or world.local_size
-    before = recorded(cfg)
+    before = recorded(cfg) if continues else None
     if before is not None:
         rows = rows_for(planner, before, world, shard_size)
         if rows[0].fits:
@@ -75,9 +78,9 @@ def rows_for(planner: Planner, cfg: Config, world: World, shard_size: int) -> li
 
 
 def recorded(cfg: Config) -> Config | None:
-    """With what the run in this folder began, where there is one that would be continued."""
+    """With what the run in this folder began; None where it does not say, or had no number for what is auto now."""
     path = Path(cfg.output_dir) / "config.yaml"
-    if cfg.checkpoint.resume == "never" or not path.is_file():
+    if not path.is_file():
         return None
     try:
         found = OmegaConf.load(path)
@@ -85,7 +88,7 @@ def recorded(cfg: Config) -> Config | None:
         tokens = OmegaConf.select(found, "tokens_per_micro_batch")
     except (OmegaConfBaseException, ValueError, OSError):
         return None
-    if strategy is Strategy.auto or tokens == AUTO:
+    if strategy is Strategy.auto or (cfg.tokens_per_micro_batch == AUTO and not isinstance(tokens, int)):
         return None
     if cfg.sharding.strategy is not Strategy.auto:
         strategy = cfg.sharding.strategy
@@ -100,6 +103,6 @@ def number(cfg: Config) -> int | None:
 
 def said(row: PlanRow) -> str:
     return (
-        f"{SHARD_PLANS[row.choice.strategy].zero} with {row.tokens:,} positions at once: "
+        f"{SHARD_PLANS[row.choice.strategy].zero}, {row.tokens:,} positions in the largest micro-batch: "
         f"{row.bytes['total'] / GB:.3g} of {row.usable / GB:.3g} GB, {row.step.seconds:.2g} s a step"
     )

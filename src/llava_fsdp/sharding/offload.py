@@ -48,7 +48,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from llava_fsdp.config import Config, OffloadMode, RecomputeMode, Strategy
-from llava_fsdp.errors import OutOfMemory
+from llava_fsdp.errors import ConfigError, OutOfMemory
 from llava_fsdp.log import log
 from llava_fsdp.sharding.arena import Arena
 from llava_fsdp.sharding.mesh import World
@@ -232,6 +232,13 @@ def describe_offload(cfg: Config, device: torch.device) -> str:
 
 
 def offload_folder(cfg: Config) -> Path:
+    """Where the files of `offload=nvme` lie.
+
+    Raises:
+        ConfigError: `offload.folder` is no folder. It is not made: a disk that is not mounted would fill the one below.
+    """
+    if cfg.offload.folder is not None and not Path(cfg.offload.folder).is_dir():
+        raise ConfigError(f"offload.folder={cfg.offload.folder} is not a folder; make one, on a local disk, or name it")
     return Path(cfg.offload.folder or cfg.output_dir)
 
 
