@@ -174,11 +174,12 @@ def device_name(device: torch.device) -> str:
 def show(report: dict[str, Any]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     micro = report["micro_batch"]
+    plural = "es" if report["micro_batches"] > 1 else ""
     console.print(
         f"rank 0 of {report['ranks']} imagined ranks on {report['device']}: {report['strategy']}, "
         f"{report['precision']}, recompute {report['recompute']}\n"
-        f"{report['micro_batches']} micro-batch{'es' * (report['micro_batches'] > 1)} of {micro['positions']:,} positions in {micro['samples']:,} samples, "
-        f"{micro['pictures']:,} pictures ({micro['tiles']:,} tiles), {micro['labels']:,} labels; random weights, "
+        f"{report['micro_batches']} micro-batch{plural} of {micro['positions']:,} positions in {micro['samples']:,} "
+        f"samples, {micro['pictures']:,} pictures ({micro['tiles']:,} tiles), {micro['labels']:,} labels; random weights, "
         "synthetic samples, nothing written"
     )
     table = Table("", "measured", "planned", title="bytes of this rank", title_justify="left")
