@@ -179,8 +179,8 @@ def show(report: dict[str, Any]) -> None:
         f"rank 0 of {report['ranks']} imagined ranks on {report['device']}: {report['strategy']}, "
         f"{report['precision']}, recompute {report['recompute']}\n"
         f"{report['micro_batches']} micro-batch{plural} of {micro['positions']:,} positions in {micro['samples']:,} "
-        f"samples, {micro['pictures']:,} pictures ({micro['tiles']:,} tiles), {micro['labels']:,} labels; random weights, "
-        "synthetic samples, nothing written"
+        f"samples, {micro['pictures']:,} pictures ({micro['tiles']:,} tiles), {micro['labels']:,} labels; "
+        "random weights, synthetic samples, nothing written"
     )
     table = Table("", "measured", "planned", title="bytes of this rank", title_justify="left")
     for column in table.columns[1:]:
