@@ -17,7 +17,7 @@ from llava_fsdp.errors import ConfigError, OffloadError, OutOfMemory
 from llava_fsdp.loop import train_step
 from llava_fsdp.sharding.arena import PAGE, Arena
 from llava_fsdp.sharding.mesh import World, make_mesh
-from llava_fsdp.sharding.offload import clear_memory_errors, managed
+from llava_fsdp.sharding.offload import clear_memory_errors, describe_offload, managed
 from llava_fsdp.sharding.shards import local
 from llava_fsdp.sharding.staging import Copied, Mapped
 from llava_fsdp.sharding.streamed import StreamedOptimizer
@@ -234,7 +234,7 @@ def test_a_folder_that_is_none_is_refused_and_not_made(kind: str, parts: Path, d
     (tmp_path / "file").write_text("")
     cfg = make_config(parts, dataset, tmp_path / "run", "offload=nvme", f"offload.folder={tmp_path / kind}")
     with pytest.raises(ConfigError, match=rf"offload\.folder=.*{kind} is not a folder"):
-        train.train(cfg)
+        describe_offload(cfg, CPU)
     assert not (tmp_path / "absent").exists()
 
 
