@@ -221,7 +221,9 @@ def test_all_checks_run_and_one_failure_fails_all(machine: Machine) -> None:
         machine.put(f".venv/bin/{tool}", NOTE)
     done = machine.bash("launch/test.sh", "-k", "word")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert machine.noted("pytest") == ["pytest: -m pytest -n 2 --dist loadfile -m not slow and not gpu -k word"]
+    assert machine.noted("pytest") == [
+        "pytest: -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m not slow and not gpu -k word"
+    ]
     assert done.stdout.splitlines()[-4:] == [
         "NOT RUN: tests marked gpu: torch finds no CUDA GPU here",
         "NOT RUN: tests marked slow: not in the fast tier; --full runs them",
@@ -246,7 +248,7 @@ def test_full_runs_all_that_the_machine_can(machine: Machine, no_cuda: str, mark
         machine.put(f".venv/bin/{tool}", NOTE)
     done = machine.bash("launch/test.sh", "--full", NO_CUDA=no_cuda)
     assert done.returncode == 0, done.stderr
-    assert machine.noted("pytest") == [f"pytest: -m pytest -n 2 --dist loadfile -m {marks}"]
+    assert machine.noted("pytest") == [f"pytest: -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m {marks}"]
     assert ("NOT RUN: tests marked gpu" in done.stdout) == (no_cuda == "1")
 
 
