@@ -427,9 +427,7 @@ def test_other_frozen_weights_are_noticed(run: Path, parts: Path, tmp_path: Path
 def test_other_versions_configuration(run: Path, tmp_path: Path) -> None:
     step = tmp_path / "step-000002"
     shutil.copytree(run / "checkpoints" / "step-000002", step)
-    facts = json.loads((step / "state.json").read_text())
-    del facts["config"]["optim"]["lr"]
-    write_json(step / "state.json", facts)
+    forge_facts(step, lambda facts: facts["config"]["optim"].pop("lr"))
     with pytest.raises(CheckpointError, match=r"a configuration of another version: optim\.lr is not set"):
         export(conversion(step, tmp_path / "made"))
 
