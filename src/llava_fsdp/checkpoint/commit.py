@@ -47,7 +47,7 @@ from llava_fsdp.checkpoint.manifest import (
 from llava_fsdp.checkpoint.tensorfile import Digest, write_tensors
 from llava_fsdp.checkpoint.verify import verify
 from llava_fsdp.config import CheckpointConfig
-from llava_fsdp.errors import CheckpointError
+from llava_fsdp.errors import CheckpointError, LlavaFsdpError
 from llava_fsdp.log import log
 
 Rows = dict[str, tuple[torch.dtype, tuple[int, ...], int, int]]
@@ -94,9 +94,8 @@ class Committer:
             rows: Rows = {name: (p.dtype, p.shape, p.begin, p.end) for name, p in parts.items()}
             every = gathered_on_first((digest, rows), self.group)
             on_first_rank(lambda: self.complete(staged, final, facts, every), failing, self.group)
-        except Exception:
-            if rank == 0:  # every rank has finished writing, or will never answer
-                shutil.rmtree(staged, ignore_errors=True)
+        except LlavaFsdpError:  # all ranks have it, and none writes any more
+            on_first_rank(lambda: shutil.rmtree(staged, ignore_errors=True), failing, self.group)
             raise
         self.at("told")
         return final

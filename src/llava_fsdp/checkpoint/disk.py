@@ -1,8 +1,10 @@
 """Files that outlive a crash, and what is said where the disk refuses."""
 
+import contextlib
 import errno
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from llava_fsdp.errors import CheckpointError
@@ -78,12 +80,8 @@ def make_empty(folder: Path) -> None:
 
 def write_durably(path: Path, content: bytes) -> None:
     """A new file, readable by its owner alone, on the disk when this returns."""
-    descriptor = os.open(path, WRITE, 0o600)
-    try:
+    with new_file(path) as descriptor:
         write_all(descriptor, memoryview(content))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def replace_durably(path: Path, content: bytes) -> None:
@@ -98,6 +96,21 @@ def replace_durably(path: Path, content: bytes) -> None:
 def write_all(descriptor: int, content: memoryview) -> None:
     while content:
         content = content[os.write(descriptor, content) :]
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[int]:
+    """A descriptor of a file that is made, for its owner alone, and forced to the disk; errors name it."""
+    try:
+        descriptor = os.open(path, WRITE, 0o600)
+        try:
+            yield descriptor
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def sync_folder(folder: Path) -> None:

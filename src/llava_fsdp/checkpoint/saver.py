@@ -94,12 +94,13 @@ class Saver:
         self.writer = ThreadPoolExecutor(1, "checkpoint")
         self.committer = Committer(parent, cfg, self.group, self.hasher, needed, at, {folder.name for folder in good})
         self.staging: Staging | None = None
+        self.touched: Future[None] = Future()
         self.under_way: Future[Path] | None = None
         self.error: LlavaFsdpError | None = None
         self.saved_step = max((step_of(folder) or 0 for folder in good), default=None)
         if cfg.asynchronous and not in_place and fits(own, self.group):
             self.staging = Staging(parts)
-            self.writer.submit(self.staging.touch)
+            self.touched = self.writer.submit(self.staging.touch)
 
     @property
     def failed(self) -> bool:
@@ -132,6 +133,7 @@ class Saver:
                 future.set_exception(error)
             self.raise_if_failed()
         else:
+            self.touched.result()  # it writes into what is filled next
             self.staging.fill(parts)
             self.under_way = self.writer.submit(self.write_staged, self.staging, facts, parts)
         self.saved_step = facts["step"]

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from llava_fsdp.checkpoint.disk import READ, WRITE, write_all
+from llava_fsdp.checkpoint.disk import READ, new_file, write_all
 from llava_fsdp.errors import CheckpointError, NumericError
 
 CODES = {
@@ -90,8 +90,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], hasher: Execu
     """
     head, order = layout({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
     digest, written, told = hashlib.sha256(), 0, 0
-    descriptor = os.open(path, WRITE, 0o600)
-    try:
+    with new_file(path) as descriptor:
         for chunk in chunks(head, order, tensors):
             digested = hasher.submit(digest.update, chunk)
             try:
@@ -102,9 +101,6 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], hasher: Execu
             if written - told >= WRITEBACK:
                 begin_writing(descriptor, told, written - told)
                 told = written
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
     return Digest(written, digest.hexdigest())
 
 
