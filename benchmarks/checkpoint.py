@@ -132,7 +132,7 @@ class Case:
     def __init__(self, rank: int, folder: Path, tensors: Tensors, seconds: dict[str, list[float]]):
         self.rank, self.folder, self.tensors, self.seconds = rank, folder, tensors, seconds
         self.asynchronous = self.saver("async", True)
-        self.asynchronous.save()  # of another step: its pages are there when it is timed, as in a run from its second save
+        self.asynchronous.save()  # pages of the copy are there when it is timed, as in a run from its second save
         self.asynchronous.wait()
 
     def saver(self, name: str, asynchronous: bool) -> Saver:
