@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forged import forge_facts
 from harness import RankPool
 from reference import EXPORTED, outcome, run_ranks
 from safetensors.torch import load_file, save_file
@@ -418,9 +419,7 @@ def test_other_frozen_weights_are_noticed(run: Path, parts: Path, tmp_path: Path
     """A checkpoint holds what trains; the rest must be what the run had."""
     step = tmp_path / "step-000002"
     shutil.copytree(run / "checkpoints" / "step-000002", step)
-    facts = json.loads((step / "state.json").read_text())
-    facts["config"]["seed"] += 1  # the frozen tower is drawn from it
-    write_json(step / "state.json", facts)
+    forge_facts(step, lambda facts: facts["config"].update(seed=facts["config"]["seed"] + 1))  # draws the frozen tower
     with pytest.raises(CheckpointError, match="was written by a run with other frozen weights"):
         export(conversion(step, tmp_path / "made"))
 
@@ -428,9 +427,7 @@ def test_other_frozen_weights_are_noticed(run: Path, parts: Path, tmp_path: Path
 def test_other_versions_configuration(run: Path, tmp_path: Path) -> None:
     step = tmp_path / "step-000002"
     shutil.copytree(run / "checkpoints" / "step-000002", step)
-    facts = json.loads((step / "state.json").read_text())
-    del facts["config"]["optim"]["lr"]
-    write_json(step / "state.json", facts)
+    forge_facts(step, lambda facts: facts["config"]["optim"].pop("lr"))
     with pytest.raises(CheckpointError, match=r"a configuration of another version: optim\.lr is not set"):
         export(conversion(step, tmp_path / "made"))
 

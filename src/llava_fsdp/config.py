@@ -228,6 +228,10 @@ class FolderFormat(Enum):
     """the original's second stage: mm_projector.bin"""
 
 
+OnSaveError = Enum("OnSaveError", {"raise": "raise", "warn": "warn"})  # one of its names is a keyword
+"""What follows where a checkpoint cannot be written."""
+
+
 class KeptDType(Enum):
     keep = "keep"
     bf16 = "bf16"
@@ -587,12 +591,23 @@ class LossConfig:
 class CheckpointConfig:
     every: int | None
     keep: int
+    """So many of the newest that verify stay."""
+    keep_every: int | None
+    """Checkpoints of multiples of this step stay for good."""
     resume: str
-    """auto: the newest one of output_dir; never: start over; else a `step-NNNNNN` folder."""
+    """auto: the newest one of output_dir that verifies; never: start over; else a `step-NNNNNN` folder."""
+    strict: bool
+    """With resume=auto, a newest checkpoint that does not verify is an error, not a warning and the one before it."""
+    asynchronous: bool
+    """Steps wait for a copy in host memory; the disk is written to while they go on. Where the copy does not fit, or
+    offload=nvme keeps states in files, they wait for the disk."""
+    on_save_error: OnSaveError
 
     def __post_init__(self) -> None:
         if self.every is not None:
             at_least("checkpoint.every", self.every, 1)
+        if self.keep_every is not None:
+            at_least("checkpoint.keep_every", self.keep_every, 1)
         at_least("checkpoint.keep", self.keep, 2, "the newest may be the one that a crash interrupted")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from llava_fsdp.checkpoint import FOLDER, STATE_FILE, list_checkpoints, read_state
+from llava_fsdp.checkpoint import FOLDER, STATE_FILE, Checkpoint, newest_alone, verify
 from llava_fsdp.config import AspectRatio, Config, ConversionConfig, KeptDType, load
 from llava_fsdp.data.images import preprocessor_fields
 from llava_fsdp.errors import CheckpointError, ConfigError, ModelError
@@ -42,36 +42,36 @@ def open_source(cfg: ConversionConfig) -> Opened:
     """
     given = Path(cfg.source)
     if (given / STATE_FILE).is_file():
-        return open_checkpoint(given, cfg)
+        return open_checkpoint(verify(given.resolve()), cfg)
     if (given / FOLDER).is_dir() or ((given / "config.yaml").is_file() and not (given / "config.json").is_file()):
         return open_run(given, cfg)
     return open_model(resolve(cfg.source, "source"), cfg)
 
 
 def open_run(run: Path, cfg: ConversionConfig) -> Opened:
-    """The newest checkpoint of a run, or its export where that is as new and has the dtype that is wanted."""
-    checkpoints = list_checkpoints(run / FOLDER)
-    newest = read_state(checkpoints[-1]) if checkpoints else None
+    """The newest checkpoint of a run that verifies, or its export where that is as new and has the wanted dtype."""
+    newest = newest_alone(run / FOLDER)
     notes = read_notes(run / EXPORT)
     if newest is None and not notes:
         raise CheckpointError(f"source={run} is a run without a finished checkpoint or export; let it train on")
-    current = newest is None or all(newest[key] == notes.get(key) for key in ("run", "step"))
+    current = newest is None or all(newest.facts[key] == notes.get(key) for key in ("run", "step"))
     if notes and current and (newest is None or cfg.dtype.value in (KeptDType.keep.value, notes.get("dtype"))):
         return open_model(run / EXPORT, cfg)
-    return open_checkpoint(checkpoints[-1], cfg)
+    assert newest is not None
+    return open_checkpoint(newest, cfg)
 
 
-def open_checkpoint(folder: Path, cfg: ConversionConfig) -> Opened:
+def open_checkpoint(found: Checkpoint, cfg: ConversionConfig) -> Opened:
     """Trained weights from the checkpoint, frozen ones from where the run had them.
 
     Raises:
         CheckpointError: the frozen weights are not those of the run.
     """
-    facts = read_state(folder)
+    facts, folder = found.facts, found.folder
     run = run_config(facts, folder)
     parts = find_parts(run.model)
     model = build_llava(parts, run.model, torch.float32)
-    trained = saved_weights(folder)
+    trained = saved_weights(found)
     learned = all(n in trained for n, _ in model.named_parameters() if n.startswith(PROJECTOR_PREFIX))
     projector = None if learned else find_projector(run)
     sources = find_weights(model, parts, run.model, projector, run.seed)

@@ -56,14 +56,17 @@ def train(cfg: Config) -> None:
         elif resumed:
             log().info("continuing after step %d of %d", state.step, last_step)
         write_config(cfg, world)
+        saver = checkpoint.open_saver(state, cfg, resumed) if state.step < last_step else None
         reporter = Reporter(cfg, state.step, last_step, world.is_first, state.loader.steps.records.left_out())
 
         def after_step(result: StepResult) -> None:
             reporter(result)
-            if checkpoint.is_due(state.step, last_step, cfg.checkpoint):
-                checkpoint.save(state, cfg)
+            if saver is not None and checkpoint.is_due(state.step, last_step, cfg.checkpoint):
+                saver.save()
 
         fit(state, plan, cfg, after_step)
+        if saver is not None:
+            saver.close()
         reporter.close()
         if cfg.export.enabled and not artifact.is_current(state, cfg):
             log().info("exported to %s", artifact.export(state, cfg, world.is_first))
@@ -96,7 +99,10 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
     loader = open_data(cfg, world, model)
     check_same_records(loader)
     sources = find_weights(model, parts, cfg.model, projector, cfg.seed)
-    fingerprints = {**loader.steps.fingerprints(), "model": fingerprint(model, sources)}
+    fingerprints = {
+        **loader.steps.fingerprints(),
+        "model": fingerprint(model, sources, world.rank, world.size, gather_lists),
+    }
     if world.is_first:
         weights = weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision)
         show_run(cfg, world, loader, weights, describe_projector(cfg, projector), model.kernel)

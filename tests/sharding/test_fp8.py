@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor
 
-from llava_fsdp import opening, train
+from llava_fsdp import checkpoint, opening, train
 from llava_fsdp.config import Config
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.loop import train_step
@@ -148,7 +148,7 @@ def test_trains_repeats_and_continues(wide: Path, dataset: Path, pools: dict[int
     for rank, trace in enumerate(runs["continued"]):
         assert trace == Trace(first[rank].losses[3:], first[rank].digest)
     folder = tmp_path / "none" / "checkpoints" / "step-000003"
-    saved = saved_weights(folder)["language_model.layers.0.mlp.up_proj.weight"]
+    saved = saved_weights(checkpoint.verify(folder))["language_model.layers.0.mlp.up_proj.weight"]
     assert type(saved.rows(0, 3)) is torch.Tensor and saved.dtype == torch.float32
     shutil.copytree(tmp_path / "none" / "checkpoints", tmp_path / "bf16" / "checkpoints")
     bf16 = steps(single_world(), make_config(wide, dataset, tmp_path / "bf16", *values, "precision=bf16"))

@@ -51,11 +51,12 @@ class Trace:
 def steps(world: World, cfg: Config) -> Trace:
     """From where the run is to its end, with a checkpoint after the third step."""
     state, losses = built(world, cfg), []
-    checkpoint.resume(state, cfg)
+    saver = checkpoint.open_saver(state, cfg, checkpoint.resume(state, cfg))
     for step in state.loader.from_step(state.step):
         losses.append(train_step(state, step, SHARD_PLANS[cfg.sharding.strategy], cfg, 0.0).loss)
         if state.step == 3:
-            checkpoint.save(state, cfg)
+            saver.save()
+    saver.close()
     digest = hashlib.sha256()
     for name, value in tensors(state).items():
         digest.update(name.encode() + local(value).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +21,10 @@ from llava_fsdp.model.parts import Parts
 
 PROJECTOR_PREFIX = "multi_modal_projector."
 NEWLINE = "image_newline"
+DIGESTING = 4
+"""Threads of a rank that digest frozen weights."""
+DIGESTED_BYTES = 16 << 20
+"""That each of them holds at once."""
 
 
 class Rows(Protocol):
@@ -139,17 +145,46 @@ def check_shape(name: str, parameter: nn.Parameter, stored: Stored, parts: Parts
     )
 
 
-def fingerprint(model: nn.Module, sources: dict[str, Stored]) -> str:
-    """Of a model that is to be trained: all names and shapes, and the first row of every frozen parameter.
+def fingerprint(
+    model: nn.Module,
+    sources: dict[str, Stored],
+    rank: int = 0,
+    size: int = 1,
+    gather: Callable[[list[tuple[str, str]]], list[tuple[str, str]]] = list,
+) -> str:
+    """Of a model that is to be trained: all names and shapes, and every bit of every frozen parameter.
 
-    What trains is in every checkpoint; what does not must be the same when a run continues.
+    What trains is in every checkpoint; what does not must be the same when a run continues. The frozen weights are
+    shared out over the ranks, each of which digests its own in a few threads: what is read is what is loaded next.
+
+    Args:
+        gather: every rank's items on all ranks.
     """
-    digest = hashlib.sha256()
+    frozen = sorted(
+        (name for name, parameter in model.named_parameters() if not parameter.requires_grad),
+        key=lambda name: (-math.prod(model.get_parameter(name).shape), name),
+    )
+    with ThreadPoolExecutor(DIGESTING) as threads:
+        own = frozen[rank::size]
+        digests = threads.map(lambda name: digest_of(sources[name], tuple(model.get_parameter(name).shape)), own)
+        found = dict(gather(list(zip(own, digests, strict=True))))
+    whole = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        digest.update(json.dumps([name, list(parameter.shape), parameter.requires_grad]).encode())
-        if not parameter.requires_grad:
-            digest.update(sources[name].rows(0, 1).float().numpy().tobytes())
-    return digest.hexdigest()[:32]
+        described = [name, list(parameter.shape), parameter.requires_grad, found.get(name)]
+        whole.update(json.dumps(described).encode())
+    return whole.hexdigest()[:32]
+
+
+def digest_of(source: Stored, shape: tuple[int, ...]) -> str:
+    """Of a parameter's bits as they are stored; of what is drawn, of what it is drawn by."""
+    if isinstance(source, Drawn):
+        return f"{source.rule.rule.value} {source.rule.scale!r} {source.seed}"
+    digest = hashlib.sha256(str(source.dtype).encode())
+    step = max(1, DIGESTED_BYTES // (math.prod(shape[1:]) * source.dtype.itemsize))
+    for begin in range(0, shape[0], step):
+        rows = source.rows(begin, min(shape[0], begin + step)).contiguous()
+        digest.update(rows.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 @torch.no_grad()

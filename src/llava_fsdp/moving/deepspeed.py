@@ -169,7 +169,7 @@ DEEPSPEED: Mapping[str, Outcome | Rule] = {
     "checkpoint.load_universal": implied("checkpoints are read by any number of ranks"),
     "checkpoint.use_node_local_storage": off("output_dir is one folder that all machines see"),
     "checkpoint.parallel_write.*": implied("every rank writes its own shard"),
-    "checkpoint.*": unsupported("checkpoints are written by PyTorch's distributed checkpoint"),
+    "checkpoint.*": unsupported("checkpoints have a format of their own: docs/checkpoints.md"),
     "nebula.*": rules.Switched("checkpoints are written to output_dir"),
     # data
     "dataloader_drop_last": off("no sample is dropped"),

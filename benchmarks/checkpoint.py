@@ -1,0 +1,255 @@
+"""What does a checkpoint cost, beside writing the same bytes and beside PyTorch's distributed checkpoint?
+
+    python benchmarks/checkpoint.py [FOLDER]               # two gloo ranks; 1 GiB of state in all
+    python benchmarks/checkpoint.py FOLDER --gib 2 --repeats 3 --scratch DIR
+
+Every repeat runs all of it in turn, on the same state: fp32 weights and moments, cut over the ranks.
+How to read the result is in benchmarks/README.md.
+"""
+
+import argparse
+import hashlib
+import multiprocessing
+import os
+import shutil
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from capped import facts as known_facts
+from capped import write
+from provenance import REPOSITORY
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from llava_fsdp.checkpoint import tensorfile
+from llava_fsdp.checkpoint.agree import on_all_ranks
+from llava_fsdp.checkpoint.resume import load
+from llava_fsdp.checkpoint.saver import Saver
+from llava_fsdp.checkpoint.verify import Checkpoint, newest_together, verify_together
+from llava_fsdp.config import CheckpointConfig, OnSaveError
+
+QUESTION = "what does a checkpoint cost, beside a raw write of the same bytes and PyTorch's distributed checkpoint?"
+RANKS = 2
+COLUMNS = 4096
+CHUNK = 8 << 20
+GIB = 1 << 30
+Tensors = dict[str, torch.Tensor]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", nargs="?", type=Path, default=REPOSITORY / "benchmarks" / "results")
+    parser.add_argument("--gib", type=float, default=1.0, help="of state, in all")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--scratch", type=Path, default=None, help="a folder on the disk to measure")
+    options = parser.parse_args()
+    report = known_facts(QUESTION, options)
+    with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
+        context = multiprocessing.get_context("spawn")
+        results = context.Queue()
+        arguments = [(rank, Path(folder), options.gib, options.repeats, results) for rank in range(RANKS)]
+        processes = [context.Process(target=on_rank, args=own) for own in arguments]
+        for process in processes:
+            process.start()
+        found = results.get(timeout=3600)
+        for process in processes:
+            process.join()
+            assert process.exitcode == 0, "a rank failed"
+    report |= {"ranks": RANKS, **found, "digests": digests()}
+    report["ratios"] = ratios(report["seconds"])
+    for name, seconds in report["seconds"].items():
+        print(f"{name:32} {min(seconds):7.3f} s (median {median(seconds):.3f})")
+    for name, value in report["ratios"].items():
+        print(f"{name:64} {value:7.3f}")
+    for name, rate in report["digests"].items():
+        print(f"{name:32} {rate:7,.0f} MB/s on one core")
+    write(report, "checkpoint-cpu", options.out, draw)
+
+
+def median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def ratios(seconds: dict[str, list[float]]) -> dict[str, float]:
+    """Of medians, and pairs within one repeat: a slow minute of the disk falls on both."""
+
+    def of(one: str, other: str) -> float:
+        return median([a / b for a, b in zip(seconds[one], seconds[other], strict=True)])
+
+    return {
+        "blocked by an asynchronous save / raw write": of("asynchronous: step waits", "raw write and fsync"),
+        "synchronous save / raw write": of("synchronous save", "raw write and fsync"),
+        "synchronous save / the same without digests": of("synchronous save", "the same without digests"),
+        "plain DCP / raw write": of("plain DCP save", "raw write and fsync"),
+        "verification / synchronous save": of("verify", "synchronous save"),
+    }
+
+
+# On a rank
+
+
+def on_rank(rank: int, folder: Path, gib: float, repeats: int, results: Any) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=1800))
+    tensors = state(gib)
+    seconds: dict[str, list[float]] = {}
+    one = Case(rank, folder, tensors, seconds)
+    for number in range(repeats):
+        one.run(number)
+    first = {"seconds": seconds, "bytes": sum(t.nbytes for t in tensors.values())}
+    if rank == 0:
+        results.put(first)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def state(gib: float) -> Tensors:
+    """Weights and two moments, in matrices of 32 MiB, of numbers that no disk compresses."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    rows = 32 * (1 << 20) // 4 // COLUMNS
+    count = max(3, round(gib * GIB / (rows * COLUMNS * 4)))
+    dice = torch.Generator().manual_seed(dist.get_rank())
+    found = {}
+    for number in range(count):
+        kind = ("model", "optim.exp_avg", "optim.exp_avg_sq")[number % 3]
+        own = torch.randn(rows // RANKS, COLUMNS, generator=dice)
+        found[f"{kind}.{number // 3}"] = DTensor.from_local(own, mesh, [Shard(0)])
+    return found
+
+
+class Case:
+    """All ways, each timed from a barrier to a barrier."""
+
+    def __init__(self, rank: int, folder: Path, tensors: Tensors, seconds: dict[str, list[float]]):
+        self.rank, self.folder, self.tensors, self.seconds = rank, folder, tensors, seconds
+        self.asynchronous = self.saver("async", True)
+        self.asynchronous.save()  # pages of the copy are there when it is timed, as in a run from its second save
+        self.asynchronous.wait()
+
+    def saver(self, name: str, asynchronous: bool) -> Saver:
+        cfg = CheckpointConfig(
+            every=1, keep=2, keep_every=None, resume="auto", strict=False, asynchronous=asynchronous,
+            on_save_error=OnSaveError["raise"],
+        )  # fmt: skip
+        self.step = 1
+        return Saver(self.folder / name, cfg, lambda: self.tensors, lambda: run_facts(self.step))
+
+    def timed(self, name: str, action: Callable[[], Any]) -> Any:
+        os.sync()
+        dist.barrier()
+        started = time.perf_counter()
+        result = action()
+        dist.barrier()
+        self.seconds.setdefault(name, []).append(time.perf_counter() - started)
+        return result
+
+    def run(self, number: int) -> None:
+        self.step = number + 2
+        self.timed("raw write and fsync", self.raw)
+        self.timed("asynchronous: step waits", self.asynchronous.save)
+        self.timed("asynchronous: until it is there", self.asynchronous.wait)
+        saver = self.saver("sync", False)
+        self.step = number + 2
+        self.timed("synchronous save", saver.save)
+        saver.close()
+        digested, tensorfile.hashlib = tensorfile.hashlib, Undigested()  # type: ignore[assignment]
+        saver = self.saver("undigested", False)
+        self.step = number + 2
+        self.timed("the same without digests", saver.save)
+        saver.close()
+        tensorfile.hashlib = digested
+        self.timed("plain DCP save", lambda: dcp.save(self.tensors, checkpoint_id=self.folder / "dcp"))
+        found: Checkpoint = self.timed("verify", lambda: verify_together(self.newest()))
+        into = {name: torch.zeros_like(t) for name, t in self.tensors.items()}
+        self.timed("load, verified before", lambda: on_all_ranks(lambda: load(found, into), "cannot load"))
+        assert all(torch.equal(into[n].to_local(), t.to_local()) for n, t in self.tensors.items())
+        self.timed("plain DCP load", lambda: dcp.load(into, checkpoint_id=self.folder / "dcp"))
+        dist.barrier()
+        if self.rank == 0:
+            for name in ("dcp", "sync", "undigested"):
+                shutil.rmtree(self.folder / name)
+        dist.barrier()
+
+    def newest(self) -> Path:
+        found = newest_together(self.folder / "async", strict=True)
+        assert found is not None and found.manifest.step == self.step
+        return found.folder
+
+    def raw(self) -> None:
+        path = self.folder / f"raw-{self.rank}"
+        with path.open("wb", buffering=0) as file:
+            for tensor in self.tensors.values():
+                memory = tensor.to_local().reshape(-1).view(torch.uint8).numpy().data
+                for begin in range(0, len(memory), CHUNK):
+                    file.write(memory[begin : begin + CHUNK])
+            os.fsync(file.fileno())
+        path.unlink()
+
+
+class Undigested:
+    """What takes the place of hashlib to see what digests cost."""
+
+    def sha256(self) -> "Undigested":
+        return self
+
+    def update(self, chunk: memoryview) -> None:
+        pass
+
+    def hexdigest(self) -> str:
+        return "0" * 64
+
+
+def run_facts(step: int) -> dict[str, Any]:
+    return {
+        "format": 5, "run": "benchmark", "step": step, "samples": step, "skipped": 0, "seed": 0, "scaler": None,
+        "broken": [], "fingerprints": dict.fromkeys(("dataset", "encoding", "order", "model"), ""), "trainable": [],
+        "versions": {}, "written_by": {}, "config": {},
+    }  # fmt: skip
+
+
+def digests() -> dict[str, float]:
+    """MB a second of digests that a file could have."""
+    content = os.urandom(1 << 20) * 128
+    ways: dict[str, Callable[[], object]] = {
+        "sha256": lambda: hashlib.sha256(content).digest(),
+        "blake2b": lambda: hashlib.blake2b(content).digest(),
+        "crc32": lambda: zlib.crc32(content),
+    }
+    found = {}
+    for name, way in ways.items():
+        seconds = []
+        for _ in range(3):
+            started = time.perf_counter()
+            way()
+            seconds.append(time.perf_counter() - started)
+        found[name] = len(content) / min(seconds) / 1e6
+    return found
+
+
+# What is shown
+
+
+def draw(pyplot: Any, report: dict[str, Any]) -> None:
+    """Seconds of each way, the median, and every repeat as a dot."""
+    seconds = report["seconds"]
+    _, axes = pyplot.subplots(figsize=(9, 0.45 * len(seconds) + 1.5), layout="constrained")
+    for place, (name, values) in enumerate(seconds.items()):
+        axes.barh(place, median(values), color="C0" if name.startswith(("async", "sync")) else "C7")
+        axes.plot(values, [place] * len(values), "k.", markersize=4)
+    axes.set_yticks(range(len(seconds)), list(seconds))
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds")
+    axes.set_title(f"{report['ranks']} ranks, {report['bytes'] / GIB:.2g} GiB in all", fontsize="medium")
+
+
+if __name__ == "__main__":
+    main()

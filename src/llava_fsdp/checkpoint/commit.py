@@ -1,0 +1,174 @@
+"""The one way a checkpoint comes to be: written beside, forced to the disk, and only then given its name.
+
+A crash at any point leaves the checkpoints from before, and of the new one either nothing of its name or all of it:
+
+| what happens | by | named point behind it |
+|---|---|---|
+| room on the disk is looked for, `step-N.tmp` made, 0700 | rank 0 | made |
+| its tensors, digested while they are written, fsync | each rank | file written |
+| all ranks have written, or all of them fail and the folder goes | all | agreed |
+| `state.json`, fsync | rank 0 | state written |
+| `manifest.json`: digests, coverage of every tensor; fsync | rank 0 | manifest written |
+| fsync of the folder | rank 0 | folder synced |
+| a checkpoint of this step, from before a crash or a new start, gives up its name | rank 0 | old one aside |
+| `step-N.tmp` becomes `step-N` | rank 0 | renamed |
+| fsync of the parent | rank 0 | parent synced |
+| `latest` | rank 0 | pointed |
+| older ones are deleted, name first | rank 0 | one deleted |
+| all ranks know how it went | all | told |
+"""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from llava_fsdp.checkpoint.agree import gathered_on_first, on_all_ranks, on_first_rank
+from llava_fsdp.checkpoint.disk import make_empty, make_folder, require_room, sync_folder, write_durably
+from llava_fsdp.checkpoint.facts import render_facts
+from llava_fsdp.checkpoint.folders import REPLACED, STAGED, folder_name, point_to, prune
+from llava_fsdp.checkpoint.layout import Part
+from llava_fsdp.checkpoint.manifest import (
+    MANIFEST_FILE,
+    STATE_FILE,
+    Manifest,
+    Piece,
+    Saved,
+    rank_file,
+    render,
+)
+from llava_fsdp.checkpoint.tensorfile import Digest, write_tensors
+from llava_fsdp.checkpoint.verify import verify
+from llava_fsdp.config import CheckpointConfig
+from llava_fsdp.errors import CheckpointError, LlavaFsdpError
+from llava_fsdp.log import log
+
+Rows = dict[str, tuple[torch.dtype, tuple[int, ...], int, int]]
+
+
+def nowhere(point: str) -> None:
+    """What happens at a named point: nothing, but where a test ends the process there."""
+
+
+@dataclass
+class Committer:
+    """Writes checkpoints into a folder, one after the other, with all ranks of a group."""
+
+    parent: Path
+    cfg: CheckpointConfig
+    group: dist.ProcessGroup | None
+    hasher: Executor
+    needed: int
+    """Bytes of a checkpoint, of all ranks together."""
+    at: Callable[[str], None] = nowhere
+    good: set[str] = field(default_factory=set)
+    """Names of checkpoints that were written or verified by this process: rank 0's are pruned by it."""
+
+    def write(self, facts: dict[str, Any], parts: Mapping[str, Part], values: Mapping[str, torch.Tensor]) -> Path:
+        """A collective of the group.
+
+        Args:
+            parts: which rows of which tensors this rank writes.
+            values: those rows.
+
+        Raises:
+            CheckpointError: it could not be written; NumericError: something is not finite. Both on every rank alike;
+                what was written of it is gone, and earlier checkpoints are as they were.
+        """
+        final = self.parent / folder_name(facts["step"])
+        staged = final.with_name(final.name + STAGED)
+        failing = f"checkpoint {final} could not be written"
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        on_first_rank(lambda: self.begin(staged), failing, self.group)
+        try:
+            self.at("made")
+            digest = on_all_ranks(lambda: self.write_own(staged, rank, values), failing, self.group)
+            self.at("agreed")
+            rows: Rows = {name: (p.dtype, p.shape, p.begin, p.end) for name, p in parts.items()}
+            every = gathered_on_first((digest, rows), self.group)
+            on_first_rank(lambda: self.complete(staged, final, facts, every), failing, self.group)
+        except LlavaFsdpError:  # all ranks have it, and none writes any more
+            on_first_rank(lambda: shutil.rmtree(staged, ignore_errors=True), failing, self.group)
+            raise
+        self.at("told")
+        return final
+
+    def begin(self, staged: Path) -> None:
+        make_folder(self.parent)
+        make_empty(staged)
+        try:
+            require_room(staged, self.needed)
+        except CheckpointError:
+            shutil.rmtree(staged, ignore_errors=True)
+            raise
+
+    def write_own(self, staged: Path, rank: int, values: Mapping[str, torch.Tensor]) -> Digest:
+        digest = write_tensors(staged / rank_file(rank), values, self.hasher)
+        self.at("file written")
+        return digest
+
+    def complete(self, staged: Path, final: Path, facts: dict[str, Any], every: list[tuple[Digest, Rows]]) -> None:
+        """On rank 0, when every rank's file is on the disk."""
+        content = render_facts(facts)
+        write_durably(staged / STATE_FILE, content)
+        self.at("state written")
+        files = {rank_file(rank): digest for rank, (digest, _) in enumerate(every)}
+        files[STATE_FILE] = Digest(len(content), hashlib.sha256(content).hexdigest())
+        manifest = Manifest(facts["step"], files, joined([rows for _, rows in every]))
+        write_durably(staged / MANIFEST_FILE, render(manifest))
+        self.at("manifest written")
+        sync_folder(staged)
+        self.at("folder synced")
+        replaced = final.with_name(final.name + REPLACED)
+        if os.path.lexists(final):  # left by a run that was told to start over, or that did not trust it
+            os.rename(final, replaced)
+            self.at("old one aside")
+        try:
+            os.rename(staged, final)
+        except OSError:
+            if replaced.exists():
+                os.rename(replaced, final)
+            raise
+        self.at("renamed")
+        sync_folder(self.parent)
+        self.at("parent synced")
+        self.good.add(final.name)
+        try:
+            point_to(final)
+        except OSError as error:
+            log().warning("%s could not be pointed to: %s", final, error)
+        self.at("pointed")
+        if replaced.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+        prune(self.parent, self.cfg.keep, self.cfg.keep_every, self.is_good, self.at)
+
+    def is_good(self, folder: Path) -> bool:
+        if folder.name not in self.good:
+            try:
+                verify(folder)
+            except CheckpointError as error:
+                log().warning("%s; it does not count as kept", error)
+                return False
+            self.good.add(folder.name)
+        return True
+
+
+def joined(ranks: list[Rows]) -> dict[str, Saved]:
+    """What all ranks have written, tensor by tensor; whether that is all of it, `render` asks."""
+    pieces: dict[str, list[Piece]] = {}
+    described: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for rank, rows in enumerate(ranks):
+        for name, (dtype, shape, begin, end) in rows.items():
+            assert described.setdefault(name, (dtype, shape)) == (dtype, shape), f"ranks disagree about {name}"
+            pieces.setdefault(name, []).append(Piece(rank_file(rank), begin, end))
+    return {
+        name: Saved(*described[name], tuple(sorted(own, key=lambda piece: piece.begin)))
+        for name, own in sorted(pieces.items())
+    }

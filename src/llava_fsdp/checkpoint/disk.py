@@ -1,0 +1,121 @@
+"""Files that outlive a crash, and what is said where the disk refuses."""
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from llava_fsdp.errors import CheckpointError
+
+GIB = 1 << 30
+FULL = (errno.ENOSPC, errno.EDQUOT)
+FORBIDDEN = (errno.EACCES, errno.EPERM)
+READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+
+
+def why(error: OSError, path: Path) -> str:
+    """A system's refusal in words, with the path and what can be done."""
+    where = error.filename or path
+    said = error.strerror or str(error)
+    if error.errno in FULL:
+        return f"{said}: the disk of {path} is full, {readable(free_bytes(path))} are free"
+    if error.errno in FORBIDDEN:
+        return f"{said}: {where} is not open to this user (uid {os.getuid()})"
+    if error.errno == errno.EROFS:
+        return f"{said}: {where} is mounted read-only"
+    if error.errno in (errno.ENOTDIR, errno.EEXIST):
+        return f"{said}: {where}, or a folder above it, is a file"
+    if error.errno == errno.ENOENT:
+        return f"{said}: {where}; is output_dir one folder that all machines see?"
+    if error.errno == errno.EFBIG:
+        return f"{said}: {where} is larger than this process may write (ulimit -f)"
+    return f"{said}: {where}"
+
+
+def readable(count: int) -> str:
+    return f"{count / GIB:.3g} GiB ({count} bytes)"
+
+
+def existing(path: Path) -> Path:
+    """The folder itself, or the nearest above it that exists."""
+    path = path.absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def free_bytes(path: Path) -> int:
+    """What this user may still write where `path` is, or will be."""
+    try:
+        found = os.statvfs(existing(path))
+    except OSError:
+        return 0
+    return found.f_bavail * found.f_frsize
+
+
+def require_room(folder: Path, needed: int) -> None:
+    """Raises CheckpointError where fewer bytes are free."""
+    free = free_bytes(folder)
+    if free < needed:
+        raise CheckpointError(
+            f"No space left for a checkpoint in {folder}: it needs {readable(needed)}, and {readable(free)} are free; "
+            "make room, or give an output_dir on a larger disk"
+        )
+
+
+def make_folder(folder: Path) -> None:
+    """The folder, for its owner alone, and those above it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700)
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """A new file, readable by its owner alone, on the disk when this returns."""
+    with new_file(path) as descriptor:
+        write_all(descriptor, memoryview(content))
+
+
+def replace_durably(path: Path, content: bytes) -> None:
+    """The same for a file that may exist: readers see the old content or the new, and nothing between."""
+    staged = path.with_name(path.name + ".tmp")
+    staged.unlink(missing_ok=True)
+    write_durably(staged, content)
+    os.replace(staged, path)
+    sync_folder(path.parent)
+
+
+def write_all(descriptor: int, content: memoryview) -> None:
+    while content:
+        content = content[os.write(descriptor, content) :]
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[int]:
+    """A descriptor of a file that is made, for its owner alone, and forced to the disk; errors name it."""
+    try:
+        descriptor = os.open(path, WRITE, 0o600)
+        try:
+            yield descriptor
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

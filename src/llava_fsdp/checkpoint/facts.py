@@ -1,0 +1,176 @@
+"""`state.json`: everything of a run that is no tensor, and what of it must be the same when a run continues."""
+
+import json
+import re
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from llava_fsdp import __version__
+from llava_fsdp.checkpoint.manifest import FORMAT, STATE_FILE, Manifest, unique
+from llava_fsdp.config import Config
+from llava_fsdp.errors import CheckpointError
+from llava_fsdp.log import log
+from llava_fsdp.state import TrainState
+
+TYPES: dict[str, tuple[type, ...]] = {
+    "format": (int,), "run": (str,), "step": (int,), "samples": (int,), "skipped": (int,), "seed": (int,),
+    "scaler": (dict, type(None)), "broken": (list,), "fingerprints": (dict,), "trainable": (list,),
+    "versions": (dict,), "written_by": (dict,), "config": (dict,),
+}  # fmt: skip
+SCALER: dict[str, tuple[type, ...]] = {
+    "scale": (float,), "hysteresis": (int,), "steps": (int,), "last_overflow": (int,),
+}  # fmt: skip
+DEEPEST = 20
+"""Levels of a configuration."""
+FINGERPRINTS = ("dataset", "encoding", "order", "model")
+
+
+def facts_of(state: TrainState, cfg: Config) -> dict[str, Any]:
+    """What a checkpoint holds beside tensors. `versions` and `written_by` are there to be read by people."""
+    return {
+        "format": FORMAT,
+        "run": state.run,
+        "step": state.step,
+        "samples": state.samples,
+        "skipped": state.skipped,
+        "seed": cfg.seed,
+        "scaler": state.scaler.state() if state.scaler is not None else None,
+        "broken": sorted(state.loader.broken),
+        "fingerprints": dict(state.fingerprints),
+        "trainable": sorted(state.masters.named),
+        "versions": {"llava_fsdp": __version__, "torch": torch.__version__},
+        "written_by": {
+            "ranks": dist.get_world_size() if dist.is_initialized() else 1,
+            "strategy": cfg.sharding.strategy.value,
+            "offload": cfg.offload.mode.value,
+        },
+        "config": plain(asdict(cfg)),
+    }
+
+
+def render_facts(facts: dict[str, Any]) -> bytes:
+    return json.dumps(facts, indent=1).encode() + b"\n"
+
+
+def parse_facts(content: bytes, manifest: Manifest) -> dict[str, Any]:
+    """Facts of the types that a run relies on, which agree with the manifest.
+
+    Raises:
+        CheckpointError: they are something else, whatever the bytes are.
+    """
+    try:
+        facts = json.loads(content, object_pairs_hook=unique)
+        require_types(facts, TYPES)
+        if facts["scaler"] is not None:
+            require_types(facts["scaler"], SCALER)
+        require_types(facts["fingerprints"], dict.fromkeys(FINGERPRINTS, (str,)))
+        if not all(type(name) is str for name in facts["trainable"]):
+            raise TypeError("trainable holds more than names")
+        if depth(facts["config"]) > DEEPEST:
+            raise ValueError("config has more levels than any that was written")
+        if not all(type(number) is int for number in facts["broken"]):
+            raise TypeError("broken holds more than numbers of records")
+        if min(facts["step"], facts["samples"], facts["skipped"]) < 0 or facts["step"] != manifest.step:
+            raise ValueError(f"step {facts['step']}, and the manifest says {manifest.step}")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{STATE_FILE} cannot be understood: {type(error).__name__}: {error}") from error
+    return facts
+
+
+def depth(tree: Any) -> int:
+    """Levels of nested objects and lists; those beyond the deepest allowed are not looked at."""
+    levels, inside = 0, [tree]
+    while inside and levels <= DEEPEST:
+        nested = [own for own in inside if isinstance(own, dict | list)]
+        inside = [value for own in nested for value in (own.values() if isinstance(own, dict) else own)]
+        levels += 1
+    return levels
+
+
+def require_types(found: dict[str, Any], types: dict[str, tuple[type, ...]]) -> None:
+    wrong = [key for key, allowed in types.items() if type(found[key]) not in allowed]
+    unknown = found.keys() - types.keys()
+    if wrong or unknown:
+        raise TypeError(f"{(wrong or sorted(unknown))[0]} is not what it must be")
+
+
+FIXED_KEYS = ("seed", "global_batch_size", "model", "loss", "optim", "data", "labels", "order")
+STORED_AS = ("precision.master_dtype", "precision.moment_dtype")  # what a checkpoint's tensors are
+FREE_KEYS = {  # paths, how records are read from disk, and names that are no part of the result
+    "data.path", "data.images", "data.root", "data.workers", "data.prefetch", "data.stall", "data.source",
+    "data.index", "data.examine", "data.allow_links", "data.bad", "data.bad_budget",
+    "model.name", "model.language", "model.vision", "model.checkpoint", "model.projector",
+}  # fmt: skip
+
+
+def is_fixed(key: str) -> bool:
+    """Whether a run that continues must have the value that it began with."""
+    free = key in FREE_KEYS or re.fullmatch(r"data\.sources\.[^.]+\.(path|images)", key) is not None
+    return key in STORED_AS or (key.partition(".")[0] in FIXED_KEYS and not free)
+
+
+def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder: Path) -> None:
+    """A run continues only as itself.
+
+    Raises:
+        CheckpointError: listing every key that differs, and what to do.
+    """
+    then, now = flat(facts["config"]), flat(plain(asdict(cfg)))
+    differing = [
+        f"{key}: {then.get(key)} -> {now.get(key)}"
+        for key in sorted(then.keys() | now.keys())
+        if is_fixed(key) and then.get(key) != now.get(key)
+    ]
+    moved = f"{then.get('data.path')} -> {now.get('data.path')}"
+    meanings = {
+        "dataset": f"data.path: the dataset is another one, has changed, or has other wrong records now ({moved})",
+        "encoding": "model.language, model.vision: the tokenizer or the preprocessor is another one",
+        "order": "order: the original's order depends on micro_batch_size and on the number of ranks; one is another",
+        "model": "model: the model is another one: other shapes, or other frozen weights",
+    }
+    for what, meaning in meanings.items():
+        drawn_anew = (
+            what == "model" and now["model.random_weights"] and then.get("seed") != now["seed"]
+        )  # said by the seed
+        if facts["fingerprints"][what] != state.fingerprints[what] and not drawn_anew:
+            differing.append(meaning)
+    trainable = set(state.masters.named) ^ set(facts["trainable"])
+    if trainable:
+        differing.append(f"model.train: {len(trainable)} parameters differ, {min(trainable)} for one")
+    if differing:
+        raise CheckpointError(
+            f"{folder} was written by a run with other settings:\n  "
+            + "\n  ".join(differing)
+            + "\nSet them back, give another output_dir, or start over with checkpoint.resume=never"
+        )
+    say_recomputed_schedule(then, now)
+
+
+def say_recomputed_schedule(then: dict[str, Any], now: dict[str, Any]) -> None:
+    for key in ("max_steps", "epochs"):
+        if then.get(key) != now.get(key):
+            log().info("%s: %s -> %s; the learning rate schedule is recomputed", key, then.get(key), now.get(key))
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found
+
+
+def plain(value: Any) -> Any:
+    """Enums by value, so that JSON holds what YAML did."""
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [plain(v) for v in value]
+    return value.value if isinstance(value, Enum) else value

@@ -1,0 +1,97 @@
+"""The copy of a rank's part that an asynchronous save writes from, while the training goes on: made once and kept."""
+
+import mmap
+import os
+import socket
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from llava_fsdp.checkpoint.agree import gathered
+from llava_fsdp.checkpoint.layout import Part
+from llava_fsdp.log import log
+from llava_fsdp.sharding.arena import PAGE, Arena
+
+SHARE = 0.8
+"""Of the memory that the host has left; the rest is for what a run still grows by."""
+
+
+class Staging:
+    """A buffer for every part that this rank writes; pinned where parts lie on a GPU."""
+
+    def __init__(self, parts: dict[str, Part]):
+        self.on_gpu = any(part.values.device.type == "cuda" for part in parts.values())
+        room = sum(Arena.room(part.values.shape, part.dtype) for part in parts.values())
+        self.arena = Arena(room, pin=self.on_gpu)
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # a 512th of the page faults
+            self.arena.memory.madvise(mmap.MADV_HUGEPAGE)
+        self.buffers = {name: self.arena.take(part.values.shape, part.dtype) for name, part in parts.items()}
+        self.stream = torch.cuda.Stream() if self.on_gpu else None
+        self.copied = torch.cuda.Event() if self.on_gpu else None
+
+    def touch(self) -> None:
+        """Have the system find the pages before the first copy waits for them."""
+        memory = torch.frombuffer(self.arena.memory, dtype=torch.uint8)
+        memory[::PAGE].zero_()
+
+    def fill(self, parts: dict[str, Part]) -> None:
+        """Copy. On a GPU a stream of its own does it: what changes the parts next waits for it there, the host does
+        not."""
+        assert parts.keys() == self.buffers.keys()
+        if self.stream is None or self.copied is None:
+            for name, part in parts.items():
+                self.buffers[name].copy_(part.values)
+            return
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for name, part in parts.items():
+                self.buffers[name].copy_(part.values, non_blocking=True)
+            self.copied.record(self.stream)
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+    def ready(self) -> dict[str, torch.Tensor]:
+        """The buffers, once the copies have arrived."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.buffers
+
+
+def fits(nbytes: int, group: dist.ProcessGroup | None) -> bool:
+    """Whether the copies of all ranks fit into the memory of their hosts. A collective: the answer is one for all."""
+    host = socket.gethostname()
+    needed = sum(count for name, count in gathered((host, nbytes), group) if name == host)
+    available = available_bytes()
+    answers = gathered((needed <= SHARE * available, needed, available), group)
+    short = [(needed, available) for enough, needed, available in answers if not enough]
+    if short:
+        needed, available = short[0]
+        log().info(
+            "checkpoints are written synchronously: a copy to write from takes %.1f GB of a host's memory, and %.1f GB "
+            "are available",
+            needed / 1e9,
+            available / 1e9,
+        )
+    return not short
+
+
+def available_bytes() -> int:
+    """Of the host's memory, and of the container's where that is less."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")]
+    for line in lines_of(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable:"):
+            found = [int(line.split()[1]) * 1024]
+    limit = lines_of(Path("/sys/fs/cgroup/memory.max"))
+    used = lines_of(Path("/sys/fs/cgroup/memory.current"))
+    stat = lines_of(Path("/sys/fs/cgroup/memory.stat"))
+    cached = [int(line.split()[1]) for line in stat if line.startswith("inactive_file ")]  # given up when wanted
+    if limit and used and limit[0].isdigit():
+        found.append(int(limit[0]) - int(used[0]) + sum(cached))
+    return max(0, min(found))
+
+
+def lines_of(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,114 @@
+"""The files of a checkpoint, and where the rows of every tensor lie in them."""
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from harness import RankPool, single_world
+from safetensors import safe_open
+from saves import LAYOUTS, loaded, loaded_alone, save_steps, whole_tensors
+
+from llava_fsdp.checkpoint import verify
+from llava_fsdp.checkpoint.manifest import Manifest, Piece, Saved, parse, render
+from llava_fsdp.checkpoint.resume import saved_rows
+from llava_fsdp.checkpoint.tensorfile import CHUNK, CODES, Digest, write_tensors
+from llava_fsdp.errors import CheckpointError, NumericError
+
+
+def write(path: Path, tensors: dict[str, torch.Tensor]) -> Digest:
+    with ThreadPoolExecutor(1) as hasher:
+        return write_tensors(path, tensors, hasher)
+
+
+def test_safetensors_reads_what_is_written(tmp_path: Path) -> None:
+    """Every dtype, in an order that would leave wide items unaligned; several chunks; strides; a single number."""
+    given = {f"{code} {n}": torch.arange(1, 4 + n).to(dtype) for n, (dtype, code) in enumerate(CODES.items())}
+    given["large"] = torch.arange(CHUNK // 4 * 2 + 1, dtype=torch.int64).view(torch.float64).nan_to_num(0, 0, 0)
+    given |= {"turned": torch.randn(5, 3).t(), "one": torch.tensor(7.0), "none": torch.empty(0, 4)}
+    digest = write(tmp_path / "file.safetensors", given)
+    content = (tmp_path / "file.safetensors").read_bytes()
+    assert digest == Digest(len(content), hashlib.sha256(content).hexdigest())
+    with safe_open(tmp_path / "file.safetensors", "pt") as file:
+        assert set(file.keys()) == set(given)
+        for name, tensor in given.items():
+            got = file.get_tensor(name)
+            assert got.dtype == tensor.dtype and got.shape == tensor.shape
+            assert got.reshape(-1).view(torch.uint8).tolist() == tensor.reshape(-1).view(torch.uint8).tolist(), name
+    assert write(tmp_path / "empty.safetensors", {}).bytes == (tmp_path / "empty.safetensors").stat().st_size
+    with safe_open(tmp_path / "empty.safetensors", "pt") as file:
+        assert not list(file.keys())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e5m2])
+def test_nothing_that_is_not_finite_is_written(value: float, dtype: torch.dtype, tmp_path: Path) -> None:
+    tensor = torch.ones(3, 1000, dtype=torch.float32)
+    tensor[2, 567] = value
+    with pytest.raises(NumericError, match=r"model\.a holds numbers that are not finite"):
+        write(tmp_path / "file", {"model.a": tensor.to(dtype)})
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_ranks_read_what_any_ranks_wrote(
+    size: int, layout: str, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """To the bit, from every mesh to every mesh."""
+    if size == 1:
+        save_steps(single_world(), tmp_path, [3])
+    else:
+        pools[size].run(save_steps, tmp_path, [3], layout)
+    assert loaded_alone(tmp_path) == 3
+    for readers in (2, 4):
+        for other in LAYOUTS:
+            assert pools[readers].run(loaded, tmp_path, other) == [3] * readers
+
+
+@pytest.mark.ranks
+def test_rows_that_several_ranks_hold_are_written_once(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    for layout in LAYOUTS:
+        pools[4].run(save_steps, tmp_path / layout, [1], layout)
+        found = verify(tmp_path / layout / "step-000001").manifest
+        sizes = [digest.bytes for name, digest in found.files.items() if name.startswith("rank")]
+        held = {name: 0 for name in found.files}
+        for saved in found.tensors.values():
+            width = saved.dtype.itemsize * torch.Size(saved.shape[1:]).numel()
+            for piece in saved.pieces:
+                held[piece.file] += (piece.end - piece.begin) * width
+        whole = whole_tensors(1)
+        assert sum(held.values()) == sum(t.nbytes for t in whole.values())
+        largest_row = max(t[:1].nbytes if t.ndim else t.nbytes for t in whole.values())
+        shares = [count for name, count in held.items() if name.startswith("rank")]
+        assert len(sizes) == 4 and max(shares) - min(shares) <= len(whole) * 2 * largest_row
+        assert saved_rows(
+            tmp_path / layout / "step-000001", "model.a.weight", found.tensors["model.a.weight"], 5, 29
+        ).equal(whole["model.a.weight"][5:29])
+
+
+GOOD = Manifest(
+    3,
+    {"state.json": Digest(5, "0" * 64), "rank-00000.safetensors": Digest(7, "1" * 64)},
+    {"a": Saved(torch.float32, (4, 2), (Piece("rank-00000.safetensors", 0, 4),))},
+)
+
+
+def test_every_flip_of_a_bit_of_a_manifest_is_seen() -> None:
+    content = render(GOOD)
+    assert parse(content) == GOOD
+    for position in range(len(content) * 8):
+        flipped = bytearray(content)
+        flipped[position // 8] ^= 1 << position % 8
+        with pytest.raises(CheckpointError, match="is not what was written"):
+            parse(bytes(flipped))
+
+
+@pytest.mark.parametrize(
+    "pieces", [[(0, 3)], [(1, 4)], [(0, 2), (3, 4)], [(0, 3), (2, 4)], [(0, 4), (4, 4)], [(0, 5)], []]
+)
+def test_rows_that_are_nowhere_or_twice_are_never_committed(pieces: list[tuple[int, int]]) -> None:
+    own = tuple(Piece("rank-00000.safetensors", *piece) for piece in pieces)
+    with pytest.raises(CheckpointError, match="a: rows"):
+        render(Manifest(3, GOOD.files, {"a": Saved(torch.float32, (4, 2), own)}))

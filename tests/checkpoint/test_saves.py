@@ -1,0 +1,302 @@
+"""Saves: what a step sees of them, what a full disk does, what is kept, and what 50 of them leave behind."""
+
+import os
+import resource
+import shutil
+import stat
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from harness import RankPool, single_world
+from saves import cut, loaded, loaded_alone, save_steps, saver_of, whole_tensors
+
+from llava_fsdp.checkpoint import list_checkpoints, verify
+from llava_fsdp.checkpoint.saver import Saver
+from llava_fsdp.config import OnSaveError
+from llava_fsdp.errors import CheckpointError, NumericError
+from llava_fsdp.sharding.mesh import World
+
+WARN = OnSaveError.warn
+
+
+def names(parent: Path) -> list[str]:
+    return sorted(path.name for path in parent.iterdir())
+
+
+class Gate:
+    """Holds a save at a named point until it is opened."""
+
+    def __init__(self, point: str):
+        self.point, self.opened, self.reached = point, threading.Event(), threading.Event()
+
+    def __call__(self, point: str) -> None:
+        if point == self.point:
+            self.reached.set()
+            assert self.opened.wait(20)
+
+
+def save_while_training(world: World, parent: Path) -> list[object]:
+    """A save that is held while the tensors change, and the next one, which has to wait for it."""
+    tensors, gate = cut(whole_tensors(2), world, "shard"), Gate("made")
+    saver, step = saver_of(parent, tensors, at=gate)
+    step[0] = 2
+    saver.save()
+    assert gate.reached.wait(20) and saver.is_busy and not saver.failed
+    with torch.no_grad():
+        for name, value in cut(whole_tensors(4), world, "shard").items():
+            tensors[name].copy_(value)
+    busy_until = time.monotonic() + 0.3
+    threading.Timer(0.3, gate.opened.set).start()
+    step[0] = 4
+    saver.save()
+    waited = time.monotonic() >= busy_until
+    saver.close()
+    return [waited, loaded(world, parent), threading.active_count()]
+
+
+@pytest.mark.ranks
+def test_a_save_holds_what_was_there_when_it_began(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    found = pools[2].run(save_while_training, tmp_path)
+    assert [own[:2] for own in found] == [[True, 4], [True, 4]]
+    shutil.rmtree(tmp_path / "step-000004")
+    assert loaded_alone(tmp_path) == 2, "the steps after it changed nothing of it"
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_folders_are_private_and_nothing_else_is_left(asynchronous: bool, tmp_path: Path) -> None:
+    save_steps(single_world(), tmp_path / "made", [1, 2, 3], asynchronous=asynchronous)
+    assert names(tmp_path / "made") == ["latest", "step-000002", "step-000003"]
+    assert (tmp_path / "made" / "latest").read_text() == "step-000003\n"
+    for path in (tmp_path / "made").rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+    assert loaded_alone(tmp_path / "made") == 3
+
+
+def test_the_same_step_is_saved_once(tmp_path: Path) -> None:
+    saver, step = saver_of(tmp_path, whole_tensors(1))
+    step[0] = 1
+    saver.save()
+    saver.wait()
+    before = (tmp_path / "step-000001").stat().st_ino
+    saver.save()
+    saver.close()
+    assert (tmp_path / "step-000001").stat().st_ino == before
+
+
+def test_what_is_kept(tmp_path: Path) -> None:
+    """The newest two that verify, every fourth for good; a damaged one does not count."""
+    save_steps(single_world(), tmp_path, list(range(1, 10)), keep_every=4)
+    assert [p.name for p in list_checkpoints(tmp_path)] == [f"step-{n:06d}" for n in (4, 8, 9)]
+    (tmp_path / "step-000009" / "state.json").write_text("{}")
+    save_steps(single_world(), tmp_path, [10])
+    assert [p.name for p in list_checkpoints(tmp_path)] == [f"step-{n:06d}" for n in (8, 9, 10)]
+    verify(tmp_path / "step-000008")
+
+
+def test_a_checkpoint_that_cannot_be_deleted_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(folder: Path, **_: object) -> None:
+        if "deleted" in Path(folder).name:
+            raise PermissionError(1, "Operation not permitted", str(folder))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("llava_fsdp.checkpoint.folders.shutil.rmtree", refused)
+        save_steps(single_world(), tmp_path, [1, 2, 3])
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step-000002", "step-000003"]
+    save_steps(single_world(), tmp_path, [4])
+    assert names(tmp_path) == ["latest", "step-000003", "step-000004"], "what was left is deleted with the next run"
+
+
+def fail_on(world: World, parent: Path, culprit: int, asynchronous: bool, policy: OnSaveError) -> list[object]:
+    """Step 2 is good; at step 4 one rank's disk refuses; step 6 is good again."""
+    tensors = cut(whole_tensors(2), world, "shard")
+
+    def at(point: str) -> None:
+        if point == "file written" and world.rank == culprit and step[0] == 4:
+            raise OSError(28, "No space left on device", str(parent))
+
+    saver, step = saver_of(parent, tensors, at=at, asynchronous=asynchronous, on_save_error=policy)
+    said: list[object] = []
+    for number in (2, 4, 6):
+        step[0] = number
+        try:
+            saver.save()
+            saver.raise_if_failed()
+        except CheckpointError as error:
+            said.append(str(error))
+            assert saver.failed
+            break
+    left = sorted(path.name for path in parent.iterdir())
+    try:
+        saver.close()
+    except CheckpointError as error:
+        said.append(str(error))
+    return [said, left]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_full_disk_of_one_rank_is_one_error_of_all(
+    culprit: int, asynchronous: bool, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    found = pools[2].run(fail_on, tmp_path / "raise", culprit, asynchronous, OnSaveError["raise"])
+    assert found[0] == found[1]
+    (said, again), left = found[0]
+    assert said == again and f"rank {culprit}: " in said and "step-000004" in said
+    assert "No space left on device" in said and "are free" in said
+    assert left == ["latest", "step-000002"], "what was written of it is gone, the one before is there"
+    found = pools[2].run(fail_on, tmp_path / "warn", culprit, asynchronous, WARN)
+    assert found[0] == found[1] == [[], ["latest", "step-000002", "step-000006"]]
+
+
+def poison(world: World, parent: Path, culprit: int, policy: OnSaveError) -> str:
+    tensors = cut(whole_tensors(2), world, "shard")
+    saver, step = saver_of(parent, tensors, on_save_error=policy)
+    step[0] = 2
+    saver.save()
+    saver.wait()
+    if world.rank == culprit:
+        tensors["model.a.weight"].to_local()[3, 2] = float("nan")
+    step[0] = 4
+    saver.save()
+    with pytest.raises(NumericError) as caught:
+        saver.close()
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_weights_that_are_not_finite_are_never_saved(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    for culprit, policy in ((0, OnSaveError["raise"]), (1, WARN)):
+        parent = tmp_path / str(culprit)
+        found = pools[2].run(poison, parent, culprit, policy)
+        assert found[0] == found[1]
+        assert f"rank {culprit}: model.a.weight holds numbers that are not finite" in found[0]
+        assert names(parent) == ["latest", "step-000002"]
+
+
+def test_no_room_is_said_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {"model.a": torch.zeros(1000)}
+    monkeypatch.setattr("llava_fsdp.checkpoint.disk.free_bytes", lambda _: 4799)
+    with pytest.raises(CheckpointError) as caught:
+        saver_of(tmp_path, tensors)
+    assert "No space left" in str(caught.value) and str(tmp_path) in str(caught.value)
+    assert "4800 bytes" in str(caught.value) and "4799 bytes" in str(caught.value)
+
+
+def test_a_disk_that_fills_up(tmp_path: Path) -> None:
+    """A real one, of 3 MB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder], check=False)
+    if mounted.returncode:
+        pytest.skip("no right to mount")
+    try:
+        saver, step = saver_of(folder, {"model.a": torch.ones(250_000)})
+        step[0] = 1
+        saver.save()
+        saver.wait()
+        (folder / "filler").write_bytes(b"x" * 1_500_000)
+        step[0] = 2
+        saver.save()
+        with pytest.raises(CheckpointError, match=r"No space left.*step-000002.*bytes\), and .* are free"):
+            saver.close()
+        assert names(folder) == ["filler", "latest", "step-000001"]
+        verify(folder / "step-000001")
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_file_size_limit(tmp_path: Path) -> None:
+    saver, step = saver_of(tmp_path, {"model.a": torch.ones(250_000)})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        step[0] = 1
+        saver.save()
+        with pytest.raises(CheckpointError, match=r"File too large.*rank-00000.*ulimit -f"):
+            saver.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "x" * 300, "/proc/nothing"])
+def test_places_that_cannot_be_written_to(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written to") as caught:
+        saver_of(tmp_path / place, {"model.a": torch.ones(3)})
+    assert place.partition("/")[0] in str(caught.value)
+
+
+def test_spaces_and_signs_in_a_path(tmp_path: Path) -> None:
+    parent = tmp_path / "a run, spaced — größer\n"
+    save_steps(single_world(), parent, [1])
+    assert loaded_alone(parent) == 1
+
+
+def test_no_permission(tmp_path: Path) -> None:
+    if os.getuid() == 0:
+        pid = os.fork()  # root ignores modes: as nobody
+        if not pid:
+            code = 1
+            try:
+                tmp_path.parent.chmod(0o755)
+                os.setgid(65534)
+                os.setuid(65534)
+                saver_of(tmp_path / "closed", {"model.a": torch.ones(3)})
+            except CheckpointError as error:
+                code = 0 if "Permission denied" in str(error) and "uid 65534" in str(error) else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    else:
+        tmp_path.chmod(0o500)
+        with pytest.raises(CheckpointError, match="Permission denied"):
+            saver_of(tmp_path / "closed", {"model.a": torch.ones(3)})
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def many(world: World, parent: Path) -> list[tuple[int, int, int]]:
+    """Descriptors, threads and staged bytes after 5 and after 50 saves; and when savers have come and gone."""
+    tensors = cut(whole_tensors(1), world, "shard")
+    saver, step = saver_of(parent, tensors)
+    found, before = [], 0
+    for number in range(1, 51):
+        step[0] = number
+        saver.save()
+        if number in (5, 50):
+            saver.wait()
+            assert number == 5 or resident() < before + (4 << 20)
+            before = resident()
+            found.append(state_of(saver))
+    saver.close()
+    for number in (51, 52, 53):
+        save_steps(world, parent, [number])
+        found.append((descriptors(), threading.active_count(), 0))
+    return found
+
+
+def state_of(saver: Saver) -> tuple[int, int, int]:
+    assert saver.staging is not None
+    return descriptors(), threading.active_count(), saver.staging.arena.size
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", [1, 2])
+def test_fifty_saves_leave_nothing_behind(size: int, pools: dict[int, RankPool], tmp_path: Path) -> None:
+    ranks = [many(single_world(), tmp_path)] if size == 1 else pools[2].run(many, tmp_path)
+    for after_5, after_50, _, before, after in ranks:
+        assert after_50 == after_5
+        assert after == before
+    assert names(tmp_path) == ["latest", "step-000052", "step-000053"]
