@@ -1,6 +1,5 @@
 """A trained model as a folder that transformers loads, proven before it is called done."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -19,6 +18,7 @@ from llava_fsdp.proof import CLOSE, CLOSE_BF16, CLOSE_FP8, apart, reloaded_logit
 from llava_fsdp.sharding.precision import DTYPES
 from llava_fsdp.sharding.shards import whole
 from llava_fsdp.state import TrainState
+from llava_fsdp.untrusted import read_json
 from llava_fsdp.writing import Weights
 
 
@@ -68,7 +68,7 @@ def is_current(state: TrainState, cfg: Config) -> bool:
 
     def look() -> bool:
         notes = Path(cfg.output_dir) / EXPORT / NOTES
-        found = json.loads(notes.read_text()) if notes.is_file() else {}
+        found = read_json(notes) if notes.is_file() else {}
         wanted = {"run": state.run, "step": state.step, "dtype": cfg.export.dtype.value}
         return wanted.items() <= found.items()
 

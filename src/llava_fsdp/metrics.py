@@ -27,6 +27,7 @@ from rich.progress import (
 from llava_fsdp.config import Config
 from llava_fsdp.errors import ConfigError, ExitCode
 from llava_fsdp.log import log
+from llava_fsdp.redact import redact, secrets_of
 from llava_fsdp.state import StepResult
 
 METRICS_FILE = "metrics.jsonl"
@@ -82,7 +83,7 @@ def write_status(folder: Path, code: ExitCode, reason: str) -> str | None:
 
 def put_status(folder: Path, status: dict) -> None:
     staged = folder / f"{STATUS_FILE}.{os.getpid()}.tmp"
-    staged.write_text(json.dumps(status) + "\n")
+    staged.write_text(json.dumps({**status, "reason": redact(status["reason"], secrets_of())}) + "\n")
     os.replace(staged, folder / STATUS_FILE)
 
 

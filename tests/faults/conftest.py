@@ -1,7 +1,6 @@
 """Fixtures of the faults suite."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from runs import Runs

@@ -91,7 +91,7 @@ def kills_change_nothing(runs: Runs, folder: Path, kills: int, steps: int, torch
 
 @pytest.mark.timeout(300)
 def test_ten_kills(runs: Runs, tmp_path: Path) -> None:
-    kills_change_nothing(runs, tmp_path, kills=10, steps=48, torchrun=False)
+    kills_change_nothing(runs, tmp_path, kills=10, steps=36, torchrun=False)
 
 
 @pytest.mark.faults
