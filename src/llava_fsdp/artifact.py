@@ -9,7 +9,7 @@ from torch import nn
 
 from llava_fsdp.checkpoint import on_first_rank, sync_folder
 from llava_fsdp.config import Config, DType, FolderFormat, LinearKind
-from llava_fsdp.errors import ModelError
+from llava_fsdp.errors import LlavaFsdpError, ModelError
 from llava_fsdp.formats import Subject, write_folder
 from llava_fsdp.log import log
 from llava_fsdp.model.llava import Llava
@@ -56,7 +56,12 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
         read=lambda name: parameter_values(name, state, is_first_rank),
         is_first_rank=is_first_rank,
     )
-    write_folder(FolderFormat.hf, subject, weights, staged, {"dtype": cfg.export.dtype.value})
+    try:
+        write_folder(FolderFormat.hf, subject, weights, staged, {"dtype": cfg.export.dtype.value})
+    except LlavaFsdpError:  # raised on every rank alike
+        if is_first_rank:
+            shutil.rmtree(staged, ignore_errors=True)  # on a full disk half a model is in the way
+        raise
     if cfg.export.verify:
         verify(state, cfg, staged)
     on_first_rank(lambda: replace(staged, final), f"cannot complete {final}")

@@ -633,6 +633,8 @@ class Config:
     export: ExportConfig
     comm: CommConfig
     output_dir: str
+    private: bool
+    """What a run writes can be read by its user alone: a new output_dir is made for nobody else, and so are files."""
     labels: Parity
     """exact: every answer is supervised; llava_v1_5: as the original's preprocessing has it, which masks whole samples
     (LLaVA train.py:332-655)."""

@@ -29,7 +29,8 @@ NAME_FLAGS = ("--config-name", "-cn")
 PLUGINS = ("hydra._internal.core_plugins.", "hydra_plugins.")
 """Where Hydra itself looks for launchers and sweepers, and nowhere else."""
 CODE_IN_LOGGING = ("()", "class", "factory", "ext://", "cfg://")
-MOST_JOBS = 10_000
+MOST_JOBS = 64
+"""Jobs of a sweep that are looked at; further ones differ from these in values alone."""
 
 
 def check_command_line(words: list[str], config_name: str) -> None:
@@ -46,7 +47,7 @@ def check_command_line(words: list[str], config_name: str) -> None:
                 f"{flag}={flags[flag]}: the configuration is the package's own; add to it with --config-dir"
             )
     folder = next((flags[f] for f in FOLDER_FLAGS if f in flags), None)
-    overrides = [word for word in words if not word.startswith("-") and "=" in word or word.startswith("~")]
+    overrides = [word for word in words if (not word.startswith("-") and "=" in word) or word.startswith("~")]
     if any(re.match(r"[+~]*hydra\.searchpath\b", word) for word in overrides):
         raise ConfigError("hydra.searchpath is fixed; add a folder of YAML files with --config-dir FOLDER")
     if folder is None and not any(re.match(r"[+~]*hydra[./=]", word) for word in overrides):
@@ -87,13 +88,15 @@ def jobs_of(overrides: list[str]) -> Iterator[list[str]]:
         parsed: list[Override] = OverridesParser.create().parse_overrides(overrides)
     except HydraException:
         return  # Hydra says it better in a moment, and calls nothing
-    choices = [list(o.sweep_string_iterator()) if o.is_sweep_override() else None for o in parsed]
     keys = [o.get_key_element() for o in parsed]
     own = [
-        [f"{k}={v}" for v in values] if values else [text]
-        for k, values, text in zip(keys, choices, overrides, strict=True)
+        [f"{key}={value}" for value in choice.sweep_string_iterator()] if choice.is_sweep_override() else [text]
+        for key, choice, text in zip(keys, parsed, overrides, strict=True)
     ]
+    first = [values[0] for values in own]
     yield from (list(job) for job in itertools.islice(itertools.product(*own), MOST_JOBS))
+    for place, values in enumerate(own):  # every value once, however many jobs there are
+        yield from ([*first[:place], value, *first[place + 1 :]] for value in values[1:])
 
 
 def check_hydra(config_name: str, overrides: list[str], folder: str | None) -> None:
@@ -117,8 +120,8 @@ def check_hydra(config_name: str, overrides: list[str], folder: str | None) -> N
         for name, key in keys_of(found.get(part) or {}):
             if key in CODE_IN_LOGGING:
                 raise ConfigError(f"hydra.{part}.{name}: logging is the package's own; choose hydra/{part}=none")
-    if found["run"]["dir"] != "." or found["output_subdir"] is not None and found.get("mode") != "MULTIRUN":
-        raise ConfigError(f"hydra.run.dir={found['run']['dir']}: Hydra writes nothing here; give output_dir")
+    if (found["run"]["dir"], found["output_subdir"]) != (".", None):
+        raise ConfigError("hydra.run.dir and hydra.output_subdir are fixed: Hydra writes nothing here; give output_dir")
 
 
 def raw_of(node: DictConfig) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 `train` reads from top to bottom as what happens; `fit` (loop.py) calls `train_step`, which calls `backward`.
 """
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from llava_fsdp import artifact, checkpoint, cli
 from llava_fsdp.config import Config, Format, Source
 from llava_fsdp.data.loader import Loader, build_loader
 from llava_fsdp.dry_run import dry_run
-from llava_fsdp.errors import ConfigError, DataError
+from llava_fsdp.errors import ConfigError, DataError, StorageError
 from llava_fsdp.log import log
 from llava_fsdp.loop import fit
 from llava_fsdp.metrics import Reporter, begin_status, watch_loading, write_status
@@ -49,6 +50,8 @@ def train(cfg: Config) -> None:
         plan = SHARD_PLANS[cfg.sharding.strategy]
         mesh = make_mesh(world, plan, cfg)
         state = build_state(cfg, world, plan, mesh)
+        if cfg.private:  # from here on alone: a dataset's index, made before, is for whoever may read the dataset
+            os.umask(0o077)
         last_step = state.loader.total_steps
         resumed = checkpoint.resume(state, cfg)
         if state.step >= last_step:
@@ -139,9 +142,11 @@ def check_same_records(loader: Loader) -> None:
 
 def write_config(cfg: Config, world: World) -> None:
     if world.is_first:
-        folder = Path(cfg.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(cfg)))
+        path = Path(cfg.output_dir) / "config.yaml"
+        try:
+            path.write_text(OmegaConf.to_yaml(OmegaConf.structured(cfg)))
+        except OSError as error:
+            raise StorageError(f"{path} cannot be written ({error}); make room there") from error
 
 
 if __name__ == "__main__":

@@ -228,7 +228,7 @@ def read_config(folder: Path, key: str) -> PretrainedConfig:
 
 
 def check_sizes(config: Any, folder: Path) -> None:
-    """Raises ModelError where a size is none that a model can have: building it would fail far from here, or never end."""
+    """Raises ModelError where a size is none that a model can have: building it would fail elsewhere, or never end."""
     for own in (config, getattr(config, "text_config", None), getattr(config, "vision_config", None)):
         for name, most in MOST.items():
             value = getattr(own, name, None)
