@@ -221,7 +221,7 @@ def test_all_checks_run_and_one_failure_fails_all(machine: Machine) -> None:
         machine.put(f".venv/bin/{tool}", NOTE)
     done = machine.bash("launch/test.sh", "-k", "word")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert machine.noted("pytest") == ["pytest: -m pytest -n 2 --dist loadfile -m not slow and not gpu -k word"]
+    assert machine.noted("pytest") == ["pytest: -m pytest -n 2 --dist loadfile -m not slow and not faults and not gpu -k word"]
     assert done.stdout.splitlines()[-4:] == [
         "NOT RUN: tests marked gpu: torch finds no CUDA GPU here",
         "NOT RUN: tests marked slow: not in the fast tier; --full runs them",

@@ -27,3 +27,46 @@ def note_samples(notes: str) -> None:
         return prepared
 
     Steps.prepare, Steps.load = noted_prepare, noted_load
+
+
+def no_network() -> None:
+    """Only this machine may be spoken to; the word `network` on the screen is the proof of an attempt."""
+    import socket
+    import sys
+
+    def refuse(host: object) -> None:
+        if host not in ("127.0.0.1", "localhost", "::1", "", None, socket.gethostname()):
+            print(f"network: {host}", file=sys.stderr, flush=True)
+            raise OSError(f"this test has no network: {host}")
+
+    connect, look_up = socket.socket.connect, socket.getaddrinfo
+
+    def local_connect(self: Any, address: Any) -> Any:
+        if isinstance(address, tuple):
+            refuse(address[0])
+        return connect(self, address)
+
+    def local_look_up(host: Any, *rest: Any, **more: Any) -> Any:
+        refuse(host)
+        return look_up(host, *rest, **more)
+
+    socket.socket.connect, socket.getaddrinfo = local_connect, local_look_up
+
+
+def full_log(first: int, last: int) -> None:
+    """No row can be written from step `first` to step `last`: the disk is full."""
+    import errno
+
+    from llava_fsdp.rows import Rows
+
+    write = Rows.write
+    tried = [0]
+
+    def failing(self: Rows) -> OSError | None:
+        if self.path.name != "metrics.jsonl":
+            return write(self)
+        tried[0] += 1
+        full = first <= tried[0] <= last
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) if full else write(self)
+
+    Rows.write = failing
