@@ -45,7 +45,7 @@ run_tests() {
     if ! python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
         marks="not gpu"
         not_run+=("tests marked gpu: torch finds no CUDA GPU here")
-    elif [[ -z "$full" ]]; then
+    elif [[ -z "$full$faults" ]]; then
         marks="not gpu"
         not_run+=("tests marked gpu: not in the fast tier; --full runs them")
     fi

@@ -23,9 +23,9 @@ VALUES = re.compile(
 )
 LOGIN = re.compile(r"(?<=://)[^\s/@'\"]*:[^\s/@'\"]*(?=@)")
 """user:password of an address"""
-ASSIGNED = re.compile(
-    r"(?P<name>[\w.-]+)(?P<quote>['\"]?)(?P<sign>\s*[=:]\s*|\s+)(?P<value>[^\s,;&'\"]+|'[^']*'|\"[^\"]*\")"
-)
+VALUE = r"(?P<value>[^\s,;&'\"]+|'[^']*'|\"[^\"]*\")"
+ASSIGNED = re.compile(r"(?P<name>[\w.-]+)(?P<sign>['\"]?\s*[=:]\s*)" + VALUE)
+FLAG = re.compile(r"(?P<name>--[\w.-]+)(?P<sign>\s+)" + VALUE)
 
 
 def is_secret_name(name: str) -> bool:
@@ -58,17 +58,11 @@ def redact(text: str, known: Iterable[str] = ()) -> str:
     for secret in known:
         text = text.replace(secret, HIDDEN)
     text = LOGIN.sub(HIDDEN, VALUES.sub(HIDDEN, text))
-    return ASSIGNED.sub(hide, text)
+    return FLAG.sub(hide, ASSIGNED.sub(hide, text))
 
 
 def hide(found: re.Match[str]) -> str:
-    """`name=value` with its value hidden, where the name is a secret's; a flag's value stands behind a space."""
-    name, sign = found["name"], found["sign"]
-    is_flag = name.startswith("--")
-    if (
-        not is_secret_name(name)
-        or (sign.isspace() and not is_flag)
-        or found["value"] in ("null", "None", "True", "False")
-    ):
+    """`name=value` with its value hidden, where the name is a secret's."""
+    if not is_secret_name(found["name"]) or found["value"] in ("null", "None", "True", "False"):
         return found[0]
-    return f"{name}{found['quote']}{sign}{HIDDEN}"
+    return f"{found['name']}{found['sign']}{HIDDEN}"

@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,7 +84,7 @@ def test_no_place_to_write(name: str, parts: Path, dataset: Path, tmp_path: Path
 
 def test_folders_with_any_name(parts: Path, dataset: Path, tmp_path: Path) -> None:
     place = tmp_path / "größe, a (1) 'b' 中文"
-    train.train(make_config(parts, dataset, place, "max_steps=1"))
+    train.train(replace(make_config(parts, dataset, tmp_path, "max_steps=1"), output_dir=str(place)))
     assert (place / "metrics.jsonl").is_file()
 
 
