@@ -22,6 +22,7 @@ from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.parts import find_parts, find_projector
 from llava_fsdp.model.weights import find_weights, fingerprint, load_weights
 from llava_fsdp.opening import build_model, draw_shapes, shape_of
+from llava_fsdp.places import check_places
 from llava_fsdp.planning.auto import decide
 from llava_fsdp.planning.samples import samples_in
 from llava_fsdp.screen import show_run
@@ -44,6 +45,7 @@ def train(cfg: Config) -> None:
         return dry_run(cfg)
     if cfg.format is Format.json:
         raise ConfigError("format=json is for dry_run=N; a training writes metrics.jsonl into output_dir")
+    check_places(cfg)
     begin_status(cfg)
     with distributed(cfg) as world, clear_memory_errors(cfg, world.device):
         cfg = settle_auto(cfg, world)

@@ -128,8 +128,10 @@ def test_templates_are_not_run(tmp_path: Path) -> None:
 
 
 OUTSIDE = [
-    "../outside.safetensors", "/etc/hostname", "a/../../outside.safetensors", "..\\outside.safetensors", "sub/x.safetensors",
-    "", ".", "..", "a\0.safetensors", "file:///etc/hostname", "http://127.0.0.1/x.safetensors", "~/x.safetensors", 7, None,
+    "../outside.safetensors", "/etc/hostname", "a/../../outside.safetensors", "..\\outside.safetensors",
+    "sub/x.safetensors",
+    "", ".", "..", "a\0.safetensors", "file:///etc/hostname", "http://127.0.0.1/x.safetensors",
+    "~/x.safetensors", 7, None,
     ["x"],
 ]  # fmt: skip
 
@@ -215,8 +217,10 @@ def test_yaml_bombs(tmp_path: Path) -> None:
 
 
 TARGETS = [
-    "os.system", "os.mkdir", "os.popen", "subprocess.run", "subprocess.Popen", "subprocess.check_output", "builtins.eval",
-    "builtins.exec", "builtins.__import__", "pickle.loads", "pickle.load", "torch.load", "numpy.load", "yaml.unsafe_load",
+    "os.system", "os.mkdir", "os.popen", "subprocess.run", "subprocess.Popen", "subprocess.check_output",
+    "builtins.eval",
+    "builtins.exec", "builtins.__import__", "pickle.loads", "pickle.load", "torch.load", "numpy.load",
+    "yaml.unsafe_load",
     "importlib.import_module", "runpy.run_path", "logging.os.system", "shutil.rmtree", "pathlib.Path.mkdir", "os.execv",
 ]  # fmt: skip
 KEYS = ["+_target_", "+model._target_", "+data._target_", "+optim._partial_", "+hydra.callbacks.x._target_"]
@@ -226,8 +230,10 @@ YAML = {
     "a list": "model:\n  train:\n    - _target_: {target}\n      path: {mark}\n",
     "a source": "data:\n  sources:\n    a:\n      path: x\n      _target_: {target}\n",
     "callbacks": "hydra:\n  callbacks:\n    x:\n      _target_: {target}\n      path: {mark}\n",
-    "logging": "hydra:\n  job_logging:\n    version: 1\n    formatters:\n      f:\n        (): {target}\n        path: {mark}\n",
-    "a handler": "hydra:\n  hydra_logging:\n    version: 1\n    handlers:\n      f:\n        class: {target}\n        path: {mark}\n",
+    "logging": "hydra:\n  job_logging:\n    version: 1\n    "
+    "formatters:\n      f:\n        (): {target}\n        path: {mark}\n",
+    "a handler": "hydra:\n  hydra_logging:\n    version: 1\n    "
+    "handlers:\n      f:\n        class: {target}\n        path: {mark}\n",
     "the launcher": "hydra:\n  launcher:\n    _target_: {target}\n    path: {mark}\n",
     "the sweeper": "hydra:\n  sweeper:\n    x:\n      _target_: {target}\n      path: {mark}\n",
     "the folder": "hydra:\n  run:\n    dir: {mark}\n",
