@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Every check of the project: launch/test.sh [--full] [pytest's own arguments]
+# Every check of the project: launch/test.sh [--full|--faults] [pytest's own arguments]
 #   default   the fast tier of the tests
 #   --full    all tests that this machine can run
+#   --faults  tests/faults alone, with its full tier: crashes, corruption, bad input and hostile files, for real
 # Sets up .venv on first use. Runs everything, says what could not run here, and fails if anything failed.
 set -euo pipefail
 
@@ -10,10 +11,18 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$ROOT"
 
 full=""
-if [[ "${1:-}" == "--full" ]]; then
-    full=yes
-    shift
-fi
+faults=""
+case "${1:-}" in
+    --full)
+        full=yes
+        shift
+        ;;
+    --faults)
+        faults=yes
+        shift
+        set -- tests/faults "$@"
+        ;;
+esac
 set_up "dev,bench"
 
 failed=()
@@ -37,13 +46,16 @@ run_tests() {
     if ! python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
         marks="not gpu"
         not_run+=("tests marked gpu: torch finds no CUDA GPU here")
-    elif [[ -z "$full" ]]; then
+    elif [[ -z "$full$faults" ]]; then
         marks="not gpu"
         not_run+=("tests marked gpu: not in the fast tier; --full runs them")
     fi
-    if [[ -z "$full" ]]; then
-        marks="not slow${marks:+ and $marks}"
+    if [[ -n "$faults" ]]; then
+        not_run+=("tests outside tests/faults: launch/test.sh runs their fast tier, --full all of them")
+    elif [[ -z "$full" ]]; then
+        marks="not slow and not faults${marks:+ and $marks}"
         not_run+=("tests marked slow: not in the fast tier; --full runs them")
+        not_run+=("tests marked faults: not in the fast tier; --faults and --full run them")
     fi
     OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$marks" "$@" 2>&1 | tee "$log" || status=$?
     # a skipped test says in its reason what this machine lacks

@@ -221,12 +221,14 @@ def test_all_checks_run_and_one_failure_fails_all(machine: Machine) -> None:
         machine.put(f".venv/bin/{tool}", NOTE)
     done = machine.bash("launch/test.sh", "-k", "word")
     assert done.returncode == 0, done.stdout + done.stderr
+    marks = "not slow and not faults and not gpu"
     assert machine.noted("pytest") == [
-        "pytest: -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m not slow and not gpu -k word"
+        f"pytest: -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m {marks} -k word"
     ]
-    assert done.stdout.splitlines()[-4:] == [
+    assert done.stdout.splitlines()[-5:] == [
         "NOT RUN: tests marked gpu: torch finds no CUDA GPU here",
         "NOT RUN: tests marked slow: not in the fast tier; --full runs them",
+        "NOT RUN: tests marked faults: not in the fast tier; --faults and --full run them",
         "NOT RUN: [1] tests/test_x.py:3: no Slurm here",
         "===== 3 passed, 1 skipped in 0.12s =====",
     ]
@@ -239,6 +241,16 @@ def test_all_checks_run_and_one_failure_fails_all(machine: Machine) -> None:
         "ruff", "ruff", "lint-imports", "codespell", "shellcheck", "pytest:",
     ]  # fmt: skip
     assert done.stdout.splitlines()[-3:-1] == ["FAILED: types", "FAILED: tests"]
+
+
+def test_the_faults_suite_alone(machine: Machine) -> None:
+    machine.venv()
+    for tool in CHECKS:
+        machine.put(f".venv/bin/{tool}", NOTE)
+    done = machine.bash("launch/test.sh", "--faults", "-x", NO_CUDA="0")
+    assert done.returncode == 0, done.stderr
+    assert machine.noted("pytest") == ["pytest: -m pytest -n 2 --dist loadfile -m  tests/faults -x"]
+    assert "NOT RUN: tests outside tests/faults: launch/test.sh runs their fast tier" in done.stdout
 
 
 @pytest.mark.parametrize(("no_cuda", "marks"), [("1", "not gpu"), ("0", "")])

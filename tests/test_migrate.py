@@ -1014,7 +1014,7 @@ MISTAKES = [
     (["none.json"], "none.json is empty"),
     (["dots.json"], "dots.json has a.b twice, once with a dot in a name"),
     (["deep.json"], "deep.json is nested too deeply"),
-    (["itself.yaml"], "itself.yaml is nested too deeply for a file of settings, or holds itself"),
+    (["itself.yaml"], "itself.yaml refers to a part of itself with *x; write the values out"),
     (["binary.sh"], "binary.sh is no text"),
     (["other.sh"], "other.sh has no training command"),
     (["bad.yaml"], "bad.yaml is not YAML"),

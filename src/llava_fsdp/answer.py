@@ -1,12 +1,11 @@
 """Ask a trained model: what `chat` and `evaluate` share."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlavaForConditionalGeneration, StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.conversation import prompt
@@ -18,9 +17,11 @@ from llava_fsdp.data.templates import IMAGE_TAG, Template, template
 from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.data.vocabulary import IMAGE_ID
 from llava_fsdp.errors import DataError, ModelError
+from llava_fsdp.model.files import open_tensors
 from llava_fsdp.model.original import is_original
-from llava_fsdp.model.parts import NOTES, read_json, resolve_model
-from llava_fsdp.proof import quiet_transformers
+from llava_fsdp.model.parts import NOTES, read_json, read_llava_config, resolve_model
+from llava_fsdp.proof import load_llava, quiet_transformers
+from llava_fsdp.untrusted import foreign
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,17 @@ class Assistant:
                 f"checkpoint={checkpoint} is in the original LLaVA's format; turn it into transformers' first: "
                 f"python -m llava_fsdp.export source={checkpoint} to=FOLDER"
             )
-        notes = json.loads((folder / NOTES).read_text()) if (folder / NOTES).is_file() else {}
-        self.form: Template = template(notes.get("template", form))
-        self.start_end = bool(notes.get("image_start_end", False))
-        self.aspect = AspectRatio(notes.get("image_aspect_ratio", aspect.value))
+        notes = read_json(folder / NOTES, f"checkpoint={checkpoint}") if (folder / NOTES).is_file() else {}
+        with foreign(f"{folder / NOTES} is not what an export writes"):
+            self.form: Template = template(notes.get("template", form))
+            self.start_end = bool(notes.get("image_start_end", False))
+            self.aspect = AspectRatio(notes.get("image_aspect_ratio", aspect.value))
         self.preprocessor: Preprocessor = read_preprocessor(folder)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        with quiet_transformers():
-            # transformers' own types do not admit its own methods here
-            model: Any = LlavaForConditionalGeneration.from_pretrained(folder, dtype="auto", attn_implementation="sdpa")
+        read_llava_config(folder, "checkpoint")
+        open_tensors(folder)  # refuses what carries a program, in our words
+        with quiet_transformers(), foreign(f"checkpoint={checkpoint} cannot be loaded"):
+            model = load_llava(folder, "auto")
         self.model = model.to(self.device).eval()
         rows = notes.get("vocab_size", self.model.config.image_token_id)
         self.tokenizer: Tokenizer = open_tokenizer(folder, rows)

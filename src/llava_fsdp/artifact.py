@@ -1,6 +1,5 @@
 """A trained model as a folder that transformers loads, proven before it is called done."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -10,7 +9,7 @@ from torch import nn
 
 from llava_fsdp.checkpoint import on_first_rank, sync_folder
 from llava_fsdp.config import Config, DType, FolderFormat, LinearKind
-from llava_fsdp.errors import ModelError
+from llava_fsdp.errors import LlavaFsdpError, ModelError
 from llava_fsdp.formats import Subject, write_folder
 from llava_fsdp.log import log
 from llava_fsdp.model.llava import Llava
@@ -19,6 +18,7 @@ from llava_fsdp.proof import CLOSE, CLOSE_BF16, CLOSE_FP8, apart, reloaded_logit
 from llava_fsdp.sharding.precision import DTYPES
 from llava_fsdp.sharding.shards import whole
 from llava_fsdp.state import TrainState
+from llava_fsdp.untrusted import read_json
 from llava_fsdp.writing import Weights
 
 
@@ -56,7 +56,12 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
         read=lambda name: parameter_values(name, state, is_first_rank),
         is_first_rank=is_first_rank,
     )
-    write_folder(FolderFormat.hf, subject, weights, staged, {"dtype": cfg.export.dtype.value})
+    try:
+        write_folder(FolderFormat.hf, subject, weights, staged, {"dtype": cfg.export.dtype.value})
+    except LlavaFsdpError:  # raised on every rank alike
+        if is_first_rank:
+            shutil.rmtree(staged, ignore_errors=True)  # on a full disk half a model is in the way
+        raise
     if cfg.export.verify:
         verify(state, cfg, staged)
     on_first_rank(lambda: replace(staged, final), f"cannot complete {final}")
@@ -68,7 +73,7 @@ def is_current(state: TrainState, cfg: Config) -> bool:
 
     def look() -> bool:
         notes = Path(cfg.output_dir) / EXPORT / NOTES
-        found = json.loads(notes.read_text()) if notes.is_file() else {}
+        found = read_json(notes) if notes.is_file() else {}
         wanted = {"run": state.run, "step": state.step, "dtype": cfg.export.dtype.value}
         return wanted.items() <= found.items()
 

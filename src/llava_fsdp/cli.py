@@ -19,7 +19,9 @@ from omegaconf import DictConfig
 
 from llava_fsdp.config import SOURCES, config_dir, did_you_mean, load, schema_keys
 from llava_fsdp.errors import ConfigError, ExitCode, LlavaFsdpError
+from llava_fsdp.guard import check_command_line
 from llava_fsdp.log import log, setup_logging
+from llava_fsdp.redact import redact, secrets_of
 
 T = TypeVar("T")
 # Keys whose values are text or paths: taken as they are typed, without Hydra's grammar for lists and functions.
@@ -96,6 +98,7 @@ def tell_torchrun(what: str) -> None:
     torch's own `@record` would put a traceback around a user's mistake.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    what = redact(what, secrets_of())
     if path:
         info = {"py_callstack": what, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError), open(path, "w") as file:
@@ -116,6 +119,7 @@ def compose(config_name: str, schema: type) -> DictConfig | None:
         composed.append(node)
 
     refuse_multirun(config_name)
+    check_command_line(sys.argv[1:], config_name)
     sys.argv[1:] = [taken_literally(argument) for argument in sys.argv[1:]]
     said = io.StringIO()
     program = hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=config_name)(body)

@@ -17,6 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from llava_fsdp.errors import ConfigError
+from llava_fsdp.redact import has_secret, is_secret_variable
+from llava_fsdp.untrusted import ENV, TARGETS, keys_of, leaves_of
 
 T = TypeVar("T")
 AUTO = "auto"
@@ -646,6 +648,8 @@ class Config:
     export: ExportConfig
     comm: CommConfig
     output_dir: str
+    private: bool
+    """What a run writes can be read by its user alone: a new output_dir is made for nobody else, and so are files."""
     labels: Parity
     """exact: every answer is supervised; llava_v1_5: as the original's preprocessing has it, which masks whole samples
     (LLaVA train.py:332-655)."""
@@ -919,6 +923,7 @@ def load(schema: type[T], node: DictConfig) -> T:
         ConfigError: a key that no class here has, a value of another type, or one that a check refuses; the message
             names the key, the value and what would do.
     """
+    refuse_what_acts(node)
     refuse_unknown_keys(schema, node)
     try:
         merged = OmegaConf.merge(OmegaConf.structured(schema), without_hydra(node))
@@ -930,7 +935,36 @@ def load(schema: type[T], node: DictConfig) -> T:
         key = error.full_key or error.key
         raise ConfigError(f"{key}={value_at(node, key)}: {str(error).splitlines()[0]}") from error
     assert isinstance(config, schema)
+    refuse_secret_values(OmegaConf.to_container(merged, resolve=True))
     return config
+
+
+def refuse_what_acts(node: DictConfig) -> None:
+    """Values are values: none names Python to call, and none reads a secret from the environment.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    raw = OmegaConf.to_container(without_hydra(node), resolve=False)
+    for name, key in keys_of(raw):
+        if key in TARGETS:
+            raise ConfigError(f"{name}: no configuration may name Python to call; take it out")
+    for name, value in leaves_of(raw):
+        for variable in ENV.findall(value) if isinstance(value, str) else ():
+            plain = variable.partition(",")[0].strip()
+            if not re.fullmatch(r"\w+", plain) or is_secret_variable(plain):
+                raise ConfigError(
+                    f"{name}={value}: this variable of the environment may hold a secret, and is not read"
+                )
+
+
+def refuse_secret_values(tree: object) -> None:
+    """Raises ConfigError where a value is a secret: a configuration is written to files, and told on the screen."""
+    for name, value in leaves_of(tree):
+        if isinstance(value, str) and has_secret(value):
+            raise ConfigError(
+                f"{name} holds a secret (a token, or a password in an address), and is written to files: take it out"
+            )
 
 
 def at_least(key: str, value: int, least: int, why: str = "") -> None:

@@ -88,6 +88,12 @@ class BuildError(ConfigError):
     on_every_rank = False
 
 
+class StorageError(ConfigError):
+    """`output_dir` cannot be written; the one rank that does it knows."""
+
+    on_every_rank = False
+
+
 class CheckpointError(LlavaFsdpError):
     """A checkpoint cannot be written, read, or continued with this configuration."""
 

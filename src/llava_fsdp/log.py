@@ -1,10 +1,19 @@
-"""Messages of a run: rank 0 speaks, the others only when something is wrong, each with its rank."""
+"""Messages of a run: rank 0 speaks, the others only when something is wrong, each with its rank; none tells secrets."""
 
 import logging
 import os
 import sys
 
+from llava_fsdp.redact import redact, secrets_of
+
 LOGGER = "llava_fsdp"
+
+
+class WithoutSecrets(logging.Formatter):
+    """Hides what looks like a secret, and what the environment says is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record), secrets_of())
 
 
 def setup_logging() -> None:
@@ -12,7 +21,7 @@ def setup_logging() -> None:
     rank = int(os.environ.get("RANK", "0"))
     handler = logging.StreamHandler(sys.stderr)
     prefix = f"[rank {rank}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 and rank else ""
-    handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
+    handler.setFormatter(WithoutSecrets(f"{prefix}%(message)s"))
     logger = logging.getLogger(LOGGER)
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)

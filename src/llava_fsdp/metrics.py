@@ -25,9 +25,12 @@ from rich.progress import (
 )
 
 from llava_fsdp.config import Config
-from llava_fsdp.errors import ConfigError, ExitCode
+from llava_fsdp.errors import ConfigError, ExitCode, StorageError
 from llava_fsdp.log import log
+from llava_fsdp.redact import redact, secrets_of
+from llava_fsdp.rows import Rows, replace_lines
 from llava_fsdp.state import StepResult
+from llava_fsdp.untrusted import is_open_to_others
 
 METRICS_FILE = "metrics.jsonl"
 QUARANTINE_FILE = "quarantine.jsonl"
@@ -47,11 +50,23 @@ def begin_status(cfg: Config) -> None:
         return
     folder = Path(cfg.output_dir)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_run_folder(folder, cfg.private)
         (folder / FIRST_FAILURE).unlink(missing_ok=True)
         put_status(folder, {"status": "running", "exit_code": None, "reason": "", "rank": 0})
     except OSError as error:
         raise ConfigError(f"output_dir={cfg.output_dir} cannot be written ({error}); give another folder") from error
+
+
+def make_run_folder(folder: Path, private: bool) -> None:
+    """A new one is the user's alone with `private`; one that exists stays as it is, with a word if others may write."""
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700 if private else 0o777, exist_ok=True)
+    elif is_open_to_others(folder):
+        log().warning(
+            "output_dir=%s can be written by every user of this machine, and a run continues from what it finds there; "
+            "chmod o-w %s", folder, folder,
+        )  # fmt: skip
 
 
 def write_status(folder: Path, code: ExitCode, reason: str) -> str | None:
@@ -71,7 +86,7 @@ def write_status(folder: Path, code: ExitCode, reason: str) -> str | None:
             (folder / FIRST_FAILURE).open("x").close()  # exclusive: one rank of all creates it
         put_status(folder, status)
     except FileExistsError:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             first = json.loads((folder / STATUS_FILE).read_text())
             if first["rank"] != rank:
                 return f"rank {first['rank']} failed first: {first['reason']}"
@@ -82,7 +97,7 @@ def write_status(folder: Path, code: ExitCode, reason: str) -> str | None:
 
 def put_status(folder: Path, status: dict) -> None:
     staged = folder / f"{STATUS_FILE}.{os.getpid()}.tmp"
-    staged.write_text(json.dumps(status) + "\n")
+    staged.write_text(json.dumps({**status, "reason": redact(status["reason"], secrets_of())}) + "\n")
     os.replace(staged, folder / STATUS_FILE)
 
 
@@ -120,8 +135,12 @@ class Reporter:
         self.recent: deque[float] = deque(maxlen=20)  # seconds a step, for the time left
         if not self.enabled:
             return
-        cut_back(self.folder / METRICS_FILE, first_step)
-        begin_quarantine(self.folder / QUARANTINE_FILE, first_step, left_out)
+        self.metrics, self.quarantine = Rows(self.folder / METRICS_FILE), Rows(self.folder / QUARANTINE_FILE)
+        try:
+            cut_back(self.metrics.path, first_step)
+            begin_quarantine(self.quarantine.path, first_step, left_out)
+        except OSError as error:
+            raise StorageError(f"output_dir={cfg.output_dir} cannot be written ({error}); make room there") from error
         if sys.stderr.isatty():
             self.progress = Progress(
                 TextColumn("{task.description}"),
@@ -136,6 +155,9 @@ class Reporter:
             self.progress.start()
 
     def close(self) -> None:
+        if self.enabled:
+            self.metrics.close()
+            self.quarantine.close()
         if self.progress is not None:
             self.progress.stop()
 
@@ -143,16 +165,13 @@ class Reporter:
         if not self.enabled:
             return
         row = metrics_row(result)
-        append(self.folder / METRICS_FILE, row)
+        self.metrics.add(row)
         for sample in result.facts.left_out:
             said = {"step": row["step"], "record": sample.record, "kind": sample.kind, "reason": sample.reason}
-            append(self.folder / QUARANTINE_FILE, said)
+            self.quarantine.add(said)
             log().warning("step %d goes without %s", row["step"], sample.reason)
         for where in result.facts.unlabelled:
-            append(
-                self.folder / QUARANTINE_FILE,
-                {"step": row["step"], "record": where, "kind": "no_labels", "reason": "no label"},
-            )
+            self.quarantine.add({"step": row["step"], "record": where, "kind": "no_labels", "reason": "no label"})
         self.show(row)
 
     def show(self, row: dict) -> None:
@@ -213,40 +232,28 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def append(path: Path, row: dict) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
-
-
 def cut_back(path: Path, step: int) -> None:
     """Drop the rows of steps after `step`: a resumed run does them again."""
     if path.is_file():
-        replace(path, rows_of(path, range(step + 1)))
+        replace_lines(path, rows_of(path, range(step + 1)))
 
 
 def begin_quarantine(path: Path, step: int, left_out: Iterable[dict[str, Any]]) -> None:
     """What was left out before the first step, and what the steps to `step` left out."""
     before = (json.dumps({"step": 0, **row}) for row in left_out)
     later = rows_of(path, range(1, step + 1)) if path.is_file() else []
-    replace(path, itertools.chain(before, later))
+    replace_lines(path, itertools.chain(before, later))
     if not path.stat().st_size:
         path.unlink()
 
 
 def rows_of(path: Path, steps: range) -> list[str]:
     kept = []
-    for line in path.read_text().splitlines():
-        with contextlib.suppress(ValueError):  # a line that a crash cut short
+    for line in path.read_text(errors="replace").splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # a line that a crash cut short
             if json.loads(line)["step"] in steps:
                 kept.append(line)
     return kept
-
-
-def replace(path: Path, lines: Iterable[str]) -> None:
-    staged = path.with_suffix(".tmp")
-    with staged.open("w") as file:
-        file.writelines(line + "\n" for line in lines)
-    os.replace(staged, path)
 
 
 def number(value: float | None, form: str) -> str:

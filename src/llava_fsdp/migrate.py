@@ -25,6 +25,7 @@ from llava_fsdp.moving.inputs import read_runs, sort_paths
 from llava_fsdp.moving.outcome import Row, Verdict
 from llava_fsdp.moving.run import Options
 from llava_fsdp.moving.shell import shown
+from llava_fsdp.redact import HIDDEN, is_secret_name, redact
 
 USAGE = """\
 usage: python -m llava_fsdp.migrate PATH... [gpus=N] [hidden_size=N] [steps=N] [format=json] [strict=true]
@@ -139,8 +140,8 @@ def as_json(migration: Migration) -> dict[str, object]:
         "unknown": [row.key for row in migration.unknown],
         "keys": [
             {
-                "source": row.source, "key": row.key, "value": plain(row.value), "resolved": plain(row.resolved),
-                "verdict": row.verdict.value, "text": shown(row.text),
+                "source": row.source, "key": row.key, "value": told(row, row.value),
+                "resolved": told(row, row.resolved), "verdict": row.verdict.value, "text": redact(shown(row.text)),
             }
             for row in migration.rows
         ],
@@ -157,9 +158,17 @@ def plain(value: object) -> object:
     return value if known else shown(value)
 
 
+def told(row: Row, value: object) -> object:
+    """As JSON has it, without what a script should not have held."""
+    if value is not None and is_secret_name(row.key.rpartition(".")[2]):
+        return HIDDEN
+    found = plain(value)
+    return redact(found) if isinstance(found, str) else found
+
+
 def comment(text: str) -> str:
     """One line, whatever a name in a file had in it: these lines are pasted into shells."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in shown(text))
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in redact(shown(text)))
 
 
 def show(migration: Migration) -> None:
@@ -204,7 +213,8 @@ def table(rows: list[Row], width: int) -> Table:
             made.add_section()
             made.add_row(row.source, style="bold")
             source = row.source
-        value = readable(row.value) if row.resolved is None else f"{readable(row.value)} = {readable(row.resolved)}"
+        value, resolved = told(row, row.value), told(row, row.resolved)
+        value = readable(value) if row.resolved is None else f"{readable(value)} = {readable(resolved)}"
         made.add_row(comment(row.key), comment(value), row.verdict.value, comment(row.text))
     return made
 

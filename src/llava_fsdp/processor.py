@@ -14,6 +14,7 @@ from llava_fsdp.data.templates import IMAGE_TAG, Template, template
 from llava_fsdp.data.tokenizer import Tokenizer, added_tokens, is_legacy, open_tokenizer, read_optional
 from llava_fsdp.errors import ModelError
 from llava_fsdp.log import log
+from llava_fsdp.untrusted import LARGE, foreign, read_json
 
 PAD_TOKEN = "<pad>"
 ROW_MULTIPLE = 64
@@ -41,16 +42,14 @@ def write_tokenizer(
     if not has_tokenizer(folder):
         log().warning("%s has no tokenizer, so %s gets none; put one there before you use it", folder, staged)
         return vocab_size, vocab_size + 1, -(-(vocab_size + 2) // ROW_MULTIPLE) * ROW_MULTIPLE
-    if (folder / "tokenizer.model").is_file():
-        # with the language model's configuration: that of an original's folder is none of transformers'
-        tokenizer = AutoTokenizer.from_pretrained(folder, config=language, trust_remote_code=False)
-    else:  # a model's own class may build another tokenizer from the file than the file says
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    own = open_tokenizer(folder, vocab_size)  # before transformers sees the folder: it says what is wrong with it
+    with foreign(f"{folder}: transformers cannot read its tokenizer"):
+        tokenizer = their_tokenizer(folder, language)
     tokenizer.add_tokens([IMAGE_TAG], special_tokens=True)
     if tokenizer.pad_token is None or tokenizer.pad_token == tokenizer.unk_token:
         tokenizer.add_special_tokens({"pad_token": PAD_TOKEN})
     tag = image_tag(template(form), start_end)
-    gap = gap_after_image(tokenizer, open_tokenizer(folder, vocab_size), tag.partition(IMAGE_TAG)[2])
+    gap = gap_after_image(tokenizer, own, tag.partition(IMAGE_TAG)[2])
     tokenizer.chat_template = chat_template(template(form), tag.replace(IMAGE_TAG, IMAGE_TAG + gap))
     tokenizer.save_pretrained(staged)
     if (folder / "tokenizer.model").is_file():
@@ -60,6 +59,15 @@ def write_tokenizer(
     needed = max(image_id, pad_id) + 1
     rows = vocab_size if needed <= vocab_size else -(-needed // ROW_MULTIPLE) * ROW_MULTIPLE
     return image_id, pad_id, rows
+
+
+def their_tokenizer(folder: Path, language: PretrainedConfig) -> Any:
+    """transformers' tokenizer of a folder."""
+    if (folder / "tokenizer.model").is_file():
+        # with the language model's configuration: that of an original's folder is none of transformers'
+        return AutoTokenizer.from_pretrained(folder, config=language, trust_remote_code=False, local_files_only=True)
+    # a model's own class may build another tokenizer from the file than the file says
+    return PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
 def keep_llama(folder: Path, staged: Path) -> None:
@@ -198,7 +206,7 @@ def write_original_tokenizer(folder: Path, staged: Path, vocab_size: int, max_le
         if added:
             (staged / "added_tokens.json").write_text(json.dumps(added) + "\n")
     else:
-        frozen = as_older_release(json.loads((folder / "tokenizer.json").read_text()), vocab_size)
+        frozen = as_older_release(read_json(folder / "tokenizer.json", largest=LARGE), vocab_size)
         (staged / "tokenizer.json").write_text(json.dumps(frozen, ensure_ascii=False))
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     (staged / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -168,13 +168,24 @@ def replace_projector(model: Llava, file: Path) -> None:
 def reloaded_logits(folder: Path, micro: MicroBatch, images: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """float32 [labels, rows]: what transformers' own model says of the micro-batch."""
     with quiet_transformers():
-        # transformers' own types do not admit its own methods here
-        model: Any = LlavaForConditionalGeneration.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+        model = load_llava(folder, dtype)
     ids = micro.input_ids.clone()
     ids.view(-1)[micro.image_positions] = model.config.image_token_id
     pictures = images.to(dtype) if len(images) else None
     found = model.eval()(input_ids=ids, pixel_values=pictures).logits.float()
     return found.flatten(0, 1)[micro.label_positions]
+
+
+def load_llava(folder: Path, dtype: torch.dtype | str) -> Any:
+    """transformers' own model of a folder, which never brings code of its own; its types do not admit its methods."""
+    return LlavaForConditionalGeneration.from_pretrained(
+        folder,
+        dtype=dtype,
+        attn_implementation="sdpa",
+        trust_remote_code=False,
+        local_files_only=True,
+        weights_only=True,
+    )
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """What an export starts from: a run, one of its checkpoints, or a model folder, opened alike."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,7 +144,7 @@ def aspect_of(folder: Path, raw: dict[str, Any], notes: dict[str, Any]) -> Aspec
 
 
 def read_notes(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / NOTES).read_text()) if (folder / NOTES).is_file() else {}
+    return read_json(folder / NOTES, str(folder)) if (folder / NOTES).is_file() else {}
 
 
 def rows_of(sources: dict[str, Stored]) -> Callable[[str], torch.Tensor]:

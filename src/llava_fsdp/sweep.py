@@ -30,6 +30,7 @@ from rich.table import Table
 from llava_fsdp.cli import quoted, shorten
 from llava_fsdp.config import SweepConfig, at_least, config_dir, load
 from llava_fsdp.errors import ConfigError, ExitCode, LlavaFsdpError
+from llava_fsdp.guard import check_command_line
 from llava_fsdp.log import log, setup_logging
 
 JOB_FILE = "job.json"
@@ -64,6 +65,7 @@ def main() -> None:
     setup_logging()
     signal.signal(signal.SIGTERM, interrupt)
     try:
+        check_command_line(sys.argv[1:], "sweep")
         sweep = sweep_folder()
     except ConfigError as error:
         stop(error.exit_code, f"ConfigError: {error}")

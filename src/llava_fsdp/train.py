@@ -3,6 +3,7 @@
 `train` reads from top to bottom as what happens; `fit` (loop.py) calls `train_step`, which calls `backward`.
 """
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from llava_fsdp import artifact, checkpoint, cli
 from llava_fsdp.config import Config, Format, Source
 from llava_fsdp.data.loader import Loader, build_loader
 from llava_fsdp.dry_run import dry_run
-from llava_fsdp.errors import ConfigError, DataError
+from llava_fsdp.errors import ConfigError, DataError, StorageError
 from llava_fsdp.log import log
 from llava_fsdp.loop import fit
 from llava_fsdp.metrics import Reporter, begin_status, watch_loading, write_status
@@ -21,6 +22,7 @@ from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.parts import find_parts, find_projector
 from llava_fsdp.model.weights import find_weights, fingerprint, load_weights
 from llava_fsdp.opening import build_model, draw_shapes, shape_of
+from llava_fsdp.places import check_places
 from llava_fsdp.planning.auto import Decision, decide
 from llava_fsdp.planning.samples import samples_in
 from llava_fsdp.screen import show_run
@@ -43,12 +45,15 @@ def train(cfg: Config) -> None:
         return dry_run(cfg)
     if cfg.format is Format.json:
         raise ConfigError("format=json is for dry_run=N; a training writes metrics.jsonl into output_dir")
+    check_places(cfg)
     begin_status(cfg)
     with distributed(cfg) as world, clear_memory_errors(cfg, world.device):
         cfg = settle_auto(cfg, world)
         plan = SHARD_PLANS[cfg.sharding.strategy]
         mesh = make_mesh(world, plan, cfg)
         state = build_state(cfg, world, plan, mesh)
+        if cfg.private:  # from here on alone: a dataset's index, made before, is for whoever may read the dataset
+            os.umask(0o077)
         last_step = state.loader.total_steps
         resumed = checkpoint.resume(state, cfg)
         if state.step >= last_step:
@@ -148,9 +153,11 @@ def check_same_records(loader: Loader) -> None:
 
 def write_config(cfg: Config, world: World) -> None:
     if world.is_first:
-        folder = Path(cfg.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(cfg)))
+        path = Path(cfg.output_dir) / "config.yaml"
+        try:
+            path.write_text(OmegaConf.to_yaml(OmegaConf.structured(cfg)))
+        except OSError as error:
+            raise StorageError(f"{path} cannot be written ({error}); make room there") from error
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ The arithmetic is CLIPImageProcessor's on Pillow, as LLaVA train.py:692-718 uses
 are on the device: a quarter of the memory and of the copying, and the same numbers (`pixel_table`).
 """
 
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +19,13 @@ from llava_fsdp.data.examine import MAX_PIXELS, opened, picture_size, shown_size
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.source import Record
 from llava_fsdp.errors import ModelError, PictureError
+from llava_fsdp.untrusted import foreign, read_json, refuse_model_code
 
 if TYPE_CHECKING:  # it imports torch, which the processes that make an index must not
     from llava_fsdp.data.workers import Watch
 
+LARGEST_SQUARE = 1 << 13
+"""Most pixels on a side of what a tower may ask for."""
 MISREAD = 3
 """Heights up to this the original's processor takes for something else (`misread`)."""
 
@@ -55,9 +57,13 @@ class Preprocessor:
 def preprocessor_fields(folder: Path) -> dict[str, Any]:
     """The folder's `preprocessor_config.json`, or what transformers 5 writes into `processor_config.json` instead."""
     path, within = folder / "preprocessor_config.json", folder / "processor_config.json"
-    if path.is_file():
-        return json.loads(path.read_text())
-    return json.loads(within.read_text()).get("image_processor", {}) if within.is_file() else {}
+    found = next((file for file in (path, within) if file.is_file()), None)
+    if found is None:
+        return {}
+    fields = read_json(found)
+    refuse_model_code(fields, found)
+    own = fields if found == path else fields.get("image_processor", {})
+    return own if isinstance(own, dict) else {}
 
 
 def read_preprocessor(folder: Path) -> Preprocessor:
@@ -70,7 +76,8 @@ def read_preprocessor(folder: Path) -> Preprocessor:
     config = preprocessor_fields(folder)
     if not config:
         raise ModelError(f"{folder} has no preprocessor_config.json; copy it from the vision tower's release")
-    return parse_preprocessor(config, path)
+    with foreign(f"{path} describes no preparation of pictures"):
+        return parse_preprocessor(config, path)
 
 
 def parse_preprocessor(config: dict[str, Any], path: Path) -> Preprocessor:
@@ -82,12 +89,19 @@ def parse_preprocessor(config: dict[str, Any], path: Path) -> Preprocessor:
     width = square if isinstance(square, int) else (square or {}).get("width", edge)
     if height is None or height != width:
         raise ModelError(f"{path}: size={size} and crop_size={crop} describe no square picture")
+    if type(height) is not int or not 1 <= height <= LARGEST_SQUARE:
+        raise ModelError(f"{path}: size={size} is no number of pixels, 1 to {LARGEST_SQUARE:,}")
+    colours = [tuple(float(value) for value in config[key]) for key in ("image_mean", "image_std")]
+    if [len(own) for own in colours] != [3, 3] or not all(math.isfinite(v) for own in colours for v in own):
+        raise ModelError(f"{path}: image_mean and image_std are not three numbers each")
+    if min(colours[1]) <= 0:
+        raise ModelError(f"{path}: image_std={config['image_std']} must be above 0")
     return Preprocessor(
         size=height,
         keep_ratio=keep_ratio,
         resample=Image.Resampling(config.get("resample", Image.Resampling.BICUBIC)),
-        mean=tuple(config["image_mean"]),
-        std=tuple(config["image_std"]),
+        mean=colours[0],
+        std=colours[1],
     )
 
 

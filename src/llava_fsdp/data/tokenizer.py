@@ -17,6 +17,7 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import Tokenizer as FastTokenizer
 
 from llava_fsdp.errors import ModelError
+from llava_fsdp.untrusted import LARGE, foreign, read_json, refuse_model_code
 
 LLAMA_CLASSES = (None, "LlamaTokenizer", "LlamaTokenizerFast", "TokenizersBackend", "PreTrainedTokenizerFast")
 """What `tokenizer_class` says of Llama tokenizers, in transformers 4 and 5."""
@@ -67,6 +68,12 @@ def open_tokenizer(folder: Path, rows: int | None = None, extra: tuple[str, ...]
         ModelError: the folder has neither file, or one that cannot be read.
     """
     config = read_optional(folder / "tokenizer_config.json")
+    refuse_model_code(config, folder / "tokenizer_config.json")
+    with foreign(f"{folder}: its tokenizer cannot be read; get its files again from the model's makers"):
+        return read_tokenizer(folder, config, rows, extra)
+
+
+def read_tokenizer(folder: Path, config: dict, rows: int | None, extra: tuple[str, ...]) -> Tokenizer:
     pieces, frozen = folder / "tokenizer.model", folder / "tokenizer.json"
     if pieces.is_file() and (config.get("tokenizer_class") in LLAMA_CLASSES or not frozen.is_file()):
         added = {t: i for t, i in added_tokens(folder, config).items() if within(i, rows)}
@@ -82,7 +89,7 @@ def is_legacy(config: dict) -> bool:
 
 
 def read_optional(path: Path) -> dict:
-    return json.loads(path.read_text()) if path.is_file() else {}
+    return read_json(path) if path.is_file() else {}
 
 
 def within(token: int, rows: int | None) -> bool:
@@ -103,7 +110,7 @@ class JsonTokenizer:
     """
 
     def __init__(self, path: Path, config: dict, rows: int | None, extra: tuple[str, ...]):
-        frozen = json.loads(path.read_text())
+        frozen = read_json(path, largest=LARGE)
         frozen["added_tokens"] = [t for t in frozen.get("added_tokens", []) if within(t["id"], rows)]
         present = {t["content"] for t in frozen["added_tokens"]}
         space = metaspace(frozen)

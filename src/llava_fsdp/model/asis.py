@@ -8,6 +8,7 @@ from llava_fsdp.errors import ConfigError, ModelError
 from llava_fsdp.model.files import PROJECTOR, WHOLE_MODEL
 from llava_fsdp.model.original import TOWER, Selection, is_original, read_selection
 from llava_fsdp.model.parts import HUB_NAME, NOTES, PACKAGE, read_json, read_llava_config
+from llava_fsdp.untrusted import foreign
 
 
 def read_model(folder: Path, language: str | None, vision: str | None) -> ModelConfig:
@@ -23,7 +24,8 @@ def read_model(folder: Path, language: str | None, vision: str | None) -> ModelC
     """
     raw = read_json(folder / "config.json", f"source={folder}")
     if is_original(raw):
-        said = read_selection(raw, folder)
+        with foreign(f"source={folder}: its config.json is damaged"):
+            said = read_selection(raw, folder)
         whole = any((folder / name).is_file() for name in WHOLE_MODEL)
         if not whole and not any((folder / name).is_file() for name in PROJECTOR):
             raise ModelError(f"source={folder} has no weights: none of {', '.join(WHOLE_MODEL + PROJECTOR)}")

@@ -1,6 +1,5 @@
 """Tensors in files, read a stretch of rows at a time."""
 
-import json
 import re
 import zipfile
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from llava_fsdp.errors import ModelError
+from llava_fsdp.untrusted import beside, read_json
 
 WHOLE_MODEL = ["model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin"]
 PROJECTOR = ["mm_projector.safetensors", "mm_projector.bin"]
@@ -67,11 +67,14 @@ def open_tensors(path: Path, projector_only: bool = False) -> dict[str, StoredTe
 
 
 def open_index(path: Path) -> dict[str, StoredTensor]:
-    names = json.loads(path.read_text())["weight_map"]
-    missing = sorted({f for f in names.values() if not (path.parent / f).is_file()})
+    names = read_json(path).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise ModelError(f"{path} has no weight_map of names to files; get it again from the model's makers")
+    listed = {str(f): beside(path, f) for f in names.values()}
+    missing = sorted(f for f, file in listed.items() if not file.is_file())
     if missing:
         raise ModelError(f"{path} lists {missing[0]}, which does not exist; was the download interrupted?")
-    files = {f: open_file(path.parent / f) for f in sorted(set(names.values()))}
+    files = {f: open_file(listed[f]) for f in sorted(listed)}
     absent = [n for n, f in names.items() if n not in files[f]]
     if absent:
         raise ModelError(f"{path} says {absent[0]} is in {names[absent[0]]}, which lacks it")
@@ -88,12 +91,30 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
     if path.suffix not in (".bin", ".pt", ".pth"):
         raise ModelError(f"{path} is no file of tensors; give a .safetensors or .bin file, or a model folder")
     try:  # weights_only: such a file can carry a program; mmap: it can be larger than the memory
-        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        mapped = is_plain_archive(path)
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # torch raises anything from KeyError to UnpicklingError here
         raise ModelError(why_unreadable(path, str(error))) from error
     if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
         raise ModelError(f"{path} holds more than tensors by name; it is no file of weights")
     return {name: StoredTensor(path, name, tensors) for name in tensors}
+
+
+def is_plain_archive(path: Path) -> bool:
+    """Whether it is the archive of torch.save, which may be mapped: nothing in it is packed, doubled or cut short.
+
+    Raises:
+        ModelError: it is an archive of another kind; unpacked, it could be of any size.
+    """
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+    names = {entry.filename for entry in entries}
+    packed = any(e.compress_type != zipfile.ZIP_STORED or e.compress_size != e.file_size for e in entries)
+    if packed or len(names) < len(entries) or sum(e.file_size for e in entries) > path.stat().st_size:
+        raise ModelError("it is an archive of packed or doubled parts, which torch.save does not write")
+    return True
 
 
 def why_unreadable(path: Path, said: str) -> str:

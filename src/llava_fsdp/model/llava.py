@@ -19,6 +19,7 @@ from llava_fsdp.model.attention import (
 )
 from llava_fsdp.model.loss import LabelLoss, choose_loss, whole_loss
 from llava_fsdp.model.parts import Parts
+from llava_fsdp.untrusted import foreign
 
 
 class Projector(nn.Module):
@@ -68,13 +69,15 @@ class Llava(nn.Module):
         self.compute_dtype = compute_dtype
         self.kernel = kernel
         self.label_loss = label_loss
-        self.vision_tower = AutoModel.from_config(parts.vision, attn_implementation="sdpa")
+        self.vision_tower = AutoModel.from_config(parts.vision, attn_implementation="sdpa", trust_remote_code=False)
         hidden = parts.language.hidden_size
         self.multi_modal_projector = Projector(cfg.projector_type, parts.vision.hidden_size, hidden)
         if cfg.patch_merge is PatchMerge.spatial_unpad:
             self.image_newline = nn.Parameter(torch.empty(hidden))
         attention = kernel.name if kernel is not None else "sdpa"
-        self.language_model = AutoModel.from_config(parts.language, attn_implementation=attention)
+        self.language_model = AutoModel.from_config(
+            parts.language, attn_implementation=attention, trust_remote_code=False
+        )
         self.language_model.config.use_cache = False
         self.lm_head = nn.Linear(hidden, parts.language.vocab_size, bias=False)
         if parts.language.tie_word_embeddings:
@@ -228,7 +231,8 @@ def build_llava(
         register_attention()
         check_full_attention(parts.language)
     label_loss = whole_loss if loss is None else choose_loss(loss, compute_dtype)
-    with torch.device("meta"):
+    folders = sorted({str(parts.whole or parts.language_folder), str(parts.vision_folder)})
+    with torch.device("meta"), foreign(f"config.json of {', '.join(folders)} describes no model that can be built"):
         model = Llava(parts, cfg, compute_dtype, kernel, label_loss)
         if kernel is not None:
             check_reaches_all_layers(model.language_model)

@@ -72,10 +72,10 @@ def read_selection(raw: dict[str, Any], folder: Path) -> Selection:
 
 
 def check_supported(raw: dict[str, Any], folder: Path) -> None:
-    if raw["model_type"] not in ("llava_llama", FIRST_NAME):
+    if raw.get("model_type") not in ("llava_llama", FIRST_NAME):
         raise ModelError(
-            f"{folder / 'config.json'} has model_type={raw['model_type']}; of the original's models, llava_llama is "
-            "supported"
+            f"{folder / 'config.json'} has model_type={raw.get('model_type')}; of the original's models, llava_llama "
+            "is supported"
         )
     for key, needed in NEEDED.items():
         if (raw.get(key) or needed) != needed:

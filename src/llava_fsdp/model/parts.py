@@ -1,6 +1,5 @@
 """Where a model's parts come from: folders, hub names, and what their configurations say."""
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +9,11 @@ from transformers import AutoConfig, LlavaConfig, PretrainedConfig
 
 from llava_fsdp.config import Config, Feature, ModelConfig
 from llava_fsdp.errors import ConfigError, ModelError
+from llava_fsdp.log import log
 from llava_fsdp.model.files import WHOLE_MODEL
 from llava_fsdp.model.original import TOWER, check_agrees, is_original, language_config
+from llava_fsdp.untrusted import foreign, is_open_to_others, refuse_model_code
+from llava_fsdp.untrusted import read_json as read_any_json
 
 PACKAGE = "package:"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -19,6 +21,12 @@ HUB_FILES = ["*.json", "*.model", "*.safetensors", "*.bin"]
 EXPORT = "export"
 NOTES = "llava_fsdp.json"
 """What our exports add to transformers' files: how the model was trained and what it is made of."""
+MOST = {
+    "hidden_size": 1 << 17, "intermediate_size": 1 << 20, "num_hidden_layers": 1 << 10, "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12, "vocab_size": 1 << 24, "max_position_embeddings": 1 << 26, "image_size": 1 << 13,
+    "patch_size": 1 << 10, "num_channels": 1 << 8,
+}  # fmt: skip
+"""Most that a model's config.json may say: far beyond any that exists."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,8 @@ def find_parts(cfg: ModelConfig) -> Parts:
     if is_original(raw):
         return original_parts(folder, raw, cfg)
     config = read_llava_config(folder, "model.checkpoint")
-    check_selection(config, cfg, folder)
+    with foreign(f"model.checkpoint={folder}: its config.json is damaged"):
+        check_selection(config, cfg, folder)
     language: Any = config.text_config
     language.vocab_size = trained_vocabulary(folder, config)
     return Parts(folder, folder, language, vision_config(config), folder)
@@ -79,11 +88,14 @@ def original_parts(folder: Path, raw: dict, cfg: ModelConfig) -> Parts:
 
     Ours have a copy of the tower's configuration beside the weights.
     """
-    check_agrees(raw, cfg, folder)
+    with foreign(f"model.checkpoint={folder}: its config.json is damaged"):
+        check_agrees(raw, cfg, folder)
+        language = language_config(raw)
+        check_sizes(language, folder)
     own = folder / TOWER
     vision = own if (own / "config.json").is_file() else resolve(cfg.vision, "model.vision")
     tower = vision_config(read_config(vision, "model.vision"))
-    return Parts(folder, vision, language_config(raw), tower, folder)
+    return Parts(folder, vision, language, tower, folder)
 
 
 def read_llava_config(folder: Path, key: str) -> Any:
@@ -132,7 +144,12 @@ def trained_vocabulary(folder: Path, config: Any) -> int:
     A row too many would take part in every softmax, so they are cut on the way back.
     """
     if (folder / NOTES).is_file():
-        return read_json(folder / NOTES, str(folder))["vocab_size"]
+        rows = read_json(folder / NOTES, str(folder)).get("vocab_size")
+        if type(rows) is not int or not 1 <= rows <= config.text_config.vocab_size:
+            raise ModelError(
+                f"{folder / NOTES} has vocab_size={rows!r}, and the model has {config.text_config.vocab_size}"
+            )
+        return rows
     rows = config.text_config.vocab_size
     return config.image_token_index if 0 < rows - config.image_token_index <= 64 else rows
 
@@ -159,6 +176,10 @@ def resolve(name: str, key: str) -> Path:
             raise ConfigError(f"{key}={name}: the package ships no such model")
         return folder
     if Path(name).is_dir():
+        if is_open_to_others(Path(name)):
+            log().warning(
+                "%s=%s can be written by every user of this machine: who trusts it trusts them all", key, name
+            )
         return Path(name)
     if not HUB_NAME.fullmatch(name):
         raise ConfigError(f"{key}={name} is not a folder; give a model folder or a hub name like lmsys/vicuna-7b-v1.5")
@@ -199,17 +220,36 @@ def read_config(folder: Path, key: str) -> PretrainedConfig:
     """
     if not (folder / "config.json").is_file():
         raise ModelError(f"{key}={folder} has no config.json; is it a model folder?")
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, KeyError, OSError) as error:
-        raise ModelError(f"{key}={folder}: transformers does not know this model: {error}") from error
+    read_json(folder / "config.json", f"{key}={folder}")
+    with foreign(f"{key}={folder}: transformers does not know this model, or its config.json is damaged"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        check_sizes(config, folder)
+        return config
+
+
+def check_sizes(config: Any, folder: Path) -> None:
+    """Raises ModelError where a size is none that a model can have: building it would fail elsewhere, or never end."""
+    for own in (config, getattr(config, "text_config", None), getattr(config, "vision_config", None)):
+        for name, most in MOST.items():
+            value = getattr(own, name, None)
+            if value is not None and (type(value) is not int or not 1 <= value <= most):
+                raise ModelError(
+                    f"{folder / 'config.json'} has {name}={value!r}, which is no whole number of 1 to {most:,}"
+                )
 
 
 def read_json(path: Path, what: str) -> dict:
+    """A JSON object of a model folder.
+
+    Raises:
+        ModelError: it is none, or names code that would come with the model.
+    """
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{what}: {path} cannot be read: {error}") from error
+        found = read_any_json(path)
+        refuse_model_code(found, path)
+    except ModelError as error:
+        raise ModelError(f"{what}: {error}") from error
+    return found
 
 
 def find_projector(cfg: Config) -> Path | None:
@@ -249,8 +289,8 @@ def find_projector(cfg: Config) -> Path | None:
 def check_same_model(folder: Path, cfg: Config) -> None:
     notes = read_json(folder / NOTES, "model.projector=auto")
     for key, ours in (("language", cfg.model.language), ("vision", cfg.model.vision)):
-        if notes[key] != ours:
+        if notes.get(key) != ours:
             raise ConfigError(
-                f"model.projector=auto found {folder}, which was trained for model.{key}={notes[key]}, not {ours}; "
+                f"model.projector=auto found {folder}, which was trained for model.{key}={notes.get(key)}, not {ours}; "
                 "give the right one with model.projector=PATH"
             )

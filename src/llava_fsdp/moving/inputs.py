@@ -13,6 +13,7 @@ from llava_fsdp.moving.flags import FLAGS, canonical
 from llava_fsdp.moving.launch import Launch, find_launch
 from llava_fsdp.moving.run import Block, Options, Run
 from llava_fsdp.moving.shell import Command, commands, is_open, open_mark, open_names, shown
+from llava_fsdp.untrusted import refuse_yaml_bombs
 
 LARGEST = 1 << 20  # bytes; a file of settings is smaller
 LISTS = frozenset({"report_to", "label_names"})  # flags of the original that take several words
@@ -247,6 +248,7 @@ def read_yaml(path: Path) -> Block:
     Raises:
         ConfigError: it is no YAML, or no mapping of names.
     """
+    refuse_yaml_bombs(path)
     try:
         content = yaml.safe_load(read_text(path))
     except (yaml.YAMLError, RecursionError) as error:

@@ -3,7 +3,6 @@
 A file of 300 lines because whatever depends on two of the three is asked here, and nowhere else.
 """
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from pathlib import Path
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.moving.launch import Launch, Ranks, number, ranks_of
 from llava_fsdp.moving.shell import is_open, open_mark, shown
+from llava_fsdp.untrusted import read_json
 
 AUTO = "auto"
 TRUE = frozenset({"yes", "true", "t", "y", "1"})
@@ -218,7 +218,7 @@ class Run:
             return self.options.hidden_size
         config = Path(name) / "config.json"
         if config.is_file():
-            size = json.loads(config.read_text()).get("hidden_size")
+            size = read_json(config, ConfigError).get("hidden_size")
             return size if isinstance(size, int) else None
         known = LLAMA_LIKE.search(name)
         return HIDDEN_SIZES[known[1].lower()] if known else None

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from llava_fsdp.config import AUTO, Config, Strategy
 from llava_fsdp.errors import ConfigError
@@ -15,6 +16,7 @@ from llava_fsdp.planning.planner import Choice, Planner, PlanRow
 from llava_fsdp.planning.samples import Samples
 from llava_fsdp.sharding.mesh import World
 from llava_fsdp.sharding.zero import SHARD_PLANS
+from llava_fsdp.untrusted import refuse_yaml_bombs
 
 GB = 1e9
 
@@ -83,11 +85,11 @@ def recorded(cfg: Config) -> Config | None:
     if not path.is_file():
         return None
     try:
-        found = OmegaConf.load(path)
+        found = OmegaConf.create(refuse_yaml_bombs(path))
         strategy = Strategy(str(OmegaConf.select(found, "sharding.strategy")))
         tokens = OmegaConf.select(found, "tokens_per_micro_batch")
-    except (OmegaConfBaseException, ValueError, OSError):
-        return None
+    except (OmegaConfBaseException, YAMLError, ConfigError, ValueError, OSError):
+        return None  # what it continues from says what is wrong
     if strategy is Strategy.auto or (cfg.tokens_per_micro_batch == AUTO and not isinstance(tokens, int)):
         return None
     if cfg.sharding.strategy is not Strategy.auto:

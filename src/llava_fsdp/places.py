@@ -1,0 +1,63 @@
+"""Whether the places that a configuration names are there and apart from each other. Reads nothing,
+imports no torch."""
+
+import os
+import re
+from pathlib import Path
+
+from llava_fsdp.config import Config, Source
+from llava_fsdp.errors import ConfigError
+
+PACKAGED_OR_HUB = re.compile(r"package:.*|[\w-][\w.-]*/[\w.-]+")
+
+
+def check_places(cfg: Config) -> None:
+    """Look at every path before anything is read or made.
+
+    Raises:
+        ConfigError: several do not exist, all of which are named; or the run would write into what it reads.
+    """
+    read = places_read(cfg)
+    absent = [f"{key}={name}" for key, name in read.items() if not exists(name)]
+    if len(absent) > 1:  # of one, whoever needs it says what it should be
+        raise ConfigError(
+            f"{len(absent)} paths do not exist: {', '.join(absent)}; relative paths begin at {os.getcwd()}"
+        )
+    out = Path(os.path.realpath(cfg.output_dir))
+    for key, name in read.items():
+        place = Path(os.path.realpath(name))
+        if key == "checkpoint.resume" or not place.is_dir():
+            continue
+        if out == place or place in out.parents:
+            raise ConfigError(
+                f"output_dir={cfg.output_dir} is {'' if out == place else 'within '}{key}={name}, which the run reads; "
+                "give a folder of its own"
+            )
+
+
+def places_read(cfg: Config) -> dict[str, str]:
+    """What is read, by key; names of the hub and of the package are no places."""
+    found: dict[str, str | None] = {}
+    if cfg.data.source is not Source.shapes:  # which is drawn
+        found |= {"data.path": cfg.data.path, "data.images": cfg.data.images}
+        for name, own in cfg.data.sources.items():
+            found |= {f"data.sources.{name}.path": own.path, f"data.sources.{name}.images": own.images}
+    if cfg.model.checkpoint is None:
+        found |= {"model.language": cfg.model.language, "model.vision": cfg.model.vision}
+    found["model.checkpoint"] = cfg.model.checkpoint
+    if cfg.model.projector not in ("auto", "random"):
+        found["model.projector"] = cfg.model.projector
+    if cfg.checkpoint.resume not in ("auto", "never"):
+        found["checkpoint.resume"] = cfg.checkpoint.resume
+    return {
+        key: name
+        for key, name in found.items()
+        if name is not None and not (key.startswith("model.") and not exists(name) and PACKAGED_OR_HUB.fullmatch(name))
+    }
+
+
+def exists(name: str) -> bool:
+    try:
+        return Path(name).exists()
+    except (OSError, ValueError):  # too long, or with a NUL in it
+        return False

@@ -1,0 +1,68 @@
+"""What looks like a secret, and texts without it. Imports nothing of ours."""
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+
+HIDDEN = "***"
+NAMES = re.compile(
+    r"(?:(?:.*[._-])?(?:secret|passwd|password|passphrase|credentials?|authorization|api_?key|access_?key|secret_?key"
+    r"|private_?key|account_?key|pat)"
+    r"|(?:.*[._-])?(?:hf|hub|hugging_?face|access|auth|api|bearer|refresh|session|wandb|git(?:hub|lab)|private|user)"
+    r"[._-]?token|auth|token)(?:[._-](?:id|key|value|file|path))?",
+    re.IGNORECASE,
+)
+"""Whole names, prefixes included: `hub_token` and `WANDB_API_KEY`, but neither `image_token` nor `chunk_tokens`."""
+ENV_NAMES = re.compile(
+    r"(?i)(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|API_?KEY|ACCESS_?KEY|CREDENTIALS?|PAT)(?:_|$)"
+)
+VALUES = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}"
+    r"|github_pat_\w{16,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|AIza[\w-]{30,}"
+    r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+)"
+)
+LOGIN = re.compile(r"(?<=://)[^\s/@'\"]*:[^\s/@'\"]*(?=@)")
+"""user:password of an address"""
+VALUE = r"(?P<value>[^\s,;&'\"]+|'[^']*'|\"[^\"]*\")"
+ASSIGNED = re.compile(r"(?P<name>[\w.-]+)(?P<sign>['\"]?\s*[=:]\s*)" + VALUE)
+FLAG = re.compile(r"(?P<name>--[\w.-]+)(?P<sign>\s+)" + VALUE)
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a key, a flag or a variable is one that holds a secret."""
+    return NAMES.fullmatch(name.lstrip("+~-")) is not None
+
+
+def is_secret_variable(name: str) -> bool:
+    """Whether a variable of the environment is one that holds a secret."""
+    return ENV_NAMES.search(name) is not None
+
+
+def has_secret(text: str) -> bool:
+    """Whether a value is a secret, or has one in it."""
+    return VALUES.search(text) is not None or LOGIN.search(text) is not None
+
+
+def secrets_of(env: Mapping[str, str] = os.environ) -> list[str]:
+    """Values of the environment's variables that hold secrets, the longest first."""
+    found = {value for name, value in env.items() if is_secret_variable(name) and len(value) >= 8}
+    return sorted(found, key=len, reverse=True)
+
+
+def redact(text: str, known: Iterable[str] = ()) -> str:
+    """The text with every secret hidden.
+
+    Args:
+        known: values that are secrets, whatever they look like.
+    """
+    for secret in known:
+        text = text.replace(secret, HIDDEN)
+    text = LOGIN.sub(HIDDEN, VALUES.sub(HIDDEN, text))
+    return FLAG.sub(hide, ASSIGNED.sub(hide, text))
+
+
+def hide(found: re.Match[str]) -> str:
+    """`name=value` with its value hidden, where the name is a secret's."""
+    if not is_secret_name(found["name"]) or found["value"] in ("null", "None", "True", "False"):
+        return found[0]
+    return f"{found['name']}{found['sign']}{HIDDEN}"

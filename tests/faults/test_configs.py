@@ -1,0 +1,103 @@
+"""Mistakes in a configuration: one message, before anything is read or written."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from llava_fsdp import cli, train
+from llava_fsdp.config import Config, load
+from llava_fsdp.errors import ConfigError
+
+WRONG = {
+    "+x=1": "x is not a key",
+    "++optim.lrr=1": "optim.lrr is not a key of the configuration; did you mean optim.lr",
+    "+data.sources.a.b=1": "is not a key",
+    "optim.lr=inf": "optim.lr=inf must be a finite number",
+    "optim.lr=-inf": "optim.lr=-inf must be a finite number",
+    "optim.weight_decay=nan": "optim.weight_decay=nan must be a finite number",
+    "optim.eps=-1": "optim.eps=-1.0 must be a finite number",
+    "optim.clip=inf": "optim.clip=inf must be above 0",
+    "optim.clip=nan": "optim.clip=nan must be above 0",
+    "optim.beta2=nan": "optim.beta2=nan must be at least 0 and below 1",
+    "optim.projector_lr=inf": "optim.projector_lr=inf must be a finite number",
+    "optim.warmup_ratio=nan": "optim.warmup_ratio=nan must be a fraction",
+    "epochs=0": "epochs=0 must be at least 1",
+    "epochs=1e400": "epochs",
+    "log_every=0": "log_every=0 must be at least 1",
+    "micro_batch_size=0": "micro_batch_size=0 must be at least 1",
+    "checkpoint.every=-5": "checkpoint.every=-5 must be at least 1",
+    "checkpoint.keep=0": "checkpoint.keep=0 must be at least 2",
+    "data.prefetch=0": "data.prefetch=0 must be at least 1",
+    "data.stall=0": "data.stall=0 must be at least 1",
+    "private=maybe": "private=maybe",
+    "global_batch_size=null": "global_batch_size=None",
+    "stage=null": "Config group override must be a string",
+    "sharding=zero3 offload=optimizer sharding.strategy=NO_SHARD": "offload=optimizer with sharding=zero0",
+    "pack=false attention=varlen": "attention=varlen is for the rows of pack=true",
+    "pack=false tokens_per_micro_batch=4096": "tokens_per_micro_batch=4096 is for pack=true",
+    "tokens_per_micro_batch=many": "tokens_per_micro_batch=many is not a number of positions",
+    "tokens_per_micro_batch=16": "tokens_per_micro_batch=16 has no room for a sample",
+    "loss.normalize=micro_batch": "loss.normalize=micro_batch is a mean of means",
+    "dry_run=0": "dry_run=0 must be at least 1",
+    "output_dir=null": "output_dir=None",
+    "output_dir='a": "output_dir",
+    "seed=[1]": "seed",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_values(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train", *words.split()])
+    with pytest.raises(ConfigError) as caught:
+        node = cli.compose("train", Config)
+        assert node is not None
+        load(Config, node)
+    assert WRONG[words] in str(caught.value) and "Traceback" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def run_of(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["train", *words])
+    node = cli.compose("train", Config)
+    assert node is not None
+    train.train(load(Config, node))
+
+
+def test_paths_that_are_missing_are_named_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["data=llava_json", "data.path=no.json", "data.images=no images", "model.language=/no/model"]
+    with pytest.raises(ConfigError, match="4 paths do not exist") as caught:
+        run_of(monkeypatch, *words, "checkpoint.resume=no/step-000001")
+    for word in ("data.path=no.json", "data.images=no images", "model.language=/no/model", "resume=no/step-000001"):
+        assert word in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("where", ["images", "images/out", "model", "model/out", "link/out"])
+def test_a_run_does_not_write_into_what_it_reads(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("images", "model"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "images")
+    (tmp_path / "a.json").write_text("[]")
+    words = ["data=llava_json", "data.path=a.json", "data.images=images", "model.language=model", f"output_dir={where}"]
+    with pytest.raises(ConfigError, match=f"output_dir={where} is .*which the run reads; give a folder of its own"):
+        run_of(monkeypatch, *words)
+    assert not list((tmp_path / "images").iterdir()) and not list((tmp_path / "model").iterdir())
+
+
+def test_the_command_says_it_once_and_ends_at_once(tmp_path: Path) -> None:
+    began = time.monotonic()
+    ran = subprocess.run(
+        [sys.executable, "-m", "llava_fsdp.train", "output_dir=out", "optim.lr=inf"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 2 and ran.stderr.count("ConfigError") == 1 and "Traceback" not in ran.stderr
+    assert time.monotonic() - began < 45, "a hard limit against hangs, not a measure"
+    path = tmp_path / "out" / "run_status.json"
+    assert not path.exists() or json.loads(path.read_text())["exit_code"] == 2

@@ -1,0 +1,85 @@
+"""What is loaded cannot run code, because nothing in the package runs what it has loaded."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCES = Path(__file__).parents[2] / "src" / "llava_fsdp"
+PIPES = {"data/chunks.py"}
+"""Talks to its own child through a pipe that nobody else can write to."""
+OWN = {"pickle.dumps", "pickle.dump", "pickle.load", "pickle.UnpicklingError"}
+NEVER = {
+    "eval", "exec", "compile", "__import__", "os.system", "os.popen", "os.execv", "yaml.load", "yaml.unsafe_load",
+    "yaml.full_load", "importlib.import_module", "hydra.utils.instantiate", "hydra.utils.call", "instantiate",
+    "runpy.run_path", "runpy.run_module", "marshal.loads", "shelve.open", "dill.load", "joblib.load",
+    "torch.hub.load", "jinja2.Template", "pickle.loads", "pickle.Unpickler",
+}  # fmt: skip
+NEEDED = {
+    "torch.load": {"weights_only": True},
+    "np.load": {"allow_pickle": False},
+    "AutoConfig.from_pretrained": {"trust_remote_code": False, "local_files_only": True},
+    "AutoTokenizer.from_pretrained": {"trust_remote_code": False, "local_files_only": True},
+    "PreTrainedTokenizerFast.from_pretrained": {"trust_remote_code": False, "local_files_only": True},
+    "LlavaForConditionalGeneration.from_pretrained": {"trust_remote_code": False, "local_files_only": True},
+    "AutoModel.from_config": {"trust_remote_code": False},
+}
+OWN_COLUMN = ("data/ids.py", "np.load")
+"""Maps a file that this process wrote a moment ago, for writing; NumPy's own default is allow_pickle=False."""
+
+
+def faults_in(text: str, file: str) -> Iterator[str]:
+    """What a source must not do, with its line."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            for name in names:
+                if name.partition(".")[0] in ("pickle", "cPickle", "dill", "shelve", "marshal", "joblib"):
+                    if file not in PIPES:
+                        yield f"{file}:{node.lineno} imports {name}"
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        given = {key.arg: getattr(key.value, "value", key.value) for key in node.keywords}
+        if name in NEVER and not (file in PIPES and name in OWN):
+            yield f"{file}:{node.lineno} calls {name}"
+        if given.get("shell") is True or given.get("trust_remote_code") not in (None, False):
+            yield f"{file}:{node.lineno} calls {name} with {given}"
+        for key, value in NEEDED.get(name, {}).items():
+            if given.get(key) is not value and (file, name) != OWN_COLUMN:
+                yield f"{file}:{node.lineno} calls {name} without {key}={value}"
+        if name.endswith((".from_pretrained", ".from_config")) and name not in NEEDED:
+            yield f"{file}:{node.lineno} calls {name}, which is not known to this test"
+
+
+def test_nothing_that_is_loaded_is_run() -> None:
+    found = [
+        fault
+        for path in sorted(SOURCES.rglob("*.py"))
+        for fault in faults_in(path.read_text(), path.relative_to(SOURCES).as_posix())
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "np.load(path, allow_pickle=True)",
+        "yaml.load(text)",
+        "eval(text)",
+        "os.system(text)",
+        "subprocess.run(text, shell=True)",
+        "AutoConfig.from_pretrained(folder)",
+        "AutoModel.from_config(config, trust_remote_code=cfg.trust)",
+        "Thing.from_pretrained(folder)",
+        "hydra.utils.instantiate(node)",
+        "importlib.import_module(name)",
+    ],
+)
+def test_it_would_be_found(text: str) -> None:
+    assert list(faults_in(text, "model/x.py"))
