@@ -41,13 +41,17 @@ def is_due(step: int, last_step: int, cfg: CheckpointConfig) -> bool:
     return step == last_step or (cfg.every is not None and step % cfg.every == 0)
 
 
+def folder_of(cfg: Config) -> Path:
+    return Path(cfg.output_dir) / FOLDER
+
+
 def save(state: TrainState, cfg: Config) -> Path:
     """Write `step-NNNNNN` and drop the oldest ones beyond `checkpoint.keep`. A collective.
 
     Raises:
         CheckpointError: the folder could not be written, on every rank.
     """
-    parent = Path(cfg.output_dir) / FOLDER
+    parent = folder_of(cfg)
     final = parent / f"step-{state.step:06d}"
     staged = parent / f"{final.name}.tmp"
     on_first_rank(lambda: make_empty(staged), f"cannot make {staged}")
