@@ -168,7 +168,7 @@ def test_node_uses_every_gpu(machine: Machine) -> None:
     machine.gpus(3)
     assert machine.bash("launch/node.sh", "stage=finetune", "a b", OMP_NUM_THREADS="5").returncode == 0
     train = "-m llava_fsdp.train stage=finetune a b OMP_NUM_THREADS=5"
-    assert machine.noted("torchrun") == [f"torchrun --standalone --nproc-per-node 3 {train}"]
+    assert machine.noted("torchrun") == [f"torchrun --standalone --nproc-per-node 3 --max-restarts 3 {train}"]
 
 
 def test_node_without_gpu_says_how_to_use_the_cpu(machine: Machine) -> None:
@@ -207,8 +207,8 @@ def test_multinode_meets_at_the_endpoint(machine: Machine, node_rank: str, host:
     (command,) = machine.noted("torchrun")
     flags = "--rdzv-backend c10d --rdzv-endpoint host0:29400 --rdzv-id run7" + (f" --rdzv-conf {host}" if host else "")
     assert command == (
-        f"torchrun --nnodes 2 --nproc-per-node 8 {flags} --log-dir outputs/logs/run7 --tee 3 --local-ranks-filter 0 "
-        "-m llava_fsdp.train stage=pretrain OMP_NUM_THREADS=1"
+        f"torchrun --nnodes 2 --nproc-per-node 8 {flags} --max-restarts 3 --log-dir outputs/logs/run7 --tee 3 "
+        "--local-ranks-filter 0 -m llava_fsdp.train stage=pretrain OMP_NUM_THREADS=1"
     )
 
 

@@ -108,15 +108,16 @@ class Life:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.lost_peer = isinstance(error, CommunicationError)
+        self.ending.set()
+        os.write(self.pipe[1], b"\0")
+        self.thread.join()  # before the handlers go: torchrun's SIGTERM must not cut its last word short
         if self.handlers:
             for number, handler in self.handlers.items():
                 signal.signal(number, handler)
             signal.set_wakeup_fd(self.wakeup)
             faulthandler.unregister(signal.SIGUSR2)
-        self.lost_peer = isinstance(error, CommunicationError)
-        self.ending.set()
-        os.write(self.pipe[1], b"\0")
-        self.thread.join()
+        self.tell()
         for handle in (*self.pipe, *self.peers):
             os.close(handle)
         self.peers = {}
@@ -199,12 +200,16 @@ class Life:
             self.end(Outcome(ENDINGS["communication"], reason, {"rank": rank, "host": socket.gethostname()}))
         self.follow()
 
-    def beat(self) -> None:
+    def tell(self) -> Beat:
         self.count += 1
         detail = self.detail() if self.phase is Phase.DATA else ""
         beat = make_beat(self.rank, self.step, self.phase, self.work(), detail, self.count)
         with contextlib.suppress(OSError):  # a full disk must not end a training
             put_beat(self.folder, beat)
+        return beat
+
+    def beat(self) -> None:
+        beat = self.tell()
         if self.size == 1 or self.comm is None:
             return
         if first_failure(self.folder) is not None:

@@ -45,8 +45,9 @@ def fit(
             assert step is not None, "a rank that is asked to stop stops all"
             life.at(Phase.COMPUTE)
             result = train_step(state, state.loader.agree(step), plan, cfg, started, life)
+            life.step = state.step
             after_step(result)
-            life.at(Phase.DATA, state.step)
+            life.at(Phase.DATA)
             started = time.perf_counter()
     except RuntimeError:  # the DataLoader's signal handler raises it wherever a worker's death finds us
         state.loader.check_workers()
