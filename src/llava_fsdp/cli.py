@@ -93,7 +93,9 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
     code = outcome.ending.exit_code
     if code == ExitCode.DONE:
         return
-    if not silent and (first is None or everywhere):
+    # rank 0 did not meet the error after all, or later: this rank is the first then
+    is_first = on_exit is not no_status and folder is not None and folder.is_dir()
+    if first is None and (is_first or not silent):
         log().log(logging.INFO if code == ExitCode.STOPPED else logging.ERROR, said)
         tell_torchrun(said)
     elif not silent:

@@ -46,10 +46,9 @@ class Keeper:
         """
         asked = Votes(
             stop=self.life.wants_stop(),
-            save=self.life.save,
+            save=self.life.wants_save(),
             failed=False,  # a saving in the background tells here that it failed
         ).agreed()
-        self.life.save = False
         if (asked.stop or asked.save) and self.saved != self.state.step:
             self.save()
         if asked.stop:

@@ -77,6 +77,11 @@ class Life:
     def wants_stop(self) -> bool:
         return bool(self.stop)
 
+    def wants_save(self) -> bool:
+        """Said once; a signal that comes later is for the next time."""
+        wanted, self.save = self.save, False
+        return wanted
+
     @contextlib.contextmanager
     def steps(self) -> Iterator[None]:
         """While steps are taken a signal waits for the end of one; otherwise there is nothing to wait for."""

@@ -53,7 +53,7 @@ class Run:
 
     @property
     def said(self) -> str:
-        return self.log.read_text()
+        return self.log.read_text(errors="replace")
 
     @property
     def rows(self) -> list[dict]:

@@ -194,7 +194,7 @@ def test_a_stop_is_saved_once(parts: Path, dataset: Path, tmp_path: Path, monkey
 
 def test_a_life_that_was_not_entered_has_no_events() -> None:
     life = Life()
-    assert not life.wants_stop() and not life.save
+    assert not life.wants_stop() and not life.wants_save()
 
 
 def test_losses_that_stand_out() -> None:
