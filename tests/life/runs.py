@@ -68,7 +68,7 @@ class Run:
     def checkpoints(self) -> list[str]:
         return sorted(path.name for path in (self.output / "checkpoints").glob("step-*"))
 
-    def until(self, reached: Callable[[], bool], seconds: float = 90) -> None:
+    def until(self, reached: Callable[[], bool], seconds: float = 240) -> None:
         end = time.monotonic() + seconds
         while not reached():
             assert time.monotonic() < end, f"not reached in {seconds} s:\n{self.said}"
