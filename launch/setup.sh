@@ -48,7 +48,7 @@ restarts() {
 # torchrun's own exit code is 1 whatever happened. SIGTERM stops the run with a checkpoint, also when it is this script
 # alone that gets it; SIGUSR1 saves one, and must not reach torchrun, which it would end.
 train_with() {
-    local flags=() pid code began="$SECONDS"
+    local flags=() pid code
     while [[ "$1" != -- ]]; do
         flags+=("$1")
         shift
@@ -66,7 +66,7 @@ train_with() {
         kill -0 "$pid" 2>/dev/null || break
     done
     [[ $code -ne 0 ]] || exit 0
-    exec python -m llava_fsdp.status --within="$((SECONDS - began + 1))" "$@"
+    exec python -m llava_fsdp.status --this-launch "$@"
 }
 
 # Puts .venv, where there is one, before whatever else is installed.

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -129,11 +130,9 @@ def test_the_culprit_has_the_key_of_a_wrong_setting(tmp_path: Path, launched) ->
 )
 def test_launchers_read_the_exit_code(said: dict | None, code: int, tmp_path: Path) -> None:
     if said is not None:
-        import time
-
-        (tmp_path / "run_status.json").write_text(json.dumps({"time": time.time(), **said}))
+        (tmp_path / "run_status.json").write_text(json.dumps({"time": time.time() + 60, **said}))
     done = subprocess.run(
-        [sys.executable, "-m", "llava_fsdp.status", "--within=100", f"output_dir={tmp_path}", "stage=pretrain"],
+        [sys.executable, "-m", "llava_fsdp.status", "--this-launch", f"output_dir={tmp_path}", "stage=pretrain"],
         check=False, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == code, done.stderr

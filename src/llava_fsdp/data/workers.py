@@ -75,7 +75,9 @@ class Watch:
         alive = {child.pid for child in multiprocessing.active_children()}
         for worker, pid in enumerate(self.pids):
             if pid and pid not in alive:
-                raise WorkerError(f"data worker {worker} (process {pid}) died, {self.place(worker)}; {KILLED}")
+                raise WorkerError(f"data worker {worker} (process {pid}) died, {self.place(worker)}; {KILLED}").about(
+                    record=self.place(worker)
+                )
 
     def forget(self) -> None:
         """The workers may end from here on."""
