@@ -274,4 +274,7 @@ def settled(folder: Path) -> dict[str, Any] | None:
     if said.get("time", 0.0) < started(os.getppid()):  # a name that was used before, by a job that was requeued
         return None
     ending = ENDINGS.get(said.get("class") or "")
-    return said if said.get("status") == "stopping" or (ending is not None and ending.is_permanent) else None
+    if ending is None or not ending.is_permanent:
+        return None
+    # torchrun sends SIGTERM as well to start again with more nodes, which is no restart that it counts
+    return said if ending.name != "stopped" or attempt() > said.get("attempt", 0) else None

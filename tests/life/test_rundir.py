@@ -102,6 +102,8 @@ def test_only_what_a_restart_may_mend_is_started_again(name: str, tmp_path: Path
     launched(rank=1, attempt=1)
     worth_it = name in ("communication", "bug")
     assert (settled(tmp_path) is None) == worth_it
+    launched(rank=1, attempt=0)
+    assert (settled(tmp_path) is None) == (worth_it or name == "stopped"), "more nodes have come"
     launched(rank=1, attempt=1, launch="run8")
     assert settled(tmp_path) is None, "another launch"
     launched(rank=1, attempt=1)

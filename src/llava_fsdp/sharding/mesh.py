@@ -89,7 +89,9 @@ LOST = re.compile(
 def is_lost_peer(error: BaseException | None) -> bool:
     """Whether torch.distributed failed because another rank is gone or late: as the error, or behind it."""
     while error is not None:
-        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and LOST.search(str(error))):
+        # what checkpoints raise for several ranks is no Exception
+        is_torchs = isinstance(error, RuntimeError) or not isinstance(error, Exception)
+        if isinstance(error, dist.DistError) or (is_torchs and LOST.search(str(error))):
             return True
         error = error.__cause__ or error.__context__
     return False
