@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Trains on all GPUs of this machine: launch/node.sh stage=finetune model=llava_v1_5_7b ...
 # NPROC_PER_NODE=4 uses four of them (CUDA_VISIBLE_DEVICES says which), or that many CPU ranks.
+# MAX_RESTARTS=0 starts ranks that died no more; the default is 3.
+# Exits with 0 done, 75 stopped by a signal with a checkpoint, 2 a mistake to mend, others: docs/running.md.
 set -euo pipefail
 
 # shellcheck source=launch/setup.sh
@@ -10,4 +12,5 @@ use_venv
 ranks="$(ranks_here)"
 OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(threads_per_rank "$ranks")}"
 export OMP_NUM_THREADS
-exec torchrun --standalone --nproc-per-node "$ranks" -m llava_fsdp.train "$@"
+restarts="$(restarts)"
+train_with --standalone --nproc-per-node "$ranks" --max-restarts "$restarts" -- "$@"

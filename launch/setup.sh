@@ -38,6 +38,37 @@ ranks_here() {
     echo "$ranks"
 }
 
+# Restarts of the workers that torchrun may do by itself: MAX_RESTARTS, else 3.
+restarts() {
+    [[ "${MAX_RESTARTS:-3}" =~ ^[0-9]+$ ]] || die "MAX_RESTARTS=$MAX_RESTARTS must be a number of restarts"
+    echo "${MAX_RESTARTS:-3}"
+}
+
+# train_with FLAGS... -- ARGUMENTS...: trains under torchrun, and exits with what run_status.json says of the end:
+# torchrun's own exit code is 1 whatever happened. SIGTERM stops the run with a checkpoint, also when it is this script
+# alone that gets it; SIGUSR1 saves one, and must not reach torchrun, which it would end.
+train_with() {
+    local flags=() pid code
+    while [[ "$1" != -- ]]; do
+        flags+=("$1")
+        shift
+    done
+    shift
+    torchrun "${flags[@]}" -m llava_fsdp.train "$@" &
+    pid=$!
+    trap 'kill -TERM "$pid" 2>/dev/null || true' TERM
+    # shellcheck disable=SC2046  # the ranks, each a word
+    trap 'kill -USR1 $(cat "/proc/$pid/task/$pid/children" 2>/dev/null) 2>/dev/null || true' USR1
+    trap : INT # Ctrl-C reaches torchrun without us
+    while true; do # a signal ends a wait early
+        code=0
+        wait "$pid" || code=$?
+        kill -0 "$pid" 2>/dev/null || break
+    done
+    [[ $code -ne 0 ]] || exit 0
+    exec python -m llava_fsdp.status --this-launch "$@"
+}
+
 # Puts .venv, where there is one, before whatever else is installed.
 use_venv() {
     if [[ -d "$VENV/bin" ]]; then

@@ -118,7 +118,7 @@ def test_status_of_a_run_that_is_killed_or_never_starts(parts: Path, dataset: Pa
     for line in running.stderr:
         if line.startswith("step 3/"):
             break
-    running.terminate()
+    running.kill()
     assert running.wait(30) != 0
     assert json.loads(path.read_text())["status"] == "running"
     ran = command("llava_fsdp.train", "output_dir=out", "optim.lrr=1", cwd=tmp_path, ranks=0)

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -168,7 +169,50 @@ def test_node_uses_every_gpu(machine: Machine) -> None:
     machine.gpus(3)
     assert machine.bash("launch/node.sh", "stage=finetune", "a b", OMP_NUM_THREADS="5").returncode == 0
     train = "-m llava_fsdp.train stage=finetune a b OMP_NUM_THREADS=5"
-    assert machine.noted("torchrun") == [f"torchrun --standalone --nproc-per-node 3 {train}"]
+    assert machine.noted("torchrun") == [f"torchrun --standalone --nproc-per-node 3 --max-restarts 3 {train}"]
+
+
+TORCHRUN = f"""#!{BASH}
+trap 'said=stopped; code=75' TERM
+said=failed; code=2
+echo started >>"$NOTES"
+[[ -z "${{WAITS:-}}" ]] || while [[ $said != stopped ]]; do {shutil.which("sleep")} 0.05; done
+{sys.executable} -c "import json, time
+said = {{'status': '$said', 'exit_code': $code, 'reason': 'as told', 'time': time.time() - ${{AGE:-0}}}}
+open('run_status.json', 'w').write(json.dumps(said))"
+exit 1
+"""
+
+
+@pytest.mark.parametrize(("age", "code"), [("0", 2), ("100", 1)])
+def test_node_exits_with_what_the_ranks_said(machine: Machine, age: str, code: int) -> None:
+    """And not with what those of an earlier run said."""
+    machine.venv()
+    machine.put(".venv/bin/torchrun", TORCHRUN)
+    done = machine.bash(
+        "launch/node.sh", "output_dir=.", NPROC_PER_NODE="2", AGE=age, PYTHONPATH=str(ROOT / "src"), COLUMNS="200"
+    )
+    assert done.returncode == code and ("as told" in done.stderr) == (code == 2), done.stderr
+
+
+def test_node_hands_sigterm_on(machine: Machine) -> None:
+    """A scheduler may send it to the script alone."""
+    machine.venv()
+    machine.put(".venv/bin/torchrun", TORCHRUN)
+    env = {"PATH": str(machine.bin), "NOTES": str(machine.notes), "PYTHONPATH": str(ROOT / "src"), "WAITS": "1"}
+    script = subprocess.Popen(
+        [BASH, "launch/node.sh", "output_dir=."], cwd=machine.root, env={**env, "NPROC_PER_NODE": "2"}
+    )
+    while not machine.noted("started"):
+        time.sleep(0.02)
+    script.terminate()
+    assert script.wait(30) == 75
+
+
+def test_restarts_are_a_number(machine: Machine) -> None:
+    machine.venv()
+    done = machine.bash("launch/node.sh", NPROC_PER_NODE="2", MAX_RESTARTS="many")
+    assert done.returncode == 1 and "MAX_RESTARTS=many must be a number of restarts" in done.stderr
 
 
 def test_node_without_gpu_says_how_to_use_the_cpu(machine: Machine) -> None:
@@ -207,8 +251,8 @@ def test_multinode_meets_at_the_endpoint(machine: Machine, node_rank: str, host:
     (command,) = machine.noted("torchrun")
     flags = "--rdzv-backend c10d --rdzv-endpoint host0:29400 --rdzv-id run7" + (f" --rdzv-conf {host}" if host else "")
     assert command == (
-        f"torchrun --nnodes 2 --nproc-per-node 8 {flags} --log-dir outputs/logs/run7 --tee 3 --local-ranks-filter 0 "
-        "-m llava_fsdp.train stage=pretrain OMP_NUM_THREADS=1"
+        f"torchrun --nnodes 2 --nproc-per-node 8 {flags} --max-restarts 3 --log-dir outputs/logs/run7 --tee 3 "
+        "--local-ranks-filter 0 -m llava_fsdp.train stage=pretrain OMP_NUM_THREADS=1"
     )
 
 

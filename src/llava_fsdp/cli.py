@@ -3,25 +3,31 @@
 import contextlib
 import io
 import json
+import logging
 import os
 import re
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from llava_fsdp.config import SOURCES, config_dir, did_you_mean, load, schema_keys
-from llava_fsdp.errors import ConfigError, ExitCode, LlavaFsdpError
+from llava_fsdp.errors import ENDINGS, ConfigError, ExitCode, FolderInUse, LlavaFsdpError
 from llava_fsdp.guard import check_command_line
+from llava_fsdp.heartbeats import read_beat
 from llava_fsdp.log import log, setup_logging
+from llava_fsdp.parent import end_with
 from llava_fsdp.redact import redact, secrets_of
+from llava_fsdp.rundir import PATIENCE, Outcome, attempt, env_rank, is_one_node, is_others, settled
 
 T = TypeVar("T")
 # Keys whose values are text or paths: taken as they are typed, without Hydra's grammar for lists and functions.
@@ -30,20 +36,35 @@ LITERAL = frozenset({
     "data.index", "report", "model.language", "model.vision", "model.checkpoint", "model.projector", "source", "to",
     "language", "vision", "offload.folder",
 })  # fmt: skip
-# Seconds that a rank waits which has nothing of its own to say: torchrun ends all ranks as soon as one has failed, and
-# takes the first one's word for the cause.
-PATIENCE = 2
-Status = Callable[[Path, ExitCode, str], str | None]
+Status = Callable[[Path, Outcome], dict[str, Any] | None]
 
 
-def no_status(folder: Path, code: ExitCode, reason: str) -> None:
+def no_status(folder: Path, outcome: Outcome) -> None:
     """For entries that leave no `run_status.json`."""
+
+
+def begin(config_name: str, schema: type) -> None:
+    """What a training does before anything else: end with torchrun, and not start again where that cannot help.
+
+    torchrun restarts its workers whatever they ended with; these end at once with the code of those before them, and
+    say nothing.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    end_with(os.getppid())
+    if attempt() == 0 and is_one_node():
+        return
+    with contextlib.suppress(ConfigError, OmegaConfBaseException):  # said later, as in a first start
+        node = compose(config_name, schema)
+        said = settled(Path(str(node["output_dir"]))) if node is not None else None
+        if said is not None:
+            os._exit(said["exit_code"])
 
 
 def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit: Status = no_status) -> None:
     """Compose `config_name`, hand it to `task` as a `schema`, and end the process with the exit code of the outcome.
 
-    `on_exit(output_dir, code, reason)` is called as soon as the outcome is known; where another rank failed before, it
+    `on_exit(output_dir, outcome)` is called as soon as the outcome is known; where another rank failed before, it
     returns what that rank said, and this one adds nothing. After a failure the process ends at once, without waiting
     for process groups: a peer may never answer again.
     """
@@ -56,32 +77,39 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
             return
         folder = None if node.get("dry_run") is not None else Path(str(node.get("output_dir", ".")))
         task(load(schema, node))
-        code, reason, said = ExitCode.DONE, "", ""
+        outcome, said = Outcome(ENDINGS["done"]), ""
     except LlavaFsdpError as error:
-        code, reason, said = error.exit_code, str(error), f"{type(error).__name__}: {error}"
-        everywhere = error.on_every_rank
+        outcome = Outcome(ENDINGS[error.ending], str(error), error.culprit)
+        said, everywhere = f"{type(error).__name__}: {error}", error.on_every_rank
+        folder = None if isinstance(error, FolderInUse) else folder  # what is in it is not ours
     except KeyboardInterrupt:
-        code, reason, said = ExitCode.INTERRUPTED, "interrupted", "interrupted"
+        outcome, said = Outcome(ENDINGS["interrupted"], "interrupted"), "interrupted"
     except BaseException as error:
-        code, reason, said = ExitCode.BUG, f"{type(error).__name__}: {error}", traceback.format_exc()
+        outcome, said = Outcome(ENDINGS["bug"], f"{type(error).__name__}: {error}"), traceback.format_exc()
     silent = everywhere and is_later_rank()
     if silent:
         time.sleep(PATIENCE)  # rank 0 says it, writes it, and ends first
-    first = None if folder is None else on_exit(folder, code, reason)
+    if folder is not None and (beat := read_beat(folder, env_rank())) is not None and beat.pid == os.getpid():
+        outcome = replace(outcome, step=beat.step)
+    first = None if folder is None or is_others(folder) else on_exit(folder, outcome)
+    code = outcome.ending.exit_code
     if code == ExitCode.DONE:
         return
-    if not silent and (first is None or everywhere):
-        log().error(said)
+    # rank 0 did not meet the error after all, or later: this rank is the first then
+    is_first = on_exit is not no_status and folder is not None and folder.is_dir()
+    if first is None and (is_first or not silent):
+        log().log(logging.INFO if code == ExitCode.STOPPED else logging.ERROR, said)
+        tell_torchrun(said)
     elif not silent:
         time.sleep(PATIENCE)
-    tell_torchrun(said)
+        code = first["exit_code"] if first is not None else code
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def is_later_rank() -> bool:
-    return int(os.environ.get("RANK", "0")) != 0
+    return env_rank() != 0
 
 
 def typed_output_dir() -> Path | None:

@@ -624,9 +624,28 @@ class ExportConfig:
 @dataclass(kw_only=True, slots=True)
 class CommConfig:
     timeout: int
+    """Seconds that a collective may wait for the slowest rank."""
+    init_timeout: int
+    """The same until the first step is over: weights are loaded and kernels compiled before."""
+    warn_after: int
+    """Seconds after which ranks that wait say for whom."""
 
     def __post_init__(self) -> None:
-        at_least("comm.timeout", self.timeout, 1)
+        for name in ("timeout", "init_timeout", "warn_after"):
+            at_least(f"comm.{name}", getattr(self, name), 1)
+
+
+@dataclass(kw_only=True, slots=True)
+class NumericConfig:
+    max_consecutive_skips: int
+    """Steps in a row whose gradients are not finite and that leave the weights as they were, until the run stops."""
+    spike_sigma: float | None
+    """Warn of a loss this many deviations above the mean of the steps before; null: never."""
+
+    def __post_init__(self) -> None:
+        at_least("numeric.max_consecutive_skips", self.max_consecutive_skips, 0)
+        if self.spike_sigma is not None and not 0 < self.spike_sigma < float("inf"):
+            raise ConfigError(f"numeric.spike_sigma={self.spike_sigma} must be a finite number above 0, or null")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -647,6 +666,7 @@ class Config:
     checkpoint: CheckpointConfig
     export: ExportConfig
     comm: CommConfig
+    numeric: NumericConfig
     output_dir: str
     private: bool
     """What a run writes can be read by its user alone: a new output_dir is made for nobody else, and so are files."""

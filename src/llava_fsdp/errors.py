@@ -4,7 +4,9 @@ A mistake of the user's is one of these, with one message that names the file, r
 cure. A mistake of ours is an `assert`.
 """
 
+from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any, Self
 
 
 class ExitCode(IntEnum):
@@ -20,29 +22,82 @@ class ExitCode(IntEnum):
     STOPPED = 75  # stopped on request with a checkpoint: run me again
 
 
+@dataclass(frozen=True)
+class Ending:
+    """A way for a run to end: `class` in `run_status.json`."""
+
+    name: str
+    exit_code: ExitCode
+    is_permanent: bool
+    """Starting it again at once would end alike, or is not wanted."""
+
+
+# THE table of endings. A process that is killed leaves none behind; it is worth a restart.
+ENDINGS = {
+    ending.name: ending
+    for ending in (
+        Ending("done", ExitCode.DONE, True),
+        Ending("config", ExitCode.USER, True),
+        Ending("model", ExitCode.USER, True),
+        Ending("data", ExitCode.USER, True),
+        Ending("memory", ExitCode.USER, True),
+        Ending("checkpoint", ExitCode.CHECKPOINT, True),
+        Ending("numeric", ExitCode.NUMERIC, True),
+        Ending("communication", ExitCode.COMMUNICATION, False),
+        Ending("bug", ExitCode.BUG, False),
+        Ending("stopped", ExitCode.STOPPED, True),
+        Ending("interrupted", ExitCode.INTERRUPTED, True),
+    )
+}
+
+
 class LlavaFsdpError(Exception):
     """Base of all errors that a user can cause or meet."""
 
-    exit_code = ExitCode.BUG
+    ending = "bug"
+    """A name of `ENDINGS`."""
     on_every_rank = True  # every rank finds it alike, so that rank 0 alone need say it
+    culprit: dict[str, Any] = {}  # noqa: RUF012  never changed in place: `about` gives an error its own
+
+    @property
+    def exit_code(self) -> ExitCode:
+        return ENDINGS[self.ending].exit_code
+
+    def about(self, **culprit: Any) -> Self:
+        """The same error, with what it is about by name (record, picture, key, file), for the run's status."""
+        self.culprit = {**self.culprit, **culprit}
+        return self
+
+
+class CommunicationError(LlavaFsdpError):
+    """Another rank is gone, or late. Whoever meets it is not the cause: the word of a rank that failed comes first."""
+
+    ending = "communication"
+    on_every_rank = False
+
+
+class Stopped(LlavaFsdpError):
+    """A stop was asked for, and the run has stopped at the end of a step."""
+
+    ending = "stopped"
 
 
 class ConfigError(LlavaFsdpError):
     """A key, a choice or a combination of them is wrong."""
 
-    exit_code = ExitCode.USER
+    ending = "config"
 
 
 class ModelError(LlavaFsdpError):
     """A model folder is missing, incomplete or of another model."""
 
-    exit_code = ExitCode.USER
+    ending = "model"
 
 
 class DataError(LlavaFsdpError):
     """A dataset file or a record is wrong."""
 
-    exit_code = ExitCode.USER
+    ending = "data"
 
     def __init__(self, message: str, kind: str | None = None):
         """
@@ -82,6 +137,12 @@ class DamagedError(DataError):
     on_every_rank = False
 
 
+class FolderInUse(ConfigError):
+    """Another run is under way in `output_dir`; rank 0 alone looks."""
+
+    on_every_rank = False
+
+
 class BuildError(ConfigError):
     """The index of a dataset cannot be written; the one rank that makes it knows."""
 
@@ -97,7 +158,7 @@ class StorageError(ConfigError):
 class CheckpointError(LlavaFsdpError):
     """A checkpoint cannot be written, read, or continued with this configuration."""
 
-    exit_code = ExitCode.CHECKPOINT
+    ending = "checkpoint"
 
 
 class OffloadError(ConfigError):
@@ -109,11 +170,11 @@ class OffloadError(ConfigError):
 class OutOfMemory(LlavaFsdpError):
     """Memory ran out, on the device or the host; the one rank that asked knows."""
 
-    exit_code = ExitCode.USER
+    ending = "memory"
     on_every_rank = False
 
 
 class NumericError(LlavaFsdpError):
     """The loss or a gradient is not finite."""
 
-    exit_code = ExitCode.NUMERIC
+    ending = "numeric"

@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.batch import Step
-from llava_fsdp.errors import NumericError
+from llava_fsdp.heartbeats import Phase
+from llava_fsdp.life import Life
 from llava_fsdp.seeds import derive
 from llava_fsdp.sharding.precision import MasterWeights
 from llava_fsdp.sharding.zero import ShardPlan, begin_micro_batch
@@ -22,27 +23,47 @@ def fit(
     plan: ShardPlan,
     cfg: Config,
     after_step: Callable[[StepResult], None],
+    between_steps: Callable[[], None] = lambda: None,
+    life: Life | None = None,
 ) -> None:
-    """Train to the last step. `after_step` runs on every rank, after the weights have been updated."""
+    """Train to the last step.
+
+    Args:
+        after_step: runs on every rank, after the weights have been updated.
+        between_steps: runs on every rank once the data of the next step are there, and ends the run where a stop was
+            asked for: a rank whose data do not come is asked then too, while the others wait for its answer.
+    """
     state.model.train()
     started = time.perf_counter()
-    steps = state.loader.from_step(state.step)  # held, so that its workers can be asked after
+    life = life or Life()
+    life.at(Phase.DATA, state.step)
+    steps = state.loader.prepared(state.step, life.wants_stop)  # held, so that its workers can be asked after
     try:
         for step in steps:
-            result = train_step(state, step, plan, cfg, started)
+            life.at(Phase.AGREEING)
+            between_steps()
+            assert step is not None, "a rank that is asked to stop stops all"
+            life.at(Phase.COMPUTE)
+            result = train_step(state, state.loader.agree(step), plan, cfg, started, life)
+            life.step = state.step
             after_step(result)
+            life.at(Phase.DATA)
             started = time.perf_counter()
     except RuntimeError:  # the DataLoader's signal handler raises it wherever a worker's death finds us
         state.loader.check_workers()
         raise
 
 
-def train_step(state: TrainState, step: Step, plan: ShardPlan, cfg: Config, started: float) -> StepResult:
+def train_step(
+    state: TrainState, step: Step, plan: ShardPlan, cfg: Config, started: float, life: Life | None = None
+) -> StepResult:
     """One optimizer step.
 
+    Where the loss or the norm of the gradients is not finite, on every rank alike, the step is skipped: weights and
+    moments stay as they are to the bit, the schedule waits, and the samples are spent.
+
     Raises:
-        NumericError: the gradients are not finite, on every rank alike; the weights are as they were. In fp16 such a
-            step is skipped, and this is raised where the loss scale cannot be lowered any more.
+        NumericError: in fp16, where the loss scale cannot be lowered any more.
     """
     lr = state.learning_rate.apply(state.optimizer, state.step - state.skipped)
     scale = state.scaler.scale if state.scaler is not None else 1.0
@@ -56,20 +77,21 @@ def train_step(state: TrainState, step: Step, plan: ShardPlan, cfg: Config, star
         (loss * scale).backward()
         loss_sum += loss.detach()
     grad_norm = clip_gradients(state.masters, cfg.optim.clip, scale)
+    own_loss = loss_sum.clone()
     loss = float(summed(loss_sum))
     overflowed = not math.isfinite(grad_norm) or not math.isfinite(loss)  # both are sums over all ranks
+    if life is not None:
+        life.at(Phase.OPTIMIZER)
     if state.scaler is not None:
         state.scaler.update(overflowed, state.step + 1)
-    elif overflowed:
-        raise NumericError(
-            f"step {state.step + 1}: loss {loss}, gradient norm {grad_norm}; the weights were not updated. "
-            "A smaller optim.lr, optim.clip=1.0 or precision=fp32 may help"
-        )
     if overflowed:
         state.skipped += 1
+        # a scale that is lowered has a limit of its own, precision.scaler.minimum
+        state.consecutive += state.scaler is None or not state.scaler.is_dynamic
     else:
         state.optimizer.step()
         state.masters.refresh()
+        state.consecutive = 0
     state.optimizer.zero_grad(set_to_none=True)
     state.step += 1
     state.samples += step.facts.samples
@@ -82,6 +104,7 @@ def train_step(state: TrainState, step: Step, plan: ShardPlan, cfg: Config, star
         skipped=overflowed,
         skipped_steps=state.skipped,
         loss_scale=scale if state.scaler is not None else None,
+        own_loss_is_finite=not overflowed or bool(own_loss.isfinite()),
     )
 
 

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import json
 import math
-import os
 import resource
 import sys
 from collections import deque
@@ -25,80 +24,14 @@ from rich.progress import (
 )
 
 from llava_fsdp.config import Config
-from llava_fsdp.errors import ConfigError, ExitCode, StorageError
+from llava_fsdp.errors import StorageError
 from llava_fsdp.log import log
-from llava_fsdp.redact import redact, secrets_of
 from llava_fsdp.rows import Rows, replace_lines
+from llava_fsdp.spikes import Spikes
 from llava_fsdp.state import StepResult
-from llava_fsdp.untrusted import is_open_to_others
 
 METRICS_FILE = "metrics.jsonl"
 QUARANTINE_FILE = "quarantine.jsonl"
-STATUS_FILE = "run_status.json"
-FIRST_FAILURE = ".run_failed"
-
-
-def begin_status(cfg: Config) -> None:
-    """Make `output_dir` and say in it that a run is under way; what is killed leaves that word behind.
-
-    On rank 0, before the ranks meet: none can have failed by then.
-
-    Raises:
-        ConfigError: `output_dir` cannot be written.
-    """
-    if int(os.environ.get("RANK", "0")) != 0:
-        return
-    folder = Path(cfg.output_dir)
-    try:
-        make_run_folder(folder, cfg.private)
-        (folder / FIRST_FAILURE).unlink(missing_ok=True)
-        put_status(folder, {"status": "running", "exit_code": None, "reason": "", "rank": 0})
-    except OSError as error:
-        raise ConfigError(f"output_dir={cfg.output_dir} cannot be written ({error}); give another folder") from error
-
-
-def make_run_folder(folder: Path, private: bool) -> None:
-    """A new one is the user's alone with `private`; one that exists stays as it is, with a word if others may write."""
-    if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700 if private else 0o777, exist_ok=True)
-    elif is_open_to_others(folder):
-        log().warning(
-            "output_dir=%s can be written by every user of this machine, and a run continues from what it finds there; "
-            "chmod o-w %s", folder, folder,
-        )  # fmt: skip
-
-
-def write_status(folder: Path, code: ExitCode, reason: str) -> str | None:
-    """Say in `run_status.json` how the run ended; torchrun's own exit code does not tell.
-
-    The first rank that fails writes, the others fail because it did.
-
-    Returns:
-        The first failure, where another rank was it.
-    """
-    rank = int(os.environ.get("RANK", "0"))
-    if not folder.is_dir() or (code == ExitCode.DONE and rank != 0):
-        return None
-    status = {"status": code.name.lower(), "exit_code": int(code), "reason": reason, "rank": rank}
-    try:
-        if code != ExitCode.DONE:
-            (folder / FIRST_FAILURE).open("x").close()  # exclusive: one rank of all creates it
-        put_status(folder, status)
-    except FileExistsError:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            first = json.loads((folder / STATUS_FILE).read_text())
-            if first["rank"] != rank:
-                return f"rank {first['rank']} failed first: {first['reason']}"
-    except OSError as error:
-        log().warning("cannot write %s: %s", folder / STATUS_FILE, error)
-    return None
-
-
-def put_status(folder: Path, status: dict) -> None:
-    staged = folder / f"{STATUS_FILE}.{os.getpid()}.tmp"
-    staged.write_text(json.dumps({**status, "reason": redact(status["reason"], secrets_of())}) + "\n")
-    os.replace(staged, folder / STATUS_FILE)
 
 
 def watch_loading(is_first_rank: bool) -> Callable[[Iterable[str]], Iterable[str]]:
@@ -131,6 +64,7 @@ class Reporter:
         self.enabled = is_first_rank
         self.total_steps = total_steps
         self.folder = Path(cfg.output_dir)
+        self.spikes = Spikes(cfg.numeric.spike_sigma)
         self.progress: Progress | None = None
         self.recent: deque[float] = deque(maxlen=20)  # seconds a step, for the time left
         if not self.enabled:
@@ -172,7 +106,20 @@ class Reporter:
             log().warning("step %d goes without %s", row["step"], sample.reason)
         for where in result.facts.unlabelled:
             self.quarantine.add({"step": row["step"], "record": where, "kind": "no_labels", "reason": "no label"})
+        self.warn(result)
         self.show(row)
+
+    def warn(self, result: StepResult) -> None:
+        step = result.facts.step + 1
+        if result.skipped and result.loss_scale is None:
+            log().warning(
+                "step %d: loss %s, gradient norm %s; the weights were not updated",
+                step, result.loss, result.grad_norm,
+            )  # fmt: skip
+        elif (before := self.spikes.stands_out(result.loss)) is not None:
+            log().warning(
+                "step %d: loss %.4f stands out from the steps before (%.4f +- %.4f)", step, result.loss, *before
+            )
 
     def show(self, row: dict) -> None:
         if row["label_tokens"] == 0 or row["grad_norm"] == 0:

@@ -45,7 +45,9 @@ class TrainState:
     scaler: LossScaler | None = None
     """fp16 only."""
     skipped: int = 0
-    """Steps of them that overflowed in fp16 and left the weights as they were."""
+    """Steps of them that were not finite and left the weights as they were."""
+    consecutive: int = 0
+    """So many of the last steps, without those for which fp16's loss scale was lowered."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,13 @@ class StepResult:
     """Not finite where the step was skipped."""
     seconds: float
     skipped: bool = False
-    """Gradients overflowed in fp16, and the weights are as they were."""
+    """The loss or the gradients were not finite, and the weights are as they were."""
     skipped_steps: int = 0
     """So many until now, this one included."""
     loss_scale: float | None = None
     """What the loss was multiplied with; None: not fp16."""
+    own_loss_is_finite: bool = True
+    """This rank's part of the loss; the one field that differs between ranks."""
 
 
 def assemble(

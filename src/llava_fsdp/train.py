@@ -3,6 +3,12 @@
 `train` reads from top to bottom as what happens; `fit` (loop.py) calls `train_step`, which calls `backward`.
 """
 
+from llava_fsdp import cli
+from llava_fsdp.config import Config, Format, Source
+
+if __name__ == "__main__":  # before torch is imported, which takes seconds
+    cli.begin("train", Config)
+
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +16,16 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from torch.distributed.device_mesh import DeviceMesh
 
-from llava_fsdp import artifact, checkpoint, cli
-from llava_fsdp.config import Config, Format, Source
+from llava_fsdp import artifact, checkpoint
 from llava_fsdp.data.loader import Loader, build_loader
 from llava_fsdp.dry_run import dry_run
 from llava_fsdp.errors import ConfigError, DataError, StorageError
+from llava_fsdp.heartbeats import Phase
+from llava_fsdp.keeper import Keeper
+from llava_fsdp.life import Life
 from llava_fsdp.log import log
 from llava_fsdp.loop import fit
-from llava_fsdp.metrics import Reporter, begin_status, watch_loading, write_status
+from llava_fsdp.metrics import Reporter, watch_loading
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.parts import find_parts, find_projector
 from llava_fsdp.model.weights import find_weights, fingerprint, load_weights
@@ -25,7 +33,9 @@ from llava_fsdp.opening import build_model, draw_shapes, shape_of
 from llava_fsdp.places import check_places
 from llava_fsdp.planning.auto import Decision, decide
 from llava_fsdp.planning.samples import samples_in
+from llava_fsdp.rundir import claimed, write_ending
 from llava_fsdp.screen import show_run
+from llava_fsdp.sharding import mesh as ranks
 from llava_fsdp.sharding.mesh import World, distributed, first_rank_first, gather_lists, make_mesh
 from llava_fsdp.sharding.offload import clear_memory_errors
 from llava_fsdp.sharding.parallelize import weights_of
@@ -36,7 +46,7 @@ from llava_fsdp.state import StepResult, TrainState, assemble
 
 
 def main() -> None:
-    cli.run("train", Config, train, on_exit=write_status)
+    cli.run("train", Config, train, on_exit=write_ending)
 
 
 def train(cfg: Config) -> None:
@@ -46,11 +56,18 @@ def train(cfg: Config) -> None:
     if cfg.format is Format.json:
         raise ConfigError("format=json is for dry_run=N; a training writes metrics.jsonl into output_dir")
     check_places(cfg)
-    begin_status(cfg)
-    with distributed(cfg) as world, clear_memory_errors(cfg, world.device):
+    folder, rank = Path(cfg.output_dir), ranks.own_rank()
+    with (
+        claimed(folder, rank, cfg.private),
+        Life(folder, rank, cfg.comm) as life,
+        distributed(cfg) as world,
+        life.among(ranks.meet()),
+        clear_memory_errors(cfg, world.device),
+    ):
         cfg = settle_auto(cfg, world)
         plan = SHARD_PLANS[cfg.sharding.strategy]
         mesh = make_mesh(world, plan, cfg)
+        life.work = ranks.num_collectives(mesh)
         state = build_state(cfg, world, plan, mesh)
         if cfg.private:  # from here on alone: a dataset's index, made before, is for whoever may read the dataset
             os.umask(0o077)
@@ -64,15 +81,22 @@ def train(cfg: Config) -> None:
         saver = checkpoint.open_saver(state, cfg, resumed) if state.step < last_step else None
         reporter = Reporter(cfg, state.step, last_step, world.is_first, state.loader.steps.records.left_out())
 
+        keeper = Keeper(state, saver, cfg, last_step, life)
+        life.detail = lambda: state.loader.watch.late(state.step)
+        first_step = state.step
+
         def after_step(result: StepResult) -> None:
             reporter(result)
-            if saver is not None and checkpoint.is_due(state.step, last_step, cfg.checkpoint):
-                saver.save()
+            keeper.after_step(result)
+            if state.step == first_step + 1:  # weights are loaded and kernels compiled
+                ranks.shorten_timeout(mesh, cfg.comm.timeout)
+                life.limit = cfg.comm.timeout
 
-        fit(state, plan, cfg, after_step)
-        if saver is not None:
-            saver.close()
+        with life.steps():
+            fit(state, plan, cfg, after_step, keeper.between_steps, life)
+            keeper.close()
         reporter.close()
+        life.at(Phase.EXPORT)
         if cfg.export.enabled and not artifact.is_current(state, cfg):
             log().info("exported to %s", artifact.export(state, cfg, world.is_first))
 

@@ -6,13 +6,11 @@ with it, a third of a gigabyte a core.
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import pickle
 import secrets
 import selectors
-import signal
 import subprocess
 import sys
 import traceback
@@ -101,15 +99,6 @@ def flush(file: IO[bytes]) -> None:
     """To the disk, so that a name that is given later never stands for less."""
     file.flush()
     os.fsync(file.fileno())
-
-
-def end_with(parent: int) -> None:
-    """Let the system kill this process when the one that started it ends; on Linux, which alone can."""
-    if sys.platform.startswith("linux"):
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() != parent:  # it had died before that
-            os._exit(1)
 
 
 class Worker:

@@ -191,7 +191,16 @@ class Loader:
         return num_micro_batches(self.steps.global_batch_size, self.steps.world_size, self.steps.micro_batch_size)
 
     def from_step(self, first: int) -> Iterator[Step]:
-        """Steps `first` to `total_steps`.
+        """Steps `first` to `total_steps`, on every rank alike."""
+        for step in self.prepared(first):
+            assert step is not None, "nobody gives up"
+            yield self.agree(step)
+
+    def prepared(self, first: int, give_up: Callable[[], bool] = lambda: False) -> Iterator[Step | None]:
+        """Steps `first` to `total_steps`, as this rank prepared them: `agree` makes of each what all ranks see.
+
+        Args:
+            give_up: asked while a step is waited for; where it says yes, None comes instead of it, and no more.
 
         Raises:
             DataError: a record or a picture of the step is wrong; or a worker died or stalled (WorkerError).
@@ -201,11 +210,11 @@ class Loader:
             self.steps.facts(first, self.steps.order.samples(first))
         numbers, pin_memory = range(first, self.total_steps), self.device.type == "cuda"
         prefetch, stall = self.data.prefetch, self.data.stall
-        for step in from_workers(self.steps, numbers, self.watch, prefetch, stall, pin_memory):
+        for step in from_workers(self.steps, numbers, self.watch, prefetch, stall, pin_memory, give_up):
             if isinstance(step, DataError):
                 raise step
-            assert isinstance(step, FlatStep)
-            yield self.agree(step.unpack())
+            assert step is None or isinstance(step, FlatStep)
+            yield None if step is None else step.unpack()
 
     def agree(self, step: Step) -> Step:
         """The step without what any rank had to leave out, on every rank alike.

@@ -130,6 +130,7 @@ class Steps(Dataset):
         try:
             return sample, [self.pictures.tiles(record, name) for name in sample.images]
         except PictureError as error:
+            error.about(record=record.where)
             at, texts = self.records.at(number), self.records.index.texts
             if texts.embeds(at):  # whole when it was written out
                 path = Path(texts.sources[texts.part(at).source].images or "")
@@ -147,6 +148,14 @@ class Steps(Dataset):
                 f"{error}. It was right when the dataset was examined: the file has changed since, or its index "
                 f"{self.records.index.folder} is damaged; run llava_fsdp.prepare"
             ) from error
+
+    def records_of(self, step: int, ranks: list[int]) -> list[str]:
+        """The records of a step, by their `where`: of some ranks, or of all where none is named."""
+        numbers = self.order.samples(step)
+        if ranks:
+            cuts = self.order.cuts(step) or self.cut(numbers)
+            numbers = [n for rank in ranks for micro in cuts[rank] for n in micro]
+        return [self.records.where(n) for n in dict.fromkeys(numbers)]
 
     def cut(self, numbers: list[int]) -> Cuts:
         own = np.array(numbers, dtype=np.int64)

@@ -4,7 +4,8 @@ import os
 import signal
 import sys
 
-from llava_fsdp.data.chunks import end_with, work
+from llava_fsdp.data.chunks import work
+from llava_fsdp.parent import end_with
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one decides

@@ -8,17 +8,17 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from llava_fsdp.data.chunks import end_with
 from llava_fsdp.errors import WorkerError
+from llava_fsdp.parent import end_with
 
 PLACE_BYTES = 2000
-POLL = 5
+POLL = 1
 """Seconds between two looks at workers that are waited for."""
 IDLE = -1
 KILLED = (
@@ -75,7 +75,9 @@ class Watch:
         alive = {child.pid for child in multiprocessing.active_children()}
         for worker, pid in enumerate(self.pids):
             if pid and pid not in alive:
-                raise WorkerError(f"data worker {worker} (process {pid}) died, {self.place(worker)}; {KILLED}")
+                raise WorkerError(f"data worker {worker} (process {pid}) died, {self.place(worker)}; {KILLED}").about(
+                    record=self.place(worker)
+                )
 
     def forget(self) -> None:
         """The workers may end from here on."""
@@ -105,15 +107,26 @@ class StartWorker:
         self.parent = os.getpid()
 
     def __call__(self, worker: int) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the main process decides
+        signal.set_wakeup_fd(-1)  # the main process's, which would take our signals for its own
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # sent to the group; the main process decides
+            signal.signal(number, signal.SIG_IGN)
         end_with(self.parent)
         self.watch.pids[worker] = os.getpid()
 
 
 def from_workers(
-    steps: Dataset, numbers: range, watch: Watch, prefetch: int, stall: float, pin_memory: bool
+    steps: Dataset,
+    numbers: range,
+    watch: Watch,
+    prefetch: int,
+    stall: float,
+    pin_memory: bool,
+    give_up: Callable[[], bool] = lambda: False,
 ) -> Iterator[object]:
     """`steps[n]` for every number, in order; without workers from this very process, where nobody watches.
+
+    Args:
+        give_up: asked every second while a step is waited for; where it says yes, None comes instead, and no more.
 
     Raises:
         WorkerError: a worker died, or none moved on for `stall` seconds while the next step was waited for.
@@ -134,12 +147,17 @@ def from_workers(
     arriving = iter(loader)
     try:
         for number in numbers:
-            yield next_step(arriving, number, watch, stall)
+            step = next_step(arriving, number, watch, stall, give_up)
+            yield step
+            if step is None:
+                return
     finally:
         watch.forget()
 
 
-def next_step(arriving: Iterator[object], number: int, watch: Watch, stall: float) -> object:
+def next_step(
+    arriving: Iterator[object], number: int, watch: Watch, stall: float, give_up: Callable[[], bool]
+) -> object:
     seen, since = watch.late(number), time.monotonic()
     while True:
         try:
@@ -150,6 +168,8 @@ def next_step(arriving: Iterator[object], number: int, watch: Watch, stall: floa
                 raise WorkerError(f"{error}; {KILLED}") from error
             if not str(error).startswith("DataLoader timed out"):  # a worker's own error, with its traceback
                 raise
+        if give_up():
+            return None
         now = watch.late(number)
         if now != seen:
             seen, since = now, time.monotonic()

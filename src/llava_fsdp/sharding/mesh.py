@@ -1,11 +1,11 @@
 """The ranks of a run: process group, device, and the mesh of a plan. Left in order when the run ends well."""
 
-import ctypes
 import gc
 import os
-import signal
+import re
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from llava_fsdp.config import Config
-from llava_fsdp.errors import ConfigError
+from llava_fsdp.errors import CommunicationError, ConfigError
+from llava_fsdp.log import log
+from llava_fsdp.parent import end_with
 from llava_fsdp.sharding.fake import join_fake
 from llava_fsdp.sharding.zero import Mesh, ShardPlan
 
@@ -51,7 +53,8 @@ def distributed(cfg: Config) -> Iterator[World]:
         yield world_of_group()
         return
     world = read_world()
-    end_with_parent()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with(os.getppid())  # else it would train on as an orphan where torchrun is killed
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only with a workspace
         torch.use_deterministic_algorithms(True)
@@ -63,13 +66,73 @@ def distributed(cfg: Config) -> Iterator[World]:
         if world.size > 1 or needs_group:
             join_fake(world.size)
     elif world.size > 1 or needs_group:
-        join(world, cfg.comm.timeout)
-    yield world
+        join(world, cfg.comm.init_timeout)
+    try:
+        yield world
+    except Exception as error:
+        if is_lost_peer(error):
+            raise CommunicationError(f"the connection to another rank was lost: {last_line(error)}") from error
+        raise
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
         gc.collect()
         time.sleep(0.2)
+
+
+LOST = re.compile(
+    r"Connection (closed|reset|refused)|remote worker crashing|Timed out waiting|gloo/transport|Broken pipe|NCCL|"
+    r"DistBackendError|DistNetworkError|DistStoreError|wait timeout"
+)
+
+
+def is_lost_peer(error: BaseException | None) -> bool:
+    """Whether torch.distributed failed because another rank is gone or late: as the error, or behind it."""
+    while error is not None:
+        # what checkpoints raise for several ranks is no Exception
+        is_torchs = isinstance(error, RuntimeError) or not isinstance(error, Exception)
+        if isinstance(error, dist.DistError) or (is_torchs and LOST.search(str(error))):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def last_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
+def num_collectives(mesh: DeviceMesh | None) -> Callable[[], int]:
+    """Counts what this rank has begun of them: the late rank of several has begun fewer."""
+    if not dist.is_initialized():
+        return int
+    groups = groups_of(mesh)
+    return lambda: sum(getattr(group, "_get_sequence_number_for_group")() for group in groups)  # noqa: B009  not in its stubs
+
+
+def groups_of(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
+    found = [dist.distributed_c10d._get_default_group()]
+    for group in mesh.get_all_groups() if mesh is not None else []:
+        if all(group is not other for other in found):
+            found.append(group)
+    return found
+
+
+def shorten_timeout(mesh: DeviceMesh | None, seconds: int) -> None:
+    """From `comm.init_timeout` to `comm.timeout`, once weights are loaded and a step has compiled what it needs."""
+    if not dist.is_initialized():
+        return
+    for group in groups_of(mesh):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def own_rank() -> int:
+    """Before and after the ranks have met."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def meet() -> list[tuple[int, str, int]]:
+    """Rank, host and process of every rank. A collective."""
+    return gather_lists([(own_rank(), socket.gethostname(), os.getpid())])
 
 
 def read_world() -> World:
@@ -110,12 +173,21 @@ def imagined(size: int, world: World) -> World:
 def join(world: World, timeout_seconds: int) -> None:
     """Initialise the process group on a store of this restart attempt.
 
-    torchrun's own store outlives a restart on one node, and workers would read the addresses of the dead ones
-    (pytorch#135712). The restart count is local to a node, so it prefixes nothing where there are several nodes.
+    torchrun's own store outlives a restart, and workers would read the addresses of the dead ones (pytorch#135712), so
+    that what they write is prefixed with the number of restarts. That number is counted by node: where nodes come and
+    go it differs between them, and only a store that is new with every start will do, which
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 asks torchrun for. It needs no prefix.
     """
+    env = os.environ
+    shared = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if shared and env.get("GROUP_WORLD_SIZE", "1") != "1" and env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        if world.rank == 0:
+            log().warning(
+                "restarts on several machines may not come up: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each of them"
+            )
     timeout = timedelta(seconds=timeout_seconds)
     store = dist.HashStore() if world.size == 1 else next(dist.rendezvous("env://", timeout=timeout))[0]
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if world.size == world.local_size else "0"
+    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0") if shared else "new"
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
@@ -148,13 +220,6 @@ def gather_lists(items: list[T]) -> list[T]:
     gathered: list[list[T]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, items)
     return [item for own in gathered for item in own]
-
-
-def end_with_parent() -> None:
-    """Ask Linux to end this process when torchrun is killed; else it would train on as an orphan."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and os.name == "posix" and hasattr(ctypes.CDLL(None), "prctl"):
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def make_mesh(world: World, plan: ShardPlan, cfg: Config) -> DeviceMesh | None:

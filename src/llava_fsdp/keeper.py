@@ -1,0 +1,112 @@
+"""What happens between two steps: saving, stopping, and giving up on numbers that are none. On every rank alike."""
+
+from pathlib import Path
+
+from llava_fsdp import checkpoint
+from llava_fsdp.checkpoint import Saver
+from llava_fsdp.config import Config
+from llava_fsdp.errors import NumericError, Stopped
+from llava_fsdp.heartbeats import Phase
+from llava_fsdp.life import Life
+from llava_fsdp.sharding.mesh import gather_lists, own_rank
+from llava_fsdp.state import StepResult, TrainState
+from llava_fsdp.votes import Votes
+
+SHOWN = 8
+"""Records that a message names; run_status.json has them all."""
+
+
+class Keeper:
+    """Keeps a run's state: when it is due, when it is asked for, and never in the middle of steps that were skipped."""
+
+    def __init__(self, state: TrainState, saver: Saver | None, cfg: Config, last_step: int, life: Life):
+        """
+        Args:
+            saver: None: there is no step left.
+        """
+        self.state = state
+        self.saver = saver
+        self.cfg = cfg
+        self.last_step = last_step
+        self.life = life
+        self.saved = state.step  # what was resumed is on disk, and at step 0 there is nothing to keep
+        self.owed = False
+
+    def after_step(self, result: StepResult) -> None:
+        """Save where it is due.
+
+        Raises:
+            NumericError: more steps in a row than `numeric.max_consecutive_skips` had gradients that are not finite.
+        """
+        state = self.state
+        if state.consecutive > self.cfg.numeric.max_consecutive_skips:
+            self.give_up(result)
+        self.owed |= checkpoint.is_due(state.step, self.last_step, self.cfg.checkpoint)
+        # what was saved before the first of several bad steps must not make room for what was saved among them
+        if self.owed and (not state.consecutive or state.step == self.last_step):
+            self.save()
+
+    def between_steps(self) -> None:
+        """Do what any rank was asked for. A collective.
+
+        Raises:
+            Stopped: the state is on disk.
+        """
+        asked = Votes(
+            stop=self.life.wants_stop(),
+            save=self.life.wants_save(),
+            failed=self.saver is not None and self.saver.failed,
+        ).agreed()
+        if asked.failed:
+            self.finish()
+        if (asked.stop or asked.save) and self.saved != self.state.step:
+            self.save()
+        if asked.stop:
+            self.finish()
+            raise Stopped(
+                f"{self.life.stop or 'another rank was asked to'}: stopped after step {self.state.step}; the same "
+                "command continues there"
+            )
+
+    def save(self) -> None:
+        self.life.at(Phase.CHECKPOINT)
+        assert self.saver is not None
+        self.saver.save()
+        self.saved, self.owed = self.state.step, False
+
+    def finish(self) -> None:
+        """Wait for what is being saved.
+
+        Raises:
+            CheckpointError, NumericError: it could not be written.
+        """
+        if self.saver is not None:
+            self.life.at(Phase.CHECKPOINT)
+            self.saver.raise_if_failed()
+
+    def close(self) -> None:
+        """After the last step: all of it is on disk.
+
+        Raises:
+            CheckpointError, NumericError: it could not be written.
+        """
+        if self.saver is not None:
+            self.life.at(Phase.CHECKPOINT)
+            self.saver.close()
+
+    def give_up(self, result: StepResult) -> None:
+        self.finish()
+        state, step = self.state, self.state.step
+        # gradients are sums over all ranks; a loss that is not finite already tells whose samples made it so
+        suspects = gather_lists([] if result.own_loss_is_finite else [own_rank()])
+        records = state.loader.steps.records_of(step - 1, suspects)
+        named = ", ".join(records[:SHOWN]) + (f" and {len(records) - SHOWN} more" if len(records) > SHOWN else "")
+        whose = f"those of step {step} on rank {', '.join(map(str, suspects))}" if suspects else f"those of step {step}"
+        found = checkpoint.list_checkpoints(Path(self.cfg.output_dir) / checkpoint.FOLDER)
+        first = step - state.consecutive + 1
+        raise NumericError(
+            f"step {first}{f' to {step}' if first < step else ''}: loss {result.loss}, gradient norm "
+            f"{result.grad_norm}; the weights are those of step {first - 1}, and the last checkpoint is "
+            f"{found[-1] if found else 'none'}. The samples to look at are {whose}: {named}. A smaller optim.lr, "
+            "optim.clip=1.0 or precision=fp32 may help; numeric.max_consecutive_skips allows more such steps"
+        ).about(records=records)

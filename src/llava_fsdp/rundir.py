@@ -1,0 +1,297 @@
+"""The folder of a run: who runs in it, and how the run ended. Imports no torch.
+
+`run_status.json` says what torchrun's exit code does not. The first rank that fails writes it, the others fail because
+it did; so their words are not heard.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from llava_fsdp.errors import ENDINGS, ConfigError, Ending, FolderInUse
+from llava_fsdp.log import log
+from llava_fsdp.redact import redact, secrets_of
+from llava_fsdp.untrusted import is_open_to_others
+
+STATUS_FILE = "run_status.json"
+FIRST_FAILURE = ".run_failed"
+LOCK_FILE = ".lock"
+PATIENCE = 2
+"""Seconds that a rank waits which has nothing of its own to say: torchrun ends all ranks as soon as one has failed, and
+takes the first one's word for the cause."""
+HANDOVER = 30
+"""Seconds that a restarted rank 0 waits for the one before it to be gone."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank ended."""
+
+    ending: Ending
+    reason: str = ""
+    culprit: dict[str, Any] = field(default_factory=dict)
+    """What it is about, by name: rank, host, record, picture, key, file."""
+    step: int | None = None
+    """Steps finished, where it is known."""
+
+
+def env_rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def launch_id() -> str | None:
+    """Names what torchrun was started for, through its restarts; None without torchrun.
+
+    Without a name of the user's it is "none" for every launch, which its process then tells apart.
+    """
+    given = os.environ.get("TORCHELASTIC_RUN_ID")
+    return f"none-{socket.gethostname()}-{os.getppid()}" if given == "none" and is_one_node() else given
+
+
+def is_one_node() -> bool:
+    return os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+
+
+def attempt() -> int:
+    """Restarts of this node's workers before this one."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def incarnation() -> str:
+    """Names this start of the ranks, the same on all of them: attempts are counted by node, so that on several nodes
+    it is the port of the store, which each start has anew (launch/multinode.sh)."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return f"process {os.getpid()}"
+    meeting = attempt() if is_one_node() else f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return f"{launch_id()} {meeting}"
+
+
+def started(pid: int) -> float:
+    """When a process began, in seconds since 1970; 0 where the system does not tell."""
+    try:
+        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        since_boot = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return 0.0
+    return time.time() - since_boot
+
+
+@contextlib.contextmanager
+def claimed(folder: Path, rank: int, private: bool = True) -> Iterator[None]:
+    """Hold the folder against other runs, make it, and say in it that a run is under way; on rank 0 alone.
+
+    The lock is one that a process loses by dying and that its children do not inherit (POSIX record locks): data
+    workers which outlive a rank for a moment keep nobody out. What is killed leaves "running" behind.
+
+    Args:
+        private: a folder that is made is its owner's alone.
+
+    Raises:
+        ConfigError: the folder cannot be written, or another run has it (FolderInUse).
+    """
+    if rank != 0:
+        yield
+        return
+    try:
+        make_run_folder(folder, private)
+        handle = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"output_dir={folder} cannot be written ({error}); give another folder") from error
+    try:
+        lock(handle, folder)
+        try:
+            drop_stale_failure(folder)
+            put_status(folder, "running")
+        except OSError as error:
+            raise ConfigError(f"output_dir={folder} cannot be written ({error}); give another folder") from error
+        yield
+    finally:
+        os.close(handle)
+
+
+def make_run_folder(folder: Path, private: bool) -> None:
+    """A new one is the user's alone with `private`; one that exists stays as it is, with a word if others may write."""
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700 if private else 0o777, exist_ok=True)
+    elif is_open_to_others(folder):
+        log().warning(
+            "output_dir=%s can be written by every user of this machine, and a run continues from what it finds there; "
+            "chmod o-w %s", folder, folder,
+        )  # fmt: skip
+
+
+def lock(handle: int, folder: Path) -> None:
+    until = time.monotonic() + HANDOVER
+    while True:
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except (BlockingIOError, PermissionError):
+            holder = holder_of(handle)
+            if holder.get("launch") is None or holder.get("launch") != launch_id() or time.monotonic() > until:
+                raise FolderInUse(
+                    f"output_dir={folder} belongs to a run that is under way: process {holder.get('pid', '?')} on "
+                    f"{holder.get('host', '?')}, since {holder.get('since', '?')}; wait for it, stop it, or give "
+                    "another folder"
+                ) from None
+            time.sleep(0.1)
+        except OSError as error:  # a file system without locks
+            log().warning("output_dir=%s cannot be locked (%s): see to it that no second run uses it", folder, error)
+            break
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "launch": launch_id()}
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, json.dumps(holder).encode(), 0)
+
+
+def holder_of(handle: int) -> dict[str, Any]:
+    try:
+        found = json.loads(os.pread(handle, 4096, 0))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def is_others(folder: Path) -> bool:
+    """Whether a run of another launch holds the folder. Not for the process that holds it: looking would let it go."""
+    try:
+        handle = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except (BlockingIOError, PermissionError):
+        holder = holder_of(handle).get("launch")
+        return holder is None or holder != launch_id()
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+
+
+def put_status(folder: Path, status: str, outcome: Outcome | None = None) -> None:
+    said = {
+        "status": status,
+        "class": outcome.ending.name if outcome else None,
+        "exit_code": int(outcome.ending.exit_code) if outcome else None,
+        "reason": redact(outcome.reason, secrets_of()) if outcome else "",
+        "culprit": outcome.culprit if outcome else {},
+        "step": outcome.step if outcome else None,
+        "rank": env_rank(),
+        "attempt": attempt(),
+        "launch": launch_id(),
+        "time": time.time(),
+    }
+    staged = folder / f"{STATUS_FILE}.{os.getpid()}.tmp"
+    staged.write_text(json.dumps(said) + "\n")
+    os.replace(staged, folder / STATUS_FILE)
+
+
+def read_status(folder: Path) -> dict[str, Any] | None:
+    """What the last run in a folder said, or None."""
+    return read_object(folder / STATUS_FILE)
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def drop_stale_failure(folder: Path) -> None:
+    if first_failure(folder) is None:
+        (folder / FIRST_FAILURE).unlink(missing_ok=True)
+
+
+def first_failure(folder: Path) -> dict[str, Any] | None:
+    """What the rank said that failed first, in this start of the ranks."""
+    said = read_object(folder / FIRST_FAILURE)
+    return said if said is not None and said.get("incarnation") == incarnation() else None
+
+
+def await_first_failure(folder: Path, seconds: float) -> dict[str, Any] | None:
+    until = time.monotonic() + seconds
+    while (found := first_failure(folder)) is None and time.monotonic() < until:
+        time.sleep(0.05)
+    return found
+
+
+def write_ending(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
+    """Say in `run_status.json` how the run ended, unless another rank has said so.
+
+    A rank that lost another waits for that one's word.
+
+    Returns:
+        The first failure, where another rank was it.
+    """
+    rank, ending = env_rank(), outcome.ending
+    is_done = ending.name == "done"
+    if not folder.is_dir() or (is_done and rank != 0):
+        return None
+    if ending.name == "communication" and (first := await_first_failure(folder, PATIENCE)) is not None:
+        return first
+    culprit = {"rank": rank, "host": socket.gethostname()} if not is_done else {}
+    if ending.name == "config" and (key := re.match(r"([a-z_0-9]+(?:\.[a-z_0-9]+)*)=", outcome.reason)):
+        culprit["key"] = key[1]
+    outcome = replace(outcome, culprit={**culprit, **outcome.culprit})
+    status = ending.name if ending.name in ("done", "stopped", "interrupted") else "failed"
+    try:
+        if not is_done and not fail_first(folder, outcome):
+            first = first_failure(folder)
+            return first if first and first["rank"] != rank else None
+        put_status(folder, status, outcome)
+    except OSError as error:
+        log().warning("cannot write %s: %s", folder / STATUS_FILE, error)
+    return None
+
+
+def fail_first(folder: Path, outcome: Outcome) -> bool:
+    """Whether this rank is the first of all to fail: one of them creates the file, with its word in it."""
+    drop_stale_failure(folder)
+    staged = folder / f"{FIRST_FAILURE}.{os.getpid()}"
+    said = {
+        "incarnation": incarnation(),
+        "rank": env_rank(),
+        "class": outcome.ending.name,
+        "exit_code": int(outcome.ending.exit_code),
+        "reason": redact(outcome.reason, secrets_of()),
+    }
+    staged.write_text(json.dumps(said))
+    try:
+        os.link(staged, folder / FIRST_FAILURE)
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without links
+        with contextlib.suppress(FileExistsError), (folder / FIRST_FAILURE).open("x") as file:
+            file.write(json.dumps(said))
+            return True
+        return False
+    finally:
+        staged.unlink(missing_ok=True)
+    return True
+
+
+def settled(folder: Path) -> dict[str, Any] | None:
+    """How an earlier attempt of this very launch ended, where starting again cannot help or is not wanted."""
+    said = read_status(folder)
+    if said is None or launch_id() is None or said.get("launch") != launch_id():
+        return None
+    if said.get("time", 0.0) < started(os.getppid()):  # a name that was used before, by a job that was requeued
+        return None
+    ending = ENDINGS.get(said.get("class") or "")
+    if ending is None or not ending.is_permanent:
+        return None
+    # torchrun sends SIGTERM as well to start again with more nodes, which is no restart that it counts
+    return said if ending.name != "stopped" or attempt() > said.get("attempt", 0) else None

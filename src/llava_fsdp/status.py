@@ -1,0 +1,46 @@
+"""How a training ended: `python -m llava_fsdp.status` with the training's own arguments.
+
+Prints what its `run_status.json` says and ends with the exit code in it, which torchrun does not hand on: 0 done, 75
+stopped (the same command continues), 2 a mistake to mend, 3 a checkpoint, 4 numbers, 5 lost or late ranks, 1 a bug or
+no word at all. `--this-launch` before the other arguments takes no word that is older than this process: a launch
+script becomes it by `exec`, so that what an earlier run said is not taken for this one's.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from llava_fsdp import cli
+from llava_fsdp.config import Config
+from llava_fsdp.errors import ConfigError, ExitCode
+from llava_fsdp.log import log, setup_logging
+from llava_fsdp.rundir import STATUS_FILE, read_status, started
+
+
+def main() -> None:
+    setup_logging()
+    since = 0.0
+    if sys.argv[1:2] == ["--this-launch"]:
+        del sys.argv[1]
+        since = started(os.getpid())
+    try:
+        node = cli.compose("train", Config)
+    except ConfigError as error:  # the training has said it too, without a folder to write it into
+        log().error("ConfigError: %s", error)
+        sys.exit(ExitCode.USER)
+    if node is None:
+        return
+    path = Path(str(node["output_dir"])) / STATUS_FILE
+    said = read_status(path.parent)
+    if said is None or said.get("time", 0.0) < since:
+        log().error("%s: nothing from this run; it ended before it could say why", path)
+        sys.exit(ExitCode.BUG)
+    if said["exit_code"] is None:
+        log().error("%s: %s, without a word about its end: it was killed", path, said["status"])
+        sys.exit(ExitCode.BUG)
+    log().info("%s: %s (exit code %d) %s", path, said["status"], said["exit_code"], said["reason"])
+    sys.exit(said["exit_code"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Who runs in a folder, and what its status says."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from llava_fsdp import rundir
+from llava_fsdp.errors import ENDINGS, ExitCode, FolderInUse
+from llava_fsdp.rundir import Outcome, claimed, first_failure, is_others, read_status, settled, write_ending
+
+HOLDER = """
+    import os, sys, time
+    from pathlib import Path
+    from llava_fsdp.rundir import claimed
+    with claimed(Path(sys.argv[1]), 0):
+        child = os.fork()  # as a data worker: it outlives us for a while
+        if child:
+            print(child, flush=True)
+        time.sleep(60)
+"""
+
+
+def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+    """Killed with a child that lives on, it leaves the folder free at once."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(HOLDER), str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None
+    child = int(holder.stdout.readline())
+    before = read_status(tmp_path)
+    with pytest.raises(FolderInUse, match=rf"under way: process {holder.pid} on .*, since \d{{4}}-"):
+        with claimed(tmp_path, 0):
+            pass
+    assert is_others(tmp_path)
+    assert before is not None and before["status"] == "running" and read_status(tmp_path) == before
+    holder.kill()
+    holder.wait()
+    try:
+        os.kill(child, 0)
+        assert not is_others(tmp_path)
+        with claimed(tmp_path, 0):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch):
+    """This process as a worker of torchrun's."""
+
+    def be(rank: int, attempt: int = 0, launch: str = "run7", **more: str) -> None:
+        values = {"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_RUN_ID": launch, **more}
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    return be
+
+
+def ending(name: str, reason: str = "") -> Outcome:
+    return Outcome(ENDINGS[name], reason)
+
+
+def test_the_first_failure_is_the_one_that_counts(tmp_path: Path, launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rundir, "PATIENCE", 0.1)
+    launched(rank=1)
+    assert write_ending(tmp_path, ending("data", "record 7")) is None
+    launched(rank=0)
+    first = write_ending(tmp_path, ending("communication", "lost rank 1"))
+    assert first is not None and (first["rank"], first["exit_code"], first["reason"]) == (1, 2, "record 7")
+    said = read_status(tmp_path)
+    assert said is not None and (said["class"], said["exit_code"], said["rank"]) == ("data", 2, 1)
+    launched(rank=0, attempt=1)
+    assert first_failure(tmp_path) is None, "of the attempt before"
+    with claimed(tmp_path, 0):
+        assert not (tmp_path / rundir.FIRST_FAILURE).exists()
+    launched(rank=1, attempt=1)
+    assert write_ending(tmp_path, ending("communication", "lost rank 0")) is None, "nobody else said anything"
+
+
+def test_several_nodes_know_an_attempt_by_its_store(tmp_path: Path, launched) -> None:
+    """Each node counts its own restarts."""
+    nodes = {"GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "host0"}
+    launched(rank=1, attempt=3, MASTER_PORT="4000", **nodes)
+    write_ending(tmp_path, ending("bug", "a bug"))
+    launched(rank=0, attempt=1, MASTER_PORT="4000", **nodes)
+    assert first_failure(tmp_path) is not None
+    launched(rank=0, attempt=3, MASTER_PORT="4001", **nodes)
+    assert first_failure(tmp_path) is None
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_only_what_a_restart_may_mend_is_started_again(name: str, tmp_path: Path, launched) -> None:
+    launched(rank=0)
+    write_ending(tmp_path, ending(name))
+    launched(rank=1, attempt=1)
+    worth_it = name in ("communication", "bug")
+    assert (settled(tmp_path) is None) == worth_it
+    launched(rank=1, attempt=0)
+    assert (settled(tmp_path) is None) == (worth_it or name == "stopped"), "more nodes have come"
+    launched(rank=1, attempt=1, launch="run8")
+    assert settled(tmp_path) is None, "another launch"
+    launched(rank=1, attempt=1)
+    path = tmp_path / rundir.STATUS_FILE
+    path.write_text(json.dumps({**json.loads(path.read_text()), "time": rundir.started(os.getppid()) - 5}))
+    assert settled(tmp_path) is None, "a job of the same name, requeued"
+
+
+def test_the_culprit_has_the_key_of_a_wrong_setting(tmp_path: Path, launched) -> None:
+    launched(rank=0)
+    write_ending(tmp_path, ending("config", "data.max_length=1 must be at least 2"))
+    said = read_status(tmp_path)
+    assert said is not None and said["culprit"]["key"] == "data.max_length" and said["exit_code"] == ExitCode.USER
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        ({"status": "done", "exit_code": 0, "reason": ""}, 0),
+        ({"status": "stopping", "exit_code": 75, "reason": "SIGTERM"}, 75),
+        ({"status": "failed", "exit_code": 4, "reason": "nan"}, 4),
+        ({"status": "running", "exit_code": None, "reason": ""}, 1),
+        (None, 1),
+        ({"status": "done", "exit_code": 0, "reason": "", "time": 0.0}, 1),
+    ],
+)
+def test_launchers_read_the_exit_code(said: dict | None, code: int, tmp_path: Path) -> None:
+    if said is not None:
+        (tmp_path / "run_status.json").write_text(json.dumps({"time": time.time() + 60, **said}))
+    done = subprocess.run(
+        [sys.executable, "-m", "llava_fsdp.status", "--this-launch", f"output_dir={tmp_path}", "stage=pretrain"],
+        check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert str(tmp_path) in done.stderr
