@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from runs import Run
+from lives import Run
 
 
 @pytest.fixture

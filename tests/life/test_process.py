@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from runs import Run, gone
+from lives import Run, gone
 
 pytestmark = pytest.mark.e2e
 Start = Callable[..., Run]
