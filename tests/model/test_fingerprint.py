@@ -1,0 +1,44 @@
+"""What a run continues with is the base that it began with, to the last bit."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from llava_fsdp.model.weights import Stored, fingerprint
+
+
+@dataclass
+class Values:
+    """A parameter's values in memory."""
+
+    values: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    def rows(self, begin: int, end: int) -> torch.Tensor:
+        return self.values[begin:end]
+
+
+def test_every_bit_of_a_frozen_weight_counts_and_ranks_do_not() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"base": nn.Linear(2048, 4100), "head": nn.Linear(4, 4)})  # base: three stretches of rows
+    model["base"].requires_grad_(False)
+    sources: dict[str, Stored] = {name: Values(p.detach().clone()) for name, p in model.named_parameters()}
+    first = fingerprint(model, sources)
+    shares: list[tuple[str, str]] = []
+    for rank in range(3):
+        fingerprint(model, sources, rank, 3, lambda own: shares.extend(own) or own)
+    assert fingerprint(model, sources, 2, 3, lambda _: shares) == first
+    trained = {**sources, "head.weight": Values(torch.zeros(4, 4))}
+    assert fingerprint(model, trained) == first, "what trains is in the checkpoint"
+    for name, place in (("base.weight", (4099, 2047)), ("base.weight", (2049, 0)), ("base.bias", (4099,))):
+        other = sources[name].rows(0, 4100).clone()
+        other.view(torch.int32)[place] ^= 1
+        assert fingerprint(model, {**sources, name: Values(other)}) != first, (name, place)
