@@ -141,7 +141,7 @@ def test_too_many_in_a_row_stop_with_their_samples(
 
 
 def saved(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+    return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
 
 
 def test_zero_stops_at_the_first(parts: Path, dataset: Path, tmp_path: Path) -> None:
@@ -164,22 +164,22 @@ def test_what_one_rank_asks_for_all_do(pools: dict[int, RankPool]) -> None:
 
 def test_a_stop_is_saved_once(parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At a step that is on disk already nothing is written again; and the same command goes on behind it."""
-    from llava_fsdp import checkpoint
+    from llava_fsdp.checkpoint import Saver
     from llava_fsdp.errors import Stopped
 
     written: list[int] = []
-    save = checkpoint.save
+    save = Saver.save
 
-    def counted(state: TrainState, cfg: Config) -> Path:
-        written.append(state.step)
-        return save(state, cfg)
+    def counted(saver: Saver) -> None:
+        written.append(saver.facts()["step"])
+        save(saver)
 
     def asked(state: TrainState, *rest: object) -> StepResult:
         result = do_step(state, *rest)
         rest[-1].stop = "SIGTERM" if state.step == 2 else ""  # type: ignore[attr-defined]
         return result
 
-    monkeypatch.setattr(checkpoint, "save", counted)
+    monkeypatch.setattr(Saver, "save", counted)
     with monkeypatch.context() as patched:
         patched.setattr(loop, "train_step", asked)
         for every, expected in (("2", [2]), ("null", [2])):
