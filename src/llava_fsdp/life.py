@@ -98,8 +98,8 @@ class Life:
         for end in self.pipe:
             os.set_blocking(end, False)
         self.interrupts = 0
-        (self.folder / FOLDER).mkdir(parents=True, exist_ok=True)
-        (self.folder / STACKS).mkdir(exist_ok=True)
+        for name in (FOLDER, STACKS):  # stacks and records are nobody else's business
+            (self.folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
         self.stacks = (self.folder / STACKS / f"rank-{self.rank}.txt").open("w")
         self.watcher = Watcher(self.folder, FROZEN)
         self.handlers = {}

@@ -106,8 +106,8 @@ def claimed(folder: Path, rank: int, private: bool = True) -> Iterator[None]:
     except OSError as error:
         raise ConfigError(f"output_dir={folder} cannot be written ({error}); give another folder") from error
     try:
-        lock(handle, folder)
         try:
+            lock(handle, folder)
             drop_stale_failure(folder)
             put_status(folder, "running")
         except OSError as error:
