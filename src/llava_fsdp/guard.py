@@ -73,7 +73,7 @@ def flag_values(words: list[str]) -> dict[str, str]:
 def refuse_secrets(words: list[str]) -> None:
     """Raises ConfigError where a word sets a key that a secret belongs to, or has one for its value."""
     for word in words:
-        key, equals, value = word.partition("=")
+        key, equals, _ = word.partition("=")
         if (equals and is_secret_name(key.rpartition(".")[2])) or has_secret(word):
             shown = key if equals and not has_secret(key) else HIDDEN
             raise ConfigError(
