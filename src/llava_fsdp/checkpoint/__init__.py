@@ -10,11 +10,11 @@ from llava_fsdp.checkpoint.facts import plain
 from llava_fsdp.checkpoint.folders import FOLDER, list_checkpoints
 from llava_fsdp.checkpoint.layout import tensors
 from llava_fsdp.checkpoint.manifest import STATE_FILE
-from llava_fsdp.checkpoint.resume import resume
+from llava_fsdp.checkpoint.resume import continues, resume
 from llava_fsdp.checkpoint.saver import Saver, is_due, open_saver
 from llava_fsdp.checkpoint.verify import Checkpoint, newest_alone, verify
 
 __all__ = [
-    "FOLDER", "STATE_FILE", "Checkpoint", "Saver", "is_due", "list_checkpoints", "make_empty", "newest_alone",
+    "FOLDER", "STATE_FILE", "Checkpoint", "Saver", "continues", "is_due", "list_checkpoints", "make_empty", "newest_alone",
     "on_all_ranks", "on_first_rank", "open_saver", "plain", "resume", "sync_folder", "tensors", "verify",
 ]  # fmt: skip
