@@ -15,6 +15,7 @@ from llava_fsdp.checkpoint.saver import Saver, is_due, open_saver
 from llava_fsdp.checkpoint.verify import Checkpoint, newest_alone, verify
 
 __all__ = [
-    "FOLDER", "STATE_FILE", "Checkpoint", "Saver", "continues", "is_due", "list_checkpoints", "make_empty", "newest_alone",
-    "on_all_ranks", "on_first_rank", "open_saver", "plain", "resume", "sync_folder", "tensors", "verify",
+    "FOLDER", "STATE_FILE", "Checkpoint", "Saver", "continues", "is_due", "list_checkpoints", "make_empty",
+    "newest_alone", "on_all_ranks", "on_first_rank", "open_saver", "plain", "resume", "sync_folder", "tensors",
+    "verify",
 ]  # fmt: skip
