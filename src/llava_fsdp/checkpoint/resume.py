@@ -72,6 +72,12 @@ def choose(cfg: Config) -> Checkpoint | None:
         raise CheckpointError(f"{error}; {cure}") from error
 
 
+def continues(cfg: Config) -> bool:
+    """Whether there is something that this run would continue."""
+    named = cfg.checkpoint.resume not in ("auto", "never")
+    return named or (cfg.checkpoint.resume == "auto" and bool(list_checkpoints(Path(cfg.output_dir) / FOLDER)))
+
+
 def require_checkpoint(folder: Path) -> None:
     if not any((folder / name).is_file() for name in (MANIFEST_FILE, STATE_FILE)):
         raise CheckpointError(
