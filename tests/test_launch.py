@@ -293,7 +293,9 @@ def test_the_faults_suite_alone(machine: Machine) -> None:
         machine.put(f".venv/bin/{tool}", NOTE)
     done = machine.bash("launch/test.sh", "--faults", "-x", NO_CUDA="0")
     assert done.returncode == 0, done.stderr
-    assert machine.noted("pytest") == ["pytest: -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m  tests/faults -x"]
+    assert machine.noted("pytest") == [
+        "pytest: -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m  tests/faults -x"
+    ]
     assert "NOT RUN: tests outside tests/faults: launch/test.sh runs their fast tier" in done.stdout
 
 

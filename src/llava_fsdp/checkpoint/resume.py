@@ -42,12 +42,6 @@ def resume(state: TrainState, cfg: Config) -> Path | None:
     return found.folder
 
 
-def continues(cfg: Config) -> bool:
-    """Whether there is something that this run would continue."""
-    named = cfg.checkpoint.resume not in ("auto", "never")
-    return named or (cfg.checkpoint.resume == "auto" and bool(list_checkpoints(Path(cfg.output_dir) / FOLDER)))
-
-
 def choose(cfg: Config) -> Checkpoint | None:
     """The checkpoint to continue from, verified; None starts at step 0. A collective: rank 0 looks."""
     wanted, output = on_first_rank(
