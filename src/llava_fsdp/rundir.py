@@ -24,11 +24,14 @@ from llava_fsdp.untrusted import is_open_to_others
 STATUS_FILE = "run_status.json"
 FIRST_FAILURE = ".run_failed"
 LOCK_FILE = ".lock"
+BEGUN_FILE = ".begun"
 PATIENCE = 2
 """Seconds that a rank waits which has nothing of its own to say: torchrun ends all ranks as soon as one has failed, and
 takes the first one's word for the cause."""
 HANDOVER = 30
 """Seconds that a restarted rank 0 waits for the one before it to be gone."""
+CLAIMING = 15
+"""Seconds that the other ranks wait for rank 0 to have the folder."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,9 @@ def started(pid: int) -> float:
 
 @contextlib.contextmanager
 def claimed(folder: Path, rank: int, private: bool = True) -> Iterator[None]:
-    """Hold the folder against other runs, make it, and say in it that a run is under way; on rank 0 alone.
+    """Hold the folder against other runs, make it, and say in it that a run is under way: rank 0, for all.
+
+    The others wait until it has: where it is refused, none of them may leave a word in what is another run's.
 
     The lock is one that a process loses by dying and that its children do not inherit (POSIX record locks): data
     workers which outlive a rank for a moment keep nobody out. What is killed leaves "running" behind.
@@ -98,8 +103,16 @@ def claimed(folder: Path, rank: int, private: bool = True) -> Iterator[None]:
         ConfigError: the folder cannot be written, or another run has it (FolderInUse).
     """
     if rank != 0:
+        await_claim(folder)
+        with contextlib.suppress(OSError):  # rank 0 says what is wrong with it
+            make_run_folder(folder, private)
         yield
         return
+    if is_open_to_others(folder):
+        log().warning(
+            "output_dir=%s can be written by every user of this machine, and a run continues from what it finds there; "
+            "chmod o-w %s", folder, folder,
+        )  # fmt: skip
     try:
         make_run_folder(folder, private)
         handle = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -118,15 +131,19 @@ def claimed(folder: Path, rank: int, private: bool = True) -> Iterator[None]:
 
 
 def make_run_folder(folder: Path, private: bool) -> None:
-    """A new one is the user's alone with `private`; one that exists stays as it is, with a word if others may write."""
+    """A new one is the user's alone with `private`; one that exists stays as it is."""
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700 if private else 0o777, exist_ok=True)
-    elif is_open_to_others(folder):
-        log().warning(
-            "output_dir=%s can be written by every user of this machine, and a run continues from what it finds there; "
-            "chmod o-w %s", folder, folder,
-        )  # fmt: skip
+
+
+def await_claim(folder: Path) -> None:
+    """Until rank 0 of this launch has the folder. Where it takes long, go on: a folder on a network may show it late."""
+    until = time.monotonic() + CLAIMING
+    while launch_id() is not None and time.monotonic() < until:
+        if (read_object(folder / LOCK_FILE) or {}).get("launch") == launch_id():
+            return
+        time.sleep(0.05)
 
 
 def lock(handle: int, folder: Path) -> None:
@@ -283,12 +300,34 @@ def fail_first(folder: Path, outcome: Outcome) -> bool:
     return True
 
 
+def is_of_this_launch(said: dict[str, Any]) -> bool:
+    """Whether an earlier attempt of this very launch has written that."""
+    if launch_id() is None or said.get("launch") != launch_id():
+        return False
+    return said.get("time", 0.0) >= started(os.getppid())  # else by a job of that name that was requeued
+
+
+def mark_begun(folder: Path, wish: str, step: int) -> None:
+    """Note for restarts that what was wished for, to start over or from a folder, has been done, and at which step."""
+    if launch_id() is None or begun_at(folder, wish) is not None:
+        return
+    staged = folder / f"{BEGUN_FILE}.tmp"
+    staged.write_text(json.dumps({"wish": wish, "step": step, "launch": launch_id(), "time": time.time()}) + "\n")
+    os.replace(staged, folder / BEGUN_FILE)
+
+
+def begun_at(folder: Path, wish: str) -> int | None:
+    """The step at which an earlier attempt of this launch began as was wished; None: none has yet."""
+    said = read_object(folder / BEGUN_FILE)
+    if said is None or said.get("wish") != wish or not is_of_this_launch(said):
+        return None
+    return int(said.get("step", 0))
+
+
 def settled(folder: Path) -> dict[str, Any] | None:
     """How an earlier attempt of this very launch ended, where starting again cannot help or is not wanted."""
     said = read_status(folder)
-    if said is None or launch_id() is None or said.get("launch") != launch_id():
-        return None
-    if said.get("time", 0.0) < started(os.getppid()):  # a name that was used before, by a job that was requeued
+    if said is None or not is_of_this_launch(said):
         return None
     ending = ENDINGS.get(said.get("class") or "")
     if ending is None or not ending.is_permanent:

@@ -105,10 +105,11 @@ def test_no_orphan_stays_and_the_folder_is_free_at_once(start: Start) -> None:
     """torchrun is killed; before that, a second run in the folder is refused and leaves the first one's status."""
     run = start("max_steps=2000", pace=0.2)
     run.until_step(1)
-    second = start(ranks=0)
-    assert second.wait(LIMIT) == 2
-    assert f"belongs to a run that is under way: process {run.pids(0)[0]} on " in second.said
-    assert run.status["status"] == "running"
+    for ranks in (0, 2):
+        second = start(ranks=ranks)
+        assert second.wait(LIMIT) == (1 if ranks else 2)
+        assert f"belongs to a run that is under way: process {run.pids(0)[0]} on " in second.said
+        assert "outside of the steps" not in second.said and run.status["status"] == "running"
     pids = run.pids()
     assert len(pids) == 4
     os.kill(run.process.pid, signal.SIGKILL)

@@ -3,9 +3,11 @@
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -61,6 +63,29 @@ def launched(monkeypatch: pytest.MonkeyPatch):
             monkeypatch.setenv(name, value)
 
     return be
+
+
+def test_ranks_wait_for_the_first_to_have_the_folder(
+    tmp_path: Path, launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it is the user's alone, whoever makes it."""
+    folder = tmp_path / "out"
+    launched(rank=1)
+    entered = threading.Event()
+
+    def second() -> None:
+        with claimed(folder, 1):
+            entered.set()
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    assert not entered.wait(0.3) and not folder.exists()
+    with claimed(folder, 0):
+        assert entered.wait(5)
+    thread.join()
+    monkeypatch.setattr(rundir, "CLAIMING", 0.1)
+    with claimed(tmp_path / "late", 1):
+        assert stat.S_IMODE((tmp_path / "late").stat().st_mode) == 0o700
 
 
 def ending(name: str, reason: str = "") -> Outcome:

@@ -7,7 +7,7 @@ import torch
 
 from llava_fsdp.checkpoint.agree import on_all_ranks, on_first_rank
 from llava_fsdp.checkpoint.facts import refuse_changes
-from llava_fsdp.checkpoint.folders import FOLDER, leave_branch, list_checkpoints, set_aside
+from llava_fsdp.checkpoint.folders import FOLDER, leave_branch, list_checkpoints, set_aside, step_of
 from llava_fsdp.checkpoint.layout import Part, held_parts, row_bytes, tensors
 from llava_fsdp.checkpoint.manifest import MANIFEST_FILE, STATE_FILE, Manifest, Saved
 from llava_fsdp.checkpoint.tensorfile import open_file, read_header, read_rows
@@ -15,6 +15,7 @@ from llava_fsdp.checkpoint.verify import Checkpoint, naming, newest_together, ve
 from llava_fsdp.config import Config
 from llava_fsdp.errors import CheckpointError
 from llava_fsdp.optim import prepare_moments
+from llava_fsdp.rundir import begun_at, mark_begun
 from llava_fsdp.state import TrainState
 
 
@@ -38,18 +39,22 @@ def resume(state: TrainState, cfg: Config) -> Path | None:
         state.scaler.restore(facts["scaler"])
     state.loader.broken = set(facts["broken"])
     output = Path(cfg.output_dir)
-    on_first_rank(lambda: leave_branch(output, found.folder, state.step), "cannot set checkpoints aside")
+
+    def begin() -> None:
+        leave_branch(output, found.folder, state.step)
+        if cfg.checkpoint.resume != "auto":
+            mark_begun(output, cfg.checkpoint.resume, state.step)
+
+    on_first_rank(begin, "cannot set checkpoints aside")
     return found.folder
 
 
 def choose(cfg: Config) -> Checkpoint | None:
     """The checkpoint to continue from, verified; None starts at step 0. A collective: rank 0 looks."""
-    wanted, output = on_first_rank(
-        lambda: (cfg.checkpoint.resume, Path(cfg.output_dir)), f"cannot look for checkpoints in {cfg.output_dir}"
-    )
+    output = Path(cfg.output_dir)
+    wanted = on_first_rank(lambda: wish_of(cfg), f"cannot look for checkpoints in {output}")
     if wanted == "never":
-        left = [output / FOLDER, output / "export", output / "metrics.jsonl", output / "quarantine.jsonl"]
-        return on_first_rank(lambda: set_aside(output, left), "cannot set aside what an earlier run left")
+        return on_first_rank(lambda: start_over(output), "cannot set aside what an earlier run left")
     if wanted == "auto":
         return newest_together(output / FOLDER, cfg.checkpoint.strict)
     folder = Path(wanted)
@@ -64,6 +69,20 @@ def choose(cfg: Config) -> Checkpoint | None:
             else "start over: checkpoint.resume=never"
         )
         raise CheckpointError(f"{error}; {cure}") from error
+
+
+def wish_of(cfg: Config) -> str:
+    """`checkpoint.resume`, which is for the start of a run: ranks that torchrun starts again continue what they saved."""
+    output, wanted = Path(cfg.output_dir), cfg.checkpoint.resume
+    begun = begun_at(output, wanted) if wanted != "auto" else None
+    if begun is not None and any((step_of(p) or 0) > begun for p in list_checkpoints(output / FOLDER)):
+        return "auto"
+    return wanted
+
+
+def start_over(output: Path) -> None:
+    set_aside(output, [output / name for name in (FOLDER, "export", "metrics.jsonl", "quarantine.jsonl")])
+    mark_begun(output, "never", 0)
 
 
 def continues(cfg: Config) -> bool:

@@ -1,0 +1,59 @@
+"""What a run wishes to begin from is for its start: ranks that are started again continue what they saved."""
+
+from pathlib import Path
+
+import pytest
+from harness import single_world
+from saves import save_steps
+from small import make_config
+
+from llava_fsdp.checkpoint import FOLDER
+from llava_fsdp.checkpoint.folders import leave_branch
+from llava_fsdp.checkpoint.resume import choose
+from llava_fsdp.rundir import mark_begun
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run7")
+
+
+def test_starting_over_is_done_once(launch: None, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    save_steps(single_world(), tmp_path / FOLDER, [8])
+    cfg = make_config(parts, dataset, tmp_path, "checkpoint.resume=never")
+    assert choose(cfg) is None and (tmp_path / "old-1" / FOLDER / "step-000008").is_dir()
+    assert choose(cfg) is None, "killed before its first checkpoint"
+    save_steps(single_world(), tmp_path / FOLDER, [2])
+    found = choose(cfg)
+    assert found is not None and found.folder == tmp_path / FOLDER / "step-000002"
+    assert [path.name for path in tmp_path.glob("old-*")] == ["old-1"]
+
+
+def test_another_launch_starts_over(
+    launch: None, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = make_config(parts, dataset, tmp_path, "checkpoint.resume=never")
+    assert choose(cfg) is None
+    save_steps(single_world(), tmp_path / FOLDER, [2])
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run8")
+    assert choose(cfg) is None and (tmp_path / "old-1" / FOLDER / "step-000002").is_dir()
+
+
+def test_a_branch_begins_once(launch: None, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """From another run's step 4: what is older here is of another branch, and not continued from."""
+    save_steps(single_world(), tmp_path / "other", [4])
+    save_steps(single_world(), tmp_path / "out" / FOLDER, [2, 6])
+    wish = tmp_path / "other" / "step-000004"
+    cfg = make_config(parts, dataset, tmp_path / "out", f"checkpoint.resume={wish}")
+
+    def chosen() -> Path:
+        found = choose(cfg)
+        assert found is not None
+        return found.folder
+
+    assert chosen() == wish
+    leave_branch(tmp_path / "out", wish, 4)
+    mark_begun(tmp_path / "out", str(wish), 4)
+    assert chosen() == wish, "nothing has been saved since"
+    save_steps(single_world(), tmp_path / "out" / FOLDER, [5])
+    assert chosen() == tmp_path / "out" / FOLDER / "step-000005"
