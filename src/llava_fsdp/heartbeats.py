@@ -19,6 +19,7 @@ class Phase(Enum):
     """In the order of a step, as ranks go through it."""
 
     LOADING = "loading weights and data"
+    REPORT = "reporting the step"
     CHECKPOINT = "saving a checkpoint"
     DATA = "waiting for data"
     AGREEING = "agreeing about the next step"

@@ -29,8 +29,14 @@ class Keeper:
         self.cfg = cfg
         self.last_step = last_step
         self.life = life
-        self.saved = state.step  # what was resumed is on disk, and at step 0 there is nothing to keep
+        self.first_step = state.step  # what was resumed is on disk, and at step 0 there is nothing to keep
         self.owed = False
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether what there is now is on disk, or is being written."""
+        saved = self.saver.saved_step if self.saver is not None else None
+        return self.state.step in (self.first_step, saved)
 
     def after_step(self, result: StepResult) -> None:
         """Save where it is due.
@@ -50,7 +56,7 @@ class Keeper:
         """Do what any rank was asked for. A collective.
 
         Raises:
-            Stopped: the state is on disk.
+            Stopped: the state is on disk, unless `checkpoint.on_save_error` allows otherwise.
         """
         asked = Votes(
             stop=self.life.wants_stop(),
@@ -59,20 +65,18 @@ class Keeper:
         ).agreed()
         if asked.failed:
             self.finish()
-        if (asked.stop or asked.save) and self.saved != self.state.step:
+        if (asked.stop or asked.save) and not self.is_kept:
             self.save()
         if asked.stop:
             self.finish()
-            raise Stopped(
-                f"{self.life.stop or 'another rank was asked to'}: stopped after step {self.state.step}; the same "
-                "command continues there"
-            )
+            said = "continues there" if self.is_kept else "continues from the checkpoint before, as this one failed"
+            raise Stopped(f"{self.asker}: stopped after step {self.state.step}; the same command {said}")
 
     def save(self) -> None:
         self.life.at(Phase.CHECKPOINT)
         assert self.saver is not None
         self.saver.save()
-        self.saved, self.owed = self.state.step, False
+        self.owed = False
 
     def finish(self) -> None:
         """Wait for what is being saved.
@@ -89,10 +93,18 @@ class Keeper:
 
         Raises:
             CheckpointError, NumericError: it could not be written.
+            Stopped: that was asked for during the last step, and there is a model left to export.
         """
-        if self.saver is not None:
-            self.life.at(Phase.CHECKPOINT)
-            self.saver.close()
+        if self.saver is None:
+            return
+        self.life.at(Phase.CHECKPOINT)
+        self.saver.close()
+        if Votes(stop=self.life.wants_stop()).agreed().stop and self.cfg.export.enabled:
+            raise Stopped(f"{self.asker}: stopped after the last step; the same command exports the model")
+
+    @property
+    def asker(self) -> str:
+        return self.life.stop or "another rank was asked to"
 
     def give_up(self, result: StepResult) -> None:
         self.finish()

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -51,8 +52,10 @@ class Life:
         """Seconds that a collective may wait."""
         self.stop = ""
         """The signal that asked this rank to stop; empty: none did."""
-        self.save = False
-        """SIGUSR1 asked for a checkpoint."""
+        self.saves = 0
+        """How often SIGUSR1 has asked for a checkpoint; counted by our thread alone."""
+        self.saves_said = 0
+        """So many of them the main thread has been told of."""
         self.step = 0
         self.phase = Phase.LOADING
         self.detail: Callable[[], str] = str
@@ -66,21 +69,22 @@ class Life:
         self.since = time.monotonic()
         self.warned = 0.0
         self.dumped = False
+        self.failed = False
         self.peers: dict[int, tuple[int, int]] = {}
         """pidfd -> rank and process, of the other ranks on this machine."""
 
     def at(self, phase: Phase, step: int | None = None) -> None:
         """The main thread begins something."""
-        self.step = self.step if step is None else step
         self.phase = phase
+        self.step = self.step if step is None else step
 
     def wants_stop(self) -> bool:
         return bool(self.stop)
 
     def wants_save(self) -> bool:
         """Said once; a signal that comes later is for the next time."""
-        wanted, self.save = self.save, False
-        return wanted
+        said, self.saves_said = self.saves_said, self.saves
+        return self.saves_said > said
 
     @contextlib.contextmanager
     def steps(self) -> Iterator[None]:
@@ -151,7 +155,12 @@ class Life:
         while not self.ending.is_set():
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + BEAT
-                self.beat()
+                try:
+                    self.beat()
+                except Exception:  # signals must be heard all the same
+                    if not self.failed:
+                        log().warning("the other ranks are not watched: %s", traceback.format_exc())
+                    self.failed = True
             self.listen(max(0.0, next_beat - time.monotonic()))
         if self.lost_peer:  # the main thread has seen it first, and knows less: which rank, and how it ended
             self.listen(SETTLE)
@@ -175,7 +184,7 @@ class Life:
 
     def heard(self, number: int) -> None:
         if number == signal.SIGUSR1:
-            self.save = True
+            self.saves += 1
         if number not in (signal.SIGTERM, signal.SIGINT) or self.ending.is_set():
             return
         name = signal.Signals(number).name
@@ -235,7 +244,9 @@ class Life:
         if not self.dumped:
             self.dumped = True
             faulthandler.dump_traceback(self.stacks, all_threads=True)
-        if late and time.monotonic() - self.warned >= max(60, waiting / 2):
+        # all wait for rank 0, and one says so: rank 1, unless its machine may be gone too
+        speaks = self.rank <= 1 or any(each.is_frozen for each in late)
+        if late and speaks and time.monotonic() - self.warned >= max(60, waiting / 2):
             self.warned = time.monotonic()
             for each in late:
                 log().warning("waiting for %.0f seconds: %s", waiting, each)

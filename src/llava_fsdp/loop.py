@@ -45,7 +45,7 @@ def fit(
             assert step is not None, "a rank that is asked to stop stops all"
             life.at(Phase.COMPUTE)
             result = train_step(state, state.loader.agree(step), plan, cfg, started, life)
-            life.step = state.step
+            life.at(Phase.REPORT, state.step)  # the next step's place already: whoever stays here is behind
             after_step(result)
             life.at(Phase.DATA)
             started = time.perf_counter()

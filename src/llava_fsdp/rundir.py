@@ -138,7 +138,7 @@ def make_run_folder(folder: Path, private: bool) -> None:
 
 
 def await_claim(folder: Path) -> None:
-    """Until rank 0 of this launch has the folder. Where it takes long, go on: a folder on a network may show it late."""
+    """Until rank 0 of this launch has the folder, but not for long: a folder on a network may show it late."""
     until = time.monotonic() + CLAIMING
     while launch_id() is not None and time.monotonic() < until:
         if (read_object(folder / LOCK_FILE) or {}).get("launch") == launch_id():

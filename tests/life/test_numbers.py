@@ -1,7 +1,11 @@
 """Steps whose numbers are none: skipped alike on every rank, and how many in a row are too many."""
 
+import contextlib
 import json
+import os
 import random
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,10 +15,13 @@ from harness import RankPool, single_world
 from small import make_config
 
 from llava_fsdp import loop, train
+from llava_fsdp.checkpoint import Saver
+from llava_fsdp.checkpoint.commit import Committer
 from llava_fsdp.config import Config
 from llava_fsdp.data.batch import Step
-from llava_fsdp.errors import NumericError
-from llava_fsdp.life import Life
+from llava_fsdp.errors import CheckpointError, NumericError, Stopped
+from llava_fsdp.heartbeats import Beat, Phase, make_beat
+from llava_fsdp.life import BEAT, Life
 from llava_fsdp.sharding import shards
 from llava_fsdp.sharding.mesh import World, make_mesh, own_rank
 from llava_fsdp.sharding.precision import MasterWeights
@@ -164,9 +171,6 @@ def test_what_one_rank_asks_for_all_do(pools: dict[int, RankPool]) -> None:
 
 def test_a_stop_is_saved_once(parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At a step that is on disk already nothing is written again; and the same command goes on behind it."""
-    from llava_fsdp.checkpoint import Saver
-    from llava_fsdp.errors import Stopped
-
     written: list[int] = []
     save = Saver.save
 
@@ -190,6 +194,72 @@ def test_a_stop_is_saved_once(parts: Path, dataset: Path, tmp_path: Path, monkey
             assert written == expected
     train.train(cfg)
     assert written == [2, 4]
+
+
+@pytest.mark.parametrize("exported", [True, False])
+def test_a_stop_in_the_last_step_leaves_the_export_to_the_next_start(
+    exported: bool, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(state: TrainState, *rest: object) -> StepResult:
+        rest[-1].stop = "SIGTERM" if state.step == 1 else ""  # type: ignore[attr-defined]
+        return do_step(state, *rest)
+
+    cfg = make_config(parts, dataset, tmp_path, "max_steps=2", f"export.enabled={exported}", "export.verify=false")
+    expected = pytest.raises(Stopped, match="after the last step") if exported else contextlib.nullcontext()
+    with monkeypatch.context() as patched, expected:
+        patched.setattr(loop, "train_step", asked)
+        train.train(cfg)
+    assert (tmp_path / "checkpoints" / "step-000002").is_dir() and not (tmp_path / "export").exists()
+    if exported:
+        train.train(cfg)
+        assert (tmp_path / "export" / "config.json").is_file()
+
+
+def test_a_stop_does_not_promise_what_could_not_be_written(
+    parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(state: TrainState, *rest: object) -> StepResult:
+        rest[-1].stop = "SIGTERM" if state.step == 1 else ""  # type: ignore[attr-defined]
+        return do_step(state, *rest)
+
+    def refused(*_: object) -> Path:
+        raise CheckpointError("the disk is full")
+
+    monkeypatch.setattr(loop, "train_step", asked)
+    monkeypatch.setattr(Committer, "write", refused)
+    cfg = make_config(parts, dataset, tmp_path, "max_steps=4", "checkpoint.every=2", "checkpoint.on_save_error=warn")
+    with pytest.raises(Stopped, match="after step 2; the same command continues from the checkpoint before"):
+        train.train(cfg)
+
+
+def test_a_rank_that_reports_a_step_is_behind_those_that_go_on(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Its disk or terminal may hang: it must not look as if it waited for them."""
+    cfg = make_config(parts, dataset, tmp_path, "max_steps=2")
+    plan, world, life = SHARD_PLANS[cfg.sharding.strategy], single_world(), Life()
+    state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+    seen: list[Beat] = []
+
+    def look() -> None:
+        seen.append(make_beat(0, life.step, life.phase, 0, "", 0))
+
+    loop.fit(state, plan, cfg, lambda _: look(), look, life)
+    assert [beat.place for beat in seen] == sorted({beat.place for beat in seen})
+
+
+def test_a_life_that_cannot_watch_hears_signals(tmp_path: Path) -> None:
+    def broken() -> str:
+        raise ValueError("no such place")
+
+    with Life(tmp_path) as life, life.steps():
+        life.detail = broken
+        life.at(Phase.DATA)
+        time.sleep(2 * BEAT)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        until = time.monotonic() + 10
+        while not (heard := life.wants_save()) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert heard and not life.wants_save()
+        life.at(Phase.COMPUTE)
 
 
 def test_a_life_that_was_not_entered_has_no_events() -> None:

@@ -65,9 +65,7 @@ def launched(monkeypatch: pytest.MonkeyPatch):
     return be
 
 
-def test_ranks_wait_for_the_first_to_have_the_folder(
-    tmp_path: Path, launched, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_wait_for_the_first_to_have_the_folder(tmp_path: Path, launched, monkeypatch: pytest.MonkeyPatch) -> None:
     """And it is the user's alone, whoever makes it."""
     folder = tmp_path / "out"
     launched(rank=1)

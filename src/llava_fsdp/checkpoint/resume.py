@@ -72,7 +72,7 @@ def choose(cfg: Config) -> Checkpoint | None:
 
 
 def wish_of(cfg: Config) -> str:
-    """`checkpoint.resume`, which is for the start of a run: ranks that torchrun starts again continue what they saved."""
+    """`checkpoint.resume`, which is for the start of a run: ranks that are started again continue what they saved."""
     output, wanted = Path(cfg.output_dir), cfg.checkpoint.resume
     begun = begun_at(output, wanted) if wanted != "auto" else None
     if begun is not None and any((step_of(p) or 0) > begun for p in list_checkpoints(output / FOLDER)):
