@@ -34,13 +34,13 @@ METRICS_FILE = "metrics.jsonl"
 QUARANTINE_FILE = "quarantine.jsonl"
 
 
-def watch_loading(is_first_rank: bool) -> Callable[[Iterable[str]], Iterable[str]]:
-    """Shows the loading of weights as it goes, on rank 0's terminal."""
+def watch_loading(is_first_rank: bool, what: str = "weights") -> Callable[[Iterable[str]], Iterable[str]]:
+    """Shows what is done with weights, one after the other, on rank 0's terminal."""
 
     def watch(names: Iterable[str]) -> Iterable[str]:
         if not (is_first_rank and sys.stderr.isatty()):
             return names
-        return track(list(names), description="weights", console=Console(stderr=True), transient=True)
+        return track(list(names), description=what, console=Console(stderr=True), transient=True)
 
     return watch
 

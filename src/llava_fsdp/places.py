@@ -28,7 +28,8 @@ def check_places(cfg: Config) -> None:
         place = Path(os.path.realpath(name))
         if key == "checkpoint.resume" or not place.is_dir():
             continue
-        if out == place or place in out.parents:
+        # pictures are read by name: what else lies below their folder, which may be `/`, is no matter
+        if out == place or (place in out.parents and not key.endswith(".images")):
             raise ConfigError(
                 f"output_dir={cfg.output_dir} is {'' if out == place else 'within '}{key}={name}, which the run reads; "
                 "give a folder of its own"

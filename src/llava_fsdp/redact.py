@@ -9,15 +9,16 @@ NAMES = re.compile(
     r"(?:(?:.*[._-])?(?:secret|passwd|password|passphrase|credentials?|authorization|api_?key|access_?key|secret_?key"
     r"|private_?key|account_?key|pat)"
     r"|(?:.*[._-])?(?:hf|hub|hugging_?face|access|auth|api|bearer|refresh|session|wandb|git(?:hub|lab)|private|user)"
-    r"[._-]?token|auth|token)(?:[._-](?:id|key|value|file|path))?",
+    r"[._-]?token|auth|token(?![._-]id))(?:[._-](?:id|key|value|file|path))?",
     re.IGNORECASE,
 )
-"""Whole names, prefixes included: `hub_token` and `WANDB_API_KEY`, but neither `image_token` nor `chunk_tokens`."""
+"""Whole names, prefixes included: `hub_token` and `WANDB_API_KEY`, but not `image_token`, `token_id`, `chunk_tokens`."""
 ENV_NAMES = re.compile(
     r"(?i)(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|API_?KEY|ACCESS_?KEY|CREDENTIALS?|PAT)(?:_|$)"
 )
 VALUES = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}"
+    r"\b(?:hf_(?=[A-Za-z]*\d)[A-Za-z0-9]{20,}|api_org_[A-Za-z0-9]{16,}"
+    r"|sk-(?:[\w-]*[_-])?(?=[A-Za-z]*\d)[A-Za-z0-9]{20,}[\w-]*|gh[pousr]_[A-Za-z0-9]{16,}"
     r"|github_pat_\w{16,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|AIza[\w-]{30,}"
     r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+)"
 )

@@ -77,4 +77,6 @@ def replace_lines(path: Path, lines: Iterable[str]) -> None:
     staged = path.with_suffix(".tmp")
     with staged.open("w") as file:
         file.writelines(line + "\n" for line in lines)
+        file.flush()
+        os.fsync(file.fileno())  # else a loss of power may leave neither the old lines nor these
     os.replace(staged, path)

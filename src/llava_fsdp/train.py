@@ -128,9 +128,10 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
     loader = open_data(cfg, world, model)
     check_same_records(loader)
     sources = find_weights(model, parts, cfg.model, projector, cfg.seed)
+    watch = watch_loading(world.is_first, "fingerprint of frozen weights")
     fingerprints = {
         **loader.steps.fingerprints(),
-        "model": fingerprint(model, sources, world.rank, world.size, gather_lists),
+        "model": fingerprint(model, sources, world.rank, world.size, gather_lists, watch),
     }
     if world.is_first:
         weights = weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision)

@@ -81,6 +81,9 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "another shape": lambda f: forge_manifest(f, lambda m: m["tensors"]["model.b"].update(shape=[1, 3, 4])),
     "a huge shape": lambda f: forge_manifest(f, lambda m: m["tensors"]["model.b"].update(shape=[1, 1 << 61, 1 << 61])),
     "a negative row": lambda f: forge_manifest(f, lambda m: m["tensors"]["model.b"].update(pieces=[[RANK_0, -1, 1]])),
+    "a piece in no file of tensors": lambda f: forge_manifest(
+        f, lambda m: m["tensors"]["model.b"].update(pieces=[["state.json", 0, 1]])
+    ),
     "a piece outside": lambda f: forge_manifest(f, lambda m: m["tensors"]["model.b"].update(pieces=[["..", 0, 1]])),
     "files of elsewhere": lambda f: forge_manifest(f, lambda m: m["files"].update({"/etc/passwd": m["files"][RANK_0]})),
     "a number of a thousand digits": lambda f: forge_manifest(f, lambda m: m.update(step=10**1000)),

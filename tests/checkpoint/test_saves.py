@@ -1,5 +1,7 @@
 """Saves: what a step sees of them, what a full disk does, what is kept, and what 50 of them leave behind."""
 
+import contextlib
+import errno
 import os
 import resource
 import shutil
@@ -25,6 +27,24 @@ WARN = OnSaveError.warn
 
 def names(parent: Path) -> list[str]:
     return sorted(path.name for path in parent.iterdir())
+
+
+@pytest.mark.parametrize(("code", "is_saved"), [(errno.EINVAL, True), (errno.EIO, False)])
+def test_file_systems_that_cannot_force_folders(
+    code: int, is_saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SMB for one; an error of a disk is another thing."""
+    fsync = os.fsync
+
+    def refused(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, os.strerror(code))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refused)
+    with contextlib.nullcontext() if is_saved else pytest.raises(CheckpointError, match="Input/output error"):
+        save_steps(single_world(), tmp_path, [2])
+    assert [path.name for path in list_checkpoints(tmp_path)] == (["step-000002"] if is_saved else [])
 
 
 class Gate:

@@ -11,6 +11,7 @@ import pytest
 from llava_fsdp import cli, train
 from llava_fsdp.config import Config, load
 from llava_fsdp.errors import ConfigError
+from llava_fsdp.places import check_places
 
 WRONG = {
     "+x=1": "x is not a key",
@@ -78,17 +79,28 @@ def test_paths_that_are_missing_are_named_together(tmp_path: Path, monkeypatch: 
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("where", ["images", "images/out", "model", "model/out", "link/out"])
+@pytest.mark.parametrize("where", ["images", "link", "model", "model/out", "linked/out"])
 def test_a_run_does_not_write_into_what_it_reads(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("images", "model"):
         (tmp_path / name).mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "images")
+    (tmp_path / "linked").symlink_to(tmp_path / "model")
     (tmp_path / "a.json").write_text("[]")
     words = ["data=llava_json", "data.path=a.json", "data.images=images", "model.language=model", f"output_dir={where}"]
     with pytest.raises(ConfigError, match=f"output_dir={where} is .*which the run reads; give a folder of its own"):
         run_of(monkeypatch, *words)
     assert not list((tmp_path / "images").iterdir()) and not list((tmp_path / "model").iterdir())
+
+
+def test_a_run_may_write_below_the_folder_of_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`data.images=/` is where records name pictures in full."""
+    (tmp_path / "a.json").write_text("[]")
+    words = ["data=llava_json", f"data.path={tmp_path / 'a.json'}", "data.images=/", f"output_dir={tmp_path / 'out'}"]
+    monkeypatch.setattr(sys, "argv", ["train", *words])
+    node = cli.compose("train", Config)
+    assert node is not None
+    check_places(load(Config, node))
 
 
 def test_the_command_says_it_once_and_ends_at_once(tmp_path: Path) -> None:

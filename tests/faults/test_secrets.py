@@ -92,6 +92,8 @@ def test_private_can_be_turned_off(runs: Runs, tmp_path: Path) -> None:
 INNOCENT = [
     "tokens_per_micro_batch=4096", "loss.chunk_tokens=1024", "image_token=<image>", "pad_token: '<pad>'",
     "label_tokens 12",
+    "data.path=/data/cs-sk-translation-pairs-2024-v2/a.json", "model.language=/models/hf_llama2vicunachat13b",
+    "token_id: 32000",
     "https://example.org/a@b.json", "author=me", "bos_token=<s>", "keys=7", "data.path=/home/me/secretary.json",
 ]  # fmt: skip
 
@@ -106,7 +108,8 @@ def test_what_is_no_secret_is_told(text: str) -> None:
     "text",
     [
         f"hub_token={CANARY}", f"--hub_token {CANARY}", f'"wandb_api_key": "{CANARY}"', f"password='{CANARY} x'",
-        f"https://me:{CANARY}@host/x", f"hf_{CANARY}", f"sk-{CANARY}", f"export HF_TOKEN={CANARY}",
+        f"https://me:{CANARY}@host/x", f"hf_{CANARY}", f"sk-{CANARY}", f"sk-proj-a_b-{CANARY}",
+        f"export HF_TOKEN={CANARY}",
         f"credentials: {CANARY}",
         f"aws.secret_access_key = {CANARY}",
     ],

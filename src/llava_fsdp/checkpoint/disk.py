@@ -12,6 +12,8 @@ from llava_fsdp.errors import CheckpointError
 GIB = 1 << 30
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FORBIDDEN = (errno.EACCES, errno.EPERM)
+NO_FOLDERS = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
+"""What file systems say that force files to the disk and know nothing of the kind for folders: SMB, some of FUSE."""
 READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
@@ -114,8 +116,12 @@ def new_file(path: Path) -> Iterator[int]:
 
 
 def sync_folder(folder: Path) -> None:
+    """Names in it, as far as the file system can."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in NO_FOLDERS:
+            raise
     finally:
         os.close(handle)

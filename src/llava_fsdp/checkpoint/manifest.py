@@ -119,9 +119,11 @@ def parse(content: bytes) -> Manifest:
         raise CheckpointError(f"{MANIFEST_FILE} cannot be understood: {type(error).__name__}: {error}") from error
     for name, saved in found.tensors.items():
         require_coverage(name, saved)
-        lost = [p.file for p in saved.pieces if p.file not in found.files]
+        lost = [p.file for p in saved.pieces if p.file not in found.files or p.file == STATE_FILE]
         if lost:
-            raise CheckpointError(f"{MANIFEST_FILE}: rows of {name} lie in {lost[0]}, which it does not list")
+            raise CheckpointError(
+                f"{MANIFEST_FILE}: rows of {name} lie in {lost[0]}, which is no file of tensors that it lists"
+            )
     if STATE_FILE not in found.files:
         raise CheckpointError(f"{MANIFEST_FILE} does not list {STATE_FILE}")
     return found

@@ -151,6 +151,7 @@ def fingerprint(
     rank: int = 0,
     size: int = 1,
     gather: Callable[[list[tuple[str, str]]], list[tuple[str, str]]] = list,
+    watch: Callable[[Iterable[str]], Iterable[str]] = iter,
 ) -> str:
     """Of a model that is to be trained: all names and shapes, and every bit of every frozen parameter.
 
@@ -159,6 +160,7 @@ def fingerprint(
 
     Args:
         gather: every rank's items on all ranks.
+        watch: wraps the iteration over this rank's names, to show progress: a frozen 13B is 26 GB.
     """
     frozen = sorted(
         (name for name, parameter in model.named_parameters() if not parameter.requires_grad),
@@ -167,7 +169,7 @@ def fingerprint(
     with ThreadPoolExecutor(DIGESTING) as threads:
         own = frozen[rank::size]
         digests = threads.map(lambda name: digest_of(sources[name], tuple(model.get_parameter(name).shape)), own)
-        found = dict(gather(list(zip(own, digests, strict=True))))
+        found = dict(gather(list(zip(watch(own), digests, strict=True))))
     whole = hashlib.sha256()
     for name, parameter in model.named_parameters():
         described = [name, list(parameter.shape), parameter.requires_grad, found.get(name)]
