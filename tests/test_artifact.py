@@ -1,6 +1,7 @@
 """What a run exports, transformers loads; what others wrote, a run starts from."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from small import make_config, write_json, write_parts
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
-from llava_fsdp import train
+from llava_fsdp import artifact, train
 from llava_fsdp.config import Config
 from llava_fsdp.data.collate import Collator
 from llava_fsdp.data.conversation import prompt
@@ -455,3 +456,25 @@ def test_a_rank_reads_its_own_rows_and_no_others(
         else:
             assert [i for begin, end in sorted(ranges) for i in range(begin, end)] == list(range(rows)), name
             assert max(end - begin for begin, end in ranges) == -(-rows // 4), name
+
+
+def test_an_export_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    staged, final = tmp_path / "export.tmp", tmp_path / "export"
+    (staged / "tower").mkdir(parents=True)
+    for name in ("model.safetensors", "tower/config.json"):
+        (staged / name).write_text(name)
+    forced: list[int] = []
+    fsync, rename = os.fsync, os.rename
+
+    def seen(descriptor: int) -> None:
+        forced.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def last(source: Path, target: Path) -> None:
+        assert {path.stat().st_ino for path in (staged, *staged.rglob("*"))} == set(forced)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", seen)
+    monkeypatch.setattr(os, "rename", last)
+    artifact.replace(staged, final)
+    assert final.is_dir() and tmp_path.stat().st_ino in forced

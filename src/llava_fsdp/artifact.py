@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from llava_fsdp.checkpoint import on_first_rank, sync_folder
+from llava_fsdp.checkpoint import on_first_rank, sync_folder, sync_tree
 from llava_fsdp.config import Config, DType, FolderFormat, LinearKind
 from llava_fsdp.errors import LlavaFsdpError, ModelError
 from llava_fsdp.formats import Subject, write_folder
@@ -121,6 +121,8 @@ def verify(state: TrainState, cfg: Config, staged: Path) -> None:
 
 
 def replace(staged: Path, final: Path) -> None:
+    """What is named as done is on the disk: its notes alone would keep a later start from writing it again."""
+    sync_tree(staged)
     shutil.rmtree(final, ignore_errors=True)
     os.rename(staged, final)
     sync_folder(final.parent)

@@ -12,7 +12,7 @@ NAMES = re.compile(
     r"[._-]?token|auth|token(?![._-]id))(?:[._-](?:id|key|value|file|path))?",
     re.IGNORECASE,
 )
-"""Whole names, prefixes included: `hub_token` and `WANDB_API_KEY`, but not `image_token`, `token_id`, `chunk_tokens`."""
+"""Whole names, prefixes included: `hub_token`, `WANDB_API_KEY`, but not `image_token`, `token_id`, `chunk_tokens`."""
 ENV_NAMES = re.compile(
     r"(?i)(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|API_?KEY|ACCESS_?KEY|CREDENTIALS?|PAT)(?:_|$)"
 )

@@ -114,6 +114,8 @@ def test_damage_is_found_and_the_one_before_is_taken(
 ) -> None:
     DAMAGE[damage](parent / "step-000004")
     logging.getLogger("llava_fsdp").propagate = True
+    with pytest.raises(CheckpointError):
+        verify(parent / "step-000004")
     assert loaded_alone(parent) == 2
     said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     unused = [text for text in said if text.endswith("this checkpoint is not used")]

@@ -5,7 +5,7 @@
 """
 
 from llava_fsdp.checkpoint.agree import on_all_ranks, on_first_rank
-from llava_fsdp.checkpoint.disk import make_empty, sync_folder
+from llava_fsdp.checkpoint.disk import make_empty, sync_folder, sync_tree
 from llava_fsdp.checkpoint.facts import plain
 from llava_fsdp.checkpoint.folders import FOLDER, list_checkpoints
 from llava_fsdp.checkpoint.layout import tensors
@@ -16,6 +16,6 @@ from llava_fsdp.checkpoint.verify import Checkpoint, newest_alone, verify
 
 __all__ = [
     "FOLDER", "STATE_FILE", "Checkpoint", "Saver", "continues", "is_due", "list_checkpoints", "make_empty",
-    "newest_alone", "on_all_ranks", "on_first_rank", "open_saver", "plain", "resume", "sync_folder", "tensors",
-    "verify",
+    "newest_alone", "on_all_ranks", "on_first_rank", "open_saver", "plain", "resume", "sync_folder",
+    "sync_tree", "tensors", "verify",
 ]  # fmt: skip

@@ -125,3 +125,16 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(handle)
+
+
+def sync_tree(folder: Path) -> None:
+    """A folder that others have written into: its files, then its folders."""
+    inside = sorted(folder.rglob("*"))
+    for path in (path for path in inside if path.is_file() and not path.is_symlink()):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    for path in (*(path for path in inside if path.is_dir()), folder):
+        sync_folder(path)
