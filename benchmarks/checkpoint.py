@@ -49,13 +49,14 @@ def main() -> None:
     parser.add_argument("out", nargs="?", type=Path, default=REPOSITORY / "benchmarks" / "results")
     parser.add_argument("--gib", type=float, default=1.0, help="of state, in all")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--compute", type=float, default=1.0, help="seconds of a forward and a backward pass")
     parser.add_argument("--scratch", type=Path, default=None, help="a folder on the disk to measure")
     options = parser.parse_args()
     report = known_facts(QUESTION, options)
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
         context = multiprocessing.get_context("spawn")
         results = context.Queue()
-        arguments = [(rank, Path(folder), options.gib, options.repeats, results) for rank in range(RANKS)]
+        arguments = [(rank, Path(folder), options, results) for rank in range(RANKS)]
         processes = [context.Process(target=on_rank, args=own) for own in arguments]
         for process in processes:
             process.start()
@@ -96,14 +97,14 @@ def ratios(seconds: dict[str, list[float]]) -> dict[str, float]:
 # On a rank
 
 
-def on_rank(rank: int, folder: Path, gib: float, repeats: int, results: Any) -> None:
+def on_rank(rank: int, folder: Path, options: argparse.Namespace, results: Any) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=1800))
-    tensors = state(gib)
+    tensors = state(options.gib)
     seconds: dict[str, list[float]] = {}
-    one = Case(rank, folder, tensors, seconds)
-    for number in range(repeats):
+    one = Case(rank, folder, tensors, seconds, options.compute)
+    for number in range(options.repeats):
         one.run(number)
     first = {"seconds": seconds, "bytes": sum(t.nbytes for t in tensors.values())}
     if rank == 0:
@@ -129,8 +130,8 @@ def state(gib: float) -> Tensors:
 class Case:
     """All ways, each timed from a barrier to a barrier."""
 
-    def __init__(self, rank: int, folder: Path, tensors: Tensors, seconds: dict[str, list[float]]):
-        self.rank, self.folder, self.tensors, self.seconds = rank, folder, tensors, seconds
+    def __init__(self, rank: int, folder: Path, tensors: Tensors, seconds: dict[str, list[float]], compute: float):
+        self.rank, self.folder, self.tensors, self.seconds, self.compute = rank, folder, tensors, seconds, compute
         self.asynchronous = self.saver("async", True)
         self.asynchronous.save()  # pages of the copy are there when it is timed, as in a run from its second save
         self.asynchronous.wait()
@@ -155,7 +156,7 @@ class Case:
     def run(self, number: int) -> None:
         self.step = number + 2
         self.timed("raw write and fsync", self.raw)
-        self.timed("asynchronous: step waits", self.asynchronous.save)
+        self.seconds.setdefault("asynchronous: step waits", []).append(self.step_with_save())
         self.timed("asynchronous: until it is there", self.asynchronous.wait)
         saver = self.saver("sync", False)
         self.step = number + 2
@@ -178,6 +179,20 @@ class Case:
             for name in ("dcp", "sync", "undigested"):
                 shutil.rmtree(self.folder / name)
         dist.barrier()
+
+    def step_with_save(self) -> float:
+        """Seconds that the slowest rank's step stands still: where it asks for the save, and where it would update."""
+        os.sync()
+        dist.barrier()
+        started = time.perf_counter()
+        self.asynchronous.save()
+        waited = time.perf_counter() - started
+        compute(self.compute)
+        started = time.perf_counter()
+        self.asynchronous.before_update()
+        slowest = torch.tensor(waited + time.perf_counter() - started)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return float(slowest)
 
     def newest(self) -> Path:
         found = newest_together(self.folder / "async", strict=True)
@@ -206,6 +221,14 @@ class Undigested:
 
     def hexdigest(self) -> str:
         return "0" * 64
+
+
+def compute(seconds: float) -> None:
+    """What stands for a forward and a backward pass: products, for so long."""
+    left = torch.randn(512, 512)
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        left @ left
 
 
 def run_facts(step: int) -> dict[str, Any]:

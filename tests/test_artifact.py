@@ -451,8 +451,8 @@ def test_a_rank_reads_its_own_rows_and_no_others(
     for name, tensor in stored.items():
         rows = vocabulary if "embed_tokens" in name or "lm_head" in name else tensor.shape[0]
         ranges = [r for read in reads for r in read[name] if r[0] < r[1]]
-        if "vision_tower" in name:  # frozen and whole on every rank; the fingerprint looks at its first row
-            assert sorted(set(ranges)) == sorted({(0, 1), (0, rows)})
+        if "vision_tower" in name:  # frozen and whole on every rank; one of them digests it for the fingerprint
+            assert ranges == [(0, rows)] * 5
         else:
             assert [i for begin, end in sorted(ranges) for i in range(begin, end)] == list(range(rows)), name
             assert max(end - begin for begin, end in ranges) == -(-rows // 4), name

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from safetensors.torch import load_file
 from small import make_config
 
 from llava_fsdp import checkpoint, train
+from llava_fsdp.checkpoint.layout import Part
+from llava_fsdp.checkpoint.staging import Staging
 from llava_fsdp.config import Config
 from llava_fsdp.errors import CheckpointError
 from llava_fsdp.model.names import ours
@@ -105,14 +108,14 @@ def test_finished_run_does_nothing(whole_run: Path, parts: Path, dataset: Path, 
     shutil.copytree(whole_run, folder)
     before = {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file() and p.name != "config.yaml"}
     train.train(make_config(parts, dataset, folder, *OFTEN))
-    for path, time in before.items():
+    for path, changed in before.items():
         if path.name not in (
             "metrics.jsonl",
             "run_status.json",
             ".lock",
             "rank-0.json",
         ):  # cut back to the step it was at; says what runs
-            assert path.stat().st_mtime_ns == time, path
+            assert path.stat().st_mtime_ns == changed, path
     assert (folder / "metrics.jsonl").read_text() == (whole_run / "metrics.jsonl").read_text()
 
 
@@ -248,3 +251,24 @@ def test_checkpoint_that_is_none(parts: Path, dataset: Path, tmp_path: Path) -> 
     cfg = make_config(parts, dataset, tmp_path, f"checkpoint.resume={tmp_path / 'nothing'}")
     with pytest.raises(CheckpointError, match=r"nothing is not a checkpoint; give auto, never, or a step-NNNNNN"):
         train.train(cfg)
+
+
+@pytest.mark.parametrize("values", [[], ["precision=bf16"], ["precision=bf16_pure", "precision.moment_dtype=int8"]])
+def test_a_save_beside_the_steps_is_of_its_step(
+    values: list[str], parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late the copy is made: the update waits for it."""
+    values = ["max_steps=3", "checkpoint.every=1", "checkpoint.keep=9", "export.enabled=false", *values]
+    train.train(make_config(parts, dataset, tmp_path / "waits", *values, "checkpoint.asynchronous=false"))
+    fill = Staging.fill
+
+    def late(staging: Staging, parts: dict[str, Part]) -> None:
+        time.sleep(0.3)
+        fill(staging, parts)
+
+    monkeypatch.setattr(Staging, "fill", late)
+    train.train(make_config(parts, dataset, tmp_path / "beside", *values))
+    for step in (1, 2, 3):
+        folders = [tmp_path / name / "checkpoints" / f"step-{step:06d}" for name in ("waits", "beside")]
+        one, other = ((folder / "rank-00000.safetensors").read_bytes() for folder in folders)
+        assert one == other, step

@@ -130,6 +130,17 @@ def claimed(folder: Path, rank: int, private: bool = True) -> Iterator[None]:
         os.close(handle)
 
 
+@contextlib.contextmanager
+def restored_umask() -> Iterator[None]:
+    """Whatever is made of the umask within, the process has its own again afterwards."""
+    before = os.umask(0o077)
+    os.umask(before)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
 def make_run_folder(folder: Path, private: bool) -> None:
     """A new one is the user's alone with `private`; one that exists stays as it is."""
     if not folder.is_dir():

@@ -33,7 +33,7 @@ from llava_fsdp.opening import build_model, draw_shapes, shape_of
 from llava_fsdp.places import check_places
 from llava_fsdp.planning.auto import Decision, decide
 from llava_fsdp.planning.samples import samples_in
-from llava_fsdp.rundir import claimed, write_ending
+from llava_fsdp.rundir import claimed, restored_umask, write_ending
 from llava_fsdp.screen import show_run
 from llava_fsdp.sharding import mesh as ranks
 from llava_fsdp.sharding.mesh import World, distributed, first_rank_first, gather_lists, make_mesh
@@ -59,6 +59,7 @@ def train(cfg: Config) -> None:
     folder, rank = Path(cfg.output_dir), ranks.own_rank()
     with (
         claimed(folder, rank, cfg.private),
+        restored_umask(),
         Life(folder, rank, cfg.comm) as life,
         distributed(cfg) as world,
         life.among(ranks.meet()),

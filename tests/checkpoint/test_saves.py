@@ -17,7 +17,9 @@ from harness import RankPool, single_world
 from saves import cut, loaded, loaded_alone, save_steps, saver_of, whole_tensors
 
 from llava_fsdp.checkpoint import list_checkpoints, verify
+from llava_fsdp.checkpoint.layout import Part
 from llava_fsdp.checkpoint.saver import Saver
+from llava_fsdp.checkpoint.staging import Staging
 from llava_fsdp.config import OnSaveError
 from llava_fsdp.errors import CheckpointError, NumericError
 from llava_fsdp.sharding.mesh import World
@@ -45,6 +47,29 @@ def test_file_systems_that_cannot_force_folders(
     with contextlib.nullcontext() if is_saved else pytest.raises(CheckpointError, match="Input/output error"):
         save_steps(single_world(), tmp_path, [2])
     assert [path.name for path in list_checkpoints(tmp_path)] == (["step-000002"] if is_saved else [])
+
+
+def test_what_changes_next_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps go on while the copy is made, up to the update."""
+    tensors, fill, may_copy = cut(whole_tensors(2), single_world(), "shard"), Staging.fill, threading.Event()
+
+    def late(staging: Staging, parts: dict[str, Part]) -> None:
+        assert may_copy.wait(20)
+        fill(staging, parts)
+
+    monkeypatch.setattr(Staging, "fill", late)
+    saver, step = saver_of(tmp_path, tensors)
+    saver.before_update()  # nothing is under way
+    step[0] = 2
+    saver.save()
+    assert saver.is_busy, "the save itself does not wait"
+    threading.Timer(0.2, may_copy.set).start()
+    saver.before_update()
+    assert may_copy.is_set()
+    for value in tensors.values():
+        value.zero_()
+    saver.close()
+    assert loaded_alone(tmp_path) == 2
 
 
 class Gate:

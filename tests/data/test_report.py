@@ -15,6 +15,7 @@ from llava_fsdp.config import PrepareConfig
 from llava_fsdp.data import report as report_module
 from llava_fsdp.data.encode import truncate
 from llava_fsdp.data.report import bar_width, make_report, problem_rows, write_report
+from llava_fsdp.rows import Rows
 
 
 def test_the_report_counts_what_is_there(parts: Path, dataset: Path, tmp_path: Path) -> None:
@@ -116,8 +117,9 @@ def test_what_is_left_out_is_listed_once(parts: Path, dataset: Path, tmp_path: P
     path = tmp_path / metrics.QUARANTINE_FILE
     metrics.Reporter(cfg, 0, 4, True, listed)
     assert path.read_text() == '{"step": 0, "record": "a", "kind": "url", "reason": "b"}\n'
-    metrics.append(path, {"step": 1, "record": "c"})
-    metrics.append(path, {"step": 3, "record": "d"})
+    rows = Rows(path)
+    rows.add({"step": 1, "record": "c"})
+    rows.add({"step": 3, "record": "d"})
     metrics.Reporter(cfg, 2, 4, True, listed)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1]
     metrics.Reporter(cfg, 0, 4, True)

@@ -1,5 +1,6 @@
 """Hostile files: each is refused with an error of ours, at once and in little memory, and nothing of it is run."""
 
+import hashlib
 import json
 import os
 import pickle
@@ -13,14 +14,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from forged import forge_manifest
+from harness import single_world
 from readers import TENSORS, read_model, read_records, read_settings, write_records
 from safetensors.torch import save_file
+from saves import loaded_alone, save_steps
 from small import make_config, write_json, write_parts
 
 from llava_fsdp import cli
+from llava_fsdp.checkpoint import newest_alone, verify
 from llava_fsdp.config import Config, load
 from llava_fsdp.data.seal import read_column
-from llava_fsdp.errors import ConfigError, LlavaFsdpError, ModelError
+from llava_fsdp.errors import CheckpointError, ConfigError, LlavaFsdpError, ModelError
 from llava_fsdp.model.files import open_tensors
 from llava_fsdp.model.parts import find_parts
 from llava_fsdp.processor import write_tokenizer
@@ -273,3 +278,32 @@ def test_good_yaml_of_ones_own_is_taken(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "conf" / "extra").mkdir(parents=True)
     (tmp_path / "conf" / "extra" / "mine.yaml").write_text("# @package _global_\nseed: 7\n")
     assert composed(monkeypatch, "--config-dir", str(tmp_path / "conf"), "+extra=mine").seed == 7
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "state.json", "rank-00000.safetensors", "manifest.json"])
+@pytest.mark.parametrize("wrapped", ["zip", "pickle"])
+def test_programs_in_checkpoints(name: str, wrapped: str, tmp_path: Path) -> None:
+    """Beside its files, in the place of one, and under a manifest that has the very digest of it."""
+    save_steps(single_world(), tmp_path / "saved", [2])
+    mark, folder = tmp_path / "mark", tmp_path / "saved" / "step-000002"
+    if wrapped == "pickle":
+        (folder / name).write_bytes(pickle.dumps({"model": Program(mark)}))
+    else:
+        torch.save({"model": Program(mark)}, tmp_path / "archive.pt")
+        (tmp_path / "archive.pt").rename(folder / name)
+    refused(lambda: verify(folder), CheckpointError)
+    if name != "manifest.json":
+        content = (folder / name).read_bytes()
+        known = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        forge_manifest(folder, lambda manifest: manifest["files"].update({name: known}))
+        refused(lambda: loaded_alone(tmp_path / "saved"), CheckpointError)
+    assert not mark.exists()
+
+
+def test_checkpoints_of_the_format_before_are_not_unpickled(tmp_path: Path) -> None:
+    mark, folder = tmp_path / "mark", tmp_path / "checkpoints" / "step-000002"
+    folder.mkdir(parents=True)
+    (folder / ".metadata").write_bytes(pickle.dumps(Program(mark)))
+    (folder / "state.json").write_text(json.dumps({"format": 4, "step": 2}))
+    refused(lambda: newest_alone(tmp_path / "checkpoints"), CheckpointError)
+    assert not mark.exists()

@@ -1,4 +1,4 @@
-"""Saves of a run, beside the steps: the copy is all that a step waits for, a thread of each rank writes and commits.
+"""Saves of a run, beside the steps: a thread of each rank copies, writes and commits; updates wait for the copy.
 
 One is written at a time, on a process group of its own, so that its waiting neither stands in a step's way nor runs
 into a step's time limit. Where the copy does not fit the host's memory, or the states lie in files, a step waits for
@@ -49,7 +49,7 @@ def open_saver(state: TrainState, cfg: Config, resumed: Path | None = None) -> "
     """
     prepare_moments(state.optimizer)
     parent = Path(cfg.output_dir) / FOLDER
-    return Saver(
+    saver = Saver(
         parent,
         cfg.checkpoint,
         lambda: tensors(state),
@@ -57,10 +57,12 @@ def open_saver(state: TrainState, cfg: Config, resumed: Path | None = None) -> "
         in_place=cfg.offload.mode is OffloadMode.nvme,
         good=[resumed] if resumed is not None and resumed.parent.resolve() == parent.resolve() else [],
     )
+    state.optimizer.register_step_pre_hook(lambda *_: saver.before_update())
+    return saver
 
 
 class Saver:
-    """Saves what it is given, when it is told to. All methods but `failed` are collectives."""
+    """Saves what it is given, when it is told to. All but `failed`, `is_busy` and `before_update` are collectives."""
 
     def __init__(
         self,
@@ -134,13 +136,19 @@ class Saver:
             self.raise_if_failed()
         else:
             self.touched.result()  # it writes into what is filled next
-            self.staging.fill(parts)
+            self.staging.begin()
             self.under_way = self.writer.submit(self.write_staged, self.staging, facts, parts)
         self.saved_step = facts["step"]
 
     def write_staged(self, staging: Staging, facts: dict[str, Any], parts: dict[str, Any]) -> Path:
         """In the thread."""
+        staging.fill(parts)
         return self.committer.write(facts, parts, staging.ready())
+
+    def before_update(self) -> None:
+        """Before what is saved changes: the copy of it must have been made. Not a collective."""
+        if self.staging is not None:
+            self.staging.wait()
 
     def wait(self) -> None:
         """Until the save that is under way has ended. Raises nothing: see `raise_if_failed`."""

@@ -1,8 +1,13 @@
-"""The copy of a rank's part that an asynchronous save writes from, while the training goes on: made once and kept."""
+"""The copy of a rank's part that an asynchronous save writes from, while the training goes on: made once and kept.
+
+It is filled during the next step's forward and backward passes, which only read what is copied; the optimizer's update
+waits for it.
+"""
 
 import mmap
 import os
 import socket
+import threading
 from pathlib import Path
 
 import torch
@@ -28,27 +33,43 @@ class Staging:
             self.arena.memory.madvise(mmap.MADV_HUGEPAGE)
         self.buffers = {name: self.arena.take(part.values.shape, part.dtype) for name, part in parts.items()}
         self.stream = torch.cuda.Stream() if self.on_gpu else None
+        self.updated = torch.cuda.Event() if self.on_gpu else None
         self.copied = torch.cuda.Event() if self.on_gpu else None
+        self.filled = threading.Event()
+        self.filled.set()
 
     def touch(self) -> None:
         """Have the system find the pages before the first copy waits for them."""
         memory = torch.frombuffer(self.arena.memory, dtype=torch.uint8)
         memory[::PAGE].zero_()
 
+    def begin(self) -> None:
+        """From here on the parts must stay as they are until `wait`; called where they were changed last."""
+        self.filled.clear()
+        if self.updated is not None:
+            self.updated.record()
+
     def fill(self, parts: dict[str, Part]) -> None:
-        """Copy. On a GPU a stream of its own does it: what changes the parts next waits for it there, the host does
-        not."""
+        """Copy; in the thread that writes. On a GPU a stream of its own does it, behind the update before."""
         assert parts.keys() == self.buffers.keys()
-        if self.stream is None or self.copied is None:
-            for name, part in parts.items():
-                self.buffers[name].copy_(part.values)
-            return
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            for name, part in parts.items():
-                self.buffers[name].copy_(part.values, non_blocking=True)
-            self.copied.record(self.stream)
-        torch.cuda.current_stream().wait_stream(self.stream)
+        try:
+            if self.stream is None or self.copied is None:
+                for name, part in parts.items():
+                    self.buffers[name].copy_(part.values)
+                return
+            self.stream.wait_event(self.updated)
+            with torch.cuda.stream(self.stream):
+                for name, part in parts.items():
+                    self.buffers[name].copy_(part.values, non_blocking=True)
+                self.copied.record(self.stream)
+        finally:
+            self.filled.set()
+
+    def wait(self) -> None:
+        """Before the parts are changed. On a GPU the host waits until the copies are under way, the stream for them."""
+        self.filled.wait()
+        if self.copied is not None:
+            torch.cuda.current_stream().wait_event(self.copied)
 
     def ready(self) -> dict[str, torch.Tensor]:
         """The buffers, once the copies have arrived."""
