@@ -48,7 +48,7 @@ restarts() {
 # torchrun's own exit code is 1 whatever happened. SIGTERM stops the run with a checkpoint, also when it is this script
 # alone that gets it; SIGUSR1 saves one, and must not reach torchrun, which it would end.
 train_with() {
-    local flags=() pid code
+    local flags=() pid code asked=""
     while [[ "$1" != -- ]]; do
         flags+=("$1")
         shift
@@ -56,17 +56,17 @@ train_with() {
     shift
     torchrun "${flags[@]}" -m llava_fsdp.train "$@" &
     pid=$!
-    trap 'kill -TERM "$pid" 2>/dev/null || true' TERM
+    trap 'asked=75; kill -TERM "$pid" 2>/dev/null || true' TERM
     # shellcheck disable=SC2046  # the ranks, each a word
     trap 'kill -USR1 $(cat "/proc/$pid/task/$pid/children" 2>/dev/null) 2>/dev/null || true' USR1
-    trap : INT # Ctrl-C reaches torchrun without us
+    trap 'asked=130' INT # Ctrl-C reaches torchrun without us
     while true; do # a signal ends a wait early
         code=0
         wait "$pid" || code=$?
         kill -0 "$pid" 2>/dev/null || break
     done
     [[ $code -ne 0 ]] || exit 0
-    exec python -m llava_fsdp.status --this-launch "$@"
+    exec python -m llava_fsdp.status "--this-launch${asked:+=$asked}" "$@"
 }
 
 # Puts .venv, where there is one, before whatever else is installed.

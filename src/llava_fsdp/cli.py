@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import signal
 import sys
 import time
 import traceback
@@ -47,8 +48,13 @@ def begin(config_name: str, schema: type) -> None:
     """What a training does before anything else: end with torchrun, and not start again where that cannot help.
 
     torchrun restarts its workers whatever they ended with; these end at once with the code of those before them, and
-    say nothing.
+    say nothing. Signals that come while libraries are loaded end the process as later ones do before the first step;
+    there is nothing to save yet, and nothing to look at.
     """
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(ExitCode.STOPPED))
+    signal.signal(signal.SIGINT, lambda *_: os._exit(ExitCode.INTERRUPTED))
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     end_with(os.getppid())

@@ -125,6 +125,12 @@ class WorkerError(DataError):
     on_every_rank = False
 
 
+class WorkerLost(WorkerError):
+    """A data worker was killed while it read nothing: no record is to blame, and the run is worth a restart."""
+
+    ending = "communication"
+
+
 class SourceError(DataError):
     """A file of a dataset, or of its index, cannot be read or has changed; the one rank that reads it knows."""
 

@@ -7,6 +7,7 @@ writes to. The main thread asks at the end of every step what is wanted, togethe
 
 import contextlib
 import faulthandler
+import itertools
 import os
 import select
 import signal
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import TextIO
 
 from llava_fsdp.config import CommConfig
 from llava_fsdp.errors import ENDINGS, CommunicationError
@@ -104,7 +106,7 @@ class Life:
         self.interrupts = 0
         for name in (FOLDER, STACKS):  # stacks and records are nobody else's business
             (self.folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.stacks = (self.folder / STACKS / f"rank-{self.rank}.txt").open("w")
+        self.stacks = fresh(self.folder / STACKS / f"rank-{self.rank}.txt")
         self.watcher = Watcher(self.folder, FROZEN)
         self.handlers = {}
         if threading.current_thread() is threading.main_thread():
@@ -298,6 +300,14 @@ class Life:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def fresh(path: Path) -> TextIO:
+    """A new file of the owner's; what a start before left under its name is kept as `NAME.N.txt`."""
+    if path.is_file() and path.stat().st_size:
+        number = next(n for n in itertools.count(1) if not path.with_suffix(f".{n}.txt").exists())
+        os.replace(path, path.with_suffix(f".{number}.txt"))
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w")
 
 
 def ending_of(pid: int) -> str:

@@ -24,6 +24,8 @@ from llava_fsdp.untrusted import is_open_to_others
 STATUS_FILE = "run_status.json"
 FIRST_FAILURE = ".run_failed"
 LOCK_FILE = ".lock"
+RESERVED = 4096
+"""Bytes of `run_status.json`, so that the last word fits onto a disk that has become full."""
 BEGUN_FILE = ".begun"
 PATIENCE = 2
 """Seconds that a rank waits which has nothing of its own to say: torchrun ends all ranks as soon as one has failed, and
@@ -220,9 +222,17 @@ def put_status(folder: Path, status: str, outcome: Outcome | None = None) -> Non
         "launch": launch_id(),
         "time": time.time(),
     }
-    staged = folder / f"{STATUS_FILE}.{os.getpid()}.tmp"
-    staged.write_text(json.dumps(said) + "\n")
-    os.replace(staged, folder / STATUS_FILE)
+    text = (json.dumps(said) + "\n").encode()
+    staged, path = folder / f"{STATUS_FILE}.{os.getpid()}.tmp", folder / STATUS_FILE
+    try:
+        staged.write_bytes(text.ljust(RESERVED))
+        os.replace(staged, path)
+    except OSError:
+        staged.unlink(missing_ok=True)
+        if path.stat().st_size < max(RESERVED, len(text)):
+            raise
+        with path.open("r+b") as file:  # a full disk has room for what is there already
+            file.write(text.ljust(path.stat().st_size))
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:
@@ -279,6 +289,9 @@ def write_ending(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
         if not is_done and not fail_first(folder, outcome):
             first = first_failure(folder)
             return first if first and first["rank"] != rank else None
+    except OSError as error:
+        log().warning("cannot write %s: %s", folder / FIRST_FAILURE, error)
+    try:
         put_status(folder, status, outcome)
     except OSError as error:
         log().warning("cannot write %s: %s", folder / STATUS_FILE, error)

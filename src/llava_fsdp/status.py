@@ -3,10 +3,12 @@
 Prints what its `run_status.json` says and ends with the exit code in it, which torchrun does not hand on: 0 done, 75
 stopped (the same command continues), 2 a mistake to mend, 3 a checkpoint, 4 numbers, 5 lost or late ranks, 1 a bug or
 no word at all. `--this-launch` before the other arguments takes no word that is older than this process: a launch
-script becomes it by `exec`, so that what an earlier run said is not taken for this one's.
+script becomes it by `exec`, so that what an earlier run said is not taken for this one's. `--this-launch=75` is for a
+script that was told to stop: so it ends where there is no word.
 """
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -19,10 +21,10 @@ from llava_fsdp.rundir import STATUS_FILE, read_status, started
 
 def main() -> None:
     setup_logging()
-    since = 0.0
-    if sys.argv[1:2] == ["--this-launch"]:
+    since, without_word = 0.0, int(ExitCode.BUG)
+    if sys.argv[1:2] and (flag := re.fullmatch(r"--this-launch(?:=(\d+))?", sys.argv[1])):
         del sys.argv[1]
-        since = started(os.getpid())
+        since, without_word = started(os.getpid()), int(flag[1] or ExitCode.BUG)
     try:
         node = cli.compose("train", Config)
     except ConfigError as error:  # the training has said it too, without a folder to write it into
@@ -34,7 +36,7 @@ def main() -> None:
     said = read_status(path.parent)
     if said is None or said.get("time", 0.0) < since:
         log().error("%s: nothing from this run; it ended before it could say why", path)
-        sys.exit(ExitCode.BUG)
+        sys.exit(without_word)
     if said["exit_code"] is None:
         log().error("%s: %s, without a word about its end: it was killed", path, said["status"])
         sys.exit(ExitCode.BUG)

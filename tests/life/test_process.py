@@ -2,8 +2,11 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from lives import Run, gone
@@ -173,3 +176,17 @@ def test_stacks_on_demand(start: Start) -> None:
     stacks = run.output / "stacks" / "rank-0.txt"
     run.until(lambda: "train_step" in stacks.read_text(), 5)
     run.until_step(len(run.rows) + 2)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGUSR1, 2)])
+def test_signals_before_anything_is_loaded(number: int, code: int, tmp_path: Path) -> None:
+    """While torch is imported nothing could save yet; SIGUSR1 is not deadly, and the mistyped key is what is said."""
+    begun = "import sys, llava_fsdp.cli as c; c.begin('train', None); print('begun', flush=True); import runpy; "
+    begun += "sys.argv[1:] = ['optim.lrr=1']; runpy.run_module('llava_fsdp.train', run_name='__main__')"
+    process = subprocess.Popen(
+        [sys.executable, "-c", begun], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "begun\n"
+    process.send_signal(number)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == code and "Traceback" not in said, said

@@ -1,5 +1,6 @@
 """Who runs in a folder, and what its status says."""
 
+import errno
 import json
 import os
 import signal
@@ -15,7 +16,8 @@ import pytest
 
 from llava_fsdp import rundir
 from llava_fsdp.errors import ENDINGS, ExitCode, FolderInUse
-from llava_fsdp.rundir import Outcome, claimed, first_failure, is_others, read_status, settled, write_ending
+from llava_fsdp.life import fresh
+from llava_fsdp.rundir import Outcome, claimed, first_failure, is_others, put_status, read_status, settled, write_ending
 
 HOLDER = """
     import os, sys, time
@@ -162,3 +164,26 @@ def test_launchers_read_the_exit_code(said: dict | None, code: int, tmp_path: Pa
     )  # fmt: skip
     assert done.returncode == code, done.stderr
     assert str(tmp_path) in done.stderr
+
+
+def test_the_last_word_fits_onto_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_status(tmp_path, "running")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(Path, "write_text", full)
+    write_ending(tmp_path, Outcome(ENDINGS["checkpoint"], "no room"))
+    said = read_status(tmp_path)
+    assert said is not None and (said["class"], said["exit_code"], said["reason"]) == ("checkpoint", 3, "no room")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run_status.json"]
+
+
+def test_stacks_of_the_start_before_stay(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.txt"
+    for number in range(3):
+        with fresh(path) as file:
+            file.write(f"start {number}")
+    assert [p.read_text() for p in sorted(tmp_path.iterdir())] == ["start 0", "start 1", "start 2"]
+    assert path.stat().st_mode & 0o777 == 0o600

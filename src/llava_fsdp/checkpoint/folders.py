@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -48,7 +49,8 @@ def report_strangers(parent: Path) -> None:
     if not os.path.lexists(pointer):
         return
     try:
-        said = "" if pointer.is_symlink() else pointer.read_bytes()[:200].decode(errors="replace").strip()
+        is_file = stat.S_ISREG(pointer.lstat().st_mode)  # to open a pipe would wait for somebody to write into it
+        said = pointer.read_bytes()[:200].decode(errors="replace").strip() if is_file else ""
     except OSError:
         said = ""
     if step_of(Path(said)) is None or said != Path(said).name or not (parent / said).is_dir():

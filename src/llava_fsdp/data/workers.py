@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from llava_fsdp.errors import WorkerError
+from llava_fsdp.errors import WorkerError, WorkerLost
 from llava_fsdp.parent import end_with
 
 PLACE_BYTES = 2000
@@ -75,9 +75,10 @@ class Watch:
         alive = {child.pid for child in multiprocessing.active_children()}
         for worker, pid in enumerate(self.pids):
             if pid and pid not in alive:
-                raise WorkerError(f"data worker {worker} (process {pid}) died, {self.place(worker)}; {KILLED}").about(
-                    record=self.place(worker)
-                )
+                said = f"data worker {worker} (process {pid}) died, {self.place(worker)}; {KILLED}"
+                if self.steps[worker] == IDLE:
+                    raise WorkerLost(said)
+                raise WorkerError(said).about(record=self.place(worker))
 
     def forget(self) -> None:
         """The workers may end from here on."""

@@ -88,7 +88,7 @@ def recorded(cfg: Config) -> Config | None:
         found = OmegaConf.create(refuse_yaml_bombs(path))
         strategy = Strategy(str(OmegaConf.select(found, "sharding.strategy")))
         tokens = OmegaConf.select(found, "tokens_per_micro_batch")
-    except (OmegaConfBaseException, YAMLError, ConfigError, ValueError, OSError):
+    except (OmegaConfBaseException, YAMLError, ConfigError, ValueError, OSError, AssertionError):
         return None  # what it continues from says what is wrong
     if strategy is Strategy.auto or (cfg.tokens_per_micro_batch == AUTO and not isinstance(tokens, int)):
         return None
