@@ -307,7 +307,7 @@ def fresh(path: Path) -> TextIO:
     if path.is_file() and path.stat().st_size:
         number = next(n for n in itertools.count(1) if not path.with_suffix(f".{n}.txt").exists())
         os.replace(path, path.with_suffix(f".{number}.txt"))
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w")
+    return open(path, "w", opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 def ending_of(pid: int) -> str:

@@ -22,7 +22,7 @@ from llava_fsdp.checkpoint.saver import Saver
 from llava_fsdp.checkpoint.staging import Staging
 from llava_fsdp.config import OnSaveError
 from llava_fsdp.errors import CheckpointError, NumericError
-from llava_fsdp.sharding.mesh import World
+from llava_fsdp.sharding.mesh import World, is_lost_peer
 
 WARN = OnSaveError.warn
 
@@ -345,3 +345,34 @@ def test_fifty_saves_leave_nothing_behind(size: int, pools: dict[int, RankPool],
         assert all(now <= then for now, then in zip(after_50, after_5, strict=True)), (after_5, after_50)
         assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
     assert names(tmp_path) == ["latest", "step-000052", "step-000053"]
+
+
+def test_a_forgiven_failure_is_no_save(tmp_path: Path) -> None:
+    def at(point: str) -> None:
+        if point == "file written" and step[0] == 2:
+            raise OSError(28, "No space left on device")
+
+    for asynchronous in (True, False):
+        tensors = cut(whole_tensors(1), single_world(), "shard")
+        parent = tmp_path / str(asynchronous)
+        saver, step = saver_of(parent, tensors, at=at, asynchronous=asynchronous, on_save_error=WARN)
+        for step[0] in (1, 2):
+            saver.save()
+            saver.raise_if_failed()
+            assert saver.saved_step == (1 if step[0] == 1 else None)
+        saver.close()
+
+
+def test_what_a_lost_group_raised_is_kept(tmp_path: Path) -> None:
+    """A rank that is gone is no checkpoint's fault: the cause tells, and the run is started again."""
+
+    def at(point: str) -> None:
+        if point == "agreed":
+            raise RuntimeError("[gloo] Connection closed by peer")
+
+    saver, step = saver_of(tmp_path, cut(whole_tensors(1), single_world(), "shard"), at=at)
+    step[0] = 2
+    saver.save()
+    with pytest.raises(CheckpointError) as caught:
+        saver.raise_if_failed()
+    assert is_lost_peer(caught.value)

@@ -126,6 +126,7 @@ class Saver:
         if facts["step"] == self.saved_step:
             return
         parts = written_parts(self.tensors())
+        self.saved_step = facts["step"]  # taken back where it fails
         if self.staging is None:
             future: Future[Path] = Future()
             self.under_way = future
@@ -138,7 +139,6 @@ class Saver:
             self.touched.result()  # it writes into what is filled next
             self.staging.begin()
             self.under_way = self.writer.submit(self.write_staged, self.staging, facts, parts)
-        self.saved_step = facts["step"]
 
     def write_staged(self, staging: Staging, facts: dict[str, Any], parts: dict[str, Any]) -> Path:
         """In the thread."""
@@ -166,6 +166,7 @@ class Saver:
             self.error = error
         else:  # of the group: a rank is gone
             self.error = CheckpointError(f"a checkpoint could not be written: {type(error).__name__}: {error}")
+            self.error.__cause__ = error
 
     def is_serious(self, error: BaseException | None) -> bool:
         """Whether a save's error ends the run. A full disk need not; weights that are not finite and lost ranks do."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from llava_fsdp.checkpoint.agree import gathered
 from llava_fsdp.checkpoint.layout import Part
+from llava_fsdp.errors import OffloadError
 from llava_fsdp.log import log
 from llava_fsdp.sharding.arena import PAGE, Arena
 
@@ -28,7 +29,11 @@ class Staging:
     def __init__(self, parts: dict[str, Part]):
         self.on_gpu = any(part.values.device.type == "cuda" for part in parts.values())
         room = sum(Arena.room(part.values.shape, part.dtype) for part in parts.values())
-        self.arena = Arena(room, pin=self.on_gpu)
+        try:
+            self.arena = Arena(room, pin=self.on_gpu)
+        except OffloadError as error:
+            log().warning("the copy that checkpoints are written from is not pinned, and takes longer: %s", error)
+            self.arena = Arena(room)
         if hasattr(mmap, "MADV_HUGEPAGE"):  # a 512th of the page faults
             self.arena.memory.madvise(mmap.MADV_HUGEPAGE)
         self.buffers = {name: self.arena.take(part.values.shape, part.dtype) for name, part in parts.items()}
@@ -53,7 +58,7 @@ class Staging:
         """Copy; in the thread that writes. On a GPU a stream of its own does it, behind the update before."""
         assert parts.keys() == self.buffers.keys()
         try:
-            if self.stream is None or self.copied is None:
+            if self.stream is None or self.updated is None or self.copied is None:
                 for name, part in parts.items():
                     self.buffers[name].copy_(part.values)
                 return
@@ -98,17 +103,25 @@ def fits(nbytes: int, group: dist.ProcessGroup | None) -> bool:
 
 def available_bytes() -> int:
     """Of the host's memory, and of the container's where that is less."""
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")]
+    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf(pages)]
     for line in lines_of(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):
             found = [int(line.split()[1]) * 1024]
-    limit = lines_of(Path("/sys/fs/cgroup/memory.max"))
-    used = lines_of(Path("/sys/fs/cgroup/memory.current"))
-    stat = lines_of(Path("/sys/fs/cgroup/memory.stat"))
-    cached = [int(line.split()[1]) for line in stat if line.startswith("inactive_file ")]  # given up when wanted
-    if limit and used and limit[0].isdigit():
-        found.append(int(limit[0]) - int(used[0]) + sum(cached))
+    for group in cgroups():
+        limit, used, stat = (lines_of(group / f"memory.{name}") for name in ("max", "current", "stat"))
+        cached = [int(line.split()[1]) for line in stat if line.startswith("inactive_file ")]  # given up when wanted
+        if limit and used and limit[0].isdigit():
+            found.append(int(limit[0]) - int(used[0]) + sum(cached))
     return max(0, min(found))
+
+
+def cgroups() -> list[Path]:
+    """The control group of this process, as a scheduler may have made it for the job, and those around it."""
+    root = Path("/sys/fs/cgroup")
+    own = [line[3:] for line in lines_of(Path("/proc/self/cgroup")) if line.startswith("0::/")]
+    inner = root / own[0].lstrip("/") if own else root
+    return [inner, *(parent for parent in inner.parents if parent.is_relative_to(root))]
 
 
 def lines_of(path: Path) -> list[str]:
