@@ -126,11 +126,12 @@ BASH = [text for text, _ in NASTY if not re.search(r"nproc|\$1|%|if true|\r", te
 
 
 @pytest.mark.parametrize("text", BASH)
-def test_words_are_what_bash_makes_of_them(text: str) -> None:
+def test_words_are_what_bash_makes_of_them(text: str, tmp_path: Path) -> None:
     """bash itself is the judge, with `a` a function that prints its arguments."""
     program = 'a() { for w in "$@"; do printf \'%s\\0\' "$w"; done >&9; }\n' + text
     script = f"exec 9>&1 >/dev/null 2>&1; {program}"
-    done = subprocess.run(["bash", "-c", script], env={"PATH": os.environ["PATH"]}, capture_output=True, check=False)
+    environment = {"PATH": os.environ["PATH"]}
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, check=False)
     theirs = done.stdout.decode().split("\0")[:-1]
     (ours,) = [c.words[1:] for c in commands(text, {}, "x.sh")[0] if c.words[0] == "a"]
     unset = re.compile(r"\ue000[^\ue001]*\ue001")
