@@ -190,9 +190,7 @@ def test_readers_raise_nothing_but_our_error(name: str, parent: Path) -> None:
             continue
         (folder / name).write_bytes(mutated)
         agree_if_possible(folder, name, mutated)
-        with contextlib.suppress(
-            CheckpointError
-        ):  # a change that nothing but a digest shows may pass, as this one agrees
+        with contextlib.suppress(CheckpointError):  # what only a digest would show may pass: here it agrees
             verify(folder)
         (folder / name).write_bytes(content)
         (folder / MANIFEST_FILE).write_bytes(whole)

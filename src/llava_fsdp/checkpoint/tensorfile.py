@@ -74,10 +74,6 @@ def layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[
     return len(text).to_bytes(8, "little") + text, order
 
 
-def file_size(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> int:
-    return len(layout(tensors)[0]) + sum(size_of(*one) for one in tensors.values())
-
-
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], hasher: Executor) -> Digest:
     """Write a new file through to the disk and say what it is. A chunk of it is in host memory at a time.
 

@@ -33,7 +33,7 @@ def samples_of(cfg: Config, image_tokens: int) -> Samples:
     """Of the dataset's report, where there is one, else of LLaVA's own data.
 
     Instructions: 840 positions and 0.94 pictures of 576 (624,610 of llava_v1_5_mix665k's 665,298 records have one,
-    LLaVA issue 657; NeMo's packed run of the same file implies at most 847 positions,
+    LLaVA #657; NeMo's packed run of the same file implies at most 847 positions,
     docs/source/multimodal/mllm/sequence_packing.rst), so 300 of text; labels and spread are estimates. Captions: a
     picture and some 20 tokens.
     """
