@@ -1,7 +1,6 @@
 """What is done to the files of a checkpoint is noticed, said, and the one before it is taken."""
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -15,6 +14,7 @@ import pytest
 from forged import forge_facts, forge_manifest
 from harness import RankPool, single_world
 from saves import loaded, loaded_alone, save_steps
+from xxhash import xxh3_128
 
 from llava_fsdp.checkpoint import manifest, verify
 from llava_fsdp.checkpoint.manifest import MANIFEST_FILE, STATE_FILE
@@ -72,7 +72,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "a stale shard of four ranks": lambda f: shutil.copyfile(f / RANK_1, f / "rank-00002.safetensors"),
     "the manifest's digest edited": lambda f: edit(f / MANIFEST_FILE, b'"digest": "', b'"digest": "0'),
     "a step edited": lambda f: edit(f / MANIFEST_FILE, b'"step": 4', b'"step": 2'),
-    "a newer format": lambda f: forge_manifest(f, lambda m: m.update(format=6)),
+    "a newer format": lambda f: forge_manifest(f, lambda m: m.update(format=7)),
     "an older format": lambda f: forge_manifest(f, lambda m: m.update(format=4)),
     "ranks' rows exchanged": lambda f: forge_manifest(f, lambda m: shift(m["tensors"]["model.a.weight"]["pieces"])),
     "a tensor that no file has": lambda f: forge_manifest(f, lambda m: m["tensors"].update(z=m["tensors"]["model.b"])),
@@ -157,9 +157,18 @@ def test_older_formats_are_named(parent: Path) -> None:
     folder.mkdir()
     (folder / ".metadata").write_bytes(b"pickle")
     (folder / STATE_FILE).write_text(json.dumps({"format": 4}))
-    with pytest.raises(CheckpointError, match="format 4, and this version of llava_fsdp reads format 5"):
+    with pytest.raises(CheckpointError, match="format 4, and this version of llava_fsdp reads format 6"):
         verify(folder)
     assert loaded_alone(parent) == 4
+
+
+def test_manifests_with_another_digest_are_named(parent: Path) -> None:
+    """Format 5 ended in a SHA-256."""
+    path = parent / "step-000004" / MANIFEST_FILE
+    path.write_text(path.read_text().replace('"format": 6', '"format": 5', 1)[: -len('"}\n')] + "0" * 32 + '"}\n')
+    with pytest.raises(CheckpointError, match="format 5, and this version of llava_fsdp reads format 6"):
+        verify(path.parent)
+    assert loaded_alone(parent) == 2
 
 
 def test_sixty_flips(parent: Path) -> None:
@@ -219,10 +228,10 @@ def mutate(content: bytes, dice: random.Random) -> bytes:
 def agree_if_possible(folder: Path, name: str, content: bytes) -> None:
     """A manifest with the digest of what was mutated: what reads behind it must hold out alone."""
     if name == MANIFEST_FILE:
-        body = content[: -(len(manifest.BEFORE) + 64 + len(manifest.AFTER))]
+        body = content[: -(len(manifest.BEFORE) + 32 + len(manifest.AFTER))]
         (folder / name).write_bytes(body + manifest.BEFORE + manifest.digest_of(body) + manifest.AFTER)
         return
-    own = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    own = {"bytes": len(content), "xxh128": xxh3_128(content).hexdigest()}
     forge_manifest(folder, lambda m: m["files"].update({name: own}))
 
 

@@ -4,7 +4,6 @@ It ends in a digest of everything before that, so that a flip of any bit is seen
 write another manifest: it shows damage, it is no signature.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -12,18 +11,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from xxhash import xxh3_128
 
 from llava_fsdp.checkpoint.tensorfile import CODES, DTYPES, LARGEST_DIMENSION, Digest
 from llava_fsdp.errors import CheckpointError
 
-FORMAT = 5
+FORMAT = 6
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 RANK_FILE = re.compile(r"rank-\d{5}\.safetensors")
 LARGEST = 1 << 30
 """Bytes: 2000 tensors of 10,000 ranks."""
 BEFORE, AFTER = b',\n"digest": "', b'"}\n'
-HEX = re.compile(r"[0-9a-f]{64}")
+OLDER = re.compile(rb'\{"format": ([1-5]),.*"digest": "[0-9a-f]{64}"\}\n', re.DOTALL)
+"""Manifests before format 6 ended in a SHA-256."""
+HEX = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def render(manifest: Manifest) -> bytes:
     described = {
         "format": FORMAT,
         "step": manifest.step,
-        "files": {name: {"bytes": f.bytes, "sha256": f.sha256} for name, f in manifest.files.items()},
+        "files": {name: {"bytes": f.bytes, "xxh128": f.xxh128} for name, f in manifest.files.items()},
         "tensors": {
             name: {
                 "dtype": CODES[saved.dtype],
@@ -93,7 +95,7 @@ def one_a_line(value: Any) -> str:
 
 
 def digest_of(body: bytes) -> bytes:
-    return hashlib.sha256(body).hexdigest().encode()
+    return xxh3_128(body).hexdigest().encode()
 
 
 def parse(content: bytes) -> Manifest:
@@ -102,9 +104,12 @@ def parse(content: bytes) -> Manifest:
     Raises:
         CheckpointError: it does not, whatever the bytes are.
     """
-    length = len(BEFORE) + 64 + len(AFTER)
+    length = len(BEFORE) + 32 + len(AFTER)
     body, tail = content[:-length], content[-length:]
     if tail != BEFORE + digest_of(body) + AFTER:
+        older = OLDER.fullmatch(content)
+        if older is not None:
+            raise CheckpointError(wrong_format(int(older[1])))
         raise CheckpointError(f"{MANIFEST_FILE} is not what was written: its digest of itself differs")
     try:
         described = json.loads(body + b"}", object_pairs_hook=unique)
@@ -112,7 +117,7 @@ def parse(content: bytes) -> Manifest:
             raise CheckpointError(wrong_format(described["format"]))
         found = Manifest(
             number(described["step"]),
-            {file_name(k): Digest(number(v["bytes"]), hexadecimal(v["sha256"])) for k, v in described["files"].items()},
+            {file_name(k): Digest(number(v["bytes"]), hexadecimal(v["xxh128"])) for k, v in described["files"].items()},
             {name: saved_of(own) for name, own in described["tensors"].items()},
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -135,7 +140,7 @@ def wrong_format(found: object) -> str:
         return f"it has format {found}, and this version of llava_fsdp reads format {FORMAT}: update llava_fsdp"
     return (
         f"it has format {found}, and this version of llava_fsdp reads format {FORMAT}; the version that wrote it "
-        "(format 4: llava_fsdp before checkpoints had a manifest) continues and exports it"
+        "continues and exports it"
     )
 
 
@@ -167,7 +172,7 @@ def file_name(value: Any) -> str:
 
 def hexadecimal(value: Any) -> str:
     if not isinstance(value, str) or not HEX.fullmatch(value):
-        raise ValueError(f"{str(value)[:50]!r} is no SHA-256")
+        raise ValueError(f"{str(value)[:50]!r} is no XXH128")
     return value
 
 
