@@ -90,7 +90,7 @@ def test_rows_that_several_ranks_hold_are_written_once(pools: dict[int, RankPool
 
 GOOD = Manifest(
     3,
-    {"state.json": Digest(5, "0" * 64), "rank-00000.safetensors": Digest(7, "1" * 64)},
+    {"state.json": Digest(5, "0" * 32), "rank-00000.safetensors": Digest(7, "1" * 32)},
     {"a": Saved(torch.float32, (4, 2), (Piece("rank-00000.safetensors", 0, 4),))},
 )
 
