@@ -84,9 +84,9 @@ def note_resources(notes: str) -> None:
     def noted(self: Reporter, result: Any) -> None:
         told(self, result)
         gc.collect()
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        held = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
         row = {
-            "memory": pages * os.sysconf("SC_PAGE_SIZE"),
+            "memory": int(held["Anonymous"].split()[0]) * 1024,  # exact; statm's counters lag behind
             "files": len(os.listdir("/proc/self/fd")),
             "threads": len(os.listdir("/proc/self/task")),
         }

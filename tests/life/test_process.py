@@ -161,8 +161,8 @@ def test_ctrl_c_stops_and_twice_ends_at_once(start: Start) -> None:
 
 
 @pytest.mark.slow
-def test_twenty_runs_end_well(start: Start) -> None:
-    for number in range(20):
+def test_fifty_runs_end_well(start: Start) -> None:
+    for number in range(50):
         run = start(f"max_steps={number + 1}")
         assert run.wait(LIMIT) == 0, run.said
         assert run.status["status"] == "done" and "terminate called" not in run.said
