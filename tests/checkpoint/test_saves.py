@@ -49,6 +49,48 @@ def test_file_systems_that_cannot_force_folders(
     assert [path.name for path in list_checkpoints(tmp_path)] == (["step-000002"] if is_saved else [])
 
 
+def test_each_thing_is_on_the_disk_before_what_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files, then the list of them, then their folder, then its name, then the pointer to it."""
+    seen: list[str] = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def forced(descriptor: int) -> None:
+        seen.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+        fsync(descriptor)
+
+    def renamed(source: Path, target: Path) -> None:
+        seen.append(f"rename {Path(source).name} {Path(target).name}")
+        rename(source, target)
+
+    def replaced(source: Path, target: Path) -> None:
+        seen.append(f"replace {Path(target).name}")
+        replace(source, target)
+
+    for name, own in {"fsync": forced, "rename": renamed, "replace": replaced}.items():
+        monkeypatch.setattr(os, name, own)
+    parent = tmp_path / "checkpoints"
+    save_steps(single_world(), parent, [2])
+    assert seen == [
+        "fsync rank-00000.safetensors",
+        "fsync state.json",
+        "fsync manifest.json",
+        "fsync step-000002.tmp",
+        "rename step-000002.tmp step-000002",
+        "fsync checkpoints",
+        "fsync latest.tmp",
+        "replace latest",
+        "fsync checkpoints",
+    ]
+
+
+def test_a_checkpoint_put_aside_is_not_swept_away(tmp_path: Path) -> None:
+    """A crash between the two renames of a save over another, and then a run that continues from elsewhere."""
+    save_steps(single_world(), tmp_path, [2])
+    os.rename(tmp_path / "step-000002", tmp_path / "step-000002.replaced.tmp")
+    saver_of(tmp_path, cut(whole_tensors(2), single_world(), "shard"))[0].close()
+    assert loaded_alone(tmp_path) == 2
+
+
 def test_what_changes_next_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps go on while the copy is made, up to the update."""
     tensors, fill, may_copy = cut(whole_tensors(2), single_world(), "shard"), Staging.fill, threading.Event()

@@ -18,7 +18,7 @@ from llava_fsdp.checkpoint.agree import gathered, on_first_rank
 from llava_fsdp.checkpoint.commit import Committer, nowhere
 from llava_fsdp.checkpoint.disk import free_bytes, make_folder, readable, require_room
 from llava_fsdp.checkpoint.facts import facts_of
-from llava_fsdp.checkpoint.folders import FOLDER, list_checkpoints, step_of, sweep
+from llava_fsdp.checkpoint.folders import FOLDER, list_checkpoints, recover, step_of, sweep
 from llava_fsdp.checkpoint.layout import estimated_bytes, tensors, written_parts
 from llava_fsdp.checkpoint.staging import Staging, fits
 from llava_fsdp.config import CheckpointConfig, Config, OffloadMode, OnSaveError
@@ -218,6 +218,7 @@ def require_start(parent: Path, needed: int, keep: int) -> None:
         OSError: the folder cannot be made, or written to.
     """
     make_folder(parent)
+    recover(parent)  # a run that continues from elsewhere has not looked here
     sweep(parent)
     probe = parent / "writable.tmp"
     probe.write_bytes(b"")
