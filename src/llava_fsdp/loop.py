@@ -76,9 +76,10 @@ def train_step(
         loss = micro.scale * state.model(*micro.inputs)
         (loss * scale).backward()
         loss_sum += loss.detach()
-    grad_norm = clip_gradients(state.masters, cfg.optim.clip, scale)
-    own_loss = loss_sum.clone()
-    loss = float(summed(loss_sum))
+    norm = clip_gradients(state.masters, cfg.optim.clip, scale)
+    # The one place where the host waits for the device. Of weights that lie on the host, the norm does too.
+    found = summed(loss_sum.clone()), loss_sum, norm.to(loss_sum.device)
+    loss, own_loss, grad_norm = torch.stack(found).tolist()
     overflowed = not math.isfinite(grad_norm) or not math.isfinite(loss)  # both are sums over all ranks
     if life is not None:
         life.at(Phase.OPTIMIZER)
@@ -104,13 +105,13 @@ def train_step(
         skipped=overflowed,
         skipped_steps=state.skipped,
         loss_scale=scale if state.scaler is not None else None,
-        own_loss_is_finite=not overflowed or bool(own_loss.isfinite()),
+        own_loss_is_finite=math.isfinite(own_loss),
     )
 
 
 @torch.no_grad()
-def clip_gradients(masters: MasterWeights, largest: float | None, scale: float = 1.0) -> float:
-    """Norm of all gradients over all ranks, before they are scaled down to `largest` where that is smaller.
+def clip_gradients(masters: MasterWeights, largest: float | None, scale: float = 1.0) -> torch.Tensor:
+    """Norm of all gradients over all ranks, before they are scaled down to `largest` where that is smaller: float32 [].
 
     Args:
         scale: what the loss was multiplied with; gradients are divided by it, and the norm is of those.
@@ -124,7 +125,7 @@ def clip_gradients(masters: MasterWeights, largest: float | None, scale: float =
         torch._foreach_mul_(gradients, 1 / scale)
     if largest is not None:
         torch.nn.utils.clip_grads_with_norm_(masters.named.values(), largest, norm)
-    return float(norm)
+    return norm
 
 
 def summed(value: torch.Tensor) -> torch.Tensor:

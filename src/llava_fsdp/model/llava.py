@@ -14,6 +14,7 @@ from llava_fsdp.model.attention import (
     Segments,
     check_full_attention,
     check_reaches_all_layers,
+    padded_attention,
     register_attention,
     told,
 )
@@ -75,7 +76,7 @@ class Llava(nn.Module):
         self.multi_modal_projector = Projector(cfg.projector_type, parts.vision.hidden_size, hidden)
         if cfg.patch_merge is PatchMerge.spatial_unpad:
             self.image_newline = nn.Parameter(torch.empty(hidden))
-        attention = kernel.name if kernel is not None else "sdpa"
+        attention = kernel.name if kernel is not None else padded_attention(parts.language)
         self.language_model = AutoModel.from_config(
             parts.language, attn_implementation=attention, trust_remote_code=False
         )
