@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from llava_fsdp.collecting import collected_by_plan
 from llava_fsdp.config import Config
 from llava_fsdp.data.batch import Step
 from llava_fsdp.heartbeats import Phase
@@ -39,16 +40,18 @@ def fit(
     life.at(Phase.DATA, state.step)
     steps = state.loader.prepared(state.step, life.wants_stop)  # held, so that its workers can be asked after
     try:
-        for step in steps:
-            life.at(Phase.AGREEING)
-            between_steps()
-            assert step is not None, "a rank that is asked to stop stops all"
-            life.at(Phase.COMPUTE)
-            result = train_step(state, state.loader.agree(step), plan, cfg, started, life)
-            life.at(Phase.REPORT, state.step)  # the next step's place already: whoever stays here is behind
-            after_step(result)
-            life.at(Phase.DATA)
-            started = time.perf_counter()
+        with collected_by_plan(cfg.gc_every) as collect:
+            for step in steps:
+                life.at(Phase.AGREEING)
+                between_steps()
+                assert step is not None, "a rank that is asked to stop stops all"
+                life.at(Phase.COMPUTE)
+                result = train_step(state, state.loader.agree(step), plan, cfg, started, life)
+                life.at(Phase.REPORT, state.step)  # the next step's place already: whoever stays here is behind
+                after_step(result)
+                collect(state.step)
+                life.at(Phase.DATA)
+                started = time.perf_counter()
     except RuntimeError:  # the DataLoader's signal handler raises it wherever a worker's death finds us
         state.loader.check_workers()
         raise
