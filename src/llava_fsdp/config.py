@@ -688,6 +688,10 @@ class Config:
     gc_every: int | None
     """Steps between two runs of Python's garbage collector, at the same ones on all ranks; null: when Python likes."""
     deterministic: bool
+    profile: bool
+    """A trace, CUDA's memory and a page of where the time goes, of a few steps, into output_dir/profile."""
+    profile_steps: list[int]
+    """Of these steps, from the first to the last of the two, counted from 1 where this start begins."""
     dry_run: int | None
     """Ranks to imagine: two steps of one rank in one process, to see what it holds; nothing is trained or written."""
     format: Format
@@ -761,6 +765,9 @@ class Config:
         for name in ("max_steps", "gc_every"):
             if (value := getattr(self, name)) is not None:
                 at_least(name, value, 1)
+        steps = self.profile_steps
+        if len(steps) != 2 or not 1 <= steps[0] <= steps[1]:
+            raise ConfigError(f"profile_steps={steps} must be the first and the last step to profile, as [10, 12]")
 
     def check_dry_run(self, ranks: int) -> None:
         """Raises ConfigError where that many ranks cannot be imagined."""

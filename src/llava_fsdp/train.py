@@ -34,6 +34,7 @@ from llava_fsdp.places import check_places
 from llava_fsdp.planning.auto import Decision, decide
 from llava_fsdp.planning.samples import samples_in
 from llava_fsdp.planning.utilization import utilization_of
+from llava_fsdp.profiling import open_recorder
 from llava_fsdp.rundir import claimed, restored_umask, write_ending
 from llava_fsdp.screen import show_run
 from llava_fsdp.sharding import mesh as ranks
@@ -84,6 +85,7 @@ def train(cfg: Config) -> None:
         left_out = state.loader.steps.records.left_out()
         reporter = Reporter(cfg, state.step, last_step, world.is_first, left_out, state.utilization)
 
+        recorder = open_recorder(cfg, world.rank, world.device, state.step, last_step)
         keeper = Keeper(state, saver, cfg, last_step, life)
         life.detail = lambda: state.loader.watch.late(state.step)
         first_step = state.step
@@ -96,7 +98,7 @@ def train(cfg: Config) -> None:
                 life.limit = cfg.comm.timeout
 
         with life.steps():
-            fit(state, plan, cfg, after_step, keeper.between_steps, life)
+            fit(state, plan, cfg, after_step, keeper.between_steps, life, recorder)
             keeper.close()
         reporter.close()
         life.at(Phase.EXPORT)
