@@ -126,7 +126,7 @@ def ddp_step(state: TrainState, ddp: DistributedDataParallel, step: Step, cfg: C
                 loss = micro.scale * ddp(*micro.inputs)
             (loss * dist.get_world_size()).backward()  # DDP averages over the ranks, and the step's loss is a sum
         loss_sum += loss.detach()
-    norm = clip_gradients(state.masters, cfg.optim.clip)
+    norm = float(clip_gradients(state.masters, cfg.optim.clip))
     loss_of_step = float(summed(loss_sum))
     state.optimizer.step()
     state.optimizer.zero_grad(set_to_none=True)

@@ -685,7 +685,13 @@ class Config:
     choice when a training begins, which is what the run then records."""
     attention: Attention
     log_every: int
+    gc_every: int | None
+    """Steps between two runs of Python's garbage collector, at the same ones on all ranks; null: when Python likes."""
     deterministic: bool
+    profile: bool
+    """A trace, CUDA's memory and a page of where the time goes, of a few steps, into output_dir/profile."""
+    profile_steps: list[int]
+    """Of these steps, from the first to the last of the two, counted from 1 where this start begins."""
     dry_run: int | None
     """Ranks to imagine: two steps of one rank in one process, to see what it holds; nothing is trained or written."""
     format: Format
@@ -712,8 +718,7 @@ class Config:
         for name in ("epochs", "global_batch_size", "micro_batch_size", "log_every"):
             at_least(name, getattr(self, name), 1)
         at_least("seed", self.seed, 0)
-        if self.max_steps is not None:
-            at_least("max_steps", self.max_steps, 1)
+        self.check_steps()
         if self.dry_run is not None:
             self.check_dry_run(self.dry_run)
         if self.labels is Parity.llava_v1_5 and self.data.too_long is not TooLong.truncate:
@@ -754,6 +759,15 @@ class Config:
                 "could not be exported; choose mlp2x_gelu, or set export.enabled=false and turn it into the "
                 "original's format later: python -m llava_fsdp.export source=OUTPUT_DIR to=FOLDER format=llava"
             )
+
+    def check_steps(self) -> None:
+        """Raises ConfigError where a number of steps is none."""
+        for name in ("max_steps", "gc_every"):
+            if (value := getattr(self, name)) is not None:
+                at_least(name, value, 1)
+        steps = self.profile_steps
+        if len(steps) != 2 or not 1 <= steps[0] <= steps[1]:
+            raise ConfigError(f"profile_steps={steps} must be the first and the last step to profile, as [10, 12]")
 
     def check_dry_run(self, ranks: int) -> None:
         """Raises ConfigError where that many ranks cannot be imagined."""

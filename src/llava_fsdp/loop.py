@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from llava_fsdp.collecting import collected_by_plan
 from llava_fsdp.config import Config
 from llava_fsdp.data.batch import Step
 from llava_fsdp.heartbeats import Phase
 from llava_fsdp.life import Life
+from llava_fsdp.profiling import Unrecorded
 from llava_fsdp.seeds import derive
 from llava_fsdp.sharding.precision import MasterWeights
 from llava_fsdp.sharding.zero import ShardPlan, begin_micro_batch
@@ -25,6 +27,7 @@ def fit(
     after_step: Callable[[StepResult], None],
     between_steps: Callable[[], None] = lambda: None,
     life: Life | None = None,
+    recorder: Unrecorded | None = None,
 ) -> None:
     """Train to the last step.
 
@@ -32,30 +35,39 @@ def fit(
         after_step: runs on every rank, after the weights have been updated.
         between_steps: runs on every rank once the data of the next step are there, and ends the run where a stop was
             asked for: a rank whose data do not come is asked then too, while the others wait for its answer.
+        recorder: of a few steps; None: nobody listens.
     """
     state.model.train()
     started = time.perf_counter()
-    life = life or Life()
+    life, recorder = life or Life(), recorder or Unrecorded()
     life.at(Phase.DATA, state.step)
     steps = state.loader.prepared(state.step, life.wants_stop)  # held, so that its workers can be asked after
     try:
-        for step in steps:
-            life.at(Phase.AGREEING)
-            between_steps()
-            assert step is not None, "a rank that is asked to stop stops all"
-            life.at(Phase.COMPUTE)
-            result = train_step(state, state.loader.agree(step), plan, cfg, started, life)
-            life.at(Phase.REPORT, state.step)  # the next step's place already: whoever stays here is behind
-            after_step(result)
-            life.at(Phase.DATA)
-            started = time.perf_counter()
+        with collected_by_plan(cfg.gc_every) as collect:
+            for step in recorder.steps(steps):
+                life.at(Phase.AGREEING)
+                between_steps()
+                assert step is not None, "a rank that is asked to stop stops all"
+                life.at(Phase.COMPUTE)
+                result = train_step(state, state.loader.agree(step), plan, cfg, started, life, recorder)
+                life.at(Phase.REPORT, state.step)  # the next step's place already: whoever stays here is behind
+                after_step(result)
+                collect(state.step)
+                life.at(Phase.DATA)
+                started = time.perf_counter()
     except RuntimeError:  # the DataLoader's signal handler raises it wherever a worker's death finds us
         state.loader.check_workers()
         raise
 
 
 def train_step(
-    state: TrainState, step: Step, plan: ShardPlan, cfg: Config, started: float, life: Life | None = None
+    state: TrainState,
+    step: Step,
+    plan: ShardPlan,
+    cfg: Config,
+    started: float,
+    life: Life | None = None,
+    recorder: Unrecorded | None = None,
 ) -> StepResult:
     """One optimizer step.
 
@@ -65,6 +77,7 @@ def train_step(
     Raises:
         NumericError: in fp16, where the loss scale cannot be lowered any more.
     """
+    recorder = recorder or Unrecorded()
     lr = state.learning_rate.apply(state.optimizer, state.step - state.skipped)
     scale = state.scaler.scale if state.scaler is not None else 1.0
     # for dropout, where a model has it: a run that continues draws what it would have drawn
@@ -72,13 +85,17 @@ def train_step(
     loss_sum = torch.zeros((), device=state.loader.device)
     for number, micro in enumerate(step.micro_batches, start=1):
         begin_micro_batch(state.model, plan, is_last=number == len(step.micro_batches))
-        micro = state.loader.to_device(micro)
-        loss = micro.scale * state.model(*micro.inputs)
-        (loss * scale).backward()
+        with recorder.part("forward"):
+            micro = state.loader.to_device(micro)
+            loss = micro.scale * state.model(*micro.inputs)
+        with recorder.part("backward"):
+            (loss * scale).backward()
         loss_sum += loss.detach()
-    grad_norm = clip_gradients(state.masters, cfg.optim.clip, scale)
-    own_loss = loss_sum.clone()
-    loss = float(summed(loss_sum))
+    with recorder.part("optimizer"):
+        norm = clip_gradients(state.masters, cfg.optim.clip, scale)
+        # The one place where the host waits for the device. Of weights that lie on the host, the norm does too.
+        found = summed(loss_sum.clone()), loss_sum, norm.to(loss_sum.device)
+        loss, own_loss, grad_norm = torch.stack(found).tolist()
     overflowed = not math.isfinite(grad_norm) or not math.isfinite(loss)  # both are sums over all ranks
     if life is not None:
         life.at(Phase.OPTIMIZER)
@@ -89,8 +106,9 @@ def train_step(
         # a scale that is lowered has a limit of its own, precision.scaler.minimum
         state.consecutive += state.scaler is None or not state.scaler.is_dynamic
     else:
-        state.optimizer.step()
-        state.masters.refresh()
+        with recorder.part("optimizer"):
+            state.optimizer.step()
+            state.masters.refresh()
         state.consecutive = 0
     state.optimizer.zero_grad(set_to_none=True)
     state.step += 1
@@ -104,13 +122,13 @@ def train_step(
         skipped=overflowed,
         skipped_steps=state.skipped,
         loss_scale=scale if state.scaler is not None else None,
-        own_loss_is_finite=not overflowed or bool(own_loss.isfinite()),
+        own_loss_is_finite=math.isfinite(own_loss),
     )
 
 
 @torch.no_grad()
-def clip_gradients(masters: MasterWeights, largest: float | None, scale: float = 1.0) -> float:
-    """Norm of all gradients over all ranks, before they are scaled down to `largest` where that is smaller.
+def clip_gradients(masters: MasterWeights, largest: float | None, scale: float = 1.0) -> torch.Tensor:
+    """Norm of all gradients over all ranks, before they are scaled down to `largest` where that is smaller: float32 [].
 
     Args:
         scale: what the loss was multiplied with; gradients are divided by it, and the norm is of those.
@@ -124,7 +142,7 @@ def clip_gradients(masters: MasterWeights, largest: float | None, scale: float =
         torch._foreach_mul_(gradients, 1 / scale)
     if largest is not None:
         torch.nn.utils.clip_grads_with_norm_(masters.named.values(), largest, norm)
-    return float(norm)
+    return norm
 
 
 def summed(value: torch.Tensor) -> torch.Tensor:

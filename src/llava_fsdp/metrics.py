@@ -26,6 +26,7 @@ from rich.progress import (
 from llava_fsdp.config import Config
 from llava_fsdp.errors import StorageError
 from llava_fsdp.log import log
+from llava_fsdp.planning.utilization import Utilization
 from llava_fsdp.rows import Rows, replace_lines
 from llava_fsdp.spikes import Spikes
 from llava_fsdp.state import StepResult
@@ -55,14 +56,17 @@ class Reporter:
         total_steps: int,
         is_first_rank: bool,
         left_out: Iterable[dict[str, Any]] = (),
+        utilization: Utilization | None = None,
     ):
         """
         Args:
             left_out: records that training never sees (record, kind, reason), listed as of step 0.
+            utilization: what a step costs; None: no row says.
         """
         self.cfg = cfg
         self.enabled = is_first_rank
         self.total_steps = total_steps
+        self.utilization = utilization
         self.folder = Path(cfg.output_dir)
         self.spikes = Spikes(cfg.numeric.spike_sigma)
         self.progress: Progress | None = None
@@ -98,7 +102,7 @@ class Reporter:
     def __call__(self, result: StepResult) -> None:
         if not self.enabled:
             return
-        row = metrics_row(result)
+        row = metrics_row(result, self.utilization)
         self.metrics.add(row)
         for sample in result.facts.left_out:
             said = {"step": row["step"], "record": sample.record, "kind": sample.kind, "reason": sample.reason}
@@ -132,6 +136,7 @@ class Reporter:
             log().warning("step %d: %d of %d samples have no label", row["step"], row["unlabelled"], row["samples"])
         self.recent.append(row["seconds"])
         shown = f"loss {number(row['loss'], '.4f')}  {row['tokens_per_second']:,.0f} tokens/s"
+        shown += "" if row["mfu"] is None else f"  MFU {row['mfu']:.1%}, HFU {row['hfu']:.1%}"
         shown += f"  {row['skipped_steps']} skipped" if row["skipped_steps"] else ""
         if self.progress is not None:
             self.progress.update(self.task, completed=row["step"], shown=shown)
@@ -143,8 +148,9 @@ class Reporter:
             )  # fmt: skip
 
 
-def metrics_row(result: StepResult) -> dict:
+def metrics_row(result: StepResult, utilization: Utilization | None = None) -> dict:
     facts = result.facts
+    used = dict.fromkeys(("flops", "mfu", "hfu")) if utilization is None else utilization.of(facts, result.seconds)
     return {
         "step": facts.step + 1,
         "loss": finite(result.loss),
@@ -157,12 +163,14 @@ def metrics_row(result: StepResult) -> dict:
         "tokens": facts.tokens,
         "samples": facts.samples,
         "images": facts.images,
+        "tiles": facts.tiles,
         "truncated": facts.truncated,
         "labels_cut": facts.labels_cut,
         "unlabelled": len(facts.unlabelled),
         "quarantined": len(facts.left_out),
         "seconds": result.seconds,
         "tokens_per_second": facts.tokens / result.seconds,
+        **used,
         "peak_memory_bytes": peak_memory(),
     }
 

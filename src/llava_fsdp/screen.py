@@ -48,9 +48,19 @@ def unlike_original(cfg: Config) -> str:
 
 
 def show_run(
-    cfg: Config, world: World, loader: Loader, weights: dict[str, Weight], projector: str, kernel: Kernel | None
+    cfg: Config,
+    world: World,
+    loader: Loader,
+    weights: dict[str, Weight],
+    projector: str,
+    kernel: Kernel | None,
+    peak: str,
 ) -> None:
-    """Print what the model and the data are, how a step is cut, what trains, and what a rank holds."""
+    """Print what the model and the data are, how a step is cut, what trains, and what a rank holds.
+
+    Args:
+        peak: what MFU is a share of, in words.
+    """
     console = Console(file=sys.stderr, width=None if sys.stderr.isatty() else 120, highlight=False)
     toys = ["a model with random weights"] if cfg.model.random_weights and cfg.model.checkpoint is None else []
     toys += ["the embedded pictures of shapes"] if cfg.data.source is Source.shapes else []
@@ -73,6 +83,7 @@ def show_run(
     facts.add_row(
         "compute", f"{world.device.type}, {cfg.precision.param_dtype.value}, recompute {describe_recompute(cfg, world)}"
     )
+    facts.add_row("peak", peak)
     facts.add_row("precision", describe_precision(cfg.precision))
     if cfg.offload.mode is not OffloadMode.none:
         facts.add_row("offload", describe_offload(cfg, world.device))

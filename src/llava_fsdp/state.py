@@ -15,6 +15,7 @@ from llava_fsdp.model.draw import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.weights import Stored
 from llava_fsdp.optim import LearningRate, build_optimizer
+from llava_fsdp.planning.utilization import Utilization
 from llava_fsdp.scaler import LossScaler, build_scaler
 from llava_fsdp.sharding.mesh import World
 from llava_fsdp.sharding.offload import Offload, warn_of_no_use
@@ -46,6 +47,8 @@ class TrainState:
     """fp16 only."""
     skipped: int = 0
     """Steps of them that were not finite and left the weights as they were."""
+    utilization: Utilization | None = None
+    """What its steps cost, and of which peak that is a share; None: nobody asks."""
     consecutive: int = 0
     """So many of the last steps, without those for which fp16's loss scale was lowered."""
 

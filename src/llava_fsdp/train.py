@@ -33,6 +33,8 @@ from llava_fsdp.opening import build_model, draw_shapes, shape_of
 from llava_fsdp.places import check_places
 from llava_fsdp.planning.auto import Decision, decide
 from llava_fsdp.planning.samples import samples_in
+from llava_fsdp.planning.utilization import utilization_of
+from llava_fsdp.profiling import open_recorder
 from llava_fsdp.rundir import claimed, restored_umask, write_ending
 from llava_fsdp.screen import show_run
 from llava_fsdp.sharding import mesh as ranks
@@ -80,8 +82,10 @@ def train(cfg: Config) -> None:
             log().info("continuing after step %d of %d", state.step, last_step)
         write_config(cfg, world)
         saver = checkpoint.open_saver(state, cfg, resumed) if state.step < last_step else None
-        reporter = Reporter(cfg, state.step, last_step, world.is_first, state.loader.steps.records.left_out())
+        left_out = state.loader.steps.records.left_out()
+        reporter = Reporter(cfg, state.step, last_step, world.is_first, left_out, state.utilization)
 
+        recorder = open_recorder(cfg, world.rank, world.device, state.step, last_step)
         keeper = Keeper(state, saver, cfg, last_step, life)
         life.detail = lambda: state.loader.watch.late(state.step)
         first_step = state.step
@@ -94,7 +98,7 @@ def train(cfg: Config) -> None:
                 life.limit = cfg.comm.timeout
 
         with life.steps():
-            fit(state, plan, cfg, after_step, keeper.between_steps, life)
+            fit(state, plan, cfg, after_step, keeper.between_steps, life, recorder)
             keeper.close()
         reporter.close()
         life.at(Phase.EXPORT)
@@ -134,15 +138,16 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
         **loader.steps.fingerprints(),
         "model": fingerprint(model, sources, world.rank, world.size, gather_lists, watch),
     }
+    utilization = utilization_of(model, cfg, world.device, world.size)
     if world.is_first:
         weights = weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision)
-        show_run(cfg, world, loader, weights, describe_projector(cfg, projector), model.kernel)
+        show_run(cfg, world, loader, weights, describe_projector(cfg, projector), model.kernel, utilization.source)
 
     def load(model: Llava, masters: MasterWeights) -> None:
         load_weights(sources, local_shards(model, masters), watch_loading(world.is_first))
 
     state = assemble(model, loader, load, cfg, world, plan, mesh)
-    return replace(state, sources=sources, fingerprints=fingerprints)
+    return replace(state, sources=sources, fingerprints=fingerprints, utilization=utilization)
 
 
 def describe_projector(cfg: Config, projector: Path | None) -> str:

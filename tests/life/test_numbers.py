@@ -41,7 +41,7 @@ def poison_loss(state: TrainState, step: Step) -> None:
 def poison_gradient(state: TrainState, step: Step) -> None:
     """FSDP has no hook between the sum over ranks and the norm: what one rank's part of the sum is then counts."""
 
-    def poisoned(masters: MasterWeights, *rest: object) -> float:
+    def poisoned(masters: MasterWeights, *rest: object) -> torch.Tensor:
         loop.clip_gradients = clip_gradients
         gradient = next(p.grad for p in masters.named.values() if p.grad is not None)
         shards.local(gradient).view(-1)[:1] = float("nan")

@@ -7,47 +7,63 @@ import torch
 from harness import CPU
 from packed import build
 from small import make_config
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from llava_fsdp.config import Part
 from llava_fsdp.data.collate import boundaries
-from llava_fsdp.model.flops import count_flops
+from llava_fsdp.model.flops import Flops, count_flops
 from llava_fsdp.model.llava import Llava
 
-CASES = [("[projector]", "none"), ("[projector,language]", "none"), ("[projector,language]", "full"),
-         ("[projector,language,vision]", "none")]  # fmt: skip
+STAGE_1, STAGE_2 = "[projector]", "[projector,language]"
+TOWER = "[projector,language,vision]"
+CASES = [
+    (STAGE_1, "none", -2), (STAGE_2, "none", -2), (TOWER, "none", -2), ("[vision]", "none", -2),
+    ("[language]", "none", -2), (STAGE_2, "none", -1), (TOWER, "none", 1),
+    (STAGE_1, "full", -2), (STAGE_2, "full", -2), (TOWER, "full", -2),
+]  # fmt: skip
+LENGTH, LABELS, TILES = 40, 10, 2
 
 
-def counted(model: Llava, length: int, labels: int, tiles: int) -> int:
-    """FLOPs of matrix products for one sample; torch does not count attention on the CPU."""
-    held = boundaries((length,))
-    segments = held["position_ids"], held["cu_seqlens"], held["lengths"]
-    shown = min(1, tiles)
-    with FlopCounterMode(display=False) as counter:
+def counted(model: Llava, samples: int, length: int, labels: int, tiles: int, pack: bool) -> int:
+    """FLOPs of matrix products for so many samples of one length; attention is products too, of whole squares."""
+    total = samples * length
+    held = boundaries((length,) * samples)
+    segments = (held["position_ids"], held["cu_seqlens"], held["lengths"]) if pack else None
+    shape = (1, total) if pack else (samples, length)
+    shown = 4 * min(1, tiles)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(
-            torch.ones((1, length), dtype=torch.int64), segments, torch.arange(4 * shown), torch.arange(4 * shown),
+            torch.ones(shape, dtype=torch.int64), segments, torch.arange(shown), torch.arange(shown),
             torch.rand((tiles, 3, 28, 28)), torch.arange(labels), torch.ones(labels, dtype=torch.int64),
         ).backward()  # fmt: skip
-    counts = counter.get_flop_counts()["Global"]
-    assert not any("attention" in str(op) for op in counts), "count `pair` here too"
+    model.zero_grad()
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize(("train_parts", "recompute"), CASES)
-def test_positions_labels_and_tiles(
-    train_parts: str, recompute: str, parts: Path, dataset: Path, tmp_path: Path
+def causal_half(flops: Flops, samples: int, length: int) -> float:
+    """What torch counts of attention and a causal mask leaves out: as much again as the formula has."""
+    return flops.pair * samples * length**2
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize(("train_parts", "recompute", "select_layer"), CASES)
+def test_every_product_is_counted_and_no_other(
+    train_parts: str, recompute: str, select_layer: int, pack: bool, parts: Path, dataset: Path, tmp_path: Path
 ) -> None:
-    overrides = f"model.train={train_parts}", f"recompute={recompute}"
-    model = build(make_config(parts, dataset, tmp_path, *overrides)).model
+    """To the last one: samples of one length, packed and padded, in which nothing is padding."""
+    overrides = f"model.train={train_parts}", f"recompute={recompute}", f"model.select_layer={select_layer}"
+    model = build(make_config(parts, dataset, tmp_path, *overrides, f"pack={str(pack).lower()}")).model
     assert isinstance(model, Llava) and next(model.parameters()).device == CPU
     flops = count_flops(model, recompute == "full")
-    base = counted(model, 40, 10, 1)
-    position = (counted(model, 60, 10, 1) - base) / 20
-    if recompute == "full":  # it stops before the last product of a block, whose result nothing needs again
-        assert 0.9 * flops.position < position < flops.position
-    else:
-        assert position == flops.position
-    assert counted(model, 40, 30, 1) - base == 20 * flops.label
-    # Here every fifth position is a CLS token, which no patch is projected to; and of a trained tower of three layers
-    # the last has no gradient, and the first, half of the work, none of its input.
-    tile = counted(model, 40, 10, 2) - base
-    assert (0.6 if "vision" in train_parts else 0.9) * flops.tile < tile < flops.tile
+    for samples, length, labels, tiles in ((1, LENGTH, LABELS, TILES), (3, LENGTH, LABELS, TILES), (2, 64, 31, 3)):
+        found = counted(model, samples, length, labels, tiles, pack) - causal_half(flops, samples, length)
+        assert found == flops.of(samples * length, samples * length**2, labels, tiles)
+
+
+def test_a_step_without_pictures_has_no_tower(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    model = build(make_config(parts, dataset, tmp_path)).model
+    assert isinstance(model, Llava) and Part.vision not in model.cfg.train
+    flops = count_flops(model, recompute=False)
+    found = counted(model, 2, LENGTH, LABELS, 0, True) - causal_half(flops, 2, LENGTH)
+    assert found == flops.of(2 * LENGTH, 2 * LENGTH**2, LABELS, 0)

@@ -82,8 +82,12 @@ class StepFacts:
     samples: int = 0
     tokens: int = 0
     """Positions of samples, without padding."""
+    pairs: int = 0
+    """Squares of the samples' positions, added up: what attention goes by."""
     label_tokens: int = 0
     images: int = 0
+    tiles: int = 0
+    """Of the images."""
     truncated: int = 0
     """Samples cut at `data.max_length`."""
     labels_cut: int = 0
@@ -99,7 +103,7 @@ class StepFacts:
         return replace(self, **counts, left_out=left_out, unlabelled=unlabelled)
 
 
-COUNTS = ("samples", "tokens", "label_tokens", "images", "truncated", "labels_cut")
+COUNTS = ("samples", "tokens", "pairs", "label_tokens", "images", "tiles", "truncated", "labels_cut")
 """What adds up over the samples of a step."""
 
 

@@ -84,8 +84,18 @@ def micro_batches_of(contents: Contents, cfg: Config, world_size: int) -> int:
 def synthetic_step(number: int, contents: Contents, shape: ModelShape, cfg: Config, world_size: int) -> Step:
     """This rank's part of a step; gradients add up over its micro-batches."""
     count = micro_batches_of(contents, cfg, world_size)
+    times = count * world_size
+    facts = StepFacts(
+        number,
+        samples=times * len(contents.lengths),
+        tokens=times * contents.positions,
+        pairs=times * sum(length**2 for length in contents.lengths),
+        label_tokens=times * contents.labels,
+        images=times * contents.pictures,
+        tiles=times * contents.tiles,
+    )
     return Step(
-        StepFacts(number, samples=count * len(contents.lengths) * world_size),
+        facts,
         [synthetic_micro_batch(contents, shape, cfg.pack) for _ in range(count)],
     )
 

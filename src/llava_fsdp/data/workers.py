@@ -4,6 +4,7 @@ Workers write what they are at into memory that the main process shares, so that
 the kernel kills for memory and a file system that hangs are reported with the record and the picture.
 """
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -112,6 +113,7 @@ class StartWorker:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # sent to the group; the main process decides
             signal.signal(number, signal.SIG_IGN)
         end_with(self.parent)
+        gc.enable()  # off in the main process, which collects by plan
         self.watch.pids[worker] = os.getpid()
 
 

@@ -35,6 +35,10 @@ NAMES = {
 CURE = "set pack=false"
 
 
+PADDED = "llava_fsdp_padded"
+"""transformers' own SDPA for padded rows."""
+
+
 @dataclass(frozen=True)
 class Kernel:
     """What attends, and why this."""
@@ -118,6 +122,20 @@ def register_attention() -> None:
     for attention, kernel in kernels.items():
         if kernel is not None:
             AttentionInterface.register(NAMES[attention], attend_with(kernel))
+
+
+def padded_attention(language: PretrainedConfig) -> str:
+    """The implementation for padded rows: SDPA, under a name for which transformers builds no mask.
+
+    Under its own name transformers looks at every micro-batch's positions for packed samples, for which the host waits
+    for the device, to find that causal attention needs no mask. A model that attends otherwise keeps it.
+    """
+    try:
+        check_full_attention(language)
+    except ConfigError:
+        return "sdpa"
+    AttentionInterface.register(PADDED, sdpa_attention_forward)
+    return PADDED
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from llava_fsdp.config import Part
@@ -21,41 +22,75 @@ class Flops(NamedTuple):
     tile: float
     """A tile of a picture in tower and projector."""
 
+    def of(self, positions: float, pairs: float, labels: float, tiles: float) -> float:
+        """FLOPs of samples that hold so much together.
+
+        Args:
+            pairs: the sum of the squares of the samples' lengths.
+        """
+        return self.position * positions + self.pair * pairs + self.label * labels + self.tile * tiles
+
 
 def count_flops(model: Llava, recompute: bool) -> Flops:
     """A weight costs 2 forward, 2 for the gradient of its input and 2 for its own where it trains, 2 to run again.
 
     The gradient always goes back through the whole language model, because the projector lies before it. All of a
-    mixture's experts are counted.
+    mixture's experts are counted. What runs again is a block without its last product, whose result nothing needs; in
+    fp16 the logits do so whether blocks do or not (`model/loss.py`).
     """
     trains = {part: part in model.cfg.train for part in Part}
     language: Any = model.language_model.config
-    again = 2 * recompute
-    label = (4 + 2 * trains[Part.language]) * model.lm_head.weight.numel()
+    stack = find_stack(model.language_model)
+    weights = matrix_weights(stack)
+    again = 2 * (weights - last_products(stack)) if recompute else 0
+    label = 4 + 2 * trains[Part.language] + 2 * (recompute and model.compute_dtype is torch.float16)
     width = language.num_attention_heads * head_size(language)
     return Flops(
-        position=(4 + 2 * trains[Part.language] + again) * matrix_weights(find_stack(model.language_model)),
-        pair=(2 + 4 + again) * language.num_hidden_layers * width,
-        label=label,
-        tile=tower_flops(model, trains[Part.vision], again) + projector_flops(model, trains),
+        position=(4 + 2 * trains[Part.language]) * weights + again,
+        pair=(2 + 4 + 2 * recompute) * language.num_hidden_layers * width,
+        label=label * model.lm_head.weight.numel(),
+        tile=tower_flops(model, trains[Part.vision], recompute) + projector_flops(model, trains),
     )
 
 
-def tower_flops(model: Llava, trains: bool, again: int) -> float:
-    """A frozen tower runs forward alone; every position attends to every other."""
-    vision = model.parts.vision
-    positions = (vision.image_size // vision.patch_size) ** 2 + 1
-    factor = 3 + again / 2 if trains else 1
-    weights = 2 * positions * matrix_weights(model.vision_tower)
-    return factor * (weights + 4 * vision.num_hidden_layers * vision.hidden_size * positions**2)
+def tower_flops(model: Llava, trains: bool, recompute: bool) -> float:
+    """Of the layers that run; a frozen tower runs forward alone. Every position attends to every other.
+
+    Pixels have no gradient, and the product that makes positions of them, a convolution, runs once a patch.
+    """
+    vision, positions = model.parts.vision, model.probe.positions
+    stack = list(find_stack(model.vision_tower))
+    in_blocks, leftovers = {p for block in stack for p in block.parameters()}, set(model.probe.leftovers)
+    needed = [p for n, p in model.vision_tower.named_parameters() if p not in in_blocks and n not in leftovers]
+    others = sum(p.numel() for p in needed if p.ndim > 1) - rows_looked_up(model.vision_tower)
+    stack = stack[: model.probe.layers]
+    blocks = matrix_weights(*stack)
+    patches = (vision.image_size // vision.patch_size) ** 2
+    attention = 4 * len(stack) * vision.hidden_size * positions**2
+    forward = 2 * positions * blocks + attention
+    again = forward - 2 * positions * last_products(stack) if trains and recompute else 0
+    return (3 if trains else 1) * forward + again + (4 if trains else 2) * patches * others
 
 
 def projector_flops(model: Llava, trains: dict[Part, bool]) -> float:
-    factor = 2 + 2 * trains[Part.projector] + 2 * trains[Part.vision]
-    return factor * model.image_tokens * matrix_weights(model.multi_modal_projector)
+    """Its first layer's input has a gradient where the tower trains, the others' where anything before them does."""
+    own, tower = trains[Part.projector], trains[Part.vision]
+    layers = [2 * p.numel() for p in model.multi_modal_projector.parameters() if p.ndim > 1]
+    factors = [1 + own + (tower or (own and number > 0)) for number in range(len(layers))]
+    return model.image_tokens * sum(f * layer for f, layer in zip(factors, layers, strict=True))
 
 
-def matrix_weights(module: nn.Module) -> int:
+def matrix_weights(*modules: nn.Module) -> int:
     """Weights that something is multiplied with: not norms and biases, nor rows that are looked up."""
-    looked_up = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
-    return sum(p.numel() for p in module.parameters() if p.ndim > 1 and id(p) not in looked_up)
+    weights = sum(p.numel() for module in modules for p in module.parameters() if p.ndim > 1)
+    return weights - sum(rows_looked_up(module) for module in modules)
+
+
+def rows_looked_up(module: nn.Module) -> int:
+    looked_up = {m.weight for m in module.modules() if isinstance(m, nn.Embedding)}
+    return sum(weight.numel() for weight in looked_up)
+
+
+def last_products(blocks: nn.ModuleList | list[nn.Module]) -> int:
+    """Weights of each block's last product: the one that it registers last, as all of transformers' blocks do."""
+    return sum([p.numel() for p in block.parameters() if p.ndim > 1][-1] for block in blocks)

@@ -14,11 +14,13 @@ from llava_fsdp.model.attention import (
     Segments,
     check_full_attention,
     check_reaches_all_layers,
+    padded_attention,
     register_attention,
     told,
 )
 from llava_fsdp.model.loss import LabelLoss, choose_loss, whole_loss
 from llava_fsdp.model.parts import Parts
+from llava_fsdp.model.tower import hidden_state, probe_tower
 from llava_fsdp.untrusted import foreign
 
 
@@ -74,7 +76,7 @@ class Llava(nn.Module):
         self.multi_modal_projector = Projector(cfg.projector_type, parts.vision.hidden_size, hidden)
         if cfg.patch_merge is PatchMerge.spatial_unpad:
             self.image_newline = nn.Parameter(torch.empty(hidden))
-        attention = kernel.name if kernel is not None else "sdpa"
+        attention = kernel.name if kernel is not None else padded_attention(parts.language)
         self.language_model = AutoModel.from_config(
             parts.language, attn_implementation=attention, trust_remote_code=False
         )
@@ -82,7 +84,7 @@ class Llava(nn.Module):
         self.lm_head = nn.Linear(hidden, parts.language.vocab_size, bias=False)
         if parts.language.tie_word_embeddings:
             self.lm_head.weight = self.language_model.get_input_embeddings().weight
-        self.image_tokens, self.leftovers = probe_tower(self.vision_tower, parts.vision, cfg)
+        self.probe = probe_tower(self.vision_tower, parts.vision, cfg)
 
     def forward(
         self,
@@ -126,6 +128,11 @@ class Llava(nn.Module):
             return self.lm_head(labelled).float()
         return self.label_loss(labelled, self.lm_head.weight, label_ids)
 
+    @property
+    def image_tokens(self) -> int:
+        """Positions that a picture takes."""
+        return self.probe.image_tokens
+
     def image_features(self, images: torch.Tensor) -> torch.Tensor:
         """[tiles, image_tokens, tower width]; all pictures in one call of the tower.
 
@@ -137,8 +144,8 @@ class Llava(nn.Module):
             return images.new_zeros((0, self.image_tokens, self.parts.vision.hidden_size), dtype=self.compute_dtype)
         with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
             shown = images if len(images) else images.new_zeros((1, *images.shape[1:]))
-            output = self.vision_tower(pixel_values=shown.to(self.compute_dtype), output_hidden_states=True)
-            features = output.hidden_states[self.cfg.select_layer]
+            pixels = shown.to(self.compute_dtype)
+            features = hidden_state(self.vision_tower, pixels, self.cfg.select_layer, self.probe.last_layer)
             if self.cfg.select_feature is Feature.patch:
                 features = features[:, 1:]
             return features[: len(images)]
@@ -167,7 +174,7 @@ class Llava(nn.Module):
                 module.requires_grad_(True)
         if self.cfg.patch_merge is PatchMerge.spatial_unpad:
             self.image_newline.requires_grad_(Part.projector in self.cfg.train)
-        leftovers = set(self.leftovers)
+        leftovers = set(self.probe.leftovers)
         for name, parameter in self.vision_tower.named_parameters():
             if name in leftovers:
                 parameter.requires_grad_(False)
@@ -181,34 +188,6 @@ def find_stack(model: nn.Module) -> nn.ModuleList:
     stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == layers]
     assert stacks, f"{type(model).__name__} has no list of {layers} layers"
     return stacks[0]
-
-
-def probe_tower(tower: nn.Module, vision: PretrainedConfig, cfg: ModelConfig) -> tuple[int, list[str]]:
-    """Run a tower on the meta device, whichever it is.
-
-    Returns:
-        The positions that a picture takes, and the parameters behind the selected layer: they would never get a
-        gradient, and optimizers and checkpoints would disagree about them.
-    """
-    depth = vision.num_hidden_layers
-    if not 1 <= abs(cfg.select_layer) <= depth:
-        raise ConfigError(
-            f"model.select_layer={cfg.select_layer}: {vision.model_type} has {depth} layers; give 1 to {depth}, or "
-            f"-{depth} to -1 counted from the last"
-        )
-    pixels = torch.zeros((1, 3, vision.image_size, vision.image_size), device="meta")
-    names, parameters = zip(*tower.named_parameters(), strict=True)
-    with torch.enable_grad():
-        features = tower(pixel_values=pixels, output_hidden_states=True).hidden_states[cfg.select_layer]
-        gradients = torch.autograd.grad(features.sum(), parameters, allow_unused=True)
-    leftovers = [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
-    positions, grid = features.shape[1], (vision.image_size // vision.patch_size) ** 2
-    if cfg.select_feature is Feature.patch and positions != grid + 1:
-        raise ConfigError(
-            f"model.select_feature=patch drops a CLS token, but {vision.model_type} gives {positions} positions for a "
-            f"grid of {grid}; set model.select_feature=full"
-        )
-    return positions - (cfg.select_feature is Feature.patch), leftovers
 
 
 def build_llava(

@@ -89,6 +89,24 @@ GPUS: dict[str, Gpu] = {
     )
 }  # fmt: skip
 
+DEVICES = {
+    "NVIDIA A100-SXM4-40GB": "a100-40gb",
+    "NVIDIA A100-PCIE-40GB": "a100-40gb",
+    "NVIDIA A100-SXM4-80GB": "a100-80gb",
+    "NVIDIA A100 80GB PCIe": "a100-80gb",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+    "NVIDIA L40S": "l40s",
+    "NVIDIA A10G": "a10g",
+    "NVIDIA GeForce RTX 4090": "4090",
+    "Tesla V100-SXM2-16GB": "v100",
+    "Tesla V100-SXM2-32GB": "v100",
+    "Tesla T4": "t4",
+}
+"""What CUDA calls the devices whose peak a row has. Others of the name (H100 PCIe and NVL, GH200, parts of a GPU) have
+other peaks, and none of them is guessed at."""
+
 CONTEXT = 700 * MIB
 """CUDA's context, the kernels of torch and cuBLAS's workspaces; 0.5 to 1 GB on Ampere and Hopper."""
 NCCL = 500 * MIB

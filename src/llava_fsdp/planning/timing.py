@@ -175,6 +175,4 @@ def step_time(
 
 def sample_flops(flops: Flops, positions: float, spread: float, labels: float, tiles: float) -> float:
     """Of an average sample; attention costs by the square of the length."""
-    return (
-        flops.position * positions + flops.pair * (positions**2 + spread**2) + flops.label * labels + flops.tile * tiles
-    )
+    return flops.of(positions, positions**2 + spread**2, labels, tiles)

@@ -1,0 +1,167 @@
+"""Where the time of recorded steps went, from a trace of torch's profiler.
+
+With a GPU it is the device's time: what computes is counted under the part of the step that launched it, collectives
+where nothing computes beside them, and what is left is waiting for the host. Without one it is that of the main thread:
+operations, collectives that no operation hides, and Python between them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RANGE = "llava_fsdp::"
+"""What names of a step's parts begin with in a trace."""
+COMPUTING = ("forward", "backward", "optimizer")
+CATEGORIES = ("data", *COMPUTING, "communication", "host gaps")
+STEP = "ProfilerStep#"
+"""torch's name for a step."""
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCHING = ("cuda_runtime", "cuda_driver")
+COLLECTIVE_KERNEL, COLLECTIVE_OP = "nccl", ("gloo:", "nccl:", "c10d::")
+
+Spans = list[tuple[float, float]]
+"""Sorted, and none touches another."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of the recorded steps."""
+
+    on_device: bool
+    steps: list[dict[str, float]]
+    """Seconds of each step by category; together they are the step's."""
+    longest: list[tuple[str, float]]
+    """Kernels, or operations without a GPU, by what they took in all steps together: seconds."""
+
+
+def times_of(path: Path) -> Times:
+    """Read a trace, as `export_chrome_trace` writes it, gzipped.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with gzip.open(path, "rt") as file:
+        events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
+    annotations = [e for e in events if e.get("cat") == "user_annotation"]
+    parts = {
+        name: united(spans_of(e for e in annotations if e["name"] == RANGE + name)) for name in ("data", *COMPUTING)
+    }
+    steps = sorted(spans_of(e for e in annotations if e["name"].startswith(STEP)))
+    kernels = [e for e in events if e.get("cat") in ON_DEVICE]
+    main = next((e["tid"] for e in annotations if e["name"].startswith(STEP)), None)
+    operations = [e for e in events if e.get("cat") == "cpu_op"]
+    if kernels:
+        busy, collectives = device_spans(kernels, events, parts)
+    else:
+        busy, collectives = host_spans(operations, annotations, main, parts)
+    computing = united([span for spans in busy.values() for span in spans])
+    collectives = without(collectives, computing)
+    known = united([*computing, *collectives])
+    found = []
+    for step in steps:
+        own = {name: within(spans, [step]) for name, spans in busy.items()}
+        own["communication"] = within(collectives, [step])
+        own["data"] = within(without(parts["data"], known), [step])
+        row = {name: length(own[name]) for name in CATEGORIES[:-1]}
+        found.append(row | {"host gaps": (step[1] - step[0]) / 1e6 - sum(row.values())})
+    return Times(bool(kernels), found, longest(kernels or operations))
+
+
+def device_spans(kernels: list[Any], events: list[Any], parts: dict[str, Spans]) -> tuple[dict[str, Spans], Spans]:
+    """What computes, by the part that launched it, and collectives. No instant is in two parts."""
+    launches = {e["args"].get("correlation"): e["ts"] for e in events if e.get("cat") in LAUNCHING and "args" in e}
+    ran: dict[str, list[Any]] = {name: [] for name in COMPUTING}
+    collectives = []
+    for kernel in kernels:
+        if COLLECTIVE_KERNEL in kernel["name"].lower():
+            collectives.append(kernel)
+            continue
+        launched = launches.get(kernel.get("args", {}).get("correlation"), kernel["ts"])
+        # what is launched between two parts (a report, a save) belongs to none
+        part = next((n for n in COMPUTING if any(begin <= launched <= end for begin, end in parts[n])), None)
+        if part is not None:
+            ran[part].append(kernel)
+    taken: Spans = []
+    busy = {}
+    for name, own in ran.items():
+        busy[name] = without(united(spans_of(own)), taken)
+        taken = united([*taken, *busy[name]])
+    return busy, united(spans_of(collectives))
+
+
+def host_spans(
+    operations: list[Any], annotations: list[Any], main: Any, parts: dict[str, Spans]
+) -> tuple[dict[str, Spans], Spans]:
+    """The same of the main thread. A collective runs in another one, and what waits for it computes not."""
+    here = [e for e in operations if e["tid"] == main and not e["name"].startswith(COLLECTIVE_OP)]
+    kernels = united(spans_of(e for e in here if e["name"].startswith("aten::")))
+    collectives = united(spans_of(e for e in (*operations, *annotations) if e["name"].startswith(COLLECTIVE_OP)))
+    exposed = without(collectives, kernels)
+    running = without(united(spans_of(here)), exposed)
+    return {name: within(running, parts[name]) for name in COMPUTING}, exposed
+
+
+def longest(events: list[Any], most: int = 15) -> list[tuple[str, float]]:
+    """By name, without what runs inside of them."""
+    total: Counter[str] = Counter()
+    for event in events:
+        total[event["name"]] += event["dur"]
+    if events and events[0].get("cat") == "cpu_op":
+        for thread in {e["tid"] for e in events}:
+            take_inner_away([e for e in events if e["tid"] == thread], total)
+    return [(name, duration / 1e6) for name, duration in total.most_common(most)]
+
+
+def take_inner_away(events: list[Any], total: Counter[str]) -> None:
+    """Each operation of a thread counts without those that it calls."""
+    open_: list[Any] = []
+    for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
+        while open_ and open_[-1]["ts"] + open_[-1]["dur"] <= event["ts"]:
+            open_.pop()
+        if open_:
+            total[open_[-1]["name"]] -= event["dur"]
+        open_.append(event)
+
+
+def spans_of(events: Any) -> Spans:
+    """Microseconds, in the order of the events."""
+    return [(e["ts"], e["ts"] + e["dur"]) for e in events]
+
+
+def united(spans: Spans) -> Spans:
+    found: Spans = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((begin, end))
+    return found
+
+
+def within(spans: Spans, others: Spans) -> Spans:
+    """What both have."""
+    found, at = [], 0
+    for begin, end in spans:
+        while at < len(others) and others[at][1] <= begin:
+            at += 1
+        number = at
+        while number < len(others) and others[number][0] < end:
+            found.append((max(begin, others[number][0]), min(end, others[number][1])))
+            number += 1
+    return found
+
+
+def without(spans: Spans, others: Spans) -> Spans:
+    """What the first have and the others have not."""
+    edges = [float("-inf"), *(edge for span in others for edge in span), float("inf")]
+    return within(spans, list(zip(edges[::2], edges[1::2], strict=True)))
+
+
+def length(spans: Spans) -> float:
+    """Seconds."""
+    return sum(end - begin for begin, end in spans) / 1e6

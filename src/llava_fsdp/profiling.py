@@ -1,0 +1,129 @@
+"""`profile=true`: what a few steps do, as a trace of torch's profiler, CUDA's memory, and one page that sums it up."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch.autograd.profiler import record_function
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from llava_fsdp.config import Config
+from llava_fsdp.errors import ConfigError, StorageError
+from llava_fsdp.log import log
+from llava_fsdp.profile_page import write_page
+from llava_fsdp.profile_times import RANGE, times_of
+
+T = TypeVar("T")
+FOLDER = "profile"
+MOST_ENTRIES = 200_000
+"""Allocations that CUDA's history of memory keeps, a few steps' worth."""
+
+
+class Unrecorded:
+    """What a step says of its parts where nobody listens."""
+
+    def steps(self, steps: Iterator[T]) -> Iterator[T]:
+        return steps
+
+    def part(self, name: str) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
+class Recorder(Unrecorded):
+    """Records steps of this start, counted from 1, and writes what it has seen when they are over."""
+
+    def __init__(self, cfg: Config, rank: int, device: torch.device):
+        self.first, self.last = cfg.profile_steps
+        self.folder = Path(cfg.output_dir) / FOLDER
+        self.rank = rank
+        self.on_cuda = device.type == "cuda"
+        self.profiler: profile | None = None
+
+    def steps(self, steps: Iterator[T]) -> Iterator[T]:
+        """The same steps; what waits for one is a part of it."""
+        try:
+            for number in itertools.count(1):
+                self.begin(number)
+                with self.part("data"):
+                    step = next(steps, None)
+                if step is None:
+                    break
+                yield step
+        finally:
+            if self.profiler is not None:  # the run ends early: what there is of a trace is of no use
+                log().warning("profile=true: the run has ended before step %d of this start", self.last)
+                self.profiler.stop()
+                self.profiler = None
+
+    def part(self, name: str) -> AbstractContextManager[object]:
+        return nullcontext() if self.profiler is None else record_function(RANGE + name)
+
+    def begin(self, number: int) -> None:
+        """Before anything of this step; the profiler needs a step to warm up, where there is one."""
+        if number == max(1, self.first - 1):
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_cuda else [])]
+            plan = schedule(wait=0, warmup=self.first - number, active=self.last - self.first + 1, repeat=1)
+            self.profiler = profile(activities=activities, schedule=plan)
+            self.profiler.start()
+        elif self.profiler is not None:
+            if number == self.last + 1:
+                self.finish(self.profiler)
+                return
+            self.profiler.step()
+        if number == self.first and self.on_cuda:
+            torch.cuda.memory._record_memory_history(max_entries=MOST_ENTRIES)
+
+    def finish(self, profiler: profile) -> None:
+        """Write everything.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        self.profiler = None
+        if self.on_cuda:
+            torch.cuda.synchronize()
+        profiler.stop()
+        name = f"rank-{self.rank}"
+        trace = self.folder / f"{name}.trace.json.gz"
+        try:
+            self.folder.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(trace))
+            if self.on_cuda:
+                torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}.memory.pickle"))
+            title = f"steps {self.first} to {self.last} of this start, rank {self.rank}"
+            page = write_page(times_of(trace), self.folder / name, title, self.first)
+        except OSError as error:
+            raise StorageError(f"{self.folder} cannot be written ({error}); make room there") from error
+        finally:
+            if self.on_cuda:
+                torch.cuda.memory._record_memory_history(enabled=None)
+        if self.rank == 0:
+            log().info("profile: %s; the trace beside it opens in https://ui.perfetto.dev", os.fspath(page))
+
+
+def open_recorder(cfg: Config, rank: int, device: torch.device, done: int, total: int) -> Unrecorded:
+    """What `profile` asks for.
+
+    Args:
+        done: steps of the run that are finished, of `total`.
+
+    Raises:
+        ConfigError: the run does not come to the steps that are asked for.
+    """
+    if not cfg.profile or done >= total:
+        return Unrecorded()
+    if total - done >= cfg.profile_steps[1]:
+        return Recorder(cfg, rank, device)
+    said = (
+        f"profile_steps={cfg.profile_steps}: this start has {total - done} steps to do, and they are counted from its"
+    )
+    if done:  # a restart near the end of a run that was profiled is no mistake
+        log().warning("%s first; nothing is recorded", said)
+        return Unrecorded()
+    raise ConfigError(f"{said} first; name earlier ones, or set profile=false")
