@@ -12,6 +12,7 @@ from rich.table import Table
 
 README = REPOSITORY / "README.md"
 BEGIN, END = "<!-- peers -->", "<!-- /peers -->"
+NO_RESULT = "No result is stored yet: `python benchmarks/peers.py` makes one. On a GPU it has never been run."
 DATA = ("mixed", "equal")
 
 
