@@ -23,7 +23,7 @@ from rich.table import Table
 RATE = re.compile(r"_per_(\w+_)?second|_rate$|^rates?$")
 TIME = re.compile(r"seconds$|^(cpu|wall)(_s)?$|_ms$")
 DERIVED = re.compile(r"ratio|_to_ddp$|_is_times$")
-ASIDE = {"options", "machine", "goals", "findings", "equality", "published", "error", "versions"}
+ASIDE = {"options", "machine", "goals", "findings", "equality", "published", "error", "versions", "environment"}
 """Parts of a result in which nothing was timed, or that say again what its rows hold."""
 FOLDERS = {"out", "folder", "scratch", "work", "timeout", "readme"}
 """Options that change nothing of what is measured."""

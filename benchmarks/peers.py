@@ -35,6 +35,9 @@ from zero_json import deepspeed_config
 
 EQUAL_WITHIN = 1e-5
 CLIP = 1.0
+KEPT_HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+"""glibc keeps what is freed, for all peers alike: whether it gives pages back and fetches them again every step depends
+on the order of the first allocations, and moves a step's CPU seconds by up to a tenth."""
 ADAMW = {"lr": RATE, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0, "fused": True}
 PEERS = {
     "ours packed": "this project, packed rows: `fit` with its reports, heartbeats and saver; zero3",
@@ -129,7 +132,7 @@ def start_peers(names: list[str], work: Path, listener: Listener, options: argpa
             plan.write_text(json.dumps(plan_of(name, work, listener, options)))
             log = work / f"log{number}.txt"
             script = str(Path(__file__).with_name("peers_rank.py"))
-            peers.append(Peer(name, start([script, str(plan)], RANKS, log), log))
+            peers.append(Peer(name, start([script, str(plan)], RANKS, log, KEPT_HEAP), log))
             meet(peers[-1], listener, options.timeout)
     except BaseException:
         end_all(peers)
@@ -307,6 +310,7 @@ def main() -> None:
         "ranks": RANKS,
         "rows_of_a_micro_batch": ROWS,
         "precision": "fp32",
+        "environment": KEPT_HEAP,
         "versions": versions(),
         "samples": {data: len(lengths_of(data, options.steps)) for data in DATA},
         "peers": {name: PEERS[name] for name in options.peers},

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 
-def start(command: list[str], ranks: int, log: Path) -> subprocess.Popen:
-    """torchrun with that many CPU ranks of one thread each, writing into `log`."""
+def start(command: list[str], ranks: int, log: Path, more: dict[str, str] | None = None) -> subprocess.Popen:
+    """torchrun with that many CPU ranks of one thread each, writing into `log`; `more` is added to its environment."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     env = os.environ | {
         "CUDA_VISIBLE_DEVICES": "",
@@ -21,6 +21,7 @@ def start(command: list[str], ranks: int, log: Path) -> subprocess.Popen:
         "DS_ACCELERATOR": "cpu",
         # DeepSpeed calls ninja by name, and a virtual environment need not be active
         "PATH": places(),
+        **(more or {}),
     }
     with log.open("w") as file:
         return subprocess.Popen(
