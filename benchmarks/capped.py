@@ -168,7 +168,7 @@ def facts(question: str, options: argparse.Namespace) -> dict[str, Any]:
         "options": {
             k: str(v) if isinstance(v, Path) else v
             for k, v in vars(options).items()
-            if k not in ("out", "scratch", "attempt")
+            if k not in ("out", "folder", "scratch", "attempt", "readme")
         },
         "machine": machine(torch.cuda.get_device_name() if torch.cuda.is_available() else None),
         "python": platform.python_version(),

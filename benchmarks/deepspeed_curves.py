@@ -18,13 +18,10 @@ import importlib.metadata
 import importlib.util
 import json
 import math
-import os
 import platform
 import re
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,26 +30,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from hydra import compose, initialize_config_dir
 from provenance import REPOSITORY, commit, machine
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import save_file
-from torch.nn import functional
-from transformers import LlavaConfig, PretrainedConfig
+from starts import write_llava, write_samples
+from torchruns import deepspeed_missing, launch
+from zero_json import deepspeed_config
 
 from llava_fsdp.config import Config, DType, config_dir, load
-from llava_fsdp.data.batch import MicroBatch
 from llava_fsdp.data.shapes import ensure_shapes
-from llava_fsdp.data.vocabulary import IGNORE
-from llava_fsdp.model.llava import build_llava
-from llava_fsdp.model.names import theirs
-from llava_fsdp.model.parts import NOTES, find_parts
-from llava_fsdp.model.weights import find_weights
-from llava_fsdp.sharding.mesh import World
-from llava_fsdp.sharding.precision import DTYPES
-from llava_fsdp.train import open_data
 
 ASSETS = REPOSITORY / "src" / "llava_fsdp" / "assets"
 RANKS = 2
@@ -135,78 +122,9 @@ def composed(overrides: list[str]) -> Config:
 
 
 def write_start(folder: Path, seed: int, work: Path) -> None:
-    """The embedded tiny model with weights drawn from the seed, as transformers writes a LLaVA.
-
-    They are rounded to bf16 and stored in fp32: DeepSpeed makes its fp32 weights of the bf16 ones, so that
-    otherwise the bf16 curves would not start from the same point.
-    """
+    """The embedded tiny model with weights drawn from the seed."""
     overrides = configure(CASES[0], DType.fp32, seed, 1, work, folder)
-    cfg = composed([*overrides, "model.projector=random"])
-    parts = find_parts(cfg.model)
-    model = build_llava(parts, cfg.model, torch.float32)
-    sources = find_weights(model, parts, cfg.model, None, seed)
-    weights = {theirs(name): s.rows(0, s.shape[0]).bfloat16().float() for name, s in sources.items()}
-    folder.mkdir(parents=True)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    LlavaConfig(
-        vision_config=parts.vision,
-        text_config=parts.language,
-        image_token_index=image_id(parts.language),
-        image_seq_length=model.image_tokens,
-        vision_feature_layer=cfg.model.select_layer,
-        vision_feature_select_strategy="default",
-        architectures=["LlavaForConditionalGeneration"],
-        dtype="float32",
-    ).save_pretrained(folder)
-    (folder / NOTES).write_text(json.dumps({"vocab_size": parts.language.vocab_size}))
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
-        shutil.copy(ASSETS / "tiny-llama" / name, folder / name)
-    shutil.copy(ASSETS / "tiny-clip" / "preprocessor_config.json", folder)
-
-
-def write_samples(folder: Path, overrides: list[str], steps: int) -> None:
-    """Every rank's micro-batches, as our loader cuts them, under the names that transformers' model takes."""
-    cfg = composed(overrides)
-    model = build_llava(find_parts(cfg.model), cfg.model, DTYPES[cfg.precision.param_dtype])
-    folder.mkdir(parents=True)
-    for rank in range(RANKS):
-        loader = open_data(cfg, World(rank, RANKS, rank, RANKS, torch.device("cpu")), model)
-        assert loader.num_micro_batches == ACCUMULATION
-        tensors = {}
-        for number in range(steps):
-            for micro_number, micro in enumerate(loader.steps.prepare(number).micro_batches):
-                given = loader.to_device(micro)
-                inputs = transformers_inputs(given, image_id(model.parts.language), model.image_tokens)
-                tensors |= {f"{number}.{micro_number}.{name}": value for name, value in inputs.items()}
-        save_file(tensors, folder / f"rank{rank}.safetensors")
-
-
-def image_id(language: PretrainedConfig) -> int:
-    """The last row of the tiny model's vocabulary, which no token of its tokenizer has."""
-    return language.vocab_size - 1
-
-
-def transformers_inputs(micro: MicroBatch, image: int, image_tokens: int) -> dict[str, torch.Tensor]:
-    """A micro-batch with normalised pictures as LlavaForConditionalGeneration takes it: labels beside ids.
-
-    One without pictures gets a row of a blank picture and no label: the original shows its tower a blank picture
-    there (train.py:735-738), because a rank that leaves modules out goes wrong in DeepSpeed's collectives.
-    """
-    ids = micro.input_ids.clone()
-    ids.view(-1)[micro.image_positions] = image
-    labels = torch.full_like(ids, IGNORE)
-    labels.view(-1)[micro.label_positions + 1] = micro.label_ids  # ours is where a label is predicted
-    # rows are padded on the right with id 0, which no text has
-    mask = ids.flip(1).cumsum(1).flip(1).ne(0).long()
-    images = micro.images
-    if not len(images):
-        width = max(0, image_tokens - ids.shape[1])
-        ids, mask = (functional.pad(rows, (0, width, 0, 1)) for rows in (ids, mask))
-        labels = functional.pad(labels, (0, width, 0, 1), value=IGNORE)
-        ids[-1, :image_tokens] = image
-        mask[-1, :image_tokens] = 1
-        images = images.new_zeros((1, *images.shape[1:]))
-    return {"input_ids": ids, "labels": labels, "attention_mask": mask, "pixel_values": images}
+    write_llava(folder, composed([*overrides, "model.projector=random"]), ASSETS / "tiny-llama", ASSETS / "tiny-clip")
 
 
 # One training
@@ -247,7 +165,7 @@ def train(case: Case, variant: str, seed: int, options: argparse.Namespace, work
         peer = Path(__file__).with_name("deepspeed_peer.py")
         command = [str(peer), str(output / "plan.json"), str(output / "steps.json")]
     began = time.perf_counter()
-    launch(command, f"{case}, seed {seed}: {variant}", output / "log.txt", options.timeout)
+    launch(command, f"{case}, seed {seed}: {variant}", output / "log.txt", options.timeout, RANKS)
     seconds = time.perf_counter() - began
     if who == "ours":
         rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
@@ -264,6 +182,7 @@ def train(case: Case, variant: str, seed: int, options: argparse.Namespace, work
 def peer_plan(cfg: Config, case: Case, more: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """What DeepSpeed's side is told: our configuration in its words."""
     bf16 = cfg.precision.param_dtype is DType.bf16
+    hidden = json.loads((ASSETS / "tiny-llama" / "config.json").read_text())["hidden_size"]
     return {
         "train": [part.value for part in cfg.model.train],
         "steps": options.steps,
@@ -276,76 +195,9 @@ def peer_plan(cfg: Config, case: Case, more: dict[str, Any], options: argparse.N
         "bf16": bf16,
         "threads": 1,
         "timeout": options.timeout,
-        "deepspeed": deepspeed_config(case.zero, bf16) | more,
+        # not there in LLaVA's files: the release that it pins takes that for no clipping, and this one for 1.0
+        "deepspeed": deepspeed_config(case.zero, bf16, hidden, ROWS, ACCUMULATION, clipping=0.0) | more,
     }
-
-
-def deepspeed_config(zero: int, bf16: bool) -> dict[str, Any]:
-    """LLaVA's scripts/zero2.json and zero3.json, their "auto" filled in as transformers' Trainer does.
-
-    Two keys differ. overlap_comm is true there, and needs streams that a CPU does not have. gradient_clipping is not
-    there: the release that LLaVA pins takes that for no clipping, and this one for 1.0.
-    """
-    hidden = json.loads((ASSETS / "tiny-llama" / "config.json").read_text())["hidden_size"]
-    sharding: dict[str, Any] = {
-        "stage": zero,
-        "overlap_comm": False,
-        "contiguous_gradients": True,
-        "sub_group_size": 10**9,
-        "reduce_bucket_size": hidden * hidden,
-    }
-    if zero == 3:
-        sharding |= {
-            "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
-            "stage3_param_persistence_threshold": 10 * hidden,
-            "stage3_max_live_parameters": 10**9,
-            "stage3_max_reuse_distance": 10**9,
-            "stage3_gather_16bit_weights_on_model_save": True,
-        }
-    return {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": ACCUMULATION,
-        "gradient_clipping": 0.0,
-        "bf16": {"enabled": bf16},
-        "zero_optimization": sharding,
-    }
-
-
-def launch(command: list[str], what: str, log: Path, timeout: int) -> None:
-    """torchrun with two CPU ranks; ended with all its processes when it takes too long."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    env = os.environ | {
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        # DeepSpeed calls ninja by name, and a virtual environment need not be active
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-    }
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [*torchrun, *command], env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code = process.wait(timeout)
-            problem = f"failed with exit code {code}" if code else ""
-        except subprocess.TimeoutExpired:
-            problem = f"had not ended after {timeout} s (--timeout)"
-        except BaseException:
-            end(process)
-            raise
-    if problem:
-        end(process)
-        last = "\n".join(log.read_text(errors="replace").splitlines()[-100:])  # torchrun's own traceback is 40
-        raise SystemExit(f"{last}\n{what}: {problem}; the end of its output is above")
-
-
-def end(process: subprocess.Popen) -> None:
-    """Ask torchrun to end its ranks, which are process groups of their own; it kills them itself after 30 seconds."""
-    for sign, patience in ((signal.SIGTERM, 60), (signal.SIGKILL, 10)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, sign)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(patience)
 
 
 # What came out
@@ -468,7 +320,8 @@ def prepare(seed: int, steps: int, work: Path) -> None:
         if not samples.exists():
             overrides = configure(Case(stage, 2), DType.fp32, seed, steps, work, work / "run")
             with renamed_when_whole(samples) as folder:
-                write_samples(folder, [*overrides, f"model.checkpoint={start}"], steps)
+                cfg = composed([*overrides, f"model.checkpoint={start}"])
+                write_samples(folder, cfg, RANKS, steps, ACCUMULATION)
 
 
 @contextlib.contextmanager
@@ -505,13 +358,9 @@ def parse() -> argparse.Namespace:
 
 
 def check_peer() -> None:
-    """DeepSpeed, and what it compiles its CPU collectives with when it first runs."""
-    if importlib.util.find_spec("deepspeed") is None:
-        raise SystemExit("DeepSpeed is not installed here: pip install -e '.[bench]' (docs/deepspeed.md)")
-    places = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    for tool in ("ninja", "g++"):
-        if shutil.which(tool, path=places) is None:
-            raise SystemExit(f"{tool} is not on PATH; DeepSpeed compiles its CPU collectives with it")
+    lack = deepspeed_missing()
+    if lack is not None:
+        raise SystemExit(lack)
 
 
 def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:

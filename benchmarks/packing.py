@@ -103,7 +103,7 @@ GROUPED = "padded, grouped by modality and length"
 TIMED = (GROUPED, *PADDED, PACKED)
 
 
-def grouped(tail: str) -> tuple[list[tuple[int, bool]], list[list[int]]]:
+def grouped(tail: str, ranks: int = RANKS) -> tuple[list[tuple[int, bool]], list[list[int]]]:
     """An epoch's lengths, and its micro-batches by the original's `group_by_modality_length`, as in its second stage.
 
     It sorts a megabatch, which is a step, by words and deals it over the ranks, so that each has long and short ones.
@@ -111,7 +111,8 @@ def grouped(tail: str) -> tuple[list[tuple[int, bool]], list[list[int]]]:
     lengths = draw_lengths(tail, SAMPLES * STEPS, seed=0)
     words = [length - PICTURE if shown else -length for length, shown in lengths]
     dice = [torch.Generator().manual_seed(seed) for seed in range(2)]
-    order = modality_grouped(words, ROWS, RANKS, *dice)[: SAMPLES * (STEPS - 2)]  # the last two are set aside, mixed
+    kept = len(words) - 2 * ranks * ROWS  # the last two steps are set aside, mixed
+    order = modality_grouped(words, ROWS, ranks, *dice)[:kept]
     return lengths, stretches(order, ROWS)
 
 
@@ -191,11 +192,11 @@ def measure_balance(tail: str) -> dict[str, dict[str, float]]:
 # Speed: a model in which arithmetic dominates, on samples a quarter as long
 
 
-def write_model(folder: Path, hidden: int, layers: int, side: int) -> None:
-    """A llama and a CLIP tower of `side` x `side` patches."""
+def write_model(folder: Path, hidden: int, layers: int, side: int, vocabulary: int | None = None) -> None:
+    """A llama and a CLIP tower of `side` x `side` patches; without `vocabulary` it is the tokenizer's."""
     language = {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"],
-        "vocab_size": open_tokenizer(ASSETS / "tiny-llama").size, "hidden_size": hidden,
+        "vocab_size": vocabulary or open_tokenizer(ASSETS / "tiny-llama").size, "hidden_size": hidden,
         "intermediate_size": hidden * 11 // 4, "num_hidden_layers": layers, "num_attention_heads": hidden // 32,
         "num_key_value_heads": hidden // 32, "max_position_embeddings": LONGEST, "bos_token_id": 1,
         "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False,
@@ -217,17 +218,24 @@ def write_model(folder: Path, hidden: int, layers: int, side: int) -> None:
         (folder / "language" / file.name).write_bytes(file.read_bytes())
 
 
-def write_records(folder: Path, lengths: list[tuple[int, bool]], picture: int, scale: int) -> None:
-    """Records of nearly these lengths over `scale`, half of each text the answer."""
+def write_records(
+    folder: Path, lengths: list[tuple[int, bool]], picture: int, scale: int, captions: bool = False
+) -> None:
+    """Records of nearly these lengths over `scale`, half of each text the answer.
+
+    Args:
+        captions: for the plain template, which writes the answer and nothing around it.
+    """
     tokenizer = open_tokenizer(ASSETS / "tiny-llama")
     word = next(w for w in (" red", " the", " is", " a", " left") if len(tokenizer.encode(w * 50)) <= 51)
-    overhead = len(tokenizer.encode("A chat. USER: ASSISTANT: </s>"))
+    overhead = len(tokenizer.encode("\n" if captions else "A chat. USER: ASSISTANT: </s>"))
     (folder / "images").mkdir(parents=True)
     Image.effect_noise((96, 72), 60).convert("RGB").save(folder / "images" / "0.png")
     records = []
     for number, (length, shown) in enumerate(lengths):
         words = max(2, length // scale - picture * shown - overhead)
-        asked, answer = (word * (words - words // 2)).strip(), (word * (words // 2)).strip()
+        answered = words if captions else words // 2
+        asked, answer = (word * (words - answered)).strip(), (word * answered).strip()
         turns = [
             {"from": "human", "value": "<image>\n" * shown + asked},
             {"from": "gpt", "value": answer},

@@ -16,18 +16,25 @@ from llava_fsdp.model.parts import find_parts
 from llava_fsdp.sharding.mesh import World
 from llava_fsdp.train import open_data
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "deepspeed_curves.py"
+FOLDER = Path(__file__).parents[1] / "benchmarks"
 IMAGE = 999
 
 
 @pytest.fixture(scope="module")
 def curves() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(SCRIPT.parent)
-        yield importlib.import_module(SCRIPT.stem)
+        patch.syspath_prepend(FOLDER)
+        yield importlib.import_module("deepspeed_curves")
 
 
-def test_transformers_is_given_the_very_samples(curves: ModuleType, parts: Path, dataset: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def starts() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(FOLDER)
+        yield importlib.import_module("starts")
+
+
+def test_transformers_is_given_the_very_samples(starts: ModuleType, parts: Path, dataset: Path, tmp_path: Path) -> None:
     cfg = make_config(parts, dataset, tmp_path / "run", "pack=false", "micro_batch_size=2")
     model = build_llava(find_parts(cfg.model), cfg.model, torch.float32)
     ranks = [open_data(cfg, World(rank, 2, rank, 2, CPU), model) for rank in range(2)]
@@ -37,7 +44,7 @@ def test_transformers_is_given_the_very_samples(curves: ModuleType, parts: Path,
         for loader in ranks:
             step = loader.steps.prepare(number)
             for micro in step.micro_batches:
-                given = curves.transformers_inputs(loader.to_device(micro), IMAGE, model.image_tokens)
+                given = starts.transformers_inputs(loader.to_device(micro), IMAGE, model.image_tokens)
                 if not len(micro.images):
                     given = without_blank(given, micro.input_ids.shape, model.image_tokens)
                     without_picture += 1
@@ -96,7 +103,7 @@ def test_a_training_that_fails_is_named(curves: ModuleType, tmp_path: Path) -> N
     script = tmp_path / "fails.py"
     script.write_text("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit('no such op')\ntime.sleep(600)\n")
     with pytest.raises(SystemExit, match=r"(?s)no such op.*seed 0: deepspeed fp32: failed with exit code 1"):
-        curves.launch([str(script)], "seed 0: deepspeed fp32", tmp_path / "log.txt", 120)
+        curves.launch([str(script)], "seed 0: deepspeed fp32", tmp_path / "log.txt", 120, 2)
 
 
 @pytest.mark.ranks
@@ -104,4 +111,4 @@ def test_a_training_that_hangs_is_ended(curves: ModuleType, tmp_path: Path) -> N
     script = tmp_path / "hangs.py"
     script.write_text("import time\ntime.sleep(600)\n")
     with pytest.raises(SystemExit, match=r"seed 0: deepspeed fp32: had not ended after 2 s \(--timeout\)"):
-        curves.launch([str(script)], "seed 0: deepspeed fp32", tmp_path / "log.txt", 2)
+        curves.launch([str(script)], "seed 0: deepspeed fp32", tmp_path / "log.txt", 2, 2)

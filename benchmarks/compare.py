@@ -1,0 +1,188 @@
+"""Is a result slower than an earlier one of the same benchmark?
+
+    python benchmarks/compare.py OLD.json NEW.json [--limit 1.05] [--only REGEX] [--across]
+
+Every time and rate that both hold, as how many times as slow it became. Exit code 1: something is past the limit;
+2: the two cannot be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.table import Table
+
+RATE = re.compile(r"_per_(\w+_)?second|_rate$|^rates?$")
+TIME = re.compile(r"seconds$|^(cpu|wall)(_s)?$|_ms$")
+DERIVED = re.compile(r"ratio|_to_ddp$|_is_times$")
+ASIDE = {"options", "machine", "goals", "findings", "equality", "published", "error", "versions", "environment"}
+"""Parts of a result in which nothing was timed, or that say again what its rows hold."""
+FOLDERS = {"out", "folder", "scratch", "work", "timeout", "readme"}
+"""Options that change nothing of what is measured."""
+DATED = re.compile(r"-\d{4}-\d\d-\d\d$")
+
+
+def main() -> None:
+    options = parse()
+    old, new = (read(path) for path in (options.old, options.new))
+    if apart := differences(old, new, options):
+        refuse(*apart)
+    compared, skipped = compare(old, new, re.compile(options.only))
+    if not compared:
+        refuse("they have no time and no rate in common" + (f" that matches {options.only}" if options.only else ""))
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table_of(compared, options.limit))
+    for name in skipped:
+        console.print(f"not compared: {name}")
+    slower = [path for path, (_, _, times) in compared.items() if times > options.limit]
+    console.print(f"{len(compared)} compared, {len(slower)} more than {options.limit:g} times as slow")
+    sys.exit(1 if slower else 0)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Is a result slower than an earlier one of the same benchmark?")
+    parser.add_argument("old", type=Path)
+    parser.add_argument("new", type=Path)
+    parser.add_argument("--limit", type=float, default=1.05, help="times as slow that is still good; default 1.05")
+    parser.add_argument("--only", default="", help="a regular expression of the paths to compare: cpu_seconds.min")
+    parser.add_argument("--across", action="store_true", help="the two may be of different machines")
+    options = parser.parse_args()
+    if not options.limit >= 1:
+        parser.error(f"--limit {options.limit}: it is how many times as slow is still good, at least 1")
+    try:
+        re.compile(options.only)
+    except re.error as error:
+        parser.error(f"--only {options.only}: {error}")
+    return options
+
+
+def read(path: Path) -> dict[str, Any]:
+    try:
+        report = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        refuse(f"{path} cannot be read: {error}")
+    if not isinstance(report, dict) or "machine" not in report:
+        refuse(f"{path} is no result of a benchmark: it names no machine")
+    return report | {"benchmark": report.get("question") or DATED.sub("", path.stem)}
+
+
+def refuse(*reasons: str) -> NoReturn:
+    print("\n".join(f"cannot compare: {reason}" for reason in reasons), file=sys.stderr)
+    sys.exit(2)
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], options: argparse.Namespace) -> list[str]:
+    """Why two results must not be compared; empty where they may."""
+    if old["benchmark"] != new["benchmark"]:
+        return [f'they are of different benchmarks: "{old["benchmark"]}" and "{new["benchmark"]}"']
+    found = []
+    if old["machine"] != new["machine"] and not options.across:
+        found.append(f"they are of different machines, {old['machine']} and {new['machine']}; --across compares them")
+    for name in ("ranks", "precision"):
+        if old.get(name) != new.get(name):
+            found.append(f"{name} was {old.get(name)} and is {new.get(name)}")
+    before, after = (r.get("options") or {} for r in (old, new))
+    for name in sorted((before.keys() | after.keys()) - FOLDERS):
+        if before.get(name) != after.get(name):
+            found.append(f"option {name} was {before.get(name)} and is {after.get(name)}")
+    return found
+
+
+Compared = dict[str, tuple[float, float, float]]
+"""path -> old, new, and how many times as slow"""
+
+
+def compare(old: dict[str, Any], new: dict[str, Any], only: re.Pattern[str]) -> tuple[Compared, list[str]]:
+    """What both hold, and the paths that only one holds or that are no numbers above 0."""
+    before, after = (dict(measured(report)) for report in (old, new))
+    compared: Compared = {}
+    skipped = []
+    for path in [*before, *(p for p in after if p not in before)]:
+        if not only.search(path):
+            continue
+        if path not in before or path not in after:
+            skipped.append(f"{path} is only in {'NEW' if path in after else 'OLD'}")
+            continue
+        (was, is_rate), (now, _) = before[path], after[path]
+        if not all(math.isfinite(v) and v > 0 for v in (was, now)):
+            skipped.append(f"{path}: {was} and {now}")
+            continue
+        compared[path] = was, now, was / now if is_rate else now / was
+    return compared, skipped
+
+
+def measured(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, tuple[float, bool]]]:
+    """(path, (value, whether it is a rate)) of everything that is a time or a rate.
+
+    A list of numbers, which are repeats, counts as its best one; beside "min" the list "all" is not looked at.
+    """
+    if isinstance(value, dict):
+        for name, own in value.items():
+            if not (not path and name in ASIDE) and name != "all":
+                yield from measured(own, (*path, str(name)))
+    elif isinstance(value, list) and value and all(isinstance(v, dict) for v in value):
+        for name, own in zip(names_of(value), value, strict=True):
+            yield from measured(own, (*path, name))
+    elif (is_rate := kind_of(path)) is not None:
+        numbers = value if isinstance(value, list) else [value]
+        if numbers and all(isinstance(v, int | float) and not isinstance(v, bool) for v in numbers):
+            yield ".".join(path), (float((max if is_rate else min)(numbers)), is_rate)
+
+
+def kind_of(path: tuple[str, ...]) -> bool | None:
+    """Whether a path leads to a rate, where more is better; False: to a time; None: to neither."""
+    for name in reversed(path):
+        if DERIVED.search(name):
+            return None
+        if RATE.search(name):
+            return True
+        if TIME.search(name):
+            return False
+    return None
+
+
+def names_of(rows: list[dict[str, Any]]) -> list[str]:
+    """Rows by what their texts say, so that another order or a row more does not matter.
+
+    Where texts do not tell them apart, whole numbers that are no measures do; and in the end their place.
+    """
+    texts = [[str(v) for v in row.values() if isinstance(v, str)] for row in rows]
+    numbered = [
+        [
+            *own,
+            *(
+                f"{k}={v}"
+                for k, v in row.items()
+                if isinstance(v, int | bool) and kind_of((k,)) is None and "bytes" not in k
+            ),
+        ]
+        for own, row in zip(texts, rows, strict=True)
+    ]
+    for found in (texts, numbered):
+        names = [f"[{', '.join(own)}]" for own in found]
+        if len(set(names)) == len(names):
+            return names
+    return [f"[{place}]" for place in range(len(rows))]
+
+
+def table_of(compared: Compared, limit: float) -> Table:
+    """The slowest first."""
+    table = Table(title="times as slow", title_justify="left")
+    for head in ("what", "old", "new", "times as slow"):
+        table.add_column(head, justify="left" if head == "what" else "right", overflow="fold")
+    for path, (was, now, times) in sorted(compared.items(), key=lambda item: -item[1][2]):
+        style = "red" if times > limit else ""
+        table.add_row(path.replace("[", r"\["), f"{was:.4g}", f"{now:.4g}", f"{times:.3f}", style=style)
+    return table
+
+
+if __name__ == "__main__":
+    main()

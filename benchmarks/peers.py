@@ -1,0 +1,356 @@
+"""How many real tokens does a CPU second train, beside every peer, on the same weights, samples and steps?
+
+    python benchmarks/peers.py [FOLDER]
+    python benchmarks/peers.py --readme RESULT.json     # the table between README.md's markers, of a stored result
+
+Each peer is a torchrun of two CPU ranks, all of them there at once and waiting but for the one whose round it is. What
+is compared and how to read the result is in benchmarks/README.md; the peers are in peers_rank.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import secrets
+import statistics
+import subprocess
+import tempfile
+import time
+from multiprocessing.connection import Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from capped import facts, write
+from packing import ROWS
+from peers_data import DATA, PADDED_LAYOUTS, RANKS, RATE, lengths_of, write_start
+from peers_table import draw, printed, rewrite_readme
+from provenance import REPOSITORY
+from rich.console import Console
+from safetensors.torch import load_file
+from torchruns import deepspeed_missing, end, last_of, start
+from zero_json import deepspeed_config
+
+EQUAL_WITHIN = 1e-5
+CLIP = 1.0
+KEPT_HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+"""glibc keeps what is freed, for all peers alike: whether it gives pages back and fetches them again every step depends
+on the order of the first allocations, and moves a step's CPU seconds by up to a tenth."""
+ADAMW = {"lr": RATE, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0, "fused": True}
+PEERS = {
+    "ours packed": "this project, packed rows: `fit` with its reports, heartbeats and saver; zero3",
+    "ours padded": "the same with `pack=false`: a step's samples sorted by length; zero3",
+    "by hand, our model": "an FSDP2 loop of ten lines around our model, on the packed rows of the first line",
+    "by hand": "the same loop around transformers' model, padded",
+    "hf": "transformers' Trainer, padded; on a CPU it is DDP, whatever is asked for",
+    "zero2": "DeepSpeed ZeRO-2, transformers' model, padded",
+    "zero3": "DeepSpeed ZeRO-3, transformers' model, padded",
+    "original": "LLaVA's own way: DeepSpeed ZeRO-3, padded, everything recomputed",
+}
+OURS, SAME_MODEL = "ours packed", "by hand, our model"
+PADDED_PEERS = ("by hand", "hf", "zero2", "zero3", "original")
+
+
+class Peer:
+    """One torchrun, and the lines to its ranks."""
+
+    def __init__(self, name: str, process: subprocess.Popen, log: Path):
+        self.name = name
+        self.process = process
+        self.log = log
+        self.lines: dict[int, Connection] = {}
+        self.seen: dict[str, list[dict[str, Any]]] = {data: [] for data in DATA}
+        """Rounds of each data set, the warm-up first."""
+
+    def fail(self, problem: str) -> SystemExit:
+        return SystemExit(f"{last_of(self.log)}\n{self.name}: {problem}; the end of its output is above")
+
+    def run_round(self, data: str, timeout: float) -> None:
+        """All steps of a data set, once; seconds are of a step, CPU seconds of all ranks together."""
+        for line in self.lines.values():
+            line.send(data)
+        found = [self.answer(line, timeout) for line in self.lines.values()]
+        steps = len(found[0]["losses"])
+        self.seen[data].append({
+            "cpu": sum(f["cpu"] for f in found) / steps,
+            "wall": max(f["wall"] for f in found) / steps,
+            "losses": mean_of_ranks([f["losses"] for f in found]),
+            "norms": mean_of_ranks([f["norms"] for f in found]),
+        })  # fmt: skip
+
+    def answer(self, line: Connection, timeout: float) -> dict[str, Any]:
+        if not line.poll(timeout):
+            raise self.fail(f"no answer within {timeout} s (--timeout)")
+        try:
+            return line.recv()
+        except EOFError as error:
+            raise self.fail("a rank has ended") from error
+
+
+def mean_of_ranks(values: list[list[float]]) -> list[float]:
+    """A peer tells each rank the loss of all, or each rank of its own part of it times the ranks."""
+    return [statistics.mean(of_step) for of_step in zip(*values, strict=True)]
+
+
+# Starting
+
+
+def missing(peer: str) -> str | None:
+    """Why a peer cannot run here; None where it can."""
+    if peer in ("zero2", "zero3", "original"):
+        return deepspeed_missing()
+    if peer == "hf" and importlib.util.find_spec("accelerate") is None:
+        return "accelerate, which transformers' Trainer needs, is not installed here: pip install -e '.[bench]'"
+    return None
+
+
+def plan_of(peer: str, work: Path, listener: Listener, options: argparse.Namespace) -> dict[str, Any]:
+    zero = 2 if peer == "zero2" else 3
+    return {
+        "peer": peer,
+        "address": listener.address,
+        "key": options.key,
+        "work": str(work),
+        "data": list(DATA),
+        "rounds": (1 + options.repeats) * len(DATA),
+        "timeout": options.timeout,
+        "adamw": ADAMW,
+        "clip": CLIP,
+        "options": {name: getattr(options, name) for name in ("steps", "hidden", "layers", "padded")},
+        "deepspeed": deepspeed_config(zero, False, options.hidden, ROWS, 1, CLIP),
+    }
+
+
+def start_peers(names: list[str], work: Path, listener: Listener, options: argparse.Namespace) -> list[Peer]:
+    """One after the other, so that none waits for a core while its libraries time out."""
+    peers = []
+    try:
+        for number, name in enumerate(names):
+            plan = work / f"plan{number}.json"
+            plan.write_text(json.dumps(plan_of(name, work, listener, options)))
+            log = work / f"log{number}.txt"
+            script = str(Path(__file__).with_name("peers_rank.py"))
+            peers.append(Peer(name, start([script, str(plan)], RANKS, log, KEPT_HEAP), log))
+            meet(peers[-1], listener, options.timeout)
+    except BaseException:
+        end_all(peers)
+        raise
+    return peers
+
+
+def meet(peer: Peer, listener: Listener, timeout: float) -> None:
+    """Wait for its ranks' calls, which they make once they are built.
+
+    Raises:
+        SystemExit: it has ended instead, or takes too long.
+    """
+    deadline = time.monotonic() + timeout
+    socket: Any = listener._listener._socket  # type: ignore[attr-defined]  # a Listener alone cannot be waited for
+    while len(peer.lines) < RANKS:
+        if wait([socket], 0.5):
+            line = listener.accept()
+            name, rank = line.recv()
+            assert name == peer.name
+            peer.lines[rank] = line
+        elif peer.process.poll() is not None:
+            raise peer.fail(f"ended with exit code {peer.process.returncode}")
+        elif time.monotonic() > deadline:
+            raise peer.fail(f"was not ready after {timeout} s (--timeout)")
+
+
+def end_all(peers: list[Peer]) -> None:
+    for peer in peers:
+        if peer.process.poll() is None:
+            end(peer.process)
+
+
+# Measuring
+
+
+def measure(peers: list[Peer], options: argparse.Namespace, console: Console) -> dict[str, float]:
+    """A round of each to warm up, which must all come to the same; then the timed ones, forwards and backwards in turn.
+
+    Returns:
+        The largest relative differences of losses and gradient norms, in the first step and in all.
+    """
+    for peer in peers:
+        for data in DATA:
+            peer.run_round(data, options.timeout)
+    differences = check_equal({peer.name: peer.seen for peer in peers})
+    console.print(f"equal before anything is timed: {differences}")
+    for repeat in range(options.repeats):
+        for peer in peers if repeat % 2 == 0 else peers[::-1]:
+            for data in DATA:
+                peer.run_round(data, options.timeout)
+        console.print(f"round {repeat + 1} of {options.repeats}")
+    return differences
+
+
+def check_equal(seen: dict[str, dict[str, list[dict[str, Any]]]]) -> dict[str, float]:
+    """All peers' warm-up steps against each other's first.
+
+    Raises:
+        SystemExit: they do not compute the same, so that their cost cannot be compared.
+    """
+    differences: dict[str, float] = {}
+    first = next(iter(seen))
+    for name, rounds in seen.items():
+        for data in DATA:
+            mine, other = rounds[data][0], seen[first][data][0]
+            for what in ("losses", "norms"):
+                if not mine[what] or not other[what]:  # a peer need not tell its norm
+                    continue
+                apart = [abs(a - b) / abs(b) for a, b in zip(mine[what], other[what], strict=True)]
+                if data == DATA[0]:
+                    differences[f"first {what}"] = max(differences.get(f"first {what}", 0), apart[0])
+                differences[f"all {what}"] = max(differences.get(f"all {what}", 0), *apart)
+                bound = EQUAL_WITHIN if what == "losses" else 10 * EQUAL_WITHIN
+                checked = apart if what == "losses" else apart[:1] if data == DATA[0] else []
+                if not all(a <= bound for a in checked):
+                    raise SystemExit(
+                        f"{name}, {data}: {what} {mine[what]} are not those of {first}, {other[what]} (bound {bound:g})"
+                    )
+    return differences
+
+
+# What is reported
+
+
+def rows_of(peers: list[Peer], work: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    for data in DATA:
+        real, computed = tokens_of(work / "samples" / data, options.steps)
+        for peer in peers:
+            timed = peer.seen[data][1:]
+            cpu, wall = ([r[clock] for r in timed] for clock in ("cpu", "wall"))
+            rows.append({
+                "data": data,
+                "peer": peer.name,
+                "cpu_seconds": {"min": min(cpu), "median": statistics.median(cpu), "all": cpu},
+                "wall_seconds": {"min": min(wall), "median": statistics.median(wall), "all": wall},
+                "real_tokens": real,
+                "computed_positions": computed if peer.name in PADDED_PEERS else None,
+                "real_tokens_per_cpu_second": real / min(cpu),
+                "real_tokens_per_cpu_second_median": real / statistics.median(cpu),
+                "first_loss": peer.seen[data][0]["losses"][0],
+                "first_norm": next(iter(peer.seen[data][0]["norms"]), None),
+            })  # fmt: skip
+    return rows
+
+
+def tokens_of(folder: Path, steps: int) -> tuple[float, float]:
+    """Mean of a step: positions of samples, and positions that the padded peers compute."""
+    real = computed = 0
+    for rank in range(RANKS):
+        tensors = load_file(folder / f"rank{rank}.safetensors")
+        masks = [tensors[f"{number}.0.attention_mask"] for number in range(steps)]
+        real, computed = real + sum(int(m.sum()) for m in masks), computed + sum(m.numel() for m in masks)
+    return real / steps, computed / steps
+
+
+def goals_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What this project wants to reach, and whether it has; without the peer that a goal needs there is none."""
+    rate = {(r["data"], r["peer"]): r["real_tokens_per_cpu_second"] for r in rows}
+    found: list[dict[str, Any]] = []
+
+    def goal(what: str, data: str, ours: str, others: list[str], least: float) -> None:
+        known = [rate[data, o] for o in others if (data, o) in rate]
+        if known and (data, ours) in rate:
+            value = rate[data, ours] / max(known)
+            found.append({"what": what, "value": value, "goal": least, "met": value >= least})
+
+    everybody = [p for p in PEERS if p not in (OURS, SAME_MODEL)]
+    goal("mixed lengths: ours packed / the best padded peer", "mixed", OURS, list(PADDED_PEERS), 1.6)
+    goal("mixed lengths: ours packed / the best of all others", "mixed", OURS, everybody, 1.0)
+    goal("equal lengths: ours packed / FSDP2 by hand", "equal", OURS, ["by hand"], 0.99)
+    goal("equal lengths: ours packed / DeepSpeed ZeRO-3", "equal", OURS, ["zero3"], 1.0)
+    goal("equal lengths: ours padded / FSDP2 by hand", "equal", "ours padded", ["by hand"], 0.99)
+    for data in DATA:
+        goal(f"{data} lengths: the trainer beside the loop by hand, our model", data, OURS, [SAME_MODEL], 1 / 1.01)
+    return found
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in ("torch", "transformers", "deepspeed", "accelerate"):
+        if importlib.util.find_spec(name) is not None:
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+# The whole
+
+
+def main() -> None:
+    options = parse()
+    if options.readme is not None:
+        rewrite_readme(options.readme)
+        return
+    torch.set_num_threads(1)
+    report = facts("how many real tokens does a CPU second train, beside every peer?", options)
+    report["command"] = report["command"].replace(f" {options.folder}", "")  # a folder of this machine
+    options.key = secrets.token_hex(16)
+    console = Console(width=140)
+    not_run = {name: why for name in options.peers if (why := missing(name)) is not None}
+    with tempfile.TemporaryDirectory(prefix="peers-") as folder:
+        work = Path(folder)
+        write_start(work, options)
+        with Listener(str(work / "line"), "AF_UNIX", backlog=RANKS, authkey=bytes.fromhex(options.key)) as listener:
+            peers = start_peers([p for p in options.peers if p not in not_run], work, listener, options)
+            try:
+                differences = measure(peers, options, console)
+                rows = rows_of(peers, work, options)
+                for peer in peers:
+                    peer.process.wait(options.timeout)
+            finally:
+                end_all(peers)
+    report |= {
+        "ranks": RANKS,
+        "rows_of_a_micro_batch": ROWS,
+        "precision": "fp32",
+        "environment": KEPT_HEAP,
+        "versions": versions(),
+        "samples": {data: len(lengths_of(data, options.steps)) for data in DATA},
+        "peers": {name: PEERS[name] for name in options.peers},
+        "not_run": not_run | {"GPU": "never: torch has seen none"},
+        "equality": differences | {"bound": EQUAL_WITHIN},
+        "goals": goals_of(rows),
+        "rows": rows,
+    }
+    console.print(printed(report))
+    for goal in report["goals"]:
+        console.print(
+            f"{goal['what']}: {goal['value']:.3f}, goal {goal['goal']:.2f}: {'met' if goal['met'] else 'MISSED'}"
+        )
+    write(report, "peers-cpu", options.folder, draw)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="How many real tokens does a CPU second train, beside every peer?")
+    parser.add_argument("folder", nargs="?", type=Path, default=REPOSITORY / "benchmarks" / "results")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--repeats", type=int, default=6, help="timed rounds of every peer")
+    parser.add_argument("--steps", type=int, default=3, help="steps of a round, of each data set")
+    parser.add_argument("--hidden", type=int, default=512, help="width of the language model, a multiple of 32")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument(
+        "--padded", choices=PADDED_LAYOUTS, default="grouped",
+        help="the padded peers' rows: as LLaVA's sampler deals them, or sorted by length within a step, as ours are",
+    )  # fmt: skip
+    parser.add_argument("--timeout", type=int, default=300, help="seconds that a peer may take to start, or a round")
+    parser.add_argument("--quick", action="store_true", help="a small model, one step, two rounds")
+    parser.add_argument("--readme", type=Path, metavar="RESULT", help="write a stored result's table into README.md")
+    options = parser.parse_args()
+    if options.quick:
+        options.hidden, options.layers, options.steps, options.repeats = 64, 2, 1, 2
+    if options.hidden % 32:
+        parser.error(f"--hidden {options.hidden} must be a multiple of 32, the width of a head")
+    if options.repeats < 1 or options.steps < 1:
+        parser.error("--repeats and --steps must be at least 1")
+    return options
+
+
+if __name__ == "__main__":
+    main()

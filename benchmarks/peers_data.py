@@ -1,0 +1,119 @@
+"""What all peers of peers.py begin with: the model's weights, and the samples of every step in every layout."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from packing import MEAN_TEXT, PICTURE, ROWS, grouped, write_model, write_records
+from starts import write_llava, write_samples
+
+from llava_fsdp.config import Config, config_dir, load
+from llava_fsdp.data.cut import Cuts
+
+RANKS = 2
+SCALE = 16
+"""Samples are as many times shorter than LLaVA's, so that a step takes about a second."""
+SIDE = 6
+"""Patches on a side: PICTURE / SCALE positions for a picture."""
+VOCABULARY = 2048
+DATA = ("mixed", "equal")
+PADDED_LAYOUTS = ("grouped", "sorted")
+RATE = 1e-4
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """An order: records as they lie in their file, which was written step by step, rank by rank.
+
+    The file is in the order of the original's sampler, so that its cuts are even stretches.
+    """
+
+    steps: int
+    layout: str
+    """grouped: as the original's sampler deals a step's samples; otherwise left to `cut.py`."""
+
+    @property
+    def per_epoch(self) -> int:
+        return self.steps
+
+    @property
+    def shape(self) -> str:
+        return f"{self.steps} steps, {self.layout}"
+
+    def samples(self, step: int) -> list[int]:
+        begin = step * RANKS * ROWS
+        return list(range(begin, begin + RANKS * ROWS))
+
+    def draw(self, steps: int) -> None:
+        """Nothing is drawn."""
+
+    def cuts(self, step: int) -> Cuts | None:
+        if self.layout != "grouped":
+            return None
+        numbers = self.samples(step)
+        return [[numbers[rank * ROWS : (rank + 1) * ROWS]] for rank in range(RANKS)]
+
+
+def lengths_of(data: str, steps: int) -> list[tuple[int, bool]]:
+    """(positions, has a picture) of every sample, at LLaVA's own scale, in the order of the original's sampler.
+
+    mixed: the guess of packing.py with the medium tail, and of its epoch the first steps with pictures: a step of the
+    original's is of one modality, and 19 of 20 have them. equal: all of the mean length.
+    """
+    if data == "equal":
+        return [(PICTURE + MEAN_TEXT, True)] * (steps * RANKS * ROWS)
+    lengths, order = grouped("medium", RANKS)
+    shown = [micro for micro in order if lengths[micro[0]][1]]
+    return [lengths[i] for micro in shown[: steps * RANKS] for i in micro]
+
+
+def configure(work: Path, data: str, pack: bool, options: argparse.Namespace) -> Config:
+    """Our training as a user would write it down; what is not named here is as it comes."""
+    overrides = [
+        "stage=finetune",
+        f"model.checkpoint={work / 'weights'}",
+        "data=llava_json",
+        f"data.path={work / data / 'records.json'}",
+        f"data.images={work / data / 'images'}",
+        "data.template=plain",  # writes nothing around a text, which is short here
+        "data.max_length=192",
+        "data.workers=0",
+        f"output_dir={work / 'runs' / f'{data}-{pack}'}",
+        "precision=fp32",
+        "recompute=none",
+        f"pack={str(pack).lower()}",
+        f"micro_batch_size={ROWS}",
+        f"global_batch_size={ROWS * RANKS}",
+        "max_steps=100000",
+        f"optim.lr={RATE}",
+        "optim.projector_lr=null",
+        "optim.schedule=constant",
+        "optim.warmup_ratio=0",
+        "optim.weight_decay=0",
+        "optim.clip=1.0",
+        "checkpoint.every=null",
+        "export.enabled=false",
+        "model.projector=random",
+    ]
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return load(Config, compose("train", overrides))
+
+
+def write_start(work: Path, options: argparse.Namespace) -> None:
+    """Weights, records, and for transformers' side the micro-batches of every step as tensors."""
+    parts = work / "parts"
+    write_model(parts, options.hidden, options.layers, SIDE, VOCABULARY)
+    for data in DATA:
+        write_records(work / data, lengths_of(data, options.steps), SIDE * SIDE, SCALE, captions=True)
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        named = [f"model.language={parts / 'language'}", f"model.vision={parts / 'vision'}", "model.projector=random"]
+        drawn = load(Config, compose("train", ["stage=finetune", *named]))
+    write_llava(work / "weights", drawn, parts / "language", parts / "vision")
+    shutil.rmtree(parts)
+    for data in DATA:
+        cfg, order = configure(work, data, False, options), Fixed(options.steps, options.padded)
+        write_samples(work / "samples" / data, cfg, RANKS, options.steps, 1, order)

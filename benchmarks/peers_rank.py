@@ -1,0 +1,350 @@
+"""One rank of one peer of peers.py, which starts it: it builds its training and runs rounds of steps when told to.
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/peers_rank.py PLAN.json
+
+Nothing of this project is imported by a peer that is not ours, but by "by hand, our model", which is there to be
+compared with our loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+
+class Line:
+    """The line to peers.py, which says what to run and is told what it took.
+
+    A round is handed out as its steps, one by one: it begins when the first is asked for and has ended when one more
+    is, so that whatever a training does between two steps is in it.
+    """
+
+    def __init__(self, plan: dict[str, Any]):
+        self.rank = dist.get_rank()
+        self.rounds = plan["rounds"]
+        self.losses: list[torch.Tensor | float] = []
+        self.norms: list[torch.Tensor | float] = []
+        self.client = Client(plan["address"], authkey=bytes.fromhex(plan["key"]))
+        self.client.send((plan["peer"], self.rank))
+
+    def steps(self, steps: dict[str, list[Any]]) -> Iterator[Any]:
+        """All steps of all rounds.
+
+        Args:
+            steps: of each data set.
+        """
+        for _ in range(self.rounds):
+            own = steps[self.client.recv()]
+            gc.collect()
+            dist.barrier()
+            cpu, wall = time.process_time(), time.perf_counter()
+            yield from own
+            cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+            self.client.send({"cpu": cpu, "wall": wall, "losses": floats(self.losses), "norms": floats(self.norms)})
+            self.losses.clear()
+            self.norms.clear()
+
+
+def floats(values: list[torch.Tensor | float]) -> list[float]:
+    return [float(v) for v in values]
+
+
+# Ours
+
+
+def run_ours(plan: dict[str, Any], pack: bool) -> None:
+    """`fit` with everything that `train` gives it: reports, heartbeats, votes and a saver."""
+    from llava_fsdp import checkpoint
+    from llava_fsdp.keeper import Keeper
+    from llava_fsdp.life import Life
+    from llava_fsdp.loop import fit
+    from llava_fsdp.metrics import Reporter
+    from llava_fsdp.rundir import claimed
+    from llava_fsdp.sharding import mesh as ranks
+    from llava_fsdp.sharding.zero import SHARD_PLANS
+    from llava_fsdp.state import StepResult
+    from llava_fsdp.train import build_state
+
+    cfg, cfgs = ours_configured(plan, pack)
+    folder = Path(cfg.output_dir)
+    with (
+        claimed(folder, ranks.own_rank(), cfg.private),
+        Life(folder, ranks.own_rank(), cfg.comm) as life,
+        ranks.distributed(cfg) as world,
+        life.among(ranks.meet()),
+    ):
+        shard_plan = SHARD_PLANS[cfg.sharding.strategy]
+        state = build_state(cfg, world, shard_plan, ranks.make_mesh(world, shard_plan, cfg))
+        last = state.loader.total_steps
+        steps = prepared_steps(cfgs, world, state.model, plan)
+        line = Line(plan)
+        state.loader = kept(state.loader, line.steps(steps))
+        reporter = Reporter(cfg, 0, last, world.is_first)
+        keeper = Keeper(state, checkpoint.open_saver(state, cfg), cfg, last, life)
+
+        def after_step(result: StepResult) -> None:
+            reporter(result)
+            keeper.after_step(result)
+            line.losses.append(result.loss)
+            line.norms.append(result.grad_norm)
+
+        with life.steps():
+            fit(state, shard_plan, cfg, after_step, keeper.between_steps, life)
+        reporter.close()
+
+
+def ours_configured(plan: dict[str, Any], pack: bool) -> tuple[Any, dict[str, Any]]:
+    """Our configuration, and that of each data set."""
+    import argparse
+
+    from peers_data import DATA, configure
+
+    options = argparse.Namespace(**plan["options"])
+    cfgs = {data: configure(Path(plan["work"]), data, pack, options) for data in DATA}
+    return cfgs[DATA[0]], cfgs
+
+
+def prepared_steps(cfgs: dict[str, Any], world: Any, model: Any, plan: dict[str, Any]) -> dict[str, list[Any]]:
+    """Every data set's steps as our loader prepares them, out of what is timed."""
+    from peers_data import Fixed
+
+    from llava_fsdp.train import open_data
+
+    prepared = {}
+    for data, cfg in cfgs.items():
+        loader = open_data(cfg, world, model)
+        loader.steps.order = Fixed(plan["options"]["steps"], "ours")
+        prepared[data] = [loader.steps.prepare(n) for n in range(plan["options"]["steps"])]
+    return prepared
+
+
+def kept(loader: Any, steps: Iterator[Any]) -> Any:
+    """The loader, with steps that have been prepared."""
+    from llava_fsdp.data.loader import Loader
+
+    class Kept(Loader):
+        def __init__(self) -> None:
+            vars(self).update(vars(loader))
+
+        def prepared(self, first: int, give_up: Any = None) -> Iterator[Any]:
+            return steps
+
+    return Kept()
+
+
+# Loops as somebody writes them by hand
+
+
+def run_by_hand_ours(plan: dict[str, Any]) -> None:
+    """Our model, our packed micro-batches, our weights, and a loop of ten lines: what the trainer adds is the rest."""
+    from llava_fsdp.model.draw import computed_buffers, restore_buffers
+    from llava_fsdp.model.parts import find_parts
+    from llava_fsdp.model.weights import find_weights, load_weights
+    from llava_fsdp.opening import build_model
+    from llava_fsdp.sharding.mesh import distributed
+    from llava_fsdp.sharding.precision import MasterWeights
+    from llava_fsdp.sharding.shards import local_shards
+    from llava_fsdp.train import open_data
+
+    cfg, cfgs = ours_configured(plan, pack=True)
+    with distributed(cfg) as world:
+        parts = find_parts(cfg.model)
+        model = build_model(cfg, parts, world.device)
+        loader = open_data(cfg, world, model)
+        sources, buffers = find_weights(model, parts, cfg.model, None, cfg.seed), computed_buffers(model)
+        shard_by_hand(model, model.language_model.layers, set(model.vision_tower.parameters()))
+        model.to_empty(device=world.device)
+        trained = MasterWeights({n: p for n, p in model.named_parameters() if p.requires_grad})
+        load_weights(sources, local_shards(model, trained))
+        restore_buffers(model, buffers)
+        steps = prepared_steps(cfgs, world, model, plan)
+
+        def losses(step: Any) -> Iterator[torch.Tensor]:
+            for micro in step.micro_batches:
+                micro = loader.to_device(micro)
+                yield micro.scale * model(*micro.inputs)
+
+        loop_by_hand(plan, model, Line(plan), steps, losses)
+
+
+def run_by_hand(plan: dict[str, Any]) -> None:
+    """transformers' model, padded, under `fully_shard`: what PyTorch's own tutorial does."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=plan["timeout"]))
+    model = transformers_model(plan)
+    shard_by_hand(model, model.model.language_model.layers, set(model.model.vision_tower.parameters()))
+    loop_by_hand(plan, model, Line(plan), transformers_steps(plan), lambda step: iter([model(**step).loss]))
+    leave()
+
+
+def shard_by_hand(model: Any, layers: Any, whole: set[torch.nn.Parameter]) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in layers:
+        fully_shard(layer)
+    fully_shard(model, ignored_params=whole)
+
+
+def loop_by_hand(plan: dict[str, Any], model: Any, line: Line, steps: dict[str, list[Any]], losses: Any) -> None:
+    model.train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, **plan["adamw"])
+    for step in line.steps(steps):
+        total = torch.zeros(())
+        for loss in losses(step):
+            (loss * dist.get_world_size()).backward()  # FSDP2 averages over the ranks, and the step's loss is a sum
+            total += loss.detach()
+        norm = torch.nn.utils.clip_grad_norm_(trained, plan["clip"])
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        dist.all_reduce(total)
+        line.losses.append(float(total))
+        line.norms.append(float(norm.full_tensor()))
+
+
+# transformers' model
+
+
+def transformers_model(plan: dict[str, Any]) -> Any:
+    """In fp32, SDPA; the tower is frozen."""
+    from transformers import LlavaForConditionalGeneration
+
+    model = LlavaForConditionalGeneration.from_pretrained(
+        str(Path(plan["work"]) / "weights"), dtype=torch.float32, attn_implementation="sdpa"
+    )
+    model.model.vision_tower.requires_grad_(False)
+    return model
+
+
+def transformers_steps(plan: dict[str, Any], with_count: bool = True) -> dict[str, list[dict[str, Any]]]:
+    """By data set, this rank's micro-batch of every step as arguments of the model.
+
+    Args:
+        with_count: of the labels that the loss of the whole step is divided by; HF's Trainer counts for itself.
+    """
+    steps: dict[str, list[dict[str, Any]]] = {}
+    for data in plan["data"]:
+        tensors = load_file(Path(plan["work"]) / "samples" / data / f"rank{dist.get_rank()}.safetensors")
+        fields = ("input_ids", "attention_mask", "labels", "pixel_values")
+        steps[data] = [
+            {name: tensors[f"{number}.0.{name}"] for name in fields}
+            | ({"num_items_in_batch": tensors[f"{number}.label_tokens"]} if with_count else {})
+            for number in range(plan["options"]["steps"])
+        ]
+    return steps
+
+
+def run_hf(plan: dict[str, Any]) -> None:
+    """transformers' Trainer, which is DDP on a CPU: accelerate takes FSDP for accelerators alone."""
+    from torch.utils.data import IterableDataset
+    from transformers import Trainer, TrainingArguments
+
+    optimizer = plan["adamw"]
+    arguments = TrainingArguments(
+        output_dir=str(Path(plan["work"]) / "runs" / "hf"),
+        use_cpu=True,
+        max_steps=plan["rounds"] * plan["options"]["steps"] + 1,  # one more is asked for, and there is none
+        learning_rate=optimizer["lr"],
+        lr_scheduler_type="constant",
+        adam_beta1=optimizer["betas"][0],
+        adam_beta2=optimizer["betas"][1],
+        adam_epsilon=optimizer["eps"],
+        weight_decay=optimizer["weight_decay"],
+        optim="adamw_torch_fused",
+        max_grad_norm=plan["clip"],
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        ddp_find_unused_parameters=False,
+        ddp_broadcast_buffers=False,
+        dataloader_pin_memory=False,
+    )
+    line = Line(plan)
+    steps = line.steps(transformers_steps(plan, with_count=False))
+
+    class Stream(IterableDataset):
+        def __iter__(self) -> Iterator[Any]:
+            return steps
+
+    class Watched(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(Stream(), batch_size=None)  # cut over the ranks already
+
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            loss = super().training_step(*args, **kwargs)
+            line.losses.append(loss)  # of this rank, times the ranks
+            return loss
+
+        def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+            norm = super()._get_grad_norm(*args, **kwargs)
+            line.norms.append(norm)
+            return norm
+
+    Watched(transformers_model(plan), arguments).train()
+    leave()
+
+
+def run_deepspeed(plan: dict[str, Any], recompute: bool = False) -> None:
+    """DeepSpeed's engine around transformers' model."""
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo", timeout=timedelta(seconds=plan["timeout"]))
+    model = transformers_model(plan)
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, **plan["adamw"])
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=plan["deepspeed"])
+    line = Line(plan)
+    for step in line.steps(transformers_steps(plan)):
+        loss = engine(**step).loss
+        engine.backward(loss * dist.get_world_size())  # it averages over the ranks
+        engine.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        line.losses.append(float(total))
+        line.norms.append(float(engine.get_global_grad_norm()))
+    leave()
+
+
+def leave() -> None:
+    dist.barrier()
+    dist.destroy_process_group()
+    gc.collect()
+    time.sleep(0.2)  # gloo's thread may abort the interpreter otherwise (pytorch#179291)
+
+
+PEERS = {
+    "ours packed": lambda plan: run_ours(plan, pack=True),
+    "ours padded": lambda plan: run_ours(plan, pack=False),
+    "by hand, our model": run_by_hand_ours,
+    "by hand": run_by_hand,
+    "hf": run_hf,
+    "zero2": run_deepspeed,
+    "zero3": run_deepspeed,
+    "original": lambda plan: run_deepspeed(plan, recompute=True),
+}
+
+
+def main() -> None:
+    plan = json.loads(Path(sys.argv[1]).read_text())
+    torch.set_num_threads(1)
+    with contextlib.suppress(KeyboardInterrupt):
+        PEERS[plan["peer"]](plan)
+
+
+if __name__ == "__main__":
+    main()

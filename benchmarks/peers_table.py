@@ -1,0 +1,128 @@
+"""What a result of peers.py looks like: on the terminal, as a picture, and as a table between README.md's markers."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from provenance import REPOSITORY
+from rich.table import Table
+
+README = REPOSITORY / "README.md"
+BEGIN, END = "<!-- peers -->", "<!-- /peers -->"
+NO_RESULT = "No result is stored yet: `python benchmarks/peers.py` makes one. On a GPU it has never been run."
+DATA = ("mixed", "equal")
+
+
+def rates(report: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Real tokens a CPU second, by peer and data set."""
+    found: dict[str, dict[str, float]] = {}
+    for row in report["rows"]:
+        found.setdefault(row["peer"], {})[row["data"]] = row["real_tokens_per_cpu_second"]
+    return found
+
+
+def printed(report: dict[str, Any]) -> Table:
+    table = Table(title="CPU seconds of a step, all ranks together", title_justify="left")
+    for head in ("peer", "data", "CPU s min", "median", "wall s min", "real tokens / CPU s", "ours packed is"):
+        table.add_column(head, justify="left" if head in ("peer", "data") else "right")
+    ours = rates(report).get("ours packed", {})
+    for row in report["rows"]:
+        cpu, rate = row["cpu_seconds"], row["real_tokens_per_cpu_second"]
+        times = f"{ours[row['data']] / rate:.3f} x" if ours else "-"
+        table.add_row(
+            row["peer"], row["data"], f"{cpu['min']:.3f}", f"{cpu['median']:.3f}", f"{row['wall_seconds']['min']:.3f}",
+            f"{rate:,.0f}", times,
+        )  # fmt: skip
+    return table
+
+
+def draw(pyplot: Any, report: dict[str, Any]) -> None:
+    """Bars of real tokens a CPU second, mixed and equal lengths side by side."""
+    found = rates(report)
+    _, axes = pyplot.subplots(figsize=(10, 0.6 * len(found) + 1.5), layout="constrained")
+    for number, data in enumerate(DATA):
+        places = [p + 0.4 * (number - 0.5) for p in range(len(found))]
+        bars = axes.barh(places, [own[data] for own in found.values()], 0.38, label=f"{data} lengths")
+        axes.bar_label(bars, fmt="{:,.0f}", fontsize="small", padding=3)
+    axes.set_yticks(range(len(found)), list(found))
+    axes.invert_yaxis()
+    axes.legend(loc="lower right", fontsize="small")
+    axes.set_xlabel("real tokens a CPU second")
+    machine = f"{report['ranks']} ranks, {report['machine']['device']}"
+    axes.set_title(
+        f"{machine}, torch {report['torch']}, {report['precision']}, {report['date'][:10]}", fontsize="medium"
+    )
+
+
+def markdown(report: dict[str, Any], result: str) -> str:
+    """README's section of a result.
+
+    Args:
+        result: the JSON's path from the repository's root.
+    """
+    found = rates(report)
+    best = found["ours packed"]
+    lines = [
+        "| | mixed lengths: real tokens a CPU second | ours packed is | equal lengths | ours packed is |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for peer, what in report["peers"].items():
+        if peer in found:
+            own = found[peer]
+            cells = [f"{own[d]:,.0f} | {best[d] / own[d]:.2f} x" for d in DATA]
+            lines.append(f"| {what} | {cells[0]} | {cells[1]} |")
+        else:
+            lines.append(f"| {what} | NOT RUN: {report['not_run'][peer]} | | | |")
+    options, machine = report["options"], report["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    picture = result.removesuffix(".json") + ".png"
+    return "\n".join([
+        *lines,
+        "",
+        f"![Real tokens a CPU second of every peer]({picture})",
+        "",
+        f"Stage 2 in {report['precision']} of a model of width {options['hidden']} and {options['layers']} layers on "
+        f"{report['ranks']} CPU ranks ({machine['device']}), {versions}; the fastest of {options['repeats']} rounds of "
+        f"{options['steps']} steps. The padded peers' rows are "
+        + (
+            "those of LLaVA's own sampler"
+            if options["padded"] == "grouped"
+            else "sorted by length within a step"
+        )
+        + f". First losses agree within {report['equality']['first losses']:.0e}. "
+        f"Made by `{report['command']}` at commit {report['commit'][:12]} ([result]({result})).",
+        "",
+        "Equal lengths leave packing nothing to save: what is left there is the model code and the loop. "
+        "**What has never been run: this comparison on a GPU**; on a CPU nothing of kernels, memory limits or the "
+        "overlap of communication shows.",
+    ])  # fmt: skip
+
+
+def replaced(text: str, block: str) -> str:
+    """README with another block between its markers.
+
+    Raises:
+        SystemExit: it has no markers, or not one pair.
+    """
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise SystemExit(f"README.md needs one {BEGIN} and behind it one {END}")
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{block}\n{END}{rest.split(END)[1]}"
+
+
+def rewrite_readme(result: Path, readme: Path = README) -> None:
+    """Put a stored result's table between the markers.
+
+    Raises:
+        SystemExit: the result is no whole one of peers.py.
+    """
+    try:
+        report = json.loads(result.read_text())
+        block = markdown(report, Path(os.path.relpath(result.resolve(), readme.parent)).as_posix())
+    except (OSError, ValueError, KeyError) as error:
+        raise SystemExit(f"{result} is no result of benchmarks/peers.py: {error!r}") from error
+    readme.write_text(replaced(readme.read_text(), block))
+    print(f"wrote the table of {result} into {readme}")
