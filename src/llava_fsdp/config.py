@@ -684,6 +684,8 @@ class Config:
     """pack only: most positions a rank runs at once; null: micro_batch_size * data.max_length; auto: the planner's
     choice when a training begins, which is what the run then records."""
     attention: Attention
+    compile: bool | str
+    """torch.compile for the language model's blocks, one at a time; auto: on CUDA with Triton."""
     log_every: int
     deterministic: bool
     dry_run: int | None
@@ -708,6 +710,7 @@ class Config:
                 f"precision.linear=fp8 is for a language model that trains, and model.train="
                 f"{[part.value for part in self.model.train]} freezes it; choose precision=bf16"
             )
+        self.check_compile()
         self.check_offload()
         for name in ("epochs", "global_batch_size", "micro_batch_size", "log_every"):
             at_least(name, getattr(self, name), 1)
@@ -762,6 +765,16 @@ class Config:
         if hybrid and self.sharding.shard_size is None:
             raise ConfigError(
                 f"dry_run={ranks} cannot tell how many of these ranks share a node; set sharding.shard_size"
+            )
+
+    def check_compile(self) -> None:
+        """Raises ConfigError where blocks are compiled and are not."""
+        if isinstance(self.compile, str) and self.compile != AUTO:
+            raise ConfigError(f"compile={self.compile} is none of true, false and auto")
+        if self.compile is False and self.recompute.mode is RecomputeMode.budget:
+            raise ConfigError(
+                "compile=false with recompute=budget: what runs again is chosen while blocks are compiled; set "
+                "compile=auto, or choose recompute=selective"
             )
 
     def check_offload(self) -> None:

@@ -150,7 +150,9 @@ DEEPSPEED: Mapping[str, Outcome | Rule] = {
     "aio.*": rules.aio,
     # memory
     "activation_checkpointing.*": rules.activation_checkpointing,
-    "compile.*": rules.Switched("no compiled graphs", flag="deepcompile"),
+    "compile.*": rules.Switched(
+        "FSDP2 gathers around compiled blocks, not in them; compile=true compiles these", flag="deepcompile"
+    ),
     # what is told
     "steps_per_print": implied("DeepSpeed's own line; --logging_steps is log_every, and metrics.jsonl has every step"),
     "wall_clock_breakdown": TIMES,

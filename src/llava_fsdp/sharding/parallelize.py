@@ -1,6 +1,6 @@
 """Parallelism, applied to a model from outside. Knows stacks of blocks, and no model class.
 
-The order is: meta device, freeze, fp8, recompute, `fully_shard`, then weights into shards, then the optimizer.
+The order is: meta device, freeze, fp8, compile, recompute, `fully_shard`, then weights into shards, then the optimizer.
 Recompute goes inside the sharded unit, so that a block's weights are gathered before it runs again; weights come after,
 so that no rank ever holds more than its shards.
 """
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from llava_fsdp.config import Config, LinearKind, PrecisionConfig
+from llava_fsdp.sharding.compiled import Compilations
 from llava_fsdp.sharding.fp8 import multiply_in_fp8, weights_in_fp8
 from llava_fsdp.sharding.memory import Weight
 from llava_fsdp.sharding.offload import Offload
@@ -38,6 +39,7 @@ def parallelize(
     cfg: Config,
     offload: Offload,
     whole: list[nn.Module],
+    count: Compilations | None = None,
 ) -> MasterWeights:
     """Shard a meta-device model in place and allocate, uninitialised, what this rank holds of it.
 
@@ -48,6 +50,7 @@ def parallelize(
         mesh: (replicate, shard) or (shard,); None shards nothing.
         offload: where what this rank holds is to lie.
         whole: modules whose frozen weights stay whole on every rank, whatever the plan.
+        count: the language model's blocks are compiled, and this is told of it; None: they are not.
 
     Returns:
         The tensors to load, optimize and checkpoint, by parameter name.
@@ -57,7 +60,8 @@ def parallelize(
     in_fp8 = cfg.precision.linear is LinearKind.fp8
     if in_fp8:
         multiply_in_fp8(stacks[0], sharded=mesh is not None)
-    apply_recompute(stacks, cfg.recompute, offload.device)
+    one_row = cfg.pack or cfg.micro_batch_size == 1
+    apply_recompute(stacks, cfg.recompute, offload.device, count, one_row)
     if mesh is not None:
         ignored = frozen_left_whole(model, plan, [*whole, *norms_kept_in_fp32(model, cfg.precision)])
         shard(model, stacks, mesh, plan, cfg, ignored, offload)
