@@ -413,8 +413,16 @@ class ShardingConfig:
     strategy: Strategy
     shard_size: int | None
     """Hybrid rows only: ranks that share one copy of the model; null: the ranks of one node."""
+    prefetch: int | None = None
+    """Units whose all-gathers are begun before the unit in front of them runs, forward and backward; null: FSDP2's own,
+    the next one, as soon as the computation has been handed over."""
+    blocks_per_unit: int = 1
+    """Blocks of layers that are gathered and reduced together."""
 
     def __post_init__(self) -> None:
+        at_least("sharding.blocks_per_unit", self.blocks_per_unit, 1)
+        if self.prefetch is not None:
+            at_least("sharding.prefetch", self.prefetch, 1, "null leaves it to FSDP2")
         if self.shard_size is not None:
             at_least("sharding.shard_size", self.shard_size, 1)
             if self.strategy not in (Strategy.HYBRID_SHARD, Strategy._HYBRID_SHARD_ZERO2, Strategy.auto):

@@ -14,8 +14,8 @@ from llava_fsdp.moving.shell import is_open
 TPU = off("CUDA or CPU, as the machine has it")
 FP8 = unsupported("precision=fp8 scales every tensor by its largest element, in torchao; it has no settings")
 MEGATRON = unsupported("no tensor or pipeline parallelism: sharding=zero3 for models that fit no GPU")
-UNITS = implied("every block of layers is a unit, always")
-AHEAD = implied("FSDP2 gathers the next block ahead of the computation")
+UNITS = implied("every block of layers is a unit; sharding.blocks_per_unit takes several together")
+AHEAD = implied("FSDP2 gathers the next block ahead of the computation; sharding.prefetch takes more")
 STREAMED = implied("every rank reads its own rows of every weight from the files")
 
 

@@ -11,7 +11,10 @@ from llava_fsdp.moving.context import Rule, off, on, to
 from llava_fsdp.moving.outcome import Outcome, implied, unsupported
 
 COMMUNICATION = implied("FSDP2 gathers and reduces one block of layers at a time, ahead of the computation")
-LIVE = implied("FSDP2 holds one block of layers gathered at a time, and prefetches the next")
+LIVE = implied(
+    "FSDP2 holds one block of layers gathered at a time, and prefetches the next; sharding.blocks_per_unit and "
+    "sharding.prefetch change that"
+)
 MODEL_IS_STREAMED = implied("every rank reads its own rows of every weight from the files")
 GATHERED = implied("export/ always holds the whole model, written without ever gathering it")
 NO_LOGGER = rules.Switched("not yet; metrics.jsonl has every step")

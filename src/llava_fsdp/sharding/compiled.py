@@ -130,7 +130,7 @@ def compile_blocks(
     backend = inductor_with(budget, count or Compilations())
     each: dict[type, Callable[..., Any]] = {}
     # two lengths that are alike when a block is compiled need not be so later
-    lengths_apart = shapes.patch(use_duck_shape=False)
+    lengths_apart = shapes.patch(use_duck_shape=False)  # pyright: ignore[reportAttributeAccessIssue]
     for block in stack:
         forward = type(block).forward
         compiled = each.setdefault(type(block), torch.compile(own_code(forward), backend=backend, dynamic=True))
