@@ -130,6 +130,7 @@ def make_config(parts: Path, dataset: Path, output: Path, *overrides: str, stage
         f"output_dir={output}",
         "precision=fp32",
         "recompute=none",
+        "compile=false",
         "export.enabled=false",
         "optim.lr=3e-3",
         "optim.projector_lr=null",

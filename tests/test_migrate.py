@@ -410,7 +410,10 @@ FLAGS_AND_VERDICTS = [
     ("--ddp_timeout 60", "ddp_timeout", Verdict.mapped, {"comm.timeout": 60}),
     ("--full_determinism True", "full_determinism", Verdict.mapped, {"deterministic": True}),
     ("--optim adafactor", "optim", Verdict.unsupported, {}),
-    ("--torch_compile True", "torch_compile", Verdict.unsupported, {}),
+    ("--torch_compile True", "torch_compile", Verdict.mapped, {"compile": True}),
+    ("--torch_compile_backend inductor", "torch_compile_backend", Verdict.mapped, {"compile": True}),
+    ("--torch_compile_backend eager", "torch_compile_backend", Verdict.unsupported, {"compile": True}),
+    ("--torch_compile_mode max-autotune", "torch_compile_mode", Verdict.unsupported, {"compile": True}),
     ("--mm_projector_lr 1e-4", "mm_projector_lr", Verdict.mapped, {"optim.projector_lr": 1e-4}),
     ("--evaluation_strategy steps", "evaluation_strategy", Verdict.unsupported, {}),
     ("--bf16 $X", "bf16", Verdict.unsupported, {"precision": "fp32"}),
@@ -702,6 +705,20 @@ def test_details_of_offload_are_explained(tmp_path: Path) -> None:
     }
     assert row(done, "aio.queue_depth").verdict is Verdict.implied
     assert (done.decided["offload"], done.decided["offload.folder"]) == ("nvme", "/disk")
+
+
+@pytest.mark.parametrize(
+    ("said", "verdict", "decided"),
+    [("INDUCTOR", Verdict.mapped, {"compile": True}), ("AOT_EAGER", Verdict.unsupported, {"compile": True})],
+)
+def test_accelerates_compiler(said: str, verdict: Verdict, decided: dict, tmp_path: Path) -> None:
+    text = (
+        ACCELERATE_FSDP.format(strategy=1) + f"dynamo_config:\n  dynamo_backend: {said}\n  dynamo_mode: max-autotune\n"
+    )
+    done = moved(tmp_path, accelerate=text)
+    assert row(done, "dynamo_config.dynamo_backend").verdict is verdict
+    assert row(done, "dynamo_config.dynamo_mode").verdict is Verdict.unsupported
+    assert {k: done.decided[k] for k in decided} == decided and done.refused == ""
 
 
 def test_offload_of_accelerate(tmp_path: Path) -> None:

@@ -413,8 +413,16 @@ class ShardingConfig:
     strategy: Strategy
     shard_size: int | None
     """Hybrid rows only: ranks that share one copy of the model; null: the ranks of one node."""
+    prefetch: int | None = None
+    """Units whose all-gathers are begun before the unit in front of them runs, forward and backward; null: FSDP2's own,
+    the next one, as soon as the computation has been handed over."""
+    blocks_per_unit: int = 1
+    """Blocks of layers that are gathered and reduced together."""
 
     def __post_init__(self) -> None:
+        at_least("sharding.blocks_per_unit", self.blocks_per_unit, 1)
+        if self.prefetch is not None:
+            at_least("sharding.prefetch", self.prefetch, 1, "null leaves it to FSDP2")
         if self.shard_size is not None:
             at_least("sharding.shard_size", self.shard_size, 1)
             if self.strategy not in (Strategy.HYBRID_SHARD, Strategy._HYBRID_SHARD_ZERO2, Strategy.auto):
@@ -684,6 +692,8 @@ class Config:
     """pack only: most positions a rank runs at once; null: micro_batch_size * data.max_length; auto: the planner's
     choice when a training begins, which is what the run then records."""
     attention: Attention
+    compile: bool | str
+    """torch.compile for the language model's blocks, one at a time; auto: on CUDA with Triton."""
     log_every: int
     gc_every: int | None
     """Steps between two runs of Python's garbage collector, at the same ones on all ranks; null: when Python likes."""
@@ -714,6 +724,7 @@ class Config:
                 f"precision.linear=fp8 is for a language model that trains, and model.train="
                 f"{[part.value for part in self.model.train]} freezes it; choose precision=bf16"
             )
+        self.check_compile()
         self.check_offload()
         for name in ("epochs", "global_batch_size", "micro_batch_size", "log_every"):
             at_least(name, getattr(self, name), 1)
@@ -776,6 +787,16 @@ class Config:
         if hybrid and self.sharding.shard_size is None:
             raise ConfigError(
                 f"dry_run={ranks} cannot tell how many of these ranks share a node; set sharding.shard_size"
+            )
+
+    def check_compile(self) -> None:
+        """Raises ConfigError where blocks are compiled and are not."""
+        if isinstance(self.compile, str) and self.compile != AUTO:
+            raise ConfigError(f"compile={self.compile} is none of true, false and auto")
+        if self.compile is False and self.recompute.mode is RecomputeMode.budget:
+            raise ConfigError(
+                "compile=false with recompute=budget: what runs again is chosen while blocks are compiled; set "
+                "compile=auto, or choose recompute=selective"
             )
 
     def check_offload(self) -> None:

@@ -122,6 +122,7 @@ def train_step(
         skipped=overflowed,
         skipped_steps=state.skipped,
         loss_scale=scale if state.scaler is not None else None,
+        recompiles=state.compilations.after_step() if state.compilations is not None else 0,
         own_loss_is_finite=math.isfinite(own_loss),
     )
 

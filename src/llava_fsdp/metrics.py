@@ -70,6 +70,7 @@ class Reporter:
         self.folder = Path(cfg.output_dir)
         self.spikes = Spikes(cfg.numeric.spike_sigma)
         self.progress: Progress | None = None
+        self.recompiles = 0
         self.recent: deque[float] = deque(maxlen=20)  # seconds a step, for the time left
         if not self.enabled:
             return
@@ -100,6 +101,7 @@ class Reporter:
             self.progress.stop()
 
     def __call__(self, result: StepResult) -> None:
+        self.warn_of_compiling(result)
         if not self.enabled:
             return
         row = metrics_row(result, self.utilization)
@@ -112,6 +114,16 @@ class Reporter:
             self.quarantine.add({"step": row["step"], "record": where, "kind": "no_labels", "reason": "no label"})
         self.warn(result)
         self.show(row)
+
+    def warn_of_compiling(self, result: StepResult) -> None:
+        """On every rank: the others wait for the one that compiles."""
+        if result.recompiles > self.recompiles:
+            log().warning(
+                "step %d: %d graphs were compiled anew, which the first steps should have seen to "
+                "(TORCH_LOGS=recompiles says why; compile=false goes without)",
+                result.facts.step + 1, result.recompiles - self.recompiles,
+            )  # fmt: skip
+        self.recompiles = result.recompiles
 
     def warn(self, result: StepResult) -> None:
         step = result.facts.step + 1
@@ -171,6 +183,7 @@ def metrics_row(result: StepResult, utilization: Utilization | None = None) -> d
         "seconds": result.seconds,
         "tokens_per_second": facts.tokens / result.seconds,
         **used,
+        "recompiles": result.recompiles,
         "peak_memory_bytes": peak_memory(),
     }
 

@@ -12,9 +12,9 @@ from llava_fsdp.model.attention import choose_kernel
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.parts import Parts
+from llava_fsdp.sharding.compiled import choose_compiling
 from llava_fsdp.sharding.fp8 import check_fp8
 from llava_fsdp.sharding.precision import DTYPES
-from llava_fsdp.sharding.recompute import check_recompute
 
 
 def draw_shapes(cfg: DataConfig) -> None:
@@ -29,11 +29,11 @@ def build_model(cfg: Config, parts: Parts, device: torch.device) -> Llava:
     Raises:
         ConfigError: this device, or this model, cannot do what is asked for.
     """
-    check_recompute(cfg.recompute, device)
     if cfg.precision.linear is LinearKind.fp8:
         check_fp8(device)
     compute_dtype = DTYPES[cfg.precision.param_dtype]
     kernel = choose_kernel(cfg.attention, parts.language, device, compute_dtype) if cfg.pack else None
+    choose_compiling(cfg, device, kernel and kernel.attention)
     return build_llava(parts, cfg.model, compute_dtype, kernel, cfg.loss)
 
 

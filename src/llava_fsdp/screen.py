@@ -23,6 +23,7 @@ from llava_fsdp.config import (
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.data.records import Records
 from llava_fsdp.model.attention import Kernel
+from llava_fsdp.sharding.compiled import choose_compiling
 from llava_fsdp.sharding.memory import Weight, bytes_per_rank
 from llava_fsdp.sharding.mesh import World
 from llava_fsdp.sharding.offload import describe_offload
@@ -84,6 +85,7 @@ def show_run(
         "compute", f"{world.device.type}, {cfg.precision.param_dtype.value}, recompute {describe_recompute(cfg, world)}"
     )
     facts.add_row("peak", peak)
+    facts.add_row("compile", describe_compiling(cfg, world, kernel))
     facts.add_row("precision", describe_precision(cfg.precision))
     if cfg.offload.mode is not OffloadMode.none:
         facts.add_row("offload", describe_offload(cfg, world.device))
@@ -128,10 +130,17 @@ def describe_attention(kernel: Kernel | None) -> str:
     return "SDPA over padded rows: pack=false" if kernel is None else f"{kernel.attention.value} ({kernel.reason})"
 
 
+def describe_compiling(cfg: Config, world: World, kernel: Kernel | None) -> str:
+    found = choose_compiling(cfg, world.device, kernel and kernel.attention)
+    if not found.on:
+        return f"no ({found.reason})"
+    return f"the language model's blocks, when they first run, which takes a while ({found.reason})"
+
+
 def describe_recompute(cfg: Config, world: World) -> str:
     mode = cfg.recompute.mode
     if mode is RecomputeMode.budget:
-        return f"{mode.value} {cfg.recompute.budget:g}: blocks are compiled when they first run, which takes a while"
+        return f"{mode.value} {cfg.recompute.budget:g}"
     if mode is RecomputeMode.offload and world.device.type == "cpu":
         return f"{mode.value}: as full; without a GPU the host's memory is the device's, and this saves nothing more"
     return mode.value

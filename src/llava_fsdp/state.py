@@ -17,6 +17,7 @@ from llava_fsdp.model.weights import Stored
 from llava_fsdp.optim import LearningRate, build_optimizer
 from llava_fsdp.planning.utilization import Utilization
 from llava_fsdp.scaler import LossScaler, build_scaler
+from llava_fsdp.sharding.compiled import Compilations, choose_compiling
 from llava_fsdp.sharding.mesh import World
 from llava_fsdp.sharding.offload import Offload, warn_of_no_use
 from llava_fsdp.sharding.parallelize import parallelize
@@ -51,6 +52,8 @@ class TrainState:
     """What its steps cost, and of which peak that is a share; None: nobody asks."""
     consecutive: int = 0
     """So many of the last steps, without those for which fp16's loss scale was lowered."""
+    compilations: Compilations | None = None
+    """Of the model's blocks; None: they are not compiled."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,10 @@ class StepResult:
     """So many until now, this one included."""
     loss_scale: float | None = None
     """What the loss was multiplied with; None: not fp16."""
+    recompiles: int = 0
+    """Graphs that this rank has compiled since the first steps of its process: each took its step seconds."""
     own_loss_is_finite: bool = True
-    """This rank's part of the loss; the one field that differs between ranks."""
+    """This rank's part of the loss; a field that differs between ranks."""
 
 
 def assemble(
@@ -92,11 +97,13 @@ def assemble(
     buffers = computed_buffers(model)
     offload = Offload(cfg, world.device)
     warn_of_no_use(cfg, world)
-    masters = parallelize(model, model.blocks(), mesh, plan, cfg, offload, model.whole_while_frozen())
+    compiling = choose_compiling(cfg, world.device, model.kernel and model.kernel.attention)
+    compilations = Compilations() if compiling.on else None
+    masters = parallelize(model, model.blocks(), mesh, plan, cfg, offload, model.whole_while_frozen(), compilations)
     fill(model, masters)
     restore_buffers(model, buffers)
     offload.loaded()
     optimizer, learning_rate = build_optimizer(model, masters, cfg, loader.total_steps)
     optimizer = offload.optimizer(optimizer)
     scaler = build_scaler(cfg.precision.scaler) if cfg.precision.param_dtype is DType.fp16 else None
-    return TrainState(model, masters, optimizer, learning_rate, loader, scaler=scaler)
+    return TrainState(model, masters, optimizer, learning_rate, loader, scaler=scaler, compilations=compilations)

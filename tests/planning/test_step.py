@@ -86,6 +86,29 @@ def test_packed_rows(wide_parts: Path, dataset: Path, pools: dict[int, RankPool]
     check(cfg, 2, pools)
 
 
+UNITS = [
+    ("zero3", "full", "sharding.prefetch=2"),
+    ("zero3", "none", "sharding.blocks_per_unit=2"),
+    ("zero2", "full", "sharding.blocks_per_unit=2"),
+    ("zero3", "full", "sharding.blocks_per_unit=2 sharding.prefetch=1"),
+    ("zero1", "none", "sharding.blocks_per_unit=3 sharding.prefetch=2"),
+]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", [UNITS[3], *(pytest.param(c, marks=pytest.mark.slow) for c in UNITS if c != UNITS[3])])
+def test_larger_units_and_units_ahead_take_what_they_take(
+    case: tuple[str, str, str], wide_parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    row, recompute, more = case
+    common = [f"sharding={row}", f"recompute={recompute}", "precision=bf16", "pack=false", "global_batch_size=24"]
+    cfg = make_config(wide_parts, dataset, tmp_path, *common, "micro_batch_size=6", *more.split())
+    check(cfg, 2, pools)
+    plain = make_config(wide_parts, dataset, tmp_path, *common, "micro_batch_size=6")
+    more_bytes = peak(cfg, 2, "cpu").bytes["gathered"] - peak(plain, 2, "cpu").bytes["gathered"]
+    assert more_bytes > 0 or (row, recompute) != ("zero3", "full")  # else the worst moment has little gathered
+
+
 def test_worst_moment_is_no_sum_of_worst_moments(wide_parts: Path, dataset: Path, tmp_path: Path) -> None:
     """Logits are gone when the first block's backward runs, gradients of shards are not there before."""
     cfg = configure(

@@ -17,14 +17,13 @@ from transformers import AutoConfig, AutoModel
 from llava_fsdp import train
 from llava_fsdp.config import Attention, Config, RecomputeConfig, RecomputeMode
 from llava_fsdp.data.collate import boundaries
-from llava_fsdp.errors import ConfigError
 from llava_fsdp.loop import train_step
 from llava_fsdp.model.attention import Kernel, register_attention, told
 from llava_fsdp.model.llava import find_stack
 from llava_fsdp.sharding import compiled
 from llava_fsdp.sharding.inputs_on_host import Away, HostInputs
 from llava_fsdp.sharding.mesh import World, make_mesh
-from llava_fsdp.sharding.recompute import apply_recompute, check_recompute
+from llava_fsdp.sharding.recompute import apply_recompute
 from llava_fsdp.sharding.selective import policy
 from llava_fsdp.sharding.shards import local
 from llava_fsdp.sharding.zero import SHARD_PLANS
@@ -64,6 +63,7 @@ def traces(world: World, configs: list[Config]) -> list[Trace]:
 
 def modes(parts: Path, dataset: Path, folder: Path, names: list[str], *overrides: str) -> list[Config]:
     common = ["sharding=zero3", "micro_batch_size=3", "global_batch_size=12", "max_steps=2", "optim.warmup_ratio=0"]
+    common.append("compile=auto")  # off on a CPU, but for a budget
     return [make_config(parts, dataset, folder, f"recompute={n}", *common, *overrides) for n in names]
 
 
@@ -199,13 +199,6 @@ def test_nothing_of_an_abandoned_forward_pass_stays() -> None:
     assert host.pack(number) is number and host.unpack(number) is number
 
 
-def test_budget_is_refused_where_nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
-    with pytest.raises(ConfigError, match=r"recompute=budget compiles blocks .* no C.. compiler"):
-        check_recompute(RecomputeConfig(mode=RecomputeMode.budget, budget=0.5), CPU)
-    check_recompute(RecomputeConfig(mode=RecomputeMode.full, budget=None), CPU)
-
-
 def test_the_budget_holds_while_it_compiles_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
@@ -216,7 +209,7 @@ def test_the_budget_holds_while_it_compiles_and_no_longer(monkeypatch: pytest.Mo
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
     block = Block()
     before = torch._functorch.config.activation_memory_budget
-    compiled.compile_blocks([nn.ModuleList([block])], 0.25)
+    compiled.compile_blocks(nn.ModuleList([block]), 0.25)
     called = []
     block.register_forward_pre_hook(lambda *_: called.append(torch.compiler.is_compiling()))
     for length in (5, 6, 7):

@@ -13,10 +13,9 @@ from llava_fsdp.moving.shell import is_open
 
 TPU = off("CUDA or CPU, as the machine has it")
 FP8 = unsupported("precision=fp8 scales every tensor by its largest element, in torchao; it has no settings")
-COMPILE = off("no compiled graphs", "NO", "default")
 MEGATRON = unsupported("no tensor or pipeline parallelism: sharding=zero3 for models that fit no GPU")
-UNITS = implied("every block of layers is a unit, always")
-AHEAD = implied("FSDP2 gathers the next block ahead of the computation")
+UNITS = implied("every block of layers is a unit; sharding.blocks_per_unit takes several together")
+AHEAD = implied("FSDP2 gathers the next block ahead of the computation; sharding.prefetch takes more")
 STREAMED = implied("every rank reads its own rows of every weight from the files")
 
 
@@ -94,6 +93,28 @@ def strategy(context: Context, value: object) -> Outcome:
 
 def state_dict_type(context: Context, value: object) -> Outcome:
     return implied("checkpoints are sharded, and export/ holds the whole model")
+
+
+def dynamo_backend(context: Context, value: object) -> Outcome:
+    name = str(value).lower()
+    if name in ("no", "none", ""):
+        return implied("off; compile=auto compiles blocks on CUDA all the same")
+    if name != "inductor":
+        return unsupported(
+            f"{value}: torch.compile's own backend, inductor, compiles blocks; {context.tell('compile')}"
+        )
+    return mapped(context.tell("compile"))
+
+
+def dynamo_detail(why: str, *usual: object) -> Rule:
+    """A setting of torch.compile's, of no effect where nothing is compiled."""
+
+    def rule(context: Context, value: object) -> Outcome:
+        if "compile" not in context.decided:
+            return no_effect("only with dynamo_backend")
+        return implied(why) if plain(value) in (None, False, "", {}, *usual) else unsupported(why)
+
+    return rule
 
 
 def checkpointing(context: Context, value: object) -> Outcome:
@@ -177,8 +198,12 @@ ACCELERATE: Mapping[str, Outcome | Rule] = {
     "fsdp_sync_module_states": STREAMED,
     "fsdp_activation_checkpointing": checkpointing,
     # others
-    "dynamo_backend": COMPILE, "dynamo_mode": COMPILE, "dynamo_use_dynamic": COMPILE, "dynamo_use_fullgraph": COMPILE,
-    "dynamo_use_regional_compilation": COMPILE, "dynamo_config.*": COMPILE,
+    "dynamo_backend": dynamo_backend,
+    "dynamo_mode": dynamo_detail("kernels are torch.compile's default ones", "default"),
+    "dynamo_use_dynamic": dynamo_detail("lengths are variables of what is compiled", True),
+    "dynamo_use_fullgraph": dynamo_detail("a block is one graph where its attention can be compiled"),
+    "dynamo_use_regional_compilation": dynamo_detail("blocks are compiled one at a time", True),
+    "dynamo_config.*": dynamo_detail("torch.compile's default settings"),
     "fp8_config.*": FP8, "fp8_*": FP8,
     "use_megatron_lm": MEGATRON, "megatron_lm_config.*": MEGATRON, "megatron_lm_*": MEGATRON,
     "use_parallelism_config": off("sharding= says how a model is spread"),

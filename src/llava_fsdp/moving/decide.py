@@ -52,6 +52,7 @@ SCALER = {
 DS_ADAM = frozenset({"adam", "adamw"})
 LEAST_WARMUP = 2  # DeepSpeed's
 LEAST_KEPT = 2
+COMPILE_FLAGS = ("torch_compile", "torch_compile_backend", "torch_compile_mode", "torchdynamo")
 
 
 def decide(run: Run) -> Overrides:
@@ -60,7 +61,7 @@ def decide(run: Run) -> Overrides:
     if run.launch:
         found |= model(run) | data(run) | writing(run)
     memory = recompute(run) | sharding(run) | offload(run) | precision(run)
-    return found | memory | batch(run) | optimizer(run) | schedule(run)
+    return found | memory | compiling(run) | batch(run) | optimizer(run) | schedule(run)
 
 
 def model(run: Run) -> Overrides:
@@ -153,6 +154,14 @@ def recompute(run: Run) -> Overrides:
         return {"recompute": "offload"}
     accelerates = plain(run.launched("fsdp_activation_checkpointing")) if run.distributed_type == "FSDP" else None
     return {"recompute": "full" if accelerates else "none"} if isinstance(accelerates, bool) else {}
+
+
+def compiling(run: Run) -> Overrides:
+    """The script's torch_compile, which a backend or a mode switches on too, or the launcher's dynamo_backend."""
+    asked = [run.hf(name) for name in COMPILE_FLAGS] if run.launch else []
+    backend = str(run.launched("dynamo_backend") or "no").lower()
+    on = any(value and not is_open(value) for value in asked) or backend not in ("no", "none")
+    return {"compile": True} if on else {}
 
 
 def sharding(run: Run) -> Overrides:

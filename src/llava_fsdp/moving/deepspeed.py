@@ -11,7 +11,10 @@ from llava_fsdp.moving.context import Rule, off, on, to
 from llava_fsdp.moving.outcome import Outcome, implied, unsupported
 
 COMMUNICATION = implied("FSDP2 gathers and reduces one block of layers at a time, ahead of the computation")
-LIVE = implied("FSDP2 holds one block of layers gathered at a time, and prefetches the next")
+LIVE = implied(
+    "FSDP2 holds one block of layers gathered at a time, and prefetches the next; sharding.blocks_per_unit and "
+    "sharding.prefetch change that"
+)
 MODEL_IS_STREAMED = implied("every rank reads its own rows of every weight from the files")
 GATHERED = implied("export/ always holds the whole model, written without ever gathering it")
 NO_LOGGER = rules.Switched("not yet; metrics.jsonl has every step")
@@ -150,7 +153,9 @@ DEEPSPEED: Mapping[str, Outcome | Rule] = {
     "aio.*": rules.aio,
     # memory
     "activation_checkpointing.*": rules.activation_checkpointing,
-    "compile.*": rules.Switched("no compiled graphs", flag="deepcompile"),
+    "compile.*": rules.Switched(
+        "FSDP2 gathers around compiled blocks, not in them; compile=true compiles these", flag="deepcompile"
+    ),
     # what is told
     "steps_per_print": implied("DeepSpeed's own line; --logging_steps is log_every, and metrics.jsonl has every step"),
     "wall_clock_breakdown": TIMES,

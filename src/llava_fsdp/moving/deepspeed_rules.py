@@ -233,7 +233,9 @@ class Bucket:
     stage3: bool = False
 
     def __call__(self, context: Context, value: object) -> Outcome:
-        text = "FSDP2 gathers and reduces one block of layers at a time, ahead of the computation"
+        text = "FSDP2 gathers and reduces one block of layers at a time, ahead of the computation; "
+        text += "sharding.prefetch=N" if self.stage3 else "sharding.blocks_per_unit=N"
+        text += " is in units of blocks, not in elements"
         if self.stage3 and context.run.ds("zero_optimization.stage") != 3:
             return no_effect("only at stage 3")
         if value != AUTO:

@@ -346,3 +346,13 @@ def evaluation(context: Context, value: object) -> Outcome:
     if value == "no":
         return implied("no evaluation during training")
     return unsupported("the original has no evaluation data and fails; ask a trained model with llava_fsdp.evaluate")
+
+
+def torch_compile(context: Context, value: object) -> Outcome:
+    """One of four flags, each of which switches it on in transformers."""
+    if value in (None, False, ""):
+        return implied("off; compile=auto compiles blocks on CUDA all the same")
+    if value is True or value in ("inductor", "default"):
+        return mapped(f"{context.tell('compile')}: blocks of layers, one at a time, with inductor")
+    why = "blocks are compiled by torch.compile's own backend, inductor, in its default mode"
+    return unsupported(f"{shown(value)}: {why}; {context.tell('compile')}")

@@ -13,7 +13,6 @@ NO_HUB = off("exports are folders; upload one with the hub's own tools", "every_
 HUB_DETAIL = no_effect("only with push_to_hub")
 OTHER_DEVICE = off("CUDA or CPU, as the machine has it; CPU by CUDA_VISIBLE_DEVICES= before the command", "O1", "auto")
 DDP_DETAIL = implied("FSDP2 has its own communication; nothing of DDP is left to set")
-COMPILE = off("no compiled graphs")
 LOG_DETAIL = implied("rank 0 speaks, and the others only when something is wrong")
 LORA = rules.lora
 QUANTIZED = rules.quantized
@@ -90,10 +89,10 @@ FLAGS: Mapping[str, Flag] = {
     "fp16_full_eval": Flag(False, NO_EVALUATION),
     "gradient_checkpointing": Flag(False, to("recompute")),
     "gradient_checkpointing_kwargs": Flag(None, implied("recompute= never uses the reentrant kind"), str),
-    "torch_compile": Flag(False, COMPILE),
-    "torch_compile_backend": Flag(None, COMPILE, str),
-    "torch_compile_mode": Flag(None, COMPILE, str),
-    "torchdynamo": Flag(None, COMPILE, str),
+    "torch_compile": Flag(False, rules.torch_compile),
+    "torch_compile_backend": Flag(None, rules.torch_compile, str),
+    "torch_compile_mode": Flag(None, rules.torch_compile, str),
+    "torchdynamo": Flag(None, rules.torch_compile, str),
     "jit_mode_eval": Flag(False, NO_EVALUATION),
     "use_ipex": Flag(False, OTHER_DEVICE),
     # how it is spread over GPUs

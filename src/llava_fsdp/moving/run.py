@@ -110,7 +110,7 @@ class Run:
         """A value of Accelerate's: its launcher's flag, or its file's key in whatever block."""
         if self.launch and self.launch.launcher == "accelerate" and name in self.launch.flags:
             return self.launch.flags[name]
-        for prefix in ("", "deepspeed_config.", "fsdp_config."):
+        for prefix in ("", "deepspeed_config.", "fsdp_config.", "dynamo_config."):
             if self.accelerate and prefix + name in self.accelerate.values:
                 return self.accelerate.values[prefix + name]
         return None

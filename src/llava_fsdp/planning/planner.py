@@ -24,7 +24,7 @@ from llava_fsdp.planning.timing import AGAIN, Step, Volume, sample_flops, step_t
 from llava_fsdp.planning.units import units_of
 from llava_fsdp.sharding.memory import Bytes, bytes_per_rank, storage_per_rank
 from llava_fsdp.sharding.mesh import mesh_shape
-from llava_fsdp.sharding.parallelize import weights_of
+from llava_fsdp.sharding.parallelize import units_of_blocks, weights_of
 from llava_fsdp.sharding.precision import DTYPES
 from llava_fsdp.sharding.zero import SHARD_PLANS, ShardPlan
 
@@ -96,7 +96,9 @@ class Planner:
         self.kernel = kernel_for(cfg, self.parts.language, machine.device, bf16)
         self.model = build_llava(self.parts, cfg.model, DTYPES[cfg.precision.param_dtype], self.kernel, cfg.loss)
         whole, blocks = self.model.whole_while_frozen(), self.model.blocks()
-        self.weights = list(weights_of(self.model, blocks, whole, cfg.precision).values())
+        per_unit = cfg.sharding.blocks_per_unit
+        self.weights = list(weights_of(self.model, blocks, whole, cfg.precision, per_unit).values())
+        self.unit_names = units_of_blocks(self.model, blocks, per_unit)
         self.buffer_bytes = sum(b.numel() * b.element_size() for b in self.model.buffers())
         self.flops = count_flops(self.model, recompute=False)
         self.flops_again = count_flops(self.model, recompute=True)
@@ -248,7 +250,7 @@ class Planner:
         is_away = not rest.gradients
         passes_through = is_away and self.machine.device != "cpu"
         units = units_of(self.weights, plan, precision, shards, is_away, passes_through)
-        return walk(passes, units, plan, rest)
+        return walk(passes, units, plan, rest, self.unit_names, self.cfg.sharding.prefetch)
 
     def on_device(self, offload: OffloadMode, plan: ShardPlan, stored: Bytes, buffers: int) -> Rest:
         """What stays of the states on the device; on a CPU machine only files are elsewhere."""

@@ -82,11 +82,23 @@ def walk_one_rank(passes: Sequence[Pass], rest: Rest) -> Ledger:
     return ledger
 
 
-def walk(passes: Sequence[Pass], units: dict[str, Unit], plan: ShardPlan, rest: Rest) -> Ledger:
-    """A step under FSDP."""
+def walk(
+    passes: Sequence[Pass],
+    units: dict[str, Unit],
+    plan: ShardPlan,
+    rest: Rest,
+    unit_names: dict[str, str],
+    prefetch: int | None = None,
+) -> Ledger:
+    """A step under FSDP.
+
+    Args:
+        unit_names: of blocks.
+        prefetch: units that are gathered ahead explicitly; None: the next one, and in the backward pass alone.
+    """
     ledger = Ledger()
     ledger.add("at rest", parameters=rest.parameters, optimizer=rest.optimizer, buffers=rest.buffers)
-    rank = Rank(ledger, units, plan)
+    rank = Rank(ledger, units, plan, unit_names, prefetch)
     for number, segments in enumerate(passes, start=1):
         rank.micro_batch(segments, is_last=number == len(passes))
     assert ledger.held["gradients"] == rest.gradients
@@ -97,13 +109,24 @@ def walk(passes: Sequence[Pass], units: dict[str, Unit], plan: ShardPlan, rest: 
 class Rank:
     """What FSDP holds on a rank while segments run."""
 
-    def __init__(self, ledger: Ledger, units: dict[str, Unit], plan: ShardPlan):
+    def __init__(
+        self,
+        ledger: Ledger,
+        units: dict[str, Unit],
+        plan: ShardPlan,
+        unit_names: dict[str, str],
+        prefetch: int | None,
+    ):
         self.ledger = ledger
         self.units = units
         self.plan = plan
+        self.unit_names = unit_names
+        self.prefetch_forward, self.prefetch_backward = prefetch or 0, prefetch or 1
         self.gathered: set[str] = set()
         self.buffers: dict[str, int] = {}
-        """All-gather buffers by unit, until they have been copied out."""
+        """All-gather buffers by unit, until they have been copied out; in the forward pass, one unit longer."""
+        self.copied: str | None = None
+        """The unit whose buffer has been copied out and is still there."""
         self.reduce_input = 0
         """Of the unit that was reduced last."""
         self.waiting: dict[str, int] = {}
@@ -118,23 +141,38 @@ class Rank:
         backward = [s for s in segments if s.backward]
         for name in (ROOT, NORMS):
             self.gather(name, "root unit")
+        blocks, order = self.order(forward)
         for segment in forward:
-            if segment.unit in self.units and segment.unit:
-                self.gather(segment.unit, describe(segment))
+            unit = self.unit_names.get(segment.unit, "")
+            if blocks.get(unit, [""])[0] == segment.unit != "":
+                self.gather(unit, describe(segment))
+                for ahead in following(order, unit, self.prefetch_forward):
+                    self.prefetch(ahead)
             self.run(segment)
-            if segment.unit and self.plan.reshard_after_forward:
-                self.free(segment.unit)
+            if blocks.get(unit, [""])[-1] == segment.unit != "" and self.plan.reshard_after_forward:
+                self.free(unit)
         self.drop_buffers()
-        order = [s.unit for s in backward if s.unit in self.units and s.unit]
-        following = dict(zip(["", *order], [*order, ""], strict=True))
-        self.prefetch(following[""])
+        blocks, order = self.order(backward)
+        for ahead in order[:1]:  # the root unit's own prefetch is always FSDP2's
+            self.prefetch(ahead)
+        made_before = 0
         for segment in backward:
-            if segment.unit in self.units and segment.unit:
-                self.prefetch(segment.unit)
-                self.copy_out(segment.unit, describe(segment))
-                self.prefetch(following[segment.unit])
+            unit = self.unit_names.get(segment.unit, "")
+            if unit in blocks:
+                if blocks[unit][0] == segment.unit:
+                    self.prefetch(unit)
+                    self.copy_out(unit, describe(segment))
+                    for ahead in following(order, unit, self.prefetch_backward):
+                        self.prefetch(ahead)
                 self.run(segment)
-                self.finish(segment.unit, segment.made, is_last, describe(segment))
+                made = 0 if self.adds_in_place(unit) else segment.made
+                if blocks[unit][-1] != segment.unit:
+                    made_before += made
+                    self.ledger.add(describe(segment), reducing=made)
+                    continue
+                self.ledger.drop(reducing=made_before)  # `finish` holds what it is given
+                self.finish(unit, made_before + made, is_last, describe(segment))
+                made_before = 0
             else:
                 self.run(segment)
                 made = 0 if self.adds_in_place(ROOT) else segment.made
@@ -147,9 +185,18 @@ class Rank:
         self.root_made = self.reduce_input = 0
         self.drop_buffers()
 
+    def order(self, segments: Sequence[Segment]) -> tuple[dict[str, list[str]], list[str]]:
+        """The blocks of every unit and the units, as they run."""
+        blocks: dict[str, list[str]] = {}
+        for segment in segments:
+            unit = self.unit_names.get(segment.unit, "")
+            if unit in self.units and unit and segment.unit not in blocks.setdefault(unit, []):
+                blocks[unit].append(segment.unit)
+        return blocks, list(blocks)
+
     def run(self, segment: Segment) -> None:
         """A segment's own worst moment, with what FSDP holds beside it."""
-        worst = segment.worst_later if self.adds_in_place(segment.unit) else segment.worst
+        worst = segment.worst_later if self.adds_in_place(self.unit_names.get(segment.unit, ROOT)) else segment.worst
         self.ledger.reach(worst)
         self.ledger.look(describe(segment), reducing=worst.gradients)
         self.ledger.reach(segment.end)
@@ -164,8 +211,9 @@ class Rank:
             return
         self.prefetch(name)
         self.copy_out(name, moment, keep=True)
-        for other in [n for n in self.buffers if n != name]:
-            self.ledger.drop(gathered=self.buffers.pop(other))
+        if self.copied is not None:
+            self.ledger.drop(gathered=self.buffers.pop(self.copied))
+        self.copied = name
 
     def prefetch(self, name: str) -> None:
         """Begin an all-gather."""
@@ -188,6 +236,7 @@ class Rank:
     def drop_buffers(self) -> None:
         self.ledger.drop(gathered=sum(self.buffers.values()))
         self.buffers.clear()
+        self.copied = None
 
     def free(self, name: str) -> None:
         if name in self.gathered:
@@ -230,6 +279,12 @@ class Rank:
             held += wide - narrow
         self.waiting[name] = sum(unit.widened)
         self.ledger.held["reducing"] += self.waiting[name] - own
+
+
+def following(order: Sequence[str], unit: str, count: int) -> Sequence[str]:
+    """The next units."""
+    place = order.index(unit)
+    return order[place + 1 : place + 1 + count]
 
 
 def describe(segment: Segment) -> str:

@@ -1,19 +1,20 @@
 """Parallelism, applied to a model from outside. Knows stacks of blocks, and no model class.
 
-The order is: meta device, freeze, fp8, recompute, `fully_shard`, then weights into shards, then the optimizer.
+The order is: meta device, freeze, fp8, compile, recompute, `fully_shard`, then weights into shards, then the optimizer.
 Recompute goes inside the sharded unit, so that a block's weights are gathered before it runs again; weights come after,
 so that no rank ever holds more than its shards.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from llava_fsdp.config import Config, LinearKind, PrecisionConfig
+from llava_fsdp.sharding.compiled import Compilations
 from llava_fsdp.sharding.fp8 import multiply_in_fp8, weights_in_fp8
 from llava_fsdp.sharding.memory import Weight
 from llava_fsdp.sharding.offload import Offload
@@ -29,6 +30,8 @@ from llava_fsdp.sharding.precision import (
 from llava_fsdp.sharding.recompute import apply_recompute, clean_name
 from llava_fsdp.sharding.zero import ShardPlan
 
+T = TypeVar("T")
+
 
 def parallelize(
     model: nn.Module,
@@ -38,6 +41,7 @@ def parallelize(
     cfg: Config,
     offload: Offload,
     whole: list[nn.Module],
+    count: Compilations | None = None,
 ) -> MasterWeights:
     """Shard a meta-device model in place and allocate, uninitialised, what this rank holds of it.
 
@@ -48,6 +52,7 @@ def parallelize(
         mesh: (replicate, shard) or (shard,); None shards nothing.
         offload: where what this rank holds is to lie.
         whole: modules whose frozen weights stay whole on every rank, whatever the plan.
+        count: the language model's blocks are compiled, and this is told of it; None: they are not.
 
     Returns:
         The tensors to load, optimize and checkpoint, by parameter name.
@@ -57,7 +62,8 @@ def parallelize(
     in_fp8 = cfg.precision.linear is LinearKind.fp8
     if in_fp8:
         multiply_in_fp8(stacks[0], sharded=mesh is not None)
-    apply_recompute(stacks, cfg.recompute, offload.device)
+    one_row = cfg.pack or cfg.micro_batch_size == 1
+    apply_recompute(stacks, cfg.recompute, offload.device, count, one_row)
     if mesh is not None:
         ignored = frozen_left_whole(model, plan, [*whole, *norms_kept_in_fp32(model, cfg.precision)])
         shard(model, stacks, mesh, plan, cfg, ignored, offload)
@@ -111,10 +117,16 @@ def shard(
         fully_shard(together, mp_policy=kept, reshard_after_forward=False, **common)
         model.gathered_first = together
         common["ignored_params"] = ignored = ignored | set(together.parameters())
-    for stack in stacks:
-        for block in stack:
-            if set(block.parameters()) - ignored:
-                fully_shard(block, mp_policy=policy, reshard_after_forward=plan.reshard_after_forward, **common)
+    units = []
+    for stack in reversed(stacks):  # as they run: a tower before the language model
+        for unit in in_units(list(stack), cfg.sharding.blocks_per_unit):
+            blocks = [block for block in unit if set(block.parameters()) - ignored]
+            if blocks:
+                one = blocks[0] if len(blocks) == 1 else blocks
+                fully_shard(one, mp_policy=policy, reshard_after_forward=plan.reshard_after_forward, **common)
+                units.append(blocks[0])
+    if cfg.sharding.prefetch is not None:
+        gather_ahead(units, cfg.sharding.prefetch)
     fully_shard(model, mp_policy=policy, reshard_after_forward=False, **common)
     if together is not None:
         model.register_forward_pre_hook(lambda *_: together())  # behind FSDP's own, which begins a pass
@@ -124,6 +136,23 @@ def shard(
             # Neither setter recurses; without the second, gloo refuses the factor.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def in_units(blocks: list[T], size: int) -> list[list[T]]:
+    """A stack's blocks, so many at a time."""
+    return [blocks[start : start + size] for start in range(0, len(blocks), size)]
+
+
+def gather_ahead(units: Sequence[nn.Module], count: int) -> None:
+    """Begin the all-gathers of the next units once a unit's weights are there, in either direction.
+
+    Args:
+        units: a module of each, in the order in which they run forward.
+    """
+    sharded = [unit for unit in units if isinstance(unit, FSDPModule)]
+    for place, unit in enumerate(sharded):
+        unit.set_modules_to_forward_prefetch(sharded[place + 1 : place + 1 + count])
+        unit.set_modules_to_backward_prefetch(sharded[max(0, place - count) : place][::-1])
 
 
 class GatheredFirst(nn.Module):
@@ -141,18 +170,30 @@ class GatheredFirst(nn.Module):
 
 
 def weights_of(
-    model: nn.Module, stacks: list[nn.ModuleList], whole: list[nn.Module], precision: PrecisionConfig
+    model: nn.Module,
+    stacks: list[nn.ModuleList],
+    whole: list[nn.Module],
+    precision: PrecisionConfig,
+    blocks_per_unit: int = 1,
 ) -> dict[str, Weight]:
     """Every parameter of a meta-device model, as the memory arithmetic sees it."""
     in_fp8 = weights_in_fp8(stacks[0]) if precision.linear is LinearKind.fp8 else set()
     norms = norm_weights(model, precision)
     kept_whole = norms | {p for module in whole for p in module.parameters()}
     names = block_names(model, stacks)
-    units = {p: names[block] for block in names for p in block.parameters()}
+    unit_names = units_of_blocks(model, stacks, blocks_per_unit)
+    units = {p: unit_names[names[block]] for block in names for p in block.parameters()}
     return {
         name: Weight(tuple(p.shape), p.requires_grad, p in kept_whole, p in norms, p in in_fp8, units.get(p, ""))
         for name, p in model.named_parameters()
     }
+
+
+def units_of_blocks(model: nn.Module, stacks: Sequence[nn.ModuleList], blocks_per_unit: int) -> dict[str, str]:
+    """The unit of every block, by name; a unit is called as its first block."""
+    names = block_names(model, stacks)
+    units = [unit for stack in stacks for unit in in_units(list(stack), blocks_per_unit)]
+    return {names[block]: names[unit[0]] for unit in units for block in unit}
 
 
 def block_names(model: nn.Module, stacks: Sequence[nn.ModuleList]) -> dict[nn.Module, str]:
