@@ -165,6 +165,8 @@ class RecomputeMode(Enum):
     """compiled, and what torch's partitioner chooses for a share of the memory"""
     offload = "offload"
     """its input, in the host's memory; the block runs again"""
+    auto = "auto"
+    """No mode: the planner chooses one when a training begins, which is what the run then records."""
 
 
 class OffloadMode(Enum):
@@ -715,7 +717,11 @@ class Config:
     @property
     def has_auto(self) -> bool:
         """Something is left to the planner."""
-        return self.sharding.strategy is Strategy.auto or self.tokens_per_micro_batch == AUTO
+        return (
+            self.sharding.strategy is Strategy.auto
+            or self.recompute.mode is RecomputeMode.auto
+            or self.tokens_per_micro_batch == AUTO
+        )
 
     def __post_init__(self) -> None:
         self.check_packing()

@@ -121,7 +121,8 @@ def settle_auto(cfg: Config, world: World) -> Config:
     settled = decision.applied(cfg)
     tokens = settled.tokens_per_micro_batch or "null"
     zero = SHARD_PLANS[settled.sharding.strategy].zero
-    log().info("auto: sharding=%s, tokens_per_micro_batch=%s: %s", zero, tokens, decision.reason)
+    mode = settled.recompute.mode.value
+    log().info("auto: sharding=%s, recompute=%s, tokens_per_micro_batch=%s: %s", zero, mode, tokens, decision.reason)
     return settled
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from llava_fsdp.config import RecomputeConfig, RecomputeMode
 from llava_fsdp.model.loss import chunked_loss, loss_bytes, whole_loss
+from llava_fsdp.sharding.compiled import choose_compiling
 from llava_fsdp.sharding.inputs_on_host import Away
 from llava_fsdp.sharding.recompute import apply_recompute
 
@@ -109,6 +110,27 @@ def test_a_budget_is_near_none(pack: bool, cuda: torch.device, parts: Path, data
             "micro_batch_size=3", "max_steps=3", "compile=auto" if mode == "budget" else "compile=false",
         )  # fmt: skip
         traces.append(run_steps(build_run(cfg, cuda, None), cfg))
+    assert traces[1].losses == pytest.approx(traces[0].losses, rel=0.03)
+    assert traces[1].norms == pytest.approx(traces[0].norms, rel=0.05)
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_compiled_blocks_are_near_uncompiled_ones(
+    mode: str, pack: bool, cuda: torch.device, parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """With Triton, and compiled once for the lengths of all steps."""
+    traces = []
+    for compiles in ("false", "auto"):
+        cfg = make_config(
+            parts, dataset, tmp_path / "run", "precision=bf16", f"pack={str(pack).lower()}", f"recompute={mode}",
+            "micro_batch_size=3", "max_steps=3", f"compile={compiles}",
+        )  # fmt: skip
+        torch._dynamo.reset()
+        state = build_run(cfg, cuda, None)
+        found = choose_compiling(cfg, cuda, state.model.kernel and state.model.kernel.attention)
+        assert (state.compilations is not None) is found.on
+        traces.append(run_steps(state, cfg))
     assert traces[1].losses == pytest.approx(traces[0].losses, rel=0.03)
     assert traces[1].norms == pytest.approx(traces[0].norms, rel=0.05)
 

@@ -9,14 +9,15 @@ import pytest
 from hydra import compose, initialize_config_dir
 from small import config_of, make_config
 
-from llava_fsdp.config import PlanConfig, Strategy, config_dir, load
+from llava_fsdp.config import OffloadMode, PlanConfig, RecomputeConfig, RecomputeMode, Strategy, config_dir, load
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.model.parts import find_parts
 from llava_fsdp.plan import plan
 from llava_fsdp.planning import auto
 from llava_fsdp.planning.auto import decide
 from llava_fsdp.planning.hardware import GPUS, Machine, this_machine
-from llava_fsdp.planning.samples import Samples
+from llava_fsdp.planning.planner import Choice, Planner
+from llava_fsdp.planning.samples import Samples, asked_for
 from llava_fsdp.planning.shapes import shapes_of
 from llava_fsdp.sharding.mesh import World
 from llava_fsdp.sharding.zero import SHARD_PLANS
@@ -248,6 +249,39 @@ def test_auto_takes_what_fits_and_keeps_it(
         f"sharding: {{strategy: {Strategy.SHARD_GRAD_OP.value}}}\ntokens_per_micro_batch: null\n"
     )
     assert on(1 << 30, continues=True) == ample, "no number is no answer"
+
+
+def test_auto_recomputes_no_more_than_it_must(
+    wide_parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With less and less memory: nothing, the cheap part, the block. The number of positions stays as configured."""
+    keys = ["sharding=zero3", "recompute=auto", "precision=bf16", "global_batch_size=48", "tokens_per_micro_batch=1024"]
+    cfg = make_config(wide_parts, dataset, tmp_path, *keys)
+    assert cfg.has_auto
+    parts, samples = find_parts(cfg.model), Samples(120, 0.6, 12, 30, "test")
+    planner = Planner(cfg, Machine(None, "test", 1 << 40, 1e9), samples, parts)
+    modes = [RecomputeMode.none, RecomputeMode.selective, RecomputeMode.full]
+    ways = asked_for(cfg, samples, 4, planner.model.image_tokens)
+    needs = [
+        planner.row(Choice(Strategy.FULL_SHARD, RecomputeConfig(mode=m, budget=None), OffloadMode.none), 4, 4, ways)
+        for m in modes
+    ]
+    totals = [row.bytes["total"] for row in needs]
+    assert totals == sorted(totals, reverse=True) and len(set(totals)) == 3
+
+    def on(memory: int, continues: bool = False) -> auto.Decision:
+        monkeypatch.setattr(auto, "this_machine", lambda *_: Machine(None, "test", memory + auto_process(), 1e9))
+        return decide(cfg, a_world(4), parts, samples, continues)
+
+    chosen = [on(total) for total in totals]
+    assert [one.recompute.mode for one in chosen] == modes
+    assert [one.applied(cfg).tokens_per_micro_batch for one in chosen] == [1024] * 3
+    assert not chosen[0].applied(cfg).has_auto and "recompute selective" in chosen[1].reason
+    with pytest.raises(ConfigError, match="nothing fits by the plan"):
+        on(totals[2] - 100_000)
+    recorded = f"sharding: {{strategy: {Strategy.FULL_SHARD.value}}}\nrecompute: {{mode: full, budget: null}}\n"
+    (tmp_path / "config.yaml").write_text(recorded + "tokens_per_micro_batch: 1024\n")
+    assert on(totals[0], continues=True).recompute.mode is RecomputeMode.full, "a run goes on as it began"
 
 
 def auto_process() -> int:

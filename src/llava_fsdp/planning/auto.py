@@ -1,4 +1,4 @@
-"""`sharding=auto` and `tokens_per_micro_batch=auto`: the planner's choice for a training that begins."""
+"""What is `auto` in `sharding`, `recompute` and `tokens_per_micro_batch`: the planner's choice."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,10 +7,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from llava_fsdp.config import AUTO, Config, Strategy
+from llava_fsdp.config import AUTO, Config, RecomputeConfig, RecomputeMode, Strategy
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.model.parts import Parts
-from llava_fsdp.planning.choose import allowed, plan_rows, rows_of, ways_to_cut
+from llava_fsdp.planning.choose import allowed, plan_rows, recomputes, rows_of, ways_to_cut
 from llava_fsdp.planning.hardware import this_machine
 from llava_fsdp.planning.planner import Choice, Planner, PlanRow
 from llava_fsdp.planning.samples import Samples
@@ -26,6 +26,7 @@ class Decision:
     """What stands for auto, and why."""
 
     strategy: Strategy
+    recompute: RecomputeConfig
     tokens: int | None
     """null stays null."""
     reason: str
@@ -34,7 +35,7 @@ class Decision:
         tokens = self.tokens if cfg.tokens_per_micro_batch == AUTO else cfg.tokens_per_micro_batch
         shard_size = cfg.sharding.shard_size if self.strategy in HYBRID else None
         sharding = replace(cfg.sharding, strategy=self.strategy, shard_size=shard_size)
-        return replace(cfg, sharding=sharding, tokens_per_micro_batch=tokens)
+        return replace(cfg, sharding=sharding, recompute=self.recompute, tokens_per_micro_batch=tokens)
 
 
 HYBRID = (Strategy.HYBRID_SHARD, Strategy._HYBRID_SHARD_ZERO2)
@@ -55,7 +56,8 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
     if before is not None:
         rows = rows_for(planner, before, world, shard_size)
         if rows[0].fits:
-            return Decision(rows[0].choice.strategy, number(before), f"as this run began ({said(rows[0])})")
+            reason = f"as this run began ({said(rows[0])})"
+            return Decision(rows[0].choice.strategy, before.recompute, number(before), reason)
     rows = rows_for(planner, cfg, world, shard_size)
     best = rows[0]
     if not best.fits:
@@ -66,7 +68,8 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
         )
     others = [said(row) for row in rows[1:3]]
     reason = f"{said(best)}, predicted for {planner.machine.name}" + (f"; then {'; '.join(others)}" if others else "")
-    return Decision(best.choice.strategy, best.tokens if cfg.tokens_per_micro_batch == AUTO else None, reason)
+    tokens = best.tokens if cfg.tokens_per_micro_batch == AUTO else None
+    return Decision(best.choice.strategy, best.choice.recompute, tokens, reason)
 
 
 def rows_for(planner: Planner, cfg: Config, world: World, shard_size: int) -> list[PlanRow]:
@@ -74,7 +77,10 @@ def rows_for(planner: Planner, cfg: Config, world: World, shard_size: int) -> li
     strategy = cfg.sharding.strategy
     open_ = rows_of(world.size, shard_size) if strategy is Strategy.auto else [strategy]
     takes = [one for one in open_ if one is strategy or allowed(cfg, one, cfg.offload.mode)]
-    choices = [Choice(one, cfg.recompute, cfg.offload.mode) for one in takes]
+    modes = [cfg.recompute]
+    if asks_recompute(cfg):  # without a budget, which needs a compiler and changes numbers
+        modes = [one for one in recomputes(cfg, planner.machine.device) if one.mode is not RecomputeMode.budget]
+    choices = [Choice(one, mode, cfg.offload.mode) for one in takes for mode in modes]
     ways = ways_to_cut(planner, cfg, world.size, is_free=cfg.tokens_per_micro_batch == AUTO)
     return plan_rows(planner, choices, world.size, shard_size, world.local_size, ways)
 
@@ -87,16 +93,27 @@ def recorded(cfg: Config) -> Config | None:
     try:
         found = OmegaConf.create(refuse_yaml_bombs(path))
         strategy = Strategy(str(OmegaConf.select(found, "sharding.strategy")))
+        mode = RecomputeMode(str(OmegaConf.select(found, "recompute.mode") or cfg.recompute.mode.value))
+        budget = OmegaConf.select(found, "recompute.budget")
+        recompute = RecomputeConfig(mode=mode, budget=budget) if asks_recompute(cfg) else cfg.recompute
         tokens = OmegaConf.select(found, "tokens_per_micro_batch")
     except (OmegaConfBaseException, YAMLError, ConfigError, ValueError, OSError, AssertionError):
         return None  # what it continues from says what is wrong
-    if strategy is Strategy.auto or (cfg.tokens_per_micro_batch == AUTO and not isinstance(tokens, int)):
+    if (
+        strategy is Strategy.auto
+        or recompute.mode is RecomputeMode.auto
+        or (cfg.tokens_per_micro_batch == AUTO and not isinstance(tokens, int))
+    ):
         return None
     if cfg.sharding.strategy is not Strategy.auto:
         strategy = cfg.sharding.strategy
     if cfg.tokens_per_micro_batch != AUTO:
         tokens = number(cfg)
-    return Decision(strategy, tokens, "").applied(cfg)
+    return Decision(strategy, recompute, tokens, "").applied(cfg)
+
+
+def asks_recompute(cfg: Config) -> bool:
+    return cfg.recompute.mode is RecomputeMode.auto
 
 
 def number(cfg: Config) -> int | None:
@@ -104,7 +121,9 @@ def number(cfg: Config) -> int | None:
 
 
 def said(row: PlanRow) -> str:
+    mode = row.choice.recompute.mode.value
     return (
-        f"{SHARD_PLANS[row.choice.strategy].zero}, {row.tokens:,} positions in the largest micro-batch: "
+        f"{SHARD_PLANS[row.choice.strategy].zero}, recompute {mode}, "
+        f"{row.tokens:,} positions in the largest micro-batch: "
         f"{row.bytes['total'] / GB:.3g} of {row.usable / GB:.3g} GB, {row.step.seconds:.2g} s a step"
     )

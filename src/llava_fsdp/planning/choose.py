@@ -75,7 +75,13 @@ def plan_rows(
     """
     ends = [ways[-1][0], ways[0][0]] if len(ways) > 1 else []
     rows = [largest_that_fits(planner, choice, world_size, shard_size, node_size, ways, ends) for choice in found]
-    rows.sort(key=lambda row: (not row.fits, -row.samples_per_second, row.bytes["total"]))
+    # where two are as fast, what moves less: nothing is copied to the host that has room
+    modes = list(RecomputeMode)
+    rows.sort(
+        key=lambda r: (
+            not r.fits, -r.samples_per_second, modes.index(r.choice.recompute.mode), r.bytes["total"]
+        )
+    )  # fmt: skip
     best = rows[0]  # measured as it is: what is drawn between two micro-batches may be a little too much
     rows[0] = planner.row(best.choice, world_size, shard_size, best.micro_batches, node_size)
     return rows

@@ -149,7 +149,7 @@ def gather_ahead(units: Sequence[nn.Module], count: int) -> None:
     Args:
         units: a module of each, in the order in which they run forward.
     """
-    sharded = [unit for unit in units if isinstance(unit, FSDPModule)]
+    sharded: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
     for place, unit in enumerate(sharded):
         unit.set_modules_to_forward_prefetch(sharded[place + 1 : place + 1 + count])
         unit.set_modules_to_backward_prefetch(sharded[max(0, place - count) : place][::-1])
