@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in two calls of well under ten minutes each on one GPU:
+# Everything that needs a GPU, in five calls of well under ten minutes each on one GPU:
 #
 #   benchmarks/gpu.sh OUT_FOLDER          the checks and figures
 #   benchmarks/gpu.sh OUT_FOLDER memory   what the planner says of LLaVA-1.5-7B, and recomputation, beside measurements;
 #                                         needs 80 GB
+#   benchmarks/gpu.sh OUT_FOLDER speed      steps of LLaVA-1.5-7B's second stage, ours beside transformers' and DeepSpeed's
+#   benchmarks/gpu.sh OUT_FOLDER pretrain   the same of its first stage
+#   benchmarks/gpu.sh OUT_FOLDER variants   ours, compiled or not, with each recomputation, in fp8, as one of 8 ranks
 #   ... --dry                             the smallest sizes of every part, to try the script itself, with or without a GPU
 #
 # Into OUT_FOLDER: gpu-tests.xml, strategies.json and .png, training.json; of memory: memory-7b-*.json and .png,
-# recompute-*.json and .png; of both: summary.json and log.txt.
+# recompute-*.json and .png; of the other three: speed-*.json and .png; of all: summary.json and log.txt.
 #
 # PYTHON   the interpreter (default: python)
 # WHEELS   a folder of wheels that the machine lacks; they are installed beside it, without any index
@@ -15,12 +18,12 @@
 # Every part has a time limit; one that fails or is cut off does not stop the others, and the script then returns 1.
 set -uo pipefail
 
-usage="usage: benchmarks/gpu.sh OUT_FOLDER [memory] [--dry]"
+usage="usage: benchmarks/gpu.sh OUT_FOLDER [memory|speed|pretrain|variants] [--dry]"
 out=${1:?$usage}
 what=checks dry=
 for argument in "${@:2}"; do
     case $argument in
-        memory) what=memory ;;
+        memory | speed | pretrain | variants) what=$argument ;;
         --dry) dry=--dry ;;
         *) echo "$usage"; exit 2 ;;
     esac
@@ -87,6 +90,20 @@ measure_memory() {
     has matplotlib || not_run "the pictures" "matplotlib is not installed"
 }
 
+measure_speed() {
+    local how=()
+    if [ "$dry" = --dry ] || [ "$gpus" -eq 0 ]; then
+        how=(--tiny)
+        [ "$gpus" -gt 0 ] || not_run "the real shape" "torch sees no GPU; tiny models run on the CPU instead"
+    fi
+    case $what in
+        pretrain) how+=(--stage pretrain) ;;
+        variants) how+=(--variants) ;;
+    esac
+    part "$what" 560 "$python" benchmarks/speed.py "$out" "${how[@]}"
+    has matplotlib || not_run "the pictures" "matplotlib is not installed"
+}
+
 run_checks() {
     if [ "$gpus" -eq 0 ]; then
         not_run "tests on CUDA" "torch sees no GPU, so that every test of tests/gpu is skipped"
@@ -134,7 +151,11 @@ run_checks() {
     fi
 }
 
-if [ "$what" = memory ]; then measure_memory; else run_checks; fi
+case $what in
+    memory) measure_memory ;;
+    checks) run_checks ;;
+    *) measure_speed ;;
+esac
 "$python" - "$work" "$out" "$what" << 'PY'
 import json, pathlib, sys
 

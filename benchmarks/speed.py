@@ -1,0 +1,410 @@
+"""How fast is a training step of LLaVA-1.5-7B on one GPU, beside what others run?
+
+    python benchmarks/speed.py OUT                      # stage 2: ours, transformers' model, DeepSpeed
+    python benchmarks/speed.py OUT --stage pretrain     # stage 1
+    python benchmarks/speed.py OUT --variants           # ours: compiled or not, recomputation, fp8, one of eight ranks
+    python benchmarks/speed.py OUT --tiny               # a small model, to try the script itself; a CPU will do
+
+Nothing is downloaded: weights are random, of the real shapes, samples are drawn once from a seed and are the same for
+all. What the device's products and copies reach is measured first, and that ours and transformers' model have the same
+loss. Every way runs in a process of its own. How to read the result is in benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from capped import facts as known_facts
+from capped import write
+from hydra import compose, initialize_config_dir
+from memory import write_model
+from provenance import REPOSITORY
+from rich.console import Console
+from rich.table import Table
+from speed_peers import PEERS, Work, samples_of_steps, time_steps
+
+from llava_fsdp.config import Config, config_dir, load
+from llava_fsdp.data.batch import MicroBatch, Step, StepFacts
+from llava_fsdp.data.collate import boundaries
+from llava_fsdp.data.cut import pack_step
+from llava_fsdp.data.synthetic import SyntheticLoader
+from llava_fsdp.dry_run import draw_shards, settle_auto
+from llava_fsdp.loop import train_step
+from llava_fsdp.model.llava import Llava
+from llava_fsdp.opening import build_model, shape_of
+from llava_fsdp.planning.shapes import shapes_of
+from llava_fsdp.planning.utilization import utilization_of
+from llava_fsdp.sharding.fake import imagine_collectives, is_imagined
+from llava_fsdp.sharding.mesh import World, distributed, make_mesh
+from llava_fsdp.sharding.shards import local_shards
+from llava_fsdp.sharding.traffic import Traffic
+from llava_fsdp.sharding.zero import SHARD_PLANS
+from llava_fsdp.state import TrainState, assemble
+
+QUESTION = "how fast is a training step on one GPU, beside what others run?"
+LARGE = 130e9
+"""Bytes: a device with so much holds a 7B's fp32 masters, gradients and moments; a smaller one trains in bf16 alone."""
+EQUAL_WITHIN = 1e-2
+"""Relative, of bf16 losses."""
+PRODUCTS = ((8192, 8192, 8192), (16384, 4096, 4096), (16384, 4096, 11008), (16384, 11008, 4096))
+"""m, k, n: the customary one, and LLaVA-1.5-7B's own, of 16384 positions."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One line of the table."""
+
+    name: str
+    peer: str | None = None
+    """A key of speed_peers.PEERS; None: ours."""
+    overrides: tuple[str, ...] = ()
+    needs: str | None = None
+    """A package."""
+
+
+AUTO = ("recompute=auto", "tokens_per_micro_batch=auto")
+FIXED = ("tokens_per_micro_batch=8192",)
+SIDE_BY_SIDE = [
+    Way("ours", None, AUTO),
+    Way("transformers, padded, full recomputation", "as_it_comes"),
+    Way("transformers, tuned: sorted by length, no recomputation", "tuned"),
+    Way("transformers with Liger kernels, tuned", "liger", needs="liger_kernel"),
+    Way("DeepSpeed ZeRO-3, padded, full recomputation", "deepspeed", needs="deepspeed"),
+    Way("ours, once more", None, AUTO),
+]
+VARIANTS = [
+    Way("compiled", None, ("compile=true", "recompute=full", *FIXED)),
+    Way("not compiled", None, ("compile=false", "recompute=full", *FIXED)),
+    Way("compiled, selective", None, ("compile=true", "recompute=selective", *FIXED)),
+    Way("compiled, nothing again", None, ("compile=true", "recompute=none", *FIXED)),
+    Way("compiled, fp8", None, ("compile=true", "recompute=full", "precision.linear=fp8", *FIXED), "torchao"),
+    Way("one of 8 ranks, zero3", None, ("dry_run=8", "sharding=zero3", "recompute=none", *FIXED)),
+]  # fmt: skip
+
+
+# Ours
+
+
+def configure(work: Work, overrides: tuple[str, ...]) -> Config:
+    parts = [f"model.language={work.models / 'language'}", f"model.vision={work.models / 'vision'}"]
+    named = [
+        f"stage={work.stage}",
+        *([f"model={work.model}"] if work.model else parts),
+        "model.projector=random",
+        f"data.max_length={work.longest}",
+        f"precision={'bf16' if work.has_masters else 'bf16_pure'}",
+        "optim.clip=1.0",
+        f"global_batch_size={work.samples}",
+        *(o.replace("8192", str(work.row)) for o in overrides),
+    ]
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return load(Config, compose("train", named))
+
+
+def run_ours(work: Work, way: Way) -> dict[str, Any]:
+    cfg = configure(work, way.overrides)
+    with distributed(cfg) as world:
+        cfg = settle_auto(cfg, world)
+        state, model = build(cfg, world)
+        plan = SHARD_PLANS[cfg.sharding.strategy]
+        used = utilization_of(model, cfg, world.device, 1)
+        steps = [our_step(n, work, cfg, model) for n in range(work.steps)]
+
+        def run(number: int) -> float:
+            return train_step(state, steps[number], plan, cfg, 0.0).loss
+
+        found = time_steps(work, world.device, run)
+        kernel = model.kernel.attention.value if model.kernel else "sdpa"
+        settled = {
+            "recompute": cfg.recompute.mode.value,
+            "tokens_per_micro_batch": cfg.tokens_per_micro_batch,
+            "attention": kernel,
+            "micro_batches": [len(step.micro_batches) for step in steps],
+            "flops": [used.of(step.facts, 1.0)["flops"] for step in steps],
+            "peak_flops": used.peak,
+            "peak_source": used.source,
+        }
+        return found | settled
+
+
+def build(cfg: Config, world: World) -> tuple[TrainState, Llava]:
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    torch.manual_seed(cfg.seed)
+    model = build_model(cfg, shapes_of(cfg.model), world.device)
+    loader, mesh = SyntheticLoader(world.device, 1000), make_mesh(world, plan, cfg)
+    state = assemble(model, loader, draw_shards, cfg, world, plan, mesh)
+    if is_imagined():
+        imagine_collectives(model, Traffic())
+    model.train()
+    return state, model
+
+
+def our_step(number: int, work: Work, cfg: Config, model: Llava) -> Step:
+    """The step's samples, packed as training packs them."""
+    shape = shape_of(model)
+    texts = samples_of_steps(work, shape.image_tokens, shape.vocab_size)[number]
+    lengths = [shape.image_tokens + len(text) for text in texts]
+    ones = np.ones(len(texts), dtype=np.int64)
+    costs = shape.cost(np.array(lengths), np.array([len(t) - 1 for t in texts]), ones).tolist()
+    (micros,) = pack_step(lengths, costs, 1, cfg.row_tokens)
+    labels = sum(len(text) - 1 for text in texts)
+    facts = StepFacts(
+        number, samples=len(texts), tokens=sum(lengths), label_tokens=labels, images=len(texts),
+        pairs=sum(n * n for n in lengths), tiles=len(texts),
+    )  # fmt: skip
+    sizes = shape.image_tokens, shape.image_size, labels
+    return Step(facts, [packed([texts[i] for i in micro], *sizes) for micro in micros])
+
+
+def packed(texts: list[torch.Tensor], picture: int, side: int, labels: int) -> MicroBatch:
+    """A picture first in every sample, then its text, all of which but the first id is a label."""
+    lengths = [picture + len(text) for text in texts]
+    begins = (torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)).tolist()
+    ids = torch.cat([torch.cat([torch.zeros(picture, dtype=torch.int64), text]) for text in texts])
+    shown = torch.cat([torch.arange(begin, begin + picture) for begin in begins])
+    asked = torch.cat([torch.arange(b + picture, b + n - 1) for b, n in zip(begins, lengths, strict=True)])
+    return MicroBatch(
+        input_ids=ids[None],
+        image_positions=shown,
+        image_rows=torch.arange(len(shown)),
+        images=torch.zeros((len(texts), 3, side, side), dtype=torch.uint8),
+        label_positions=asked,
+        label_ids=ids[asked + 1],
+        scale=1 / labels,
+        **boundaries(tuple(lengths)),
+    )
+
+
+# What the device can do, and whether both models are the same
+
+
+def ceilings(device: torch.device, tiny: bool) -> dict[str, Any]:
+    """TFLOPs a second of bf16 products of random numbers, and bytes a second of copies within the device's memory."""
+    found: dict[str, Any] = {"products": {}}
+    for m, k, n in ((512, 512, 512),) if tiny else PRODUCTS:
+        left, right = (torch.randn(s, device=device, dtype=torch.bfloat16) for s in ((m, k), (k, n)))
+        found["products"][f"{m}x{k}x{n}"] = 2 * m * k * n / best_of(device, lambda a=left, b=right: a @ b) / 1e12
+    source = torch.empty((1 << 20) if tiny else (1 << 31), device=device, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    found["copy_bytes_per_second"] = 2 * source.nbytes / best_of(device, lambda: target.copy_(source))
+    return found
+
+
+def best_of(device: torch.device, action: Any, repeats: int = 20) -> float:
+    for _ in range(3):
+        action()
+    seconds = []
+    for _ in range(repeats):
+        wait(device)
+        started = time.perf_counter()
+        action()
+        wait(device)
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def compare_losses(work: Work) -> dict[str, float]:
+    """The first loss of both models, of a cut of two layers with the same weights, packed and padded.
+
+    Raises:
+        SystemExit: they differ by more than bf16 explains; nothing that is timed would mean anything.
+    """
+    import speed_peers
+
+    cfg = configure(work, ("recompute=none", *FIXED))
+    with distributed(cfg) as world, tempfile.TemporaryDirectory() as folder:
+        parts = shapes_of(cfg.model)
+        cut = Path(folder)
+        for name, config in (("language", parts.language), ("vision", parts.vision)):
+            (cut / name).mkdir()
+            described = config.to_dict() | ({"num_hidden_layers": 2} if name == "language" else {})
+            (cut / name / "config.json").write_text(json.dumps(described, default=str))
+        small = Work(**{**vars(work), "model": None, "models": cut, "samples": work.rows})
+        cfg = configure(small, ("recompute=none", *FIXED))
+        state, model = build(cfg, world)
+        weights = {name: shard.tensors[0] for name, shard in local_shards(model, state.masters).items()}
+        theirs = speed_peers.build(small, model.parts.language, model.parts.vision, world.device)
+        named = dict(theirs.named_parameters())
+        with torch.no_grad():
+            for name, value in weights.items():
+                named[name if name.startswith("lm_head") else f"model.{name}"].copy_(value)
+        step = our_step(0, small, cfg, model)
+        with torch.no_grad():
+            ours = sum(
+                float(micro.scale * model(*micro.inputs)) for micro in map(state.loader.to_device, step.micro_batches)
+            )
+            (micro,) = speed_peers.prepared(small, theirs, speed_peers.by_length, small.rows, world.device)[0]
+            with torch.autocast(world.device.type, torch.bfloat16, enabled=small.has_masters):
+                other = float(theirs(**micro).loss)
+    found = {"ours": ours, "transformers": other, "relative": abs(ours - other) / abs(other)}
+    if not found["relative"] < EQUAL_WITHIN:
+        raise SystemExit(f"the models do not compute the same: {found}")
+    return found
+
+
+# All of them
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", nargs="?", type=Path, default=REPOSITORY / "benchmarks" / "results")
+    parser.add_argument("--stage", choices=["finetune", "pretrain"], default="finetune")
+    parser.add_argument("--variants", action="store_true", help="ours in several ways, and nobody else")
+    parser.add_argument("--tiny", action="store_true", help="a small model and short steps")
+    parser.add_argument("--limit", type=float, default=110, help="seconds that one way may take")
+    parser.add_argument("--ways", nargs="*", help="only these, by the beginning of their names")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(run_child(json.loads(options.child))))
+        return
+    report = known_facts(QUESTION, options)
+    with tempfile.TemporaryDirectory(prefix="speed-") as folder:
+        write_model(Path(folder), 64, 2, 512)
+        work = work_of(options, Path(folder))
+        report["work"] = {k: str(v) if isinstance(v, Path) else v for k, v in vars(work).items() if k != "models"}
+        report["ceilings"] = start("ceilings", work, options)
+        report["first_loss"] = start("losses", work, options)
+        ways = VARIANTS if options.variants else SIDE_BY_SIDE
+        report["ways"] = [timed(way, work, options) for way in ways if wanted(way, options)]
+    rate(report)
+    Console(width=None if sys.stdout.isatty() else 140, highlight=False).print(table_of(report))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    write(report, f"speed-{options.stage}{'-variants' if options.variants else ''}-{device}", options.out, draw)
+    if any("failed" in row for row in report["ways"]):
+        raise SystemExit(1)
+
+
+def wanted(way: Way, options: argparse.Namespace) -> bool:
+    return not options.ways or way.name.startswith(tuple(options.ways))
+
+
+def work_of(options: argparse.Namespace, models: Path) -> Work:
+    large = torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory > LARGE
+    if options.tiny:
+        return Work(options.stage, None, models, 8, 4, 3, 1, 160, 320, 40, True)
+    if options.stage == "pretrain":
+        return Work("pretrain", "llava_v1_5_7b", models, 128, 32, 6, 2, 2048, 8192, 20, large)
+    return Work("finetune", "llava_v1_5_7b", models, 64, 16, 6, 2, 2048, 8192, 265, large)
+
+
+def timed(way: Way, work: Work, options: argparse.Namespace) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": way.name}
+    if way.needs is not None and importlib.util.find_spec(way.needs) is None:
+        row["not_run"] = f"{way.needs} is not installed"
+    elif way.peer == "deepspeed" and not torch.cuda.is_available():
+        row["not_run"] = "needs a GPU here; benchmarks/peers.py has it on the CPU"
+    else:
+        row |= start(way.name, work, options, way)
+    print(f"{way.name}: {row.get('not_run') or row.get('failed') or min(row['seconds'])}", flush=True)
+    return row
+
+
+def start(what: str, work: Work, options: argparse.Namespace, way: Way | None = None) -> dict[str, Any]:
+    """In a process of its own, so that nothing of one is left for the next."""
+    told = {"what": what, "work": {**vars(work), "models": str(work.models)}, "tiny": options.tiny}
+    told["way"] = None if way is None else [way.name, way.peer, list(way.overrides), way.needs]
+    command = [sys.executable, str(Path(__file__).resolve()), "--child", json.dumps(told)]
+    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=options.limit, check=False, env=environment
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": f"not done within {options.limit:g} s"}
+    if done.returncode:
+        if way is None:
+            raise SystemExit(f"{what}:\n{done.stderr[-4000:]}")
+        said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1][:300]
+        kind, _, reason = said.partition(": ")
+        if kind.endswith(".ConfigError"):  # this machine cannot do it
+            return {"not_run": reason}
+        print(done.stderr[-4000:], file=sys.stderr)
+        return {"failed": said}
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def run_child(told: dict[str, Any]) -> dict[str, Any]:
+    work = Work(**{**told["work"], "models": Path(told["work"]["models"])})
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if told["what"] == "ceilings":
+        return ceilings(device, told["tiny"])
+    if told["what"] == "losses":
+        return compare_losses(work)
+    name, peer, overrides, needs = told["way"]
+    way = Way(name, peer, tuple(overrides), needs)
+    if peer is None:
+        return run_ours(work, way)
+    parts = shapes_of(configure(work, ("recompute=none", *FIXED)).model)
+    gc.collect()
+    return PEERS[peer](work, parts.language, parts.vision, device)
+
+
+def rate(report: dict[str, Any]) -> None:
+    """Real tokens a second and MFU of every way: the same FLOPs for all, of the real positions, nothing run again."""
+    ours = next((row for row in report["ways"] if "flops" in row), None)
+    if ours is None:
+        return
+    work = report["work"]
+    flops, ceiling = ours["flops"][work["warmup"] :], max(report["ceilings"]["products"].values()) * 1e12
+    for row in report["ways"]:
+        if "seconds" not in row:
+            continue
+        rates = [f / s for f, s in zip(flops, row["seconds"], strict=True)]
+        row["flops_per_second"] = statistics.median(rates)
+        row["samples_per_second"] = work["samples"] / statistics.median(row["seconds"])
+        row["mfu"] = row["flops_per_second"] / ours["peak_flops"] if ours["peak_flops"] else None
+        row["of_measured_product"] = row["flops_per_second"] / ceiling
+        row["ours_is_faster_by"] = statistics.median(row["seconds"]) / statistics.median(ours["seconds"])
+
+
+def table_of(report: dict[str, Any]) -> Table:
+    table = Table("", "s / step", "samples / s", "TFLOPs / s", "MFU", "of measured product", "GB", "ours is faster by")
+    for row in report["ways"]:
+        if "flops_per_second" not in row:
+            why = f"NOT RUN: {row['not_run']}" if "not_run" in row else f"FAILED: {row['failed']}"
+            table.add_row(row["name"], why)
+            continue
+        memory = row["max_memory_allocated"]
+        table.add_row(
+            row["name"], f"{statistics.median(row['seconds']):.3f}", f"{row['samples_per_second']:.1f}",
+            f"{row['flops_per_second'] / 1e12:.3g}", "unknown" if row["mfu"] is None else f"{row['mfu']:.1%}",
+            f"{row['of_measured_product']:.1%}", "" if memory is None else f"{memory / 1e9:.1f}",
+            f"{row['ours_is_faster_by']:.2f}",
+        )  # fmt: skip
+    return table
+
+
+def draw(pyplot: Any, report: dict[str, Any]) -> None:
+    rows = [row for row in report["ways"] if "flops_per_second" in row][::-1]
+    figure, axes = pyplot.subplots(figsize=(10, 0.5 * len(rows) + 1.8), layout="constrained")
+    axes.barh(range(len(rows)), [row["flops_per_second"] / 1e12 for row in rows], color="C0")
+    most = max(report["ceilings"]["products"].values())
+    axes.axvline(most, color="k", linestyle=":", label="fastest product measured")
+    axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
+    axes.set_xlabel("TFLOPs a second that the real positions need")
+    axes.legend(fontsize="small")
+    figure.suptitle(f"{report['machine']['device']}, torch {report['torch']}, {report['date'][:10]}", fontsize="medium")
+
+
+if __name__ == "__main__":
+    main()
