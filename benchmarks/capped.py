@@ -29,8 +29,9 @@ import transformers
 from provenance import commit, machine
 
 from llava_fsdp.errors import OutOfMemory
+from llava_fsdp.sharding.heap import return_freed_memory
 from llava_fsdp.sharding.mesh import World
-from llava_fsdp.sharding.offload import NO_ROOM, return_freed_memory
+from llava_fsdp.sharding.offload import NO_ROOM
 
 MIB = 1 << 20
 RANKS = 2

@@ -37,9 +37,8 @@ from zero_json import deepspeed_config
 
 EQUAL_WITHIN = 1e-5
 CLIP = 1.0
-KEPT_HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-"""glibc keeps what is freed, for all peers alike: whether it gives pages back and fetches them again every step depends
-on the order of the first allocations, and moves a step's CPU seconds by up to a tenth."""
+AT_ONCE = 3
+"""Peers beside ours that wait in memory while another has its round."""
 ADAMW = {"lr": RATE, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0, "fused": True}
 PEERS = {
     "ours packed": "this project, packed rows: `fit` with its reports, heartbeats and saver; zero3",
@@ -134,7 +133,7 @@ def start_peers(names: list[str], work: Path, listener: Listener, options: argpa
             plan.write_text(json.dumps(plan_of(name, work, listener, options)))
             log = work / f"log{number}.txt"
             script = str(Path(__file__).with_name("peers_rank.py"))
-            peers.append(Peer(name, start([script, str(plan)], RANKS, log, KEPT_HEAP), log))
+            peers.append(Peer(name, start([script, str(plan)], RANKS, log), log))
             meet(peers[-1], listener, options.timeout)
     except BaseException:
         end_all(peers)
@@ -171,27 +170,39 @@ def end_all(peers: list[Peer]) -> None:
 # Measuring
 
 
-def measure(peers: list[Peer], options: argparse.Namespace, console: Console) -> dict[str, float]:
-    """A round of each to warm up, which must all come to the same; then the timed ones, forwards and backwards in turn.
+def groups(names: list[str]) -> list[list[str]]:
+    """Who runs in turn: not all are held in memory at once. The first is in every group, so that each is beside it."""
+    first, *others = names
+    return [[first, *others[n : n + AT_ONCE]] for n in range(0, len(others), AT_ONCE)] or [[first]]
 
-    Returns:
-        The largest relative differences of losses and gradient norms, in the first step and in all.
-    """
+
+def measure(peers: list[Peer], options: argparse.Namespace, console: Console) -> None:
+    """A round of each to warm up, which must all come to the same; then the timed ones, forwards and backwards."""
     for peer in peers:
         for data in DATA:
             peer.run_round(data, options.timeout)
     differences = check_equal({peer.name: peer.seen for peer in peers})
-    console.print(f"equal before anything is timed: {differences}")
+    console.print(f"{', '.join(peer.name for peer in peers)}: equal before anything is timed: {differences}")
     for repeat in range(options.repeats):
         for peer in peers if repeat % 2 == 0 else peers[::-1]:
             for data in DATA:
                 peer.run_round(data, options.timeout)
         console.print(f"round {repeat + 1} of {options.repeats}")
-    return differences
+
+
+def merge(seen: dict[str, dict[str, list[dict[str, Any]]]], peers: list[Peer]) -> None:
+    """A peer of several groups has the rounds of all; the warm-up, which only the first round of a start is, once."""
+    for peer in peers:
+        known = seen.setdefault(peer.name, {data: peer.seen[data][:1] for data in DATA})
+        for data in DATA:
+            known[data] += peer.seen[data][1:]
 
 
 def check_equal(seen: dict[str, dict[str, list[dict[str, Any]]]]) -> dict[str, float]:
     """All peers' warm-up steps against each other's first.
+
+    Returns:
+        The largest relative differences of losses and gradient norms, in the first step and in all.
 
     Raises:
         SystemExit: they do not compute the same, so that their cost cannot be compared.
@@ -220,24 +231,26 @@ def check_equal(seen: dict[str, dict[str, list[dict[str, Any]]]]) -> dict[str, f
 # What is reported
 
 
-def rows_of(peers: list[Peer], work: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+def rows_of(
+    seen: dict[str, dict[str, list[dict[str, Any]]]], work: Path, options: argparse.Namespace
+) -> list[dict[str, Any]]:
     rows = []
     for data in DATA:
         real, computed = tokens_of(work / "samples" / data, options.steps)
-        for peer in peers:
-            timed = peer.seen[data][1:]
+        for name, rounds in seen.items():
+            timed = rounds[data][1:]
             cpu, wall = ([r[clock] for r in timed] for clock in ("cpu", "wall"))
             rows.append({
                 "data": data,
-                "peer": peer.name,
+                "peer": name,
                 "cpu_seconds": {"min": min(cpu), "median": statistics.median(cpu), "all": cpu},
                 "wall_seconds": {"min": min(wall), "median": statistics.median(wall), "all": wall},
                 "real_tokens": real,
-                "computed_positions": computed if peer.name in PADDED_PEERS else None,
+                "computed_positions": computed if name in PADDED_PEERS else None,
                 "real_tokens_per_cpu_second": real / min(cpu),
                 "real_tokens_per_cpu_second_median": real / statistics.median(cpu),
-                "first_loss": peer.seen[data][0]["losses"][0],
-                "first_norm": next(iter(peer.seen[data][0]["norms"]), None),
+                "first_loss": rounds[data][0]["losses"][0],
+                "first_norm": next(iter(rounds[data][0]["norms"]), None),
             })  # fmt: skip
     return rows
 
@@ -301,19 +314,22 @@ def main() -> None:
         work = Path(folder)
         write_start(work, options)
         with Listener(str(work / "line"), "AF_UNIX", backlog=RANKS, authkey=bytes.fromhex(options.key)) as listener:
-            peers = start_peers([p for p in options.peers if p not in not_run], work, listener, options)
-            try:
-                differences = measure(peers, options, console)
-                rows = rows_of(peers, work, options)
-                for peer in peers:
-                    peer.process.wait(options.timeout)
-            finally:
-                end_all(peers)
+            seen: dict[str, dict[str, list[dict[str, Any]]]] = {}
+            for names in groups([p for p in options.peers if p not in not_run]):
+                peers = start_peers(names, work, listener, options)
+                try:
+                    measure(peers, options, console)
+                    for peer in peers:
+                        peer.process.wait(options.timeout)
+                finally:
+                    end_all(peers)
+                merge(seen, peers)
+        differences = check_equal(seen)
+        rows = rows_of(seen, work, options)
     report |= {
         "ranks": RANKS,
         "rows_of_a_micro_batch": ROWS,
         "precision": "fp32",
-        "environment": KEPT_HEAP,
         "versions": versions(),
         "samples": {data: len(lengths_of(data, options.steps)) for data in DATA},
         "peers": {name: PEERS[name] for name in options.peers},
@@ -334,10 +350,10 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="How many real tokens does a CPU second train, beside every peer?")
     parser.add_argument("folder", nargs="?", type=Path, default=REPOSITORY / "benchmarks" / "results")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
-    parser.add_argument("--repeats", type=int, default=6, help="timed rounds of every peer")
-    parser.add_argument("--steps", type=int, default=3, help="steps of a round, of each data set")
+    parser.add_argument("--repeats", type=int, default=5, help="timed rounds of every peer")
+    parser.add_argument("--steps", type=int, default=1, help="steps of a round, of each data set")
     parser.add_argument("--hidden", type=int, default=512, help="width of the language model, a multiple of 32")
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument(
         "--padded", choices=PADDED_LAYOUTS, default="grouped",
         help="the padded peers' rows: as LLaVA's sampler deals them, or sorted by length within a step, as ours are",

@@ -15,9 +15,9 @@ from llava_fsdp.config import Config, config_dir, load
 from llava_fsdp.data.cut import Cuts
 
 RANKS = 2
-SCALE = 16
-"""Samples are as many times shorter than LLaVA's, so that a step takes about a second."""
-SIDE = 6
+SCALE = 4
+"""Samples are as many times shorter than LLaVA's, so that a step takes a few seconds."""
+SIDE = 12
 """Patches on a side: PICTURE / SCALE positions for a picture."""
 VOCABULARY = 2048
 DATA = ("mixed", "equal")
@@ -80,7 +80,7 @@ def configure(work: Path, data: str, pack: bool, options: argparse.Namespace) ->
         f"data.path={work / data / 'records.json'}",
         f"data.images={work / data / 'images'}",
         "data.template=plain",  # writes nothing around a text, which is short here
-        "data.max_length=192",
+        "data.max_length=640",
         "data.workers=0",
         f"output_dir={work / 'runs' / f'{data}-{pack}'}",
         "precision=fp32",

@@ -36,9 +36,10 @@ from llava_fsdp.data.synthetic import SyntheticLoader, fullest, synthetic_step
 from llava_fsdp.dry_run import draw_shards, states
 from llava_fsdp.loop import train_step
 from llava_fsdp.opening import build_model, shape_of
-from llava_fsdp.peak import PeakMeter, return_what_is_freed
+from llava_fsdp.peak import PeakMeter
 from llava_fsdp.planning.shapes import shapes_of
 from llava_fsdp.sharding.fake import imagine_collectives, is_imagined
+from llava_fsdp.sharding.heap import return_freed_memory
 from llava_fsdp.sharding.mesh import World, distributed, make_mesh
 from llava_fsdp.sharding.traffic import Traffic
 from llava_fsdp.sharding.zero import SHARD_PLANS
@@ -126,7 +127,7 @@ def compare(options: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
     """
     cfg = configure(options, work)
     with distributed(cfg) as world:
-        return_what_is_freed()
+        return_freed_memory()
         runs = {mode: build(mode, cfg, world) for mode in options.modes}
         for repetition in range(options.repetitions):
             for mode in options.modes if repetition % 2 == 0 else options.modes[::-1]:

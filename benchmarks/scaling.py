@@ -37,8 +37,9 @@ from llava_fsdp.loop import train_step
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.parts import find_parts
 from llava_fsdp.opening import build_model, shape_of
-from llava_fsdp.peak import PeakMeter, return_what_is_freed
+from llava_fsdp.peak import PeakMeter
 from llava_fsdp.sharding.fake import imagine_collectives, is_imagined
+from llava_fsdp.sharding.heap import return_freed_memory
 from llava_fsdp.sharding.mesh import World, distributed, make_mesh
 from llava_fsdp.sharding.precision import DTYPES
 from llava_fsdp.sharding.traffic import CollectiveBytes
@@ -120,7 +121,7 @@ def contents_of(point: Point) -> Contents:
 def measure(point: Point, steps: int, work: Path) -> dict[str, Any]:
     """Steps of this rank; the first makes the optimizer's states and is not timed."""
     cfg = configure(work, point)
-    return_what_is_freed()
+    return_freed_memory()
     with distributed(cfg) as world, contextlib.redirect_stderr(io.StringIO()):
         plan = SHARD_PLANS[cfg.sharding.strategy]
         mesh = make_mesh(world, plan, cfg)

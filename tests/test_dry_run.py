@@ -35,7 +35,7 @@ ROWS = [
 @pytest.fixture(autouse=True)
 def ordinary_malloc(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is set there stays set for the process, and this one has other tests to run."""
-    monkeypatch.setattr(dry_run, "return_what_is_freed", lambda: None)
+    monkeypatch.setattr(dry_run, "return_freed_memory", lambda: None)
 
 
 def config(parts: Path, dataset: Path, folder: Path, *overrides: str, ranks: int = RANKS) -> Config:

@@ -23,7 +23,7 @@ from llava_fsdp.loop import train_step
 from llava_fsdp.model.draw import Rule, draw_rule
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.opening import build_model, shape_of
-from llava_fsdp.peak import PeakMeter, return_what_is_freed
+from llava_fsdp.peak import PeakMeter
 from llava_fsdp.planning.activations import MicroBatch
 from llava_fsdp.planning.auto import decide
 from llava_fsdp.planning.planner import PlanRow
@@ -31,6 +31,7 @@ from llava_fsdp.planning.planner import peak as plan_peak
 from llava_fsdp.planning.samples import samples_of
 from llava_fsdp.planning.shapes import shapes_of
 from llava_fsdp.sharding.fake import imagine_collectives, is_imagined
+from llava_fsdp.sharding.heap import return_freed_memory
 from llava_fsdp.sharding.mesh import World, distributed, make_mesh
 from llava_fsdp.sharding.offload import clear_memory_errors
 from llava_fsdp.sharding.precision import DTYPES, MasterWeights
@@ -80,7 +81,7 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
     if cfg.precision.param_dtype is DType.fp16:
         # a run finds its loss scale by skipping steps, and a skipped step makes no optimizer states
         cfg = replace(cfg, precision=replace(cfg.precision, scaler=ScalerConfig(scale=1.0)))
-    return_what_is_freed()
+    return_freed_memory()
     plan = SHARD_PLANS[cfg.sharding.strategy]
     mesh = make_mesh(world, plan, cfg)
     model = build_model(cfg, shapes_of(cfg.model), world.device)

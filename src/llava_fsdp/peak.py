@@ -7,11 +7,6 @@ from pathlib import Path
 
 import torch
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
-LARGE = 128 * 2**10
-"""glibc's own first threshold between its heap and pages of their own. It raises it to the largest block that was ever
-freed, up to 32 MiB, and then keeps what is freed below that: the peak would be that of the heap's history."""
-
 
 class PeakMeter:
     """Most bytes that are held at once from now on, beyond what is held now.
@@ -43,17 +38,6 @@ class PeakMeter:
                 "max_memory_reserved": torch.cuda.max_memory_reserved(self.device) - self.reserved_before,
             }
         return {"peak_resident": max(0, of_process("VmHWM") - of_process("RssFile") - self.before)}
-
-
-def return_what_is_freed() -> None:
-    """Tell glibc to give large blocks back to the system as soon as they are freed; other systems' allocators may not.
-
-    For the life of the process: every large tensor then costs the system fresh pages, and some time.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, LARGE)
-        mallopt(M_TRIM_THRESHOLD, LARGE)
 
 
 def free_to_the_system() -> None:

@@ -34,7 +34,6 @@ reduced gradient passes through the device a unit at a time. Without a GPU the d
 `params` save nothing there, and `nvme` leaves W and what a micro-batch takes as private memory.
 """
 
-import ctypes
 import os
 import re
 from collections.abc import Iterator
@@ -51,12 +50,12 @@ from llava_fsdp.config import Config, OffloadMode, RecomputeMode, Strategy
 from llava_fsdp.errors import ConfigError, OutOfMemory
 from llava_fsdp.log import log
 from llava_fsdp.sharding.arena import Arena
+from llava_fsdp.sharding.heap import return_freed_memory
 from llava_fsdp.sharding.mesh import World
 from llava_fsdp.sharding.shards import like, local
 from llava_fsdp.sharding.staging import Copied, Mapped
 from llava_fsdp.sharding.streamed import StreamedOptimizer
 
-MMAP_THRESHOLD = 1 << 20
 IN_MEMORY = ("tmpfs", "ramfs")
 NO_ROOM = re.compile(
     r"can't allocate memory|not enough memory|out of memory|Cannot allocate memory|std::bad_alloc", re.IGNORECASE
@@ -158,18 +157,6 @@ def managed(module: FSDPModule) -> list[Any]:
     """What FSDP knows of the parameters of a unit."""
     group = module._get_fsdp_state()._fsdp_param_group
     return [] if group is None else group.fsdp_params
-
-
-def return_freed_memory() -> None:
-    """Give large blocks back to the system when they are freed.
-
-    glibc keeps blocks of up to 32 MiB in its heap once one such has been freed, and units of all sizes, gathered and
-    freed in turn, leave holes: under zero3 half of what a process held, where this was measured.
-    """
-    m_mmap_threshold = -3  # malloc.h; setting it also ends its growing
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(m_mmap_threshold, MMAP_THRESHOLD)
 
 
 def filesystem(folder: Path) -> str | None:
