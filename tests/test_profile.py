@@ -73,6 +73,15 @@ def test_steps_that_do_not_come_are_refused(parts: Path, dataset: Path, tmp_path
         make_config(parts, dataset, tmp_path, "profile_steps=[3,2]")
 
 
+def test_a_step_that_is_none_asks_to_stop_and_does_not_end_the_steps(
+    parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """A rank whose data do not come is asked between two steps, profiled or not."""
+    recorder = Recorder(make_config(parts, dataset, tmp_path, *PROFILE[:2]), 0, CPU)
+    assert list(recorder.steps(iter(["first", None]))) == ["first", None]
+    assert recorder.profiler is None and not (tmp_path / "profile").exists()
+
+
 def event(name: str, cat: str, ts: float, dur: float, tid: int = 1, **args: object) -> dict:
     return {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": dur, "tid": tid, "args": args}
 

@@ -46,20 +46,23 @@ class Recorder(Unrecorded):
         self.profiler: profile | None = None
 
     def steps(self, steps: Iterator[T]) -> Iterator[T]:
-        """The same steps; what waits for one is a part of it."""
+        """The same steps, None among them, which asks to stop; what waits for one is a part of it."""
         try:
             for number in itertools.count(1):
                 self.begin(number)
-                with self.part("data"):
-                    step = next(steps, None)
-                if step is None:
-                    break
+                try:
+                    with self.part("data"):
+                        step = next(steps)
+                except StopIteration:
+                    return
                 yield step
         finally:
             if self.profiler is not None:  # the run ends early: what there is of a trace is of no use
                 log().warning("profile=true: the run has ended before step %d of this start", self.last)
                 self.profiler.stop()
                 self.profiler = None
+                if self.on_cuda:
+                    torch.cuda.memory._record_memory_history(enabled=None)
 
     def part(self, name: str) -> AbstractContextManager[object]:
         return nullcontext() if self.profiler is None else record_function(RANGE + name)
