@@ -118,7 +118,9 @@ def where_states_lie(world: World, cfg: Config) -> dict[str, bool]:
         assert all(gradients.owns(local(p.grad)) for p in masters.values() if p.grad is not None)
         assert all(moments.owns(local(state.optimizer.state[p]["exp_avg"])) for p in masters.values())
         units = [module for module in state.model.modules() if isinstance(module, FSDPModule)]
-        assert units and all(shards.owns(p._sharded_param_data) for unit in units for p in managed(unit))
+        sharded = {p for unit in units for p in managed(unit)}
+        assert sharded and all(shards.owns(p._sharded_param_data) for p in sharded)
+        assert shards.size == sum(Arena.room(p.padded_sharded_param_size, p.sharded_param.dtype) for p in sharded)
         assert all(arena.taken == arena.size for arena in (moments, shards, gradients)), "room was asked for in vain"
     return held
 
@@ -130,13 +132,14 @@ def state_arenas(state: TrainState) -> list[Arena]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("stage", ["pretrain", "finetune"])
+@pytest.mark.parametrize(("stage", "blocks_per_unit"), [("pretrain", 1), ("finetune", 2)])
 def test_states_lie_in_the_files(
-    stage: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+    stage: str, blocks_per_unit: int, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
     """Uneven shards too, which FSDP would copy to pad them; whole frozen weights stay on the device."""
     values = ["precision=bf16", "sharding=zero3", "offload=nvme", "micro_batch_size=2"]
-    cfg = make_config(parts, dataset, tmp_path / "run", *values, stage=stage)
+    units = f"sharding.blocks_per_unit={blocks_per_unit}"
+    cfg = make_config(parts, dataset, tmp_path / "run", *values, units, stage=stage)
     for held in pools[4].run(where_states_lie, cfg):
         tower = {n for n in held if n.startswith("vision_tower")}
         kept_whole = tower | ({n for n in held if "norm" in n} if stage == "pretrain" else set())

@@ -103,7 +103,8 @@ class Offload:
         FSDP is told at once what it will gather from; else it copies shards with fewer rows than the largest elsewhere
         to pad them, and there is no public way to say so. tests/sharding/test_offload.py sees where shards lie.
         """
-        found = [p for module in model.modules() if isinstance(module, FSDPModule) for p in managed(module)]
+        modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        found = list(dict.fromkeys(p for module in modules for p in managed(module)))  # blocks may share a unit
         room = sum(Arena.room(p.padded_sharded_param_size, p.sharded_param.dtype) for p in found)
         self.shards = Arena(room, self.folder, pin=self.pin and self.folder is None)
         made: dict[int, torch.Tensor] = {}
