@@ -180,7 +180,7 @@ def test_a_stop_is_saved_once(parts: Path, dataset: Path, tmp_path: Path, monkey
 
     def asked(state: TrainState, *rest: object) -> StepResult:
         result = do_step(state, *rest)
-        rest[-1].stop = "SIGTERM" if state.step == 2 else ""  # type: ignore[attr-defined]
+        rest[-2].stop = "SIGTERM" if state.step == 2 else ""  # type: ignore[attr-defined]
         return result
 
     monkeypatch.setattr(Saver, "save", counted)
@@ -201,7 +201,7 @@ def test_a_stop_in_the_last_step_leaves_the_export_to_the_next_start(
     exported: bool, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def asked(state: TrainState, *rest: object) -> StepResult:
-        rest[-1].stop = "SIGTERM" if state.step == 1 else ""  # type: ignore[attr-defined]
+        rest[-2].stop = "SIGTERM" if state.step == 1 else ""  # type: ignore[attr-defined]
         return do_step(state, *rest)
 
     cfg = make_config(parts, dataset, tmp_path, "max_steps=2", f"export.enabled={exported}", "export.verify=false")
@@ -219,7 +219,7 @@ def test_a_stop_does_not_promise_what_could_not_be_written(
     parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def asked(state: TrainState, *rest: object) -> StepResult:
-        rest[-1].stop = "SIGTERM" if state.step == 1 else ""  # type: ignore[attr-defined]
+        rest[-2].stop = "SIGTERM" if state.step == 1 else ""  # type: ignore[attr-defined]
         return do_step(state, *rest)
 
     def refused(*_: object) -> Path:
