@@ -279,6 +279,9 @@ def test_auto_recomputes_no_more_than_it_must(
     assert not chosen[0].applied(cfg).has_auto and "recompute selective" in chosen[1].reason
     with pytest.raises(ConfigError, match="nothing fits by the plan"):
         on(totals[2] - 100_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(cfg, "compile", True)  # which goes with SDPA in packed rows, but not with selective as well
+        assert on(totals[1]).recompute.mode is RecomputeMode.full
     recorded = f"sharding: {{strategy: {Strategy.FULL_SHARD.value}}}\nrecompute: {{mode: full, budget: null}}\n"
     (tmp_path / "config.yaml").write_text(recorded + "tokens_per_micro_batch: 1024\n")
     assert on(totals[0], continues=True).recompute.mode is RecomputeMode.full, "a run goes on as it began"

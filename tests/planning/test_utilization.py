@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from harness import CPU
-from packed import write_every_kind
+from packed import build, write_every_kind
 from small import make_config
 
 from llava_fsdp import train
@@ -14,7 +14,8 @@ from llava_fsdp.data.batch import StepFacts
 from llava_fsdp.data.loader import ModelShape, build_loader
 from llava_fsdp.metrics import Reporter
 from llava_fsdp.model.flops import Flops
-from llava_fsdp.planning.utilization import Utilization, flops_share, peak_of
+from llava_fsdp.model.llava import Llava
+from llava_fsdp.planning.utilization import Utilization, flops_share, peak_of, utilization_of
 from llava_fsdp.state import StepResult
 
 ANYRES = "data.image_aspect_ratio=anyres", "export.enabled=false", "data.max_length=512"
@@ -78,6 +79,23 @@ def test_selective_recompute_runs_no_product_again() -> None:
     assert {m.name: share for m, share in shares.items()} == {
         "none": 0.0, "full": 1.0, "selective": 0.0, "budget": 0.75, "offload": 1.0,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_a_compiled_block_that_runs_again_does_so_to_the_end(
+    mode: str, parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """Its forward graph is one piece (test_compile.py counts its products); one that is not compiled stops early."""
+    model = build(make_config(parts, dataset, tmp_path)).model
+    assert isinstance(model, Llava)
+    plain, compiled = (
+        utilization_of(model, make_config(parts, dataset, tmp_path, f"recompute={mode}", f"compile={on}"), CPU, 1)
+        for on in ("false", "true" if mode != "selective" else "auto")
+    )
+    last = 3 * 36 * 50  # three layers' down projections
+    forward = plain.flops.position / 3
+    assert compiled.flops == plain.flops and plain.again.position == (forward - 2 * last if mode == "full" else 0)
+    assert compiled.again.position - plain.again.position == (2 * last if mode == "full" else 0)
 
 
 def test_a_run_on_a_cpu_has_no_mfu(

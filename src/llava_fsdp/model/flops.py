@@ -31,18 +31,21 @@ class Flops(NamedTuple):
         return self.position * positions + self.pair * pairs + self.label * labels + self.tile * tiles
 
 
-def count_flops(model: Llava, recompute: bool) -> Flops:
+def count_flops(model: Llava, recompute: bool, compiled: bool = False) -> Flops:
     """A weight costs 2 forward, 2 for the gradient of its input and 2 for its own where it trains, 2 to run again.
 
     The gradient always goes back through the whole language model, because the projector lies before it. All of a
     mixture's experts are counted. What runs again is a block without its last product, whose result nothing needs; in
     fp16 the logits do so whether blocks do or not (`model/loss.py`).
+
+    Args:
+        compiled: the language model's blocks are: one that runs again does so by its forward graph, to the end.
     """
     trains = {part: part in model.cfg.train for part in Part}
     language: Any = model.language_model.config
     stack = find_stack(model.language_model)
     weights = matrix_weights(stack)
-    again = 2 * (weights - last_products(stack)) if recompute else 0
+    again = 2 * (weights - (0 if compiled else last_products(stack))) if recompute else 0
     label = 4 + 2 * trains[Part.language] + 2 * (recompute and model.compute_dtype is torch.float16)
     width = language.num_attention_heads * head_size(language)
     return Flops(

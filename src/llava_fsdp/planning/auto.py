@@ -14,6 +14,7 @@ from llava_fsdp.planning.choose import allowed, plan_rows, recomputes, rows_of, 
 from llava_fsdp.planning.hardware import this_machine
 from llava_fsdp.planning.planner import Choice, Planner, PlanRow
 from llava_fsdp.planning.samples import Samples
+from llava_fsdp.sharding.compiled import is_cut
 from llava_fsdp.sharding.mesh import World
 from llava_fsdp.sharding.zero import SHARD_PLANS
 from llava_fsdp.untrusted import refuse_yaml_bombs
@@ -80,6 +81,8 @@ def rows_for(planner: Planner, cfg: Config, world: World, shard_size: int) -> li
     modes = [cfg.recompute]
     if asks_recompute(cfg):  # without a budget, which needs a compiler and changes numbers
         modes = [one for one in recomputes(cfg, planner.machine.device) if one.mode is not RecomputeMode.budget]
+        if cfg.compile is True:  # compile=auto does without instead
+            modes = [one for one in modes if not is_cut(one.mode, planner.kernel and planner.kernel.attention)]
     choices = [Choice(one, mode, cfg.offload.mode) for one in takes for mode in modes]
     ways = ways_to_cut(planner, cfg, world.size, is_free=cfg.tokens_per_micro_batch == AUTO)
     return plan_rows(planner, choices, world.size, shard_size, world.local_size, ways)

@@ -14,6 +14,7 @@ from llava_fsdp.model.flops import Flops, count_flops
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.planning.hardware import DEVICES, GPUS
 from llava_fsdp.planning.planner import again_share
+from llava_fsdp.sharding.compiled import choose_compiling
 
 TERA = 1e12
 
@@ -44,7 +45,8 @@ class Utilization:
 
 def utilization_of(model: Llava, cfg: Config, device: torch.device, world_size: int) -> Utilization:
     """Of a training on so many devices of this kind."""
-    needed, everything = count_flops(model, recompute=False), count_flops(model, recompute=True)
+    compiled = choose_compiling(cfg, device, model.kernel and model.kernel.attention).on
+    needed, everything = count_flops(model, recompute=False), count_flops(model, recompute=True, compiled=compiled)
     share = flops_share(cfg.recompute)
     again = Flops(*(share * (more - less) for more, less in zip(everything, needed, strict=True)))
     again = again._replace(label=everything.label - needed.label)  # in fp16, whatever blocks do

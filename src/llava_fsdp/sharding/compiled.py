@@ -46,7 +46,7 @@ def choose_compiling(cfg: Config, device: torch.device, attention: Attention | N
         return Compiling(True, "recompute=budget is the compiler's choice")
     if cfg.compile is False:
         return Compiling(False, "as asked for")
-    cut = mode is RecomputeMode.selective and attention is Attention.sdpa
+    cut = is_cut(mode, attention)
     why_cut = "recompute=selective needs a block in one piece, and SDPA a sample at a time cuts it in two"
     if cfg.compile is True:
         check_compiler(device, "compile=true")
@@ -62,6 +62,11 @@ def choose_compiling(cfg: Config, device: torch.device, attention: Attention | N
     if cfg.deterministic:
         return Compiling(False, "the compiler times kernels and takes the fastest, which deterministic=true forbids")
     return Compiling(False, why_cut) if cut else Compiling(True, "Triton is here")
+
+
+def is_cut(mode: RecomputeMode, attention: Attention | None) -> bool:
+    """Whether a block that has to be compiled in one piece cannot be: SDPA runs a sample at a time."""
+    return mode is RecomputeMode.selective and attention is Attention.sdpa
 
 
 def check_compiler(device: torch.device, asked: str) -> None:
