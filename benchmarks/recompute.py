@@ -35,6 +35,7 @@ from llava_fsdp.data.loader import ModelShape
 from llava_fsdp.data.synthetic import SyntheticLoader, fullest, synthetic_step
 from llava_fsdp.dry_run import draw_shards, states
 from llava_fsdp.loop import train_step
+from llava_fsdp.model.llava import Llava
 from llava_fsdp.opening import build_model, shape_of
 from llava_fsdp.peak import PeakMeter
 from llava_fsdp.planning.shapes import shapes_of
@@ -86,6 +87,16 @@ def build(mode: str, cfg: Config, world: World) -> Run:
     """The same weights in every mode."""
     recompute = RecomputeConfig(mode=RecomputeMode(mode), budget=0.5 if mode == "budget" else None)
     cfg = replace(cfg, recompute=recompute)
+    state, model = drawn(cfg, world)
+    run = Run(cfg, state, shape_of(model))
+    step(run, world)  # makes the optimizer's states, and what libraries allocate once
+    run.held = sum(states(state).values())
+    run.rises.clear()
+    return run
+
+
+def drawn(cfg: Config, world: World) -> tuple[TrainState, Llava]:
+    """A run of random weights and no dataset; where it is one of imagined ranks, collectives reach nobody."""
     plan = SHARD_PLANS[cfg.sharding.strategy]
     torch.manual_seed(cfg.seed)
     model = build_model(cfg, shapes_of(cfg.model), world.device)
@@ -94,11 +105,7 @@ def build(mode: str, cfg: Config, world: World) -> Run:
     if is_imagined():
         imagine_collectives(model, Traffic())
     model.train()
-    run = Run(cfg, state, shape_of(model))
-    step(run, world)  # makes the optimizer's states, and what libraries allocate once
-    run.held = sum(states(state).values())
-    run.rises.clear()
-    return run
+    return state, model
 
 
 def step(run: Run, world: World) -> None:

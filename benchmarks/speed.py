@@ -33,6 +33,7 @@ from capped import write
 from hydra import compose, initialize_config_dir
 from memory import write_model
 from provenance import REPOSITORY
+from recompute import drawn
 from rich.console import Console
 from rich.table import Table
 from speed_peers import PEERS, Work, samples_of_steps, time_steps
@@ -41,19 +42,15 @@ from llava_fsdp.config import Config, config_dir, load
 from llava_fsdp.data.batch import MicroBatch, Step, StepFacts
 from llava_fsdp.data.collate import boundaries
 from llava_fsdp.data.cut import pack_step
-from llava_fsdp.data.synthetic import SyntheticLoader
-from llava_fsdp.dry_run import draw_shards, settle_auto
+from llava_fsdp.dry_run import settle_auto
 from llava_fsdp.loop import train_step
 from llava_fsdp.model.llava import Llava
-from llava_fsdp.opening import build_model, shape_of
+from llava_fsdp.opening import shape_of
 from llava_fsdp.planning.shapes import shapes_of
 from llava_fsdp.planning.utilization import utilization_of
-from llava_fsdp.sharding.fake import imagine_collectives, is_imagined
-from llava_fsdp.sharding.mesh import World, distributed, make_mesh
+from llava_fsdp.sharding.mesh import distributed
 from llava_fsdp.sharding.shards import local_shards
-from llava_fsdp.sharding.traffic import Traffic
 from llava_fsdp.sharding.zero import SHARD_PLANS
-from llava_fsdp.state import TrainState, assemble
 
 QUESTION = "how fast is a training step on one GPU, beside what others run?"
 LARGE = 130e9
@@ -119,7 +116,7 @@ def run_ours(work: Work, way: Way) -> dict[str, Any]:
     cfg = configure(work, way.overrides)
     with distributed(cfg) as world:
         cfg = settle_auto(cfg, world)
-        state, model = build(cfg, world)
+        state, model = drawn(cfg, world)
         plan = SHARD_PLANS[cfg.sharding.strategy]
         used = utilization_of(model, cfg, world.device, 1)
         steps = [our_step(n, work, cfg, model) for n in range(work.steps)]
@@ -139,18 +136,6 @@ def run_ours(work: Work, way: Way) -> dict[str, Any]:
             "peak_source": used.source,
         }
         return found | settled
-
-
-def build(cfg: Config, world: World) -> tuple[TrainState, Llava]:
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    torch.manual_seed(cfg.seed)
-    model = build_model(cfg, shapes_of(cfg.model), world.device)
-    loader, mesh = SyntheticLoader(world.device, 1000), make_mesh(world, plan, cfg)
-    state = assemble(model, loader, draw_shards, cfg, world, plan, mesh)
-    if is_imagined():
-        imagine_collectives(model, Traffic())
-    model.train()
-    return state, model
 
 
 def our_step(number: int, work: Work, cfg: Config, model: Llava) -> Step:
@@ -240,7 +225,7 @@ def compare_losses(work: Work) -> dict[str, float]:
             (cut / name / "config.json").write_text(json.dumps(described, default=str))
         small = Work(**{**vars(work), "model": None, "models": cut, "samples": work.rows})
         cfg = configure(small, ("recompute=none", *FIXED))
-        state, model = build(cfg, world)
+        state, model = drawn(cfg, world)
         weights = {name: shard.tensors[0] for name, shard in local_shards(model, state.masters).items()}
         theirs = speed_peers.build(small, model.parts.language, model.parts.vision, world.device)
         named = dict(theirs.named_parameters())

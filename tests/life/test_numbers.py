@@ -169,6 +169,12 @@ def test_what_one_rank_asks_for_all_do(pools: dict[int, RankPool]) -> None:
     assert Votes(stop=True).agreed() == Votes(stop=True)
 
 
+def ask_to_stop(arguments: tuple[object, ...], now: bool) -> None:
+    """As a signal does; `arguments` are those of a step, the run's life among them."""
+    (life,) = (own for own in arguments if isinstance(own, Life))
+    life.stop = "SIGTERM" if now else ""
+
+
 def test_a_stop_is_saved_once(parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At a step that is on disk already nothing is written again; and the same command goes on behind it."""
     written: list[int] = []
@@ -180,7 +186,7 @@ def test_a_stop_is_saved_once(parts: Path, dataset: Path, tmp_path: Path, monkey
 
     def asked(state: TrainState, *rest: object) -> StepResult:
         result = do_step(state, *rest)
-        rest[-2].stop = "SIGTERM" if state.step == 2 else ""  # type: ignore[attr-defined]
+        ask_to_stop(rest, state.step == 2)
         return result
 
     monkeypatch.setattr(Saver, "save", counted)
@@ -201,7 +207,7 @@ def test_a_stop_in_the_last_step_leaves_the_export_to_the_next_start(
     exported: bool, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def asked(state: TrainState, *rest: object) -> StepResult:
-        rest[-2].stop = "SIGTERM" if state.step == 1 else ""  # type: ignore[attr-defined]
+        ask_to_stop(rest, state.step == 1)
         return do_step(state, *rest)
 
     cfg = make_config(parts, dataset, tmp_path, "max_steps=2", f"export.enabled={exported}", "export.verify=false")
@@ -219,7 +225,7 @@ def test_a_stop_does_not_promise_what_could_not_be_written(
     parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def asked(state: TrainState, *rest: object) -> StepResult:
-        rest[-2].stop = "SIGTERM" if state.step == 1 else ""  # type: ignore[attr-defined]
+        ask_to_stop(rest, state.step == 1)
         return do_step(state, *rest)
 
     def refused(*_: object) -> Path:
