@@ -134,7 +134,8 @@ WRONG = [
     ("data=llava_json", "data.path is not set; give it on the command line: data.path=VALUE"),
     (
         "stage=nope",
-        "Could not find 'stage/nope'\n\nAvailable options in 'stage':\n\tfinetune\n\tfinetune_task\n\tpretrain",
+        "Could not find 'stage/nope'\n\nAvailable options in 'stage':\n\tfinetune\n\tfinetune_lora\n\tfinetune_qlora\n"
+        "\tfinetune_task\n\tfinetune_task_lora\n\tpretrain",
     ),
     (
         "sharding=zero4",

@@ -7,7 +7,7 @@ door; nothing behind it sees OmegaConf. One long file on purpose: it is the list
 import difflib
 import math
 import re
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from fractions import Fraction
 from pathlib import Path
@@ -247,11 +247,79 @@ class Format(Enum):
     json = "json"
 
 
+class LoraBias(Enum):
+    """Which biases train beside the adapters; peft's names."""
+
+    none = "none"
+    all = "all"
+    """every one of a part that has adapters"""
+    lora_only = "lora_only"
+    """those of the layers that have adapters"""
+
+
+class Quantizer(Enum):
+    """What the frozen linear layers of the language model's blocks are kept in."""
+
+    none = "none"
+    """precision.param_dtype"""
+    nf4 = "nf4"
+    """4 bits, of a code for what is normally distributed (QLoRA, arXiv 2305.14314)"""
+    fp4 = "fp4"
+    """4 bits, as a floating point number"""
+    int8 = "int8"
+    """8 bits, with a scale for each row (LLM.int8(), arXiv 2208.07339)"""
+
+
 @dataclass(kw_only=True, slots=True)
 class StageConfig:
     name: str
     corpus: str
     """Which file of the embedded dataset: captions, instructions or heldout. Other datasets ignore it."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LoraConfig:
+    """Low-rank adapters (arXiv 2106.09685) in the linear layers of the blocks of language and vision, where
+    `model.train` names them; their own weights stay frozen then. The defaults are the original's recipe."""
+
+    enabled: bool = False
+    r: int = 128
+    alpha: float = 256
+    """The adapter's output is multiplied with alpha / r, or alpha / sqrt(r) with use_rslora."""
+    dropout: float = 0.05
+    """Of an adapter's input; which values it takes depends on the sample alone, not on the number of ranks."""
+    bias: LoraBias = LoraBias.none
+    use_dora: bool = False
+    """Weight-decomposed adapters (arXiv 2402.09353): a trained length for every row of a weight."""
+    use_rslora: bool = False
+    """Rank-stabilised scaling (arXiv 2312.03732)."""
+    checkpoint: str | None = None
+    """A folder with an adapter to go on from, ours, peft's or the original's; null: a new one, which changes nothing
+    before its first step."""
+
+    def __post_init__(self) -> None:
+        at_least("model.lora.r", self.r, 1)
+        if not 0 < self.alpha < float("inf"):
+            raise ConfigError(f"model.lora.alpha={self.alpha} must be a finite number above 0")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"model.lora.dropout={self.dropout} must be at least 0 and below 1")
+        if not self.enabled and self.checkpoint is not None:
+            raise ConfigError(
+                f"model.lora.checkpoint={self.checkpoint} needs model.lora.enabled=true; choose stage=finetune_lora"
+            )
+
+    @property
+    def scaling(self) -> float:
+        return self.alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
+
+
+@dataclass(kw_only=True, slots=True)
+class QuantizeConfig:
+    """Frozen weights in fewer bits, by bitsandbytes; computed with in precision.param_dtype."""
+
+    mode: Quantizer = Quantizer.none
+    double: bool = True
+    """nf4 and fp4: the scales of the blocks of 64 weights are quantised once more, to 8 bits."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -281,8 +349,17 @@ class ModelConfig:
     random_weights: bool
     """The folders hold a config only: weights are drawn from the seed."""
     train: list[Part]
+    """Parts that learn: whole, or with lora.enabled by adapters, which the projector never has."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
+
+    @property
+    def adapted(self) -> list[Part]:
+        """Parts that get adapters."""
+        return [part for part in self.train if part is not Part.projector] if self.lora.enabled else []
 
     def __post_init__(self) -> None:
+        self.check_adapters()
         if not re.fullmatch(r"linear|identity|mlp[1-9]\d*x_gelu", self.projector_type):
             raise ConfigError(
                 f"model.projector_type={self.projector_type} is not a projector; "
@@ -292,6 +369,28 @@ class ModelConfig:
             raise ConfigError("model.train=[] trains nothing; name parts of [projector, language, vision]")
         if len(set(self.train)) != len(self.train):
             raise ConfigError(f"model.train={[p.value for p in self.train]} names a part twice")
+
+    def check_adapters(self) -> None:
+        """Raises ConfigError where adapters or a quantised base contradict what trains."""
+        train = [part.value for part in self.train]
+        if self.lora.enabled and not self.adapted:
+            raise ConfigError(
+                f"model.lora.enabled=true puts adapters into language or vision, and model.train={train} names neither"
+            )
+        mode = self.quantize.mode
+        if mode is Quantizer.none:
+            return
+        if Part.language in self.train and not self.lora.enabled:
+            raise ConfigError(
+                f"model.quantize.mode={mode.value} keeps the language model's weights in a few bits, which cannot be "
+                f"trained, and model.train={train} trains them; choose stage=finetune_qlora, or "
+                "model.lora.enabled=true"
+            )
+        if self.lora.use_dora:
+            raise ConfigError(
+                f"model.quantize.mode={mode.value} with model.lora.use_dora=true would unpack every weight at every "
+                "step for its rows' lengths; set one of the two back"
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -725,6 +824,7 @@ class Config:
 
     def __post_init__(self) -> None:
         self.check_packing()
+        self.check_base()
         if self.precision.linear is LinearKind.fp8 and Part.language not in self.model.train:
             raise ConfigError(
                 f"precision.linear=fp8 is for a language model that trains, and model.train="
@@ -775,6 +875,20 @@ class Config:
                 f"model.projector_type={self.model.projector_type} has no equal in transformers' LLaVA, so the run "
                 "could not be exported; choose mlp2x_gelu, or set export.enabled=false and turn it into the "
                 "original's format later: python -m llava_fsdp.export source=OUTPUT_DIR to=FOLDER format=llava"
+            )
+
+    def check_base(self) -> None:
+        """Raises ConfigError where a frozen base cannot be computed with, or moved, as it is asked for."""
+        mode = self.model.quantize.mode
+        if self.model.lora.enabled and self.precision.linear is LinearKind.fp8:
+            raise ConfigError(
+                "precision.linear=fp8 is for weights that train, and model.lora.enabled=true freezes them; choose "
+                "precision=bf16"
+            )
+        if mode is not Quantizer.none and self.offload.mode.moves_weights:
+            raise ConfigError(
+                f"offload={self.offload.mode.value} with model.quantize.mode={mode.value} would send packed weights "
+                "through the host at every step; choose offload=optimizer or none"
             )
 
     def check_steps(self) -> None:
@@ -1049,10 +1163,10 @@ def value_at(node: DictConfig, key: object) -> object:
 def schema_keys(schema: Any, prefix: str = "") -> list[str]:
     """Every key of a schema, dotted."""
     found = []
-    for field in fields(schema):
-        found.append(prefix + field.name)
-        if is_dataclass(field.type):
-            found += schema_keys(field.type, prefix + field.name + ".")
+    for own in fields(schema):
+        found.append(prefix + own.name)
+        if is_dataclass(own.type):
+            found += schema_keys(own.type, prefix + own.name + ".")
     return found
 
 

@@ -17,6 +17,7 @@ from llava_fsdp.model.llava import Llava
 
 STAGE_1, STAGE_2 = "[projector]", "[projector,language]"
 TOWER = "[projector,language,vision]"
+LORA = ("model.lora.enabled=true", "model.lora.r=4")
 CASES = [
     (STAGE_1, "none", -2), (STAGE_2, "none", -2), (TOWER, "none", -2), ("[vision]", "none", -2),
     ("[language]", "none", -2), (STAGE_2, "none", -1), (TOWER, "none", 1),
@@ -32,10 +33,11 @@ def counted(model: Llava, samples: int, length: int, labels: int, tiles: int, pa
     segments = (held["position_ids"], held["cu_seqlens"], held["lengths"]) if pack else None
     shape = (1, total) if pack else (samples, length)
     shown = 4 * min(1, tiles)
+    seeds = torch.arange(samples), torch.arange(tiles)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(
             torch.ones(shape, dtype=torch.int64), segments, torch.arange(shown), torch.arange(shown),
-            torch.rand((tiles, 3, 28, 28)), torch.arange(labels), torch.ones(labels, dtype=torch.int64),
+            torch.rand((tiles, 3, 28, 28)), seeds, torch.arange(labels), torch.ones(labels, dtype=torch.int64),
         ).backward()  # fmt: skip
     model.zero_grad()
     return counter.get_total_flops()
@@ -55,7 +57,20 @@ def test_every_product_is_counted_and_no_other(
     overrides = f"model.train={train_parts}", f"recompute={recompute}", f"model.select_layer={select_layer}"
     model = build(make_config(parts, dataset, tmp_path, *overrides, f"pack={str(pack).lower()}")).model
     assert isinstance(model, Llava) and next(model.parameters()).device == CPU
-    flops = count_flops(model, recompute == "full")
+    check_counts(model, recompute == "full", pack)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_adapters_are_counted_and_no_gradient_of_what_is_frozen(
+    recompute: str, parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    model = build(make_config(parts, dataset, tmp_path, *LORA, f"recompute={recompute}")).model
+    assert isinstance(model, Llava) and model.adapted
+    check_counts(model, recompute == "full", pack=True)
+
+
+def check_counts(model: Llava, recompute: bool, pack: bool) -> None:
+    flops = count_flops(model, recompute)
     for samples, length, labels, tiles in ((1, LENGTH, LABELS, TILES), (3, LENGTH, LABELS, TILES), (2, 64, 31, 3)):
         found = counted(model, samples, length, labels, tiles, pack) - causal_half(flops, samples, length)
         assert found == flops.of(samples * length, samples * length**2, labels, tiles)

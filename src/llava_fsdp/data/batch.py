@@ -41,6 +41,11 @@ class MicroBatch:
     lengths: tuple[int, ...] = ()
     """Positions of each sample of a packed row, known without asking the device."""
 
+    seeds: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
+    """int64 [samples], below 2**31: what a sample's dropout depends on, whatever ranks there are"""
+    tile_seeds: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    """int64 [tiles], likewise"""
+
     @property
     def segments(self) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]] | None:
         """position_ids, cu_seqlens and lengths of a packed row."""
@@ -50,7 +55,8 @@ class MicroBatch:
     def inputs(self) -> tuple[Any, ...]:
         """The arguments of the model's forward pass; without the last it returns logits."""
         shown = self.image_positions, self.image_rows, self.images
-        return self.input_ids, self.segments, *shown, self.label_positions, self.label_ids
+        seeds = self.seeds, self.tile_seeds
+        return self.input_ids, self.segments, *shown, seeds, self.label_positions, self.label_ids
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
         """The same with every tensor changed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,12 @@ class Collator:
         self.normalize = normalize
         self.pack = pack
 
-    def __call__(self, rows: list[Row], facts: StepFacts, micro_batches: int) -> MicroBatch:
+    def __call__(self, rows: list[Row], facts: StepFacts, micro_batches: int, seeds: Sequence[int] = ()) -> MicroBatch:
         """Samples end to end, or rows padded to the longest; without any, one position that has no label.
 
         Args:
             micro_batches: of the whole step, on all ranks together.
+            seeds: of the rows, below 2**31, where something is drawn for them.
         """
         ids, labels = (packed if self.pack else padded)([sample for sample, _ in rows])
         lengths = tuple(len(s.input_ids) for s, _ in rows) or (1,)
@@ -51,6 +53,7 @@ class Collator:
             if self.normalize is Normalize.step
             else 1 / (max(1, labels_here) * micro_batches),
             **(boundaries(lengths) if self.pack else {}),
+            **(drawn_from(seeds, rows) if seeds else {}),
         )
 
     def lay_out(self, rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
@@ -93,3 +96,13 @@ def boundaries(lengths: tuple[int, ...]) -> dict[str, Any]:
         "cu_seqlens": torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32),
         "lengths": lengths,
     }
+
+
+def drawn_from(seeds: Sequence[int], rows: list[Row]) -> dict[str, Any]:
+    """The fields of a micro-batch that dropout depends on; a sample's tiles each have a seed of their own."""
+    tiles = [
+        (seed + number) % 2**31
+        for seed, (_, pictures) in zip(seeds, rows, strict=True)
+        for number in range(1, 1 + sum(len(picture) for picture in pictures))
+    ]
+    return {"seeds": torch.tensor(seeds), "tile_seeds": torch.tensor(tiles, dtype=torch.int64)}

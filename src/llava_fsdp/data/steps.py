@@ -25,6 +25,7 @@ from llava_fsdp.data.records import Records
 from llava_fsdp.data.seal import damaged
 from llava_fsdp.data.source import Record
 from llava_fsdp.errors import DataError, PictureError
+from llava_fsdp.seeds import derive
 
 
 class Steps(Dataset):
@@ -53,6 +54,8 @@ class Steps(Dataset):
         self.cost = cost
         self.rank = rank
         self.world_size = world_size
+        self.seed = cfg.seed
+        self.drops = cfg.model.lora.enabled and cfg.model.lora.dropout > 0
 
     @property
     def per_epoch(self) -> int:
@@ -83,9 +86,13 @@ class Steps(Dataset):
         own = cuts[self.rank]
         read = {n: self.read(n) for micro in own for n in dict.fromkeys(micro)}
         facts.left_out = [out for micro in own for n in micro if isinstance(out := read[n], LeftOut)]
-        rows = [[row for n in micro if not isinstance(row := read[n], LeftOut)] for micro in own]
         total = len(own) * self.world_size
-        return Step(facts, [self.collate(micro, facts, total) for micro in rows])
+        micros = []
+        for micro in own:
+            kept = [(n, row) for n in micro if not isinstance(row := read[n], LeftOut)]
+            seeds = [derive("dropout", self.seed, step, n) % 2**31 for n, _ in kept] if self.drops else []
+            micros.append(self.collate([row for _, row in kept], facts, total, seeds))
+        return Step(facts, micros)
 
     def facts(self, step: int, numbers: list[int]) -> StepFacts:
         """From the index alone."""

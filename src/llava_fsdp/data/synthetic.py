@@ -72,6 +72,8 @@ def synthetic_micro_batch(contents: Contents, shape: ModelShape, pack: bool) -> 
         label_positions=label_positions,
         label_ids=torch.zeros(len(label_positions), dtype=torch.int64),
         scale=1 / max(1, len(label_positions)),
+        seeds=torch.arange(len(contents.lengths)),
+        tile_seeds=torch.arange(contents.tiles),
         **(boundaries(contents.lengths) if pack else {}),
     )
 

@@ -34,6 +34,9 @@ class Flops(NamedTuple):
 def count_flops(model: Llava, recompute: bool, compiled: bool = False) -> Flops:
     """A weight costs 2 forward, 2 for the gradient of its input and 2 for its own where it trains, 2 to run again.
 
+    With adapters those are the ones that train. What DoRA makes of whole weights once a micro-batch is not counted, and
+    the gradient of a part's own input is, which a part of adapters has no need of where nothing before it trains.
+
     The gradient always goes back through the whole language model, because the projector lies before it. All of a
     mixture's experts are counted. What runs again is a block without its last product, whose result nothing needs; in
     fp16 the logits do so whether blocks do or not (`model/loss.py`).
@@ -46,10 +49,10 @@ def count_flops(model: Llava, recompute: bool, compiled: bool = False) -> Flops:
     stack = find_stack(model.language_model)
     weights = matrix_weights(stack)
     again = 2 * (weights - (0 if compiled else last_products(stack))) if recompute else 0
-    label = 4 + 2 * trains[Part.language] + 2 * (recompute and model.compute_dtype is torch.float16)
+    label = 4 + 2 * model.lm_head.weight.requires_grad + 2 * (recompute and model.compute_dtype is torch.float16)
     width = language.num_attention_heads * head_size(language)
     return Flops(
-        position=(4 + 2 * trains[Part.language]) * weights + again,
+        position=4 * weights + 2 * trained_weights(stack) + again,
         pair=(2 + 4 + 2 * recompute) * language.num_hidden_layers * width,
         label=label * model.lm_head.weight.numel(),
         tile=tower_flops(model, trains[Part.vision], recompute) + projector_flops(model, trains),
@@ -72,7 +75,10 @@ def tower_flops(model: Llava, trains: bool, recompute: bool) -> float:
     attention = 4 * len(stack) * vision.hidden_size * positions**2
     forward = 2 * positions * blocks + attention
     again = forward - 2 * positions * last_products(stack) if trains and recompute else 0
-    return (3 if trains else 1) * forward + again + (4 if trains else 2) * patches * others
+    if not trains:
+        return forward + 2 * patches * others
+    own = 2 * positions * trained_weights(*stack) + 2 * patches * others * (Part.vision not in model.cfg.adapted)
+    return forward + (forward + attention) + own + again + 2 * patches * others
 
 
 def projector_flops(model: Llava, trains: dict[Part, bool]) -> float:
@@ -87,6 +93,11 @@ def matrix_weights(*modules: nn.Module) -> int:
     """Weights that something is multiplied with: not norms and biases, nor rows that are looked up."""
     weights = sum(p.numel() for module in modules for p in module.parameters() if p.ndim > 1)
     return weights - sum(rows_looked_up(module) for module in modules)
+
+
+def trained_weights(*modules: nn.Module) -> int:
+    """Of them, those that have a gradient."""
+    return sum(p.numel() for module in modules for p in module.parameters() if p.ndim > 1 and p.requires_grad)
 
 
 def rows_looked_up(module: nn.Module) -> int:

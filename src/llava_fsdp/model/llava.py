@@ -18,6 +18,8 @@ from llava_fsdp.model.attention import (
     register_attention,
     told,
 )
+from llava_fsdp.model.dropout import TokenKeys
+from llava_fsdp.model.lora import add_adapters, trained_with_adapters
 from llava_fsdp.model.loss import LabelLoss, choose_loss, whole_loss
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.tower import hidden_state, probe_tower
@@ -85,6 +87,9 @@ class Llava(nn.Module):
         if parts.language.tie_word_embeddings:
             self.lm_head.weight = self.language_model.get_input_embeddings().weight
         self.probe = probe_tower(self.vision_tower, parts.vision, cfg)
+        self.token_keys = TokenKeys()
+        self.adapted: list[str] = []
+        """Modules that have adapters."""
 
     def forward(
         self,
@@ -93,6 +98,7 @@ class Llava(nn.Module):
         image_positions: torch.Tensor,
         image_rows: torch.Tensor,
         images: torch.Tensor,
+        seeds: tuple[torch.Tensor, torch.Tensor],
         label_positions: torch.Tensor,
         label_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -107,6 +113,7 @@ class Llava(nn.Module):
             image_rows: int64 [positions], into the features of all tiles laid end to end; the row behind the last is
                 the end of a line.
             images: float32 [tiles, 3, size, size], normalised.
+            seeds: int64 [samples] and int64 [tiles], what their dropout depends on; read in training, if there is any.
             label_positions: int64 [labels], into the rows laid end to end: where each label is predicted.
             label_ids: int64 [labels].
 
@@ -114,6 +121,8 @@ class Llava(nn.Module):
             float32 scalar, or float32 [labels, vocabulary].
         """
         assert segments is None or self.kernel is not None, "a model for padded rows was given a packed one"
+        if self.training and self.cfg.lora.enabled and self.cfg.lora.dropout:
+            self.token_keys.set(*seeds, input_ids.shape, segments, self.probe.positions)
         features = self.multi_modal_projector(self.image_features(images)).flatten(0, 1)  # [tiles * tokens, hidden]
         if self.cfg.patch_merge is PatchMerge.spatial_unpad:
             features = torch.cat([features, self.image_newline[None].to(features.dtype)])
@@ -157,12 +166,17 @@ class Llava(nn.Module):
             stacks.append(find_stack(self.vision_tower))
         return stacks
 
+    @staticmethod
+    def stack_of(module: nn.Module) -> nn.ModuleList:
+        """The blocks of a language model or a tower."""
+        return find_stack(module)
+
     def whole_while_frozen(self) -> list[nn.Module]:
         """The frozen tower does not run on a rank without pictures, so it must not take part in collectives."""
         return [self.vision_tower]
 
     def freeze(self) -> None:
-        """Leave trainable the parts of `model.train`, without what can never receive a gradient."""
+        """Leave trainable the parts of `model.train`, or their adapters, without what can never receive a gradient."""
         self.requires_grad_(False)
         modules = {
             Part.projector: [self.multi_modal_projector],
@@ -170,8 +184,11 @@ class Llava(nn.Module):
             Part.vision: [self.vision_tower],
         }
         for part in self.cfg.train:
-            for module in modules[part]:
-                module.requires_grad_(True)
+            if part not in self.cfg.adapted:
+                for module in modules[part]:
+                    module.requires_grad_(True)
+        for parameter in trained_with_adapters(self) if self.adapted else []:
+            parameter.requires_grad_(True)
         if self.cfg.patch_merge is PatchMerge.spatial_unpad:
             self.image_newline.requires_grad_(Part.projector in self.cfg.train)
         leftovers = set(self.probe.leftovers)
@@ -215,5 +232,8 @@ def build_llava(
         model = Llava(parts, cfg, compute_dtype, kernel, label_loss)
         if kernel is not None:
             check_reaches_all_layers(model.language_model)
+    if cfg.lora.enabled:
+        with torch.device("meta"):
+            model.adapted = add_adapters(model, cfg.lora, model.token_keys)
     model.freeze()
     return model

@@ -69,3 +69,20 @@ def theirs(name: str) -> str:
     if name.startswith("lm_head."):
         return f"language_model.{name}"
     return name.replace("vision_tower.", "vision_tower.vision_model.", 1)
+
+
+PEFT = "base_model.model."
+"""In front of every name in an adapter's files."""
+
+
+def in_adapter(name: str, projector_type: str) -> str:
+    """The name in the files of an adapter, which are the original's and peft's: without the adapter's own name."""
+    name = PEFT + original(name, projector_type)
+    return name.replace(".default.weight", "" if ".lora_magnitude_vector." in name else ".weight")
+
+
+def ours_in_adapter(name: str) -> str:
+    """The parameter of ours that a tensor of an adapter's files is."""
+    name = ours(name.removeprefix(PEFT))
+    name = re.sub(r"\.(lora_[AB])\.weight$", r".\1.default.weight", name)
+    return re.sub(r"\.lora_magnitude_vector(\.weight)?$", ".lora_magnitude_vector.default.weight", name)

@@ -266,6 +266,8 @@ def find_projector(cfg: Config) -> Path | None:
         )
     if cfg.model.checkpoint is not None or given == "random" or cfg.model.projector_type == "identity":
         return None
+    if given == "auto" and cfg.model.lora.checkpoint is not None:
+        return None  # it lies beside the adapter
     if given != "auto":
         path = Path(given)
         if not path.exists():

@@ -13,8 +13,10 @@ from torch import nn
 
 from llava_fsdp.config import ModelConfig
 from llava_fsdp.errors import ModelError
-from llava_fsdp.model.draw import Drawn, draw_rule
+from llava_fsdp.model.adapter import RowLengths, find_adapter, open_adapter, started_from
+from llava_fsdp.model.draw import Drawn, DrawRule, Rule, draw_rule
 from llava_fsdp.model.files import StoredTensor, open_tensors
+from llava_fsdp.model.lora import LORA_A, LORA_B, MAGNITUDE, is_adapter, start_of_a, without_base
 from llava_fsdp.model.names import COMPUTED, ours, ours_in_language, ours_in_vision
 from llava_fsdp.model.original import TOWER
 from llava_fsdp.model.parts import Parts
@@ -73,17 +75,25 @@ def find_weights(
         found |= renamed(open_tensors(parts.language_folder), ours_in_language)
     if parts.whole is None and projector is not None:
         found |= projector_alone(projector)
+    adapter: dict[str, Stored] = {}
+    if cfg.lora.checkpoint is not None:
+        opened = open_adapter(find_adapter(cfg.lora.checkpoint, "model.lora.checkpoint"))
+        adapter = dict(started_from(opened, model, cfg.lora))
+        found |= {without_base(n): tensor for n, tensor in adapter.items() if not is_adapter(n)}
     sources: dict[str, Stored] = {}
-    for name, parameter in model.named_parameters():
+    for own_name, parameter in model.named_parameters():
+        if is_adapter(own_name):
+            continue  # behind the weights that they adapt
+        name = without_base(own_name)
         drawn = parts.whole is None and (
             cfg.random_weights or (projector is None and name.startswith(PROJECTOR_PREFIX))
         )
         drawn = drawn or name == NEWLINE  # the original too draws it where a model has none (llava_arch.py:83-88)
         if name in found:
             check_shape(name, parameter, found[name], parts)
-            sources[name] = found[name]
+            sources[own_name] = found[name]
         elif drawn:
-            sources[name] = Drawn(name, tuple(parameter.shape), draw_rule(model, name), seed)
+            sources[own_name] = Drawn(name, tuple(parameter.shape), draw_rule(model, own_name), seed)
         else:
             where = (
                 parts.whole or projector
@@ -91,6 +101,36 @@ def find_weights(
                 else parts.whole or (parts.vision_folder if name.startswith("vision_tower.") else parts.language_folder)
             )
             raise ModelError(f"{where} has no weights for {name}; is it the model that its configuration says?")
+    return sources | adapter_sources(model, sources, adapter, seed)
+
+
+def adapter_sources(
+    model: nn.Module, base: dict[str, Stored], given: dict[str, Stored], seed: int
+) -> dict[str, Stored]:
+    """A source for every parameter of adapters: given, or as peft begins them.
+
+    Raises:
+        ModelError: what is given has another shape.
+    """
+    sources: dict[str, Stored] = {}
+    for name, parameter in model.named_parameters():
+        shape = tuple(parameter.shape)
+        if not is_adapter(name):
+            continue
+        if name in given:
+            if given[name].shape != shape:
+                raise ModelError(
+                    f"{name} has shape {list(given[name].shape)} in model.lora.checkpoint, and this model needs "
+                    f"{list(shape)}; it is from another model"
+                )
+            sources[name] = given[name]
+        elif name.endswith(LORA_A):
+            bound = start_of_a(model.get_submodule(name.rpartition(".")[0]))
+            sources[name] = Drawn(name, shape, DrawRule(Rule.UNIFORM, bound), seed)
+        elif name.endswith(LORA_B):
+            sources[name] = Drawn(name, shape, DrawRule(Rule.ZEROS), seed)
+        else:
+            sources[name] = RowLengths(base[name.removesuffix(MAGNITUDE) + ".base_layer.weight"])
     return sources
 
 
@@ -101,7 +141,7 @@ def whole_model(folder: Path, tower: Path, model: nn.Module) -> dict[str, Stored
         ModelError: the folder holds what is no parameter of this model.
     """
     found = renamed(open_tensors(folder), ours)
-    wanted = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    wanted = {without_base(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     unknown = sorted(n for n in found if n not in wanted and not COMPUTED.search(n))
     if unknown:
         raise ModelError(

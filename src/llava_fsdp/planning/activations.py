@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from llava_fsdp.config import Attention, Config, RecomputeConfig
 from llava_fsdp.model.attention import Kernel
@@ -149,14 +150,15 @@ def inputs_of(model: Llava, micro: MicroBatch, packed: bool) -> tuple[Any, ...]:
         places = torch.zeros(micro.tiles * model.image_tokens, dtype=torch.int64)
         images = torch.zeros((micro.tiles, 3, size, size))
         labels = torch.zeros(micro.labels, dtype=torch.int64)
+        seeds = torch.zeros(micro.samples, dtype=torch.int64), torch.zeros(micro.tiles, dtype=torch.int64)
         places_and_rows, labels_and_ids = (places, places.clone()), (labels, labels.clone())
-    return ids, segments, *places_and_rows, images, *labels_and_ids
+    return ids, segments, *places_and_rows, images, seeds, *labels_and_ids
 
 
 def run(model: Llava, inputs: tuple[Any, ...]) -> Trace:
     """One forward and one backward pass, traced."""
     trace = Trace()
-    given = [t for t in inputs if isinstance(t, torch.Tensor)] + [t for t in inputs[1] or () if torch.is_tensor(t)]
+    given = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
     live = LiveBytes(trace, iter([*model.parameters(), *model.buffers(), *given]))
     with collect_gradients(model, live, trace), mark_blocks(model, trace), FuseAttention(), live:
         loss = model(*inputs)

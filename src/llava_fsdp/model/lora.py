@@ -1,0 +1,133 @@
+"""Low-rank adapters, by peft: which modules get them, by full path, and what of them trains.
+
+LLaVA names its targets by their last word (train.py:169-182), which peft matches anywhere: a tower that is loaded gets
+adapters too, and because it runs without gradients they never learn. Here a target is a module of a block that runs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from llava_fsdp.config import LoraBias, LoraConfig, Part
+from llava_fsdp.errors import ConfigError
+from llava_fsdp.model.dropout import SampleDropout, TokenKeys
+
+if TYPE_CHECKING:
+    from llava_fsdp.model.llava import Llava
+
+ADAPTER = "default"
+"""peft's name for the one adapter that a model has here."""
+BASE = ".base_layer."
+"""What peft puts between an adapted module's name and its own parameters'."""
+LORA_A, LORA_B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
+MAGNITUDE = f".lora_magnitude_vector.{ADAPTER}.weight"
+"""DoRA's lengths of a weight's rows."""
+OWN = (LORA_A, LORA_B, MAGNITUDE)
+"""How the names of an adapter's parameters end."""
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter, by name, is an adapter's own."""
+    return name.endswith(OWN)
+
+
+def without_base(name: str) -> str:
+    """The name that an adapted module's own parameter has in a model without adapters."""
+    return name.replace(BASE, ".")
+
+
+def module_of(name: str) -> str:
+    """The adapted module of an adapter's parameter."""
+    return next(name.removesuffix(end) for end in OWN if name.endswith(end))
+
+
+def targets(model: Llava) -> list[str]:
+    """The linear layers that get adapters, by full path: those of the blocks of each adapted part that a gradient
+    reaches. Heads, embeddings and the tower's layers behind `model.select_layer` are none.
+    """
+    leftovers = set(model.probe.leftovers)
+    roots = {Part.language: "language_model", Part.vision: "vision_tower"}
+    found = []
+    for part in model.cfg.adapted:
+        root = model.get_submodule(roots[part])
+        in_blocks = {module for block in model.stack_of(root) for module in block.modules()}
+        for name, module in root.named_modules():
+            if isinstance(module, nn.Linear) and module in in_blocks and f"{name}.weight" not in leftovers:
+                found.append(f"{roots[part]}.{name}")
+    return found
+
+
+def add_adapters(model: Llava, cfg: LoraConfig, keys: TokenKeys) -> list[str]:
+    """Put adapters into a meta-device model, in place.
+
+    Args:
+        keys: what dropout's masks are made of.
+
+    Returns:
+        The modules that have one.
+
+    Raises:
+        ConfigError: peft is not installed, or there is nothing to put one into.
+    """
+    peft = import_peft()
+    names = targets(model)
+    if not names:
+        raise ConfigError(
+            f"model.lora.enabled=true: {type(model.language_model).__name__} has no linear layers in its blocks; "
+            "adapters are for those alone"
+        )
+    settings = peft.LoraConfig(
+        r=cfg.r,
+        lora_alpha=cfg.alpha,
+        lora_dropout=cfg.dropout,
+        bias="none",  # what trains is `Llava.freeze`'s matter
+        use_dora=cfg.use_dora,
+        use_rslora=cfg.use_rslora,
+        target_modules=names,
+    )
+    peft.inject_adapter_in_model(settings, model, ADAPTER)
+    for name in names:
+        module: Any = model.get_submodule(name)
+        if cfg.dropout:
+            module.lora_dropout[ADAPTER] = SampleDropout(cfg.dropout, name, keys)
+    found = sorted(n for n, m in model.named_modules() if isinstance(m, peft.tuners.lora.LoraLayer))
+    assert found == sorted(names), f"adapters in {set(found) ^ set(names)} that were not asked for, or missing"
+    return names
+
+
+def import_peft() -> Any:
+    """Raises ConfigError where it is not installed. It takes seconds, so only those who adapt import it."""
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(
+            f"model.lora.enabled=true needs peft, which cannot be imported ({error}): pip install 'llava-fsdp[lora]'"
+        ) from error
+    return peft
+
+
+def trained_with_adapters(model: Llava) -> list[nn.Parameter]:
+    """Of the parts that have adapters: these, and the biases that `model.lora.bias` names."""
+    roots = {Part.language: (model.language_model, model.lm_head), Part.vision: (model.vision_tower,)}
+    found = [p for n, p in model.named_parameters() if is_adapter(n)]
+    bias = model.cfg.lora.bias
+    if bias is LoraBias.lora_only:
+        found += [p for name in model.adapted for n, p in model.get_submodule(name).named_parameters() if "bias" in n]
+    elif bias is LoraBias.all:
+        modules = [module for part in model.cfg.adapted for module in roots[part]]
+        found += [p for module in modules for n, p in module.named_parameters() if n.rpartition(".")[2] == "bias"]
+    return found
+
+
+def start_of_a(parent: nn.Module) -> float:
+    """The bound of the uniform distribution that peft draws A from (`kaiming_uniform_` with a = sqrt(5)); B is 0."""
+    assert isinstance(parent, nn.Linear)
+    return parent.in_features**-0.5
+
+
+def row_lengths(weight: torch.Tensor) -> torch.Tensor:
+    """float [rows]: what DoRA begins with, as long as the adapter itself adds nothing."""
+    return torch.linalg.norm(weight.float(), dim=1)
