@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,8 +68,7 @@ def assert_same_as_transformers(cfg: Config, folder: Path) -> None:
     for sample, pictures in rows:
         micro = padded([(sample, pictures)], facts(), 1)
         micro = loader.to_device(micro)
-        everywhere = torch.arange(micro.input_ids.numel())
-        ours = model(micro.input_ids, micro.segments, micro.image_positions, micro.image_rows, micro.images, everywhere)
+        ours = model(*replace(micro, label_positions=torch.arange(micro.input_ids.numel())).inputs[:-1])
         ids = torch.from_numpy(sample.input_ids)[None]
         ids = torch.where(ids == IMAGE_ID, theirs.config.image_token_id, ids)
         logits = theirs(input_ids=ids, pixel_values=micro.images if len(micro.images) else None).logits[0]

@@ -212,6 +212,7 @@ def our_outcome(model: Llava, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]
         batch.image_positions,
         torch.arange(len(batch.image_positions)),
         batch.images,
+        (torch.zeros(0), torch.zeros(0)),  # nothing is drawn for samples
         torch.arange(ids.numel()),
     )
     hook.remove()

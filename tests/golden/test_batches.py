@@ -119,6 +119,7 @@ def run(model: Llava, batch: dict, inputs: dict[str, torch.Tensor]) -> tuple[flo
         torch.nonzero((all_ids == IMAGE_ID).flatten()).flatten(),
         torch.where(where == NEWLINE_ROW, before, where),
         torch.cat([*shown, torch.zeros(0, 3, TILE, TILE)]),
+        (torch.zeros(0), torch.zeros(0)),  # nothing is drawn for samples
         label_positions,
         targets[label_positions],
     ) / max(1, count)

@@ -9,7 +9,7 @@ from harness import single_world
 from small import config_of
 
 from llava_fsdp import train
-from llava_fsdp.model.names import ours
+from llava_fsdp.model.names import ours_in_adapter
 from llava_fsdp.sharding.zero import SHARD_PLANS
 
 NOT_RUN = {
@@ -17,6 +17,7 @@ NOT_RUN = {
     "stage1_im_start_end": "the original's forward stops here (NotImplementedError)",
     "stage1_im_patch_token": "adds a row that nothing uses; never done here",
 }
+LORA = {"lora_enable": "enabled", "lora_r": "r", "lora_alpha": "alpha", "lora_dropout": "dropout", "lora_bias": "bias"}
 FLAGS = {"learning_rate": "optim.lr", "mm_projector_lr": "optim.projector_lr", "weight_decay": "optim.weight_decay"}
 
 
@@ -24,8 +25,8 @@ FLAGS = {"learning_rate": "optim.lr", "mm_projector_lr": "optim.projector_lr", "
 def test_groups(case: str, tmp_path: Path, count: Callable) -> None:
     golden = read_json("training/param_groups.json")[case]
     said = golden["cli_overrides"]
-    if said.get("lora_enable") or case in NOT_RUN:
-        count("parameter groups", f"not run: {NOT_RUN.get(case, 'adapters')}")
+    if case in NOT_RUN:
+        count("parameter groups", f"not run: {NOT_RUN[case]}")
         return
     model, data = golden_folder() / "model", golden_folder() / "training" / "data"
     trains = ["projector"] if said.get("tune_mm_mlp_adapter") else ["projector", "language"]
@@ -39,11 +40,14 @@ def test_groups(case: str, tmp_path: Path, count: Callable) -> None:
         f"model.projector={'auto' if whole else 'random'}", "model.random_weights=false", f"model.train={trains}",
         "precision=fp32", f"output_dir={tmp_path}", f"data.index={tmp_path / 'index'}", "optim.projector_lr=null",
         *(f"{key}={said[flag]}" for flag, key in FLAGS.items() if said.get(flag) is not None),
+        *(f"model.lora.{key}={said[flag]}" for flag, key in LORA.items() if said.get(flag) is not None),
     ])  # fmt: skip
     state = train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
     names = {p: n for n, p in state.masters.named.items()}
     made = {(g["weight_decay"], g["base_lr"]): {names[p] for p in g["params"]} for g in state.optimizer.param_groups}
-    wanted = {(g["weight_decay"], g["lr"]): {ours(n) for n in g["names"]} for g in golden["groups"] if g["names"]}
+    wanted = {
+        (g["weight_decay"], g["lr"]): {ours_in_adapter(n) for n in g["names"]} for g in golden["groups"] if g["names"]
+    }
     assert made == wanted
-    assert set(names.values()) == {ours(n) for n in golden["trainable"]}
+    assert set(names.values()) == {ours_in_adapter(n) for n in golden["trainable"]}
     count("parameter groups", "equal")

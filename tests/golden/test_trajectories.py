@@ -11,12 +11,14 @@ import torch
 from folder import golden_folder, read_json
 from harness import RankPool, single_world
 from reference import run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small import config_of
 
 from llava_fsdp import train
+from llava_fsdp.checkpoint import FOLDER, newest_alone
 from llava_fsdp.config import Config
-from llava_fsdp.model.names import ours
+from llava_fsdp.model.names import ours, ours_in_adapter
+from llava_fsdp.saved import saved_weights
 from llava_fsdp.sharding.zero import SHARD_PLANS
 
 TOLERANCE = 1e-5
@@ -36,13 +38,15 @@ FLAGS = {
     "--adam_epsilon": "optim.eps",
     "--max_steps": "max_steps",
     "--seed": "seed",
+    "--lora_r": "model.lora.r",
+    "--lora_alpha": "model.lora.alpha",
+    "--lora_dropout": "model.lora.dropout",
+    "--lora_bias": "model.lora.bias",
 }
 
 
 def not_run(record: dict) -> str | None:
     """Why a run of the original's is not repeated."""
-    if "--lora_enable" in record["cli"]:
-        return "adapters"
     if any("float16" in dtype and "bfloat16" not in dtype for dtype in record["dtypes_before_trainer"]):
         return "the tower is computed in the run's own dtype, never in fp16"
     return None
@@ -74,8 +78,9 @@ def config_for(case: str, record: dict, language: Path, output: Path) -> Config:
     start = training / case / "initial_trainables.safetensors" if captions else training / "s1_b4" / "mm_projector.bin"
     if captions and not start.is_file():
         start = training / "s1_b4" / "initial_trainables.safetensors"
+    adapts = said.get("--lora_enable") == "True"
     return config_of([
-        f"stage={'pretrain' if captions else 'finetune'}",
+        f"stage={'pretrain' if captions else 'finetune_lora' if adapts else 'finetune'}",
         "compat=llava_v1_5",
         "data=llava_json",
         f"data.path={training / 'data' / said['--data_path']}",
@@ -85,6 +90,7 @@ def config_for(case: str, record: dict, language: Path, output: Path) -> Config:
         f"model.language={language}",
         f"model.vision={next(model.glob('clip-*'))}",
         f"model.projector={start}",
+        *([f"model.lora.checkpoint={initial_adapter(case, record, output)}"] if adapts else []),
         "model.random_weights=false",
         "precision=fp32",
         f"recompute={'full' if said.get('--gradient_checkpointing') == 'True' else 'none'}",
@@ -98,6 +104,18 @@ def config_for(case: str, record: dict, language: Path, output: Path) -> Config:
         "export.verify=false",
         "log_every=1000",
     ])  # fmt: skip
+
+
+def initial_adapter(case: str, record: dict, output: Path) -> Path:
+    """The adapters that the original drew, as a folder to go on from; its projector is the one of stage 1."""
+    folder = golden_folder() / "training" / case
+    adapter = output.parent / "drawn"
+    adapter.mkdir(exist_ok=True)
+    drawn = load_file(folder / "initial_trainables.safetensors")
+    saved = {n.replace(".default.", "."): t for n, t in drawn.items() if "lora_" in n}
+    save_file(saved, adapter / "adapter_model.safetensors")
+    shutil.copyfile(folder / "adapter_config.json", adapter / "adapter_config.json")
+    return adapter
 
 
 @pytest.fixture(scope="module")
@@ -119,9 +137,6 @@ def training_loader(cfg: Config, rank: int, world_size: int):
 @pytest.mark.parametrize("case", cases())
 def test_samples_of_every_micro_batch(case: str, language: Path, tmp_path: Path, count: Callable) -> None:
     """Each rank gets the original's rows in the original's micro-batches, as long and with as many labels."""
-    if not_run(records(case)[0]) == "adapters":
-        count("micro-batches", "not run: adapters")
-        return
     for rank, record in enumerate(records(case)):
         cfg = config_for(case, record, language, tmp_path / "run")
         loader = training_loader(cfg, rank, record["world_size"])
@@ -166,7 +181,10 @@ def test_trajectory(case: str, language: Path, pools: dict[int, RankPool], tmp_p
         assert made["loss"] == pytest.approx(sum(losses) / len(losses), rel=TOLERANCE)
         assert made["grad_norm"] == pytest.approx(norm, rel=TOLERANCE)
         assert made["lr"] == pytest.approx(golden["lr"][0], rel=1e-12)
-    compare_weights(case, first, tmp_path / "run" / "export", count)
+    if cfg.model.lora.enabled:
+        compare_adapter(case, tmp_path / "run", count)
+    else:
+        compare_weights(case, first, tmp_path / "run" / "export", count)
     count("trajectories", "equal")
 
 
@@ -175,6 +193,21 @@ def train_on(pools: dict[int, RankPool], size: int, cfg: Config) -> None:
         train.train(cfg)
     else:
         pools[size].run(run_ranks, cfg)
+
+
+def compare_adapter(case: str, run: Path, count: Callable) -> None:
+    """Every adapter and what else was trained, as the original saved them."""
+    folder = golden_folder() / "training" / case
+    wanted = load_file(folder / "adapter_model.safetensors")
+    wanted |= torch.load(folder / "non_lora_trainables.bin", weights_only=True)
+    newest = newest_alone(run / FOLDER)
+    assert newest is not None
+    made = {name: saved.rows(0, saved.shape[0]).double() for name, saved in saved_weights(newest).items()}
+    assert made.keys() == {ours_in_adapter(name) for name in wanted}
+    pairs = [(made[ours_in_adapter(name)], tensor.double()) for name, tensor in wanted.items()]
+    distance = math.sqrt(sum(float((a - b).square().sum()) for a, b in pairs))
+    assert distance <= TOLERANCE * math.sqrt(sum(float(b.square().sum()) for _, b in pairs))
+    count("final weights", "equal")
 
 
 def compare_weights(case: str, record: dict, export: Path, count: Callable) -> None:
