@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from harness import single_world
+from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 from llava_fsdp import train
+from llava_fsdp.checkpoint import FOLDER, newest_alone
 from llava_fsdp.config import Config, DType, Part
 from llava_fsdp.data.batch import LeftOut
 from llava_fsdp.data.loader import normalize
@@ -21,6 +23,8 @@ from llava_fsdp.data.vocabulary import IGNORE, IMAGE_ID
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.names import ours
 from llava_fsdp.model.parts import find_parts
+from llava_fsdp.saved import saved_weights
+from llava_fsdp.seeds import derive
 from llava_fsdp.sharding.mesh import World
 from llava_fsdp.sharding.precision import DTYPES
 
@@ -48,10 +52,13 @@ def outcome(folder: Path) -> Outcome:
     return Outcome([r["loss"] for r in rows], [r["grad_norm"] for r in rows], weights)
 
 
-def plain_loop(cfg: Config, start: Path) -> Outcome:
+def plain_loop(cfg: Config, start: Path, adapters: "Adapters | None" = None) -> Outcome:
     """LLaVA's training without any of our model, cutting or sharding: one sample at a time, one process, AdamW.
 
     Starts from the weights that a run exported; takes nothing but the choice of samples and their ids from us.
+
+    Args:
+        adapters: train instead of the whole language model.
     """
     config = LlavaConfig.from_pretrained(start)
     model = LlavaForConditionalGeneration.from_pretrained(start, dtype=torch.float32, attn_implementation="eager")
@@ -64,6 +71,8 @@ def plain_loop(cfg: Config, start: Path) -> Outcome:
     for part in cfg.model.train:
         parts[part].requires_grad_(True)
     model.lm_head.requires_grad_(Part.language in cfg.model.train)
+    if adapters is not None:
+        adapters.put_into(model, cfg)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
     assert cfg.max_steps is not None and cfg.optim.schedule.value == "cosine"
@@ -76,11 +85,13 @@ def plain_loop(cfg: Config, start: Path) -> Outcome:
             group["lr"] = cfg.optim.lr * factor
         for p in trained:
             p.grad = torch.zeros_like(p)
-        read = [steps.read(i) for i in steps.order.samples(step)]
-        rows = [row for row in read if not isinstance(row, LeftOut)]
-        count = sum(int((sample.labels[1:] != IGNORE).sum()) for sample, _ in rows)
+        read = [(i, steps.read(i)) for i in steps.order.samples(step)]
+        rows = [(i, row) for i, row in read if not isinstance(row, LeftOut)]
+        count = sum(int((sample.labels[1:] != IGNORE).sum()) for _, (sample, _) in rows)
         loss_sum = 0.0
-        for sample, pictures in rows:
+        for number, (sample, pictures) in rows:
+            if adapters is not None:
+                adapters.tell(step, number)
             ids = torch.from_numpy(sample.input_ids)[None]
             ids = torch.where(ids == IMAGE_ID, config.image_token_id, ids)
             table = torch.from_numpy(steps.pictures.preprocessor.pixel_table())
@@ -94,6 +105,87 @@ def plain_loop(cfg: Config, start: Path) -> Outcome:
         optimizer.step()
         losses.append(loss_sum)
     return Outcome(losses, norms, {ours(n): p.detach() for n, p in model.named_parameters()})
+
+
+class Adapters:
+    """peft's adapters in transformers' model, begun as ours are, with dropout by an arithmetic of its own."""
+
+    def __init__(self, first: dict[str, torch.Tensor]):
+        """
+        Args:
+            first: values to begin with, by our names.
+        """
+        self.first = first
+        self.seed = 0
+        self.place = (0, 0)
+
+    def put_into(self, model: LlavaForConditionalGeneration, cfg: Config) -> None:
+        lora = cfg.model.lora
+        modules = {n.rpartition(".lora_A")[0] for n in self.first if ".lora_A" in n}
+        inside = [n for n, _ in model.named_modules() if ours(f"{n}.weight").removesuffix(".weight") in modules]
+        assert len(inside) == len(modules) > 0
+        settings = LoraConfig(
+            r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=inside,
+            use_dora=lora.use_dora, use_rslora=lora.use_rslora,
+        )  # fmt: skip
+        inject_adapter_in_model(settings, model)
+        named = {ours(n): p for n, p in model.named_parameters()}
+        for name, parameter in named.items():
+            parameter.requires_grad_(name in self.first)
+            if name in self.first:
+                parameter.data.copy_(self.first[name])
+        self.seed = cfg.seed
+        for name in inside:
+            layer = model.get_submodule(name)
+            layer.lora_dropout["default"] = Mask(self, ours(f"{name}.weight").removesuffix(".weight"), lora.dropout)
+        model.train()
+
+    def tell(self, step: int, number: int) -> None:
+        """Which sample of which step runs next."""
+        self.place = step, number
+
+
+class Mask(torch.nn.Module):
+    """The dropout of one sample, in Python's own whole numbers."""
+
+    def __init__(self, adapters: Adapters, name: str, p: float):
+        super().__init__()
+        self.adapters, self.name, self.p = adapters, name, p
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.p:
+            return x
+        seed = derive("dropout", self.adapters.seed, *self.adapters.place) % 2**31
+        salt = derive("dropout", self.name) % 2**31
+        tower = self.name.startswith("vision_tower.")
+        rows = [(seed + 1 + tile) % 2**31 if tower else seed for tile in range(len(x))]
+        own = [[joined(row, place) for place in range(x.shape[1])] for row in rows]
+        channels = [joined(channel, salt) for channel in range(x.shape[2])]
+        kept = [[[mixed(k + c) % 2**24 >= int(self.p * 2**24) for c in channels] for k in row] for row in own]
+        return x * torch.tensor(kept) * (1 / (1 - self.p))
+
+
+def joined(first: int, second: int) -> int:
+    return mixed((first * 0x9E3779B1 + second * 0x85EBCA77) % 2**32 - 2**31)
+
+
+def mixed(value: int) -> int:
+    """As 32 bits with a sign, whose shifts to the right keep it."""
+    value = signed(value)
+    value = signed((value ^ (value >> 16)) * 0x7FEB352D)
+    value = signed((value ^ (value >> 15)) * 0x2C1B3C6D)
+    return value ^ (value >> 16)
+
+
+def signed(value: int) -> int:
+    return (value + 2**31) % 2**32 - 2**31
+
+
+def trained_weights(run: Path) -> dict[str, torch.Tensor]:
+    """What the newest checkpoint of a run holds of its model."""
+    newest = newest_alone(run / FOLDER)
+    assert newest is not None
+    return {name: saved.rows(0, saved.shape[0]) for name, saved in saved_weights(newest).items()}
 
 
 def vocabulary(cfg: Config) -> int:

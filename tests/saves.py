@@ -1,5 +1,6 @@
 """Tensors cut over ranks as a run's are, and the saving and loading of them without a model."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -98,3 +99,12 @@ def loaded(world: World, parent: Path, layout: str = "shard") -> int:
 
 def loaded_alone(parent: Path) -> int:
     return loaded(single_world(), parent)
+
+
+def interrupted(whole_run: Path, folder: Path, step: int) -> Path:
+    """What a crash after `step` leaves: its checkpoint, and the metrics of steps that were done after it."""
+    kept = f"checkpoints/step-{step:06d}"
+    shutil.copytree(whole_run / kept, folder / kept)
+    rows = (whole_run / "metrics.jsonl").read_text().splitlines()[: step + 1]
+    (folder / "metrics.jsonl").write_text("\n".join([*rows, '{"step": 99, "lo']))
+    return folder

@@ -10,6 +10,7 @@ import torch
 from harness import RankPool
 from reference import EXPORTED, TOLERANCE, difference, outcome, run_ranks, vocabulary
 from safetensors.torch import load_file
+from saves import interrupted
 from small import make_config
 
 from llava_fsdp import checkpoint, train
@@ -29,15 +30,6 @@ def whole_run(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFacto
     """Six steps on one rank, with a checkpoint after every second; an epoch is four steps."""
     folder = tmp_path_factory.mktemp("whole")
     train.train(make_config(parts, dataset, folder, *OFTEN))
-    return folder
-
-
-def interrupted(whole_run: Path, folder: Path, step: int) -> Path:
-    """What a crash after `step` leaves: its checkpoint, and the metrics of steps that were done after it."""
-    kept = f"checkpoints/step-{step:06d}"
-    shutil.copytree(whole_run / kept, folder / kept)
-    rows = (whole_run / "metrics.jsonl").read_text().splitlines()[: step + 1]
-    (folder / "metrics.jsonl").write_text("\n".join([*rows, '{"step": 99, "lo']))
     return folder
 
 

@@ -49,7 +49,8 @@ class TokenKeys:
             positions, boundaries, _ = segments
             own = seeds.repeat_interleave(boundaries.diff(), output_size=shape[1])[None]
         self.language = hashed(own, positions)
-        self.vision = hashed(tile_seeds[:, None], torch.arange(tower_positions, device=seeds.device)[None])
+        shown = tile_seeds if len(tile_seeds) else tile_seeds.new_zeros(1)  # a tower that trains runs a blank picture
+        self.vision = hashed(shown[:, None], torch.arange(tower_positions, device=seeds.device)[None])
 
 
 class SampleDropout(nn.Module):
@@ -71,7 +72,7 @@ class SampleDropout(nn.Module):
         if not self.training:
             return x
         keys = self.keys.vision if self.in_tower else self.keys.language
-        assert keys is not None, "a forward pass tells its samples first"
+        assert keys is not None and keys.shape == x.shape[:-1], "a forward pass tells its samples first"
         channels = hashed(torch.arange(x.shape[-1], device=x.device), self.salt)
         value = mixed(keys[..., None] + channels)
         dropped = (value & (2**BITS - 1)) < int(self.p * 2**BITS)
