@@ -386,7 +386,9 @@ def test_schedules(flags: str, expected: tuple, tmp_path: Path) -> None:
 
 FLAGS_AND_VERDICTS = [
     ("--fp16 True --bf16 False", "fp16", Verdict.mapped, {"precision": "fp16"}),
-    ("--lora_enable True --lora_r 8", "lora_r", Verdict.unsupported, {}),
+    ("--lora_enable True --lora_r 8", "lora_r", Verdict.mapped, {"model.lora.r": 8, "model.lora.alpha": 16}),
+    ("--lora_enable True", "lora_enable", Verdict.mapped, {"stage": "finetune_lora"}),
+    ("--lora_enable True --lora_bias all", "lora_bias", Verdict.mapped, {"model.lora.bias": "all"}),
     ("--lora_r 8", "lora_r", Verdict.no_effect, {}),
     ("--bits 4", "bits", Verdict.unsupported, {}),
     ("--mm_use_im_start_end True", "mm_use_im_start_end", Verdict.unsupported, {}),

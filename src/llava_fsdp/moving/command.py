@@ -43,8 +43,8 @@ class Migration:
         """Why the command is another training than the files say, or these are none."""
         run = self.run
         found = [f"{row.key}: {row.text}" for row in self.rows if row.text.startswith(REFUSED)]
-        if run.launch and (run.is_lora or run.hf("bits") != 16):
-            found.append("this command trains the whole model: LoRA and quantized weights are not supported yet")
+        if run.launch and run.hf("bits") != 16:
+            found.append("this command trains without quantized weights, which are not supported yet")
         said = replace(run, options=Options()).gpus
         if run.options.gpus and said and said != run.options.gpus:
             found.append(f"gpus={run.options.gpus} was given, and the files say {said}")

@@ -66,7 +66,7 @@ def decide(run: Run) -> Overrides:
 
 def model(run: Run) -> Overrides:
     name, stage = run.hf("model_name_or_path"), run.stage
-    found: Overrides = {"stage": stage, "model": frame(shown(name))}
+    found: Overrides = {"stage": f"{stage}_lora" if run.is_lora else stage, "model": frame(shown(name))}
     found["model.checkpoint" if stage == "finetune_task" else "model.language"] = name
     if run.hf("vision_tower"):
         found["model.vision"] = run.hf("vision_tower")
@@ -83,7 +83,13 @@ def model(run: Run) -> Overrides:
         found["model.image_start_end"] = run.truth("mm_use_im_start_end")
     if projector != "mlp2x_gelu" and not is_open(projector):
         found["export.enabled"] = False
-    return found
+    return found | lora(run)
+
+
+def lora(run: Run) -> Overrides:
+    """Adapters; the stages have the values of the original's scripts, its program has others."""
+    keys = ("r", "alpha", "dropout", "bias") if run.is_lora else ()
+    return {f"model.lora.{key}": run.hf(f"lora_{key}") for key in keys}
 
 
 def frame(name: str) -> str:
@@ -96,7 +102,7 @@ def frame(name: str) -> str:
 
 def trained(run: Run) -> list[str]:
     """LLaVA train.py:843-845, 926-935; a frozen backbone leaves lm_head trainable there, which has no name here."""
-    if run.stage == "pretrain" or run.truth("freeze_backbone"):
+    if run.stage == "pretrain" or (run.truth("freeze_backbone") and not run.is_lora):
         return ["projector"]
     return ["language"] if run.truth("freeze_mm_mlp_adapter") else ["projector", "language"]
 

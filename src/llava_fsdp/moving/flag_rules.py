@@ -117,11 +117,22 @@ def quantized(context: Context, value: object) -> Outcome:
 
 
 def lora_enable(context: Context, value: object) -> Outcome:
-    return unsupported("not yet: this command trains the whole model") if value else implied("off, as here")
+    if not context.run.is_lora:
+        return implied("off, as here") if not value else no_effect("the original's first stage trains no adapters")
+    return mapped(
+        f"{context.tell('stage')}; a loaded tower gets no adapters here, which the original gives it and never trains"
+    )
 
 
-def lora(context: Context, value: object) -> Outcome:
-    return unsupported("not yet, like --lora_enable") if context.run.is_lora else no_effect("only with --lora_enable")
+def lora(key: str) -> Rule:
+    """A setting of adapters, which only a run with them has."""
+
+    def rule(context: Context, value: object) -> Outcome:
+        if not context.run.is_lora:
+            return no_effect("only with --lora_enable")
+        return mapped(context.tell(f"model.lora.{key}"))
+
+    return rule
 
 
 def projector_lr(context: Context, value: object) -> Outcome:

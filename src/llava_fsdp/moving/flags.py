@@ -14,7 +14,6 @@ HUB_DETAIL = no_effect("only with push_to_hub")
 OTHER_DEVICE = off("CUDA or CPU, as the machine has it; CPU by CUDA_VISIBLE_DEVICES= before the command", "O1", "auto")
 DDP_DETAIL = implied("FSDP2 has its own communication; nothing of DDP is left to set")
 LOG_DETAIL = implied("rank 0 speaks, and the others only when something is wrong")
-LORA = rules.lora
 QUANTIZED = rules.quantized
 
 FLAGS: Mapping[str, Flag] = {
@@ -46,11 +45,11 @@ FLAGS: Mapping[str, Flag] = {
     "quant_type": Flag("nf4", QUANTIZED),
     "bits": Flag(16, rules.bits),
     "lora_enable": Flag(False, rules.lora_enable),
-    "lora_r": Flag(64, LORA),
-    "lora_alpha": Flag(16, LORA),
-    "lora_dropout": Flag(0.05, LORA),
+    "lora_r": Flag(64, rules.lora("r")),
+    "lora_alpha": Flag(16, rules.lora("alpha")),
+    "lora_dropout": Flag(0.05, rules.lora("dropout")),
     "lora_weight_path": Flag("", no_effect("never read in the original")),
-    "lora_bias": Flag("none", LORA),
+    "lora_bias": Flag("none", rules.lora("bias")),
     "mm_projector_lr": Flag(None, rules.projector_lr, float),
     "group_by_modality_length": Flag(False, rules.group_by_modality_length),
     # how long, and in what steps

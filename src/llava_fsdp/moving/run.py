@@ -260,7 +260,8 @@ class Run:
 
     @property
     def is_lora(self) -> bool:
-        return self.truth("lora_enable")
+        """Adapters train; the first stage freezes them again (LLaVA train.py:926-930)."""
+        return self.truth("lora_enable") and self.stage != "pretrain"
 
     @property
     def stage(self) -> str:
