@@ -91,6 +91,7 @@ def train(cfg: Config) -> None:
         first_step = state.step
 
         def after_step(result: StepResult) -> None:
+            life.step_done()
             reporter(result)
             keeper.after_step(result)
             if state.step == first_step + 1:  # weights are loaded and kernels compiled

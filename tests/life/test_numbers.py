@@ -13,6 +13,7 @@ import pytest
 import torch
 from harness import RankPool, single_world
 from small import make_config
+from torch._inductor.exc import InductorError
 
 from llava_fsdp import loop, train
 from llava_fsdp.checkpoint import Saver
@@ -236,6 +237,25 @@ def test_a_stop_does_not_promise_what_could_not_be_written(
     cfg = make_config(parts, dataset, tmp_path, "max_steps=4", "checkpoint.every=2", "checkpoint.on_save_error=warn")
     with pytest.raises(Stopped, match="after step 2; the same command continues from the checkpoint before"):
         train.train(cfg)
+
+
+@pytest.mark.parametrize("stop", ["SIGTERM", ""])
+def test_a_compiler_that_dies_of_the_stop_is_no_bug(
+    stop: str, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal to the process group ends the compiler of a later step too."""
+
+    def compiling(*_: object) -> StepResult:
+        raise InductorError(RuntimeError("g++ was ended"), None)
+
+    cfg = make_config(parts, dataset, tmp_path, "max_steps=2")
+    plan, world, life = SHARD_PLANS[cfg.sharding.strategy], single_world(), Life()
+    state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+    life.stop = stop
+    monkeypatch.setattr(loop, "train_step", compiling)
+    expected = pytest.raises(Stopped, match="SIGTERM: stopped in step 1, while it compiled; the same command continues")
+    with expected if stop else pytest.raises(InductorError):
+        loop.fit(state, plan, cfg, lambda _: None, life=life)
 
 
 def test_a_rank_that_reports_a_step_is_behind_those_that_go_on(parts: Path, dataset: Path, tmp_path: Path) -> None:
