@@ -103,8 +103,8 @@ class Life:
     def steps(self) -> Iterator[None]:
         """While steps are taken; once `step_done` was called a signal waits for the end of one.
 
-        Before that there is nothing to wait for: no step is lost, and the first one may compile for longer than torchrun
-        waits until it kills.
+        Before that there is nothing to wait for: no step is lost, and the first one may compile for longer than
+        torchrun waits until it kills.
         """
         try:
             yield
