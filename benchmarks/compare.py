@@ -136,7 +136,8 @@ def differences(old: dict[str, Any], new: dict[str, Any], options: argparse.Name
     before, after = (told(r, all("options" in each for each in (old, new))) for r in (old, new))
     for name in sorted((before.keys() | after.keys()) - FOLDERS):
         was, is_ = (own.get(name, "not given") for own in (before, after))
-        if was != is_:
+        chooses = all(own is None or isinstance(own, list) for own in (was, is_))  # rows: what both have is compared
+        if was != is_ and not chooses:
             found.append(f"option {name} was {was} and is {is_}")
     return found
 

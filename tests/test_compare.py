@@ -94,6 +94,9 @@ def test_a_part_of_a_result_is_compared_with_all_of_it(compared: Compared) -> No
     first, second = RESULT["rows"]
     code, said = compared(RESULT, changed(rows=[first], seconds={}))
     assert code == 0 and "1 compared" in said and "[a, x, ranks=2].cpu_seconds.min" in said
+    chosen = {name: RESULT["options"] | {"peers": peers} for name, peers in (("all", None), ("one", ["a"]))}
+    code, said = compared(changed(options=chosen["all"]), changed(options=chosen["one"], rows=[first], seconds={}))
+    assert code == 0 and "1 compared" in said, "a list chooses rows"
     code, said = compared(changed(rows=[first]), changed(rows=[second]), "--only", "cpu")
     assert code == 2 and "no time and no rate in common" in said
     failed = [{**second, "why": "out of memory"}, first]
