@@ -30,8 +30,12 @@ from llava_fsdp.sharding.offload import describe_offload
 from llava_fsdp.sharding.zero import SHARD_PLANS, Mesh
 
 
-def unlike_original(cfg: Config) -> str:
-    """One line: where this run's numbers are not those of the original trainer."""
+def unlike_original(cfg: Config, compiles: bool = False) -> str:
+    """One line: where this run's numbers are not those of the original trainer.
+
+    Args:
+        compiles: blocks are compiled, which rounds elsewhere.
+    """
     precision = cfg.precision
     # key, value, whether the original has it
     choices = [
@@ -43,9 +47,10 @@ def unlike_original(cfg: Config) -> str:
         ("precision.norm_dtype", precision.norm_dtype.value, precision.norm_dtype is precision.param_dtype),
     ]
     ours = [f"{key}={value}" for key, value, same in choices if not same]
+    kernels = "; compiled blocks (compile=false runs them as they are)" if compiles else ""
     if not ours:
-        return "nothing of labels, order, loss.normalize, data.pixels and precision (compat=llava_v1_5)"
-    return f"{', '.join(ours)}; compat=llava_v1_5 sets the original's (docs/llava.md)"
+        return f"nothing of labels, order, loss.normalize, data.pixels and precision (compat=llava_v1_5){kernels}"
+    return f"{', '.join(ours)}; compat=llava_v1_5 sets the original's (docs/llava.md){kernels}"
 
 
 def show_run(
