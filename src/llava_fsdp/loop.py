@@ -14,6 +14,7 @@ from llava_fsdp.data.batch import Step
 from llava_fsdp.errors import Stopped
 from llava_fsdp.heartbeats import Phase
 from llava_fsdp.life import Life
+from llava_fsdp.log import log
 from llava_fsdp.profiling import Unrecorded
 from llava_fsdp.seeds import derive
 from llava_fsdp.sharding.compiled import is_of_compiler
@@ -43,6 +44,8 @@ def fit(
     started = time.perf_counter()
     life, recorder = life or Life(), recorder or Unrecorded()
     life.at(Phase.DATA, state.step)
+    if state.compilations is not None and state.step < state.loader.total_steps:
+        log().info("compiling the language model's blocks: the first steps take much longer than those behind them")
     steps = state.loader.prepared(state.step, life.wants_stop)  # held, so that its workers can be asked after
     try:
         with collected_by_plan(cfg.gc_every) as collect:
