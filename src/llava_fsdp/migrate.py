@@ -41,7 +41,9 @@ strict=true  exit code 2 where a key is unknown, a file is missing or a variable
 """
 PARITY = "add compat=llava_v1_5 for the original's numbers exactly (its labels, order, pixels and mean of means)"
 
-COMPILED = "compile=auto compiles blocks on CUDA, and nothing here says whether to: add compile=false for torch's kernels"
+COMPILED = (
+    "compile=auto compiles blocks on CUDA, and nothing here says whether to: add compile=false for torch's kernels"
+)
 
 
 @dataclass
