@@ -96,8 +96,8 @@ def test_which_steps_are_recorded(parts: Path, dataset: Path, tmp_path: Path) ->
     assert (opened(named, 0, 9), opened(named, 5, 9), opened(named, 6, 9)) == ((2, 4), (2, 4), None)
     usual = make_config(parts, dataset, tmp_path, "profile=true")
     found = [opened(usual, 0, total) for total in (1, 2, 3, 11, 12, 500)]
-    assert found == [(1, 1), (1, 2), (1, 3), (9, 11), (10, 12), (10, 12)]
-    assert opened(usual, 498, 500) == (1, 2) and opened(usual, 500, 500) is None
+    assert found == [(1, 1), (2, 2), (2, 3), (9, 11), (10, 12), (10, 12)]
+    assert opened(usual, 498, 500) == (2, 2) and opened(usual, 500, 500) is None
     assert opened(make_config(parts, dataset, tmp_path), 0, 500) is None
 
 

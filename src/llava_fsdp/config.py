@@ -804,7 +804,7 @@ class Config:
     """A trace, CUDA's memory and a page of where the time goes, of a few steps, into output_dir/profile."""
     profile_steps: list[int] | None
     """Of these steps, from the first to the last of the two, counted from 1 where this start begins; null: 10 to 12,
-    or the last three of a shorter start."""
+    or the last ones of a shorter start, three at most."""
     dry_run: int | None
     """Ranks to imagine: two steps of one rank in one process, to see what it holds; nothing is trained or written."""
     format: Format

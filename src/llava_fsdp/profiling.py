@@ -172,6 +172,7 @@ def open_recorder(cfg: Config, rank: int, device: torch.device, done: int, total
 
 
 def usual_steps(left: int) -> tuple[int, int]:
-    """The first and the last of three steps, when what is compiled and cached is there; a short start's last ones."""
+    """The first and the last of three steps, when what is compiled and cached is there; a short start's last ones,
+    without its first where it has more: the profiler needs that to warm up."""
     last = min(left, LATE)
-    return max(1, last - 2), last
+    return min(last, max(2, last - 2)), last
