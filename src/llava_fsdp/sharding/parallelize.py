@@ -153,7 +153,7 @@ def describe_units(sharding: ShardingConfig) -> str:
     return ", ".join(found)
 
 
-def without_use(sharding: ShardingConfig, stacks: Sequence[Sequence[nn.Module]], shards: int | None) -> list[str]:
+def without_use(sharding: ShardingConfig, stacks: Sequence[nn.ModuleList], shards: int | None) -> list[str]:
     """Which settings of units do nothing here, and why.
 
     Args:
