@@ -2,8 +2,8 @@
 
     python benchmarks/compare.py OLD.json NEW.json [--limit 1.05] [--only REGEX] [--across]
 
-Every time and rate that both hold, as how many times as slow it became. Exit code 1: something is past the limit;
-2: the two cannot be compared.
+Every time and rate that both hold, as how many times as slow it became, and what the two were run with. Exit code 1:
+something is past the limit; 2: the two cannot be compared.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import argparse
 import json
 import math
 import re
+import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,7 +29,14 @@ ASIDE = {"options", "machine", "goals", "findings", "equality", "published", "er
 """Parts of a result in which nothing was timed, or that say again what its rows hold."""
 FOLDERS = {"out", "folder", "scratch", "work", "timeout", "readme"}
 """Options that change nothing of what is measured."""
-DATED = re.compile(r"-\d{4}-\d\d-\d\d$")
+NAMING = {
+    "accumulation", "at", "batch", "labels", "layers", "limited", "pictures", "ranks", "records", "seed", "trains",
+    "vocabulary", "width", "workers", "zero",
+}  # fmt: skip
+"""Numbers and switches that say what a row is of; all others are what was found."""
+FOUND = {"why"}
+"""Texts of a row that are an outcome."""
+PROVENANCE = ("date", "commit", "python", "torch", "transformers")
 
 
 def main() -> None:
@@ -39,6 +48,7 @@ def main() -> None:
     if not compared:
         refuse("they have no time and no rate in common" + (f" that matches {options.only}" if options.only else ""))
     console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(provenance_of(old, new))
     console.print(table_of(compared, options.limit))
     for name in skipped:
         console.print(f"not compared: {name}")
@@ -71,7 +81,35 @@ def read(path: Path) -> dict[str, Any]:
         refuse(f"{path} cannot be read: {error}")
     if not isinstance(report, dict) or "machine" not in report:
         refuse(f"{path} is no result of a benchmark: it names no machine")
-    return report | {"benchmark": report.get("question") or DATED.sub("", path.stem)}
+    if script_of(report) is None and "question" not in report:
+        refuse(f"{path} says neither its question nor its command: which benchmark is it of? Run that again")
+    return report
+
+
+def words_of(report: dict[str, Any]) -> list[str]:
+    """The command line; none where a result does not say it."""
+    command = report.get("command") or []
+    return shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
+
+
+def script_of(report: dict[str, Any]) -> str | None:
+    return next((Path(word).name for word in words_of(report) if word.endswith(".py")), None)
+
+
+def arguments_of(report: dict[str, Any]) -> dict[str, str] | None:
+    """What the script was told, by flag, without folders; None where a result does not say its command."""
+    words = words_of(report)
+    start = next((n for n, word in enumerate(words) if word.endswith(".py")), None)
+    if start is None:
+        return None
+    found: dict[str, list[str]] = {}
+    for word in words[start + 1 :]:
+        if word.startswith("--"):
+            name, _, value = word[2:].partition("=")
+            found[name] = [value] if value else []
+        elif found:  # what stands before the first flag is a folder
+            found[list(found)[-1]].append(word)
+    return {name.replace("-", "_"): " ".join(values) for name, values in found.items()}
 
 
 def refuse(*reasons: str) -> NoReturn:
@@ -81,19 +119,39 @@ def refuse(*reasons: str) -> NoReturn:
 
 def differences(old: dict[str, Any], new: dict[str, Any], options: argparse.Namespace) -> list[str]:
     """Why two results must not be compared; empty where they may."""
-    if old["benchmark"] != new["benchmark"]:
-        return [f'they are of different benchmarks: "{old["benchmark"]}" and "{new["benchmark"]}"']
+    known = [(each(old), each(new)) for each in (script_of, lambda report: report.get("question"))]
+    known = [pair for pair in known if None not in pair]
+    if not known:
+        return [
+            f"one says its command alone, the other its question: {named(old)} and {named(new)}; run one of them again"
+        ]
+    if any(before != after for before, after in known):
+        return [f"they are of different benchmarks: {named(old)} and {named(new)}"]
     found = []
     if old["machine"] != new["machine"] and not options.across:
         found.append(f"they are of different machines, {old['machine']} and {new['machine']}; --across compares them")
     for name in ("ranks", "precision"):
         if old.get(name) != new.get(name):
             found.append(f"{name} was {old.get(name)} and is {new.get(name)}")
-    before, after = (r.get("options") or {} for r in (old, new))
+    before, after = (told(r, all("options" in each for each in (old, new))) for r in (old, new))
     for name in sorted((before.keys() | after.keys()) - FOLDERS):
-        if before.get(name) != after.get(name):
-            found.append(f"option {name} was {before.get(name)} and is {after.get(name)}")
+        was, is_ = (own.get(name, "not given") for own in (before, after))
+        chooses = all(own is None or isinstance(own, list) for own in (was, is_))  # rows: what both have is compared
+        if was != is_ and not chooses:
+            found.append(f"option {name} was {was} and is {is_}")
     return found
+
+
+def named(report: dict[str, Any]) -> str:
+    """The benchmark, as far as a result says it: its script, and its question."""
+    script, question = script_of(report), report.get("question")
+    said = [script or "", f'"{question}"' if question else ""]
+    return " ".join(filter(None, said))
+
+
+def told(report: dict[str, Any], by_options: bool) -> dict[str, Any]:
+    """What a benchmark was run with: its options, or its command line where not both results hold options."""
+    return report["options"] if by_options else arguments_of(report) or {}
 
 
 Compared = dict[str, tuple[float, float, float]]
@@ -150,27 +208,36 @@ def kind_of(path: tuple[str, ...]) -> bool | None:
 
 
 def names_of(rows: list[dict[str, Any]]) -> list[str]:
-    """Rows by what their texts say, so that another order or a row more does not matter.
+    """Rows by what they say they are of, whatever other rows there are: a part of a result is compared with all of it.
 
-    Where texts do not tell them apart, whole numbers that are no measures do; and in the end their place.
+    Several of one name are told apart by their place among them, where both results hold as many.
     """
-    texts = [[str(v) for v in row.values() if isinstance(v, str)] for row in rows]
-    numbered = [
-        [
-            *own,
-            *(
-                f"{k}={v}"
-                for k, v in row.items()
-                if isinstance(v, int | bool) and kind_of((k,)) is None and "bytes" not in k
-            ),
-        ]
-        for own, row in zip(texts, rows, strict=True)
+    names = [
+        ", ".join(
+            f"{k}={v}" if k in NAMING else str(v)
+            for k, v in row.items()
+            if k in NAMING or (isinstance(v, str) and k not in FOUND)
+        )
+        for row in rows
     ]
-    for found in (texts, numbered):
-        names = [f"[{', '.join(own)}]" for own in found]
-        if len(set(names)) == len(names):
-            return names
-    return [f"[{place}]" for place in range(len(rows))]
+    total, seen = Counter(names), Counter[str]()
+    found = []
+    for name in names:
+        seen[name] += 1
+        found.append(f"[{name}]" if total[name] == 1 else f"[{name}; {seen[name]} of {total[name]}]")
+    return found
+
+
+def provenance_of(old: dict[str, Any], new: dict[str, Any]) -> Table:
+    """When, of which commit and with which versions the two were made; what differs stands out."""
+    table = Table(title=named(new), title_justify="left")
+    for head in ("", "old", "new"):
+        table.add_column(head, overflow="fold")
+    before, after = ({n: r.get(n) for n in PROVENANCE} | r.get("versions", {}) for r in (old, new))
+    for name in dict.fromkeys([*before, *after]):
+        was, is_ = (str(own.get(name) or "not said") for own in (before, after))
+        table.add_row(name, was, is_, style="" if was == is_ or name == "date" else "yellow")
+    return table
 
 
 def table_of(compared: Compared, limit: float) -> Table:

@@ -395,6 +395,7 @@ def facts(rows: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, 
         "commits_of_trainings": commits,
         "command": f"python benchmarks/deepspeed_curves.py --steps {options.steps} --seeds {options.seeds}"
         + (f" --stage {options.stage}" if options.stage else ""),
+        "options": {name: getattr(options, name) for name in ("steps", "seeds", "stage")},
         "ranks": RANKS,
         "accumulation": ACCUMULATION,
         "rows_of_a_micro_batch": ROWS,

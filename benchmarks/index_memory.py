@@ -39,8 +39,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     result = {
+        "question": "what memory does an index take to make, and to train from?",
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
+        "command": " ".join(["python", "benchmarks/index_memory.py", *sys.argv[1:]]),
+        "options": {k: v for k, v in vars(args).items() if k not in ("scratch", "out")},
         "machine": machine(),
         "prepare_workers": args.workers,
         "memory": "pss: shared pages divided among those who share them, mapped files too; anonymous: without files",

@@ -68,9 +68,11 @@ def main() -> None:
     name = f"loss-{args.device}-{datetime.date.today().isoformat()}"
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else None
     result = {
+        "question": "what does the loss cost, in time and memory?",
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
-        "command": ["python", "benchmarks/loss.py", *sys.argv[1:]],
+        "command": " ".join(["python", "benchmarks/loss.py", *sys.argv[1:]]),
+        "options": {k: v for k, v in vars(args).items() if k not in ("out", "peak_of")},
         "machine": machine(gpu),
         "torch": torch.__version__,
         "clock": "CUDA events" if gpu else "CPU seconds of one thread",

@@ -89,12 +89,63 @@ def test_rows_are_known_by_what_they_say(compared: Compared) -> None:
     assert code == 0 and "not compared" in said and "is only in OLD" in said
 
 
+def test_a_part_of_a_result_is_compared_with_all_of_it(compared: Compared) -> None:
+    """A row's name does not depend on the others: alone it must not meet a row of other ranks."""
+    first, second = RESULT["rows"]
+    code, said = compared(RESULT, changed(rows=[first], seconds={}))
+    assert code == 0 and "1 compared" in said and "[a, x, ranks=2].cpu_seconds.min" in said
+    chosen = {name: RESULT["options"] | {"peers": peers} for name, peers in (("all", None), ("one", ["a"]))}
+    code, said = compared(changed(options=chosen["all"]), changed(options=chosen["one"], rows=[first], seconds={}))
+    assert code == 0 and "1 compared" in said, "a list chooses rows"
+    code, said = compared(changed(rows=[first]), changed(rows=[second]), "--only", "cpu")
+    assert code == 2 and "no time and no rate in common" in said
+    failed = [{**second, "why": "out of memory"}, first]
+    assert "3 compared" in compared(RESULT, changed(rows=failed, seconds={}))[1]
+    twins = changed(rows=[first, first])
+    assert "[a, x, ranks=2; 2 of 2].cpu_seconds.min" in compared(twins, twins)[1]
+    code, said = compared(twins, changed(rows=[first], seconds={}))
+    assert code == 2, "which of the two it was nobody knows"
+
+
+def test_both_sides_are_said(compared: Compared) -> None:
+    old = changed(commit="0123abc", torch="2.12.0", versions={"deepspeed": "0.18"})
+    code, said = compared(old, changed(commit="4567def", torch="2.13.0"))
+    assert code == 0
+    for name, was, is_ in (
+        ("commit", "0123abc", "4567def"),
+        ("torch", "2.12.0", "2.13.0"),
+        ("deepspeed", "0.18", "not"),
+    ):
+        line = next(line for line in said.splitlines() if name in line)
+        assert was in line and is_ in line
+
+
+COMMAND = "python benchmarks/loss.py --labels 1024 --chunks 128 256 --out here"
+BARE = {name: RESULT[name] for name in ("machine", "rows")} | {"command": COMMAND}
+
+
+def test_a_result_without_a_question_is_known_by_its_script(compared: Compared) -> None:
+    assert compared(BARE, BARE | {"command": COMMAND.replace("here", "there").split()})[0] == 0
+    assert compared(BARE, BARE | {"question": "how costly?"})[0] == 0
+    code, said = compared(BARE, BARE | {"command": COMMAND.replace("loss", "peers"), "question": "how fast?"})
+    assert code == 2 and 'different benchmarks: loss.py and peers.py "how fast?"' in said
+    code, said = compared(BARE, BARE | {"command": COMMAND.replace("1024", "2048")})
+    assert code == 2 and "option labels was 1024 and is 2048" in said
+    code, said = compared(BARE, BARE | {"command": "python benchmarks/loss.py folder --labels 1024"})
+    assert code == 2 and "option chunks was 128 256 and is not given" in said
+    code, said = compared(BARE, RESULT)
+    assert code == 2 and 'loss.py and "how fast?"; run one of them again' in said
+    code, said = compared(BARE, {name: BARE[name] for name in ("machine", "rows")})
+    assert code == 2 and "new.json says neither its question nor its command" in said
+
+
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        (RESULT, changed(question="how large?"), "different benchmarks"),
+        (RESULT, changed(question="how large?"), 'different benchmarks: "how fast?" and "how large?"'),
         (RESULT, changed(machine={"device": "another"}), "different machines"),
         (RESULT, changed(options={"steps": 4, "seconds": 5}), "option steps was 3 and is 4"),
+        (RESULT, changed(options={"steps": 3}), "option seconds was 5 and is not given"),
         (RESULT, changed(ranks=4), "ranks was None and is 4"),
         (RESULT, changed(rows=[], seconds={}), "no time and no rate in common"),
         (RESULT, "{", "cannot be read"),

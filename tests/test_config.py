@@ -143,13 +143,21 @@ WRONG = [
     ),
     ("precision=int8", "Available options in 'precision':\n\tbf16\n\tbf16_pure\n\tfp16\n\tfp32\n\tfp8"),
     # wrong types
-    ("optim.lr=fast", "optim.lr=fast: Value 'fast' of type 'str' could not be converted to Float"),
-    ("epochs=1.5", "epochs=1.5: Value '1.5' of type 'float' could not be converted to Integer"),
-    ("deterministic=maybe", "deterministic=maybe: Value 'maybe' is not a valid bool"),
-    ("optim.lr=null", "optim.lr=None: Incompatible value 'None' for field of type 'float'"),
-    ("model.train=[all]", "model.train[0]=all: Invalid value 'all', expected one of [projector, language, vision]"),
-    ("data.too_long=drop", "data.too_long=drop: Invalid value 'drop', expected one of [truncate, quarantine, fail]"),
-    ("sharding.strategy=ZERO", "expected one of [NO_SHARD, SHARD_OPTIMIZER, SHARD_GRAD_OP, FULL_SHARD, HYBRID_SHARD"),
+    ("optim.lr=fast", "optim.lr=fast must be a number"),
+    ("epochs=1.5", "epochs=1.5 must be a whole number"),
+    ("deterministic=maybe", "deterministic=maybe must be true or false"),
+    ("optim.lr=null", "optim.lr=null must be a number"),
+    ("model.train=[all]", "model.train[0]=all must be one of [projector, language, vision]"),
+    ("data.too_long=drop", "data.too_long=drop must be one of [truncate, quarantine, fail]"),
+    ("compile=null", "compile=null must be true, false or auto"),
+    ("compile=yes", "compile=yes must be true, false or auto"),
+    ("optim.clip=much", "optim.clip=much must be a number or null"),
+    ("profile_steps=abc", "profile_steps=abc must be the first and the last step to profile, as [10, 12], or null"),
+    ("profile_steps=[1.5,2]", "profile_steps[0]=1.5 must be a whole number"),
+    ("model.train=null", "model.train=null must be a list of names of [projector, language, vision]"),
+    ("data.grid_pinpoints=[[1,a]]", "data.grid_pinpoints[0]=[1, 'a'] must be a list of whole numbers"),
+    ("gc_every=0", "gc_every=0 must be at least 1: null leaves it to Python"),
+    ("sharding.strategy=ZERO", "must be one of [NO_SHARD, SHARD_OPTIMIZER, SHARD_GRAD_OP, FULL_SHARD, HYBRID_SHARD"),
     # values that a check refuses
     ("optim.lr=-1", "optim.lr=-1.0 must be a finite number of at least 0"),
     ("optim.lr=nan", "optim.lr=nan must be a finite number of at least 0"),
@@ -206,7 +214,8 @@ def test_compat_sets_what_the_original_does() -> None:
     ours = unlike_original(config_of([]))
     for key in ("labels=exact", "order=shuffle", "loss.normalize=step", "data.pixels=exact", "reduce_dtype=fp32"):
         assert key in ours
-    assert "precision.norm_dtype=fp32" in ours
+    assert "precision.norm_dtype=fp32" in ours and "compile" not in ours
+    assert "compiled blocks (compile=false" in unlike_original(cfg, compiles=True)
 
 
 @pytest.mark.parametrize(

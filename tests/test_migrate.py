@@ -414,7 +414,11 @@ FLAGS_AND_VERDICTS = [
     ("--optim adafactor", "optim", Verdict.unsupported, {}),
     ("--torch_compile True", "torch_compile", Verdict.mapped, {"compile": True}),
     ("--torch_compile_backend inductor", "torch_compile_backend", Verdict.mapped, {"compile": True}),
-    ("--torch_compile_backend eager", "torch_compile_backend", Verdict.unsupported, {"compile": True}),
+    ("--torch_compile_backend eager", "torch_compile_backend", Verdict.mapped, {"compile": False}),
+    ("--torch_compile True --torch_compile_backend aot_eager", "torch_compile", Verdict.mapped, {"compile": False}),
+    ("--torch_compile_backend tvm", "torch_compile_backend", Verdict.unsupported, {"compile": True}),
+    ("--torch_compile False", "torch_compile", Verdict.mapped, {"compile": False}),
+    ("--torch_compile False --torch_compile_mode default", "torch_compile", Verdict.no_effect, {"compile": True}),
     ("--torch_compile_mode max-autotune", "torch_compile_mode", Verdict.unsupported, {"compile": True}),
     ("--mm_projector_lr 1e-4", "mm_projector_lr", Verdict.mapped, {"optim.projector_lr": 1e-4}),
     ("--evaluation_strategy steps", "evaluation_strategy", Verdict.unsupported, {}),
@@ -711,7 +715,12 @@ def test_details_of_offload_are_explained(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("said", "verdict", "decided"),
-    [("INDUCTOR", Verdict.mapped, {"compile": True}), ("AOT_EAGER", Verdict.unsupported, {"compile": True})],
+    [
+        ("INDUCTOR", Verdict.mapped, {"compile": True}),
+        ("TVM", Verdict.unsupported, {"compile": True}),
+        ("AOT_EAGER", Verdict.mapped, {"compile": False}),
+        ("'NO'", Verdict.mapped, {"compile": False}),
+    ],
 )
 def test_accelerates_compiler(said: str, verdict: Verdict, decided: dict, tmp_path: Path) -> None:
     text = (
@@ -719,7 +728,8 @@ def test_accelerates_compiler(said: str, verdict: Verdict, decided: dict, tmp_pa
     )
     done = moved(tmp_path, accelerate=text)
     assert row(done, "dynamo_config.dynamo_backend").verdict is verdict
-    assert row(done, "dynamo_config.dynamo_mode").verdict is Verdict.unsupported
+    of_mode = Verdict.unsupported if decided["compile"] else Verdict.no_effect
+    assert row(done, "dynamo_config.dynamo_mode").verdict is of_mode
     assert {k: done.decided[k] for k in decided} == decided and done.refused == ""
 
 
@@ -1018,7 +1028,10 @@ def test_entry(tmp_path: Path) -> None:
     assert text.returncode == ExitCode.USER and "Traceback" not in text.stderr
     assert '"data.template=$V"' in text.stdout and "$V is not set in the script" in text.stdout
     assert "1 of them unknown to us: frob" in text.stdout
-    assert "add compat=llava_v1_5" in text.stdout
+    assert "add compat=llava_v1_5" in text.stdout and "# compile=auto compiles blocks on CUDA" in text.stdout
+    (tmp_path / "off.sh").write_text(f"torchrun train.py {FINETUNE} --torch_compile False")
+    off = run_entry("off.sh", cwd=tmp_path).stdout
+    assert "compile=false" in off and "compile=auto" not in off.partition("\n\n")[0]
     assert all(len(line) <= 140 for line in text.stdout.splitlines() if line[:1] in "│┃├")
 
 

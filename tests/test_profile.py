@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,12 @@ from harness import CPU, RankPool, World
 from small import make_config
 
 from llava_fsdp import train
-from llava_fsdp.errors import ConfigError
+from llava_fsdp.config import Config
+from llava_fsdp.errors import ConfigError, StorageError
 from llava_fsdp.loop import fit
 from llava_fsdp.profile_page import page_of
-from llava_fsdp.profile_times import CATEGORIES, Times, times_of, united, within, without
-from llava_fsdp.profiling import Recorder, open_recorder
+from llava_fsdp.profile_times import CATEGORIES, Times, TraceError, times_of, united, within, without
+from llava_fsdp.profiling import Recorder, open_recorder, without_lines
 from llava_fsdp.sharding.mesh import make_mesh
 from llava_fsdp.sharding.zero import SHARD_PLANS
 from llava_fsdp.train import build_state
@@ -45,6 +47,9 @@ def test_a_run_with_and_without(parts: Path, dataset: Path, tmp_path: Path) -> N
     page = (folder / "rank-0.html").read_text()
     assert all(name in page for name in CATEGORIES) and page.count("<rect") == 2 * len(CATEGORIES)
     assert "aten::" in page
+    for number in (2, 3):
+        assert f">step {number}</text>" in page and f"<title>step {number}, forward: " in page
+    assert page.count(" ms</text>") == 2 and ">0</text>" in page and "src=" not in page
 
 
 def recorded(world: World, parts: Path, dataset: Path, folder: Path) -> list[dict[str, float]]:
@@ -52,7 +57,7 @@ def recorded(world: World, parts: Path, dataset: Path, folder: Path) -> list[dic
     folder.mkdir(exist_ok=True)
     plan = SHARD_PLANS[cfg.sharding.strategy]
     state = build_state(cfg, world, plan, make_mesh(world, plan, cfg))
-    fit(state, plan, cfg, lambda _: None, recorder=Recorder(cfg, world.rank, world.device))
+    fit(state, plan, cfg, lambda _: None, recorder=Recorder(cfg, (2, 3), world.rank, world.device))
     return times_of(folder / "profile" / f"rank-{world.rank}.trace.json.gz").steps
 
 
@@ -63,23 +68,72 @@ def test_two_ranks_talk_to_each_other(pools: dict[int, RankPool], parts: Path, d
     assert len(list((tmp_path / "run" / "profile").glob("rank-*.html"))) == 2
 
 
-def test_steps_that_do_not_come_are_refused(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="this start has 4 steps to do"):
-        train.train(make_config(parts, dataset, tmp_path, "profile=true"))
-    later = make_config(parts, dataset, tmp_path, "profile=true")
-    assert not isinstance(open_recorder(later, 0, CPU, 2, 4), Recorder), "a restart near the end goes on"
-    assert isinstance(open_recorder(later, 0, CPU, 2, 14), Recorder)
-    with pytest.raises(ConfigError, match=r"profile_steps=\[3, 2\] must be"):
+def test_steps_that_do_not_come_are_refused(
+    parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the door where max_steps says how many there are, else before weights are looked for."""
+    keys = "profile=true", "profile_steps=[10,12]"
+    with pytest.raises(
+        ConfigError, match=r"profile_steps=\[10, 12\]: this run has 4 steps; name earlier ones, or null"
+    ):
+        make_config(parts, dataset, tmp_path, *keys)
+    monkeypatch.delattr(train, "find_weights")
+    with pytest.raises(ConfigError, match=r"profile_steps=\[10, 12\]: this run has 4 steps"):
+        train.train(make_config(parts, dataset, tmp_path, *keys, "max_steps=null", "epochs=1"))
+    assert not make_config(parts, dataset, tmp_path, "profile_steps=[10,12]").profile, "nobody is to record them"
+    with pytest.raises(ConfigError, match=r"profile_steps=\[3, 2\] must be .* or null"):
         make_config(parts, dataset, tmp_path, "profile_steps=[3,2]")
+
+
+def opened(cfg: Config, done: int, total: int) -> tuple[int, int] | None:
+    recorder = open_recorder(cfg, 0, CPU, done, total)
+    return (recorder.first, recorder.last) if isinstance(recorder, Recorder) else None
+
+
+def test_which_steps_are_recorded(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Three of any start where none are named; a restart near the end does without those that are."""
+    named = make_config(parts, dataset, tmp_path, "profile=true", "profile_steps=[2,4]", "max_steps=9")
+    assert (opened(named, 0, 9), opened(named, 5, 9), opened(named, 6, 9)) == ((2, 4), (2, 4), None)
+    usual = make_config(parts, dataset, tmp_path, "profile=true")
+    found = [opened(usual, 0, total) for total in (1, 2, 3, 11, 12, 500)]
+    assert found == [(1, 1), (2, 2), (2, 3), (9, 11), (10, 12), (10, 12)]
+    assert opened(usual, 498, 500) == (2, 2) and opened(usual, 500, 500) is None
+    assert opened(make_config(parts, dataset, tmp_path), 0, 500) is None
+
+
+WHOLE = gzip.compress(b'{"traceEvents": [{"ph": "X", "na')
+
+
+@pytest.mark.parametrize("content", [WHOLE, WHOLE[:30], b""])
+def test_a_trace_that_was_cut_short_is_said_to_be(
+    content: bytes, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "torch.profiler.profile.export_chrome_trace", lambda profiler, name: Path(name).write_bytes(content)
+    )
+    recorder = Recorder(make_config(parts, dataset, tmp_path), (2, 2), 0, CPU)
+    with pytest.raises(StorageError, match=r"rank-0.trace.json.gz was not written to its end .*profile=false"):
+        list(recorder.steps(iter([1, 2, 3])))
+    with pytest.raises(TraceError, match="holds no step"):
+        times(tmp_path)
 
 
 def test_a_step_that_is_none_asks_to_stop_and_does_not_end_the_steps(
     parts: Path, dataset: Path, tmp_path: Path
 ) -> None:
     """A rank whose data do not come is asked between two steps, profiled or not."""
-    recorder = Recorder(make_config(parts, dataset, tmp_path, *PROFILE[:2]), 0, CPU)
+    recorder = Recorder(make_config(parts, dataset, tmp_path, *PROFILE[:2]), (2, 3), 0, CPU)
     assert list(recorder.steps(iter(["first", None]))) == ["first", None]
     assert recorder.profiler is None and not (tmp_path / "profile").exists()
+
+
+def test_lines_of_a_library_are_left_out_and_others_are_not(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyError), without_lines(b"USDT:"):
+        for line in (b"USDT: begin\n", b"an error: USDT:\n", b"USDT: end\n", b"cut short"):
+            os.write(2, line)
+        raise KeyError
+    os.write(2, b" and more\n")
+    assert capfd.readouterr().err == "an error: USDT:\ncut short and more\n"
 
 
 def event(name: str, cat: str, ts: float, dur: float, tid: int = 1, **args: object) -> dict:
@@ -135,6 +189,8 @@ def test_on_a_cpu_waiting_for_a_collective_is_communication(tmp_path: Path) -> N
     }  # fmt: skip
     assert dict(found.longest)["aten::mm"] == pytest.approx(170e-6)
     assert dict(found.longest)["aten::linear"] == pytest.approx(20e-6), "without what it calls"
+    node = dict(found.longest)["autograd::engine::evaluate_function: FSDP"]
+    assert node == pytest.approx(60e-6), "without waiting for the collective"
     assert "&lt;x&gt;" in page_of(Times(False, found.steps, [("<x>", 1.0)]), "t")
 
 

@@ -4,6 +4,11 @@ import sys
 from pathlib import Path
 
 from llava_fsdp import cli
+from llava_fsdp.log import leave_noise_out
+
+if __name__ == "__main__":  # before transformers is imported
+    leave_noise_out()
+
 from llava_fsdp.answer import Assistant, Question
 from llava_fsdp.config import AspectRatio, ChatConfig
 from llava_fsdp.data.source import Turn

@@ -25,7 +25,7 @@ from llava_fsdp.config import SOURCES, config_dir, did_you_mean, load, schema_ke
 from llava_fsdp.errors import ENDINGS, ConfigError, ExitCode, FolderInUse, LlavaFsdpError
 from llava_fsdp.guard import check_command_line
 from llava_fsdp.heartbeats import read_beat
-from llava_fsdp.log import log, setup_logging
+from llava_fsdp.log import leave_noise_out, log, setup_logging
 from llava_fsdp.parent import end_with
 from llava_fsdp.redact import redact, secrets_of
 from llava_fsdp.rundir import PATIENCE, Outcome, attempt, env_rank, is_one_node, is_others, settled
@@ -55,6 +55,7 @@ def begin(config_name: str, schema: type) -> None:
     signal.signal(signal.SIGINT, lambda *_: os._exit(ExitCode.INTERRUPTED))
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+    leave_noise_out()
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     end_with(os.getppid())

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from llava_fsdp.errors import ConfigError
+from llava_fsdp.kinds import WORDS, takes
 from llava_fsdp.redact import has_secret, is_secret_variable
 from llava_fsdp.untrusted import ENV, TARGETS, keys_of, leaves_of
 
@@ -801,8 +802,9 @@ class Config:
     deterministic: bool
     profile: bool
     """A trace, CUDA's memory and a page of where the time goes, of a few steps, into output_dir/profile."""
-    profile_steps: list[int]
-    """Of these steps, from the first to the last of the two, counted from 1 where this start begins."""
+    profile_steps: list[int] | None
+    """Of these steps, from the first to the last of the two, counted from 1 where this start begins; null: 10 to 12,
+    or the last ones of a shorter start, three at most."""
     dry_run: int | None
     """Ranks to imagine: two steps of one rank in one process, to see what it holds; nothing is trained or written."""
     format: Format
@@ -893,12 +895,25 @@ class Config:
 
     def check_steps(self) -> None:
         """Raises ConfigError where a number of steps is none."""
-        for name in ("max_steps", "gc_every"):
+        null = {"max_steps": "null trains every epoch to its end", "gc_every": "null leaves it to Python"}
+        for name, why in null.items():
             if (value := getattr(self, name)) is not None:
-                at_least(name, value, 1)
+                at_least(name, value, 1, why)
         steps = self.profile_steps
+        if steps is None:
+            return
         if len(steps) != 2 or not 1 <= steps[0] <= steps[1]:
-            raise ConfigError(f"profile_steps={steps} must be the first and the last step to profile, as [10, 12]")
+            raise ConfigError(f"profile_steps={steps} must be {WORDS['profile_steps']}")
+        if self.profile and self.max_steps is not None:
+            self.check_profile(self.max_steps)
+
+    def check_profile(self, total: int) -> None:
+        """Raises ConfigError where a run of so many steps does not come to those that `profile` is to record."""
+        if self.profile and self.profile_steps is not None and self.profile_steps[1] > total:
+            raise ConfigError(
+                f"profile_steps={self.profile_steps}: this run has {total} steps; name earlier ones, or null for three "
+                "that it has"
+            )
 
     def check_dry_run(self, ranks: int) -> None:
         """Raises ConfigError where that many ranks cannot be imagined."""
@@ -912,7 +927,7 @@ class Config:
     def check_compile(self) -> None:
         """Raises ConfigError where blocks are compiled and are not."""
         if isinstance(self.compile, str) and self.compile != AUTO:
-            raise ConfigError(f"compile={self.compile} is none of true, false and auto")
+            raise ConfigError(f"compile={self.compile} must be {WORDS['compile']}")
         if self.compile is False and self.recompute.mode is RecomputeMode.budget:
             raise ConfigError(
                 "compile=false with recompute=budget: what runs again is chosen while blocks are compiled; set "
@@ -1107,8 +1122,7 @@ def load(schema: type[T], node: DictConfig) -> T:
             raise ConfigError(f"{missing[0]} is not set; give it on the command line: {missing[0]}=VALUE")
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        key = error.full_key or error.key
-        raise ConfigError(f"{key}={value_at(node, key)}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(about_value(schema, node, error)) from error
     assert isinstance(config, schema)
     refuse_secret_values(OmegaConf.to_container(merged, resolve=True))
     return config
@@ -1151,6 +1165,17 @@ def without_hydra(node: DictConfig) -> DictConfig:
     kept = OmegaConf.masked_copy(node, [str(key) for key in node if key != "hydra"])
     assert isinstance(kept, DictConfig)
     return kept
+
+
+def about_value(schema: Any, node: DictConfig, error: OmegaConfBaseException) -> str:
+    """What OmegaConf says of a value, in terms of the key."""
+    key = str(error.full_key or error.key)
+    value = value_at(node, key)
+    wanted = takes(schema, key) if isinstance(error, ValidationError) else None
+    if wanted is None:
+        return f"{key}={value}: {str(error).splitlines()[0]}"
+    shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+    return f"{key}={shown} must be {wanted}"
 
 
 def value_at(node: DictConfig, key: object) -> object:

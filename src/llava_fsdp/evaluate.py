@@ -8,6 +8,11 @@ from rich.console import Console
 from rich.progress import track
 
 from llava_fsdp import cli
+from llava_fsdp.log import leave_noise_out, log
+
+if __name__ == "__main__":  # before transformers is imported
+    leave_noise_out()
+
 from llava_fsdp.answer import Assistant, Question
 from llava_fsdp.config import EvaluateConfig, Format
 from llava_fsdp.data.conversation import asked_turns, image_first
@@ -16,7 +21,6 @@ from llava_fsdp.data.source import Record, Turn
 from llava_fsdp.data.templates import IMAGE_TAG
 from llava_fsdp.data.texts import sources_of
 from llava_fsdp.errors import ConfigError, DataError
-from llava_fsdp.log import log
 from llava_fsdp.opening import draw_shapes
 
 

@@ -13,12 +13,16 @@ from rich.console import Console
 from rich.table import Table
 
 from llava_fsdp import cli
+from llava_fsdp.log import leave_noise_out, log
+
+if __name__ == "__main__":  # before transformers is imported
+    leave_noise_out()
+
 from llava_fsdp.artifact import replace
 from llava_fsdp.config import ConversionConfig, DType, FolderFormat, KeptDType
 from llava_fsdp.data.templates import template
 from llava_fsdp.errors import ConfigError, ModelError
 from llava_fsdp.formats import write_folder
-from llava_fsdp.log import log
 from llava_fsdp.metrics import watch_loading
 from llava_fsdp.model.parts import NOTES, PACKAGE
 from llava_fsdp.proof import prove

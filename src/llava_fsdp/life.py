@@ -66,6 +66,7 @@ class Life:
         """Counts the collectives that this rank has begun."""
         self.size = 1
         self.stepping = False
+        """A step of this start is over, and the last one is not."""
         self.count = 0
         self.place: tuple[int, int, int] = (0, 0, 0)
         self.since = time.monotonic()
@@ -88,14 +89,30 @@ class Life:
         said, self.saves_said = self.saves_said, self.saves
         return self.saves_said > said
 
+    def was_asked(self) -> bool:
+        """Whether a stop was asked for, by now or in a moment.
+
+        A signal to the whole process group ends children, a compiler among them, before our thread has told of it.
+        """
+        until = time.monotonic() + 2 * SETTLE
+        while not self.stop and time.monotonic() < until:
+            time.sleep(0.05)
+        return self.wants_stop()
+
     @contextlib.contextmanager
     def steps(self) -> Iterator[None]:
-        """While steps are taken a signal waits for the end of one; otherwise there is nothing to wait for."""
-        self.stepping = True
+        """While steps are taken; once `step_done` was called a signal waits for the end of one.
+
+        Before that there is nothing to wait for: no step is lost, and the first one may compile for longer than
+        torchrun waits until it kills.
+        """
         try:
             yield
         finally:
             self.stepping = False
+
+    def step_done(self) -> None:
+        self.stepping = True
 
     def __enter__(self) -> "Life":
         self.ending = threading.Event()
@@ -200,7 +217,9 @@ class Life:
             self.listen(0.05)
         if not self.stepping:
             ending = ENDINGS["stopped" if number == signal.SIGTERM else "interrupted"]
-            self.end(Outcome(ending, f"{name} outside of the steps, {self.phase.value}: nothing was lost"))
+            outside = self.phase in (Phase.LOADING, Phase.EXPORT)
+            where = "outside of the steps" if outside else "before the first step was over"
+            self.end(Outcome(ending, f"{name} {where}, {self.phase.value}: nothing was lost"))
         if not self.stop:
             self.stop = name
             log().info("%s: this run stops with a checkpoint after step %d or the next", name, self.step)

@@ -9,6 +9,29 @@ from llava_fsdp.redact import redact, secrets_of
 LOGGER = "llava_fsdp"
 
 
+NOISE = {
+    "torchao": "Failed to load ",
+    "torch.utils._pytree": "<enum ",
+}
+"""What other libraries say while they are imported that is nothing to a training, by logger and how it begins: kernels
+of torchao's for GPUs that are not here, and its calls of torch that will change."""
+
+
+class WithoutNoise(logging.Filter):
+    def __init__(self, start: str):
+        super().__init__()
+        self.start = start
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(self.start)
+
+
+def leave_noise_out() -> None:
+    """Called by an entry before it imports those libraries."""
+    for name, start in NOISE.items():
+        logging.getLogger(name).addFilter(WithoutNoise(start))
+
+
 class WithoutSecrets(logging.Formatter):
     """Hides what looks like a secret, and what the environment says is one."""
 

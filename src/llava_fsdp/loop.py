@@ -11,10 +11,13 @@ from torch.distributed.tensor import DTensor
 from llava_fsdp.collecting import collected_by_plan
 from llava_fsdp.config import Config
 from llava_fsdp.data.batch import Step
+from llava_fsdp.errors import Stopped
 from llava_fsdp.heartbeats import Phase
 from llava_fsdp.life import Life
+from llava_fsdp.log import log
 from llava_fsdp.profiling import Unrecorded
 from llava_fsdp.seeds import derive
+from llava_fsdp.sharding.compiled import is_of_compiler
 from llava_fsdp.sharding.precision import MasterWeights
 from llava_fsdp.sharding.zero import ShardPlan, begin_micro_batch
 from llava_fsdp.state import StepResult, TrainState
@@ -41,6 +44,8 @@ def fit(
     started = time.perf_counter()
     life, recorder = life or Life(), recorder or Unrecorded()
     life.at(Phase.DATA, state.step)
+    if state.compilations is not None and state.step < state.loader.total_steps:
+        log().info("compiling the language model's blocks: the first steps take much longer than those behind them")
     steps = state.loader.prepared(state.step, life.wants_stop)  # held, so that its workers can be asked after
     try:
         with collected_by_plan(cfg.gc_every) as collect:
@@ -55,8 +60,13 @@ def fit(
                 collect(state.step)
                 life.at(Phase.DATA)
                 started = time.perf_counter()
-    except RuntimeError:  # the DataLoader's signal handler raises it wherever a worker's death finds us
+    except RuntimeError as error:  # the DataLoader's signal handler raises it wherever a worker's death finds us
         state.loader.check_workers()
+        if is_of_compiler(error) and life.was_asked():  # the signal has ended the C++ compiler too
+            raise Stopped(
+                f"{life.stop}: stopped in step {state.step + 1}, while it compiled; the same command continues from "
+                "the last checkpoint"
+            ) from error
         raise
 
 

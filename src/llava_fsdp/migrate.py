@@ -41,6 +41,10 @@ strict=true  exit code 2 where a key is unknown, a file is missing or a variable
 """
 PARITY = "add compat=llava_v1_5 for the original's numbers exactly (its labels, order, pixels and mean of means)"
 
+COMPILED = (
+    "compile=auto compiles blocks on CUDA, and nothing here says whether to: add compile=false for torch's kernels"
+)
+
 
 @dataclass
 class Request:
@@ -189,6 +193,8 @@ def show(migration: Migration) -> None:
     print(lines(migration.words))
     if run.launch:
         print(f"# {PARITY}")
+        if "compile" not in migration.decided:
+            print(f"# {COMPILED}")
     print()
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False, markup=False)
     console.print(table(migration.rows, console.width))

@@ -15,6 +15,11 @@ from pathlib import Path
 from rich.console import Console
 
 from llava_fsdp import cli
+from llava_fsdp.log import leave_noise_out
+
+if __name__ == "__main__":  # before transformers is imported
+    leave_noise_out()
+
 from llava_fsdp.config import DType, Format, OffloadMode, OrderName, PlanConfig, Source
 from llava_fsdp.planning.choose import choices, plan_rows, rows_of, ways_to_cut
 from llava_fsdp.planning.hardware import Machine, machine_named

@@ -12,6 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from llava_fsdp import cli
+from llava_fsdp.log import leave_noise_out, log
+
+if __name__ == "__main__":  # before transformers is imported
+    leave_noise_out()
+
 from llava_fsdp.config import Format, PrepareConfig
 from llava_fsdp.data.chunks import cores
 from llava_fsdp.data.door import same_files
@@ -21,7 +26,6 @@ from llava_fsdp.data.progress import watch
 from llava_fsdp.data.records import Records
 from llava_fsdp.data.report import PAGE, write_report
 from llava_fsdp.errors import ConfigError
-from llava_fsdp.log import log
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.parts import find_parts
 from llava_fsdp.opening import draw_shapes, shape_of

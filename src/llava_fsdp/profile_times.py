@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,13 +31,18 @@ Spans = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Times:
-    """Of the recorded steps."""
+    """Of the recorded steps, of which there is one at least."""
 
     on_device: bool
     steps: list[dict[str, float]]
     """Seconds of each step by category; together they are the step's."""
     longest: list[tuple[str, float]]
-    """Kernels, or operations without a GPU, by what they took in all steps together: seconds."""
+    """Kernels, or operations without a GPU, by what they took in all steps together: seconds. An operation's are
+    without those that it called, and without waiting for a collective, which is communication."""
+
+
+class TraceError(Exception):
+    """A trace is not whole."""
 
 
 def times_of(path: Path) -> Times:
@@ -44,21 +50,29 @@ def times_of(path: Path) -> Times:
 
     Raises:
         OSError: it cannot be read.
+        TraceError: it is cut short, or holds no step.
     """
-    with gzip.open(path, "rt") as file:
-        events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
+    try:
+        with gzip.open(path, "rt") as file:
+            events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
+    except (EOFError, ValueError, KeyError, zlib.error) as error:
+        raise TraceError(f"was not written to its end ({type(error).__name__}: {error})") from error
     annotations = [e for e in events if e.get("cat") == "user_annotation"]
     parts = {
         name: united(spans_of(e for e in annotations if e["name"] == RANGE + name)) for name in ("data", *COMPUTING)
     }
     steps = sorted(spans_of(e for e in annotations if e["name"].startswith(STEP)))
+    if not steps:
+        raise TraceError("holds no step")
     kernels = [e for e in events if e.get("cat") in ON_DEVICE]
     main = next((e["tid"] for e in annotations if e["name"].startswith(STEP)), None)
     operations = [e for e in events if e.get("cat") == "cpu_op"]
     if kernels:
         busy, collectives = device_spans(kernels, events, parts)
+        slowest = longest(kernels)
     else:
         busy, collectives = host_spans(operations, annotations, main, parts)
+        slowest = longest_operations(operations, main, collectives)
     computing = united([span for spans in busy.values() for span in spans])
     collectives = without(collectives, computing)
     known = united([*computing, *collectives])
@@ -69,7 +83,7 @@ def times_of(path: Path) -> Times:
         own["data"] = within(without(parts["data"], known), [step])
         row = {name: length(own[name]) for name in CATEGORIES[:-1]}
         found.append(row | {"host gaps": (step[1] - step[0]) / 1e6 - sum(row.values())})
-    return Times(bool(kernels), found, longest(kernels or operations))
+    return Times(bool(kernels), found, slowest)
 
 
 def device_spans(kernels: list[Any], events: list[Any], parts: dict[str, Spans]) -> tuple[dict[str, Spans], Spans]:
@@ -106,25 +120,36 @@ def host_spans(
     return {name: within(running, parts[name]) for name in COMPUTING}, exposed
 
 
-def longest(events: list[Any], most: int = 15) -> list[tuple[str, float]]:
-    """By name, without what runs inside of them."""
+def longest(events: list[Any]) -> list[tuple[str, float]]:
+    """By name."""
     total: Counter[str] = Counter()
     for event in events:
         total[event["name"]] += event["dur"]
-    if events and events[0].get("cat") == "cpu_op":
-        for thread in {e["tid"] for e in events}:
-            take_inner_away([e for e in events if e["tid"] == thread], total)
-    return [(name, duration / 1e6) for name, duration in total.most_common(most)]
+    return most(total)
 
 
-def take_inner_away(events: list[Any], total: Counter[str]) -> None:
-    """Each operation of a thread counts without those that it calls."""
+def longest_operations(operations: list[Any], main: Any, waiting: Spans) -> list[tuple[str, float]]:
+    """By name, each without those that it called; the main thread's without `waiting` too."""
+    total: Counter[str] = Counter()
+    for thread in {e["tid"] for e in operations}:
+        add_own([e for e in operations if e["tid"] == thread], waiting if thread == main else [], total)
+    return most(total)
+
+
+def most(total: Counter[str], number: int = 15) -> list[tuple[str, float]]:
+    return [(name, duration / 1e6) for name, duration in total.most_common(number)]
+
+
+def add_own(events: list[Any], waiting: Spans, total: Counter[str]) -> None:
+    """Of one thread."""
     open_: list[Any] = []
     for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
         while open_ and open_[-1]["ts"] + open_[-1]["dur"] <= event["ts"]:
             open_.pop()
+        own = event["dur"] - 1e6 * length(within(spans_of([event]), waiting))
+        total[event["name"]] += own
         if open_:
-            total[open_[-1]["name"]] -= event["dur"]
+            total[open_[-1]["name"]] -= own
         open_.append(event)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
+import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,15 +16,47 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from llava_fsdp.config import Config
-from llava_fsdp.errors import ConfigError, StorageError
+from llava_fsdp.errors import StorageError
 from llava_fsdp.log import log
 from llava_fsdp.profile_page import write_page
-from llava_fsdp.profile_times import RANGE, times_of
+from llava_fsdp.profile_times import RANGE, TraceError, times_of
 
 T = TypeVar("T")
 FOLDER = "profile"
+LATE = 12
+"""The last step that is recorded where nobody names one."""
+KINETO = b"USDT:"
+"""What lines of torch's profiler begin with that say that it starts and stops."""
+CLOSING = 5.0
+"""Seconds to wait for the last line."""
 MOST_ENTRIES = 200_000
 """Allocations that CUDA's history of memory keeps, a few steps' worth."""
+
+
+@contextmanager
+def without_lines(start: bytes) -> Iterator[None]:
+    """Standard error without lines that begin so: what a library prints from C++ asks no logger."""
+    sys.stderr.flush()
+    shown = os.dup(2)
+    reader, writer = os.pipe()
+    os.dup2(writer, 2)
+    os.close(writer)
+
+    def pass_on() -> None:
+        with open(reader, "rb") as lines:
+            for line in lines:
+                if not line.startswith(start):
+                    os.write(shown, line)
+
+    thread = threading.Thread(target=pass_on, name="stderr", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(shown, 2)  # nobody can write into the pipe any more, which ends the thread
+        thread.join(CLOSING)
+        os.close(shown)
 
 
 class Unrecorded:
@@ -38,8 +72,8 @@ class Unrecorded:
 class Recorder(Unrecorded):
     """Records steps of this start, counted from 1, and writes what it has seen when they are over."""
 
-    def __init__(self, cfg: Config, rank: int, device: torch.device):
-        self.first, self.last = cfg.profile_steps
+    def __init__(self, cfg: Config, steps: tuple[int, int], rank: int, device: torch.device):
+        self.first, self.last = steps
         self.folder = Path(cfg.output_dir) / FOLDER
         self.rank = rank
         self.on_cuda = device.type == "cuda"
@@ -59,7 +93,8 @@ class Recorder(Unrecorded):
         finally:
             if self.profiler is not None:  # the run ends early: what there is of a trace is of no use
                 log().warning("profile=true: the run has ended before step %d of this start", self.last)
-                self.profiler.stop()
+                with without_lines(KINETO):
+                    self.profiler.stop()
                 self.profiler = None
                 if self.on_cuda:
                     torch.cuda.memory._record_memory_history(enabled=None)
@@ -73,12 +108,14 @@ class Recorder(Unrecorded):
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_cuda else [])]
             plan = schedule(wait=0, warmup=self.first - number, active=self.last - self.first + 1, repeat=1)
             self.profiler = profile(activities=activities, schedule=plan)
-            self.profiler.start()
+            with without_lines(KINETO):
+                self.profiler.start()
         elif self.profiler is not None:
             if number == self.last + 1:
                 self.finish(self.profiler)
                 return
-            self.profiler.step()
+            with without_lines(KINETO):
+                self.profiler.step()
         if number == self.first and self.on_cuda:
             torch.cuda.memory._record_memory_history(max_entries=MOST_ENTRIES)
 
@@ -91,7 +128,8 @@ class Recorder(Unrecorded):
         self.profiler = None
         if self.on_cuda:
             torch.cuda.synchronize()
-        profiler.stop()
+        with without_lines(KINETO):
+            profiler.stop()
         name = f"rank-{self.rank}"
         trace = self.folder / f"{name}.trace.json.gz"
         try:
@@ -103,6 +141,8 @@ class Recorder(Unrecorded):
             page = write_page(times_of(trace), self.folder / name, title, self.first)
         except OSError as error:
             raise StorageError(f"{self.folder} cannot be written ({error}); make room there") from error
+        except TraceError as error:
+            raise StorageError(f"{trace} {error}: is there room? profile=false goes without") from error
         finally:
             if self.on_cuda:
                 torch.cuda.memory._record_memory_history(enabled=None)
@@ -115,18 +155,24 @@ def open_recorder(cfg: Config, rank: int, device: torch.device, done: int, total
 
     Args:
         done: steps of the run that are finished, of `total`.
-
-    Raises:
-        ConfigError: the run does not come to the steps that are asked for.
     """
-    if not cfg.profile or done >= total:
+    left = total - done
+    if not cfg.profile or left <= 0:
         return Unrecorded()
-    if total - done >= cfg.profile_steps[1]:
-        return Recorder(cfg, rank, device)
-    said = (
-        f"profile_steps={cfg.profile_steps}: this start has {total - done} steps to do, and they are counted from its"
-    )
-    if done:  # a restart near the end of a run that was profiled is no mistake
-        log().warning("%s first; nothing is recorded", said)
+    if cfg.profile_steps is None:
+        return Recorder(cfg, usual_steps(left), rank, device)
+    first, last = cfg.profile_steps
+    if left < last:  # a restart near the end of a run that was profiled is no mistake
+        log().warning(
+            "profile_steps=%s: this start has %d steps to do, and they are counted from its first; nothing is recorded",
+            cfg.profile_steps, left,
+        )  # fmt: skip
         return Unrecorded()
-    raise ConfigError(f"{said} first; name earlier ones, or set profile=false")
+    return Recorder(cfg, (first, last), rank, device)
+
+
+def usual_steps(left: int) -> tuple[int, int]:
+    """The first and the last of three steps, when what is compiled and cached is there; a short start's last ones,
+    without its first where it has more: the profiler needs that to warm up."""
+    last = min(left, LATE)
+    return min(last, max(2, last - 2)), last

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llava_fsdp.errors import ENDINGS, ConfigError, Ending, FolderInUse
+from llava_fsdp.heartbeats import read_beat
 from llava_fsdp.log import log
 from llava_fsdp.redact import redact, secrets_of
 from llava_fsdp.untrusted import is_open_to_others
@@ -96,10 +98,11 @@ def claimed(folder: Path, rank: int, private: bool = True) -> Iterator[None]:
     The others wait until it has: where it is refused, none of them may leave a word in what is another run's.
 
     The lock is one that a process loses by dying and that its children do not inherit (POSIX record locks): data
-    workers which outlive a rank for a moment keep nobody out. What is killed leaves "running" behind.
+    workers which outlive a rank for a moment keep nobody out. What is killed leaves "running" or "stopping" behind,
+    which the next start says.
 
     Args:
-        private: a folder that is made is its owner's alone.
+        private: a folder that is made is its owner's alone, and so is what says how the run ended.
 
     Raises:
         ConfigError: the folder cannot be written, or another run has it (FolderInUse).
@@ -123,8 +126,9 @@ def claimed(folder: Path, rank: int, private: bool = True) -> Iterator[None]:
     try:
         try:
             lock(handle, folder)
+            warn_of_killed(folder)
             drop_stale_failure(folder)
-            put_status(folder, "running")
+            put_status(folder, "running", mode=0o600 if private else 0o666)
         except OSError as error:
             raise ConfigError(f"output_dir={folder} cannot be written ({error}); give another folder") from error
         yield
@@ -191,25 +195,53 @@ def holder_of(handle: int) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def is_others(folder: Path) -> bool:
-    """Whether a run of another launch holds the folder. Not for the process that holds it: looking would let it go."""
+def held_by(folder: Path) -> dict[str, Any] | None:
+    """Who runs in the folder now; None: nobody, as far as the file system has locks.
+
+    Not for the process that holds it: looking would let it go.
+    """
     try:
         handle = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
-        return False
+        return None
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return False
+        return None
     except (BlockingIOError, PermissionError):
-        holder = holder_of(handle).get("launch")
-        return holder is None or holder != launch_id()
+        return holder_of(handle)
     except OSError:
-        return False
+        return None
     finally:
         os.close(handle)
 
 
-def put_status(folder: Path, status: str, outcome: Outcome | None = None) -> None:
+def is_others(folder: Path) -> bool:
+    """Whether a run of another launch holds the folder."""
+    holder = held_by(folder)
+    return holder is not None and (holder.get("launch") is None or holder["launch"] != launch_id())
+
+
+def is_without_end(said: dict[str, Any]) -> bool:
+    """Whether a status is of a run that goes on, or that was killed."""
+    return said.get("status") in ("running", "stopping")
+
+
+def warn_of_killed(folder: Path) -> None:
+    """Say of the run before that it was killed, and at what; for the process that holds the folder."""
+    said = read_status(folder)
+    if said is None or not is_without_end(said):
+        return
+    beat = read_beat(folder, 0)
+    after = f" after step {beat.step}" if beat is not None and beat.pid == said.get("pid") else ""
+    asked = f", asked to by {said['reason']}" if said["status"] == "stopping" else ""
+    log().warning("the run before in %s was killed while it was %s%s%s", folder, said["status"], after, asked)
+
+
+def put_status(folder: Path, status: str, outcome: Outcome | None = None, mode: int | None = None) -> None:
+    """
+    Args:
+        mode: who may read it, before the umask; None: whoever may read the one that is there.
+    """
     said = {
         "status": status,
         "class": outcome.ending.name if outcome else None,
@@ -218,6 +250,8 @@ def put_status(folder: Path, status: str, outcome: Outcome | None = None) -> Non
         "culprit": outcome.culprit if outcome else {},
         "step": outcome.step if outcome else None,
         "rank": env_rank(),
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
         "attempt": attempt(),
         "launch": launch_id(),
         "time": time.time(),
@@ -225,7 +259,7 @@ def put_status(folder: Path, status: str, outcome: Outcome | None = None) -> Non
     text = (json.dumps(said) + "\n").encode()
     staged, path = folder / f"{STATUS_FILE}.{os.getpid()}.tmp", folder / STATUS_FILE
     try:
-        staged.write_bytes(text.ljust(RESERVED))
+        write_new(staged, text.ljust(RESERVED), mode_of(path) if mode is None else mode)
         os.replace(staged, path)
     except OSError:
         staged.unlink(missing_ok=True)
@@ -233,6 +267,21 @@ def put_status(folder: Path, status: str, outcome: Outcome | None = None) -> Non
             raise
         with path.open("r+b") as file:  # a full disk has room for what is there already
             file.write(text.ljust(path.stat().st_size))
+
+
+def mode_of(path: Path) -> int:
+    """Who may read a file; its owner alone where there is none."""
+    try:
+        return stat.S_IMODE(path.stat().st_mode)
+    except OSError:
+        return 0o600
+
+
+def write_new(path: Path, content: bytes, mode: int) -> None:
+    """What is there under the name goes: it may be readable by others."""
+    path.unlink(missing_ok=True)
+    with open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_EXCL, mode)) as file:
+        file.write(content)
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:
@@ -309,14 +358,17 @@ def fail_first(folder: Path, outcome: Outcome) -> bool:
         "exit_code": int(outcome.ending.exit_code),
         "reason": redact(outcome.reason, secrets_of()),
     }
-    staged.write_text(json.dumps(said))
+    text, mode = json.dumps(said).encode(), mode_of(folder / STATUS_FILE)
+    write_new(staged, text, mode)
     try:
         os.link(staged, folder / FIRST_FAILURE)
     except FileExistsError:
         return False
     except OSError:  # a file system without links
-        with contextlib.suppress(FileExistsError), (folder / FIRST_FAILURE).open("x") as file:
-            file.write(json.dumps(said))
+        with contextlib.suppress(FileExistsError):
+            created = os.open(folder / FIRST_FAILURE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+            with open(created, "wb") as file:
+                file.write(text)
             return True
         return False
     finally:

@@ -23,15 +23,20 @@ from llava_fsdp.config import (
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.data.records import Records
 from llava_fsdp.model.attention import Kernel
-from llava_fsdp.sharding.compiled import choose_compiling
+from llava_fsdp.sharding.compiled import Compiling, choose_compiling
 from llava_fsdp.sharding.memory import Weight, bytes_per_rank
 from llava_fsdp.sharding.mesh import World
 from llava_fsdp.sharding.offload import describe_offload
+from llava_fsdp.sharding.parallelize import describe_units
 from llava_fsdp.sharding.zero import SHARD_PLANS, Mesh
 
 
-def unlike_original(cfg: Config) -> str:
-    """One line: where this run's numbers are not those of the original trainer."""
+def unlike_original(cfg: Config, compiles: bool = False) -> str:
+    """One line: where this run's numbers are not those of the original trainer.
+
+    Args:
+        compiles: blocks are compiled, which rounds elsewhere.
+    """
     precision = cfg.precision
     # key, value, whether the original has it
     choices = [
@@ -43,9 +48,10 @@ def unlike_original(cfg: Config) -> str:
         ("precision.norm_dtype", precision.norm_dtype.value, precision.norm_dtype is precision.param_dtype),
     ]
     ours = [f"{key}={value}" for key, value, same in choices if not same]
+    kernels = "; compiled blocks (compile=false runs them as they are)" if compiles else ""
     if not ours:
-        return "nothing of labels, order, loss.normalize, data.pixels and precision (compat=llava_v1_5)"
-    return f"{', '.join(ours)}; compat=llava_v1_5 sets the original's (docs/llava.md)"
+        return f"nothing of labels, order, loss.normalize, data.pixels and precision (compat=llava_v1_5){kernels}"
+    return f"{', '.join(ours)}; compat=llava_v1_5 sets the original's (docs/llava.md){kernels}"
 
 
 def show_run(
@@ -85,11 +91,14 @@ def show_run(
         "compute", f"{world.device.type}, {cfg.precision.param_dtype.value}, recompute {describe_recompute(cfg, world)}"
     )
     facts.add_row("peak", peak)
-    facts.add_row("compile", describe_compiling(cfg, world, kernel))
+    compiling = choose_compiling(cfg, world.device, kernel and kernel.attention)
+    facts.add_row("compile", describe_compiling(compiling))
+    if units := describe_units(cfg.sharding):
+        facts.add_row("units", units)
     facts.add_row("precision", describe_precision(cfg.precision))
     if cfg.offload.mode is not OffloadMode.none:
         facts.add_row("offload", describe_offload(cfg, world.device))
-    facts.add_row("unlike LLaVA", unlike_original(cfg))
+    facts.add_row("unlike LLaVA", unlike_original(cfg, compiling.on))
     console.print(facts)
     console.print(trains_table(weights), bytes_table(cfg, world, weights.values()))
 
@@ -130,8 +139,7 @@ def describe_attention(kernel: Kernel | None) -> str:
     return "SDPA over padded rows: pack=false" if kernel is None else f"{kernel.attention.value} ({kernel.reason})"
 
 
-def describe_compiling(cfg: Config, world: World, kernel: Kernel | None) -> str:
-    found = choose_compiling(cfg, world.device, kernel and kernel.attention)
+def describe_compiling(found: Compiling) -> str:
     if not found.on:
         return f"no ({found.reason})"
     return f"the language model's blocks, when they first run, which takes a while ({found.reason})"

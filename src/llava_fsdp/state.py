@@ -1,5 +1,6 @@
 """What a run is made of."""
 
+import logging
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from llava_fsdp.config import Config, DType
 from llava_fsdp.data.batch import StepFacts
 from llava_fsdp.data.loader import Loader
+from llava_fsdp.log import log
 from llava_fsdp.model.draw import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.weights import Stored
@@ -20,7 +22,7 @@ from llava_fsdp.scaler import LossScaler, build_scaler
 from llava_fsdp.sharding.compiled import Compilations, choose_compiling
 from llava_fsdp.sharding.mesh import World
 from llava_fsdp.sharding.offload import Offload, warn_of_no_use
-from llava_fsdp.sharding.parallelize import parallelize
+from llava_fsdp.sharding.parallelize import parallelize, without_use
 from llava_fsdp.sharding.precision import MasterWeights
 from llava_fsdp.sharding.zero import ShardPlan
 
@@ -100,6 +102,8 @@ def assemble(
     compiling = choose_compiling(cfg, world.device, model.kernel and model.kernel.attention)
     compilations = Compilations() if compiling.on else None
     masters = parallelize(model, model.blocks(), mesh, plan, cfg, offload, model.whole_while_frozen(), compilations)
+    for said in without_use(cfg.sharding, model.blocks(), mesh["shard"].size() if mesh is not None else None):
+        log().log(logging.WARNING if world.is_first else logging.DEBUG, said)
     fill(model, masters)
     restore_buffers(model, buffers)
     offload.loaded()

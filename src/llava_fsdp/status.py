@@ -2,7 +2,8 @@
 
 Prints what its `run_status.json` says and ends with the exit code in it, which torchrun does not hand on: 0 done, 75
 stopped (the same command continues), 2 a mistake to mend, 3 a checkpoint, 4 numbers, 5 lost or late ranks, 1 a bug or
-no word at all. `--this-launch` before the other arguments takes no word that is older than this process: a launch
+no word at all. A run that goes on, and one that was killed, have no word about their end: the lock of the folder tells
+them apart. `--this-launch` before the other arguments takes no word that is older than this process: a launch
 script becomes it by `exec`, so that what an earlier run said is not taken for this one's. `--this-launch=75` is for a
 script that was told to stop: so it ends where there is no word.
 """
@@ -16,7 +17,7 @@ from llava_fsdp import cli
 from llava_fsdp.config import Config
 from llava_fsdp.errors import ConfigError, ExitCode
 from llava_fsdp.log import log, setup_logging
-from llava_fsdp.rundir import STATUS_FILE, read_status, started
+from llava_fsdp.rundir import STATUS_FILE, held_by, is_without_end, read_status, started
 
 
 def main() -> None:
@@ -37,11 +38,19 @@ def main() -> None:
     if said is None or said.get("time", 0.0) < since:
         log().error("%s: nothing from this run; it ended before it could say why", path)
         sys.exit(without_word)
-    if said["exit_code"] is None:
+    if is_without_end(said) and (holder := held_by(path.parent)) is not None:
+        where = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}"
+        log().info("%s: %s: %s is under way", path, said["status"], where)
+    elif said["status"] == "stopping":
+        log().error(
+            "%s: stopping, without a word about its end: it was asked to stop (%s), and killed before it had; the same "
+            "command continues from the last checkpoint", path, said["reason"],
+        )  # fmt: skip
+    elif said["exit_code"] is None:
         log().error("%s: %s, without a word about its end: it was killed", path, said["status"])
-        sys.exit(ExitCode.BUG)
-    log().info("%s: %s (exit code %d) %s", path, said["status"], said["exit_code"], said["reason"])
-    sys.exit(said["exit_code"])
+    else:
+        log().info("%s: %s (exit code %d) %s", path, said["status"], said["exit_code"], said["reason"])
+    sys.exit(ExitCode.BUG if said["exit_code"] is None else said["exit_code"])
 
 
 if __name__ == "__main__":

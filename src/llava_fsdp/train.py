@@ -91,6 +91,7 @@ def train(cfg: Config) -> None:
         first_step = state.step
 
         def after_step(result: StepResult) -> None:
+            life.step_done()
             reporter(result)
             keeper.after_step(result)
             if state.step == first_step + 1:  # weights are loaded and kernels compiled
@@ -118,12 +119,8 @@ def settle_auto(cfg: Config, world: World) -> Config:
         return decide(cfg, world, parts, samples_in(records), checkpoint.continues(cfg))
 
     decision = checkpoint.on_first_rank(choose, "cannot plan")
-    settled = decision.applied(cfg)
-    tokens = settled.tokens_per_micro_batch or "null"
-    zero = SHARD_PLANS[settled.sharding.strategy].zero
-    mode = settled.recompute.mode.value
-    log().info("auto: sharding=%s, recompute=%s, tokens_per_micro_batch=%s: %s", zero, mode, tokens, decision.reason)
-    return settled
+    log().info("%s", decision.told(cfg))
+    return decision.applied(cfg)
 
 
 def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | None) -> TrainState:
@@ -132,6 +129,7 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
     projector = find_projector(cfg)
     model = build_model(cfg, parts, world.device)
     loader = open_data(cfg, world, model)
+    cfg.check_profile(loader.total_steps)
     check_same_records(loader)
     sources = find_weights(model, parts, cfg.model, projector, cfg.seed)
     watch = watch_loading(world.is_first, "fingerprint of frozen weights")

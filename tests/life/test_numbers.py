@@ -8,11 +8,13 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from harness import RankPool, single_world
 from small import make_config
+from torch._inductor.exc import InductorError
 
 from llava_fsdp import loop, train
 from llava_fsdp.checkpoint import Saver
@@ -23,6 +25,7 @@ from llava_fsdp.errors import CheckpointError, NumericError, Stopped
 from llava_fsdp.heartbeats import Beat, Phase, make_beat
 from llava_fsdp.life import BEAT, Life
 from llava_fsdp.sharding import shards
+from llava_fsdp.sharding.compiled import Compilations
 from llava_fsdp.sharding.mesh import World, make_mesh, own_rank
 from llava_fsdp.sharding.precision import MasterWeights
 from llava_fsdp.sharding.zero import SHARD_PLANS
@@ -236,6 +239,32 @@ def test_a_stop_does_not_promise_what_could_not_be_written(
     cfg = make_config(parts, dataset, tmp_path, "max_steps=4", "checkpoint.every=2", "checkpoint.on_save_error=warn")
     with pytest.raises(Stopped, match="after step 2; the same command continues from the checkpoint before"):
         train.train(cfg)
+
+
+@pytest.mark.parametrize("stop", ["SIGTERM", ""])
+def test_a_compiler_that_dies_of_the_stop_is_no_bug(
+    stop: str, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal to the process group ends the compiler of a later step too."""
+
+    def compiling(*_: object) -> StepResult:
+        raise InductorError(RuntimeError("g++ was ended"), None)
+
+    cfg = make_config(parts, dataset, tmp_path, "max_steps=2")
+    plan, world, life = SHARD_PLANS[cfg.sharding.strategy], single_world(), Life()
+    state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+    life.stop = stop
+    said: list[str] = []
+    monkeypatch.setattr(loop, "log", lambda: SimpleNamespace(info=said.append))
+    monkeypatch.setattr(loop, "train_step", compiling)
+    expected = pytest.raises(Stopped, match="SIGTERM: stopped in step 1, while it compiled; the same command continues")
+    with expected if stop else pytest.raises(InductorError):
+        loop.fit(state, plan, cfg, lambda _: None, life=life)
+    assert not said, "nothing is to be compiled"
+    state.compilations = Compilations()
+    with pytest.raises(InductorError):
+        loop.fit(state, plan, cfg, lambda _: None)
+    assert len(said) == 1 and said[0].startswith("compiling the language model's blocks")
 
 
 def test_a_rank_that_reports_a_step_is_behind_those_that_go_on(parts: Path, dataset: Path, tmp_path: Path) -> None:

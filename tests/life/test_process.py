@@ -4,12 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from lives import Run, gone
+from lives import Run, children, gone
 
 pytestmark = pytest.mark.e2e
 Start = Callable[..., Run]
@@ -20,6 +21,17 @@ LIMIT = 240
 def tracebacks(run: Run) -> int:
     """Of what ranks say themselves, without torchrun's summary, which repeats the first failure's."""
     return run.said.partition("ChildFailedError")[0].count("Traceback (most recent call last)") - 1
+
+
+def family(pid: int) -> list[str]:
+    """Names of all that a process has started, and what that has."""
+    found = []
+    for child in children(pid):
+        try:
+            found += [Path(f"/proc/{child}/comm").read_text(), *family(child)]
+        except OSError:  # it has ended
+            continue
+    return found
 
 
 def test_save_now_then_stop_and_no_restart(start: Start) -> None:
@@ -146,14 +158,39 @@ def test_a_signal_before_the_first_step_ends_at_once(start: Start) -> None:
 
 
 @pytest.mark.slow
+def test_a_signal_in_the_first_step_does_not_wait_for_its_end(start: Start) -> None:
+    """torchrun would kill the ranks before."""
+    run = start(fault="sleep:1:0")
+    beat = run.output / ".heartbeats" / "rank-1.json"
+    run.until(lambda: beat.is_file() and "forward and backward" in beat.read_text())
+    run.process.terminate()
+    run.wait(15)
+    status = run.status
+    assert (status["status"], status["class"], status["exit_code"]) == ("stopped", "stopped", 75)
+    assert "before the first step was over, forward and backward" in status["reason"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "ending"), [(signal.SIGTERM, "stopped"), (signal.SIGINT, "interrupted")])
+def test_a_signal_to_the_group_while_the_first_step_compiles(number: int, ending: str, start: Start) -> None:
+    """The C++ compiler dies of it too, and that is no bug of ours."""
+    with tempfile.TemporaryDirectory() as cache:
+        run = start("compile=true", ranks=0, env={"TORCHINDUCTOR_CACHE_DIR": cache})
+        run.until(lambda: any(name.startswith(("g++", "cc1plus")) for pid in run.pids() for name in family(pid)))
+        os.killpg(run.process.pid, number)
+        assert run.wait(20) == {"stopped": 75, "interrupted": 130}[ending]
+        assert run.status["class"] == ending and "Traceback" not in run.said
+
+
+@pytest.mark.slow
 def test_ctrl_c_stops_and_twice_ends_at_once(start: Start) -> None:
     run = start("max_steps=500", "checkpoint.every=null", ranks=0, pace=0.5)
     run.until_step(1)
     run.process.send_signal(signal.SIGINT)
     assert run.wait(30) == 75 and len(run.checkpoints) == 1
-    run = start("max_steps=500", "checkpoint.every=null", ranks=0, pace=20)
-    run.until(lambda: '"waiting' not in (run.output / ".heartbeats" / "rank-0.json").read_text() and "step" in run.said)
-    time.sleep(5)
+    steps = len(run.rows)
+    run = start("max_steps=500", "checkpoint.every=null", ranks=0, pace=5)
+    run.until_step(steps + 1)
     for _ in range(2):
         run.process.send_signal(signal.SIGINT)
         time.sleep(0.5)

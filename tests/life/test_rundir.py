@@ -172,12 +172,52 @@ def test_the_last_word_fits_onto_a_full_disk(tmp_path: Path, monkeypatch: pytest
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(rundir, "write_new", full)
     write_ending(tmp_path, Outcome(ENDINGS["checkpoint"], "no room"))
     said = read_status(tmp_path)
     assert said is not None and (said["class"], said["exit_code"], said["reason"]) == ("checkpoint", 3, "no room")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run_status.json"]
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_private_run_is_read_by_its_user_alone(private: bool, tmp_path: Path) -> None:
+    """In a folder that others may read, too."""
+    before = os.umask(0o022)
+    try:
+        (tmp_path / rundir.STATUS_FILE).write_text("{}")
+        with claimed(tmp_path, 0, private):
+            put_status(tmp_path, "stopping", ending("stopped"))
+            write_ending(tmp_path, ending("bug"))
+    finally:
+        os.umask(before)
+    for name in (rundir.STATUS_FILE, rundir.FIRST_FAILURE):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == (0o600 if private else 0o644), name
+
+
+def test_a_run_that_was_killed_is_told_from_one_that_goes_on(tmp_path: Path) -> None:
+    """By the reader while it runs and afterwards, and by the next start."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(HOLDER), str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None
+    child = int(holder.stdout.readline())
+    reader = [sys.executable, "-m", "llava_fsdp.status", f"output_dir={tmp_path}"]
+    try:
+        put_status(tmp_path, "stopping", ending("stopped", "SIGTERM"))
+        said = [subprocess.run(reader, check=False, capture_output=True, text=True)]
+    finally:
+        os.kill(child, signal.SIGKILL)
+        holder.kill()
+        holder.wait()
+    said.append(subprocess.run(reader, check=False, capture_output=True, text=True))
+    assert [done.returncode for done in said] == [75, 75]
+    assert f"process {holder.pid} on {os.uname().nodename} is under way" in said[0].stderr
+    assert "asked to stop (SIGTERM), and killed before it had" in said[1].stderr
+    start = "import sys, pathlib, llava_fsdp.log as l, llava_fsdp.rundir as r; l.setup_logging()\n"
+    start += "with r.claimed(pathlib.Path(sys.argv[1]), 0): pass"
+    for expected in ("was killed while it was stopping, asked to by SIGTERM", "was killed while it was running"):
+        done = subprocess.run([sys.executable, "-c", start, str(tmp_path)], check=True, capture_output=True, text=True)
+        assert expected in done.stderr
 
 
 def test_stacks_of_the_start_before_stay(tmp_path: Path) -> None:

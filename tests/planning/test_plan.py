@@ -276,7 +276,9 @@ def test_auto_recomputes_no_more_than_it_must(
     chosen = [on(total) for total in totals]
     assert [one.recompute.mode for one in chosen] == modes
     assert [one.applied(cfg).tokens_per_micro_batch for one in chosen] == [1024] * 3
-    assert not chosen[0].applied(cfg).has_auto and "recompute selective" in chosen[1].reason
+    assert not chosen[0].applied(cfg).has_auto
+    line = chosen[1].told(cfg)
+    assert line.startswith("auto: recompute=selective: ") and " GB, " in line and len(line) < 110, line
     with pytest.raises(ConfigError, match="nothing fits by the plan"):
         on(totals[2] - 100_000)
     with monkeypatch.context() as patch:
@@ -284,7 +286,12 @@ def test_auto_recomputes_no_more_than_it_must(
         assert on(totals[1]).recompute.mode is RecomputeMode.full
     recorded = f"sharding: {{strategy: {Strategy.FULL_SHARD.value}}}\nrecompute: {{mode: full, budget: null}}\n"
     (tmp_path / "config.yaml").write_text(recorded + "tokens_per_micro_batch: 1024\n")
-    assert on(totals[0], continues=True).recompute.mode is RecomputeMode.full, "a run goes on as it began"
+    kept = on(totals[0], continues=True)
+    assert kept.recompute.mode is RecomputeMode.full, "a run goes on as it began"
+    assert kept.told(cfg) == "auto: recompute=full: as this run began"
+    recorded = recorded.replace("mode: full, budget: null", "mode: budget, budget: 0.5")
+    (tmp_path / "config.yaml").write_text(recorded + "tokens_per_micro_batch: 1024\n")
+    assert on(totals[0], continues=True) == chosen[0], "what compile=false refuses binds nobody"
 
 
 def auto_process() -> int:

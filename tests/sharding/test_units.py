@@ -4,14 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import RankPool
+from harness import RankPool, single_world
 from small import make_config
 from torch.distributed.fsdp import FSDPModule
 
 from llava_fsdp import train
 from llava_fsdp.config import Config
 from llava_fsdp.loop import train_step
+from llava_fsdp.model.llava import Llava
 from llava_fsdp.sharding.mesh import World, make_mesh
+from llava_fsdp.sharding.parallelize import describe_units, without_use
 from llava_fsdp.sharding.shards import local
 from llava_fsdp.sharding.traffic import CollectiveBytes
 from llava_fsdp.sharding.zero import SHARD_PLANS
@@ -47,6 +49,50 @@ def units(model: torch.nn.Module) -> list[list[str]]:
         if isinstance(module, FSDPModule):
             together.setdefault(id(module._get_fsdp_state()), []).append(name)
     return list(together.values())
+
+
+def told(world: World, configs: list[Config]) -> list[list[str]]:
+    """What is said of settings that do nothing."""
+    found = []
+    for cfg in configs:
+        plan = SHARD_PLANS[cfg.sharding.strategy]
+        mesh = make_mesh(world, plan, cfg)
+        model = train.build_state(cfg, world, plan, mesh).model
+        assert isinstance(model, Llava)
+        found.append(without_use(cfg.sharding, model.blocks(), mesh["shard"].size() if mesh is not None else None))
+    return found
+
+
+MANY = ["sharding.blocks_per_unit=9", "sharding.prefetch=9"]
+
+
+@pytest.mark.ranks
+def test_settings_that_do_nothing_are_said(
+    parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """Three blocks in the language model and three in a tower that trains."""
+    ways = [
+        ["sharding=zero3", "sharding.prefetch=2"], ["sharding=zero3", "sharding.prefetch=3"],
+        ["sharding=zero3", *MANY, TOWER], ["sharding=zero0", *MANY], ["sharding=zero3", "sharding.blocks_per_unit=3"],
+    ]  # fmt: skip
+    for found in pools[2].run(told, [make_config(parts, dataset, tmp_path, *way) for way in ways]):
+        assert found == [
+            [],
+            ["sharding.prefetch=3 is as 2: blocks that are sharded make 3 units"],
+            ["sharding.blocks_per_unit=9 is as 3: no stack of the model has more blocks",
+             "sharding.prefetch=9 is as 1: blocks that are sharded make 2 units"],
+            ["sharding.blocks_per_unit=9 is as 3: no stack of the model has more blocks",
+             "sharding.prefetch=9 does nothing: every rank has whole weights"],
+            [],
+        ]  # fmt: skip
+    alone = told(single_world(), [make_config(parts, dataset, tmp_path, *MANY)])
+    assert [said.partition(" does nothing on one rank")[0] for said in alone[0]] == MANY
+
+
+def test_what_is_set_is_on_the_screen(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    assert describe_units(make_config(parts, dataset, tmp_path).sharding) == ""
+    cfg = make_config(parts, dataset, tmp_path, *MANY)
+    assert describe_units(cfg.sharding) == "9 blocks gathered together, 9 gathers begun ahead"
 
 
 @pytest.mark.ranks

@@ -97,8 +97,12 @@ def state_dict_type(context: Context, value: object) -> Outcome:
 
 def dynamo_backend(context: Context, value: object) -> Outcome:
     name = str(value).lower()
-    if name in ("no", "none", ""):
-        return implied("off; compile=auto compiles blocks on CUDA all the same")
+    if name in ("no", "none", "false", ""):
+        if context.decided.get("compile"):
+            return no_effect(f"the script switches it on: {context.tell('compile')}")
+        return mapped(context.tell("compile"))
+    if context.decided.get("compile") is False:
+        return mapped(f"{context.tell('compile')}: this backend writes no kernels, and runs the operations as they are")
     if name != "inductor":
         return unsupported(
             f"{value}: torch.compile's own backend, inductor, compiles blocks; {context.tell('compile')}"
@@ -110,7 +114,7 @@ def dynamo_detail(why: str, *usual: object) -> Rule:
     """A setting of torch.compile's, of no effect where nothing is compiled."""
 
     def rule(context: Context, value: object) -> Outcome:
-        if "compile" not in context.decided:
+        if not context.decided.get("compile"):
             return no_effect("only with dynamo_backend")
         return implied(why) if plain(value) in (None, False, "", {}, *usual) else unsupported(why)
 

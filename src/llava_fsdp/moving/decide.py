@@ -52,7 +52,8 @@ SCALER = {
 DS_ADAM = frozenset({"adam", "adamw"})
 LEAST_WARMUP = 2  # DeepSpeed's
 LEAST_KEPT = 2
-COMPILE_FLAGS = ("torch_compile", "torch_compile_backend", "torch_compile_mode", "torchdynamo")
+# torch.compile's backends that write no kernels.
+EAGER = frozenset({"eager", "eager_noexcept", "aot_eager", "aot_eager_default_partitioner"})
 
 
 def decide(run: Run) -> Overrides:
@@ -163,11 +164,19 @@ def recompute(run: Run) -> Overrides:
 
 
 def compiling(run: Run) -> Overrides:
-    """The script's torch_compile, which a backend or a mode switches on too, or the launcher's dynamo_backend."""
-    asked = [run.hf(name) for name in COMPILE_FLAGS] if run.launch else []
-    backend = str(run.launched("dynamo_backend") or "no").lower()
-    on = any(value and not is_open(value) for value in asked) or backend not in ("no", "none")
-    return {"compile": True} if on else {}
+    """The script's torch_compile, which a backend or a mode switches on too, or the launcher's dynamo_backend.
+
+    What is switched off is so here; a script that says nothing leaves compile=auto, which `migrate` says.
+    """
+    launched = run.launched("dynamo_backend")
+    named = [launched, *(run.hf(name) for name in ("torch_compile_backend", "torchdynamo") if run.launch)]
+    backends = [str(name).lower() for name in named if name and not is_open(name)]
+    backends = [name for name in backends if name not in ("no", "none", "false")]
+    asked = [run.hf(name) for name in ("torch_compile", "torch_compile_mode") if run.launch]
+    if backends or any(value and not is_open(value) for value in asked):
+        return {"compile": not EAGER & set(backends)}
+    is_off = run.launch and "torch_compile" in run.flags and run.hf("torch_compile") is False
+    return {"compile": False} if is_off or launched is not None else {}
 
 
 def sharding(run: Run) -> Overrides:

@@ -362,7 +362,13 @@ def evaluation(context: Context, value: object) -> Outcome:
 def torch_compile(context: Context, value: object) -> Outcome:
     """One of four flags, each of which switches it on in transformers."""
     if value in (None, False, ""):
-        return implied("off; compile=auto compiles blocks on CUDA all the same")
+        if context.key != "torch_compile" or "torch_compile" not in context.run.flags:
+            return implied("off; compile=auto compiles blocks on CUDA all the same")
+        if context.decided.get("compile"):
+            return no_effect(f"a backend or a mode switches it on: {context.tell('compile')}")
+        return mapped(context.tell("compile"))
+    if context.decided.get("compile") is False:
+        return mapped(f"{context.tell('compile')}: its backend writes no kernels, and runs the operations as they are")
     if value is True or value in ("inductor", "default"):
         return mapped(f"{context.tell('compile')}: blocks of layers, one at a time, with inductor")
     why = "blocks are compiled by torch.compile's own backend, inductor, in its default mode"

@@ -38,6 +38,17 @@ class Decision:
         sharding = replace(cfg.sharding, strategy=self.strategy, shard_size=shard_size)
         return replace(cfg, sharding=sharding, recompute=self.recompute, tokens_per_micro_batch=tokens)
 
+    def told(self, cfg: Config) -> str:
+        """One line: what stands for each auto, and why."""
+        values = []
+        if cfg.sharding.strategy is Strategy.auto:
+            values.append(f"sharding={SHARD_PLANS[self.strategy].zero}")
+        if asks_recompute(cfg):
+            values.append(f"recompute={self.recompute.mode.value}")
+        if cfg.tokens_per_micro_batch == AUTO:
+            values.append(f"tokens_per_micro_batch={'null' if self.tokens is None else self.tokens}")
+        return f"auto: {', '.join(values)}: {self.reason}"
+
 
 HYBRID = (Strategy.HYBRID_SHARD, Strategy._HYBRID_SHARD_ZERO2)
 
@@ -57,8 +68,7 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
     if before is not None:
         rows = rows_for(planner, before, world, shard_size)
         if rows[0].fits:
-            reason = f"as this run began ({said(rows[0])})"
-            return Decision(rows[0].choice.strategy, before.recompute, number(before), reason)
+            return Decision(rows[0].choice.strategy, before.recompute, number(before), "as this run began")
     rows = rows_for(planner, cfg, world, shard_size)
     best = rows[0]
     if not best.fits:
@@ -67,8 +77,7 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
             "precision=bf16_pure or more ranks need less; sharding=zero3 and a number for tokens_per_micro_batch would "
             "try it all the same"
         )
-    others = [said(row) for row in rows[1:3]]
-    reason = f"{said(best)}, predicted for {planner.machine.name}" + (f"; then {'; '.join(others)}" if others else "")
+    reason = f"{cost(best)} by the plan; llava_fsdp.plan compares them all"
     tokens = best.tokens if cfg.tokens_per_micro_batch == AUTO else None
     return Decision(best.choice.strategy, best.choice.recompute, tokens, reason)
 
@@ -100,19 +109,19 @@ def recorded(cfg: Config) -> Config | None:
         budget = OmegaConf.select(found, "recompute.budget")
         recompute = RecomputeConfig(mode=mode, budget=budget) if asks_recompute(cfg) else cfg.recompute
         tokens = OmegaConf.select(found, "tokens_per_micro_batch")
+        if (
+            strategy is Strategy.auto
+            or recompute.mode is RecomputeMode.auto
+            or (cfg.tokens_per_micro_batch == AUTO and not isinstance(tokens, int))
+        ):
+            return None
+        if cfg.sharding.strategy is not Strategy.auto:
+            strategy = cfg.sharding.strategy
+        if cfg.tokens_per_micro_batch != AUTO:
+            tokens = number(cfg)
+        return Decision(strategy, recompute, tokens, "").applied(cfg)
     except (OmegaConfBaseException, YAMLError, ConfigError, ValueError, OSError, AssertionError):
-        return None  # what it continues from says what is wrong
-    if (
-        strategy is Strategy.auto
-        or recompute.mode is RecomputeMode.auto
-        or (cfg.tokens_per_micro_batch == AUTO and not isinstance(tokens, int))
-    ):
-        return None
-    if cfg.sharding.strategy is not Strategy.auto:
-        strategy = cfg.sharding.strategy
-    if cfg.tokens_per_micro_batch != AUTO:
-        tokens = number(cfg)
-    return Decision(strategy, recompute, tokens, "").applied(cfg)
+        return None  # what it continues from says what is wrong; what goes with no key of today's is planned anew
 
 
 def asks_recompute(cfg: Config) -> bool:
@@ -127,6 +136,9 @@ def said(row: PlanRow) -> str:
     mode = row.choice.recompute.mode.value
     return (
         f"{SHARD_PLANS[row.choice.strategy].zero}, recompute {mode}, "
-        f"{row.tokens:,} positions in the largest micro-batch: "
-        f"{row.bytes['total'] / GB:.3g} of {row.usable / GB:.3g} GB, {row.step.seconds:.2g} s a step"
+        f"{row.tokens:,} positions in the largest micro-batch: {cost(row)}"
     )
+
+
+def cost(row: PlanRow) -> str:
+    return f"{row.bytes['total'] / GB:.3g} of {row.usable / GB:.3g} GB, {row.step.seconds:.2g} s a step"

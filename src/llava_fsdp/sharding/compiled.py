@@ -97,6 +97,13 @@ def compiler_missing(device: torch.device) -> str | None:
     return None
 
 
+def is_of_compiler(error: BaseException) -> bool:
+    """Whether it was torch.compile that failed, and not what it has compiled."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, TorchDynamoException)
+
+
 class Compilations:
     """Graphs that were compiled in this process, counted where they are: in torch.compile's backend.
 

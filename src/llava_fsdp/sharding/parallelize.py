@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from llava_fsdp.config import Config, LinearKind, PrecisionConfig
+from llava_fsdp.config import Config, LinearKind, PrecisionConfig, ShardingConfig
 from llava_fsdp.sharding.compiled import Compilations
 from llava_fsdp.sharding.fp8 import multiply_in_fp8, weights_in_fp8
 from llava_fsdp.sharding.memory import Weight
@@ -141,6 +141,45 @@ def shard(
 def in_units(blocks: list[T], size: int) -> list[list[T]]:
     """A stack's blocks, so many at a time."""
     return [blocks[start : start + size] for start in range(0, len(blocks), size)]
+
+
+def describe_units(sharding: ShardingConfig) -> str:
+    """What is not FSDP2's own; empty where all is."""
+    found = []
+    if sharding.blocks_per_unit > 1:
+        found.append(f"{sharding.blocks_per_unit} blocks gathered together")
+    if sharding.prefetch is not None:
+        found.append(f"{sharding.prefetch} gathers begun ahead")
+    return ", ".join(found)
+
+
+def without_use(sharding: ShardingConfig, stacks: Sequence[nn.ModuleList], shards: int | None) -> list[str]:
+    """Which settings of units do nothing here, and why.
+
+    Args:
+        stacks: after `shard`.
+        shards: ranks that share a copy of the weights; None: nothing is wrapped, as there is one rank.
+    """
+    size, ahead = sharding.blocks_per_unit, sharding.prefetch
+    largest = max(map(len, stacks))
+    units = sum(
+        any(isinstance(block, FSDPModule) for block in unit) for stack in stacks for unit in in_units(list(stack), size)
+    )
+    found = []
+    if shards is None:
+        if size > 1:
+            found.append(f"sharding.blocks_per_unit={size} does nothing on one rank, which gathers nothing")
+        if ahead is not None:
+            found.append(f"sharding.prefetch={ahead} does nothing on one rank, which gathers nothing")
+        return found
+    if size > largest:
+        found.append(f"sharding.blocks_per_unit={size} is as {largest}: no stack of the model has more blocks")
+    if ahead is not None and (shards == 1 or units < 2):
+        why = "every rank has whole weights" if shards == 1 else "blocks that are sharded make one unit, or none"
+        found.append(f"sharding.prefetch={ahead} does nothing: {why}")
+    elif ahead is not None and ahead >= units:
+        found.append(f"sharding.prefetch={ahead} is as {units - 1}: blocks that are sharded make {units} units")
+    return found
 
 
 def gather_ahead(units: Sequence[nn.Module], count: int) -> None:
