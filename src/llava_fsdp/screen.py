@@ -1,6 +1,8 @@
 """The one screen that rank 0 prints before training: what this run is."""
 
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterable
 
 from rich.console import Console
@@ -11,6 +13,8 @@ from llava_fsdp.config import (
     Config,
     DType,
     LinearKind,
+    LoraBias,
+    LoraConfig,
     Normalize,
     OffloadMode,
     OrderName,
@@ -23,6 +27,7 @@ from llava_fsdp.config import (
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.data.records import Records
 from llava_fsdp.model.attention import Kernel
+from llava_fsdp.model.lora import LORA_A, module_of
 from llava_fsdp.sharding.compiled import Compiling, choose_compiling
 from llava_fsdp.sharding.memory import Weight, bytes_per_rank
 from llava_fsdp.sharding.mesh import World
@@ -93,6 +98,8 @@ def show_run(
     facts.add_row("peak", peak)
     compiling = choose_compiling(cfg, world.device, kernel and kernel.attention)
     facts.add_row("compile", describe_compiling(compiling))
+    if cfg.model.lora.enabled:
+        facts.add_row("adapters", describe_adapters(cfg.model.lora, list(weights)))
     if units := describe_units(cfg.sharding):
         facts.add_row("units", units)
     facts.add_row("precision", describe_precision(cfg.precision))
@@ -101,6 +108,17 @@ def show_run(
     facts.add_row("unlike LLaVA", unlike_original(cfg, compiling.on))
     console.print(facts)
     console.print(trains_table(weights), bytes_table(cfg, world, weights.values()))
+
+
+def describe_adapters(lora: LoraConfig, names: list[str]) -> str:
+    """Rank and scale, and which modules have one: layers that differ in their number alone are said once."""
+    modules = [module_of(name) for name in names if name.endswith(LORA_A)]
+    kinds = Counter(re.sub(r"\.\d+\.", ".*.", module) for module in modules)
+    found = f"rank {lora.r}, scale {lora.scaling:g}, dropout {lora.dropout:g}"
+    found += ", DoRA" if lora.use_dora else ""
+    found += f", biases {lora.bias.value}" if lora.bias is not LoraBias.none else ""
+    found += f", from {lora.checkpoint}" if lora.checkpoint else ""
+    return f"{found}; {len(modules)} linear layers: {', '.join(f'{kind} ({n})' for kind, n in kinds.items())}"
 
 
 def describe_data(cfg: Config, records: Records) -> str:

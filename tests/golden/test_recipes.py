@@ -13,7 +13,7 @@ from llava_fsdp.config import Config
 from llava_fsdp.optim import SCHEDULES
 
 ROOT = Path(__file__).parents[2]
-STAGES = ("pretrain", "finetune", "finetune_task")
+STAGES = ("pretrain", "finetune", "finetune_lora", "finetune_task", "finetune_task_lora")
 GPUS = 8
 # The values of a recipe, and the arguments of the original's script that they are.
 SAME = {
@@ -30,6 +30,7 @@ SAME = {
     "model.projector_type": "mm_projector_type",
     "model.select_layer": "mm_vision_select_layer",
     "model.select_feature": "mm_vision_select_feature",
+    "model.lora.enabled": "lora_enable",
     "optim.lr": "learning_rate",
     "optim.projector_lr": "mm_projector_lr",
     "optim.weight_decay": "weight_decay",
@@ -41,6 +42,7 @@ SAME = {
 }
 LANGUAGE = {"llava_v1_5_7b": "lmsys/vicuna-7b-v1.5", "llava_v1_5_13b": "lmsys/vicuna-13b-v1.5"}
 PUBLISHED = {"llava_v1_5_7b": "liuhaotian/llava-v1.5-7b", "llava_v1_5_13b": "liuhaotian/llava-v1.5-13b"}
+LORA = ("r", "alpha", "dropout", "bias")
 STRATEGIES = {2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}
 
 
@@ -68,12 +70,14 @@ def test_recipe_is_the_script(stage: str, model: str) -> None:
     assert (cfg.optim.clip is not None) == record["deepspeed_resolved"]["gradient_clipping_key_present"] is False
     assert cfg.precision.param_dtype.value == "bf16" and resolved["bf16"]["enabled"]
     assert (cfg.recompute.mode.value == "full") == args["gradient_checkpointing"]
+    if cfg.model.lora.enabled:
+        assert {key: value(cfg, f"model.lora.{key}") for key in LORA} == {key: args[f"lora_{key}"] for key in LORA}
     trains = ["projector"] if args["tune_mm_mlp_adapter"] else ["projector", "language"]
     assert [part.value for part in cfg.model.train] == trains
     assert (cfg.max_steps, args["max_steps"]) == (None, -1)
     assert (cfg.optim.warmup_steps, args["warmup_steps"]) == (None, 0)
 
-    names = {"language": LANGUAGE[model], "checkpoint": PUBLISHED[model] if stage == "finetune_task" else None}
+    names = {"language": LANGUAGE[model], "checkpoint": PUBLISHED[model] if "task" in stage else None}
     assert {key: getattr(cfg.model, key) for key in names} == names
     if model == "llava_v1_5_13b":
         assert (cfg.model.checkpoint or cfg.model.language) == args["model_name_or_path"]

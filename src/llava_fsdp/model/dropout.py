@@ -84,7 +84,7 @@ class SampleDropout(nn.Module):
 
 def hashed(first: torch.Tensor, second: torch.Tensor | int) -> torch.Tensor:
     """int32: a hash of two numbers of at most 31 bits, whatever shapes they broadcast to."""
-    low = (first * 0x9E3779B1 + second * 0x85EBCA77) & 0xFFFFFFFF  # int64: no product here overflows
+    low = (first * 0x9E3779B1 + second * 0x85EBCA77) & 0xFFFFFFFF  # where int64 wraps, its low half is right
     return mixed((low - 2**31).to(torch.int32))
 
 

@@ -19,7 +19,7 @@ from llava_fsdp.model.attention import (
     told,
 )
 from llava_fsdp.model.dropout import TokenKeys
-from llava_fsdp.model.lora import add_adapters, trained_with_adapters
+from llava_fsdp.model.lora import add_adapters, check_gradients, trained_with_adapters
 from llava_fsdp.model.loss import LabelLoss, choose_loss, whole_loss
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.tower import hidden_state, probe_tower
@@ -236,4 +236,6 @@ def build_llava(
         with torch.device("meta"):
             model.adapted = add_adapters(model, cfg.lora, model.token_keys)
     model.freeze()
+    if model.adapted:
+        check_gradients(model)
     return model

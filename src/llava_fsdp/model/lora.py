@@ -13,7 +13,9 @@ from torch import nn
 
 from llava_fsdp.config import LoraBias, LoraConfig, Part
 from llava_fsdp.errors import ConfigError
+from llava_fsdp.model.attention import told
 from llava_fsdp.model.dropout import SampleDropout, TokenKeys
+from llava_fsdp.model.tower import hidden_state
 
 if TYPE_CHECKING:
     from llava_fsdp.model.llava import Llava
@@ -120,6 +122,42 @@ def trained_with_adapters(model: Llava) -> list[nn.Parameter]:
         modules = [module for part in model.cfg.adapted for module in roots[part]]
         found += [p for module in modules for n, p in module.named_parameters() if n.rpartition(".")[2] == "bias"]
     return found
+
+
+def check_gradients(model: Llava) -> None:
+    """Run both parts on the meta device: whatever is to train must have a part in what comes out.
+
+    Raises:
+        ConfigError: naming what never gets a gradient.
+    """
+    language, tower = model.language_model, model.vision_tower
+    size = model.parts.vision.image_size
+    was_training = model.training
+    model.eval()  # without dropout, which is drawn for samples
+    with torch.enable_grad(), torch.device("meta"):
+        shown: Any = {"inputs_embeds": torch.zeros((1, 2, language.config.hidden_size)), "use_cache": False}
+        segments = torch.zeros((1, 2), dtype=torch.int64), torch.tensor([0, 2], dtype=torch.int32), (2,)
+        out = language(**shown, **told(segments if model.kernel is not None else None)).last_hidden_state
+        unreached = without_gradient("language_model", language, out)
+        if Part.vision in model.cfg.train:
+            pixels = torch.zeros((1, 3, size, size))
+            out = hidden_state(tower, pixels, model.cfg.select_layer, model.probe.last_layer)
+            unreached += without_gradient("vision_tower", tower, out)
+    model.train(was_training)
+    if unreached:
+        raise ConfigError(
+            f"{unreached[0]} and {len(unreached) - 1} other parameters are to train and can never receive a gradient: "
+            "nothing that the model computes depends on them; take their part out of model.train, or set "
+            "model.lora.bias=none if they are biases"
+        )
+
+
+def without_gradient(part: str, module: nn.Module, out: torch.Tensor) -> list[str]:
+    trained = {f"{part}.{name}": p for name, p in module.named_parameters() if p.requires_grad}
+    if not trained:
+        return []
+    found = torch.autograd.grad(out.sum(), list(trained.values()), allow_unused=True)
+    return [name for name, gradient in zip(trained, found, strict=True) if gradient is None]
 
 
 def start_of_a(parent: nn.Module) -> float:

@@ -1,0 +1,113 @@
+"""Which modules get adapters, what of them trains, and dropout that depends on the sample alone."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from small import make_config
+from torch import nn
+
+from llava_fsdp.errors import ConfigError
+from llava_fsdp.model.dropout import SampleDropout, TokenKeys
+from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.lora import check_gradients, is_adapter, module_of
+from llava_fsdp.model.parts import find_parts
+
+LORA = ("model.lora.enabled=true", "model.lora.r=4")
+IN_LANGUAGE = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+TOWER = "model.train=[projector,language,vision]"
+
+
+def built(parts: Path, dataset: Path, folder: Path, *overrides: str) -> Llava:
+    cfg = make_config(parts, dataset, folder, *LORA, *overrides)
+    return build_llava(find_parts(cfg.model), cfg.model, torch.float32)
+
+
+def trained(model: Llava) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def test_the_language_models_blocks_alone_have_adapters(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    model = built(parts, dataset, tmp_path)
+    assert {name.rpartition(".")[2] for name in model.adapted} == IN_LANGUAGE
+    assert all(name.startswith("language_model.layers.") for name in model.adapted) and len(model.adapted) == 3 * 7
+    projector = {n for n in trained(model) if n.startswith("multi_modal_projector.")}
+    assert trained(model) - projector == {n for n, _ in model.named_parameters() if is_adapter(n)} and projector
+
+
+def test_a_tower_that_is_asked_for_has_them_where_a_gradient_comes(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """`model.select_layer=-2` leaves the last of its three layers unused."""
+    model = built(parts, dataset, tmp_path, TOWER)
+    layers = {name.split(".layers.")[1].split(".")[0] for name in model.adapted if name.startswith("vision_tower.")}
+    assert layers == {"0", "1"}
+    assert not any(".layers.2." in name for name in trained(model) if name.startswith("vision_tower."))
+
+
+@pytest.mark.parametrize(("bias", "count"), [("none", 0), ("lora_only", 2 * 6), ("all", 2 * 6 + 2 * 2 + 1)])
+def test_biases_that_train(bias: str, count: int, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """The small Llama has none; its tower has one in each linear layer and norm, of which two layers run."""
+    model = built(parts, dataset, tmp_path, TOWER, f"model.lora.bias={bias}")
+    biases = {n for n in trained(model) if n.endswith("bias") and not n.startswith("multi_modal_projector.")}
+    assert len(biases) == count
+    if bias == "lora_only":
+        assert {n.removesuffix(".base_layer.bias") for n in biases} <= set(model.adapted)
+
+
+def test_what_can_never_learn_is_refused(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    model = built(parts, dataset, tmp_path, TOWER)
+    lost = next(n for n, _ in model.vision_tower.named_parameters() if n in model.probe.leftovers)
+    model.vision_tower.get_parameter(lost).requires_grad_(True)
+    with pytest.raises(ConfigError, match=f"vision_tower.{lost} and 0 other parameters .* never receive a gradient"):
+        check_gradients(model)
+
+
+def test_adapters_without_linear_layers_are_refused(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="names neither"):
+        built(parts, dataset, tmp_path, "model.train=[projector]")
+
+
+def masks(p: float, name: str, seeds: list[int], length: int, channels: int) -> torch.Tensor:
+    """bool [samples, length, channels]: what stays."""
+    keys = TokenKeys()
+    keys.set(torch.tensor(seeds), torch.zeros(0, dtype=torch.int64), torch.Size((len(seeds), length)), None, 1)
+    dropout = SampleDropout(p, name, keys)
+    out = dropout(torch.ones(len(seeds), length, channels))
+    assert set(out.unique().tolist()) == {0.0, torch.tensor(1 / (1 - p)).item()}
+    return out != 0
+
+
+def test_dropout_drops_its_share_everywhere() -> None:
+    """Within five deviations of a fair draw, over all, by channel, by position and by sample."""
+    p, kept = 0.05, masks(0.05, "language_model.layers.0.self_attn.q_proj", list(range(64)), 128, 256)
+    for axes in [(0, 1, 2), (0, 1), (0, 2), (1, 2)]:
+        share = kept.double().mean(dim=axes)
+        deviation = (p * (1 - p) / (kept.numel() / share.numel())) ** 0.5
+        assert float((share - (1 - p)).abs().max()) < 5 * deviation, axes
+
+
+def test_masks_have_nothing_to_do_with_each_other() -> None:
+    """Of two layers, two samples, and neighbouring positions and channels: both drop as often as chance says."""
+    p = 0.25
+    one = ~masks(p, "language_model.layers.0.mlp.up_proj", [5, 6], 256, 512)
+    two = ~masks(p, "language_model.layers.1.mlp.up_proj", [5, 6], 256, 512)
+    pairs = {
+        "layers": (one, two),
+        "samples": (one[:1], one[1:]),
+        "positions": (one[:, 1:], one[:, :-1]),
+        "channels": (one[..., 1:], one[..., :-1]),
+    }
+    for what, (a, b) in pairs.items():
+        both = float((a & b).double().mean())
+        assert abs(both - p * p) < 5 * (p * p * (1 - p * p) / a.numel()) ** 0.5, what
+
+
+def test_a_model_that_does_not_train_drops_nothing() -> None:
+    dropout = SampleDropout(0.5, "language_model.layers.0.mlp.up_proj", TokenKeys()).eval()
+    x = torch.randn(2, 3, 4)
+    assert dropout(x) is x
+
+
+def test_modules_are_found_by_their_parameters() -> None:
+    names = [f"a.b.q_proj.{end}" for end in ("lora_A.default.weight", "lora_magnitude_vector.default.weight")]
+    assert {module_of(name) for name in names} == {"a.b.q_proj"} and not is_adapter("a.b.q_proj.base_layer.weight")
+    assert isinstance(SampleDropout(0.1, "x", TokenKeys()), nn.Module)
