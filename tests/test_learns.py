@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from commands import command
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 def test_embedded_default_learns_to_see(tmp_path: Path) -> None:

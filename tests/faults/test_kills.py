@@ -90,8 +90,8 @@ def kills_change_nothing(runs: Runs, folder: Path, kills: int, steps: int, torch
 
 
 @pytest.mark.timeout(900)
-def test_ten_kills(runs: Runs, tmp_path: Path) -> None:
-    kills_change_nothing(runs, tmp_path, kills=10, steps=36, torchrun=False)
+def test_five_kills(runs: Runs, tmp_path: Path) -> None:
+    kills_change_nothing(runs, tmp_path, kills=5, steps=20, torchrun=False)
 
 
 @pytest.mark.faults
