@@ -98,6 +98,7 @@ def save_steps(world: World, parent: Path, steps: list[int], layout: str = "shar
     saver, step = saver_of(parent, tensors, **values)
     for number in steps:
         step[0] = number
+        saver.before_update()
         with torch.no_grad():
             for name, value in cut(whole_tensors(number), world, layout).items():
                 tensors[name].copy_(value)
