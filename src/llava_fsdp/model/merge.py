@@ -65,3 +65,22 @@ def merged(sources: Mapping[str, Stored], scaling: float) -> dict[str, Stored]:
             source = Merged(source, a, b, sources.get(module + MAGNITUDE), scaling)
         found[without_base(name)] = source
     return found
+
+
+@dataclass(frozen=True)
+class RowLengths:
+    """DoRA's magnitudes of an adapter that adds nothing yet: the lengths of the weight's rows."""
+
+    weight: Stored
+    """Where the weight comes from."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape[:1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def rows(self, begin: int, end: int) -> torch.Tensor:
+        return row_lengths(self.weight.rows(begin, end))
