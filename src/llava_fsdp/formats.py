@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from safetensors.torch import save_file
+from torch import nn
 from transformers import GenerationConfig, LlavaConfig
 
 from llava_fsdp.checkpoint import make_empty, on_first_rank

@@ -38,9 +38,7 @@ def is_due(step: int, last_step: int, cfg: CheckpointConfig) -> bool:
     return step == last_step or (cfg.every is not None and step % cfg.every == 0)
 
 
-def open_saver(
-    state: TrainState, cfg: Config, resumed: Path | None = None, beside: Beside | None = None
-) -> "Saver":
+def open_saver(state: TrainState, cfg: Config, resumed: Path | None = None, beside: Beside | None = None) -> "Saver":
     """The saver of a run that is about to begin or to continue. A collective.
 
     Args:

@@ -18,8 +18,8 @@ from llava_fsdp.checkpoint.agree import on_all_ranks, on_first_rank
 from llava_fsdp.checkpoint.facts import parse_facts
 from llava_fsdp.checkpoint.folders import list_checkpoints, recover, report_strangers, require_plain_folder, step_of
 from llava_fsdp.checkpoint.manifest import (
-    LARGEST,
     BESIDE,
+    LARGEST,
     MANIFEST_FILE,
     RANK_FILE,
     STATE_FILE,

@@ -78,7 +78,7 @@ def find_adapter(name: str, key: str) -> Path:
             return folder
     inside = sorted(path.parent for path in Path(name).glob(f"checkpoints/*/{FOLDER}"))
     if inside:
-        raise ConfigError(f"{key}={name} is a run that has not finished; give one of its checkpoints: {key}={inside[-1]}")
+        raise ConfigError(f"{key}={name} is a run that has not finished; give a checkpoint of it: {key}={inside[-1]}")
     raise ConfigError(
         f"{key}={name} has no {ADAPTER_CONFIG}; give the folder of an adapter, or a run or a checkpoint that holds one"
     )
@@ -117,7 +117,7 @@ def check_files(folder: Path) -> None:
         for name, digest in notes.get("files", {}).items():
             path = beside(folder / NOTES, name)
             if not path.is_file():
-                raise ModelError(f"{path} is missing; {NOTES} beside it says that it was written: copy the whole folder")
+                raise ModelError(f"{path} is missing; the {NOTES} beside it names it: copy the whole folder")
             if xxh128_of(path) != digest:
                 raise ModelError(f"{path} is not what was written: its digest differs; copy it again")
 
@@ -148,7 +148,9 @@ def read_lora(settings: dict[str, Any], folder: Path) -> LoraConfig:
     Raises:
         ModelError: rank or scale are none; the message has the key and its value.
     """
-    r, alpha = settings.get("r"), settings.get("lora_alpha")
+    r: Any = settings.get("r")
+    alpha: Any = settings.get("lora_alpha")
+    dropout: Any = settings.get("lora_dropout") or 0.0
     if type(r) is not int or r < 1:
         raise ModelError(f"{folder / ADAPTER_CONFIG} has r={r!r}, which is no rank: a whole number of at least 1")
     if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
@@ -157,7 +159,7 @@ def read_lora(settings: dict[str, Any], folder: Path) -> LoraConfig:
         enabled=True,
         r=r,
         alpha=float(alpha),
-        dropout=0.0,
+        dropout=float(dropout) if 0 <= dropout < 1 else 0.0,  # of no matter for what the weights mean
         bias=LoraBias(settings.get("bias") or "none"),
         use_dora=bool(settings.get("use_dora", False)),
         use_rslora=bool(settings.get("use_rslora", False)),
