@@ -203,7 +203,7 @@ def test_adapter_alone_goes_there_and_back(made: Callable[[str], Made], tmp_path
     """merge=false: of a run, a checkpoint or a folder the same tensors; half of the bytes in bf16."""
     run = made("plain").run
     expected = {name: load_file(run / "adapter" / name) for name in (ADAPTER_FILE, OTHERS[0])}
-    alone = ["merge=false", "format=llava"]
+    alone = ["merge=false"]
     for number, source in enumerate((run, run / "checkpoints" / "step-000002", run / "adapter")):
         folder = export(conversion(source, tmp_path / str(number), *alone))
         for name, tensors in expected.items():
@@ -213,8 +213,8 @@ def test_adapter_alone_goes_there_and_back(made: Callable[[str], Made], tmp_path
     half = export(conversion(folder, tmp_path / "half", "dtype=bf16", *alone))
     got = load_file(half / ADAPTER_FILE)
     assert all(torch.equal(t, expected[ADAPTER_FILE][n].bfloat16()) for n, t in got.items())
-    with pytest.raises(ConfigError, match="give format=llava"):
-        export(conversion(run, tmp_path / "no", "merge=false"))
+    with pytest.raises(ConfigError, match="not format=projector; leave one out"):
+        export(conversion(run, tmp_path / "no", "merge=false", "format=projector"))
     with pytest.raises(ConfigError, match=r"writes the folder of an adapter, and source=.* has none"):
         export(conversion(run / "export", tmp_path / "no", *alone))
 

@@ -87,12 +87,14 @@ def export_adapter(opened: Opened, final: Path, staged: Path, cfg: ConversionCon
     """The adapter alone, in the original's names, read again and compared bit for bit.
 
     Raises:
-        ConfigError: the source has none, or another format was asked for.
+        ConfigError: the source has none, or a projector was asked for.
     """
     if opened.adapter is None:
         raise ConfigError(f"merge=false writes the folder of an adapter, and source={cfg.source} has none")
-    if cfg.format is not FolderFormat.llava:
-        raise ConfigError("merge=false writes an adapter under the original's names, for peft too: give format=llava")
+    if cfg.format is FolderFormat.projector:
+        raise ConfigError(
+            "merge=false writes the folder of an adapter, and format=projector none; leave one of them out"
+        )
     dtype, sources = wanted_dtype(cfg.dtype), opened.adapter.adapted.sources
     tensors: dict[str, Stored] = {n: Rounded(sources[n], dtype or sources[n].dtype) for n in opened.adapter.along}
     widest = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
