@@ -92,9 +92,7 @@ def export_adapter(opened: Opened, final: Path, staged: Path, cfg: ConversionCon
     if opened.adapter is None:
         raise ConfigError(f"merge=false writes the folder of an adapter, and source={cfg.source} has none")
     if cfg.format is FolderFormat.projector:
-        raise ConfigError(
-            "merge=false writes the folder of an adapter, and format=projector none; leave one of them out"
-        )
+        raise ConfigError("merge=false writes the folder of an adapter, not format=projector; leave one out")
     dtype, sources = wanted_dtype(cfg.dtype), opened.adapter.adapted.sources
     tensors: dict[str, Stored] = {n: Rounded(sources[n], dtype or sources[n].dtype) for n in opened.adapter.along}
     widest = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
