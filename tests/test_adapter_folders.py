@@ -26,6 +26,7 @@ from llava_fsdp.checkpoint import STATE_FILE, verify
 from llava_fsdp.config import AspectRatio
 from llava_fsdp.errors import CheckpointError, ConfigError, ModelError
 from llava_fsdp.export import export
+from llava_fsdp.model.adapter import find_adapter
 from llava_fsdp.model.lora import is_adapter, without_base
 from llava_fsdp.model.merge import merged
 from llava_fsdp.model.names import in_adapter, ours, theirs
@@ -287,6 +288,54 @@ def test_another_run_goes_on_from_it(made: Callable[[str], Made], dataset: Path,
     merged = export(conversion(new, tmp_path / "merged", "verify=false"))
     expected = load_file(tmp_path / "2" / "export" / "model.safetensors")
     assert all(torch.equal(t, expected[n]) for n, t in load_file(merged / "model.safetensors").items())
+
+
+def test_a_run_that_has_not_finished_names_its_checkpoints(tmp_path: Path) -> None:
+    write_json(tmp_path / "run" / "checkpoints" / "step-000004" / "adapter" / CONFIG_FILE, {})
+    with pytest.raises(ConfigError, match=r"give a checkpoint of it: model\.lora\.checkpoint=.*step-000004$"):
+        find_adapter(str(tmp_path / "run"), "model.lora.checkpoint")
+    with pytest.raises(ConfigError, match=f"has no {CONFIG_FILE}; give the folder of an adapter, or a run"):
+        find_adapter(str(tmp_path), "model.lora.checkpoint")
+
+
+def test_adapter_of_a_whole_model(made: Callable[[str], Made], dataset: Path, tmp_path: Path) -> None:
+    """The base by its bits: a copy of it elsewhere is as good, another model is none."""
+    start = Path(shutil.copytree(made("plain").run / "export", tmp_path / "start"))
+    values = [
+        f"model.checkpoint={start}",
+        "model.random_weights=false",
+        "model.projector=auto",
+        "model.train=[language]",
+    ]
+    run = tmp_path / "run"
+    train.train(make_config(made("plain").parts, dataset, run, *SMALL, *EXPORTED, *values, stage="finetune_lora"))
+    assert not load_file(run / "adapter" / OTHERS[0]), "the projector is the base's"
+    shutil.copytree(start, tmp_path / "copy")
+    shutil.rmtree(start)
+    expected = load_file(run / "export" / "model.safetensors")
+    merged = export(conversion(run / "adapter", tmp_path / "to", f"base={tmp_path / 'copy'}", "verify=false"))
+    assert all(torch.equal(t, expected[n]) for n, t in load_file(merged / "model.safetensors").items())
+    with pytest.raises(ModelError, match=r"is for another base: the weights of .*export have the fingerprint"):
+        export(conversion(run / "adapter", tmp_path / "no", f"base={run / 'export'}"))
+    with pytest.raises(ConfigError, match=r"start is not a folder"):
+        export(conversion(run / "adapter", tmp_path / "no"))
+
+
+def test_adapter_that_peft_has_saved(made: Callable[[str], Made], tmp_path: Path) -> None:
+    """It knows its language model alone: tower and projector come from a whole model."""
+    peft.PeftModel.from_pretrained(base_alone(made("plain")), made("plain").adapter).save_pretrained(tmp_path / "a")
+    whole_model = made("plain").run / "export"
+    merged = export(conversion(tmp_path / "a", tmp_path / "to", f"base={whole_model}"))
+    base, got = load_file(whole_model / "model.safetensors"), load_file(merged / "model.safetensors")
+    adapters = load_file(tmp_path / "a" / ADAPTER_FILE)
+    for name, tensor in got.items():
+        stem = "base_model.model." + name.removeprefix("language_model.").removesuffix(".weight")
+        added = [adapters.get(f"{stem}.lora_{letter}.weight") for letter in "AB"]
+        change = 3 * added[1] @ added[0] if added[0] is not None and added[1] is not None else torch.zeros(())
+        torch.testing.assert_close(tensor, base[name] + change, rtol=0, atol=2**-22)
+    language = made("plain").parts / "language"
+    with pytest.raises(ConfigError, match="nothing says which tower and projector go with them"):
+        export(conversion(tmp_path / "a", tmp_path / "no", f"base={language}"))
 
 
 def test_tower_with_all_its_biases(made: Callable[[str], Made], parts: Path, dataset: Path, tmp_path: Path) -> None:

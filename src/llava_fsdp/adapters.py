@@ -202,8 +202,11 @@ def writer_of(state: TrainState, cfg: Config) -> AdapterWriter:
 def in_checkpoints(state: TrainState, cfg: Config) -> Beside | None:
     """What each checkpoint of a run with adapters holds for other programs; None on other ranks. A collective."""
 
+    if not cfg.model.lora.enabled:
+        return None
+
     def prepare() -> Beside | None:
-        if not cfg.model.lora.enabled or (dist.is_initialized() and dist.get_rank() > 0):
+        if dist.is_initialized() and dist.get_rank() > 0:
             return None
         writer, trained = writer_of(state, cfg), state.masters.named
         along = comes_along(cfg.model, trained, state.sources)

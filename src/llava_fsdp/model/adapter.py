@@ -76,7 +76,7 @@ def find_adapter(name: str, key: str) -> Path:
     for folder in (Path(name), Path(name) / FOLDER):
         if is_adapter_folder(folder):
             return folder
-    inside = sorted(path.parent for path in Path(name).glob(f"checkpoints/*/{FOLDER}"))
+    inside = sorted(path.parent for path in Path(name).glob(f"checkpoints/step-*[0-9]/{FOLDER}"))
     if inside:
         raise ConfigError(f"{key}={name} is a run that has not finished; give a checkpoint of it: {key}={inside[-1]}")
     raise ConfigError(
