@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from harness import single_world
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from llava_fsdp.checkpoint.resume import load
+from llava_fsdp.checkpoint import Beside, Checkpoint
+from llava_fsdp.checkpoint.resume import load, saved_rows
 from llava_fsdp.checkpoint.saver import Saver
 from llava_fsdp.checkpoint.verify import newest_together, verify_together
 from llava_fsdp.config import CheckpointConfig, OnSaveError
@@ -62,12 +65,31 @@ def facts(step: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def beside() -> Beside:
+    """A folder with a folder in it, of what the ranks have just written."""
+
+    def write(folder: Path, found: Checkpoint) -> None:
+        (folder / "vision_tower").mkdir(parents=True)
+        (folder / "vision_tower" / "config.json").write_text("{}")
+        saved = found.manifest.tensors["model.a.weight"]
+        rows = saved_rows(found.folder, "model.a.weight", saved, 0, saved.rows)
+        save_file({"a": rows}, folder / "adapter_model.safetensors")
+
+    return Beside(4096, write)
+
+
 def saver_of(
-    parent: Path, tensors: Tensors, at: Callable[[str], None] = lambda _: None, **values: Any
+    parent: Path,
+    tensors: Tensors,
+    at: Callable[[str], None] = lambda _: None,
+    with_beside: bool = False,
+    **values: Any,
 ) -> tuple[Saver, list[int]]:
     """A saver of these tensors; the step that it says is the list's one number."""
     step = [0]
-    return Saver(parent, replace(CONFIG, **values), lambda: tensors, lambda: facts(step[0]), at=at), step
+    extra = beside() if with_beside and (not dist.is_initialized() or dist.get_rank() == 0) else None
+    cfg = replace(CONFIG, **values)
+    return Saver(parent, cfg, lambda: tensors, lambda: facts(step[0]), at=at, beside=extra), step
 
 
 def save_steps(world: World, parent: Path, steps: list[int], layout: str = "shard", **values: Any) -> None:
@@ -76,6 +98,7 @@ def save_steps(world: World, parent: Path, steps: list[int], layout: str = "shar
     saver, step = saver_of(parent, tensors, **values)
     for number in steps:
         step[0] = number
+        saver.before_update()
         with torch.no_grad():
             for name, value in cut(whole_tensors(number), world, layout).items():
                 tensors[name].copy_(value)

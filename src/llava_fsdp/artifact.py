@@ -1,20 +1,38 @@
-"""A trained model as a folder that transformers loads, proven before it is called done."""
+"""A trained model as a folder that transformers loads, and its adapters as one that peft loads; proven before they are
+called done."""
 
+import dataclasses
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from llava_fsdp.checkpoint import on_first_rank, sync_folder, sync_tree
-from llava_fsdp.config import Config, DType, FolderFormat, LinearKind
+from llava_fsdp.adapters import Held, comes_along, prove_adapter, writer_of
+from llava_fsdp.adapters import whole as whole_rows
+from llava_fsdp.checkpoint import make_empty, on_first_rank, sync_folder, sync_tree
+from llava_fsdp.config import Config, DType, FolderFormat, LinearKind, Quantizer
+from llava_fsdp.data.batch import MicroBatch
 from llava_fsdp.errors import LlavaFsdpError, ModelError
-from llava_fsdp.formats import Subject, write_folder
+from llava_fsdp.formats import history, subject_of, write_folder
 from llava_fsdp.log import log
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.adapter import FOLDER, check_changed
+from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.lora import is_adapter, module_of
 from llava_fsdp.model.parts import EXPORT, NOTES
-from llava_fsdp.proof import CLOSE, CLOSE_BF16, CLOSE_FP8, apart, reloaded_logits
+from llava_fsdp.proof import (
+    CLOSE,
+    CLOSE_BF16,
+    CLOSE_FP8,
+    Adapted,
+    apart,
+    compute_dtype,
+    filled,
+    logits,
+    reloaded_logits,
+)
 from llava_fsdp.sharding.precision import DTYPES
 from llava_fsdp.sharding.shards import whole
 from llava_fsdp.state import TrainState
@@ -26,36 +44,26 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
     """Write `output_dir/export` and, with `export.verify`, compare its logits with the model's. A collective.
 
     Trained weights are gathered one at a time; frozen ones are read again from where they came from, so that they
-    leave with the very bits they had.
+    leave with the very bits they had. Of a run with adapters `output_dir/adapter` is written first, and the export is
+    its base with the adapters merged; with `export.merge=false` there is none.
 
     Raises:
         CheckpointError: the folder could not be written.
-        ModelError: what was written does not give the model's logits.
+        ModelError: what was written does not give the model's logits, or the adapters have learnt nothing.
     """
+    adapted = export_adapter(state, cfg, is_first_rank) if cfg.model.lora.enabled else None
+    if adapted is not None and not cfg.export.merge:
+        return Path(cfg.output_dir) / FOLDER
     final = Path(cfg.output_dir) / EXPORT
     staged = final.with_name(EXPORT + ".tmp")
-    subject = Subject(
-        model=unwrapped(state.model),
-        template=cfg.data.template,
-        aspect=cfg.data.trained_aspect,
-        grid_pinpoints=cfg.data.grid_pinpoints,
-        max_length=cfg.data.max_length,
-        language=cfg.model.language,
-        vision=cfg.model.vision,
-        renamed_tower=None,
-        history={
-            "run": state.run,
-            "stage": cfg.stage.name,
-            "step": state.step,
-            "train": [part.value for part in cfg.model.train],
-        },
-    )
+    sources = state.sources if adapted is None else adapted.merged
     weights = Weights(
-        shapes={name: tuple(source.shape) for name, source in state.sources.items()},
-        dtypes=dict.fromkeys(state.sources, DTYPES[cfg.export.dtype]),
-        read=lambda name: parameter_values(name, state, is_first_rank),
+        shapes={name: tuple(source.shape) for name, source in sources.items()},
+        dtypes=dict.fromkeys(sources, DTYPES[cfg.export.dtype]),
+        read=reader(state, adapted, is_first_rank),
         is_first_rank=is_first_rank,
     )
+    subject = subject_of(state.model, cfg, state.run, state.step)
     try:
         write_folder(FolderFormat.hf, subject, weights, staged, {"dtype": cfg.export.dtype.value})
     except LlavaFsdpError:  # raised on every rank alike
@@ -63,26 +71,65 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
             shutil.rmtree(staged, ignore_errors=True)  # on a full disk half a model is in the way
         raise
     if cfg.export.verify:
-        verify(state, cfg, staged)
+        verify(state, cfg, staged, adapted)
     on_first_rank(lambda: replace(staged, final), f"cannot complete {final}")
     return final
 
 
+def export_adapter(state: TrainState, cfg: Config, is_first_rank: bool) -> Adapted:
+    """Write `output_dir/adapter`, read it again and compare. A collective.
+
+    Returns:
+        Base and adapters; on the first rank with the values that were trained, elsewhere with those they began with.
+
+    Raises:
+        CheckpointError: the folder could not be written.
+        ModelError: the adapters have learnt nothing.
+    """
+    final = Path(cfg.output_dir) / FOLDER
+    staged = final.with_name(FOLDER + ".tmp")
+    trained = {name: parameter_values(name, state, is_first_rank) for name in state.masters.named}
+    sources = state.sources | ({name: Held(values) for name, values in trained.items()} if is_first_rank else {})
+    along = comes_along(cfg.model, state.masters.named, sources)
+    tensors = {name: sources[name] for name in along}
+
+    def write() -> None:
+        check_changed(
+            tensors,
+            f"the adapter of {cfg.output_dir} after step {state.step}",
+            "train it for more steps, or write nothing of a rehearsal: export.enabled=false",
+        )
+        make_empty(staged)
+        said = history(state.run, cfg.stage.name, state.step, cfg.model.train)
+        writer_of(state, cfg).write(staged, tensors, said)
+        prove_adapter(staged, tensors)
+        replace(staged, final)
+
+    on_first_rank(write, f"cannot write {final}")
+    modules = sorted({module_of(name) for name in along if is_adapter(name)})
+    return Adapted(cfg.model.lora, modules, sources)
+
+
+def reader(state: TrainState, adapted: Adapted | None, is_first_rank: bool) -> Callable[[str], torch.Tensor]:
+    """Reads a whole parameter by its name. With adapters the first rank has them all and merges alone."""
+    if adapted is None:
+        return lambda name: parameter_values(name, state, is_first_rank)
+    merged = adapted.merged
+    return lambda name: whole_rows(merged[name]) if is_first_rank else torch.empty(0)
+
+
 def is_current(state: TrainState, cfg: Config) -> bool:
-    """Whether `output_dir/export` is this run's, at this step and in this dtype. A collective."""
+    """Whether what is in `output_dir` is this run's, at this step and in this dtype. A collective."""
+    wanted = {"run": state.run, "step": state.step}
+    folders = {FOLDER: wanted} if cfg.model.lora.enabled else {}
+    if cfg.export.merge or not cfg.model.lora.enabled:
+        folders[EXPORT] = {**wanted, "dtype": cfg.export.dtype.value}
 
     def look() -> bool:
-        notes = Path(cfg.output_dir) / EXPORT / NOTES
-        found = read_json(notes) if notes.is_file() else {}
-        wanted = {"run": state.run, "step": state.step, "dtype": cfg.export.dtype.value}
-        return wanted.items() <= found.items()
+        files = {Path(cfg.output_dir) / name / NOTES: said for name, said in folders.items()}
+        return all(path.is_file() and said.items() <= read_json(path).items() for path, said in files.items())
 
     return on_first_rank(look, f"cannot read {cfg.output_dir}/{EXPORT}")
-
-
-def unwrapped(model: nn.Module) -> Llava:
-    assert isinstance(model, Llava)  # FSDP makes a subclass of it
-    return model
 
 
 def parameter_values(name: str, state: TrainState, is_first_rank: bool) -> torch.Tensor:
@@ -95,7 +142,7 @@ def parameter_values(name: str, state: TrainState, is_first_rank: bool) -> torch
     return source.rows(0, source.shape[0]) if is_first_rank else torch.empty(0)
 
 
-def verify(state: TrainState, cfg: Config, staged: Path) -> None:
+def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None) -> None:
     """Load what was written with transformers, on rank 0's CPU, and compare logits on a few samples.
 
     Raises:
@@ -105,11 +152,14 @@ def verify(state: TrainState, cfg: Config, staged: Path) -> None:
     state.model.eval()
     placed = state.loader.to_device(micro)
     with torch.no_grad():
-        ours = state.model(*placed.inputs[:-1]).cpu()
+        live = state.model(*placed.inputs[:-1]).cpu()
     state.model.train()
 
     def compare() -> None:
-        reloaded = reloaded_logits(staged, micro, placed.images.cpu(), DTYPES[cfg.precision.param_dtype])
+        ours, images = live, placed.images.cpu()
+        if adapted is not None and cfg.model.quantize.mode is not Quantizer.none:
+            ours = logits_in_full(state.model, adapted, dataclasses.replace(micro, images=images))
+        reloaded = reloaded_logits(staged, micro, images, DTYPES[cfg.precision.param_dtype])
         difference = apart(reloaded[:, : ours.shape[1]], ours)
         bound = CLOSE if (cfg.export.dtype, cfg.precision.param_dtype) == (DType.fp32, DType.fp32) else CLOSE_BF16
         bound = CLOSE_FP8 if cfg.precision.linear is LinearKind.fp8 else bound
@@ -118,6 +168,15 @@ def verify(state: TrainState, cfg: Config, staged: Path) -> None:
             raise ModelError(f"{staged} was written, but its logits differ by {difference:.3g} from the model's")
 
     on_first_rank(compare, f"{staged} was written, but cannot be read back")
+
+
+def logits_in_full(model: nn.Module, adapted: Adapted, micro: MicroBatch) -> torch.Tensor:
+    """Of base and adapters where the base is in full precision, as the merged model's is: the run's own is quantised,
+    and what that costs is no fault of the export.
+    """
+    assert isinstance(model, Llava)
+    plain = build_llava(model.parts, model.cfg.plain, torch.float32)
+    return logits(filled(plain, adapted.sources, compute_dtype(plain), adapted), micro)
 
 
 def replace(staged: Path, final: Path) -> None:

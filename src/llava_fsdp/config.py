@@ -7,7 +7,7 @@ door; nothing behind it sees OmegaConf. One long file on purpose: it is the list
 import difflib
 import math
 import re
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from fractions import Fraction
 from pathlib import Path
@@ -353,6 +353,11 @@ class ModelConfig:
     """Parts that learn: whole, or with lora.enabled by adapters, which the projector never has."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
+
+    @property
+    def plain(self) -> "ModelConfig":
+        """The same model without adapters, its base in full precision."""
+        return replace(self, lora=LoraConfig(), quantize=QuantizeConfig())
 
     @property
     def adapted(self) -> list[Part]:
@@ -729,6 +734,9 @@ class ExportConfig:
     dtype: DType
     verify: bool
     """Load the written model with transformers and compare its logits before the run is called done."""
+    merge: bool
+    """Of a run with adapters: write export/, the base with the adapters merged into it. The adapters alone are in
+    adapter/ in any case."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -1093,6 +1101,10 @@ class ConversionConfig:
     format: FolderFormat
     dtype: KeptDType
     """keep: every weight as the source has it."""
+    merge: bool
+    """Of a source with adapters: a whole model with these merged into it; false: the folder of the adapters."""
+    base: str | None
+    """What the adapters of a source are for: a language model, or a whole LLaVA model. null: what the source says."""
     language: str | None
     """The language model, for a source that holds a projector alone."""
     vision: str | None

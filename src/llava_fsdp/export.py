@@ -1,11 +1,13 @@
 """Turn a model into a folder that others load: `python -m llava_fsdp.export source=DIR to=DIR format=llava`.
 
-Reads a run, one of its checkpoints, or a model folder (ours, transformers' or the original LLaVA's); writes a folder of
-transformers' or the original's, or the original's projector file.
+Reads a run, one of its checkpoints, the folder of an adapter, or a model folder (ours, transformers' or the original
+LLaVA's); writes a folder of transformers' or the original's, the original's projector file, or with `merge=false` the
+folder of an adapter.
 """
 
 import shutil
 import sys
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -18,14 +20,19 @@ from llava_fsdp.log import leave_noise_out, log
 if __name__ == "__main__":  # before transformers is imported
     leave_noise_out()
 
+from llava_fsdp.adapters import AdapterWriter, prove_adapter, small_files
 from llava_fsdp.artifact import replace
+from llava_fsdp.checkpoint import make_empty
+from llava_fsdp.checkpoint.disk import why
 from llava_fsdp.config import ConversionConfig, DType, FolderFormat, KeptDType
 from llava_fsdp.data.templates import template
-from llava_fsdp.errors import ConfigError, ModelError
+from llava_fsdp.errors import CheckpointError, ConfigError, ModelError
 from llava_fsdp.formats import write_folder
 from llava_fsdp.metrics import watch_loading
+from llava_fsdp.model.adapter import ADAPTER_CONFIG
 from llava_fsdp.model.parts import NOTES, PACKAGE
-from llava_fsdp.proof import prove
+from llava_fsdp.model.weights import Stored
+from llava_fsdp.proof import Rounded, prove, prove_merge
 from llava_fsdp.screen import readable
 from llava_fsdp.sharding.precision import DTYPES
 from llava_fsdp.subject import Opened, open_source, rows_of
@@ -50,6 +57,10 @@ def export(cfg: ConversionConfig) -> Path:
     staged = final.with_name(final.name + ".tmp")
     check_target(final, staged, cfg)
     opened = open_source(cfg)
+    if not cfg.merge:
+        return export_adapter(opened, final, staged, cfg)
+    if opened.adapter is not None and cfg.verify:
+        prove_merge(opened.subject.model, opened.adapter.adapted)
     dtypes = {name: wanted_dtype(cfg.dtype) or source.dtype for name, source in opened.sources.items()}
     weights = Weights(
         shapes={name: tuple(source.shape) for name, source in opened.sources.items()},
@@ -72,13 +83,46 @@ def export(cfg: ConversionConfig) -> Path:
     return final
 
 
+def export_adapter(opened: Opened, final: Path, staged: Path, cfg: ConversionConfig) -> Path:
+    """The adapter alone, in the original's names, read again and compared bit for bit.
+
+    Raises:
+        ConfigError: the source has none, or a projector was asked for.
+    """
+    if opened.adapter is None:
+        raise ConfigError(f"merge=false writes the folder of an adapter, and source={cfg.source} has none")
+    if cfg.format is FolderFormat.projector:
+        raise ConfigError("merge=false writes the folder of an adapter, not format=projector; leave one out")
+    dtype, sources = wanted_dtype(cfg.dtype), opened.adapter.adapted.sources
+    tensors: dict[str, Stored] = {n: Rounded(sources[n], dtype or sources[n].dtype) for n in opened.adapter.along}
+    widest = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
+    writer = AdapterWriter(
+        subject=opened.subject,
+        lora=opened.adapter.adapted.lora,
+        modules=opened.adapter.adapted.modules,
+        base=opened.adapter.base,
+        small=small_files(opened.subject, widest),
+    )
+    try:
+        make_empty(staged)
+        writer.write(staged, tensors, opened.subject.history)
+    except OSError as error:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise CheckpointError(f"cannot write {staged}: {why(error, staged)}") from error
+    prove_adapter(staged, tensors)
+    replace(staged, final)
+    show(opened, final, cfg)
+    return final
+
+
 def wanted_dtype(choice: KeptDType) -> torch.dtype | None:
     return None if choice is KeptDType.keep else DTYPES[DType(choice.value)]
 
 
 def check_target(final: Path, staged: Path, cfg: ConversionConfig) -> None:
     """`to` is free, or a model folder that may be replaced; nothing is read from it, nor from what is written first."""
-    for key, name in (("source", cfg.source), ("language", cfg.language), ("vision", cfg.vision)):
+    named = {"source": cfg.source, "base": cfg.base, "language": cfg.language, "vision": cfg.vision}
+    for key, name in named.items():
         read = Path(name).resolve() if name and not name.startswith(PACKAGE) else None
         for folder in (final, staged):
             if read is not None and read.is_relative_to(folder):
@@ -91,7 +135,7 @@ def check_target(final: Path, staged: Path, cfg: ConversionConfig) -> None:
         return
     if not cfg.overwrite:
         raise ConfigError(f"to={final} is not empty; give another folder, or replace it with overwrite=true")
-    if not (final / "config.json").is_file():
+    if not any((final / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         raise ConfigError(f"to={final} is no model folder, so overwrite=true does not replace it; give another folder")
 
 
@@ -103,9 +147,10 @@ def show(opened: Opened, final: Path, cfg: ConversionConfig) -> None:
         table.add_row(str(path.relative_to(final)), readable(path.stat().st_size))
     console.print(table)
     checked = "its logits are the source's" if cfg.verify else "not verified"
-    kind = {FolderFormat.hf: "transformers", FolderFormat.llava: "the original LLaVA"}.get(
-        cfg.format, "stage 2 of LLaVA"
-    )
+    kinds = {FolderFormat.hf: "transformers", FolderFormat.llava: "the original LLaVA"}
+    kind = kinds.get(cfg.format, "stage 2 of LLaVA")
+    if not cfg.merge:
+        kind, checked = "peft and the original LLaVA", "its tensors are the source's"
     log().info("%s, for %s, from %s; %s", final, kind, opened.folder, checked)
 
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 from transformers import GenerationConfig, LlavaConfig
 
 from llava_fsdp.checkpoint import make_empty, on_first_rank
-from llava_fsdp.config import AspectRatio, Feature, FolderFormat, Part, PatchMerge
+from llava_fsdp.config import AspectRatio, Config, Feature, FolderFormat, Part, PatchMerge
 from llava_fsdp.data.anyres import grid_sizes
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.log import log
@@ -75,6 +76,26 @@ class Subject:
         return self.model.parts.language.vocab_size
 
 
+def subject_of(model: nn.Module, cfg: Config, run: str, step: int) -> Subject:
+    """The model of a run, after a step."""
+    assert isinstance(model, Llava)  # FSDP makes a subclass of it
+    return Subject(
+        model=model,
+        template=cfg.data.template,
+        aspect=cfg.data.trained_aspect,
+        grid_pinpoints=cfg.data.grid_pinpoints,
+        max_length=cfg.data.max_length,
+        language=cfg.model.language,
+        vision=cfg.model.vision,
+        renamed_tower=None,
+        history=history(run, cfg.stage.name, step, cfg.model.train),
+    )
+
+
+def history(run: str, stage: str, step: int, train: list[Part]) -> dict[str, Any]:
+    return {"run": run, "stage": stage, "step": step, "train": [part.value for part in train]}
+
+
 def write_folder(form: FolderFormat, subject: Subject, weights: Weights, staged: Path, notes: dict[str, Any]) -> None:
     """Write a model in a format. A collective.
 
@@ -102,6 +123,7 @@ def write_folder(form: FolderFormat, subject: Subject, weights: Weights, staged:
 
 
 def write_notes(subject: Subject, staged: Path, notes: dict[str, Any]) -> None:
+    """`llava_fsdp.json`: what no other program's files say."""
     said = {
         **subject.history,
         **notes,
@@ -160,6 +182,16 @@ def begin_hf(subject: Subject, dtype: torch.dtype, staged: Path) -> int:
 
 def begin_llava(subject: Subject, dtype: torch.dtype, staged: Path) -> None:
     """Everything but the weights, as model/builder.py of the original reads it."""
+    write_configs(subject, dtype, staged)
+    write_originals_tokenizer(subject, staged)
+
+
+def write_configs(subject: Subject, dtype: torch.dtype, staged: Path) -> None:
+    """The original's `config.json`, and what belongs to it but the tokenizer.
+
+    Raises:
+        ModelError, ConfigError: the original has no such model, or nothing says its tower's name.
+    """
     parts, came_from = subject.model.parts, originals_files(subject.model.parts)
     write_json(staged / "config.json", config_of_original(subject, dtype))
     language = parts.language
@@ -168,14 +200,19 @@ def begin_llava(subject: Subject, dtype: torch.dtype, staged: Path) -> None:
     if came_from is not None and (came_from / "generation_config.json").is_file():
         given = read_json(came_from / "generation_config.json", str(came_from))
     write_json(staged / "generation_config.json", generation_config(given))
-    if came_from is not None and has_tokenizer(came_from):
-        copy_files(came_from, staged, TOKENIZER_FILES)
-    else:
-        write_original_tokenizer(parts.language_folder, staged, subject.vocabulary, subject.max_length)
     (staged / TOWER).mkdir()
     copy.deepcopy(parts.vision).save_pretrained(staged / TOWER)
     if preprocessor_fields(parts.vision_folder):
         write_preprocessor(parts.vision_folder, staged / TOWER, pads=False)
+
+
+def write_originals_tokenizer(subject: Subject, staged: Path) -> None:
+    """The one that the model came with, or as the original loads it."""
+    parts, came_from = subject.model.parts, originals_files(subject.model.parts)
+    if came_from is not None and has_tokenizer(came_from):
+        copy_files(came_from, staged, TOKENIZER_FILES)
+    else:
+        write_original_tokenizer(parts.language_folder, staged, subject.vocabulary, subject.max_length)
 
 
 def begin_projector(subject: Subject, weights: Weights, staged: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import LlavaForConditionalGeneration
 
-from llava_fsdp.config import FolderFormat, PatchMerge
+from llava_fsdp.config import FolderFormat, LoraConfig, PatchMerge
 from llava_fsdp.data.batch import MicroBatch
 from llava_fsdp.errors import ModelError
 from llava_fsdp.log import log
@@ -18,6 +18,8 @@ from llava_fsdp.model.asis import read_model
 from llava_fsdp.model.draw import computed_buffers, restore_buffers
 from llava_fsdp.model.files import open_tensors
 from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.lora import put_adapters
+from llava_fsdp.model.merge import merged
 from llava_fsdp.model.names import ours
 from llava_fsdp.model.parts import find_parts
 from llava_fsdp.model.weights import Stored, find_weights, load_weights
@@ -46,6 +48,42 @@ class Rounded:
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
         return self.stored.rows(begin, end).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A model with adapters: what they are, where they are, and where all of it comes from."""
+
+    lora: LoraConfig
+    modules: list[str]
+    sources: dict[str, Stored]
+    """By the names of the model with adapters."""
+
+    @property
+    def merged(self) -> dict[str, Stored]:
+        """The same model without adapters."""
+        return merged(self.sources, self.lora.scaling)
+
+
+def prove_merge(model: Llava, adapted: Adapted) -> float:
+    """The merged weights, not rounded yet, give the logits of base and adapters side by side, computed by peft.
+
+    Returns:
+        The largest difference as a share of the largest logit.
+
+    Raises:
+        ModelError: they differ by more than another order of the same sums does.
+    """
+    compute, micro = compute_dtype(model), probe(model)
+    expected = logits(filled(model, adapted.sources, compute, adapted), micro)
+    gc.collect()
+    difference = apart(logits(filled(model, adapted.merged, compute), micro), expected)
+    gc.collect()
+    bound = CLOSE if compute == torch.float32 else CLOSE_BF16
+    log().info("logits of the merged weights differ by %.2g of the largest (bound %.2g)", difference, bound)
+    if not difference <= bound:
+        raise ModelError(f"the merged weights' logits differ by {difference:.3g} from those of base and adapters")
+    return difference
 
 
 def prove(
@@ -127,9 +165,12 @@ def probe(model: Llava) -> MicroBatch:
     )
 
 
-def filled(shapes: Llava, sources: Any, compute: torch.dtype) -> Llava:
-    """A model in memory, of the shapes of one that is not."""
-    model = build_llava(shapes.parts, shapes.cfg, compute)
+def filled(shapes: Llava, sources: Any, compute: torch.dtype, adapted: Adapted | None = None) -> Llava:
+    """A model in memory, of the shapes of one that is not; without adapters, or with those that are given."""
+    model = build_llava(shapes.parts, shapes.cfg.plain, compute)
+    if adapted is not None:
+        with torch.device("meta"):
+            put_adapters(model, adapted.lora, adapted.modules)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(compute)
     buffers = computed_buffers(model)

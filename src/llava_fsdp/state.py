@@ -40,6 +40,8 @@ class TrainState:
     """Where every parameter's first values came from, by name; empty where nothing is ever saved: a dry run."""
     fingerprints: dict[str, str] = field(default_factory=dict)
     """Of the dataset, of what encodes it and of the frozen weights: what a checkpoint must agree with to continue."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """Of every frozen weight, by name: what an adapter is for."""
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Names this run through all its continuations; rank 0's is the one that is written."""
     step: int = 0

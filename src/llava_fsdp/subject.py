@@ -1,23 +1,37 @@
 """What an export starts from: a run, one of its checkpoints, or a model folder, opened alike."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from llava_fsdp.adapters import Base, comes_along
 from llava_fsdp.checkpoint import FOLDER, STATE_FILE, Checkpoint, newest_alone, verify
-from llava_fsdp.config import AspectRatio, Config, ConversionConfig, KeptDType, load
+from llava_fsdp.config import AspectRatio, Config, ConversionConfig, KeptDType, ModelConfig, load
 from llava_fsdp.data.images import preprocessor_fields
 from llava_fsdp.errors import CheckpointError, ConfigError, ModelError
-from llava_fsdp.formats import Subject
-from llava_fsdp.model.asis import read_model
-from llava_fsdp.model.llava import build_llava
+from llava_fsdp.formats import Subject, subject_of
+from llava_fsdp.model import adapter
+from llava_fsdp.model.adapter import AdapterFolder, is_adapter_folder, open_adapter
+from llava_fsdp.model.asis import read_base, read_model
+from llava_fsdp.model.draw import Drawn
+from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.lora import BASE, is_adapter, module_of, without_base
 from llava_fsdp.model.original import is_original
 from llava_fsdp.model.parts import EXPORT, NOTES, find_parts, find_projector, read_json, resolve
-from llava_fsdp.model.weights import PROJECTOR_PREFIX, Stored, find_weights, fingerprint
+from llava_fsdp.model.weights import (
+    NEWLINE,
+    PROJECTOR_PREFIX,
+    Stored,
+    base_fingerprint,
+    find_weights,
+    fingerprint,
+    frozen_digests,
+)
+from llava_fsdp.proof import Adapted
 from llava_fsdp.saved import saved_weights
 
 
@@ -30,6 +44,18 @@ class Opened:
     """Where every parameter's values are."""
     folder: Path
     """The checkpoint or model folder that they come from."""
+    adapter: "OpenedAdapter | None" = None
+    """What the sources were merged of; None: of nothing."""
+
+
+@dataclass(frozen=True)
+class OpenedAdapter:
+    """An adapter, and the base that it is for."""
+
+    adapted: Adapted
+    along: list[str]
+    """Names of what is the adapter's and not the base's."""
+    base: Base
 
 
 def open_source(cfg: ConversionConfig) -> Opened:
@@ -42,21 +68,28 @@ def open_source(cfg: ConversionConfig) -> Opened:
     given = Path(cfg.source)
     if (given / STATE_FILE).is_file():
         return open_checkpoint(verify(given.resolve()), cfg)
+    if is_adapter_folder(given):
+        return open_adapted(given, cfg)
     if (given / FOLDER).is_dir() or ((given / "config.yaml").is_file() and not (given / "config.json").is_file()):
         return open_run(given, cfg)
-    return open_model(resolve(cfg.source, "source"), cfg)
+    folder = resolve(cfg.source, "source")
+    return open_adapted(folder, cfg) if is_adapter_folder(folder) else open_model(folder, cfg)
 
 
 def open_run(run: Path, cfg: ConversionConfig) -> Opened:
     """The newest checkpoint of a run that verifies, or its export where that is as new and has the wanted dtype."""
     newest = newest_alone(run / FOLDER)
     notes = read_notes(run / EXPORT)
+    if newest is None and is_adapter_folder(run / adapter.FOLDER) and not (notes and cfg.merge):
+        return open_adapted(run / adapter.FOLDER, cfg)
     if newest is None and not notes:
         raise CheckpointError(f"source={run} is a run without a finished checkpoint or export; let it train on")
     current = newest is None or all(newest.facts[key] == notes.get(key) for key in ("run", "step"))
-    if notes and current and (newest is None or cfg.dtype.value in (KeptDType.keep.value, notes.get("dtype"))):
+    has_dtype = newest is None or cfg.dtype.value in (KeptDType.keep.value, notes.get("dtype"))
+    if notes and current and cfg.merge and has_dtype:
         return open_model(run / EXPORT, cfg)
-    assert newest is not None
+    if newest is None:
+        raise ConfigError(f"merge=false writes the folder of an adapter, and source={run} has none")
     return open_checkpoint(newest, cfg)
 
 
@@ -74,24 +107,25 @@ def open_checkpoint(found: Checkpoint, cfg: ConversionConfig) -> Opened:
     learned = all(n in trained for n, _ in model.named_parameters() if n.startswith(PROJECTOR_PREFIX))
     projector = None if learned else find_projector(run)
     sources = find_weights(model, parts, run.model, projector, run.seed)
-    if fingerprint(model, sources) != facts["fingerprints"]["model"] or set(facts["trainable"]) - trained.keys():
+    digests = frozen_digests(model, sources)
+    if fingerprint(model, digests) != facts["fingerprints"]["model"] or set(facts["trainable"]) - trained.keys():
         raise CheckpointError(
             f"{folder} was written by a run with other frozen weights than those of model.language="
             f"{run.model.language}, model.vision={run.model.vision}, model.checkpoint={run.model.checkpoint}"
         )
-    sources |= trained
-    subject = Subject(
-        model=model,
-        template=run.data.template,
-        aspect=cfg.image_aspect_ratio or run.data.trained_aspect,
-        grid_pinpoints=run.data.grid_pinpoints,
-        max_length=run.data.max_length,
-        language=run.model.language,
-        vision=cfg.vision or run.model.vision,
-        renamed_tower=cfg.vision,
-        history=history(facts["run"], run.stage.name, facts["step"], run.model.train),
+    own = subject_of(model, run, facts["run"], facts["step"])
+    subject = replace(
+        own, aspect=cfg.image_aspect_ratio or own.aspect, vision=cfg.vision or own.vision, renamed_tower=cfg.vision
     )
-    return Opened(subject, sources, folder)
+    if not run.model.lora.enabled:
+        return Opened(subject, sources | trained, folder)
+    along = comes_along(run.model, trained, sources)
+    base = Base(run.model, run.seed, base_fingerprint(digests, along))
+    modules = sorted({module_of(name) for name in trained if is_adapter(name)})
+    adapted = Adapted(run.model.lora, modules, sources | trained)
+    adapter.check_changed(trained, f"the adapter of {folder}", "export a later checkpoint")
+    subject = replace(subject, model=build_llava(parts, run.model.plain, torch.float32))
+    return Opened(subject, adapted.merged, folder, OpenedAdapter(adapted, along, base))
 
 
 def run_config(facts: dict[str, Any], folder: Path) -> Config:
@@ -103,8 +137,64 @@ def run_config(facts: dict[str, Any], folder: Path) -> Config:
         raise CheckpointError(f"{folder} was written with a configuration of another version: {error}") from error
 
 
-def history(run: str, stage: str, step: int, train: list) -> dict[str, Any]:
-    return {"run": run, "stage": stage, "step": step, "train": [part.value for part in train]}
+def open_adapted(folder: Path, cfg: ConversionConfig) -> Opened:
+    """The folder of an adapter, ours, peft's or the original's, with the base that it is for."""
+    found = adapter.without_idle_tower(open_adapter(folder))
+    notes = read_notes(folder)
+    model_config = read_base(found, cfg.base or cfg.language, cfg.vision)
+    seed = notes.get("seed", 0)
+    parts = find_parts(model_config)
+    model = build_llava(parts, model_config, torch.float32)
+    model.requires_grad_(False)  # all of the base counts as what the adapter is for
+    where = model_config.checkpoint or model_config.language
+    base_sources = find_weights(model, parts, model_config, None, seed)
+    adapter.check_fits(found, {name: tuple(p.shape) for name, p in model.named_parameters()}, f"base={where}")
+    check_projector(found, base_sources, where)
+    there = base_fingerprint(frozen_digests(model, base_sources), found.tensors)
+    check_base(found, notes.get("base"), there, where)
+    adapter.check_changed(found.tensors, f"the adapter of {folder}", "train it for more steps")
+    sources = with_adapters(base_sources, found)
+    adapted = Adapted(found.lora, found.modules, sources)
+    own = {without_base(name) for name in found.tensors}
+    along = [name for name in sources if without_base(name) in own or is_adapter(name)]
+    described = folder if (folder / "config.json").is_file() or notes else Path(where)
+    subject = subject_of_folder(described, model, model_config, cfg)
+    return Opened(subject, adapted.merged, folder, OpenedAdapter(adapted, along, Base(model_config, seed, there)))
+
+
+def check_projector(found: AdapterFolder, base: dict[str, Stored], where: str) -> None:
+    """Raises ModelError where neither adapter nor base has a projector, so that one would be drawn."""
+    own = {without_base(name) for name in found.tensors}
+    drawn = [
+        name
+        for name, source in base.items()
+        if name.startswith((PROJECTOR_PREFIX, NEWLINE)) and name not in own and isinstance(source, Drawn)
+    ]
+    if drawn:
+        raise ModelError(
+            f"{found.folder} has no {drawn[0]}, and neither has {where}: non_lora_trainables.safetensors (or .bin) is "
+            "missing; copy it there, or give a whole LLaVA model with base=PATH"
+        )
+
+
+def check_base(found: AdapterFolder, said: str | None, there: str, where: str) -> None:
+    """Raises ModelError where the adapter's notes have the fingerprint of another base."""
+    if said is not None and said != there:
+        raise ModelError(
+            f"{found.folder} is for another base: the weights of {where} have the fingerprint {there}, and "
+            f"{found.folder / NOTES} says {said}; give the base that it was trained on with base=PATH"
+        )
+
+
+def with_adapters(base: dict[str, Stored], found: AdapterFolder) -> dict[str, Stored]:
+    """Where every parameter of the model with adapters comes from, by the names that it has there."""
+    adapted = set(found.modules)
+    own = {without_base(name): tensor for name, tensor in found.tensors.items() if not is_adapter(name)}
+    sources: dict[str, Stored] = {}
+    for name, source in base.items():
+        module, _, kind = name.rpartition(".")
+        sources[f"{module}{BASE}{kind}" if module in adapted else name] = own.get(name, source)
+    return sources | {name: tensor for name, tensor in found.tensors.items() if is_adapter(name)}
 
 
 def open_model(folder: Path, cfg: ConversionConfig) -> Opened:
@@ -114,8 +204,15 @@ def open_model(folder: Path, cfg: ConversionConfig) -> Opened:
     model = build_llava(parts, model_config, torch.float32)
     projector = None if model_config.checkpoint else folder
     sources = find_weights(model, parts, model_config, projector, 0)
-    raw, notes = read_json(folder / "config.json", f"source={folder}"), read_notes(folder)
-    subject = Subject(
+    return Opened(subject_of_folder(folder, model, model_config, cfg), sources, folder)
+
+
+def subject_of_folder(folder: Path, model: Llava, model_config: ModelConfig, cfg: ConversionConfig) -> Subject:
+    """What a folder says of its model beside its weights."""
+    has_config = (folder / "config.json").is_file()
+    raw = read_json(folder / "config.json", f"source={folder}") if has_config else {}
+    notes = read_notes(folder)
+    return Subject(
         model=model,
         template=notes.get("template", cfg.template),
         aspect=cfg.image_aspect_ratio or aspect_of(folder, raw, notes),
@@ -126,7 +223,6 @@ def open_model(folder: Path, cfg: ConversionConfig) -> Opened:
         renamed_tower=cfg.vision,
         history={key: notes[key] for key in ("run", "stage", "step", "train") if key in notes},
     )
-    return Opened(subject, sources, folder)
 
 
 def aspect_of(folder: Path, raw: dict[str, Any], notes: dict[str, Any]) -> AspectRatio:

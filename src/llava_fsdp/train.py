@@ -16,7 +16,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from torch.distributed.device_mesh import DeviceMesh
 
-from llava_fsdp import artifact, checkpoint
+from llava_fsdp import adapters, artifact, checkpoint
 from llava_fsdp.data.loader import Loader, build_loader
 from llava_fsdp.dry_run import dry_run
 from llava_fsdp.errors import ConfigError, DataError, StorageError
@@ -28,7 +28,7 @@ from llava_fsdp.loop import fit
 from llava_fsdp.metrics import Reporter, watch_loading
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.parts import find_parts, find_projector
-from llava_fsdp.model.weights import find_weights, fingerprint, load_weights
+from llava_fsdp.model.weights import find_weights, fingerprint, frozen_digests, load_weights
 from llava_fsdp.opening import build_model, draw_shapes, shape_of
 from llava_fsdp.places import check_places
 from llava_fsdp.planning.auto import Decision, decide
@@ -81,7 +81,8 @@ def train(cfg: Config) -> None:
         elif resumed:
             log().info("continuing after step %d of %d", state.step, last_step)
         write_config(cfg, world)
-        saver = checkpoint.open_saver(state, cfg, resumed) if state.step < last_step else None
+        folder_of_adapters = adapters.in_checkpoints(state, cfg)
+        saver = checkpoint.open_saver(state, cfg, resumed, folder_of_adapters) if state.step < last_step else None
         left_out = state.loader.steps.records.left_out()
         reporter = Reporter(cfg, state.step, last_step, world.is_first, left_out, state.utilization)
 
@@ -133,10 +134,8 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
     check_same_records(loader)
     sources = find_weights(model, parts, cfg.model, projector, cfg.seed)
     watch = watch_loading(world.is_first, "fingerprint of frozen weights")
-    fingerprints = {
-        **loader.steps.fingerprints(),
-        "model": fingerprint(model, sources, world.rank, world.size, gather_lists, watch),
-    }
+    digests = frozen_digests(model, sources, world.rank, world.size, gather_lists, watch)
+    fingerprints = {**loader.steps.fingerprints(), "model": fingerprint(model, digests)}
     utilization = utilization_of(model, cfg, world.device, world.size)
     if world.is_first:
         weights = weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision)
@@ -146,7 +145,7 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
         load_weights(sources, local_shards(model, masters), watch_loading(world.is_first))
 
     state = assemble(model, loader, load, cfg, world, plan, mesh)
-    return replace(state, sources=sources, fingerprints=fingerprints, utilization=utilization)
+    return replace(state, sources=sources, fingerprints=fingerprints, digests=digests, utilization=utilization)
 
 
 def describe_projector(cfg: Config, projector: Path | None) -> str:

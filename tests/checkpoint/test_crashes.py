@@ -16,7 +16,10 @@ from saves import cut, loaded_alone, save_steps, saver_of, whole_tensors
 from llava_fsdp.checkpoint import commit, list_checkpoints, tensorfile, verify
 from llava_fsdp.sharding.mesh import World
 
-BEFORE = ["made", "file half", "file written", "agreed", "state written", "manifest written", "folder synced"]
+BEFORE = [
+    "made", "file half", "file written", "agreed", "state written", "adapter half", "adapter written",
+    "manifest written", "folder synced",
+]  # fmt: skip
 REPLACING = ["old one aside"]
 AFTER = ["renamed", "parent synced", "pointed", "one deleted", "told"]
 FIRST_RANK_ALONE = {*BEFORE[4:], *REPLACING, *AFTER[:-1]}
@@ -29,7 +32,7 @@ def test_every_named_point_is_here() -> None:
     """The table of `commit.py` is the list."""
     assert commit.__doc__ is not None
     named = [line.split("|")[3].strip() for line in commit.__doc__.splitlines() if line.startswith("| ")][1:]
-    assert set(named) | {"file half"} == {*BEFORE, *REPLACING, *AFTER}
+    assert set(named) | {"file half", "adapter half"} == {*BEFORE, *REPLACING, *AFTER}
 
 
 def save_and_crash(rank: int, parent: Path, crash: tuple[int, str]) -> None:
@@ -50,7 +53,9 @@ def save_and_crash(rank: int, parent: Path, crash: tuple[int, str]) -> None:
             os._exit(9)
 
         tensorfile.write_all = write_some
-    saver, step = saver_of(parent, tensors, at=at)
+    if crash == (rank, "adapter half"):
+        commit.sync_tree = lambda folder: os._exit(9)
+    saver, step = saver_of(parent, tensors, at=at, with_beside=True)
     step[0] = 4
     saver.save()
     saver.close()
@@ -60,7 +65,7 @@ def save_and_crash(rank: int, parent: Path, crash: tuple[int, str]) -> None:
 @pytest.mark.parametrize(("rank", "point"), CRASHES)
 def test_the_newest_whole_checkpoint_is_found(rank: int, point: str, tmp_path: Path) -> None:
     parent = tmp_path / "checkpoints"
-    save_steps(single_world(), parent, [1, 2])
+    save_steps(single_world(), parent, [1, 2], with_beside=True)
     if point in REPLACING:  # of the same step, but damaged: never in the way, never trusted
         shutil.copytree(parent / "step-000002", parent / "step-000004")
     context = multiprocessing.get_context("fork")

@@ -20,19 +20,26 @@ from llava_fsdp.checkpoint import manifest, verify
 from llava_fsdp.checkpoint.manifest import MANIFEST_FILE, STATE_FILE
 from llava_fsdp.checkpoint.verify import newest_together
 from llava_fsdp.errors import CheckpointError
+from llava_fsdp.sharding.mesh import World
 
-FILES = ("rank-00000.safetensors", "rank-00001.safetensors", STATE_FILE, MANIFEST_FILE)
+BESIDE_FILE = "adapter/adapter_model.safetensors"
+FILES = ("rank-00000.safetensors", "rank-00001.safetensors", STATE_FILE, MANIFEST_FILE, BESIDE_FILE)
 RANK_0, RANK_1 = FILES[:2]
 BEFORE = "step-000002"
 
 
 @pytest.fixture(scope="module")
 def good(pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of steps 2 and 4, by two ranks; and in `four`, of step 4 by four."""
+    """Checkpoints of steps 2 and 4, by two ranks, with a folder for other programs; and in `four`, of step 4 by four,
+    without."""
     parent = tmp_path_factory.mktemp("good")
-    pools[2].run(save_steps, parent, [2, 4])
+    pools[2].run(save_with_beside, parent)
     pools[4].run(save_steps, parent / "four", [4])
     return parent
+
+
+def save_with_beside(world: World, parent: Path) -> None:
+    save_steps(world, parent, [2, 4], with_beside=True)
 
 
 @pytest.fixture
@@ -69,6 +76,17 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "two ranks' files swapped": swap,
     "a foreign file": lambda f: (f / "model.safetensors").write_bytes(b""),
     "a foreign folder": lambda f: (f / "more").mkdir(),
+    "a foreign file beside": lambda f: (f / "adapter" / "more.json").write_bytes(b""),
+    "a foreign file in a folder beside": lambda f: (f / "adapter" / "vision_tower" / "more.json").write_bytes(b""),
+    "a folder beside that is a link": lambda f: relink(f / "adapter"),
+    "a folder in it that is a link": lambda f: relink(f / "adapter" / "vision_tower"),
+    "no folder beside": lambda f: shutil.rmtree(f / "adapter"),
+    "rows in a file beside": lambda f: forge_manifest(
+        f, lambda m: m["tensors"]["model.b"].update(pieces=[[BESIDE_FILE, 0, 1]])
+    ),
+    "a file beside, outside": lambda f: forge_manifest(
+        f, lambda m: m["files"].update({"adapter/../state.json": m["files"][RANK_0]})
+    ),
     "a stale shard of four ranks": lambda f: shutil.copyfile(f / RANK_1, f / "rank-00002.safetensors"),
     "the manifest's digest edited": lambda f: edit(f / MANIFEST_FILE, b'"digest": "', b'"digest": "0'),
     "a step edited": lambda f: edit(f / MANIFEST_FILE, b'"step": 4', b'"step": 2'),
@@ -90,7 +108,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "facts without a run": lambda f: forge_facts(f, lambda s: s.pop("run")),
     "facts of another step": lambda f: forge_facts(f, lambda s: s.update(step=7)),
     "a scaler with methods": lambda f: forge_facts(f, lambda s: s.update(scaler={"update": 1})),
-    "empty": lambda f: [path.unlink() for path in f.iterdir()],
+    "empty": lambda f: (shutil.rmtree(f), f.mkdir()),
     "a link to a good one": lambda f: (f.rename(f.with_name("elsewhere")), f.symlink_to("elsewhere")),
     "a file": lambda f: (shutil.rmtree(f), f.write_bytes(b"")),
     "another step's name": lambda f: (shutil.rmtree(f), shutil.copytree(f.with_name("step-000002"), f)),
@@ -98,8 +116,9 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 def relink(path: Path) -> None:
-    path.rename(path.parent.parent / "kept")
-    path.symlink_to(path.parent.parent / "kept")
+    kept = next(p for p in path.parents if p.name.startswith("step-")).with_name("kept")
+    path.rename(kept)
+    path.symlink_to(kept)
 
 
 def edit(path: Path, old: bytes, new: bytes) -> None:

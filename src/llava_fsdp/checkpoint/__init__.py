@@ -5,6 +5,7 @@
 """
 
 from llava_fsdp.checkpoint.agree import on_all_ranks, on_first_rank
+from llava_fsdp.checkpoint.commit import Beside
 from llava_fsdp.checkpoint.disk import make_empty, sync_folder, sync_tree
 from llava_fsdp.checkpoint.facts import plain
 from llava_fsdp.checkpoint.folders import FOLDER, list_checkpoints
@@ -15,7 +16,7 @@ from llava_fsdp.checkpoint.saver import Saver, is_due, open_saver
 from llava_fsdp.checkpoint.verify import Checkpoint, newest_alone, verify
 
 __all__ = [
-    "FOLDER", "STATE_FILE", "Checkpoint", "Saver", "continues", "is_due", "list_checkpoints", "make_empty",
+    "FOLDER", "STATE_FILE", "Beside", "Checkpoint", "Saver", "continues", "is_due", "list_checkpoints", "make_empty",
     "newest_alone", "on_all_ranks", "on_first_rank", "open_saver", "plain", "resume", "sync_folder",
     "sync_tree", "tensors", "verify",
 ]  # fmt: skip

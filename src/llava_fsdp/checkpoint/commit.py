@@ -8,6 +8,7 @@ A crash at any point leaves the checkpoints from before, and of the new one eith
 | its tensors, digested while they are written, fsync | each rank | file written |
 | all ranks have written, or all of them fail and the folder goes | all | agreed |
 | `state.json`, fsync | rank 0 | state written |
+| `adapter/`, where the run has adapters, from the ranks' files; fsync of all in it | rank 0 | adapter written |
 | `manifest.json`: digests, coverage of every tensor; fsync | rank 0 | manifest written |
 | fsync of the folder | rank 0 | folder synced |
 | a checkpoint of this step, from before a crash or a new start, gives up its name | rank 0 | old one aside |
@@ -31,11 +32,12 @@ import torch.distributed as dist
 from xxhash import xxh3_128
 
 from llava_fsdp.checkpoint.agree import gathered_on_first, on_all_ranks, on_first_rank
-from llava_fsdp.checkpoint.disk import make_empty, make_folder, require_room, sync_folder, write_durably
+from llava_fsdp.checkpoint.disk import make_empty, make_folder, require_room, sync_folder, sync_tree, write_durably
 from llava_fsdp.checkpoint.facts import render_facts
 from llava_fsdp.checkpoint.folders import REPLACED, STAGED, folder_name, point_to, prune
 from llava_fsdp.checkpoint.layout import Part
 from llava_fsdp.checkpoint.manifest import (
+    BESIDE,
     MANIFEST_FILE,
     STATE_FILE,
     Manifest,
@@ -45,12 +47,22 @@ from llava_fsdp.checkpoint.manifest import (
     render,
 )
 from llava_fsdp.checkpoint.tensorfile import Digest, write_tensors
-from llava_fsdp.checkpoint.verify import verify
+from llava_fsdp.checkpoint.verify import Checkpoint, digest_of_file, verify
 from llava_fsdp.config import CheckpointConfig
 from llava_fsdp.errors import CheckpointError, LlavaFsdpError
 from llava_fsdp.log import log
 
 Rows = dict[str, tuple[torch.dtype, tuple[int, ...], int, int]]
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a run writes into each of its checkpoints for other programs. Rank 0 alone has one."""
+
+    nbytes: int
+    """That it takes on the disk."""
+    write: Callable[[Path, Checkpoint], None]
+    """Makes the folder, of a checkpoint whose files are there; their digests are not in its manifest yet."""
 
 
 def nowhere(point: str) -> None:
@@ -68,6 +80,7 @@ class Committer:
     needed: int
     """Bytes of a checkpoint, of all ranks together."""
     at: Callable[[str], None] = nowhere
+    beside: Beside | None = None
     good: set[str] = field(default_factory=set)
     """Names of checkpoints that were written or verified by this process: rank 0's are pruned by it."""
 
@@ -121,7 +134,11 @@ class Committer:
         self.at("state written")
         files = {rank_file(rank): digest for rank, (digest, _) in enumerate(every)}
         files[STATE_FILE] = Digest(len(content), xxh3_128(content).hexdigest())
-        manifest = Manifest(facts["step"], files, joined([rows for _, rows in every]))
+        manifest = Manifest(facts["step"], dict(files), joined([rows for _, rows in every]))
+        if self.beside is not None:
+            files |= self.write_beside(self.beside, Checkpoint(staged, manifest, facts))
+            manifest = Manifest(manifest.step, files, manifest.tensors)
+            self.at("adapter written")
         write_durably(staged / MANIFEST_FILE, render(manifest))
         self.at("manifest written")
         sync_folder(staged)
@@ -148,6 +165,14 @@ class Committer:
         if replaced.exists():
             shutil.rmtree(replaced, ignore_errors=True)
         prune(self.parent, self.cfg.keep, self.cfg.keep_every, self.is_good, self.at)
+
+    def write_beside(self, beside: Beside, found: Checkpoint) -> dict[str, Digest]:
+        """The digests of its files, by their paths in the checkpoint."""
+        folder = found.folder / BESIDE
+        beside.write(folder, found)
+        sync_tree(folder)
+        files = sorted(path for path in folder.rglob("*") if not path.is_dir())
+        return {path.relative_to(found.folder).as_posix(): digest_of_file(path) for path in files}
 
     def is_good(self, folder: Path) -> bool:
         if folder.name not in self.good:

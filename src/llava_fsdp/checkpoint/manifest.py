@@ -15,11 +15,15 @@ from xxhash import xxh3_128
 
 from llava_fsdp.checkpoint.tensorfile import CODES, DTYPES, LARGEST_DIMENSION, Digest
 from llava_fsdp.errors import CheckpointError
+from llava_fsdp.model import adapter
 
 FORMAT = 6
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 RANK_FILE = re.compile(r"rank-\d{5}\.safetensors")
+BESIDE = adapter.FOLDER
+"""In the checkpoints of a run that has adapters: a folder that other programs read."""
+BESIDE_FILE = re.compile(rf"{BESIDE}(/[A-Za-z0-9]\w*)?/[A-Za-z0-9][\w.-]*")
 LARGEST = 1 << 30
 """Bytes: 2000 tensors of 10,000 ranks."""
 BEFORE, AFTER = b',\n"digest": "', b'"}\n'
@@ -54,7 +58,7 @@ class Saved:
 class Manifest:
     step: int
     files: Mapping[str, Digest]
-    """Of all files but the manifest itself."""
+    """Of all files but the manifest itself, by their paths in the folder."""
     tensors: Mapping[str, Saved]
 
 
@@ -124,7 +128,7 @@ def parse(content: bytes) -> Manifest:
         raise CheckpointError(f"{MANIFEST_FILE} cannot be understood: {type(error).__name__}: {error}") from error
     for name, saved in found.tensors.items():
         require_coverage(name, saved)
-        lost = [p.file for p in saved.pieces if p.file not in found.files or p.file == STATE_FILE]
+        lost = [p.file for p in saved.pieces if p.file not in found.files or not RANK_FILE.fullmatch(p.file)]
         if lost:
             raise CheckpointError(
                 f"{MANIFEST_FILE}: rows of {name} lie in {lost[0]}, which is no file of tensors that it lists"
@@ -165,7 +169,9 @@ def number(value: Any) -> int:
 
 def file_name(value: Any) -> str:
     """One of the names that we give: none that leads out of the folder."""
-    if not isinstance(value, str) or not (value == STATE_FILE or RANK_FILE.fullmatch(value)):
+    if not isinstance(value, str) or not (
+        value == STATE_FILE or RANK_FILE.fullmatch(value) or BESIDE_FILE.fullmatch(value)
+    ):
         raise ValueError(f"{str(value)[:50]!r} is no file of a checkpoint")
     return value
 

@@ -9,7 +9,7 @@ from llava_fsdp.checkpoint.agree import on_all_ranks, on_first_rank
 from llava_fsdp.checkpoint.facts import refuse_changes
 from llava_fsdp.checkpoint.folders import FOLDER, leave_branch, list_checkpoints, set_aside, step_of
 from llava_fsdp.checkpoint.layout import Part, held_parts, row_bytes, tensors
-from llava_fsdp.checkpoint.manifest import MANIFEST_FILE, STATE_FILE, Manifest, Saved
+from llava_fsdp.checkpoint.manifest import BESIDE, MANIFEST_FILE, STATE_FILE, Manifest, Saved
 from llava_fsdp.checkpoint.tensorfile import open_file, read_header, read_rows
 from llava_fsdp.checkpoint.verify import Checkpoint, naming, newest_together, verify_together
 from llava_fsdp.config import Config
@@ -81,7 +81,8 @@ def wish_of(cfg: Config) -> str:
 
 
 def start_over(output: Path) -> None:
-    set_aside(output, [output / name for name in (FOLDER, "export", "metrics.jsonl", "quarantine.jsonl")])
+    left = (FOLDER, "export", BESIDE, "metrics.jsonl", "quarantine.jsonl")
+    set_aside(output, [output / name for name in left])
     mark_begun(output, "never", 0)
 
 

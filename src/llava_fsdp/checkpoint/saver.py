@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from llava_fsdp.checkpoint.agree import gathered, on_first_rank
-from llava_fsdp.checkpoint.commit import Committer, nowhere
+from llava_fsdp.checkpoint.commit import Beside, Committer, nowhere
 from llava_fsdp.checkpoint.disk import free_bytes, make_folder, readable, require_room
 from llava_fsdp.checkpoint.facts import facts_of
 from llava_fsdp.checkpoint.folders import FOLDER, list_checkpoints, recover, step_of, sweep
@@ -38,11 +38,12 @@ def is_due(step: int, last_step: int, cfg: CheckpointConfig) -> bool:
     return step == last_step or (cfg.every is not None and step % cfg.every == 0)
 
 
-def open_saver(state: TrainState, cfg: Config, resumed: Path | None = None) -> "Saver":
+def open_saver(state: TrainState, cfg: Config, resumed: Path | None = None, beside: Beside | None = None) -> "Saver":
     """The saver of a run that is about to begin or to continue. A collective.
 
     Args:
         resumed: the checkpoint that it continues from, which has been verified.
+        beside: on rank 0, what each checkpoint holds for other programs.
 
     Raises:
         CheckpointError: there is no room for a checkpoint, or no permission.
@@ -56,6 +57,7 @@ def open_saver(state: TrainState, cfg: Config, resumed: Path | None = None) -> "
         lambda: facts_of(state, cfg),
         in_place=cfg.offload.mode is OffloadMode.nvme,
         good=[resumed] if resumed is not None and resumed.parent.resolve() == parent.resolve() else [],
+        beside=beside,
     )
     state.optimizer.register_step_pre_hook(lambda *_: saver.before_update())
     return saver
@@ -73,6 +75,7 @@ class Saver:
         in_place: bool = False,
         good: Collection[Path] = (),
         at: Callable[[str], None] = nowhere,
+        beside: Beside | None = None,
     ):
         """
         Args:
@@ -82,6 +85,7 @@ class Saver:
             in_place: tensors lie in files, and are written from there.
             good: checkpoints that are known to be whole.
             at: called at the named points of `commit.py`.
+            beside: on rank 0, what each checkpoint holds for other programs.
 
         Raises:
             CheckpointError: there is no room for a checkpoint, or no permission.
@@ -90,11 +94,12 @@ class Saver:
         self.group = own_group()
         parts = written_parts(tensors())
         own = estimated_bytes(parts)
-        needed = sum(gathered(own, self.group))
+        needed = sum(gathered(own + (beside.nbytes if beside is not None else 0), self.group))
         on_first_rank(lambda: require_start(parent, needed, cfg.keep), f"{parent} cannot be written to", self.group)
         self.hasher = ThreadPoolExecutor(1, "digest")
         self.writer = ThreadPoolExecutor(1, "checkpoint")
-        self.committer = Committer(parent, cfg, self.group, self.hasher, needed, at, {folder.name for folder in good})
+        known = {folder.name for folder in good}
+        self.committer = Committer(parent, cfg, self.group, self.hasher, needed, at, beside, known)
         self.staging: Staging | None = None
         self.touched: Future[None] = Future()
         self.under_way: Future[Path] | None = None

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,10 +84,21 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], hasher: Execu
         NumericError: a tensor holds a number that is not finite.
         OSError: the disk refuses.
     """
-    head, order = layout({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
+    described = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+    return write_read_tensors(path, described, tensors.__getitem__, hasher)
+
+
+def write_read_tensors(
+    path: Path,
+    described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    read: Callable[[str], torch.Tensor],
+    hasher: Executor,
+) -> Digest:
+    """The same for tensors that are elsewhere: each is read, by name, when its turn comes."""
+    head, order = layout(described)
     digest, written, told = xxh3_128(), 0, 0
     with new_file(path) as descriptor:
-        for chunk in chunks(head, order, tensors):
+        for chunk in chunks(head, order, read):
             digested = hasher.submit(digest.update, chunk)
             try:
                 write_all(descriptor, chunk)
@@ -100,10 +111,10 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], hasher: Execu
     return Digest(written, digest.hexdigest())
 
 
-def chunks(head: bytes, order: list[str], tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
+def chunks(head: bytes, order: list[str], read: Callable[[str], torch.Tensor]) -> Iterator[memoryview]:
     yield memoryview(head)
     for name in order:
-        flat = tensors[name].detach().reshape(-1)
+        flat = read(name).detach().reshape(-1)
         step = CHUNK // flat.dtype.itemsize
         for begin in range(0, flat.numel(), step):
             part = flat[begin : begin + step].cpu()

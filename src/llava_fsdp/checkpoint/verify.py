@@ -18,14 +18,16 @@ from llava_fsdp.checkpoint.agree import on_all_ranks, on_first_rank
 from llava_fsdp.checkpoint.facts import parse_facts
 from llava_fsdp.checkpoint.folders import list_checkpoints, recover, report_strangers, require_plain_folder, step_of
 from llava_fsdp.checkpoint.manifest import (
+    BESIDE,
     LARGEST,
     MANIFEST_FILE,
+    RANK_FILE,
     STATE_FILE,
     Manifest,
     parse,
     wrong_format,
 )
-from llava_fsdp.checkpoint.tensorfile import CHUNK, open_file, read_header
+from llava_fsdp.checkpoint.tensorfile import CHUNK, Digest, open_file, read_header
 from llava_fsdp.errors import CheckpointError
 from llava_fsdp.log import log
 
@@ -91,6 +93,8 @@ def inspect(folder: Path) -> Checkpoint:
     if MANIFEST_FILE not in entries:
         raise CheckpointError(without_manifest(folder, entries))
     manifest = parse(read_small(folder / MANIFEST_FILE, LARGEST))
+    if any(name.startswith(f"{BESIDE}/") for name in manifest.files):
+        entries |= entries_beside(entries.pop(BESIDE, None))
     missing = sorted(manifest.files.keys() - entries.keys())
     if missing:
         raise CheckpointError(f"{missing[0]} is missing")
@@ -110,6 +114,23 @@ def inspect(folder: Path) -> Checkpoint:
     facts = parse_facts(read_small(folder / STATE_FILE, LARGEST), manifest)
     check_headers(folder, manifest)
     return Checkpoint(folder, manifest, facts)
+
+
+def entries_beside(beside: os.DirEntry[str] | None) -> dict[str, os.DirEntry[str]]:
+    """What lies in the folder for other programs, and in its folders, by its path in the checkpoint.
+
+    Raises:
+        CheckpointError: a folder of them is missing, or a link: `open_file` looks at the last name of a path alone.
+    """
+    if beside is None or not beside.is_dir(follow_symlinks=False):
+        raise CheckpointError(f"{BESIDE} is missing, or no folder")
+    found: dict[str, os.DirEntry[str]] = {}
+    for entry in os.scandir(beside):
+        if entry.is_dir(follow_symlinks=False):
+            found |= {f"{BESIDE}/{entry.name}/{inner.name}": inner for inner in os.scandir(entry)}
+        else:
+            found[f"{BESIDE}/{entry.name}"] = entry
+    return found
 
 
 def without_manifest(folder: Path, entries: dict[str, Any]) -> str:
@@ -139,7 +160,9 @@ def check_headers(folder: Path, manifest: Manifest) -> None:
     Raises:
         CheckpointError: naming the file and the tensor.
     """
-    expected: dict[str, dict[str, tuple[object, tuple[int, ...]]]] = {n: {} for n in manifest.files if n != STATE_FILE}
+    expected: dict[str, dict[str, tuple[object, tuple[int, ...]]]] = {
+        name: {} for name in manifest.files if RANK_FILE.fullmatch(name)
+    }
     for name, saved in manifest.tensors.items():
         for piece in saved.pieces:
             shape = (piece.end - piece.begin, *saved.shape[1:]) if saved.shape else ()
@@ -167,13 +190,21 @@ def digest_files(found: Checkpoint, names: Iterable[str]) -> None:
 
 def check_digest(folder: Path, name: str, manifest: Manifest) -> None:
     """Raises CheckpointError where a file is not what was written."""
-    digest, buffer = xxh3_128(), bytearray(CHUNK)
-    descriptor = open_file(folder / name)
-    with os.fdopen(descriptor, "rb", buffering=0) as file:
+    if digest_of_file(folder / name) != manifest.files[name]:
+        raise CheckpointError(f"{name} is not what was written: its digest differs")
+
+
+def digest_of_file(path: Path) -> Digest:
+    """
+    Raises:
+        CheckpointError: it is a link, no file, or cannot be opened.
+    """
+    digest, size, buffer = xxh3_128(), 0, bytearray(CHUNK)
+    with os.fdopen(open_file(path), "rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(memoryview(buffer)[:count])
-    if digest.hexdigest() != manifest.files[name].xxh128:
-        raise CheckpointError(f"{name} is not what was written: its digest differs")
+            size += count
+    return Digest(size, digest.hexdigest())
 
 
 def share(manifest: Manifest, rank: int, size: int) -> list[str]:

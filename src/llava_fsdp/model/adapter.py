@@ -6,28 +6,43 @@ A folder holds `adapter_config.json` and `adapter_model.safetensors` (or `.bin`)
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from xxhash import xxh3_128
 
-from llava_fsdp.config import LoraConfig
+from llava_fsdp.config import LoraBias, LoraConfig
 from llava_fsdp.errors import ConfigError, ModelError
 from llava_fsdp.log import log
 from llava_fsdp.model.files import StoredTensor, open_file
-from llava_fsdp.model.lora import LORA_B, is_adapter, module_of, row_lengths
+from llava_fsdp.model.lora import LORA_A, LORA_B, MAGNITUDE, is_adapter, module_of, without_base
 from llava_fsdp.model.names import ours_in_adapter
-from llava_fsdp.untrusted import foreign, read_json
+from llava_fsdp.untrusted import beside, foreign, read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 OTHERS_FILES = ("non_lora_trainables.safetensors", "non_lora_trainables.bin")
 FOLDER = "adapter"
 """In a run, and in each of its checkpoints."""
+NOTES = "llava_fsdp.json"
+"""What our folders add to others' files: how the model was trained and what it is made of."""
+TOWER = "vision_tower."
+OTHER_MEANINGS = (
+    "rank_pattern", "alpha_pattern", "fan_in_fan_out", "modules_to_save", "layer_replication", "lora_bias",
+    "use_qalora", "trainable_token_indices", "target_parameters", "alora_invocation_tokens",
+)  # fmt: skip
+"""Of peft's keys: those with which the weights are not, or not all, what is read here."""
+OTHER_BASES = ("pissa", "olora", "corda", "loftq")
+"""Of peft's ways to begin: those that take something out of the base's weights first."""
+NAMED = 8
+"""Modules in a message."""
 
 
 @dataclass(frozen=True)
@@ -37,18 +52,15 @@ class AdapterFolder:
     folder: Path
     settings: dict[str, Any]
     """adapter_config.json"""
+    lora: LoraConfig
+    """The same in our terms, as far as it changes what the weights mean."""
     tensors: dict[str, StoredTensor]
     """All, by the names of our parameters."""
 
     @property
-    def scaling_settings(self) -> dict[str, Any]:
-        """What must be the same for the same weights to mean the same, by our keys."""
-        return {
-            "r": self.settings.get("r"),
-            "alpha": self.settings.get("lora_alpha"),
-            "use_dora": bool(self.settings.get("use_dora", False)),
-            "use_rslora": bool(self.settings.get("use_rslora", False)),
-        }
+    def modules(self) -> list[str]:
+        """That have adapters."""
+        return sorted({module_of(name) for name in self.tensors if is_adapter(name)})
 
 
 def is_adapter_folder(folder: Path) -> bool:
@@ -64,6 +76,9 @@ def find_adapter(name: str, key: str) -> Path:
     for folder in (Path(name), Path(name) / FOLDER):
         if is_adapter_folder(folder):
             return folder
+    inside = sorted(path.parent for path in Path(name).glob(f"checkpoints/step-*[0-9]/{FOLDER}"))
+    if inside:
+        raise ConfigError(f"{key}={name} is a run that has not finished; give a checkpoint of it: {key}={inside[-1]}")
     raise ConfigError(
         f"{key}={name} has no {ADAPTER_CONFIG}; give the folder of an adapter, or a run or a checkpoint that holds one"
     )
@@ -72,18 +87,44 @@ def find_adapter(name: str, key: str) -> Path:
 def open_adapter(folder: Path) -> AdapterFolder:
     """
     Raises:
-        ModelError: it is no LoRA adapter, a file of it is missing, or it adapts what has no adapters here.
+        ModelError: it is no LoRA adapter, a file of it is missing or damaged, or it adapts what has no adapters here.
     """
     settings = read_json(folder / ADAPTER_CONFIG)
     with foreign(f"{folder / ADAPTER_CONFIG} is damaged"):
         check_kind(settings, folder)
+        lora = read_lora(settings, folder)
+    check_files(folder)
     file = next((folder / n for n in ADAPTER_FILES if (folder / n).is_file()), None)
     if file is None:
-        raise ModelError(f"{folder} has an {ADAPTER_CONFIG}, but none of {', '.join(ADAPTER_FILES)}")
+        raise ModelError(f"{folder} has an {ADAPTER_CONFIG}, but none of {', '.join(ADAPTER_FILES)}; copy it there")
     tensors = dict(open_file(file))
     others = next((folder / n for n in OTHERS_FILES if (folder / n).is_file()), None)
     tensors |= open_file(others) if others is not None else {}
-    return AdapterFolder(folder, settings, {ours_in_adapter(name): tensor for name, tensor in tensors.items()})
+    found = AdapterFolder(folder, settings, lora, {ours_in_adapter(name): t for name, t in tensors.items()})
+    if not found.modules:
+        raise ModelError(f"{file} has no LoRA weights: none of its {len(tensors)} tensors is named lora_A or lora_B")
+    return found
+
+
+def check_files(folder: Path) -> None:
+    """Where our notes say what the files are, that they still are.
+
+    Raises:
+        ModelError: one is missing, or another.
+    """
+    notes = read_json(folder / NOTES) if (folder / NOTES).is_file() else {}
+    with foreign(f"{folder / NOTES} is not what was written"):
+        for name, digest in notes.get("files", {}).items():
+            path = beside(folder / NOTES, name)
+            if not path.is_file():
+                raise ModelError(f"{path} is missing; the {NOTES} beside it names it: copy the whole folder")
+            if xxh128_of(path) != digest:
+                raise ModelError(f"{path} is not what was written: its digest differs; copy it again")
+
+
+def xxh128_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxh3_128).hexdigest()
 
 
 def check_kind(settings: dict[str, Any], folder: Path) -> None:
@@ -91,9 +132,38 @@ def check_kind(settings: dict[str, Any], folder: Path) -> None:
     kind = settings.get("peft_type")
     if kind != "LORA":
         raise ModelError(f"{folder} is a {kind} adapter; only LoRA is read")
-    for key in ("rank_pattern", "alpha_pattern", "fan_in_fan_out", "modules_to_save", "layer_replication"):
+    for key in OTHER_MEANINGS:
         if settings.get(key):
             raise ModelError(f"{folder / ADAPTER_CONFIG} has {key}={json.dumps(settings[key])}, which is not supported")
+    drawn = settings.get("init_lora_weights")
+    if isinstance(drawn, str) and drawn.partition("_")[0] in OTHER_BASES:
+        raise ModelError(
+            f"{folder / ADAPTER_CONFIG} has init_lora_weights={drawn}: it is for a base that peft has changed; convert "
+            "it with peft (save_pretrained with path_initial_model_for_weight_conversion)"
+        )
+
+
+def read_lora(settings: dict[str, Any], folder: Path) -> LoraConfig:
+    """
+    Raises:
+        ModelError: rank or scale are none; the message has the key and its value.
+    """
+    r: Any = settings.get("r")
+    alpha: Any = settings.get("lora_alpha")
+    dropout: Any = settings.get("lora_dropout") or 0.0
+    if type(r) is not int or r < 1:
+        raise ModelError(f"{folder / ADAPTER_CONFIG} has r={r!r}, which is no rank: a whole number of at least 1")
+    if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
+        raise ModelError(f"{folder / ADAPTER_CONFIG} has lora_alpha={alpha!r}, which is no scale: a number above 0")
+    return LoraConfig(
+        enabled=True,
+        r=r,
+        alpha=float(alpha),
+        dropout=float(dropout) if 0 <= dropout < 1 else 0.0,  # of no matter for what the weights mean
+        bias=LoraBias(settings.get("bias") or "none"),
+        use_dora=bool(settings.get("use_dora", False)),
+        use_rslora=bool(settings.get("use_rslora", False)),
+    )
 
 
 def started_from(found: AdapterFolder, model: nn.Module, cfg: LoraConfig) -> dict[str, StoredTensor]:
@@ -103,17 +173,18 @@ def started_from(found: AdapterFolder, model: nn.Module, cfg: LoraConfig) -> dic
         ConfigError: the configuration has another rank or scale.
         ModelError: the adapter is of another model, or of other modules.
     """
-    ours = {"r": cfg.r, "alpha": cfg.alpha, "use_dora": cfg.use_dora, "use_rslora": cfg.use_rslora}
-    different = {k: v for k, v in found.scaling_settings.items() if v != ours[k]}
+    keys = ("r", "alpha", "use_dora", "use_rslora")
+    different = {key: getattr(found.lora, key) for key in keys if getattr(found.lora, key) != getattr(cfg, key)}
     if different:
         cure = " ".join(f"model.lora.{key}={str(value).lower()}" for key, value in different.items())
         raise ConfigError(
             f"model.lora.checkpoint={found.folder} was trained with {different}, and this configuration says "
-            f"{ {key: ours[key] for key in different} }; give {cure}"
+            f"{ {key: getattr(cfg, key) for key in different} }; give {cure}"
         )
-    wanted = {name for name, _ in model.named_parameters()}
-    tensors = {n: t for n, t in found.tensors.items() if n in wanted}
-    check_strangers(found, found.tensors.keys() - wanted)
+    here = {without_base(name): name for name, _ in model.named_parameters()}  # a bias is adapted there, or here
+    tensors = {here.get(without_base(name), name): tensor for name, tensor in found.tensors.items()}
+    wanted = set(here.values())
+    check_strangers(found, tensors.keys() - wanted)
     missing = sorted(n for n in wanted - tensors.keys() if is_adapter(n))
     if missing:
         raise ModelError(
@@ -121,7 +192,7 @@ def started_from(found: AdapterFolder, model: nn.Module, cfg: LoraConfig) -> dic
             f"{len({module_of(n) for n in missing}) - 1} other modules of this model; is it of another model, or of "
             "other parts than model.train?"
         )
-    return tensors
+    return {name: tensor for name, tensor in tensors.items() if name in wanted}
 
 
 def check_strangers(found: AdapterFolder, names: set[str]) -> None:
@@ -141,30 +212,56 @@ def check_strangers(found: AdapterFolder, names: set[str]) -> None:
                 "(model.train=[projector,language,vision])?"
             )
     if names:
-        modules = {module_of(name) for name in names}
-        log().warning(
-            "%s: the adapters of %d modules, %s for one, have learnt nothing (B is 0) and are left out",
-            found.folder, len(modules), min(modules),
-        )  # fmt: skip
+        say_left_out(found.folder, {module_of(name) for name in names})
 
 
-@dataclass(frozen=True)
-class RowLengths:
-    """DoRA's magnitudes of an adapter that adds nothing yet: the lengths of the weight's rows."""
+def without_idle_tower(found: AdapterFolder) -> AdapterFolder:
+    """The adapter without what the original put into a tower that never learnt (LLaVA#1647)."""
+    idle = {module for module in unchanged_modules(found.tensors) if module.startswith(TOWER)}
+    if not idle:
+        return found
+    say_left_out(found.folder, idle)
+    kept = {n: t for n, t in found.tensors.items() if not (is_adapter(n) and module_of(n) in idle)}
+    return replace(found, tensors=kept)
 
-    weight: Any
-    """Where the weight comes from."""
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.weight.shape[:1]
+def say_left_out(folder: Path, modules: set[str]) -> None:
+    log().warning(
+        "%s: the adapters of %d modules, %s for one, have learnt nothing (B is 0) and are left out",
+        folder, len(modules), min(modules),
+    )  # fmt: skip
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float32
 
-    def rows(self, begin: int, end: int) -> torch.Tensor:
-        return row_lengths(self.weight.rows(begin, end))
+def check_fits(found: AdapterFolder, shapes: Mapping[str, tuple[int, ...]], base: str) -> None:
+    """An adapter is for a model of these shapes.
+
+    Args:
+        shapes: of the base's parameters, by name.
+        base: what a message calls it.
+
+    Raises:
+        ModelError: a module, or a weight of an adapter, is missing, or has another shape.
+    """
+    for module in found.modules:
+        shape = shapes.get(f"{module}.weight")
+        if shape is None or len(shape) != 2:
+            raise ModelError(f"{found.folder} adapts {module}, which {base} has not; give its own base with base=PATH")
+        wanted = {LORA_A: (found.lora.r, shape[1]), LORA_B: (shape[0], found.lora.r)}
+        wanted |= {MAGNITUDE: shape[:1]} if found.lora.use_dora else {}
+        for end, expected in wanted.items():
+            tensor = found.tensors.get(module + end)
+            if tensor is None:
+                raise ModelError(f"{found.folder} has no {module}{end}; the file is incomplete")
+            if tensor.shape != expected:
+                raise ModelError(
+                    f"{module}{end} has shape {list(tensor.shape)} in {found.folder}, and {list(expected)} fits r="
+                    f"{found.lora.r} and {base}; give its own base with base=PATH"
+                )
+    for name, tensor in found.tensors.items():
+        plain = without_base(name)
+        if not is_adapter(name) and shapes.get(plain) != tensor.shape:
+            said = f"{list(shapes[plain])} in {base}" if plain in shapes else f"{base} has no such weight"
+            raise ModelError(f"{plain} has shape {list(tensor.shape)} in {found.folder}: {said}; give base=PATH")
 
 
 def unchanged_modules(tensors: Mapping[str, Any]) -> list[str]:
@@ -175,3 +272,27 @@ def unchanged_modules(tensors: Mapping[str, Any]) -> list[str]:
     """
     found = {n: t for n, t in tensors.items() if n.endswith(LORA_B)}
     return sorted(module_of(n) for n, t in found.items() if not torch.count_nonzero(t.rows(0, t.shape[0])))
+
+
+def check_changed(tensors: Mapping[str, Any], what: str, cure: str) -> None:
+    """An adapter has learnt something; of modules that have not, a warning.
+
+    Args:
+        tensors: where an adapter's parameters are, by their names.
+        what: the message calls the adapter so.
+
+    Raises:
+        ModelError: B is 0 in every module, as adapters begin.
+    """
+    unchanged = unchanged_modules(tensors)
+    modules = sum(name.endswith(LORA_B) for name in tensors)
+    if len(unchanged) == modules:
+        raise ModelError(
+            f"{what} is as it began: B is 0 in all {modules} adapted modules, so that the model is its base; {cure}"
+        )
+    if unchanged:
+        more = f" and {len(unchanged) - NAMED} more" if len(unchanged) > NAMED else ""
+        log().warning(
+            "%s has learnt nothing in %d of %d modules (B is 0): %s%s",
+            what, len(unchanged), modules, ", ".join(unchanged[:NAMED]), more,
+        )  # fmt: skip

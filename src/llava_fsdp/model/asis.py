@@ -1,13 +1,17 @@
 """The `model` part of a configuration, for a model folder as it is."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-from llava_fsdp.config import Feature, ModelConfig, Part, PatchMerge
+from omegaconf import OmegaConf
+
+from llava_fsdp.config import Feature, ModelConfig, Part, PatchMerge, load
 from llava_fsdp.errors import ConfigError, ModelError
+from llava_fsdp.model.adapter import ADAPTER_CONFIG, AdapterFolder
 from llava_fsdp.model.files import PROJECTOR, WHOLE_MODEL
 from llava_fsdp.model.original import TOWER, Selection, is_original, read_selection
-from llava_fsdp.model.parts import HUB_NAME, NOTES, PACKAGE, read_json, read_llava_config
+from llava_fsdp.model.parts import HUB_NAME, NOTES, PACKAGE, read_json, read_llava_config, resolve_model
 from llava_fsdp.untrusted import foreign
 
 
@@ -50,6 +54,77 @@ def read_model(folder: Path, language: str | None, vision: str | None) -> ModelC
         random_weights=False,
         train=[Part.projector],
     )
+
+
+def read_base(found: AdapterFolder, base: str | None, vision: str | None) -> ModelConfig:
+    """The `model` part of a configuration, for what an adapter is for, without the adapter.
+
+    Args:
+        base: a language model or a whole LLaVA model; None: what the adapter's files say.
+        vision: the tower, where its name in these files means nothing here.
+
+    Raises:
+        ConfigError: nothing says what the base is, or it is not here.
+        ModelError: it is none that an adapter could be for.
+    """
+    notes = read_json(found.folder / NOTES, str(found.folder)) if (found.folder / NOTES).is_file() else {}
+    if "model" in notes:
+        with foreign(f"{found.folder / NOTES} is not what was written"):
+            cfg = load(ModelConfig, OmegaConf.create(dict(notes["model"]))).plain
+        cfg = cfg if vision is None else replace(cfg, vision=vision)
+        return cfg if base is None else on_base(cfg, resolve_model(base, "base"))
+    folder = resolve_model(base, "base") if base else said_base(found)
+    if not (found.folder / "config.json").is_file():
+        if not is_whole(folder):
+            raise ConfigError(
+                f"source={found.folder} has no config.json, and its base {folder} is a language model alone: nothing "
+                "says which tower and projector go with them; give a whole LLaVA model with base=PATH"
+            )
+        return read_model(folder, None, vision)
+    raw = read_json(found.folder / "config.json", f"source={found.folder}")
+    with foreign(f"source={found.folder}: its config.json is damaged"):
+        said = read_selection(raw, found.folder)
+    cfg = ModelConfig(
+        name=found.folder.name,
+        language="",
+        vision=vision or find_tower(raw, found.folder),
+        checkpoint=None,
+        projector="auto",
+        **asdict(said),
+        random_weights=False,
+        train=[Part.projector],
+    )
+    return on_base(cfg, folder)
+
+
+def on_base(cfg: ModelConfig, folder: Path) -> ModelConfig:
+    """The same on another base: a whole model, or a language model."""
+    whole = is_whole(folder)
+    checkpoint, language = (str(folder), cfg.language) if whole else (None, str(folder))
+    return replace(cfg, checkpoint=checkpoint, language=language, random_weights=False)
+
+
+def said_base(found: AdapterFolder) -> Path:
+    """The base that peft's file names.
+
+    Raises:
+        ConfigError: it names none, or none that is here.
+    """
+    name: Any = found.settings.get("base_model_name_or_path")
+    if not name:
+        raise ConfigError(f"source={found.folder} does not say what it is for; give its base with base=PATH")
+    if not Path(str(name)).is_dir() and not HUB_NAME.fullmatch(str(name)):
+        raise ConfigError(
+            f"{found.folder / ADAPTER_CONFIG} has base_model_name_or_path={name}, which is no folder here; give the "
+            "base with base=PATH"
+        )
+    return resolve_model(str(name), "base")
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a folder is of a LLaVA model, and not of a language model alone."""
+    raw = read_json(folder / "config.json", f"base={folder}")
+    return is_original(raw) or raw.get("model_type") == "llava"
 
 
 def find_tower(raw: dict, folder: Path) -> str:

@@ -74,13 +74,30 @@ def add_adapters(model: Llava, cfg: LoraConfig, keys: TokenKeys) -> list[str]:
     Raises:
         ConfigError: peft is not installed, or there is nothing to put one into.
     """
-    peft = import_peft()
     names = targets(model)
     if not names:
         raise ConfigError(
             f"model.lora.enabled=true: {type(model.language_model).__name__} has no linear layers in its blocks; "
             "adapters are for those alone"
         )
+    put_adapters(model, cfg, names)
+    if cfg.dropout:
+        for name in names:
+            module: Any = model.get_submodule(name)
+            module.lora_dropout[ADAPTER] = SampleDropout(cfg.dropout, name, keys)
+    return names
+
+
+def put_adapters(model: nn.Module, cfg: LoraConfig, names: list[str]) -> None:
+    """Put adapters into modules of a model, in place.
+
+    Args:
+        names: of the modules, in full.
+
+    Raises:
+        ConfigError: peft is not installed.
+    """
+    peft = import_peft()
     settings = peft.LoraConfig(
         r=cfg.r,
         lora_alpha=cfg.alpha,
@@ -91,13 +108,8 @@ def add_adapters(model: Llava, cfg: LoraConfig, keys: TokenKeys) -> list[str]:
         target_modules=names,
     )
     peft.inject_adapter_in_model(settings, model, ADAPTER)
-    for name in names:
-        module: Any = model.get_submodule(name)
-        if cfg.dropout:
-            module.lora_dropout[ADAPTER] = SampleDropout(cfg.dropout, name, keys)
     found = sorted(n for n, m in model.named_modules() if isinstance(m, peft.tuners.lora.LoraLayer))
     assert found == sorted(names), f"adapters in {set(found) ^ set(names)} that were not asked for, or missing"
-    return names
 
 
 def import_peft() -> Any:
@@ -106,7 +118,7 @@ def import_peft() -> Any:
         import peft
     except ImportError as error:
         raise ConfigError(
-            f"model.lora.enabled=true needs peft, which cannot be imported ({error}): pip install 'llava-fsdp[lora]'"
+            f"adapters (model.lora) need peft, which cannot be imported ({error}): pip install 'llava-fsdp[lora]'"
         ) from error
     return peft
 

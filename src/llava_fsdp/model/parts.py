@@ -10,6 +10,7 @@ from transformers import AutoConfig, LlavaConfig, PretrainedConfig
 from llava_fsdp.config import Config, Feature, ModelConfig
 from llava_fsdp.errors import ConfigError, ModelError
 from llava_fsdp.log import log
+from llava_fsdp.model.adapter import NOTES, is_adapter_folder
 from llava_fsdp.model.files import WHOLE_MODEL
 from llava_fsdp.model.original import TOWER, check_agrees, is_original, language_config
 from llava_fsdp.untrusted import foreign, is_open_to_others, refuse_model_code
@@ -19,8 +20,6 @@ PACKAGE = "package:"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILES = ["*.json", "*.model", "*.safetensors", "*.bin"]
 EXPORT = "export"
-NOTES = "llava_fsdp.json"
-"""What our exports add to transformers' files: how the model was trained and what it is made of."""
 MOST = {
     "hidden_size": 1 << 17, "intermediate_size": 1 << 20, "num_hidden_layers": 1 << 10, "num_attention_heads": 1 << 12,
     "num_key_value_heads": 1 << 12, "vocab_size": 1 << 24, "max_position_embeddings": 1 << 26, "image_size": 1 << 13,
@@ -204,6 +203,11 @@ def resolve_model(name: str, key: str) -> Path:
     folder = Path(name)
     if (folder / EXPORT / "config.json").is_file():
         return folder / EXPORT
+    if is_adapter_folder(folder):
+        raise ModelError(
+            f"{key}={name} is an adapter, not a whole model; merge it into its base: python -m llava_fsdp.export "
+            f"source={name} to=FOLDER; to go on training it: model.lora.checkpoint={name}"
+        )
     if (folder / "config.yaml").is_file() and not (folder / "config.json").is_file():
         raise ModelError(
             f"{key}={name} is a run without a finished export; finish the run, or export a checkpoint of it: "

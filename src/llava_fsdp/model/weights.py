@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -13,10 +13,11 @@ from torch import nn
 
 from llava_fsdp.config import ModelConfig
 from llava_fsdp.errors import ModelError
-from llava_fsdp.model.adapter import RowLengths, find_adapter, open_adapter, started_from
+from llava_fsdp.model.adapter import find_adapter, open_adapter, started_from
 from llava_fsdp.model.draw import Drawn, DrawRule, Rule, draw_rule
 from llava_fsdp.model.files import StoredTensor, open_tensors
 from llava_fsdp.model.lora import LORA_A, LORA_B, MAGNITUDE, is_adapter, start_of_a, without_base
+from llava_fsdp.model.merge import BASE_WEIGHT, RowLengths
 from llava_fsdp.model.names import COMPUTED, ours, ours_in_language, ours_in_vision
 from llava_fsdp.model.original import TOWER
 from llava_fsdp.model.parts import Parts
@@ -93,6 +94,11 @@ def find_weights(
             check_shape(name, parameter, found[name], parts)
             sources[own_name] = found[name]
         elif drawn:
+            if name.startswith(PROJECTOR_PREFIX) and cfg.lora.checkpoint is not None and cfg.projector == "auto":
+                raise ModelError(
+                    f"model.lora.checkpoint={cfg.lora.checkpoint} has no projector; give the one that it was trained "
+                    "with: model.projector=PATH"
+                )
             sources[own_name] = Drawn(name, tuple(parameter.shape), draw_rule(model, own_name), seed)
         else:
             where = (
@@ -130,7 +136,7 @@ def adapter_sources(
         elif name.endswith(LORA_B):
             sources[name] = Drawn(name, shape, DrawRule(Rule.ZEROS), seed)
         else:
-            sources[name] = RowLengths(base[name.removesuffix(MAGNITUDE) + ".base_layer.weight"])
+            sources[name] = RowLengths(base[name.removesuffix(MAGNITUDE) + BASE_WEIGHT])
     return sources
 
 
@@ -185,36 +191,55 @@ def check_shape(name: str, parameter: nn.Parameter, stored: Stored, parts: Parts
     )
 
 
-def fingerprint(
+def fingerprint(model: nn.Module, digests: Mapping[str, str]) -> str:
+    """Of a model that is to be trained: all names and shapes, and every bit of every frozen parameter.
+
+    What trains is in every checkpoint; what does not must be the same when a run continues.
+
+    Args:
+        digests: of the frozen parameters.
+    """
+    whole = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        described = [name, list(parameter.shape), parameter.requires_grad, digests.get(name)]
+        whole.update(json.dumps(described).encode())
+    return whole.hexdigest()[:32]
+
+
+def base_fingerprint(digests: Mapping[str, str], apart: Collection[str]) -> str:
+    """Of what an adapter is for: every bit of every weight that does not come with it.
+
+    Args:
+        digests: of all these weights, and maybe of others, by names as a model with or without adapters has them.
+        apart: names of what comes with the adapter.
+    """
+    without = {without_base(name) for name in apart}
+    found = {without_base(name): digest for name, digest in digests.items()}
+    described = sorted((name, digest) for name, digest in found.items() if name not in without)
+    return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
+
+
+def frozen_digests(
     model: nn.Module,
-    sources: dict[str, Stored],
+    sources: Mapping[str, Stored],
     rank: int = 0,
     size: int = 1,
     gather: Callable[[list[tuple[str, str]]], list[tuple[str, str]]] = list,
     watch: Callable[[Iterable[str]], Iterable[str]] = iter,
-) -> str:
-    """Of a model that is to be trained: all names and shapes, and every bit of every frozen parameter.
-
-    What trains is in every checkpoint; what does not must be the same when a run continues. The frozen weights are
-    shared out over the ranks, each of which digests its own in a few threads: what is read is what is loaded next.
+) -> dict[str, str]:
+    """Of every parameter that does not train, by name. They are shared out over the ranks, each of which digests its
+    own in a few threads: what is read is what is loaded next.
 
     Args:
         gather: every rank's items on all ranks.
         watch: wraps the iteration over this rank's names, to show progress: a frozen 13B is 26 GB.
     """
-    frozen = sorted(
-        (name for name, parameter in model.named_parameters() if not parameter.requires_grad),
-        key=lambda name: (-math.prod(model.get_parameter(name).shape), name),
-    )
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if not p.requires_grad}
+    frozen = sorted(shapes, key=lambda name: (-math.prod(shapes[name]), name))
     with ThreadPoolExecutor(DIGESTING) as threads:
         own = frozen[rank::size]
-        digests = threads.map(lambda name: digest_of(sources[name], tuple(model.get_parameter(name).shape)), own)
-        found = dict(gather(list(zip(watch(own), digests, strict=True))))
-    whole = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        described = [name, list(parameter.shape), parameter.requires_grad, found.get(name)]
-        whole.update(json.dumps(described).encode())
-    return whole.hexdigest()[:32]
+        digests = threads.map(lambda name: digest_of(sources[name], shapes[name]), own)
+        return dict(gather(list(zip(watch(own), digests, strict=True))))
 
 
 def digest_of(source: Stored, shape: tuple[int, ...]) -> str:

@@ -1,0 +1,257 @@
+"""Folders of adapters, which peft and the original LLaVA load: in every checkpoint of a run that has some, and at its
+end.
+
+What is adapted is named in full, in the original's names. `adapter_model.safetensors` holds adapters and biases, as
+peft has them; `non_lora_trainables` the projector, as the original has it, once for it and once without a pickle.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from llava_fsdp.checkpoint import Beside, Checkpoint, on_all_ranks, plain
+from llava_fsdp.checkpoint.tensorfile import write_read_tensors
+from llava_fsdp.config import Config, LoraConfig, ModelConfig
+from llava_fsdp.errors import ConfigError, ModelError
+from llava_fsdp.formats import Subject, history, subject_of, write_configs, write_notes, write_originals_tokenizer
+from llava_fsdp.log import log
+from llava_fsdp.model.adapter import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILES,
+    OTHERS_FILES,
+    find_adapter,
+    open_adapter,
+    xxh128_of,
+)
+from llava_fsdp.model.files import StoredTensor, open_file
+from llava_fsdp.model.lora import is_adapter, module_of
+from llava_fsdp.model.names import in_adapter, original
+from llava_fsdp.model.original import write_json
+from llava_fsdp.model.weights import NEWLINE, PROJECTOR_PREFIX, Stored, base_fingerprint
+from llava_fsdp.saved import saved_weights
+from llava_fsdp.state import TrainState
+
+ROOM = 512
+"""Bytes for what the files say of each tensor."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """What an adapter is for."""
+
+    model: ModelConfig
+    """How the base is found and built."""
+    seed: int
+    """Of weights that are drawn, and in no file."""
+    fingerprint: str
+    """Of every weight that does not come with the adapter; see `base_fingerprint`."""
+
+    @property
+    def name(self) -> str:
+        return self.model.checkpoint or self.model.language
+
+
+@dataclass(frozen=True)
+class AdapterWriter:
+    """Writes folders of the same adapter at several steps; what all of them have in common is made once."""
+
+    subject: Subject
+    lora: LoraConfig
+    modules: list[str]
+    """That have adapters, by our names."""
+    base: Base
+    small: dict[str, bytes]
+    """Files for the original, by their paths in the folder."""
+
+    def write(self, folder: Path, tensors: Mapping[str, Stored], said: dict[str, Any]) -> None:
+        """Make the folder, or fill an empty one. One tensor of the adapters is in memory at a time.
+
+        Args:
+            tensors: all that the folder holds, by the names of our parameters.
+            said: which run, stage and step made it.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in self.small.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(content)
+        write_json(folder / ADAPTER_CONFIG, self.settings)
+        self.write_adapters(folder, {n: t for n, t in tensors.items() if not is_projector(n)})
+        self.write_others(folder, {n: t for n, t in tensors.items() if is_projector(n)})
+        files = (ADAPTER_CONFIG, ADAPTER_FILES[0], *OTHERS_FILES)
+        notes = {
+            "dtype": "keep",
+            "lora": plain(asdict(self.lora)),
+            "model": plain(asdict(self.base.model)),
+            "seed": self.base.seed,
+            "base": self.base.fingerprint,
+            "files": {name: xxh128_of(folder / name) for name in files},
+        }
+        write_notes(replace(self.subject, history=said), folder, notes)
+
+    def write_adapters(self, folder: Path, tensors: Mapping[str, Stored]) -> None:
+        own = {self.rename(name): tensor for name, tensor in tensors.items()}
+        file = folder / ADAPTER_FILES[0]
+        with ThreadPoolExecutor(1, "digest") as hasher:
+            described = {name: (t.dtype, t.shape) for name, t in own.items()}
+            write_read_tensors(file, described, lambda name: whole(own[name]), hasher)
+        shutil.copymode(folder / ADAPTER_CONFIG, file)  # as the umask says: it was made for its owner alone
+
+    def write_others(self, folder: Path, tensors: Mapping[str, Stored]) -> None:
+        """The original looks for its file even where nothing but adapters was trained."""
+        own = {self.rename(name): whole(tensor).contiguous().clone() for name, tensor in tensors.items()}
+        save_file(own, folder / OTHERS_FILES[0], metadata={"format": "pt"})
+        torch.save(own, folder / OTHERS_FILES[1])
+        shutil.copymode(folder / ADAPTER_CONFIG, folder / OTHERS_FILES[0])
+
+    def rename(self, name: str) -> str:
+        return in_adapter(name, self.subject.model.cfg.projector_type)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """adapter_config.json, with no key that the peft of the original (0.7) refuses unless it must be there."""
+        named = partial(original, projector_type=self.subject.model.cfg.projector_type)
+        alpha = self.lora.alpha
+        newer = {"use_dora": self.lora.use_dora, "use_rslora": self.lora.use_rslora}
+        return {
+            "alpha_pattern": {},
+            "auto_mapping": None,
+            "base_model_name_or_path": self.base.name,
+            "bias": self.lora.bias.value,
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "init_lora_weights": True,
+            "layers_pattern": None,
+            "layers_to_transform": None,
+            "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+            "lora_dropout": self.lora.dropout,
+            "modules_to_save": None,
+            "peft_type": "LORA",
+            "r": self.lora.r,
+            "rank_pattern": {},
+            "revision": None,
+            "target_modules": [named(module) for module in self.modules],
+            "task_type": "CAUSAL_LM",
+            **{key: True for key, used in newer.items() if used},
+        }
+
+    def nbytes(self, tensors: Mapping[str, Stored]) -> int:
+        """That a folder takes on the disk."""
+        sizes = {name: torch.Size(t.shape).numel() * t.dtype.itemsize + ROOM for name, t in tensors.items()}
+        twice = sum(size for name, size in sizes.items() if is_projector(name))
+        return sum(sizes.values()) + twice + sum(len(content) for content in self.small.values())
+
+
+def is_projector(name: str) -> bool:
+    """Whether a parameter goes into `non_lora_trainables`."""
+    return name.startswith(PROJECTOR_PREFIX) or name == NEWLINE
+
+
+def whole(tensor: Stored) -> torch.Tensor:
+    return tensor.rows(0, tensor.shape[0])
+
+
+def small_files(subject: Subject, dtype: torch.dtype) -> dict[str, bytes]:
+    """What the original reads beside the weights; without what it cannot have of this model, which is said."""
+    steps = {"config.json": lambda made: write_configs(subject, dtype, made)}
+    steps["tokenizer"] = lambda made: write_originals_tokenizer(subject, made)
+    with tempfile.TemporaryDirectory() as made:
+        for what, step in steps.items():
+            try:
+                step(Path(made))
+            except (ConfigError, ModelError) as error:
+                log().info("folders of adapters have no %s for the original LLaVA: %s", what, error)
+        files = sorted(path for path in Path(made).rglob("*") if path.is_file())
+        return {path.relative_to(made).as_posix(): path.read_bytes() for path in files}
+
+
+def comes_along(model: ModelConfig, trained: Collection[str], sources: Mapping[str, Stored]) -> list[str]:
+    """What a run's adapter folder holds, by name: what trains, and what the base alone would lack: a projector that
+    is no part of it, and what the adapter that the run has gone on from brought with it.
+    """
+    before = find_adapter(model.lora.checkpoint, "model.lora.checkpoint") if model.lora.checkpoint else None
+
+    def lacks(name: str, source: Stored) -> bool:
+        brought = isinstance(source, StoredTensor) and source.file.parent == before
+        return name in trained or brought or (model.checkpoint is None and is_projector(name))
+
+    return [name for name, source in sources.items() if lacks(name, source)]
+
+
+def writer_of(state: TrainState, cfg: Config) -> AdapterWriter:
+    """Of a run; on rank 0."""
+    along = comes_along(cfg.model, state.masters.named, state.sources)
+    subject = subject_of(state.model, cfg, state.run, state.step)
+    return AdapterWriter(
+        subject=subject,
+        lora=cfg.model.lora,
+        modules=sorted({module_of(name) for name in along if is_adapter(name)}),
+        base=Base(cfg.model, cfg.seed, base_fingerprint(state.digests, along)),
+        small=small_files(subject, next(iter(state.masters.named.values())).dtype),
+    )
+
+
+def in_checkpoints(state: TrainState, cfg: Config) -> Beside | None:
+    """What each checkpoint of a run with adapters holds for other programs; None on other ranks. A collective."""
+
+    if not cfg.model.lora.enabled:
+        return None
+
+    def prepare() -> Beside | None:
+        if dist.is_initialized() and dist.get_rank() > 0:
+            return None
+        writer, trained = writer_of(state, cfg), state.masters.named
+        along = comes_along(cfg.model, trained, state.sources)
+        frozen = {name: state.sources[name] for name in along if name not in trained}
+
+        def write(folder: Path, found: Checkpoint) -> None:
+            tensors = frozen | saved_weights(found)
+            step, run = found.facts["step"], found.facts["run"]
+            writer.write(folder, {n: tensors[n] for n in along}, history(run, cfg.stage.name, step, cfg.model.train))
+
+        shapes = {n: Held(p.detach()) if (p := trained.get(n)) is not None else frozen[n] for n in along}
+        return Beside(writer.nbytes(shapes), write)
+
+    return on_all_ranks(prepare, "folders of adapters cannot be prepared")
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor in memory, as a source of its rows."""
+
+    tensor: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def rows(self, begin: int, end: int) -> torch.Tensor:
+        return self.tensor[begin:end]
+
+
+def prove_adapter(folder: Path, tensors: Mapping[str, Stored]) -> None:
+    """What a folder says when it is read again is what was written, bit for bit, and its two twins are equal.
+
+    Raises:
+        ModelError: naming a tensor that differs.
+    """
+    found = open_adapter(folder).tensors
+    twin = open_file(folder / OTHERS_FILES[1])
+    stored = {tensor.name: tensor for tensor in found.values()}
+    pairs = [(name, found.get(name), tensor) for name, tensor in tensors.items()]
+    pairs += [(name, stored.get(name), tensor) for name, tensor in twin.items()]
+    for name, read, expected in pairs:
+        if read is None or read.dtype != expected.dtype or not torch.equal(whole(read), whole(expected)):
+            raise ModelError(f"{folder} was written, but {name} is another there")
