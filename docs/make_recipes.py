@@ -119,7 +119,8 @@ def page(golden: Path = GOLDEN) -> str:
     parts = [
         "# Recipes",
         "Written by `python docs/make_recipes.py` from `conf/` and from what the original's scripts are recorded to "
-        "say (haotian-liu/LLaVA at c121f04, `scripts/v1_5/`); a test compares them. `finetune_qlora` has no script of version 1.5: it is `finetune_lora` over a base in 4 bits.",
+        "say (haotian-liu/LLaVA at c121f04, `scripts/v1_5/`); a test compares them. `finetune_qlora` has "
+        "no script of version 1.5: it is `finetune_lora` over a base in 4 bits.",
     ]
     for stage in STAGES:
         run, decided, origin = original(stage, golden), decide(original(stage, golden)), sources(stage, golden)
