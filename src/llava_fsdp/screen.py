@@ -177,7 +177,7 @@ def trains_table(weights: dict[str, Weight]) -> Table:
     for part in ("vision_tower", "multi_modal_projector", "image_newline", "language_model", "lm_head"):
         own = [w for n, w in weights.items() if n.partition(".")[0] == part]
         if own:
-            table.add_row(part, *(f"{sum(w.numel for w in own if w.trainable is t):,}" for t in (True, False)))
+            table.add_row(part, *(f"{sum(w.count for w in own if w.trainable is t):,}" for t in (True, False)))
     return table
 
 
