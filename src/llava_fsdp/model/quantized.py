@@ -15,10 +15,8 @@ input that requires a gradient.
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,7 +142,7 @@ class QuantizedLinear(nn.Module):
 
 
 class UnpackedProduct(torch.autograd.Function):
-    """x W^T + b for a packed W, which is unpacked again for the gradient: only its bits wait from forward to backward."""
+    """x W^T + b for a packed W, unpacked again for the gradient: its bits alone wait from forward to backward."""
 
     @staticmethod
     def forward(
@@ -181,6 +179,7 @@ def packed_of(packing: Packing, weight: torch.Tensor, dtype: torch.dtype) -> tup
     if packing.quantizer is Quantizer.int8:
         codes, scales, _ = int8_vectorwise_quant(weight.to(torch.float16))  # bitsandbytes has no other kernel
         return codes.flatten().view(dtype)[:, None], [scales]
+    state: Any
     packed, state = quantize_4bit(
         weight,
         blocksize=BLOCK,
@@ -190,7 +189,8 @@ def packed_of(packing: Packing, weight: torch.Tensor, dtype: torch.dtype) -> tup
     )
     if not packing.double:
         return packed, [state.absmax]
-    return packed, [state.absmax, state.state2.absmax, state.state2.code, state.offset]
+    inner: Any = state.state2
+    return packed, [state.absmax, inner.absmax, inner.code, state.offset]
 
 
 def unpacked(packing: Packing, packed: torch.Tensor, statistics: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -281,26 +281,10 @@ def check_quantizer(cfg: QuantizeConfig, device: torch.device) -> None:
 def import_bitsandbytes(mode: Quantizer) -> Any:
     """Raises ConfigError where it is not installed. It takes seconds, so only those who quantise import it."""
     try:
-        with without_missing_kernels():
-            import bitsandbytes
+        import bitsandbytes
     except ImportError as error:
         raise ConfigError(
             f"model.quantize.mode={mode.value} needs bitsandbytes, which cannot be imported ({error}): "
             "pip install 'llava-fsdp[qlora]'"
         ) from error
     return bitsandbytes
-
-
-@contextmanager
-def without_missing_kernels() -> Iterator[None]:
-    """Without bitsandbytes' warning that an optional kernel for inference on a CPU is missing."""
-    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return "gemm_4bit_forward" not in record.getMessage()
-
-    logger.addFilter(is_other)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_other)

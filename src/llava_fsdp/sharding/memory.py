@@ -106,10 +106,11 @@ def bytes_per_rank(
     """What rank `rank` holds, wherever `offload` lets it lie.
 
     At rest (after an optimizer step, gradients not yet freed) trainables are shards in `master_dtype` with gradients of
-    that dtype and two moments in `moment_dtype`; frozen weights are in the compute dtype or packed, whole or sharded. Between
-    micro-batches a row that keeps weights gathered adds them in the compute dtype, and a row that has not synchronised
-    holds whole gradients (in the reduction dtype) or, for hybrid rows, shards not yet reduced over the replicas. One
-    rank that FSDP does not wrap has working copies of masters that are not in the compute dtype.
+    that dtype and two moments in `moment_dtype`; frozen weights are in the compute dtype, whole or sharded, and what
+    packed ones are unpacked with is whole. Between micro-batches a row that keeps weights gathered adds them in the
+    compute dtype, and a row that has not synchronised holds whole gradients (in the reduction dtype) or, for hybrid
+    rows, shards not yet reduced over the replicas. One rank that FSDP does not wrap has working copies of masters that
+    are not in the compute dtype.
     """
     plan = SHARD_PLANS[strategy]
     _, shards = mesh_shape(plan, world_size, shard_size)
