@@ -8,7 +8,7 @@ from pathlib import Path
 import bitsandbytes
 import numpy as np
 import torch
-from harness import single_world
+from harness import CPU, single_world
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file
 from torch.nn import functional
@@ -122,7 +122,7 @@ def quantize(module: torch.nn.Module, cfg: QuantizeConfig) -> None:
             quantize(child, cfg)
 
 
-def bitsandbytes_layer(linear: torch.nn.Linear, cfg: QuantizeConfig) -> torch.nn.Module:
+def bitsandbytes_layer(linear: torch.nn.Linear, cfg: QuantizeConfig, device: torch.device = CPU) -> torch.nn.Module:
     """As transformers makes it of a loaded one; its weight takes part in no training."""
     sizes = linear.in_features, linear.out_features, linear.bias is not None
     if cfg.mode is Quantizer.int8:
@@ -131,7 +131,7 @@ def bitsandbytes_layer(linear: torch.nn.Linear, cfg: QuantizeConfig) -> torch.nn
         layer = bitsandbytes.nn.Linear4bit(*sizes, compress_statistics=cfg.double, quant_type=cfg.mode.value)
     layer.load_state_dict(linear.state_dict())
     layer.requires_grad_(False)
-    return layer.to("cpu")  # which quantises
+    return layer.to(device)  # which quantises
 
 
 class Adapters:

@@ -5,17 +5,20 @@ from typing import Any
 
 import pytest
 import torch
-from harness import RankPool, single_world
+from harness import CPU, RankPool, single_world
 from reference import EXPORTED, TOLERANCE, Adapters, difference, plain_loop
 from saves import interrupted
-from small import make_config
+from small import config_of, make_config
 from test_adapters import ALL, EVERY_ROW, HYBRID, SAMPLES, first_values, run
+from test_compile import trace
+from test_working_copy import build_run, run_steps
 from torch.distributed.fsdp import FSDPModule
 
 from llava_fsdp import train
-from llava_fsdp.config import Config
+from llava_fsdp.config import Config, DType
 from llava_fsdp.model.quantized import quantized_weights
 from llava_fsdp.sharding.mesh import World, make_mesh
+from llava_fsdp.sharding.precision import DTYPES
 from llava_fsdp.sharding.recompute import clean_name
 from llava_fsdp.sharding.shards import local, whole
 from llava_fsdp.sharding.zero import SHARD_PLANS
@@ -107,6 +110,10 @@ def test_a_run_over_a_packed_base_continues_on_another_number_of_ranks(
 
 Bits = dict[str, tuple[torch.Tensor, list[torch.Tensor], int]]
 EVERYTHING = [(m, p) for m in ("nf4", "fp4", "int8") for p in ("bf16", "fp16", "fp32")]
+ROWS = {"zero0": 2, "zero1": 2, "zero2": 2, "zero3": 4, "hybrid": 4, "hybrid2": 4}
+"""And their ranks."""
+EVEN = (("int8", "bf16"), ("int8", "fp16"))
+"""Four ranks cut every weight of the small model into equal parts."""
 
 
 def bits(world: World, cfg: Config) -> Bits:
@@ -130,20 +137,30 @@ def bits(world: World, cfg: Config) -> Bits:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("mode", "precision"),
-    [("nf4", "bf16"), ("int8", "fp32"), *(pytest.param(m, p, marks=pytest.mark.slow) for m, p in EVERYTHING)],
+    ("mode", "precision", "rows"),
+    [
+        pytest.param("nf4", "bf16", {"zero2": 2, "zero3": 4}, id="nf4-bf16"),
+        *(pytest.param(m, p, ROWS, id=f"{m}-{p}-all", marks=pytest.mark.slow) for m, p in EVERYTHING),
+    ],
 )
 def test_every_rank_holds_the_bits_of_one_process(
-    mode: str, precision: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+    mode: str,
+    precision: str,
+    rows: dict[str, int],
+    parts: Path,
+    dataset: Path,
+    pools: dict[int, RankPool],
+    tmp_path: Path,
 ) -> None:
-    """Also bits that are no numbers, and shards of which none is as long as another: they are moved, never computed
-    with. Plans that shard frozen weights shard packed ones."""
+    """Also bits that are no numbers, and shards of different lengths: they are moved, never computed with. Plans that
+    shard frozen weights shard packed ones.
+    """
     keys = [f"model.quantize.mode={mode}", f"precision={precision}"]
     alone: Any = bits(single_world(), settings(parts, dataset, tmp_path, "nf4", *keys))
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
-    assert any(own.view(dtype).isnan().any() for own, _, _ in alone.values())
+    assert any(own.view(DTYPES[DType(precision)]).isnan().any() for own, _, _ in alone.values())
     uneven = 0
-    for row, size, shards in (("zero2", 2, 1), ("zero3", 2, 2), ("zero3", 4, 4), ("hybrid", 4, 2), ("hybrid2", 4, 1)):
+    for row, size in rows.items():
+        shards = {"zero3": size, "hybrid": 2}.get(row, 1)
         shard_size = f"sharding.shard_size={2 if row in HYBRID else 'null'}"
         cfg = settings(parts, dataset, tmp_path, "nf4", *keys, f"sharding={row}", shard_size, "micro_batch_size=2")
         ranks = pools[size].run(bits, cfg)
@@ -153,4 +170,47 @@ def test_every_rank_holds_the_bits_of_one_process(
                 assert all(torch.equal(a, b) for a, b in zip(rank[name][1], statistics, strict=True))
             assert sum(rank[name][2] for rank in ranks) == held * size // shards
             uneven += len({rank[name][2] for rank in ranks}) > 1
-    assert uneven
+    assert uneven or (mode, precision) in EVEN
+
+
+def trains_and_keeps_its_bits(cfg: Config, device: torch.device) -> None:
+    """On one rank of any device."""
+    state = build_run(cfg, device, None)
+    layers = quantized_weights(state.model).values()
+    assert layers and all(t.device == device for layer in layers for t in (layer.weight, *layer.statistics))
+    before = [[t.clone() for t in (layer.weight.detach(), *layer.statistics)] for layer in layers]
+    losses = run_steps(state, cfg).losses
+    assert losses[-1] < 0.75 * losses[0]
+    for layer, held in zip(layers, before, strict=True):
+        for own, was in zip((layer.weight.detach(), *layer.statistics), held, strict=True):
+            assert torch.equal(own.view(-1).view(torch.uint8), was.view(-1).view(torch.uint8))
+
+
+EMBEDDED = [
+    "stage=finetune_qlora", "model=tiny", "model.projector=random", "max_steps=8", "global_batch_size=32",
+    "optim.schedule=constant", "compile=false",
+]  # fmt: skip
+
+
+def embedded(folder: Path, *overrides: str) -> Config:
+    """The default model over its own pictures."""
+    return config_of([*EMBEDDED, f"data.root={folder / 'shapes'}", f"output_dir={folder / 'run'}", *overrides])
+
+
+def test_the_embedded_default_learns_over_a_packed_base(tmp_path: Path) -> None:
+    cfg = embedded(tmp_path)
+    train.draw_shapes(cfg.data)
+    trains_and_keeps_its_bits(cfg, CPU)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("more", [["model.quantize.mode=nf4"], ["model.quantize.mode=int8", "recompute=full"]])
+def test_one_graph_serves_all_packed_blocks(more: list[str], parts: Path, dataset: Path, tmp_path: Path) -> None:
+    found = []
+    for on in ("false", "true"):
+        found.append(trace(single_world(), settings(parts, dataset, tmp_path, "nf4", *more, f"compile={on}")))
+    plain, compiled = found
+    assert compiled[3][0] > 0 and compiled[3] == [compiled[3][0]] * len(compiled[3])
+    assert compiled[0] == pytest.approx(plain[0], rel=1e-5)
+    assert compiled[1] == pytest.approx(plain[1], rel=1e-4)
