@@ -5,9 +5,10 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+import bitsandbytes
 import numpy as np
 import torch
-from harness import single_world
+from harness import CPU, single_world
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file
 from torch.nn import functional
@@ -15,7 +16,7 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 from llava_fsdp import train
 from llava_fsdp.checkpoint import FOLDER, newest_alone
-from llava_fsdp.config import Config, DType, Part
+from llava_fsdp.config import Config, DType, Part, QuantizeConfig, Quantizer
 from llava_fsdp.data.batch import LeftOut
 from llava_fsdp.data.loader import normalize
 from llava_fsdp.data.steps import Steps
@@ -59,6 +60,8 @@ def plain_loop(cfg: Config, start: Path, adapters: "Adapters | None" = None) -> 
 
     Args:
         adapters: train instead of the whole language model.
+
+    With `model.quantize.mode` the language model's linear layers are bitsandbytes' own.
     """
     config = LlavaConfig.from_pretrained(start)
     model = LlavaForConditionalGeneration.from_pretrained(start, dtype=torch.float32, attn_implementation="eager")
@@ -71,6 +74,9 @@ def plain_loop(cfg: Config, start: Path, adapters: "Adapters | None" = None) -> 
     for part in cfg.model.train:
         parts[part].requires_grad_(True)
     model.lm_head.requires_grad_(Part.language in cfg.model.train)
+    if cfg.model.quantize.mode is not Quantizer.none:
+        quantize(model.model.language_model.layers, cfg.model.quantize)
+        model.train()  # else bitsandbytes' layers change their weights' bits on a CPU
     if adapters is not None:
         adapters.put_into(model, cfg)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -105,6 +111,27 @@ def plain_loop(cfg: Config, start: Path, adapters: "Adapters | None" = None) -> 
         optimizer.step()
         losses.append(loss_sum)
     return Outcome(losses, norms, {ours(n): p.detach() for n, p in model.named_parameters()})
+
+
+def quantize(module: torch.nn.Module, cfg: QuantizeConfig) -> None:
+    """bitsandbytes' layers in place of all linear ones."""
+    for name, child in module.named_children():
+        if isinstance(child, torch.nn.Linear):
+            setattr(module, name, bitsandbytes_layer(child, cfg))
+        else:
+            quantize(child, cfg)
+
+
+def bitsandbytes_layer(linear: torch.nn.Linear, cfg: QuantizeConfig, device: torch.device = CPU) -> torch.nn.Module:
+    """As transformers makes it of a loaded one; its weight takes part in no training."""
+    sizes = linear.in_features, linear.out_features, linear.bias is not None
+    if cfg.mode is Quantizer.int8:
+        layer = bitsandbytes.nn.Linear8bitLt(*sizes, has_fp16_weights=False)
+    else:
+        layer = bitsandbytes.nn.Linear4bit(*sizes, compress_statistics=cfg.double, quant_type=cfg.mode.value)
+    layer.load_state_dict(linear.state_dict())
+    layer.requires_grad_(False)
+    return layer.to(device)  # which quantises
 
 
 class Adapters:

@@ -92,6 +92,23 @@ def test_every_state_is_planned_wherever_it_lies(
     assert all(own["measured"] == own["planned"] > 0 for own in report["bytes"].values())
 
 
+@pytest.mark.parametrize("ranks", [1, RANKS])
+@pytest.mark.parametrize("mode", ["nf4", "int8"])
+def test_a_packed_base_is_planned(
+    mode: str, ranks: int, parts: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bits, and what they are unpacked with, are parameters of every rank."""
+    found = {}
+    for quantized in (mode, "none"):
+        keys = ["stage=finetune_qlora", f"model.quantize.mode={quantized}", "sharding=zero3", "model.lora.r=2"]
+        report = reported(config(parts, dataset, tmp_path, *keys, ranks=ranks), capsys)
+        assert all(own["measured"] == own["planned"] > 0 for own in report["bytes"].values())
+        found[quantized] = {name: own["measured"] for name, own in report["bytes"].items()}
+    if ranks == 1:  # a shard of so small a model is less than what is whole everywhere
+        assert found[mode]["parameters"] < found["none"]["parameters"]
+    assert found[mode]["gradients"] == found["none"]["gradients"]
+
+
 def test_out_of_memory_is_said_with_its_cures(
     parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from llava_fsdp.log import log
 from llava_fsdp.loop import train_step
 from llava_fsdp.model.draw import Rule, draw_rule
 from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.quantized import quantized_weights
 from llava_fsdp.opening import build_model, shape_of
 from llava_fsdp.peak import PeakMeter
 from llava_fsdp.planning.activations import MicroBatch
@@ -35,6 +36,7 @@ from llava_fsdp.sharding.heap import return_freed_memory
 from llava_fsdp.sharding.mesh import World, distributed, make_mesh
 from llava_fsdp.sharding.offload import clear_memory_errors
 from llava_fsdp.sharding.precision import DTYPES, MasterWeights
+from llava_fsdp.sharding.recompute import clean_name
 from llava_fsdp.sharding.shards import local, local_shards
 from llava_fsdp.sharding.traffic import CollectiveBytes
 from llava_fsdp.sharding.zero import SHARD_PLANS
@@ -133,9 +135,14 @@ def plan_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
 @torch.no_grad()
 def draw_shards(model: Llava, masters: MasterWeights) -> None:
     """Random values by the rules of drawn weights, but each shard by itself and where it lies: no file is read."""
+    packed = {clean_name(name): layer for name, layer in quantized_weights(model).items()}
     for name, shard in local_shards(model, masters).items():
         first, *others = shard.tensors
         rule = draw_rule(model, name)
+        if name in packed:
+            first.view(torch.uint8).random_()
+            packed[name].draw_scales(2 * rule.scale)
+            continue
         match rule.rule:
             case Rule.ONES:
                 first.fill_(1)
@@ -151,7 +158,8 @@ def draw_shards(model: Llava, masters: MasterWeights) -> None:
 
 def states(state: TrainState) -> dict[str, int]:
     """Bytes that this rank holds at rest: right after an update, its gradients not yet freed."""
-    weights = {id(p): p for p in [*state.model.parameters(), *state.masters.named.values()]}
+    unpacking = [t for layer in quantized_weights(state.model).values() for t in layer.statistics]
+    weights = {id(p): p for p in [*state.model.parameters(), *unpacking, *state.masters.named.values()]}
     gradients = [p.grad for p in state.masters.named.values() if p.grad is not None]
     moments = [v for own in state.optimizer.state.values() for key, v in own.items() if key != "step"]
     tensors = zip(STATES, (weights.values(), gradients, moments), strict=True)

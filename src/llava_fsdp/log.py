@@ -12,9 +12,10 @@ LOGGER = "llava_fsdp"
 NOISE = {
     "torchao": "Failed to load ",
     "torch.utils._pytree": "<enum ",
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
 }
 """What other libraries say while they are imported that is nothing to a training, by logger and how it begins: kernels
-of torchao's for GPUs that are not here, and its calls of torch that will change."""
+of torchao's for GPUs that are not here, its calls of torch that will change, an optional kernel of bitsandbytes'."""
 
 
 class WithoutNoise(logging.Filter):

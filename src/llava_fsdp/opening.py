@@ -12,6 +12,7 @@ from llava_fsdp.model.attention import choose_kernel
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.parts import Parts
+from llava_fsdp.model.quantized import check_quantizer
 from llava_fsdp.sharding.compiled import choose_compiling
 from llava_fsdp.sharding.fp8 import check_fp8
 from llava_fsdp.sharding.precision import DTYPES
@@ -31,6 +32,7 @@ def build_model(cfg: Config, parts: Parts, device: torch.device) -> Llava:
     """
     if cfg.precision.linear is LinearKind.fp8:
         check_fp8(device)
+    check_quantizer(cfg.model.quantize, device)
     compute_dtype = DTYPES[cfg.precision.param_dtype]
     kernel = choose_kernel(cfg.attention, parts.language, device, compute_dtype) if cfg.pack else None
     choose_compiling(cfg, device, kernel and kernel.attention)

@@ -21,6 +21,7 @@ from llava_fsdp.config import (
     Parity,
     Pixels,
     PrecisionConfig,
+    Quantizer,
     RecomputeMode,
     Source,
 )
@@ -100,6 +101,8 @@ def show_run(
     facts.add_row("compile", describe_compiling(compiling))
     if cfg.model.lora.enabled:
         facts.add_row("adapters", describe_adapters(cfg.model.lora, list(weights)))
+    if cfg.model.quantize.mode is not Quantizer.none:
+        facts.add_row("base", describe_packed(cfg, weights.values()))
     if units := describe_units(cfg.sharding):
         facts.add_row("units", units)
     facts.add_row("precision", describe_precision(cfg.precision))
@@ -119,6 +122,16 @@ def describe_adapters(lora: LoraConfig, names: list[str]) -> str:
     found += f", biases {lora.bias.value}" if lora.bias is not LoraBias.none else ""
     found += f", from {lora.checkpoint}" if lora.checkpoint else ""
     return f"{found}; {len(modules)} linear layers: {', '.join(f'{kind} ({n})' for kind, n in kinds.items())}"
+
+
+def describe_packed(cfg: Config, weights: Iterable[Weight]) -> str:
+    """What is kept in few bits, and in how many with what it is unpacked with."""
+    packed = [w for w in weights if w.per_element > 1]
+    held = sum(w.numel * w.item_size(cfg.precision) + w.statistics for w in packed)
+    count, quantize = sum(w.count for w in packed), cfg.model.quantize
+    double = ", scales quantised again" if quantize.double and quantize.mode is not Quantizer.int8 else ""
+    kind = f"{quantize.mode.value}{double}"
+    return f"{len(packed)} linear layers of the language model in {kind}: {8 * held / count:.4g} bits a weight"
 
 
 def describe_data(cfg: Config, records: Records) -> str:
@@ -177,7 +190,7 @@ def trains_table(weights: dict[str, Weight]) -> Table:
     for part in ("vision_tower", "multi_modal_projector", "image_newline", "language_model", "lm_head"):
         own = [w for n, w in weights.items() if n.partition(".")[0] == part]
         if own:
-            table.add_row(part, *(f"{sum(w.numel for w in own if w.trainable is t):,}" for t in (True, False)))
+            table.add_row(part, *(f"{sum(w.count for w in own if w.trainable is t):,}" for t in (True, False)))
     return table
 
 

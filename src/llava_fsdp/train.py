@@ -28,6 +28,7 @@ from llava_fsdp.loop import fit
 from llava_fsdp.metrics import Reporter, watch_loading
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.parts import find_parts, find_projector
+from llava_fsdp.model.quantized import quantized_weights
 from llava_fsdp.model.weights import find_weights, fingerprint, frozen_digests, load_weights
 from llava_fsdp.opening import build_model, draw_shapes, shape_of
 from llava_fsdp.places import check_places
@@ -141,8 +142,10 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
         weights = weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision)
         show_run(cfg, world, loader, weights, describe_projector(cfg, projector), model.kernel, utilization.source)
 
+    packed = quantized_weights(model)
+
     def load(model: Llava, masters: MasterWeights) -> None:
-        load_weights(sources, local_shards(model, masters), watch_loading(world.is_first))
+        load_weights(sources, local_shards(model, masters), watch_loading(world.is_first), packed)
 
     state = assemble(model, loader, load, cfg, world, plan, mesh)
     return replace(state, sources=sources, fingerprints=fingerprints, digests=digests, utilization=utilization)

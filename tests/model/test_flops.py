@@ -60,11 +60,13 @@ def test_every_product_is_counted_and_no_other(
     check_counts(model, recompute == "full", pack)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("recompute", "base"), [("none", "none"), ("full", "none"), ("none", "nf4"), ("full", "int8")])
 def test_adapters_are_counted_and_no_gradient_of_what_is_frozen(
-    recompute: str, parts: Path, dataset: Path, tmp_path: Path
+    recompute: str, base: str, parts: Path, dataset: Path, tmp_path: Path
 ) -> None:
-    model = build(make_config(parts, dataset, tmp_path, *LORA, f"recompute={recompute}")).model
+    """A packed weight counts as what it is unpacked to."""
+    keys = *LORA, f"recompute={recompute}", f"model.quantize.mode={base}"
+    model = build(make_config(parts, dataset, tmp_path, *keys)).model
     assert isinstance(model, Llava) and model.adapted
     check_counts(model, recompute == "full", pack=True)
 

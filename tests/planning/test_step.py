@@ -1,5 +1,6 @@
 """The ledger against all tensors that are alive in real steps: forward, backward, collectives and update."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from harness import RankPool, single_world
 from live import measure_step
 from small import make_config
 
-from llava_fsdp.config import Config
+from llava_fsdp.config import Config, QuantizeConfig, Quantizer
 from llava_fsdp.planning.planner import peak
 
 CLOSE = 4e-3
@@ -76,6 +77,37 @@ def test_worst_moment_is_that_of_real_steps_everywhere(
     tmp_path: Path,
 ) -> None:  # fmt: skip
     check(configure(wide_parts, dataset, tmp_path, *case, stage=stage), case[0], pools)
+
+
+SCALARS = 64
+"""Bytes."""
+PACKED = [
+    (1, "zero3", "bf16", "none", "micro_batch_size=12", "nf4"),
+    (2, "zero3", "bf16", "full", "micro_batch_size=3", "nf4"),
+    (2, "zero2", "bf16", "selective", "micro_batch_size=3", "int8"),
+    (4, "hybrid", "fp16", "none", "micro_batch_size=3", "nf4"),
+    (4, "zero3", "bf16", "none", "micro_batch_size=3", "int8"),
+]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", [PACKED[0], *(pytest.param(c, marks=pytest.mark.slow) for c in PACKED)])
+@pytest.mark.parametrize("stage", ["finetune_qlora", pytest.param("pretrain", marks=pytest.mark.slow)])
+def test_a_packed_base_saves_what_is_planned(
+    stage: str, case: tuple[int, str, str, str, str, str], wide_parts: Path, dataset: Path, pools: dict[int, RankPool],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Its bits, what they are unpacked with, and one unpacked weight while a product runs, but for a few scalars."""
+    *own, mode = case
+    found = {}
+    for quantizer in (Quantizer(mode), Quantizer.none):
+        cfg = configure(wide_parts, dataset, tmp_path, *own, stage=stage)
+        cfg.model = replace(cfg.model, lora=replace(cfg.model.lora, r=4), quantize=QuantizeConfig(mode=quantizer))
+        ranks = [measure_step(single_world(), cfg)] if own[0] == 1 else pools[own[0]].run(measure_step, cfg)
+        found[quantizer] = [(m, peak(cfg, own[0], "cpu", micros, r)) for r, (m, micros) in enumerate(ranks[:2])]
+    for (packed, planned), (full, planned_full) in zip(*found.values(), strict=True):
+        saved = planned_full.bytes["total"] - planned.bytes["total"]
+        assert full - packed == pytest.approx(saved, abs=SCALARS) > 0, planned.moment
 
 
 @pytest.mark.ranks

@@ -14,6 +14,7 @@ from llava_fsdp import train
 from llava_fsdp.config import Config
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.parts import find_parts
+from llava_fsdp.model.quantized import quantized_weights
 from llava_fsdp.sharding.memory import Bytes, bytes_per_rank
 from llava_fsdp.sharding.mesh import World, make_mesh
 from llava_fsdp.sharding.parallelize import weights_of
@@ -29,12 +30,15 @@ def size(tensors: Any) -> int:
 
 
 def held(model: nn.Module, masters: MasterWeights) -> tuple[int, int]:
-    """Bytes of parameters and of gradients on this rank, as FSDP's own books and the modules have them.
+    """Bytes of parameters, with what packed ones are unpacked with, and of gradients on this rank, as FSDP's own books
+    and the modules have them.
 
     Gathered weights are the ones that FSDP has registered; gradients are local shards, gradients of gathered weights
     that wait to be synchronised, and shards that wait to be reduced over the replicas.
     """
     parameters = {id(p): local(p) for p in [*model.parameters(), *masters.named.values()]}
+    for layer in quantized_weights(model).values():
+        parameters |= {id(t): t for t in layer.statistics}
     gradients: list[torch.Tensor] = [local(p.grad) for p in masters.named.values() if p.grad is not None]
     for module in model.modules():
         if not isinstance(module, FSDPModule):
@@ -81,10 +85,17 @@ PURE = "bf16_pure precision.reduce_dtype=fp32"
 CASES = [(s, p, tuple(ROWS)) for s in ("pretrain", "finetune") for p in ("bf16", "fp32")]
 CASES += [("finetune", "bf16_pure", ("zero0", "zero1", "hybrid")), ("finetune", INT8, ("zero3", "hybrid2"))]
 CASES += [("finetune", PURE, ("zero1", "zero2"))]
+NF4, INT8_BASE = "bf16 model.quantize.mode=nf4", "bf16 model.quantize.mode=int8"
+CASES += [("finetune_qlora", NF4, ("zero2", "zero3", "hybrid"))]
 CASES = [pytest.param(*case, id="-".join(case[:2])) for case in CASES]
 CASES += [
     pytest.param("finetune", p, tuple(ROWS), id=f"{p}-all", marks=pytest.mark.slow)
     for p in ("bf16_pure", PURE, "fp16", INT8)
+]
+CASES += [
+    pytest.param(stage, p, tuple(ROWS), id=f"{stage}-{p}-all", marks=pytest.mark.slow)
+    for stage in ("pretrain", "finetune_qlora")
+    for p in (NF4, f"{NF4} model.quantize.double=false", INT8_BASE, "fp32 model.quantize.mode=fp4")
 ]
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from llava_fsdp.model.quantized import QuantizedLinear, weight_shape
 from llava_fsdp.seeds import derive
 
 
@@ -74,7 +75,7 @@ def draw_rule(model: nn.Module, name: str) -> DrawRule:
     The projector is drawn as `nn.Linear` draws, because LLaVA's is (multimodal_projector/builder.py:39-44).
     """
     parent = model.get_submodule(name.rpartition(".")[0])
-    shape = model.get_parameter(name).shape
+    shape = weight_shape(model, name)
     part = name.partition(".")[0]
     if part == "multi_modal_projector":
         assert isinstance(parent, nn.Linear)
@@ -100,7 +101,7 @@ def computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     for part_name, part in model.named_children():
         for path, module in part.named_modules():
             own = [name for name, _ in module.named_buffers(recurse=False)]
-            if not own:
+            if not own or isinstance(module, QuantizedLinear):  # its are made with the weight
                 continue
             assert isinstance(part, PreTrainedModel), f"{part_name}.{path} has buffers that nothing computes"
             buffers |= {
@@ -128,6 +129,8 @@ def recomputed(part: PreTrainedModel, module: nn.Module, names: list[str]) -> di
 def restore_buffers(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
     """Copy computed buffers into a model that has been materialised, whatever wraps its modules."""
     left = dict(buffers)
-    for name, buffer in model.named_buffers():
-        buffer.copy_(left.pop(name))
+    for path, module in model.named_modules():
+        if not isinstance(module, QuantizedLinear):
+            for name, buffer in module.named_buffers(recurse=False):
+                buffer.copy_(left.pop(f"{path}.{name}"))
     assert not left, f"buffers that the model does not have: {sorted(left)}"

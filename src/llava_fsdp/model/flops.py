@@ -1,5 +1,6 @@
 """What a forward and a backward pass cost, from a model's shapes."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from llava_fsdp.config import Part
 from llava_fsdp.model.attention import head_size
 from llava_fsdp.model.llava import Llava, find_stack
+from llava_fsdp.model.quantized import weight_shape
 
 
 class Flops(NamedTuple):
@@ -91,8 +93,12 @@ def projector_flops(model: Llava, trains: dict[Part, bool]) -> float:
 
 def matrix_weights(*modules: nn.Module) -> int:
     """Weights that something is multiplied with: not norms and biases, nor rows that are looked up."""
-    weights = sum(p.numel() for module in modules for p in module.parameters() if p.ndim > 1)
-    return weights - sum(rows_looked_up(module) for module in modules)
+    return sum(sum(sizes_of_matrices(module)) - rows_looked_up(module) for module in modules)
+
+
+def sizes_of_matrices(module: nn.Module) -> list[int]:
+    """Weights of each matrix, in the order in which they are registered; of a packed one, those that are packed."""
+    return [math.prod(weight_shape(module, name)) for name, p in module.named_parameters() if p.ndim > 1]
 
 
 def trained_weights(*modules: nn.Module) -> int:
@@ -107,4 +113,4 @@ def rows_looked_up(module: nn.Module) -> int:
 
 def last_products(blocks: nn.ModuleList | list[nn.Module]) -> int:
     """Weights of each block's last product: the one that it registers last, as all of transformers' blocks do."""
-    return sum([p.numel() for p in block.parameters() if p.ndim > 1][-1] for block in blocks)
+    return sum(sizes_of_matrices(block)[-1] for block in blocks)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModel, PretrainedConfig
 
-from llava_fsdp.config import Feature, LossConfig, ModelConfig, Part, PatchMerge
+from llava_fsdp.config import Feature, LossConfig, ModelConfig, Part, PatchMerge, Quantizer
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.model.attention import (
     Kernel,
@@ -19,9 +19,10 @@ from llava_fsdp.model.attention import (
     told,
 )
 from llava_fsdp.model.dropout import TokenKeys
-from llava_fsdp.model.lora import add_adapters, check_gradients, trained_with_adapters
+from llava_fsdp.model.lora import add_adapters, check_gradients, linear_layers, trained_with_adapters
 from llava_fsdp.model.loss import LabelLoss, choose_loss, whole_loss
 from llava_fsdp.model.parts import Parts
+from llava_fsdp.model.quantized import quantize_layers
 from llava_fsdp.model.tower import hidden_state, probe_tower
 from llava_fsdp.untrusted import foreign
 
@@ -221,7 +222,8 @@ def build_llava(
         loss: how labels become a loss; None: from the logits of all of them at once.
 
     Raises:
-        ConfigError: the language model cannot keep the samples of a packed row apart, or `loss.kernel` cannot be had.
+        ConfigError: the language model cannot keep the samples of a packed row apart, `loss.kernel` cannot be had, or
+            adapters or a quantised base cannot be.
     """
     if kernel is not None:
         register_attention()
@@ -232,10 +234,13 @@ def build_llava(
         model = Llava(parts, cfg, compute_dtype, kernel, label_loss)
         if kernel is not None:
             check_reaches_all_layers(model.language_model)
+    linears = linear_layers(model, Part.language)
     if cfg.lora.enabled:
         with torch.device("meta"):
             model.adapted = add_adapters(model, cfg.lora, model.token_keys)
     model.freeze()
     if model.adapted:
         check_gradients(model)
+    if cfg.quantize.mode is not Quantizer.none:
+        quantize_layers(model, linears, cfg.quantize, compute_dtype)
     return model

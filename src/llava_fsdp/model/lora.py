@@ -50,16 +50,18 @@ def targets(model: Llava) -> list[str]:
     """The linear layers that get adapters, by full path: those of the blocks of each adapted part that a gradient
     reaches. Heads, embeddings and the tower's layers behind `model.select_layer` are none.
     """
-    leftovers = set(model.probe.leftovers)
-    roots = {Part.language: "language_model", Part.vision: "vision_tower"}
-    found = []
-    for part in model.cfg.adapted:
-        root = model.get_submodule(roots[part])
-        in_blocks = {module for block in model.stack_of(root) for module in block.modules()}
-        for name, module in root.named_modules():
-            if isinstance(module, nn.Linear) and module in in_blocks and f"{name}.weight" not in leftovers:
-                found.append(f"{roots[part]}.{name}")
-    return found
+    leftovers = {f"vision_tower.{name}" for name in model.probe.leftovers}
+    found = [name for part in model.cfg.adapted for name in linear_layers(model, part)]
+    return [name for name in found if f"{name}.weight" not in leftovers]
+
+
+def linear_layers(model: Llava, part: Part) -> list[str]:
+    """Those of a part's blocks, by full path, of a model without adapters."""
+    root_name = {Part.language: "language_model", Part.vision: "vision_tower"}[part]
+    root = model.get_submodule(root_name)
+    in_blocks = {module for block in model.stack_of(root) for module in block.modules()}
+    found = [name for name, module in root.named_modules() if isinstance(module, nn.Linear) and module in in_blocks]
+    return [f"{root_name}.{name}" for name in found]
 
 
 def add_adapters(model: Llava, cfg: LoraConfig, keys: TokenKeys) -> list[str]:

@@ -21,6 +21,7 @@ from llava_fsdp.model.merge import BASE_WEIGHT, RowLengths
 from llava_fsdp.model.names import COMPUTED, ours, ours_in_language, ours_in_vision
 from llava_fsdp.model.original import TOWER
 from llava_fsdp.model.parts import Parts
+from llava_fsdp.model.quantized import QuantizedLinear, quantized_weights, weight_shape
 
 PROJECTOR_PREFIX = "multi_modal_projector."
 NEWLINE = "image_newline"
@@ -82,16 +83,17 @@ def find_weights(
         adapter = dict(started_from(opened, model, cfg.lora))
         found |= {without_base(n): tensor for n, tensor in adapter.items() if not is_adapter(n)}
     sources: dict[str, Stored] = {}
-    for own_name, parameter in model.named_parameters():
+    for own_name, _ in model.named_parameters():
         if is_adapter(own_name):
             continue  # behind the weights that they adapt
+        shape = weight_shape(model, own_name)
         name = without_base(own_name)
         drawn = parts.whole is None and (
             cfg.random_weights or (projector is None and name.startswith(PROJECTOR_PREFIX))
         )
         drawn = drawn or name == NEWLINE  # the original too draws it where a model has none (llava_arch.py:83-88)
         if name in found:
-            check_shape(name, parameter, found[name], parts)
+            check_shape(name, shape, found[name], parts)
             sources[own_name] = found[name]
         elif drawn:
             if name.startswith(PROJECTOR_PREFIX) and cfg.lora.checkpoint is not None and cfg.projector == "auto":
@@ -99,7 +101,7 @@ def find_weights(
                     f"model.lora.checkpoint={cfg.lora.checkpoint} has no projector; give the one that it was trained "
                     "with: model.projector=PATH"
                 )
-            sources[own_name] = Drawn(name, tuple(parameter.shape), draw_rule(model, own_name), seed)
+            sources[own_name] = Drawn(name, shape, draw_rule(model, own_name), seed)
         else:
             where = (
                 parts.whole or projector
@@ -179,9 +181,9 @@ def renamed(tensors: dict[str, StoredTensor], rename: Callable[[str], str]) -> d
     return {rename(name): tensor for name, tensor in tensors.items()}
 
 
-def check_shape(name: str, parameter: nn.Parameter, stored: Stored, parts: Parts) -> None:
+def check_shape(name: str, expected: tuple[int, ...], stored: Stored, parts: Parts) -> None:
     """Shapes are equal; a vocabulary may have more rows in the file, which were added for an export."""
-    expected, got = tuple(parameter.shape), stored.shape
+    got = stored.shape
     more_rows = parts.whole is not None and got[:1] > expected[:1] and got[1:] == expected[1:]
     if got == expected or (more_rows and name.startswith(("language_model.embed", "lm_head."))):
         return
@@ -192,7 +194,8 @@ def check_shape(name: str, parameter: nn.Parameter, stored: Stored, parts: Parts
 
 
 def fingerprint(model: nn.Module, digests: Mapping[str, str]) -> str:
-    """Of a model that is to be trained: all names and shapes, and every bit of every frozen parameter.
+    """Of a model that is to be trained: all names and shapes, and every bit of every frozen parameter, in full where
+    the model holds it in fewer, with the way in which it does.
 
     What trains is in every checkpoint; what does not must be the same when a run continues.
 
@@ -200,8 +203,10 @@ def fingerprint(model: nn.Module, digests: Mapping[str, str]) -> str:
         digests: of the frozen parameters.
     """
     whole = hashlib.sha256()
+    packed = quantized_weights(model)
     for name, parameter in model.named_parameters():
-        described = [name, list(parameter.shape), parameter.requires_grad, digests.get(name)]
+        described = [name, list(weight_shape(model, name)), parameter.requires_grad, digests.get(name)]
+        described += [packed[name].packing.described] if name in packed else []
         whole.update(json.dumps(described).encode())
     return whole.hexdigest()[:32]
 
@@ -234,7 +239,7 @@ def frozen_digests(
         gather: every rank's items on all ranks.
         watch: wraps the iteration over this rank's names, to show progress: a frozen 13B is 26 GB.
     """
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if not p.requires_grad}
+    shapes = {name: weight_shape(model, name) for name, p in model.named_parameters() if not p.requires_grad}
     frozen = sorted(shapes, key=lambda name: (-math.prod(shapes[name]), name))
     with ThreadPoolExecutor(DIGESTING) as threads:
         own = frozen[rank::size]
@@ -259,15 +264,22 @@ def load_weights(
     sources: dict[str, Stored],
     shards: Mapping[str, Rows],
     watch: Callable[[Iterable[str]], Iterable[str]] = iter,
+    packed: Mapping[str, QuantizedLinear] | None = None,
 ) -> None:
-    """Fill every shard from its source. A rank reads its own rows and no others.
+    """Fill every shard from its source. A rank reads its own rows and no others, but for weights that it packs: the
+    scales of a few bits are of the whole, so that it reads them whole, one at a time, and keeps its part.
 
     Args:
+        packed: the layers of packed weights, by the weights' names; None: there are none.
         watch: wraps the iteration over names, to show progress.
     """
     assert sources.keys() == shards.keys(), sources.keys() ^ shards.keys()
     for name in watch(sources):
         shard = shards[name]
-        values = sources[name].rows(shard.begin, shard.end)
+        layer = (packed or {}).get(name)
+        if layer is None:
+            values = sources[name].rows(shard.begin, shard.end)
+        else:
+            values = layer.pack(sources[name].rows(0, layer.out_features))[shard.begin : shard.end]
         for tensor in shard.tensors:
             tensor.copy_(values)

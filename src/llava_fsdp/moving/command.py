@@ -13,7 +13,7 @@ from llava_fsdp.moving.context import Context, written
 from llava_fsdp.moving.decide import Overrides, decide
 from llava_fsdp.moving.outcome import REFUSED, Row, Verdict
 from llava_fsdp.moving.run import Options, Run
-from llava_fsdp.moving.shell import is_open, open_mark, quoted
+from llava_fsdp.moving.shell import is_open, open_mark, quoted, shown
 from llava_fsdp.moving.table import rows_of
 
 FRAME = ("stage", "model", "data")
@@ -43,8 +43,8 @@ class Migration:
         """Why the command is another training than the files say, or these are none."""
         run = self.run
         found = [f"{row.key}: {row.text}" for row in self.rows if row.text.startswith(REFUSED)]
-        if run.launch and run.hf("bits") != 16:
-            found.append("this command trains without quantized weights, which are not supported yet")
+        if run.launch and run.hf("bits") != 16 and "model.quantize.mode" not in self.decided:
+            found.append(f"--bits {shown(run.hf('bits'))}: this command trains without quantized weights")
         said = replace(run, options=Options()).gpus
         if run.options.gpus and said and said != run.options.gpus:
             found.append(f"gpus={run.options.gpus} was given, and the files say {said}")

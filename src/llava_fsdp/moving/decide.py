@@ -67,7 +67,8 @@ def decide(run: Run) -> Overrides:
 
 def model(run: Run) -> Overrides:
     name, stage = run.hf("model_name_or_path"), run.stage
-    found: Overrides = {"stage": f"{stage}_lora" if run.is_lora else stage, "model": frame(shown(name))}
+    adapted = "qlora" if run.bits is not None and stage == "finetune" else "lora"
+    found: Overrides = {"stage": f"{stage}_{adapted}" if run.is_lora else stage, "model": frame(shown(name))}
     found["model.checkpoint" if stage == "finetune_task" else "model.language"] = name
     if run.hf("vision_tower"):
         found["model.vision"] = run.hf("vision_tower")
@@ -84,13 +85,22 @@ def model(run: Run) -> Overrides:
         found["model.image_start_end"] = run.truth("mm_use_im_start_end")
     if projector != "mlp2x_gelu" and not is_open(projector):
         found["export.enabled"] = False
-    return found | lora(run)
+    return found | lora(run) | quantized(run)
 
 
 def lora(run: Run) -> Overrides:
     """Adapters; the stages have the values of the original's scripts, its program has others."""
     keys = ("r", "alpha", "dropout", "bias") if run.is_lora else ()
     return {f"model.lora.{key}": run.hf(f"lora_{key}") for key in keys}
+
+
+def quantized(run: Run) -> Overrides:
+    """A base in few bits, which cannot train itself (LLaVA train.py:796-817)."""
+    if run.bits is None or not (run.is_lora or run.stage == "pretrain"):
+        return {}
+    if run.bits == 8:
+        return {"model.quantize.mode": "int8"}
+    return {"model.quantize.mode": run.hf("quant_type"), "model.quantize.double": run.truth("double_quant")}
 
 
 def frame(name: str) -> str:

@@ -107,13 +107,25 @@ def aspect_ratio(context: Context, value: object) -> Outcome:
 def bits(context: Context, value: object) -> Outcome:
     if value == 16:
         return implied("weights are not quantized")
-    return unsupported(f"not yet: quantized weights with LoRA (QLoRA); this command trains without {value}-bit weights")
+    if context.run.bits is None:
+        return unsupported(f"weights are quantized to 4 or 8 bits, and this command quantizes none to {shown(value)}")
+    if "model.quantize.mode" not in context.decided:
+        return unsupported(f"without --lora_enable the original refuses to train {value}-bit weights; so does this")
+    text = f"{context.tell('model.quantize.mode')}: in the language model's blocks, lm_head stays as it is"
+    return mapped(f"{text}; inputs of products are not quantized" if value == 8 else text)
 
 
-def quantized(context: Context, value: object) -> Outcome:
-    if context.run.hf("bits") == 16:
-        return no_effect("only with --bits 4 or 8")
-    return unsupported("not yet, like --bits")
+def quantized(key: str) -> Rule:
+    """A setting of 4-bit weights."""
+
+    def rule(context: Context, value: object) -> Outcome:
+        if context.run.bits != 4:
+            return no_effect("only with --bits 4")
+        if f"model.quantize.{key}" not in context.decided:
+            return unsupported("like --bits")
+        return mapped(context.tell(f"model.quantize.{key}"))
+
+    return rule
 
 
 def lora_enable(context: Context, value: object) -> Outcome:

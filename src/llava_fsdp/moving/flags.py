@@ -14,7 +14,6 @@ HUB_DETAIL = no_effect("only with push_to_hub")
 OTHER_DEVICE = off("CUDA or CPU, as the machine has it; CPU by CUDA_VISIBLE_DEVICES= before the command", "O1", "auto")
 DDP_DETAIL = implied("FSDP2 has its own communication; nothing of DDP is left to set")
 LOG_DETAIL = implied("rank 0 speaks, and the others only when something is wrong")
-QUANTIZED = rules.quantized
 
 FLAGS: Mapping[str, Flag] = {
     # LLaVA's ModelArguments
@@ -41,8 +40,8 @@ FLAGS: Mapping[str, Flag] = {
     "freeze_mm_mlp_adapter": Flag(False, to("model.train")),
     "mpt_attn_impl": Flag("triton", no_effect("only for MPT models, which do not train in the original at all")),
     "model_max_length": Flag(512, to("data.max_length", note="positions of pictures included")),
-    "double_quant": Flag(True, QUANTIZED),
-    "quant_type": Flag("nf4", QUANTIZED),
+    "double_quant": Flag(True, rules.quantized("double")),
+    "quant_type": Flag("nf4", rules.quantized("mode")),
     "bits": Flag(16, rules.bits),
     "lora_enable": Flag(False, rules.lora_enable),
     "lora_r": Flag(64, rules.lora("r")),

@@ -259,6 +259,12 @@ class Run:
         return self.product(micro, accumulation, *self.rank_factors)
 
     @property
+    def bits(self) -> int | None:
+        """4 or 8, that the base is packed in; other numbers of --bits pack nothing."""
+        bits = self.hf("bits")
+        return bits if isinstance(bits, int) and bits in (4, 8) else None
+
+    @property
     def is_lora(self) -> bool:
         """Adapters train; the first stage freezes them again (LLaVA train.py:926-930)."""
         return self.truth("lora_enable") and self.stage != "pretrain"

@@ -99,7 +99,8 @@ class Planner:
         per_unit = cfg.sharding.blocks_per_unit
         self.weights = list(weights_of(self.model, blocks, whole, cfg.precision, per_unit).values())
         self.unit_names = units_of_blocks(self.model, blocks, per_unit)
-        self.buffer_bytes = sum(b.numel() * b.element_size() for b in self.model.buffers())
+        packed = sum(weight.statistics for weight in self.weights)  # counted with the parameters
+        self.buffer_bytes = sum(b.numel() * b.element_size() for b in self.model.buffers()) - packed
         self.flops = count_flops(self.model, recompute=False)
         self.flops_again = count_flops(self.model, recompute=True)
         self.samples = samples or samples_of(cfg, self.model.image_tokens)

@@ -31,10 +31,20 @@ class Weight:
     """Gathered in fp8."""
     unit: str = ""
     """The block that it is gathered with; "" is the root unit."""
+    per_element: int = 1
+    """Weights in one element: of a packed one, more."""
+    statistics: int = 0
+    """Bytes that a packed one is unpacked with, whole on every rank."""
 
     @property
     def numel(self) -> int:
+        """Elements."""
         return math.prod(self.shape)
+
+    @property
+    def count(self) -> int:
+        """Weights, as the model's size is told in."""
+        return self.numel * self.per_element
 
     def item_size(self, precision: PrecisionConfig) -> int:
         """Bytes of an element in the computation."""
@@ -96,10 +106,11 @@ def bytes_per_rank(
     """What rank `rank` holds, wherever `offload` lets it lie.
 
     At rest (after an optimizer step, gradients not yet freed) trainables are shards in `master_dtype` with gradients of
-    that dtype and two moments in `moment_dtype`; frozen weights are in the compute dtype, whole or sharded. Between
-    micro-batches a row that keeps weights gathered adds them in the compute dtype, and a row that has not synchronised
-    holds whole gradients (in the reduction dtype) or, for hybrid rows, shards not yet reduced over the replicas. One
-    rank that FSDP does not wrap has working copies of masters that are not in the compute dtype.
+    that dtype and two moments in `moment_dtype`; frozen weights are in the compute dtype, whole or sharded, and what
+    packed ones are unpacked with is whole. Between micro-batches a row that keeps weights gathered adds them in the
+    compute dtype, and a row that has not synchronised holds whole gradients (in the reduction dtype) or, for hybrid
+    rows, shards not yet reduced over the replicas. One rank that FSDP does not wrap has working copies of masters that
+    are not in the compute dtype.
     """
     plan = SHARD_PLANS[strategy]
     _, shards = mesh_shape(plan, world_size, shard_size)
@@ -108,9 +119,8 @@ def bytes_per_rank(
     for weight in weights:
         if not weight.trainable:
             sharded = plan.shards_frozen and not weight.whole
-            frozen += weight.item_size(precision) * weight.local(
-                shards if sharded else 1, rank % shards if sharded else 0
-            )
+            local = weight.local(shards if sharded else 1, rank % shards if sharded else 0)
+            frozen += weight.item_size(precision) * local + weight.statistics
     locals_ = [(w, w.local(shards, rank % shards)) for w in trainable]
     masters = sum(w.master_size(precision) * local for w, local in locals_)
     moments = sum(w.moment_bytes(precision, local) for w, local in locals_)

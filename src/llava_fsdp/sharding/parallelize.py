@@ -7,7 +7,7 @@ so that no rank ever holds more than its shards.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -194,6 +194,15 @@ def gather_ahead(units: Sequence[nn.Module], count: int) -> None:
         unit.set_modules_to_backward_prefetch(sharded[max(0, place - count) : place][::-1])
 
 
+@runtime_checkable
+class Packed(Protocol):
+    """A module whose `weight` holds several weights in an element."""
+
+    per_element: int
+    statistics_bytes: int
+    """What they are unpacked with, whole on every rank."""
+
+
 class GatheredFirst(nn.Module):
     """Modules from all over a model as one unit of FSDP, gathered before any of them runs.
 
@@ -222,10 +231,16 @@ def weights_of(
     names = block_names(model, stacks)
     unit_names = units_of_blocks(model, stacks, blocks_per_unit)
     units = {p: unit_names[names[block]] for block in names for p in block.parameters()}
-    return {
+    found = {
         name: Weight(tuple(p.shape), p.requires_grad, p in kept_whole, p in norms, p in in_fp8, units.get(p, ""))
         for name, p in model.named_parameters()
     }
+    for module_name, module in model.named_modules():
+        if isinstance(module, Packed):
+            name = f"{module_name}.weight"
+            size = {"per_element": module.per_element, "statistics": module.statistics_bytes}
+            found[name] = replace(found[name], **size)
+    return found
 
 
 def units_of_blocks(model: nn.Module, stacks: Sequence[nn.ModuleList], blocks_per_unit: int) -> dict[str, str]:
