@@ -5,6 +5,13 @@ from pathlib import Path
 
 import pytest
 from commands import command
+from reference import Adapters, trained_weights
+from small import config_of
+
+from llava_fsdp.answer import Assistant
+from llava_fsdp.config import AspectRatio
+from llava_fsdp.data.recordfile import RecordFile
+from llava_fsdp.evaluate import first_question
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -18,3 +25,28 @@ def test_embedded_default_learns_to_see(tmp_path: Path) -> None:
     found = json.loads(ran.stdout)
     assert found["accuracy"] >= 0.9
     assert found["accuracy_blank_pictures"] <= found["accuracy"] / 2
+
+
+IN_FULL = ("precision=fp32", "export.dtype=fp32")
+
+
+def test_adapters_learn_to_see_and_answer_the_same_once_merged(tmp_path: Path) -> None:
+    """A base that cannot answer, the same with adapters beside it in transformers' model, and the merged export."""
+    for stage in ("pretrain", "finetune_lora"):
+        ran = command("llava_fsdp.train", f"stage={stage}", *IN_FULL, cwd=tmp_path, timeout=900)
+        assert ran.returncode == 0, ran.stderr
+    runs = tmp_path / "outputs"
+    right = {}
+    for run in ("pretrain", "finetune_lora"):
+        ran = command("llava_fsdp.evaluate", f"checkpoint={runs / run}", "format=json", "blank=false", cwd=tmp_path)
+        right[run] = json.loads(ran.stdout)["accuracy"]
+    assert right["finetune_lora"] >= right["pretrain"] + 0.3
+
+    records = RecordFile(runs / "shapes" / "heldout.json")
+    questions = [first_question(records[n], str(runs / "shapes" / "images"))[0] for n in range(60)]
+    merged, beside = (Assistant(str(runs / r), "v1", AspectRatio.pad) for r in ("finetune_lora", "pretrain"))
+    cfg = config_of(["stage=finetune_lora", "model.lora.dropout=0"])
+    Adapters(trained_weights(runs / "finetune_lora")).put_into(beside.model, cfg)
+    beside.model.eval()
+    answers = beside.answers(questions, 8)
+    assert merged.answers(questions, 8) == answers and len(set(answers)) > 5

@@ -734,7 +734,7 @@ class ExportConfig:
     dtype: DType
     verify: bool
     """Load the written model with transformers and compare its logits before the run is called done."""
-    merge: bool
+    merge: bool = True
     """Of a run with adapters: write export/, the base with the adapters merged into it. The adapters alone are in
     adapter/ in any case."""
 
