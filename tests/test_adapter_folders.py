@@ -16,7 +16,7 @@ from harness import RankPool, single_world
 from reference import EXPORTED, run_ranks
 from safetensors.torch import load_file, save_file
 from saves import interrupted
-from small import conversion, make_config, write_json, write_parts
+from small import conversion, make_config, write_json, write_parts, write_wide_parts
 from transformers import AutoModelForCausalLM
 
 from llava_fsdp import artifact, checkpoint, train
@@ -367,6 +367,27 @@ def test_logits_in_full_are_the_runs_own(made: Callable[[str], Made], dataset: P
     with torch.no_grad():
         live = state.model(*micro.inputs[:-1])
     assert apart(artifact.logits_in_full(state.model, run.opened.adapter.adapted, micro), live) < 1e-5
+
+
+@pytest.mark.parametrize("mode", ["nf4", "int8"])
+def test_a_quantised_run_merges_into_the_base_in_full(mode: str, dataset: Path, tmp_path: Path) -> None:
+    """What it is proven against is that base with the adapters: the run's own logits are further off."""
+    parts = write_wide_parts(tmp_path / "parts")
+    values = [*SMALL, *EXPORTED, f"model.quantize.mode={mode}", "export.verify=true"]
+    cfg = make_config(parts, dataset, tmp_path / "run", *values, stage="finetune_qlora")
+    train.train(cfg)
+    export(conversion(tmp_path / "run" / "adapter", tmp_path / "to"))
+    expected = load_file(tmp_path / "run" / "export" / "model.safetensors")
+    assert all(torch.equal(t, expected[n]) for n, t in load_file(tmp_path / "to" / "model.safetensors").items())
+    opened = open_source(conversion(tmp_path / "run" / "checkpoints" / "step-000002", tmp_path / "no")).adapter
+    assert opened is not None
+    state = train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
+    checkpoint.resume(state, cfg)
+    micro = state.loader.to_device(state.loader.steps.probe())
+    state.model.eval()
+    with torch.no_grad():
+        live = state.model(*micro.inputs[:-1])
+    assert apart(artifact.logits_in_full(state.model, opened.adapted, micro), live) > 10 * CLOSE
 
 
 def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
