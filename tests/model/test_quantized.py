@@ -138,7 +138,7 @@ def test_linear_layers_of_the_language_models_blocks_alone(
 
 
 def test_values_and_fingerprint(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    """Weights come from the same source as without packing; a run does not continue over another base."""
+    """Weights and their fingerprint are those of the model without packing, which is what an export is of."""
     prints, sources = {}, {}
     for keys in (["mode=none"], ["mode=nf4"], ["mode=nf4", "double=false"], ["mode=int8"]):
         cfg = model_config(parts, dataset, tmp_path, *[f"model.quantize.{key}" for key in keys])
@@ -147,7 +147,7 @@ def test_values_and_fingerprint(parts: Path, dataset: Path, tmp_path: Path) -> N
         sources[str(keys)] = find_weights(model, found, cfg.model, None, cfg.seed)
         prints[str(keys)] = fingerprint(model, sources[str(keys)])
         assert fingerprint(model, find_weights(model, found, cfg.model, None, cfg.seed + 1)) != prints[str(keys)]
-    assert len(set(prints.values())) == 4
+    assert len(set(prints.values())) == 1
     first, *others = sources.values()
     for name, source in first.items():
         for other in others:

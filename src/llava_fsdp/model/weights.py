@@ -20,7 +20,7 @@ from llava_fsdp.model.lora import LORA_A, LORA_B, MAGNITUDE, is_adapter, start_o
 from llava_fsdp.model.names import COMPUTED, ours, ours_in_language, ours_in_vision
 from llava_fsdp.model.original import TOWER
 from llava_fsdp.model.parts import Parts
-from llava_fsdp.model.quantized import QuantizedLinear, quantized_weights, weight_shape
+from llava_fsdp.model.quantized import QuantizedLinear, weight_shape
 
 PROJECTOR_PREFIX = "multi_modal_projector."
 NEWLINE = "image_newline"
@@ -195,8 +195,8 @@ def fingerprint(
     gather: Callable[[list[tuple[str, str]]], list[tuple[str, str]]] = list,
     watch: Callable[[Iterable[str]], Iterable[str]] = iter,
 ) -> str:
-    """Of a model that is to be trained: all names and shapes, and every bit of every frozen parameter, in full where
-    the model holds it in fewer, with the way in which it does.
+    """Of a model that is to be trained: all names and shapes, and every bit of every frozen parameter, of a packed
+    one in full: that of the same model without packing.
 
     What trains is in every checkpoint; what does not must be the same when a run continues. The frozen weights are
     shared out over the ranks, each of which digests its own in a few threads: what is read is what is loaded next.
@@ -215,10 +215,8 @@ def fingerprint(
         digests = threads.map(lambda name: digest_of(sources[name], shapes[name]), own)
         found = dict(gather(list(zip(watch(own), digests, strict=True))))
     whole = hashlib.sha256()
-    packed = quantized_weights(model)
     for name, parameter in model.named_parameters():
         described = [name, list(shapes[name]), parameter.requires_grad, found.get(name)]
-        described += [packed[name].packing.described] if name in packed else []
         whole.update(json.dumps(described).encode())
     return whole.hexdigest()[:32]
 
