@@ -97,6 +97,17 @@ def test_a_position_depends_on_no_other(cfg: QuantizeConfig) -> None:
         torch.testing.assert_close(together[place], functional.linear(x[place], weight), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("threshold", [0.0, 6.0])
+def test_it_is_nearer_to_whole_weights_than_products_in_int8(threshold: float) -> None:
+    """LLM.int8(), which also quantises inputs, without and with columns of large values in 16 bits."""
+    linear, ours, theirs = layers(KINDS[4], torch.bfloat16)
+    theirs.eval().state.threshold = threshold
+    x = torch.randn(64, FEATURES, dtype=torch.bfloat16)
+    x[:, 33] *= 20
+    true = functional.linear(x.double(), linear.weight.double())
+    assert (ours(x) - true).norm() < 0.9 * (theirs(x) - true).norm()
+
+
 @pytest.mark.parametrize("cfg", KINDS, ids=lambda c: f"{c.mode.value}-{c.double}")
 def test_statistics_are_as_large_as_is_planned(cfg: QuantizeConfig) -> None:
     with torch.device("meta"):

@@ -206,6 +206,17 @@ def test_the_embedded_default_learns_over_a_packed_base(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["selective", "offload", "full"])
+def test_what_runs_again_gives_the_same_bits(mode: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    keys = "precision=bf16", "model.lora.dropout=0.1"
+    found = []
+    for own in ("none", mode):
+        cfg = settings(parts, dataset, tmp_path, "nf4", *keys, f"recompute={own}")
+        found.append(run_steps(build_run(cfg, CPU, None), cfg))
+    assert found[0].losses == found[1].losses and found[0].norms == found[1].norms
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("more", [["model.quantize.mode=nf4"], ["model.quantize.mode=int8", "recompute=full"]])
 def test_one_graph_serves_all_packed_blocks(more: list[str], parts: Path, dataset: Path, tmp_path: Path) -> None:
