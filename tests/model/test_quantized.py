@@ -97,6 +97,17 @@ def test_a_position_depends_on_no_other(cfg: QuantizeConfig) -> None:
         torch.testing.assert_close(together[place], functional.linear(x[place], weight), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("threshold", [0.0, 6.0])
+def test_it_is_nearer_to_whole_weights_than_products_in_int8(threshold: float) -> None:
+    """LLM.int8(), which also quantises inputs, without and with columns of large values in 16 bits."""
+    linear, ours, theirs = layers(KINDS[4], torch.bfloat16)
+    theirs.eval().state.threshold = threshold
+    x = torch.randn(64, FEATURES, dtype=torch.bfloat16)
+    x[:, 33] *= 20
+    true = functional.linear(x.double(), linear.weight.double())
+    assert (ours(x) - true).norm() < 0.9 * (theirs(x) - true).norm()
+
+
 @pytest.mark.parametrize("cfg", KINDS, ids=lambda c: f"{c.mode.value}-{c.double}")
 def test_statistics_are_as_large_as_is_planned(cfg: QuantizeConfig) -> None:
     with torch.device("meta"):
@@ -138,7 +149,7 @@ def test_linear_layers_of_the_language_models_blocks_alone(
 
 
 def test_values_and_fingerprint(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    """Weights come from the same source as without packing; a run does not continue over another base."""
+    """Weights and their fingerprint are those of the model without packing, which is what an export is of."""
     prints, sources = {}, {}
     for keys in (["mode=none"], ["mode=nf4"], ["mode=nf4", "double=false"], ["mode=int8"]):
         cfg = model_config(parts, dataset, tmp_path, *[f"model.quantize.{key}" for key in keys])
@@ -148,7 +159,7 @@ def test_values_and_fingerprint(parts: Path, dataset: Path, tmp_path: Path) -> N
         prints[str(keys)] = fingerprint(model, frozen_digests(model, sources[str(keys)]))
         other = frozen_digests(model, find_weights(model, found, cfg.model, None, cfg.seed + 1))
         assert fingerprint(model, other) != prints[str(keys)]
-    assert len(set(prints.values())) == 4
+    assert len(set(prints.values())) == 1
     first, *others = sources.values()
     for name, source in first.items():
         for other in others:

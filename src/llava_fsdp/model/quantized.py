@@ -53,11 +53,6 @@ class Packing:
         return self.out_features * self.in_features
 
     @property
-    def described(self) -> str:
-        double = self.double and self.quantizer is not Quantizer.int8
-        return f"{self.quantizer.value}{', double' if double else ''}"
-
-    @property
     def statistics(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes of what it is unpacked with, by name."""
         if self.quantizer is Quantizer.int8:

@@ -21,7 +21,7 @@ from llava_fsdp.model.merge import BASE_WEIGHT, RowLengths
 from llava_fsdp.model.names import COMPUTED, ours, ours_in_language, ours_in_vision
 from llava_fsdp.model.original import TOWER
 from llava_fsdp.model.parts import Parts
-from llava_fsdp.model.quantized import QuantizedLinear, quantized_weights, weight_shape
+from llava_fsdp.model.quantized import QuantizedLinear, weight_shape
 
 PROJECTOR_PREFIX = "multi_modal_projector."
 NEWLINE = "image_newline"
@@ -194,8 +194,8 @@ def check_shape(name: str, expected: tuple[int, ...], stored: Stored, parts: Par
 
 
 def fingerprint(model: nn.Module, digests: Mapping[str, str]) -> str:
-    """Of a model that is to be trained: all names and shapes, and every bit of every frozen parameter, in full where
-    the model holds it in fewer, with the way in which it does.
+    """Of a model that is to be trained: all names and shapes, and every bit of every frozen parameter, of a packed
+    one in full: that of the same model without packing.
 
     What trains is in every checkpoint; what does not must be the same when a run continues.
 
@@ -203,10 +203,8 @@ def fingerprint(model: nn.Module, digests: Mapping[str, str]) -> str:
         digests: of the frozen parameters.
     """
     whole = hashlib.sha256()
-    packed = quantized_weights(model)
     for name, parameter in model.named_parameters():
         described = [name, list(weight_shape(model, name)), parameter.requires_grad, digests.get(name)]
-        described += [packed[name].packing.described] if name in packed else []
         whole.update(json.dumps(described).encode())
     return whole.hexdigest()[:32]
 
