@@ -62,6 +62,13 @@ def run(cfg: Config, size: int, pools: dict[int, RankPool]) -> Outcome:
     return Outcome([r["loss"] for r in rows], [r["grad_norm"] for r in rows], trained_weights(folder))
 
 
+def assert_same(got: Outcome, reference: Outcome, wanted: dict[str, torch.Tensor], which: str) -> None:
+    """A run's curve, and what it trained."""
+    assert got.losses == pytest.approx(reference.losses, rel=TOLERANCE), which
+    assert got.grad_norms == pytest.approx(reference.grad_norms, rel=TOLERANCE), which
+    assert difference(got.weights, wanted, EVERY_ROW) < TOLERANCE, which
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("variant", "cases"),
@@ -95,10 +102,7 @@ def test_adapters_train_as_a_plain_loop_does(
             f"sharding.shard_size={2 if strategy in HYBRID else 'null'}", f"pack={str(packed).lower()}",
             f"micro_batch_size={SAMPLES // size // 2}",
         )  # fmt: skip
-        got = run(cfg, size, pools)
-        assert got.losses == pytest.approx(reference.losses, rel=TOLERANCE), folder.name
-        assert got.grad_norms == pytest.approx(reference.grad_norms, rel=TOLERANCE), folder.name
-        assert difference(got.weights, wanted, EVERY_ROW) < TOLERANCE, folder.name
+        assert_same(run(cfg, size, pools), reference, wanted, folder.name)
 
 
 @pytest.mark.ranks

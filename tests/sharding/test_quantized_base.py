@@ -9,7 +9,7 @@ from harness import CPU, RankPool, single_world
 from reference import EXPORTED, TOLERANCE, Adapters, difference, plain_loop
 from saves import interrupted
 from small import config_of, make_config
-from test_adapters import ALL, EVERY_ROW, HYBRID, SAMPLES, first_values, run
+from test_adapters import ALL, EVERY_ROW, HYBRID, SAMPLES, assert_same, first_values, run
 from test_compile import trace
 from test_working_copy import build_run, run_steps
 from torch.distributed.fsdp import FSDPModule
@@ -88,10 +88,7 @@ def test_a_packed_base_trains_as_a_plain_loop_does(
             f"sharding.shard_size={2 if strategy in HYBRID else 'null'}", f"pack={str(number % 4 < 2).lower()}",
             f"micro_batch_size={SAMPLES // size // 2}",
         )  # fmt: skip
-        got = run(cfg, size, pools)
-        assert got.losses == pytest.approx(reference.losses, rel=TOLERANCE), folder.name
-        assert got.grad_norms == pytest.approx(reference.grad_norms, rel=TOLERANCE), folder.name
-        assert difference(got.weights, wanted, EVERY_ROW) < TOLERANCE, folder.name
+        assert_same(run(cfg, size, pools), reference, wanted, folder.name)
 
 
 @pytest.mark.ranks
