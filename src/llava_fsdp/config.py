@@ -304,9 +304,11 @@ class LoraConfig:
             raise ConfigError(f"model.lora.alpha={self.alpha} must be a finite number above 0")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"model.lora.dropout={self.dropout} must be at least 0 and below 1")
-        if not self.enabled and self.checkpoint is not None:
+        given = [own.name for own in fields(self) if getattr(self, own.name) != own.default]
+        if given and not self.enabled:
             raise ConfigError(
-                f"model.lora.checkpoint={self.checkpoint} needs model.lora.enabled=true; choose stage=finetune_lora"
+                f"model.lora.{given[0]}={getattr(self, given[0])} needs model.lora.enabled=true; choose "
+                "stage=finetune_lora"
             )
 
     @property

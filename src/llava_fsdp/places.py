@@ -29,7 +29,11 @@ def check_places(cfg: Config) -> None:
         if key == "checkpoint.resume" or not place.is_dir():
             continue
         # pictures are read by name: what else lies below their folder, which may be `/`, is no matter
-        if out == place or (place in out.parents and not key.endswith(".images")):
+        within = place in out.parents and not key.endswith(".images")
+        inside = key == "model.lora.checkpoint" and out in place.parents  # a new start would move it away
+        if inside:
+            raise ConfigError(f"{key}={name} is within output_dir={cfg.output_dir}; give another output_dir")
+        if out == place or within:
             raise ConfigError(
                 f"output_dir={cfg.output_dir} is {'' if out == place else 'within '}{key}={name}, which the run reads; "
                 "give a folder of its own"
@@ -46,6 +50,7 @@ def places_read(cfg: Config) -> dict[str, str]:
     if cfg.model.checkpoint is None:
         found |= {"model.language": cfg.model.language, "model.vision": cfg.model.vision}
     found["model.checkpoint"] = cfg.model.checkpoint
+    found["model.lora.checkpoint"] = cfg.model.lora.checkpoint
     if cfg.model.projector not in ("auto", "random"):
         found["model.projector"] = cfg.model.projector
     if cfg.checkpoint.resume not in ("auto", "never"):

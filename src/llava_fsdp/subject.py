@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from llava_fsdp.adapters import Base, comes_along
 from llava_fsdp.checkpoint import FOLDER, STATE_FILE, Checkpoint, newest_alone, verify
-from llava_fsdp.config import AspectRatio, Config, ConversionConfig, KeptDType, ModelConfig, load
+from llava_fsdp.config import AspectRatio, Config, ConversionConfig, KeptDType, ModelConfig, QuantizeConfig, load
 from llava_fsdp.data.images import preprocessor_fields
 from llava_fsdp.errors import CheckpointError, ConfigError, ModelError
 from llava_fsdp.formats import Subject, subject_of
@@ -100,9 +100,15 @@ def open_checkpoint(found: Checkpoint, cfg: ConversionConfig) -> Opened:
         CheckpointError: the frozen weights are not those of the run.
     """
     facts, folder = found.facts, found.folder
+    if cfg.base is not None:
+        raise ConfigError(
+            f"base={cfg.base} is for the folder of an adapter, and source={cfg.source} is a run, which knows its own "
+            f"base; take base= out, or give source={folder / adapter.FOLDER}"
+        )
     run = run_config(facts, folder)
     parts = find_parts(run.model)
-    model = build_llava(parts, run.model, torch.float32)
+    in_full = replace(run.model, quantize=QuantizeConfig())  # its base is read in full, and needs no quantiser here
+    model = build_llava(parts, in_full, torch.float32)
     trained = saved_weights(found)
     learned = all(n in trained for n, _ in model.named_parameters() if n.startswith(PROJECTOR_PREFIX))
     projector = None if learned else find_projector(run)

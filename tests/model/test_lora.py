@@ -111,3 +111,30 @@ def test_modules_are_found_by_their_parameters() -> None:
     names = [f"a.b.q_proj.{end}" for end in ("lora_A.default.weight", "lora_magnitude_vector.default.weight")]
     assert {module_of(name) for name in names} == {"a.b.q_proj"} and not is_adapter("a.b.q_proj.base_layer.weight")
     assert isinstance(SampleDropout(0.1, "x", TokenKeys()), nn.Module)
+
+
+def test_one_graph_serves_more_blocks_than_the_compiler_would_compile(tmp_path: Path) -> None:
+    """Layers whose masks differ are one code; a number in each of them would be a constant, and a graph for each."""
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    class Block(nn.Module):
+        def __init__(self, name: str, keys: TokenKeys):
+            super().__init__()
+            self.dropout = SampleDropout(0.1, name, keys)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.dropout(x)
+
+    keys = TokenKeys()
+    keys.set(torch.tensor([7]), torch.zeros(0, dtype=torch.int64), torch.Size((1, 16)), None, 1)
+    blocks = [Block(f"language_model.layers.{n}.mlp.up_proj", keys) for n in range(12)]
+    compiled = torch.compile(Block.forward, backend=count, dynamic=True)
+    x = torch.ones(1, 16, 8)
+    outputs = [compiled(block, x) for block in blocks]
+    assert all(torch.equal(out, block(x)) for out, block in zip(outputs, blocks, strict=True))
+    assert len(graphs) == 1
+    assert len({out.numpy().tobytes() for out in outputs}) == len(blocks)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from llava_fsdp import __version__
 from llava_fsdp.checkpoint.manifest import FORMAT, STATE_FILE, Manifest, unique
-from llava_fsdp.config import Config
+from llava_fsdp.config import Config, LoraConfig, QuantizeConfig
 from llava_fsdp.errors import CheckpointError
 from llava_fsdp.log import log
 from llava_fsdp.state import TrainState
@@ -104,7 +104,7 @@ STORED_AS = ("precision.master_dtype", "precision.moment_dtype")  # what a check
 FREE_KEYS = {  # paths, how records are read from disk, and names that are no part of the result
     "data.path", "data.images", "data.root", "data.workers", "data.prefetch", "data.stall", "data.source",
     "data.index", "data.examine", "data.allow_links", "data.bad", "data.bad_budget",
-    "model.name", "model.language", "model.vision", "model.checkpoint", "model.projector",
+    "model.name", "model.language", "model.vision", "model.checkpoint", "model.projector", "model.lora.checkpoint",
 }  # fmt: skip
 
 
@@ -120,7 +120,9 @@ def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder
     Raises:
         CheckpointError: listing every key that differs, and what to do.
     """
-    then, now = flat(facts["config"]), flat(plain(asdict(cfg)))
+    now = flat(plain(asdict(cfg)))
+    added = {"model": {"lora": asdict(LoraConfig()), "quantize": asdict(QuantizeConfig())}}
+    then = flat(plain(added)) | flat(facts["config"])  # an older run had neither, and no keys for them
     differing = [
         f"{key}: {then.get(key)} -> {now.get(key)}"
         for key in sorted(then.keys() | now.keys())

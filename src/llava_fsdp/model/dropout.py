@@ -63,7 +63,8 @@ class SampleDropout(nn.Module):
         """
         super().__init__()
         self.p = p
-        self.salt = derive("dropout", name) % 2**31
+        # a tensor, because a whole number of a module is a constant to the compiler, which then compiles every layer
+        self.salt = torch.tensor(derive("dropout", name) % 2**31, device="cpu")
         self.keys = keys
         self.in_tower = name.startswith("vision_tower.")
 
@@ -72,7 +73,8 @@ class SampleDropout(nn.Module):
         if not self.training:
             return x
         keys = self.keys.vision if self.in_tower else self.keys.language
-        assert keys is not None and keys.shape == x.shape[:-1], "a forward pass tells its samples first"
+        assert keys is not None and keys.numel() * x.shape[-1] == x.numel(), "a forward pass tells its samples first"
+        keys = keys.reshape(x.shape[:-1])  # some blocks lay their rows end to end
         channels = hashed(torch.arange(x.shape[-1], device=x.device), self.salt)
         value = mixed(keys[..., None] + channels)
         dropped = (value & (2**BITS - 1)) < int(self.p * 2**BITS)
@@ -89,7 +91,7 @@ def hashed(first: torch.Tensor, second: torch.Tensor | int) -> torch.Tensor:
 
 
 def mixed(value: torch.Tensor) -> torch.Tensor:
-    """int32 -> int32, one to one: a bit that differs changes half of the bits. Products wrap, as int32's do."""
+    """int32 -> int32: a bit that differs changes many. Products wrap and shifts keep the sign, as int32's do."""
     value = value ^ (value >> 16)
     value = value * MULTIPLIERS[0]
     value = value ^ (value >> 15)

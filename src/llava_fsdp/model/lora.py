@@ -6,6 +6,8 @@ adapters too, and because it runs without gradients they never learn. Here a tar
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -148,7 +150,7 @@ def check_gradients(model: Llava) -> None:
     size = model.parts.vision.image_size
     was_training = model.training
     model.eval()  # without dropout, which is drawn for samples
-    with torch.enable_grad(), torch.device("meta"):
+    with torch.enable_grad(), torch.device("meta"), tried(type(language).__name__):
         shown: Any = {"inputs_embeds": torch.zeros((1, 2, language.config.hidden_size)), "use_cache": False}
         segments = torch.zeros((1, 2), dtype=torch.int64), torch.tensor([0, 2], dtype=torch.int32), (2,)
         out = language(**shown, **told(segments if model.kernel is not None else None)).last_hidden_state
@@ -164,6 +166,18 @@ def check_gradients(model: Llava) -> None:
             "nothing that the model computes depends on them; take their part out of model.train, or set "
             "model.lora.bias=none if they are biases"
         )
+
+
+@contextmanager
+def tried(model: str) -> Iterator[None]:
+    """Raises ConfigError where a model does not run on the meta device, as some mixtures of experts do not."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        why = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"model.lora.enabled=true: {model} could not be tried with adapters ({why}); train it without them"
+        ) from error
 
 
 def without_gradient(part: str, module: nn.Module, out: torch.Tensor) -> list[str]:

@@ -81,7 +81,10 @@ def find_weights(
     if cfg.lora.checkpoint is not None:
         opened = open_adapter(find_adapter(cfg.lora.checkpoint, "model.lora.checkpoint"))
         adapter = dict(started_from(opened, model, cfg.lora))
-        found |= {without_base(n): tensor for n, tensor in adapter.items() if not is_adapter(n)}
+        beside = {without_base(n): tensor for n, tensor in adapter.items() if not is_adapter(n)}
+        if projector is not None or cfg.projector == "random":  # the one that was asked for, not the adapter's
+            beside = {n: tensor for n, tensor in beside.items() if not n.startswith(PROJECTOR_PREFIX)}
+        found |= beside
     sources: dict[str, Stored] = {}
     for own_name, _ in model.named_parameters():
         if is_adapter(own_name):
