@@ -62,9 +62,9 @@ class Noted:
         self.names[id(row[0])] = self.steps.records[number].id
         return row
 
-    def __call__(self, rows: list, facts: object, micro_batches: int) -> MicroBatch:
+    def __call__(self, rows: list, facts: object, micro_batches: int, seeds: list[int]) -> MicroBatch:
         self.ids.append([self.names[id(sample)] for sample, _ in rows])
-        return self.collate(rows, facts, micro_batches)  # type: ignore[arg-type]
+        return self.collate(rows, facts, micro_batches, seeds)  # type: ignore[arg-type]
 
 
 def losses(folder: Path) -> list[float]:
