@@ -102,7 +102,8 @@ def test_a_packed_base_saves_what_is_planned(
     found = {}
     for quantizer in (Quantizer(mode), Quantizer.none):
         cfg = configure(wide_parts, dataset, tmp_path, *own, stage=stage)
-        cfg.model = replace(cfg.model, lora=replace(cfg.model.lora, r=4), quantize=QuantizeConfig(mode=quantizer))
+        lora = replace(cfg.model.lora, r=4) if cfg.model.lora.enabled else cfg.model.lora
+        cfg.model = replace(cfg.model, lora=lora, quantize=QuantizeConfig(mode=quantizer))
         ranks = [measure_step(single_world(), cfg)] if own[0] == 1 else pools[own[0]].run(measure_step, cfg)
         found[quantizer] = [(m, peak(cfg, own[0], "cpu", micros, r)) for r, (m, micros) in enumerate(ranks[:2])]
     for (packed, planned), (full, planned_full) in zip(*found.values(), strict=True):
