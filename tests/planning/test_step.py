@@ -107,7 +107,7 @@ def test_a_packed_base_saves_what_is_planned(
         found[quantizer] = [(m, peak(cfg, own[0], "cpu", micros, r)) for r, (m, micros) in enumerate(ranks[:2])]
     for (packed, planned), (full, planned_full) in zip(*found.values(), strict=True):
         saved = planned_full.bytes["total"] - planned.bytes["total"]
-        assert full - packed == pytest.approx(saved, abs=SCALARS) > 0, planned.moment
+        assert saved > 0 and full - packed == pytest.approx(saved, abs=SCALARS), planned.moment
 
 
 @pytest.mark.ranks
