@@ -56,7 +56,7 @@ def settings(parts: Path, dataset: Path, folder: Path, variant: str, *more: str)
 @pytest.mark.parametrize(
     ("variant", "cases"),
     [
-        pytest.param("nf4", [("zero2", 2), ("zero3", 4)], id="nf4"),
+        pytest.param("nf4", [("zero3", 4)], id="nf4"),
         pytest.param("frozen-projector", [("zero3", 2)], id="frozen-projector"),
         pytest.param("pretrain", [("zero3", 2)], id="pretrain"),
         *[pytest.param(v, ALL, id=f"{v}-all", marks=pytest.mark.slow) for v in VARIANTS],
