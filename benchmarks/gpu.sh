@@ -136,7 +136,7 @@ run_checks() {
     if [ ! -d "$work/out/finetune/export" ]; then
         not_run evaluate "there is no trained model"
     elif has llava_fsdp.evaluate; then
-        part evaluate 40 "$python" -m llava_fsdp.evaluate "checkpoint=$work/out/finetune" "data.root=$work/shapes" \
+        part evaluate 40 "$python" -m llava_fsdp.evaluate "model.checkpoint=$work/out/finetune" "data.root=$work/shapes" \
             "${asked[@]}" format=json > "$work/evaluate.txt"
         cat "$work/evaluate.txt"
     else

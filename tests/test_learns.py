@@ -38,7 +38,9 @@ def test_adapters_learn_to_see_and_answer_the_same_once_merged(tmp_path: Path) -
     runs = tmp_path / "outputs"
     right = {}
     for run in ("pretrain", "finetune_lora"):
-        ran = command("llava_fsdp.evaluate", f"checkpoint={runs / run}", "format=json", "blank=false", cwd=tmp_path)
+        ran = command(
+            "llava_fsdp.evaluate", f"model.checkpoint={runs / run}", "format=json", "blank=false", cwd=tmp_path
+        )
         right[run] = json.loads(ran.stdout)["accuracy"]
     assert right["finetune_lora"] >= right["pretrain"] + 0.3
 

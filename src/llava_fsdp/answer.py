@@ -47,28 +47,28 @@ class Assistant:
         Raises:
             ModelError: there is no model, or one in the original's format.
         """
-        folder = resolve_model(checkpoint, "checkpoint")
-        raw = read_json(folder / "config.json", f"checkpoint={checkpoint}")
+        folder = resolve_model(checkpoint, "model.checkpoint")
+        raw = read_json(folder / "config.json", f"model.checkpoint={checkpoint}")
         if is_original(raw) and raw.get("image_aspect_ratio") == AspectRatio.anyres.value:
             raise ModelError(
-                f"checkpoint={checkpoint} is a model of tiles (anyres), which transformers' LLaVA has not; "
+                f"model.checkpoint={checkpoint} is a model of tiles (anyres), which transformers' LLaVA has not; "
                 "the original's own programs read this folder"
             )
         if is_original(raw):
             raise ModelError(
-                f"checkpoint={checkpoint} is in the original LLaVA's format; turn it into transformers' first: "
+                f"model.checkpoint={checkpoint} is in the original LLaVA's format; turn it into transformers' first: "
                 f"python -m llava_fsdp.export source={checkpoint} to=FOLDER"
             )
-        notes = read_json(folder / NOTES, f"checkpoint={checkpoint}") if (folder / NOTES).is_file() else {}
+        notes = read_json(folder / NOTES, f"model.checkpoint={checkpoint}") if (folder / NOTES).is_file() else {}
         with foreign(f"{folder / NOTES} is not what an export writes"):
             self.form: Template = template(notes.get("template", form))
             self.start_end = bool(notes.get("image_start_end", False))
             self.aspect = AspectRatio(notes.get("image_aspect_ratio", aspect.value))
         self.preprocessor: Preprocessor = read_preprocessor(folder)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        read_llava_config(folder, "checkpoint")
+        read_llava_config(folder, "model.checkpoint")
         open_tensors(folder)  # refuses what carries a program, in our words
-        with quiet_transformers(), foreign(f"checkpoint={checkpoint} cannot be loaded"):
+        with quiet_transformers(), foreign(f"model.checkpoint={checkpoint} cannot be loaded"):
             model = load_llava(folder, "auto")
         self.model = model.to(self.device).eval()
         rows = notes.get("vocab_size", self.model.config.image_token_id)

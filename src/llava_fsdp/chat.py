@@ -25,7 +25,7 @@ def chat(cfg: ChatConfig) -> None:
     if cfg.image is not None and not Path(cfg.image).is_file():
         raise ConfigError(f"image={cfg.image} is not a file")
     images = [Path(cfg.image)] if cfg.image is not None else []
-    assistant = Assistant(cfg.checkpoint, form="v1", aspect=AspectRatio.pad)
+    assistant = Assistant(cfg.model.checkpoint, form="v1", aspect=AspectRatio.pad)
     turns: list[Turn] = []
     questions = [cfg.question] if cfg.question is not None else typed_lines()
     for text in questions:

@@ -33,7 +33,7 @@ from llava_fsdp.rundir import PATIENCE, Outcome, attempt, env_rank, is_one_node,
 T = TypeVar("T")
 # Keys whose values are text or paths: taken as they are typed, without Hydra's grammar for lists and functions.
 LITERAL = frozenset({
-    "question", "image", "checkpoint", "output_dir", "checkpoint.resume", "data.path", "data.images", "data.root",
+    "question", "image", "output_dir", "checkpoint.resume", "data.path", "data.images", "data.root",
     "data.index", "report", "model.language", "model.vision", "model.checkpoint", "model.projector", "source", "to",
     "language", "vision", "offload.folder",
 })  # fmt: skip

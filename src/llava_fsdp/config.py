@@ -1060,12 +1060,20 @@ class PlanConfig(Config):
 
 
 @dataclass(kw_only=True, slots=True)
+class AskedConfig:
+    """The trained model that is asked."""
+
+    checkpoint: str
+    """A run's folder, or a model folder: ours, transformers' or the original's."""
+
+
+@dataclass(kw_only=True, slots=True)
 class EvaluateConfig:
     """Questions with known answers, asked of a trained model."""
 
     stage: StageConfig
     data: DataConfig
-    checkpoint: str
+    model: AskedConfig
     limit: int | None
     batch_size: int
     max_new_tokens: int
@@ -1084,7 +1092,7 @@ class EvaluateConfig:
 class ChatConfig:
     """A conversation with a trained model."""
 
-    checkpoint: str
+    model: AskedConfig
     image: str | None
     question: str | None
     max_new_tokens: int

@@ -1,4 +1,4 @@
-"""Ask a trained model questions with known answers: `python -m llava_fsdp.evaluate checkpoint=outputs/finetune`."""
+"""Ask a trained model questions with known answers: `llava_fsdp.evaluate model.checkpoint=outputs/finetune`."""
 
 import json
 import sys
@@ -37,10 +37,10 @@ def evaluate(cfg: EvaluateConfig) -> None:
     records = RecordFile(Path(source.path))
     asked = [records[i] for i in range(min(len(records), cfg.limit or len(records)))]
     questions, references = zip(*(first_question(r, source.images) for r in asked), strict=True)
-    assistant = Assistant(cfg.checkpoint, cfg.data.template, cfg.data.image_aspect_ratio)
+    assistant = Assistant(cfg.model.checkpoint, cfg.data.template, cfg.data.image_aspect_ratio)
 
     answers = ask_all(assistant, list(questions), cfg, blank=False)
-    result: dict[str, object] = {"checkpoint": cfg.checkpoint, "data": source.path, "questions": len(asked)}
+    result: dict[str, object] = {"checkpoint": cfg.model.checkpoint, "data": source.path, "questions": len(asked)}
     result["accuracy"] = share_right(answers, list(references))
     if cfg.blank:
         blank = ask_all(assistant, list(questions), cfg, blank=True)
