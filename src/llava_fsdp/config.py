@@ -478,6 +478,11 @@ class DataConfig:
         first = next(iter(self.sources.values())).path if self.sources else self.path
         return Path(self.index or f"{first}.index")
 
+    @property
+    def source_names(self) -> list[str]:
+        """Of every source in their order; a single one that has no name is called as its file is."""
+        return list(self.sources) or [Path(str(self.path)).stem]
+
     def budget(self, records: int) -> int:
         """Most of so many records that may be left out."""
         if self.bad_budget.endswith("%"):

@@ -166,6 +166,10 @@ def metrics_row(result: StepResult, utilization: Utilization | None = None) -> d
     return {
         "step": facts.step + 1,
         "loss": finite(result.loss),
+        "sources": {
+            name: {"loss": None if loss is None else finite(loss), "label_tokens": facts.source_labels[name]}
+            for name, loss in result.source_losses.items()
+        },
         "lr": result.lr,
         "grad_norm": finite(result.grad_norm),
         "skipped": result.skipped,
@@ -181,6 +185,7 @@ def metrics_row(result: StepResult, utilization: Utilization | None = None) -> d
         "unlabelled": len(facts.unlabelled),
         "quarantined": len(facts.left_out),
         "seconds": result.seconds,
+        "data_seconds": result.data_seconds,
         "tokens_per_second": facts.tokens / result.seconds,
         **used,
         "recompiles": result.recompiles,

@@ -80,6 +80,11 @@ class StepResult:
     """Graphs that this rank has compiled since the first steps of its process: each took its step seconds."""
     own_loss_is_finite: bool = True
     """This rank's part of the loss; a field that differs between ranks."""
+    source_losses: dict[str, float | None] = field(default_factory=dict)
+    """Mean over the label tokens of each source of the dataset; None: the step has none of it. Not finite where
+    `loss.kernel` knows the sum of all alone."""
+    data_seconds: float = 0.0
+    """What this rank waited for the step's data; a field that differs between ranks."""
 
 
 def assemble(
