@@ -47,9 +47,7 @@ def test_the_parts_are_the_whole(parts: Path, dataset: Path, tmp_path: Path) -> 
     json.dumps(rows)
 
 
-def test_asking_changes_no_bit(
-    parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_asking_changes_no_bit(parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = run(single_world(), parts, dataset, tmp_path / "a", True, *SEVERAL, "loss.chunk_tokens=7")
     monkeypatch.setattr("llava_fsdp.loop.SourceSums.each", lambda self: None)
     silent = run(single_world(), parts, dataset, tmp_path / "b", True, *SEVERAL, "loss.chunk_tokens=7")

@@ -116,7 +116,9 @@ def recomputed_loss(
         return total + (hidden.sum() + weight.sum()).float() * 0.0
     for shown, ids in zip(hidden.split(chunk_tokens), label_ids.split(chunk_tokens), strict=True):
         own = Each()  # of this pass: the backward pass fills it once more
-        total = total + checkpoint(whole_loss, shown, weight, ids, own if each is not None else None, use_reentrant=False)
+        total = total + checkpoint(
+            whole_loss, shown, weight, ids, own if each is not None else None, use_reentrant=False
+        )
         if each is not None:
             each.chunks += own.chunks
     return total
