@@ -12,7 +12,7 @@ from llava_fsdp.log import log
 from llava_fsdp.recipes import values_of
 from llava_fsdp.report_page import report_page
 from llava_fsdp.rows import replace_lines
-from llava_fsdp.rundir import mode_of, read_status, write_new
+from llava_fsdp.rundir import read_status
 from llava_fsdp.runs import (
     METRICS_FILE,
     REPORT_FILE,
@@ -22,6 +22,7 @@ from llava_fsdp.runs import (
     check_start,
     check_validation,
     name_of,
+    put_page,
     read_metrics,
     read_rows,
     read_run,
@@ -108,16 +109,6 @@ class LivePage:
             self.failed = True
             where = self.run.folder / REPORT_FILE
             log().warning("%s cannot be written (%s: %s); the run goes on", where, type(error).__name__, error)
-
-
-def put_page(path: Path, page: str, folder: Path) -> None:
-    """In one piece, for those who may read the run's metrics."""
-    staged = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write_new(staged, page.encode(errors="replace"), mode_of(folder / METRICS_FILE))
-        os.replace(staged, path)
-    finally:
-        staged.unlink(missing_ok=True)
 
 
 def rewrite_page(folder: Path) -> None:

@@ -5,6 +5,7 @@ run at all is refused.
 """
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ import yaml
 
 from llava_fsdp.curves import History
 from llava_fsdp.errors import ConfigError, DataError
-from llava_fsdp.rundir import held_by, is_without_end, read_status
+from llava_fsdp.rundir import held_by, is_without_end, mode_of, read_status, write_new
 from llava_fsdp.untrusted import refuse_yaml_bombs
 
 METRICS_FILE = "metrics.jsonl"
@@ -202,3 +203,13 @@ def written(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(written, value))}]"
     return repr(value) if isinstance(value, float) else str(value)
+
+
+def put_page(path: Path, page: str, folder: Path) -> None:
+    """In one piece, for those who may read the run's metrics."""
+    staged = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write_new(staged, page.encode(errors="replace"), mode_of(folder / METRICS_FILE))
+        os.replace(staged, path)
+    finally:
+        staged.unlink(missing_ok=True)
