@@ -14,6 +14,7 @@ from llava_fsdp.markup import inline_json, shortened, ticks
 
 ASSETS = Path(__file__).parent / "assets" / "page"
 WIDTH, HEIGHT = 640, 240
+WIDE_WIDTH, WIDE_HEIGHT = 1296, 330
 LEFT, RIGHT, TOP, BELOW = 58, 10, 10, 24
 COLOURS = 8
 """Of the style sheet; lines beyond them are dashed."""
@@ -22,6 +23,8 @@ DIGITS = 5
 PAGE_POINTS = 40_000
 """Points of all lines of a page together, some 80 bytes each."""
 NAME_LENGTH = 80
+RARE = 3
+"""Percent of the ranges that may lie outside of a chart: a spike of one step would flatten everything else."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +66,13 @@ def draw(chart: Chart) -> str:
     if not lines:
         return ""
     scale = Scale.of(chart, lines)
+    width, height = scale.width, scale.height
     body = [*axes(scale, chart), *marks(scale, chart), *(shape for line in lines for shape in shapes(scale, line))]
     title = escape(chart.title)
     return (
         f"<figure class='chart{' wide' if chart.wide else ''}'>"
         f"<figcaption>{title}{f' <small>{escape(chart.unit)}</small>' if chart.unit else ''}</figcaption>"
-        f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' role='img' aria-label='{title}'>{''.join(body)}</svg>"
+        f"<svg viewBox='0 0 {width} {height}' role='img' aria-label='{title}'>{''.join(body)}</svg>"
         f"{legend(chart, lines)}"
         f"{f'<p class=note>{escape(chart.note)}</p>' if chart.note else ''}"
         f"<script type='application/json'>{inline_json(told(chart, lines))}</script></figure>\n"
@@ -83,51 +87,70 @@ class Scale:
     last: float
     low: float
     high: float
+    width: int
+    height: int
 
     @classmethod
     def of(cls, chart: Chart, lines: list[Line]) -> "Scale":
         steps = [point.step for line in lines for point in (line.points[0], line.points[-1])]
-        values = [point.mean for line in lines for point in line.points]
+        values = [value for line in lines for value in extent(line)]
         if chart.level is not None:
             values.append(chart.level[1])
         low, high = min(values), max(values)
         room = 0.05 * (high - low) or abs(high) * 0.1 or 1.0
         floor = low - room
         first, last = min(steps), max(steps)
-        return cls(first, last if last > first else first + 1, 0.0 if low >= 0 > floor else floor, high + room)
+        return cls(
+            first,
+            last if last > first else first + 1,
+            0.0 if low >= 0 > floor else floor,
+            high + room,
+            WIDE_WIDTH if chart.wide else WIDTH,
+            WIDE_HEIGHT if chart.wide else HEIGHT,
+        )
 
     def x(self, step: float) -> float:
-        return LEFT + (step - self.first) / (self.last - self.first) * (WIDTH - LEFT - RIGHT)
+        return LEFT + (step - self.first) / (self.last - self.first) * (self.width - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
-        inner = HEIGHT - TOP - BELOW
+        inner = self.height - TOP - BELOW
         return TOP + inner - max(-0.02, min(1.02, (value - self.low) / (self.high - self.low))) * inner
+
+
+def extent(line: Line) -> tuple[float, float]:
+    """All of its means, and of the ranges around them all but a few."""
+    means = [point.mean for point in line.points]
+    spare = len(means) * RARE // 100
+    low, high = sorted(p.least for p in line.points)[spare], sorted(p.most for p in line.points)[-1 - spare]
+    return min(*means, low, high), max(*means, low, high)
 
 
 def axes(scale: Scale, chart: Chart) -> list[str]:
     parts = []
-    for value in ticks(scale.low, scale.high, 5):
+    values = ticks(scale.low, scale.high, 5)
+    for value in values:
         y = scale.y(value)
-        parts.append(f"<path class='grid' d='M{LEFT} {y:.1f}H{WIDTH - RIGHT}'/>")
-        parts.append(f"<text x='{LEFT - 6}' y='{y + 4:.1f}' text-anchor='end'>{shown(value, chart.share)}</text>")
-    for step in ticks(scale.first, scale.last, 8):
+        parts.append(f"<path class='grid' d='M{LEFT} {y:.1f}H{scale.width - RIGHT}'/>")
+        parts.append(
+            f"<text x='{LEFT - 6}' y='{y + 4:.1f}' text-anchor='end'>{shown(value, chart.share, digits(values))}</text>"
+        )
+    for step in ticks(scale.first, scale.last, scale.width // 80):
         if step == int(step):
             x = scale.x(step)
-            parts.append(f"<text x='{x:.1f}' y='{HEIGHT - 6}' text-anchor='middle'>{shown(step)}</text>")
+            parts.append(f"<text x='{x:.1f}' y='{scale.height - 6}' text-anchor='middle'>{shown(step)}</text>")
     if chart.level is not None:
         name, value = chart.level
-        y = scale.y(value)
-        parts.append(f"<path class='level' d='M{LEFT} {y:.1f}H{WIDTH - RIGHT}'/>")
-        parts.append(f"<text class='levelname' x='{WIDTH - RIGHT}' y='{y - 4:.1f}' text-anchor='end'>{escape(name)}")
-        parts.append("</text>")
+        y, end = scale.y(value), scale.width - RIGHT
+        parts.append(f"<path class='level' d='M{LEFT} {y:.1f}H{end}'/>")
+        parts.append(f"<text class='levelname' x='{end}' y='{y - 4:.1f}' text-anchor='end'>{escape(name)}</text>")
     return parts
 
 
 def marks(scale: Scale, chart: Chart) -> list[str]:
     """A line where the run was started again."""
+    bottom = scale.height - BELOW
     return [
-        f"<path class='mark' d='M{scale.x(step):.1f} {TOP}V{HEIGHT - BELOW}'><title>started after step {step}</title>"
-        "</path>"
+        f"<path class='mark' d='M{scale.x(step):.1f} {TOP}V{bottom}'><title>started after step {step:,}</title></path>"
         for step in chart.marks
         if scale.first <= step <= scale.last
     ]
@@ -192,16 +215,23 @@ def short(value: float) -> float | int:
     return float(f"{value:.{DIGITS}g}") if abs(value) < 1e6 else round(value, 1)
 
 
-def shown(value: float, share: bool = False) -> str:
+def digits(values: list[float]) -> int:
+    """So many tell neighbours on an axis apart."""
+    if len(values) < 2:
+        return 4
+    return max(4, 1 + math.ceil(math.log10(max(map(abs, values)) / (values[1] - values[0]))))
+
+
+def shown(value: float, share: bool = False, digits: int = 4) -> str:
     """A value on an axis, or in a table."""
     if share:
-        return f"{100 * value:.3g} %"
+        return f"{100 * value:.{digits}g} %"
     if value == 0:
         return "0"
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
-            return f"{value / (1e3 if letter == 'k' else size):.4g}{letter}"
+            return f"{value / (1e3 if letter == 'k' else size):.{digits}g}{letter}"
     if abs(value) < 1e-3:
         mantissa, exponent = f"{value:.3g}".partition("e")[::2]
         return f"{mantissa}e{int(exponent)}" if exponent else f"{value:.1e}"
-    return f"{value:.4g}" if not math.isclose(value, round(value)) else f"{round(value)}"
+    return f"{value:.{digits}g}" if not math.isclose(value, round(value)) else f"{round(value)}"

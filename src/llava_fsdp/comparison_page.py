@@ -8,7 +8,7 @@ from typing import Any
 from llava_fsdp.charts import Chart, Line, draw, points_each
 from llava_fsdp.curves import Point
 from llava_fsdp.markup import table
-from llava_fsdp.report_charts import HELP, values_of
+from llava_fsdp.report_charts import HELP, in_gib, values_of
 from llava_fsdp.report_page import measured, whole_page
 from llava_fsdp.runs import Run, written
 from llava_fsdp.words import duration, moment
@@ -25,7 +25,7 @@ CURVES = {
     "mfu": ("MFU", "of the peak"),
     "seconds": ("Time of a step", "seconds, rank 0"),
     "data_seconds": ("Waiting for data", "seconds a step, rank 0"),
-    "peak_memory_bytes": ("Peak memory", "bytes, rank 0"),
+    "peak_memory_bytes": ("Peak memory", "GiB, rank 0"),
 }
 
 
@@ -64,7 +64,7 @@ def results(run: Run) -> list[object]:
         quick["mfu"],
         quick["memory"],
         quick["waits"],
-        int(history.last.get("skipped_steps") or len(history.skipped)),
+        history.skipped_steps,
         duration(history.sums["seconds"]),
     ]
 
@@ -102,6 +102,7 @@ def means(run: Run, key: str, most: int) -> list[Point]:
     """A curve without the ranges of its stretches, which would cover other runs' curves."""
     curve = run.history.curves.get(key)
     points = curve.points(most) if curve is not None else []
+    points = in_gib(points) if key == "peak_memory_bytes" else points
     return [Point(point.step, point.mean, point.mean, point.mean) for point in points]
 
 

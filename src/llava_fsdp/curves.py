@@ -108,6 +108,8 @@ class History:
     """The last row."""
     skipped: list[int] = field(default_factory=list)
     """The first steps that were skipped."""
+    skipped_steps: int = 0
+    """How many there were."""
     lowest: tuple[float, int] | None = None
     """The lowest mean of WINDOW losses in a row, and the step that it ends with."""
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -130,8 +132,9 @@ class History:
             self.sums[name] += number_of(row, name) or 0
         self.steps += 1
         self.last = row
-        if row.get("skipped") is True and len(self.skipped) < MOST_SKIPS:
-            self.skipped.append(step)
+        if row.get("skipped") is True:
+            self.skipped_steps += 1
+            self.skipped += [step] if len(self.skipped) < MOST_SKIPS else []
         if (loss := values["loss"]) is not None:
             self.recent.append(loss)
             mean = sum(self.recent) / len(self.recent)
@@ -180,12 +183,13 @@ def checked(row: object) -> tuple[int, dict[str, float | None]]:
 
 
 def number_of(row: dict[str, Any], name: str) -> float | None:
+    """None where there is none, or one that is not finite."""
     value = row.get(name)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name} is no number")
-    return float(value)
+    return float(value) if math.isfinite(value) else None
 
 
 def sources_of(row: dict[str, Any]) -> dict[str, tuple[float | None, int]]:

@@ -1,12 +1,15 @@
 """The charts of one training."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from llava_fsdp.charts import Chart, Line, draw, points_each
 from llava_fsdp.curves import Point
 from llava_fsdp.runs import Run
 
+GIB = 1 << 30
+MOST_MARKS = 100
 MOST_SOURCES = 12
 """Whose curves are drawn."""
 HELP = "Drag over a chart to zoom all of them, with Shift to pan; a double click shows everything again."
@@ -23,7 +26,7 @@ def charts_of(run: Run) -> Iterator[Chart]:
     history = run.history
     sources = dict(history.largest_sources(MOST_SOURCES))
     most = points_each(len(history.curves) + len(sources))
-    marks = sorted({int(start["step"]) for start in run.starts if int(start["step"]) > 0})
+    marks = sorted({start["step"] for start in run.starts if start["step"] > 0})[-MOST_MARKS:]
 
     def lines(names: dict[str, str]) -> list[Line]:
         found = [(name, history.curves[key].points(most)) for key, name in names.items() if key in history.curves]
@@ -51,19 +54,22 @@ def charts_of(run: Run) -> Iterator[Chart]:
         smooths=True, logs=True, marks=marks,
     )  # fmt: skip
     planned = run.about.get("planned_peak")
-    yield Chart(
-        "Peak memory", lines({"peak_memory_bytes": "peak memory"}), "bytes, rank 0", marks=marks,
-        level=("planned", float(planned)) if isinstance(planned, int) else None,
-    )  # fmt: skip
+    memory = [replace(line, points=in_gib(line.points)) for line in lines({"peak_memory_bytes": "peak memory"})]
+    level = ("planned", planned / GIB) if isinstance(planned, int) else None
+    yield Chart("Peak memory", memory, "GiB, rank 0", marks=marks, level=level)
     if "loss_scale" in history.curves:
         yield Chart("Loss scale", lines({"loss_scale": "loss scale"}), "fp16", logs=True, marks=marks)
+
+
+def in_gib(points: list[Point]) -> list[Point]:
+    return [Point(point.step, *(value / GIB for value in point[1:])) for point in points]
 
 
 def width_note(run: Run) -> str:
     curve = run.history.curves.get("loss")
     if curve is None or curve.width == 1:
         return ""
-    return f"Each point is the mean of {curve.width:,} steps; the band is their least and their greatest value."
+    return f"A point is the mean of {curve.width:,} steps or more, the band their least and their greatest value."
 
 
 def validation_charts(rows: list[dict[str, Any]], marks: list[int]) -> Iterator[Chart]:

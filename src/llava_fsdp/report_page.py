@@ -73,7 +73,7 @@ def tiles(run: Run) -> str:
             found.append((f"{last[key]:.4g}", f"{of}, step {last['step']:,}"))
     sums = history.sums
     found.append((shown(sums["tokens"]), f"tokens in {shown(sums['samples'])} samples"))
-    skipped = int(history.last.get("skipped_steps") or len(history.skipped))
+    skipped = history.skipped_steps
     found.append((f"{skipped:,}", "skipped steps"))
     found.append((duration(sums["seconds"]), remaining(run)))
     items = "".join(f"<li><b>{escape(value)}</b><span>{escape(name)}</span></li>" for value, name in found)

@@ -5,7 +5,7 @@ from html import escape
 from typing import Any
 
 from llava_fsdp.markup import shortened, table
-from llava_fsdp.runs import Run
+from llava_fsdp.runs import Run, written
 from llava_fsdp.words import moment, readable
 
 MOST_STARTS = 50
@@ -13,6 +13,8 @@ MOST_ANSWERS = 12
 MOST_TEXT = 1200
 """Characters of a question or an answer."""
 MOST_ROWS = 1000
+MOST_COMMAND = 20_000
+"""Characters."""
 Thumbnail = Callable[[str], str | None]
 """A picture's path -> an address with the picture in it, or None."""
 
@@ -62,28 +64,40 @@ def earlier(answer: dict[str, Any], asked: list[dict[str, Any]], most: int = 5) 
 
 
 def settings(run: Run) -> Iterator[str]:
-    """What trains, which recipe, on what."""
+    """What trains, by which recipe, and what that takes."""
     about = run.about
-    if about.get("trains"):
-        yield "<h2>What trains</h2>" + table(["part", "trains", "frozen"], about["trains"])
-    yield from sources(run)
-    yield from memory(run)
-    yield "<h2>Recipe</h2>"
+    trains = [about["trains"]] if about.get("trains") else []
+    yield columns(
+        *(section("What trains", table(["part", "trains", "frozen"], rows)) for rows in trains),
+        *sources(run),
+        *memory(run),
+    )
+    yield section("Recipe", "".join(recipe(run)))
+
+
+def recipe(run: Run) -> Iterator[str]:
+    about = run.about
+    files = escape(f"stage={about.get('stage')} model={about.get('model')}")
     if about.get("recipe") is None:
         yield "<p class='note'>There are no recipe files for this stage and model to compare with.</p>"
     elif about["recipe"]:
-        yield (
-            f"<p>Unlike the files of stage={escape(str(about.get('stage')))} "
-            f"model={escape(str(about.get('model')))}:</p>"
-        )
-        yield table(["key", "recipe", "this run"], about["recipe"])
+        yield f"<p>Unlike the files of <code>{files}</code>:</p>"
+        yield table(["key", "recipe", "this run"], about["recipe"][:MOST_ROWS])
     else:
-        yield "<p>As the files of its stage and model have it, to the last key.</p>"
+        yield f"<p>As the files of <code>{files}</code> have it, to the last key.</p>"
     if about.get("unlike"):
         yield f"<p>Unlike LLaVA: {escape(str(about['unlike']))}</p>"
     if run.config:
-        rows = ((key, str(value)) for key, value in run.config.items())
+        rows = [(key, written(value)) for key, value in run.config.items()][:MOST_ROWS]
         yield f"<details><summary>The whole configuration</summary>{table(['key', 'value'], rows)}</details>\n"
+
+
+def section(title: str, body: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{body}</section>\n"
+
+
+def columns(*sections: str) -> str:
+    return f"<div class='columns'>{''.join(sections)}</div>\n" if sections else ""
 
 
 def sources(run: Run) -> Iterator[str]:
@@ -91,12 +105,12 @@ def sources(run: Run) -> Iterator[str]:
     if len(history.sources) < 2:
         return
     rows = []
-    for name, curve in history.sources.items():
+    for name, curve in history.largest_sources(MOST_ROWS):
         points = curve.points()
         labels = history.source_labels[name]
         share = labels / max(1, sum(history.source_labels.values()))
         rows.append([name, labels, f"{share:.1%}", f"{points[-1].mean:.4f}" if points else ""])
-    yield "<h2>Sources</h2>" + table(["source", "label_tokens", "share", "last loss"], rows)
+    yield section("Sources", table(["source", "label_tokens", "share", "last loss"], rows))
 
 
 def memory(run: Run) -> Iterator[str]:
@@ -108,29 +122,36 @@ def memory(run: Run) -> Iterator[str]:
     if (peak := run.history.most("peak_memory_bytes")) is not None:
         what = "the most that the process held" if run.about.get("device") == "CPU" else "the most that was allocated"
         rows.append([f"{what}, measured", readable(peak)])
-    yield "<h2>Memory of rank 0</h2>" + table(["what", "bytes"], rows)
+    yield section("Memory of rank 0", table(["what", "bytes"], rows))
 
 
 def past(run: Run) -> Iterator[str]:
-    """How it was started, and what went wrong on the way."""
+    """Where and how it was started, and what went wrong on the way."""
+    yield columns(*environment(run), *starts(run), *samples(run))
+    if run.about.get("command"):
+        yield section("Command", f"<pre>{escape(shortened(str(run.about['command']), MOST_COMMAND))}</pre>")
+    if run.history.skipped:
+        named = ", ".join(f"{step:,}" for step in run.history.skipped)
+        more = " and more" if run.history.skipped_steps > len(run.history.skipped) else ""
+        yield section("Skipped steps", f"<p>Not finite, the weights stayed as they were: {named}{more}.</p>")
+
+
+def environment(run: Run) -> Iterator[str]:
     about = run.about
-    versions = dict(about.get("versions") or {})
-    if about.get("commit"):
-        versions["commit"] = about["commit"]
-    if versions:
-        launch = {"ranks": about.get("ranks"), "nodes": about.get("nodes"), "device": about.get("device")}
-        rows = ([key, str(value)] for key, value in {**versions, **launch}.items())
-        yield "<h2>Environment</h2>" + table(["what", "which"], rows)
-    if about.get("command"):
-        yield f"<h2>Command</h2><pre>{escape(shortened(str(about['command']), 20_000))}</pre>\n"
+    if about.get("versions"):
+        known = {**about["versions"], **{key: about.get(key) for key in ("commit", "ranks", "nodes", "device")}}
+        rows = [(key, str(value)) for key, value in known.items() if value is not None]
+        yield section("Environment", table(["what", "which"], rows))
+
+
+def starts(run: Run) -> Iterator[str]:
     if len(run.starts) > 1:
-        yield f"<h2>Starts</h2><p>{len(run.starts):,} starts make this run; the charts mark them.</p>"
-        rows = [[int(s["step"]), moment(s["time"]), s.get("ranks"), s.get("device")] for s in run.starts[-MOST_STARTS:]]
-        yield table(["after step", "when", "ranks", "device"], rows)
-    history = run.history
-    if history.skipped:
-        named = ", ".join(f"{step:,}" for step in history.skipped)
-        yield f"<h2>Skipped steps</h2><p>Not finite, the weights stayed as they were: {named}</p>"
-    counted = {name: int(history.sums[name]) for name in ("truncated", "quarantined", "unlabelled")}
+        found = [[s["step"], moment(s["time"]), s.get("ranks"), s.get("device")] for s in run.starts[-MOST_STARTS:]]
+        note = f"<p class='note'>{len(run.starts):,} starts make this run; the charts mark them.</p>"
+        yield section("Starts", note + table(["after step", "when", "ranks", "device"], found))
+
+
+def samples(run: Run) -> Iterator[str]:
+    counted = {name: int(run.history.sums[name]) for name in ("truncated", "quarantined", "unlabelled")}
     if any(counted.values()):
-        yield "<h2>Samples</h2>" + table(["what", "samples"], ([name, count] for name, count in counted.items()))
+        yield section("Samples", table(["what", "samples"], counted.items()))

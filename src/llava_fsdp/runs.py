@@ -5,6 +5,7 @@ run at all is refused.
 """
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from llava_fsdp.curves import History
 from llava_fsdp.errors import ConfigError, DataError
 from llava_fsdp.rundir import held_by, is_without_end, mode_of, read_status, write_new
 from llava_fsdp.untrusted import refuse_yaml_bombs
+from llava_fsdp.words import moment
 
 METRICS_FILE = "metrics.jsonl"
 VALIDATION_FILE = "validation.jsonl"
@@ -142,8 +144,8 @@ def lines_of(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def check_start(row: dict[str, Any]) -> None:
-    int(row["step"])
-    float(row["time"])
+    if type(row["step"]) is not int:
+        raise ValueError("step")
     for name, kind in (("versions", dict), ("trains", list), ("recipe", list), ("at_rest", dict)):
         if not isinstance(row.get(name, kind()), kind):
             raise ValueError(name)
@@ -151,14 +153,17 @@ def check_start(row: dict[str, Any]) -> None:
         raise ValueError("trains")
     if not all(isinstance(own, list) and len(own) == 3 for own in row.get("recipe", [])):
         raise ValueError("recipe")
-    json.dumps(row, allow_nan=False)
+    sizes = [value for value in [*row.get("at_rest", {}).values(), row.get("planned_peak")] if value is not None]
+    if not all(type(value) in (int, float) and math.isfinite(value) for value in sizes):
+        raise ValueError("a size is none")
+    moment(row["time"])
 
 
 def check_validation(row: dict[str, Any]) -> None:
     if type(row["step"]) is not int:
         raise ValueError("step")
     numbers = [row.get("loss"), row.get("score"), *(own.get("loss") for own in (row.get("sources") or {}).values())]
-    if not all(value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in numbers):
+    if not all(value is None or (type(value) in (int, float) and math.isfinite(value)) for value in numbers):
         raise ValueError("a number is none")
     if not all(isinstance(answer, dict) for answer in row.get("answers") or []):
         raise ValueError("answers")

@@ -1,8 +1,7 @@
 // Makes the charts of a page zoom, pan, smooth and tell values. Draws what charts.py has drawn, for other ranges.
 "use strict";
 (() => {
-  const WIDTH = 640, HEIGHT = 240, LEFT = 58, RIGHT = 10, TOP = 10, BELOW = 24, COLOURS = 8;
-  const INNER_WIDTH = WIDTH - LEFT - RIGHT, INNER_HEIGHT = HEIGHT - TOP - BELOW;
+  const LEFT = 58, RIGHT = 10, TOP = 10, BELOW = 24, COLOURS = 8, RARE = 3;
   const SVG = "http://www.w3.org/2000/svg";
   const charts = [];
   let range = null; // [first, last] step that all charts show; null: everything
@@ -42,13 +41,17 @@
     return found.filter((_, place) => place % every === 0);
   };
 
-  const shown = (value, share) => {
-    if (share) return `${+(100 * value).toPrecision(3)} %`;
+  // So many digits tell neighbours on an axis apart.
+  const digitsOf = (values) => values.length < 2 ? 4 :
+    Math.min(15, Math.max(4, 1 + Math.ceil(Math.log10(Math.max(...values.map(Math.abs)) / (values[1] - values[0])))));
+
+  const shown = (value, share, digits = 4) => {
+    if (share) return `${+(100 * value).toPrecision(digits)} %`;
     const size = Math.abs(value);
     if (value === 0) return "0";
     for (const [least, by, letter] of [[1e12, 1e12, "T"], [1e9, 1e9, "G"], [1e6, 1e6, "M"], [1e4, 1e3, "k"]])
-      if (size >= least) return `${+(value / by).toPrecision(4)}${letter}`;
-    return size < 1e-3 ? (+value.toPrecision(3)).toExponential() : `${+value.toPrecision(4)}`;
+      if (size >= least) return `${+(value / by).toPrecision(digits)}${letter}`;
+    return size < 1e-3 ? (+value.toPrecision(3)).toExponential() : `${+value.toPrecision(digits)}`;
   };
 
   // As TensorBoard does: a running mean that forgets, corrected for its beginning.
@@ -79,6 +82,8 @@
       this.figure = figure;
       this.svg = figure.querySelector("svg");
       this.data = JSON.parse(figure.querySelector("script").textContent);
+      [this.width, this.height] = [this.svg.viewBox.baseVal.width, this.svg.viewBox.baseVal.height];
+      [this.innerWidth, this.innerHeight] = [this.width - LEFT - RIGHT, this.height - TOP - BELOW];
       this.hidden = new Set();
       this.smoothing = 0;
       this.log = false;
@@ -134,7 +139,7 @@
       });
       this.svg.addEventListener("pointermove", (event) => {
         if (pan) {
-          const by = ((pan.x - this.place(event)) / INNER_WIDTH) * (pan.range[1] - pan.range[0]);
+          const by = ((pan.x - this.place(event)) / this.innerWidth) * (pan.range[1] - pan.range[0]);
           show([pan.range[0] + by, pan.range[1] + by]);
           return;
         }
@@ -159,18 +164,18 @@
     // Pixels of the picture's own width.
     place(event) {
       const box = this.svg.getBoundingClientRect();
-      const scale = Math.min(box.width / WIDTH, box.height / HEIGHT);
-      const x = (event.clientX - box.left - (box.width - WIDTH * scale) / 2) / scale;
-      return Math.max(LEFT, Math.min(WIDTH - RIGHT, x));
+      const scale = Math.min(box.width / this.width, box.height / this.height);
+      const x = (event.clientX - box.left - (box.width - this.width * scale) / 2) / scale;
+      return Math.max(LEFT, Math.min(this.width - RIGHT, x));
     }
 
-    step(x) { return this.range[0] + ((x - LEFT) / INNER_WIDTH) * (this.range[1] - this.range[0]); }
-    x(step) { return LEFT + ((step - this.range[0]) / (this.range[1] - this.range[0])) * INNER_WIDTH; }
+    step(x) { return this.range[0] + ((x - LEFT) / this.innerWidth) * (this.range[1] - this.range[0]); }
+    x(step) { return LEFT + ((step - this.range[0]) / (this.range[1] - this.range[0])) * this.innerWidth; }
     y(value) {
       const f = this.log ? Math.log10 : (v) => v;
       const [low, high] = this.span.map(f);
       const share = this.log && value <= 0 ? -1 : (f(value) - low) / (high - low);
-      return TOP + INNER_HEIGHT * (1 - Math.max(-1, Math.min(2, share)));
+      return TOP + this.innerHeight * (1 - Math.max(-1, Math.min(2, share)));
     }
 
     // What is seen of a line: one point more on either side, so that it goes on to the edge.
@@ -191,20 +196,29 @@
       this.visible = visible;
       this.setSpan(visible);
       const parts = [make("clipPath", { id: this.clip })];
-      parts[0].append(make("rect", { x: LEFT, y: TOP - 2, width: INNER_WIDTH, height: INNER_HEIGHT + 4 }));
+      parts[0].append(make("rect", { x: LEFT, y: TOP - 2, width: this.innerWidth, height: this.innerHeight + 4 }));
       this.axes(parts);
       const plot = make("g", { "clip-path": `url(#${this.clip})` });
       for (const step of this.data.marks)
         if (step >= this.range[0] && step <= this.range[1])
-          plot.append(make("path", { class: "mark", d: `M${this.x(step)} ${TOP}V${HEIGHT - BELOW}` }));
+          plot.append(make("path", { class: "mark", d: `M${this.x(step)} ${TOP}V${this.height - BELOW}` }));
       for (const own of visible) this.line(plot, own);
       this.cursor = make("path", { class: "cursor", d: "" });
-      this.chosen = make("rect", { class: "chosen", y: TOP, height: INNER_HEIGHT, width: 0 });
+      this.chosen = make("rect", { class: "chosen", y: TOP, height: this.innerHeight, width: 0 });
       this.svg.replaceChildren(...parts, plot, this.cursor, this.chosen);
     }
 
+    // What the lines reach, and their ranges but for a few spikes.
+    extent({ line, values, bounds }) {
+      const found = values.slice(...bounds);
+      if (!line.low || this.smoothing) return found;
+      const spare = Math.floor((found.length * RARE) / 100);
+      const sorted = (all) => all.slice(...bounds).sort((a, b) => a - b);
+      return [...found, sorted(line.low)[spare], sorted(line.high)[found.length - 1 - spare]];
+    }
+
     setSpan(visible) {
-      const values = visible.flatMap(({ values, bounds }) => values.slice(...bounds));
+      const values = visible.flatMap((own) => this.extent(own));
       if (this.data.level && !range) values.push(this.data.level[1]);
       const used = this.log ? values.filter((value) => value > 0) : values;
       let low = Infinity, high = -Infinity;
@@ -218,19 +232,20 @@
     }
 
     axes(parts) {
-      for (const value of this.log ? logTicks(...this.span) : ticks(...this.span, 5)) {
+      const values = this.log ? logTicks(...this.span) : ticks(...this.span, 5), digits = digitsOf(values);
+      for (const value of values) {
         const y = this.y(value);
-        parts.push(make("path", { class: "grid", d: `M${LEFT} ${y}H${WIDTH - RIGHT}` }));
-        parts.push(make("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, shown(value, this.data.share)));
+        parts.push(make("path", { class: "grid", d: `M${LEFT} ${y}H${this.width - RIGHT}` }));
+        parts.push(make("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, shown(value, this.data.share, digits)));
       }
-      for (const step of ticks(...this.range, 8))
+      for (const step of ticks(...this.range, Math.floor(this.width / 80)))
         if (Number.isInteger(step))
-          parts.push(make("text", { x: this.x(step), y: HEIGHT - 6, "text-anchor": "middle" }, shown(step)));
+          parts.push(make("text", { x: this.x(step), y: this.height - 6, "text-anchor": "middle" }, shown(step)));
       if (!this.data.level) return;
       const y = this.y(this.data.level[1]);
-      if (y < TOP - 2 || y > HEIGHT - BELOW + 2) return;
-      parts.push(make("path", { class: "level", d: `M${LEFT} ${y}H${WIDTH - RIGHT}` }));
-      parts.push(make("text", { class: "levelname", x: WIDTH - RIGHT, y: y - 4, "text-anchor": "end" },
+      if (y < TOP - 2 || y > this.height - BELOW + 2) return;
+      parts.push(make("path", { class: "level", d: `M${LEFT} ${y}H${this.width - RIGHT}` }));
+      parts.push(make("text", { class: "levelname", x: this.width - RIGHT, y: y - 4, "text-anchor": "end" },
         this.data.level[0]));
     }
 
@@ -268,7 +283,7 @@
       if (!found.length) return this.quiet();
       const closest = found.reduce((a, b) => (Math.abs(a.step - wanted) <= Math.abs(b.step - wanted) ? a : b));
       const x = this.x(closest.step);
-      this.cursor.setAttribute("d", `M${x} ${TOP}V${HEIGHT - BELOW}`);
+      this.cursor.setAttribute("d", `M${x} ${TOP}V${this.height - BELOW}`);
       const rows = [html("div", "", `step ${shown(Math.round(closest.step))}`)];
       for (const { line, place, values } of found.slice(0, 20)) {
         const row = html("div"), swatch = html("span", `swatch c${line.colour % COLOURS}`);
