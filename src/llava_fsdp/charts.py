@@ -18,7 +18,7 @@ WIDE_WIDTH, WIDE_HEIGHT = 1296, 330
 LEFT, RIGHT, TOP, BELOW = 58, 10, 10, 24
 COLOURS = 8
 """Of the style sheet; lines beyond them are dashed."""
-DIGITS = 5
+DIGITS = 6
 """Of a value in a page."""
 PAGE_POINTS = 40_000
 """Points of all lines of a page together, some 80 bytes each."""

@@ -193,14 +193,23 @@ class WeightsAndBiases:
             config={**run.values, **flat(run.about)},
             settings=wandb.Settings(console="off", silent=True, save_code=False),
         )
-        self.run.define_metric("step")
-        self.run.define_metric("*", step_metric="step")
+        self.run.define_metric("validation/step")
+        self.run.define_metric("validation*", step_metric="validation/step")
+        self.teardown = wandb.teardown
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        self.run.log({"step": step, **values})
+        """A step that is done once more after a resume is dropped there: it has the values that it had.
+
+        A validation is told after later steps, at which no value of an earlier one would be taken.
+        """
+        if any(name.startswith("validation") for name in values):
+            self.run.log({"validation/step": step, **values})
+        else:
+            self.run.log(values, step=step)
 
     def close(self, exit_code: int) -> None:
         self.run.finish(exit_code=exit_code)
+        self.teardown()  # the last rows are written by a process of its own, which would be cut short with this one
 
 
 def flat(about: dict[str, Any]) -> dict[str, str]:
