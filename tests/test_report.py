@@ -280,6 +280,7 @@ def test_a_browser_shows_several_runs_in_the_dark(visit: Any, tmp_path: Path) ->
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_a_real_run_on_two_ranks(visit: Any, parts: Path, dataset: Path, tmp_path: Path) -> None:
     """Two starts of it; its page in a browser, with every curve that a CPU run has."""
     words = [

@@ -32,7 +32,11 @@ def differences(cfg: Config, words: list[str]) -> list[Difference] | None:
     own = values_of(cfg)
     keys = [*own, *(key for key in recipe if key not in own)]
     pairs = ((key, recipe.get(key), own.get(key)) for key in keys)
-    return [[key, written(theirs), written(ours)] for key, theirs, ours in pairs if theirs != ours]
+    return [
+        [key, written(theirs), written(ours)]
+        for key, theirs, ours in pairs
+        if theirs != ours and {} not in (theirs, ours)
+    ]
 
 
 def recipe_of(cfg: Config, words: list[str]) -> dict[str, Any] | None:

@@ -10,8 +10,8 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds
     cli.begin("train", Config)
 
 import os
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,26 +54,30 @@ from llava_fsdp.state import StepResult, TrainState, assemble
 from llava_fsdp.tracking import check_installed
 
 
+@dataclass
+class AtEnd:
+    """What shows how the run ended, once that has been written; None: it has not come to its first step."""
+
+    show: Callable[[], None] | None = None
+
+
 def main() -> None:
-    at_end = ExitStack()  # what shows and tells how the run ended, once that has been written
+    at_end = AtEnd()
 
     def on_exit(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
         first = write_ending(folder, outcome)
-        at_end.close()
+        if at_end.show is not None:
+            at_end.show()
+        elif ranks.own_rank() == 0:
+            rewrite_page(folder)
         return first
 
     cli.run("train", Config, partial(train, at_end=at_end), on_exit)
 
 
-def train(cfg: Config, at_end: ExitStack | None = None) -> None:
-    """One run, from its configuration to its export.
-
-    Args:
-        at_end: is given what is to be done once it is known how the run ended; None: it is done here.
-    """
-    if at_end is None:
-        with ExitStack() as own:
-            return train(cfg, own)
+def train(cfg: Config, at_end: AtEnd | None = None) -> None:
+    """One run, from its configuration to its export."""
+    at_end = at_end or AtEnd()
     if cfg.dry_run is not None:
         return dry_run(cfg)
     if cfg.format is Format.json:
@@ -90,7 +94,7 @@ def train(cfg: Config, at_end: ExitStack | None = None) -> None:
         clear_memory_errors(cfg, world.device),
     ):
         if world.is_first:
-            at_end.callback(rewrite_page, folder)
+            life.last_words = partial(rewrite_page, folder)
         cfg = settle_auto(cfg, world)
         plan = SHARD_PLANS[cfg.sharding.strategy]
         mesh = make_mesh(world, plan, cfg)
@@ -110,9 +114,7 @@ def train(cfg: Config, at_end: ExitStack | None = None) -> None:
         left_out = state.loader.steps.records.left_out()
         told = state.utilization, state.run, state.about
         reporter = Reporter(cfg, state.step, last_step, world.is_first, left_out, *told)
-        at_end.pop_all()  # the reporter has what it would show
-        at_end.callback(reporter.end)
-        life.last_words = at_end.close
+        at_end.show = life.last_words = reporter.end
 
         recorder = open_recorder(cfg, world.rank, world.device, state.step, last_step)
         keeper = Keeper(state, saver, cfg, last_step, life)
