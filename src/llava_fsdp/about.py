@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.cuda import nccl
 
 from llava_fsdp import __version__
 from llava_fsdp.config import Config
@@ -84,7 +85,7 @@ def versions(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         found["CUDA"] = str(torch.version.cuda)
         if dist.is_initialized() and dist.is_nccl_available():
-            found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+            found["NCCL"] = ".".join(map(str, nccl.version()))
     return found
 
 

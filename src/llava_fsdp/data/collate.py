@@ -62,7 +62,7 @@ class Collator:
             else 1 / (max(1, labels_here) * micro_batches),
             **(boundaries(lengths) if self.pack else {}),
             **(drawn_from(seeds, rows) if seeds else {}),
-            **({"label_sources": labelled_by(sources, rows)} if sources else {}),
+            **(labelled_by(sources, rows) if sources else {}),
         )
 
     def lay_out(self, rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
@@ -117,6 +117,7 @@ def drawn_from(seeds: Sequence[int], rows: list[Row]) -> dict[str, Any]:
     return {"seeds": torch.tensor(seeds), "tile_seeds": torch.tensor(tiles, dtype=torch.int64)}
 
 
-def labelled_by(sources: Sequence[int], rows: list[Row]) -> torch.Tensor:
-    """int64 [labels]: the source of each label, in the order of the rows."""
-    return torch.from_numpy(np.repeat(np.array(sources, dtype=np.int64), [sample.num_labels for sample, _ in rows]))
+def labelled_by(sources: Sequence[int], rows: list[Row]) -> dict[str, Any]:
+    """The field of a micro-batch that says the source of each label, in the order of the rows."""
+    labels = [sample.num_labels for sample, _ in rows]
+    return {"label_sources": torch.from_numpy(np.repeat(np.array(sources, dtype=np.int64), labels))}
