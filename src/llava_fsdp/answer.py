@@ -1,7 +1,7 @@
 """Ask a trained model: what `chat`, its page and `evaluate` share."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,19 +129,23 @@ class Assistant:
         pictures: Sequence[Shown],
         how: Sampling,
         dice: torch.Generator | None = None,
-        where: str = "the conversation",
-    ) -> Iterator[str]:
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> Generator[str, None, bool]:
         """The answer to the last turn, in pieces that are final as they come. Of a conversation that goes on from the
         last one that was answered, only what is new is read.
 
         Args:
             pictures: in the order of their tags.
             dice: on `device`; None: torch's own.
+            is_stopped: asked after every token; what was written by then is the answer.
+
+        Returns:
+            Whether the model has ended it.
 
         Raises:
             DataError: tags and pictures do not agree, or the conversation is longer than the model's positions.
         """
-        tokens = self.ids(turns, pictures, where)
+        tokens = self.ids(turns, pictures, "the conversation")
         wanted = with_numbers(tokens, pictures)
         how = Sampling(min(how.max_new_tokens, self.positions - len(tokens)), how.temperature, how.top_p)
         cache, common = self.memory.begin(self.model, wanted)
@@ -153,10 +157,12 @@ class Assistant:
             written.append(int(chosen))
             if piece := text.push(written[-1]):
                 yield piece
-            if text.ended:
-                return
+            if text.ended or is_stopped():
+                break
+        ended = text.ended
         if piece := text.close():
             yield piece
+        return ended
 
     def show(self, path: Path, where: str) -> Shown:
         """A picture file, read.
