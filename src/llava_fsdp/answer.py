@@ -257,8 +257,11 @@ def open_asked(checkpoint: str, form: str) -> Opened:
 def says_no_aspect(folder: Path) -> bool:
     """Whether a folder leaves open if pictures are padded: transformers' own often do, whatever was trained."""
     raw = read_json(folder / "config.json", str(folder)) if (folder / "config.json").is_file() else {}
-    return bool(raw) and not is_original(raw) and not (folder / NOTES).is_file() and not (
-        preprocessor_fields(folder).get("do_pad")
+    return (
+        bool(raw)
+        and not is_original(raw)
+        and not (folder / NOTES).is_file()
+        and not (preprocessor_fields(folder).get("do_pad"))
     )
 
 

@@ -81,7 +81,7 @@ class Guard:
             if scope["path"].startswith(FILE):
                 check_file(scope["path"].removeprefix(FILE), self.uploads)
             if scope["path"].rstrip("/") == UPLOAD:
-                receive = self.limited(receive)
+                self.check_upload(headers)
             elif scope["method"] == "POST":
                 body = await whole_body(receive)
                 check_body(body, self.uploads)
@@ -90,22 +90,16 @@ class Guard:
         except Refused as refusal:
             await answer(send, refusal)
 
-    def limited(self, receive: Receive) -> Receive:
-        """Raises Refused within the application where a request is too large, whatever it says of itself."""
-        used = sum(path.stat().st_size for path in self.uploads.rglob("*") if path.is_file())
-        seen = 0
-
-        async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > self.largest_request:
-                raise Refused(413, f"more than {self.largest_request // MiB} MiB at once")
-            if used + seen > ROOM:
-                raise Refused(507, f"the page holds {ROOM // MiB} MiB of files, and takes no more: start it again")
-            return message
-
-        return counted
+    def check_upload(self, headers: dict[str, str]) -> None:
+        """Raises Refused where files are too large together, or do not say how large they are: the server takes no more
+        than is said."""
+        said = headers.get("content-length", "")
+        if not said.isdecimal():
+            raise Refused(411, "files are taken with their length alone")
+        if int(said) > self.largest_request:
+            raise Refused(413, f"more than {self.largest_request // MiB} MiB at once")
+        if int(said) + sum(path.stat().st_size for path in self.uploads.rglob("*") if path.is_file()) > ROOM:
+            raise Refused(507, f"the page holds {ROOM // MiB} MiB of files, and takes no more: start it again")
 
 
 def check_names(headers: dict[str, str], host: str) -> None:

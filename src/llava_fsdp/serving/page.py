@@ -20,7 +20,10 @@ WAITING = 16
 DAY = 24 * 3600
 HOUR = 3600
 SYSTEM_FONTS = ("system-ui", "sans-serif")
-CSS = "footer {display: none} .about {font-size: 0.9em; overflow-wrap: anywhere}"
+CSS = """
+footer, button[aria-label="Share"] {display: none}  /* the latter sends a picture to another site */
+.about {font-size: 0.9em; overflow-wrap: anywhere}
+"""
 
 
 def make_app(talks: Talks, cfg: ChatConfig) -> Any:
@@ -54,8 +57,8 @@ def make_page(talks: Talks, cfg: ChatConfig) -> gr.Blocks:
     with gr.Blocks(title="llava_fsdp", analytics_enabled=False, delete_cache=(HOUR, DAY)) as page:
         gr.HTML(about(talks), elem_classes="about")
         chat = gr.Chatbot(
-            height="65vh", show_label=False, render_markdown=False, buttons=["copy"], feedback_options=None,
-            placeholder="Add a picture, and ask.",
+            height="65vh", show_label=False, render_markdown=False, buttons=[], feedback_options=None,
+            allow_file_downloads=False, placeholder="Add a picture, and ask.",
         )  # fmt: skip
         box = gr.MultimodalTextbox(
             show_label=False, file_count="multiple", file_types=["image"], sources=["upload"], autofocus=True,
@@ -88,7 +91,8 @@ def make_page(talks: Talks, cfg: ChatConfig) -> gr.Blocks:
         at_once: dict[str, Any] = {"concurrency_limit": None, "api_visibility": "private", "show_progress": "hidden"}
         box.submit(ask, [box, temperature, top_p, tokens], [chat, box, stop], **one_at_a_time)
         stop.click(stopped, **at_once)
-        clear.click(stopped, **at_once).then(cleared, None, [chat, box], **one_at_a_time)
+        for emptied in (clear.click, chat.clear):  # the bin above the conversation empties what is shown alone
+            emptied(stopped, **at_once).then(cleared, None, [chat, box], **one_at_a_time)
         page.unload(gone)
     return page.queue(max_size=WAITING, api_open=False)
 
@@ -148,7 +152,7 @@ def history(talks: Talks, session: str) -> list[Any]:
 
 
 def message(role: str, text: str, files: list[str]) -> dict[str, Any]:
+    """As gr.Chatbot takes it, which would show HTML in a text as HTML."""
+    text = html.escape(text, quote=False)
     shown: list[Any] = [{"path": name, "alt_text": Path(name).name} for name in files]
     return {"role": role, "content": [*shown, *([text] if text or not files else [])]}
-
-
