@@ -365,8 +365,8 @@ def test_a_terminal(
     ]  # fmt: skip
     heard = typed(talk, "\n".join(lines), monkeypatch)
     words = [
-        "/image FILE", "needs the name of a file", "gone.jpg is not a file", "shown with the next question", "not known",
-        "taken back", "nothing has been asked", "shown with the next question",
+        "/image FILE", "needs the name of a file", "gone.jpg is not a file", "shown with the next question",
+        "not known", "taken back", "nothing has been asked", "shown with the next question",
     ]  # fmt: skip
     said_back = [message for message in heard if not message.startswith("(cut at")]
     assert len(said_back) == len(words) and all(w in m for w, m in zip(words, said_back, strict=True))
@@ -389,7 +389,7 @@ def test_what_is_drawn_repeats_with_a_seed(
 def test_keys_that_are_wrong(tmp_path: Path, dataset: Path) -> None:
     for key, said_of_it in (
         ("temperature=-1", "must be 0"), ("top_p=0", "must be above 0"), ("port=0", "must be 1 to 65535"),
-        ("seed=-1", "must be 0 or above"), ("max_new_tokens=0", "must be at least 1"), ("max_upload_mb=0", "at least 1"),
+        ("seed=-1", "must be 0 or above"), ("max_new_tokens=0", "must be at least 1"), ("max_images=0", "at least 1"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=said_of_it):
             configured(key)
@@ -402,7 +402,7 @@ def test_keys_that_are_wrong(tmp_path: Path, dataset: Path) -> None:
     assert chat.named_pictures(f'[{first}, "{odd}"]') == [first, odd] and chat.named_pictures(str(odd)) == [odd]
     assert chat.named_pictures(None) == chat.named_pictures("[]") == []
     for name, problem in (
-        (f"[{first},gone.jpg]", "image=gone.jpg is not a file"),
+        (f"[{first},gone]", "image=gone is not a file"),
         (tmp_path, "is a folder, not a file"),
     ):
         with pytest.raises(ConfigError, match=problem):

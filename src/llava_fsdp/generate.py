@@ -115,7 +115,7 @@ class Memory:
 
 
 def can_be_cut(cache: DynamicCache) -> bool:
-    """Whether positions can be taken off its end: layers that hold a window, or a state, no longer have what came before."""
+    """Whether positions can be taken off its end: a layer with a window, or a state, has lost what came before."""
     return all(type(layer) is DynamicLayer for layer in cache.layers)
 
 

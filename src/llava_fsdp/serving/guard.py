@@ -1,8 +1,8 @@
 """What stands in front of the page: who may ask what of it. Nothing here trusts the framework behind.
 
-The page is for one user on one machine. A browser that shows another site may not use it (the names that it is asked by,
-and where a request comes from, are looked at), no request names a file that was not sent to the page itself, and only the
-routes are there that the page needs.
+The page is for one user on one machine. A browser that shows another site may not use it (the names that it is asked
+by, and where a request comes from, are looked at), no request names a file that was not sent to the page itself, and
+only the routes are there that the page needs.
 """
 
 import ipaddress
@@ -128,7 +128,7 @@ def is_address(name: str) -> bool:
 
 
 def check_route(method: str, path: str) -> None:
-    """Raises Refused for what the page does not use: the framework has many routes, for other programs and other uses."""
+    """Raises Refused for what the page does not use: the framework has many routes, for other programs and uses."""
     if method in ("GET", "HEAD"):
         known = READ.fullmatch(path) is not None
     else:
