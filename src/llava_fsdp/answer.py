@@ -20,7 +20,7 @@ from llava_fsdp.data.source import Turn
 from llava_fsdp.data.templates import IMAGE_TAG, Template, template
 from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.data.vocabulary import IMAGE_ID
-from llava_fsdp.errors import ConfigError, DataError, ModelError
+from llava_fsdp.errors import ConfigError, DataError, ModelError, OutOfMemory
 from llava_fsdp.generate import AnswerText, DynamicCache, Memory, Sampling, write_tokens
 from llava_fsdp.log import log
 from llava_fsdp.model.llava import Llava
@@ -144,21 +144,29 @@ class Assistant:
 
         Raises:
             DataError: tags and pictures do not agree, or the conversation is longer than the model's positions.
+            OutOfMemory: the device's memory has no room for it.
         """
         tokens = self.ids(turns, pictures, "the conversation")
         wanted = with_numbers(tokens, pictures)
         how = Sampling(min(how.max_new_tokens, self.positions - len(tokens)), how.temperature, how.top_p)
-        cache, common = self.memory.begin(self.model, wanted)
-        embeds = self.rest_embedded(tokens, list(pictures), common)
         text = AnswerText(self.tokenizer, self.form.stop, self.stops)
         written: list[int] = []
-        for chosen in write_tokens(self.model, embeds, None, cache, how, dice):
-            self.memory.held = wanted + written
-            written.append(int(chosen))
-            if piece := text.push(written[-1]):
-                yield piece
-            if text.ended or is_stopped():
-                break
+        try:
+            cache, common = self.memory.begin(self.model, wanted)
+            embeds = self.rest_embedded(tokens, list(pictures), common)
+            for chosen in write_tokens(self.model, embeds, None, cache, how, dice):
+                self.memory.held = wanted + written
+                written.append(int(chosen))
+                if piece := text.push(written[-1]):
+                    yield piece
+                if text.ended or is_stopped():
+                    break
+        except torch.OutOfMemoryError as error:
+            self.memory = Memory()
+            raise OutOfMemory(
+                f"{self.device} has no memory left for a conversation of {len(tokens)} positions: take some of it back, "
+                "or begin a new one"
+            ) from error
         ended = text.ended
         if piece := text.close():
             yield piece

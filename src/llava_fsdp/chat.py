@@ -21,7 +21,7 @@ import torch
 
 from llava_fsdp.answer import Assistant
 from llava_fsdp.config import AspectRatio, ChatConfig
-from llava_fsdp.errors import ConfigError, DataError
+from llava_fsdp.errors import ConfigError, DataError, OutOfMemory
 from llava_fsdp.generate import Sampling
 from llava_fsdp.talk import Conversation
 
@@ -97,7 +97,7 @@ class Terminal:
                         self.answer(line.strip(), stopped)
                 elif self.obeyed(line.strip()):
                     return
-            except DataError as error:
+            except (DataError, OutOfMemory) as error:
                 log().error("%s", error)
 
     def answer(self, question: str, stopped: threading.Event | None = None) -> None:

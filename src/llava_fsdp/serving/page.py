@@ -10,7 +10,7 @@ import gradio as gr
 
 from llava_fsdp.config import ChatConfig
 from llava_fsdp.data.examine import FORMATS
-from llava_fsdp.errors import DataError
+from llava_fsdp.errors import DataError, OutOfMemory
 from llava_fsdp.generate import Sampling
 from llava_fsdp.serving.guard import MiB
 from llava_fsdp.serving.talks import Talks
@@ -124,9 +124,11 @@ def answered(
         for piece in talks.ask(session, text, files, sampling(settings)):
             written += piece
             yield [*before, asked, message("assistant", written, [])], gr.skip(), gr.skip()
-    except DataError as error:
-        gr.Warning(html.escape(str(error)), duration=None)
+    except Exception as error:
         yield before, gr.MultimodalTextbox(value={"text": text, "files": []}, interactive=True), idle
+        if not isinstance(error, (DataError, OutOfMemory)):
+            raise  # a fault of ours: in full on the terminal, and the page can still be used
+        gr.Warning(html.escape(str(error)), duration=None)
         return
     yield history(talks, session), gr.MultimodalTextbox(interactive=True), idle
 

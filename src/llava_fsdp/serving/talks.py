@@ -70,8 +70,9 @@ class Talks:
                 conversation.add(Path(name), Path(name).name)
             yield from conversation.ask(text, how, self.dice, lambda: talk.stopped.is_set() or self._has_ended)
         except DataError as error:
-            conversation.waiting = []
             raise DataError(named(str(error), files), error.kind) from error
+        finally:
+            conversation.waiting = []
         talk.files.append(files)
 
     def check_size(self, path: Path) -> None:
