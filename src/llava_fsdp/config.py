@@ -1226,7 +1226,12 @@ def about_value(schema: Any, node: DictConfig, error: OmegaConfBaseException) ->
     """What OmegaConf says of a value, in terms of the key."""
     key = str(error.full_key or error.key)
     value = value_at(node, key)
-    wanted = takes(schema, key) if isinstance(error, ValidationError) else None
+    wanted = None
+    if isinstance(error, ValidationError):
+        own = key.removeprefix(SOURCES).partition(".")[2]
+        wanted = takes(SourceConfig, own) if key.startswith(SOURCES) else takes(schema, key)
+        if key.startswith(SOURCES) and not own:
+            wanted = f"a source with keys of its own: {key}.path=FILE"
     if wanted is None:
         return f"{key}={value}: {str(error).splitlines()[0]}"
     shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
