@@ -188,6 +188,8 @@ def test_files_that_are_refused(served: Served, dataset: Path, tmp_path: Path) -
         shown.goto(served.address, timeout=PATIENCE)
         shown.wait_for_selector("textarea", timeout=PATIENCE)
         ask(shown, "what", text)
+        shown.wait_for_selector(".toast-body", timeout=PATIENCE)
+        shown.screenshot(path=tmp_path / "refused.png")
         assert "text.jpg: cannot be read: it is none of JPEG" in warned(shown)
         assert shown.input_value("textarea") == "what", "the question is not lost"
         ask(shown, "what", bomb(tmp_path / "bomb.png"))
@@ -198,7 +200,6 @@ def test_files_that_are_refused(served: Served, dataset: Path, tmp_path: Path) -
         shown.set_input_files("input[type=file]", str(large))
         said = warned(shown)
         assert re.search(r"(?i)size", said), said
-        shown.screenshot(path=tmp_path / "refused.png")
     assert "/tmp" not in said
     assert served.process.poll() is None
 

@@ -164,8 +164,8 @@ class Assistant:
         except torch.OutOfMemoryError as error:
             self.memory = Memory()
             raise OutOfMemory(
-                f"{self.device} has no memory left for a conversation of {len(tokens)} positions: take some of it back, "
-                "or begin a new one"
+                f"{self.device} has no memory left for a conversation of {len(tokens)} positions: take some of it "
+                "back, or begin a new one"
             ) from error
         ended = text.ended
         if piece := text.close():

@@ -111,7 +111,7 @@ class Memory:
 
     def is_whole(self, cache: DynamicCache) -> bool:
         """Whether every layer has every position: a pass that was interrupted leaves some behind."""
-        return all(layer.get_seq_length() == len(self.held) for layer in cache.layers)
+        return all(isinstance(own, DynamicLayer) and own.get_seq_length() == len(self.held) for own in cache.layers)
 
 
 def can_be_cut(cache: DynamicCache) -> bool:
@@ -161,7 +161,10 @@ class AnswerText:
         waits = text.endswith(BROKEN) and len(self.ids) - self._decoded <= PENDING
         if len(text) <= len(before) or (waits and not is_last):
             return ""
-        self._window, self._decoded = self._decoded, len(self.ids)
+        # at its beginning a text may lose spaces, so that the window begins with a token that has more than spaces
+        if self.tokenizer.decode(self.ids[self._decoded :]).strip():
+            self._window = self._decoded
+        self._decoded = len(self.ids)
         return text[len(before) :]
 
     def _release(self, new: str) -> str:
