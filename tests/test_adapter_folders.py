@@ -557,3 +557,11 @@ def test_an_adapter_is_no_model(made: Callable[[str], Made], dataset: Path, tmp_
         train.train(make_config(run.parts, dataset, tmp_path / "run", *start))
     merged = Assistant(str(run.run), "v1", AspectRatio.pad)
     assert same_weights(Assistant(str(run.adapter), "v1", AspectRatio.pad), merged), "but it can be asked as it is"
+    shutil.copytree(run.adapter, tmp_path / "moved")
+    (tmp_path / "moved" / "llava_fsdp.json").unlink()
+    settings = json.loads((tmp_path / "moved" / "adapter_config.json").read_text())
+    write_json(tmp_path / "moved" / "adapter_config.json", settings | {"base_model_name_or_path": "/gone"})
+    with pytest.raises(
+        ConfigError, match=r"base=PATH; that is for python -m llava_fsdp\.export source=.*moved to=FOLDER"
+    ):
+        Assistant(str(tmp_path / "moved"), "v1", AspectRatio.pad)
