@@ -393,6 +393,10 @@ def test_what_is_drawn_repeats_with_a_seed(
     assert answers[0] == answers[1] and len(set(answers)) == 3
 
 
+def test_an_answer_cannot_steer_the_terminal() -> None:
+    assert chat.visible("a\x1b[2J\x07\tb\n\x9b1mé🙂") == "a\ufffd[2J\ufffd\tb\n\ufffd1mé🙂"
+
+
 def test_keys_that_are_wrong(tmp_path: Path, dataset: Path) -> None:
     for key, said_of_it in (
         ("temperature=-1", "must be 0"), ("top_p=0", "must be above 0"), ("port=0", "must be 1 to 65535"),

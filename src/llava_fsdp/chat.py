@@ -104,7 +104,7 @@ class Terminal:
         """Written as it comes, on standard output."""
         is_stopped = stopped.is_set if stopped is not None else lambda: False
         for piece in self.conversation.ask(question, self.how, self.dice, is_stopped):
-            print(piece, end="", flush=True)
+            print(visible(piece) if sys.stdout.isatty() else piece, end="", flush=True)
         print(flush=True)
         if stopped is not None and stopped.is_set():
             log().info("(stopped)")
@@ -137,6 +137,11 @@ class Terminal:
             case _:
                 raise DataError(f"{command} is not known; /help lists what is. Begin a question like this with a space")
         return False
+
+
+def visible(text: str) -> str:
+    """Without what would steer a terminal: a model may write anything."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 @contextlib.contextmanager
