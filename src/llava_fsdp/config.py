@@ -1125,6 +1125,10 @@ class EvaluateConfig:
                     f"{given[0]}={getattr(self, given[0])} is not for task=conversations, whose questions are "
                     f"data.path; say which task it is: task={'|'.join(t.value for t in Task if t is not self.task)}"
                 )
+            if self.suffix:
+                raise ConfigError(
+                    "suffix=true: the records of task=conversations are asked as they are; set suffix=false"
+                )
         elif self.questions is None:
             raise ConfigError(f"task={self.task.value} needs questions=FILE")
         if self.submission is not None and self.task not in (Task.vqa, Task.textvqa):

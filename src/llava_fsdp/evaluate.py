@@ -3,6 +3,7 @@
 Under torchrun every process has a model of its own and asks its share of the questions.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -24,12 +25,13 @@ import torch
 from xxhash import xxh3_128_hexdigest
 
 from llava_fsdp.answer import Assistant, Question
+from llava_fsdp.checkpoint.folders import FOLDER
 from llava_fsdp.config import EvaluateConfig, Format, Task
-from llava_fsdp.data.source import Turn
+from llava_fsdp.data.source import Turn, reading
 from llava_fsdp.data.templates import IMAGE_TAG
-from llava_fsdp.errors import ConfigError
+from llava_fsdp.errors import ConfigError, LlavaFsdpError
 from llava_fsdp.model.adapter import xxh128_of
-from llava_fsdp.model.parts import resolve_model
+from llava_fsdp.model.parts import EXPORT, resolve_model
 from llava_fsdp.opening import draw_shapes
 from llava_fsdp.questions.answers import Answers, Place, blank_file, check_answers_file, storing
 from llava_fsdp.questions.asked import Asked
@@ -112,7 +114,7 @@ class Asker:
         if cfg.answers is not None:
             check_answers_file(Path(cfg.answers))
             self.how = {
-                "model": model_digest(resolve_model(cfg.model.checkpoint, "model.checkpoint")),
+                "model": model_digest(cfg.model.checkpoint),
                 "max_new_tokens": cfg.max_new_tokens,
                 "template": cfg.data.template,
                 "image_aspect_ratio": cfg.data.image_aspect_ratio.value,
@@ -149,17 +151,35 @@ class Asker:
         for start in shown_progress(range(0, len(asked), cfg.batch_size), len(asked), blank):
             batch = asked[start : start + cfg.batch_size]
             questions = [question_of(a, cfg.data.images) for a in batch]
-            yield batch, self.assistant.answers(questions, cfg.max_new_tokens, blank)
+            with said_by_this_process():
+                texts = self.assistant.answers(questions, cfg.max_new_tokens, blank)
+            yield batch, texts
+
+
+@contextlib.contextmanager
+def said_by_this_process() -> Iterator[None]:
+    """No other process asks these questions, and finds what is wrong with them."""
+    try:
+        yield
+    except LlavaFsdpError as error:
+        error.on_every_rank = False
+        raise
 
 
 def question_of(asked: Asked, folder: str | None) -> Question:
     return Question([Turn("human", asked.text)], [Path(folder or ".") / n for n in asked.images], asked.where)
 
 
-def model_digest(folder: Path) -> str:
-    """Of the names and the content of a model's files: a second or two for each 10 GB, once they are in memory."""
-    files = sorted(p for p in folder.iterdir() if p.is_file())
-    return xxh3_128_hexdigest("\n".join(f"{p.name} {xxh128_of(p)}" for p in files))
+def model_digest(checkpoint: str) -> str:
+    """Of the names and the content of a model's files: a few seconds for each 10 GB. Of a run its export counts, or its
+    checkpoints where it has none: a log that grows makes no other model."""
+    parts = [Path(checkpoint) / name for name in (EXPORT, FOLDER)]
+    folder = next((p for p in parts if p.is_dir()), Path(checkpoint))
+    if not folder.is_dir():
+        folder = resolve_model(checkpoint, "model.checkpoint")
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    with reading(folder):
+        return xxh3_128_hexdigest("\n".join(f"{p.relative_to(folder)} {xxh128_of(p)}" for p in files).encode())
 
 
 def shown_progress(starts: range, questions: int, blank: bool) -> Iterable[int]:
