@@ -2,11 +2,13 @@
 
 import json
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import TORCHRUN
 from hydra import compose, initialize_config_dir
 from reference import EXPORTED
 from small import make_config, write_json
@@ -390,10 +392,10 @@ def test_labels_of_other_questions_are_refused(keys: list[str], tmp_path: Path) 
     with pytest.raises(DataError, match="4 labels for 5 questions"):
         read_asked(cfg)
     write_lines(label, [*rows[1:], rows[0]])
-    with pytest.raises(DataError, match="line 1, record 0 .*asks"):
+    with pytest.raises(DataError, match=r"line 1, record 0 .*asks"):
         read_asked(cfg)
     write_lines(label, [*rows[:4], rows[4] | {"label": "maybe"}])
-    with pytest.raises(DataError, match="label is .*maybe.* it must be yes or no"):
+    with pytest.raises(DataError, match=r"label is .*maybe.* it must be yes or no"):
         read_asked(cfg)
 
 
@@ -407,7 +409,7 @@ def test_labels_of_other_questions_are_refused(keys: list[str], tmp_path: Path) 
         (["task=vqa", "questions=QUESTIONS", "suffix=true"], "already; set suffix=false"),
         (["task=vqa", "questions=QUESTIONS", "answers=a.json"], "give it a name that ends in .jsonl"),
         (["task=vqa", "questions=QUESTIONS", "submission=nowhere/x.json"], "is in no folder that exists"),
-        (["suffix=true", "limit=1"], "task=conversations has no suffix"),
+        (["suffix=true", "limit=1"], "are asked as they are; set suffix=false"),
         (["task=multiple_choice", "questions=PROBLEMS", "split=none"], "split=none is not in"),
     ],
 )
@@ -425,15 +427,12 @@ def test_keys_that_cannot_be(overrides: list[str], said: str, keys: list[str], d
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_two_processes_under_torchrun(keys: list[str], tmp_path: Path) -> None:
-    import subprocess
-
-    from commands import TORCHRUN
-
     words = [k for k in keys if not k.startswith("answers=")] + ["task=vqa", f"questions={questions(tmp_path)}"]
     evaluate(config(*words, f"answers={tmp_path / 'alone.jsonl'}"))
     ran = subprocess.run(
         [*TORCHRUN, "2", "-m", "llava_fsdp.evaluate", *words, f"answers={tmp_path / 'two.jsonl'}"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert (tmp_path / "two.jsonl").read_bytes() == (tmp_path / "alone.jsonl").read_bytes()

@@ -63,17 +63,13 @@ def with_suffix(asked: list[Asked], task: Task, wanted: bool) -> list[Asked]:
     """Every question with its task's last line, where that is wanted; else a word where the first one lacks it.
 
     Raises:
-        ConfigError: the task has none, or a question has it already.
+        ConfigError: a question has it already.
     """
-    suffix = SUFFIXES.get(task)
+    suffix = SUFFIXES[task]
     if not wanted:
-        if suffix and asked and suffix not in asked[0].prompt:
+        if suffix not in asked[0].prompt:
             log().info('%s does not end with "%s", as the original\'s do; suffix=true adds it', asked[0].where, suffix)
         return asked
-    if suffix is None:
-        raise ConfigError(
-            f"suffix=true: task={task.value} has no suffix; it has one with {[t.value for t in SUFFIXES]}"
-        )
     has = next((a for a in asked if a.prompt.rstrip().endswith(suffix)), None)
     if has is not None:
         raise ConfigError(f'suffix=true: {has.where} ends with "{suffix}" already; set suffix=false')
