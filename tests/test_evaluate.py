@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 from commands import TORCHRUN
 from hydra import compose, initialize_config_dir
+from PIL import Image
 from reference import EXPORTED
 from small import make_config, write_json
+from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 from llava_fsdp import train
-from llava_fsdp.answer import Assistant
-from llava_fsdp.config import EvaluateConfig, config_dir, load
+from llava_fsdp.answer import Assistant, Question
+from llava_fsdp.config import AspectRatio, EvaluateConfig, config_dir, load
+from llava_fsdp.data.source import Turn
 from llava_fsdp.errors import CommunicationError, ConfigError, DataError, LlavaFsdpError
 from llava_fsdp.evaluate import Asker, evaluate
 from llava_fsdp.questions.answers import Answers, Place
@@ -362,6 +365,30 @@ def test_a_missing_picture_is_named_before_any_model_work(keys: list[str], datas
     evaluate(config(*base, "data.bad=quarantine", "data.bad_budget=2"))
     kept = [json.loads(line)["question_id"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert kept == [101, 103, 104]
+
+
+def test_what_lmms_eval_calls_gives_our_answer(model: Path, dataset: Path) -> None:
+    """The calls of its llava_hf, in its chat form."""
+    path, text = dataset / "images" / "0.jpg", f"what colour is it?\n{SHORT}"
+    processor = AutoProcessor.from_pretrained(model / "export", revision="main", trust_remote_code=False)
+    processor.tokenizer.padding_side = "left"
+    with Image.open(path) as file:
+        picture = file.convert("RGB")
+    parts = [{"type": "image", "url": picture}, {"type": "text", "text": text}]
+    said = processor.apply_chat_template(
+        [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
+    )
+    inputs = processor(images=[picture], videos=None, text=said, return_tensors="pt")
+    theirs = LlavaForConditionalGeneration.from_pretrained(model / "export", dtype="auto")
+    end = processor.tokenizer.eos_token_id
+    written = theirs.generate(
+        **inputs, do_sample=False, temperature=None, top_p=None, num_beams=1, max_new_tokens=8, use_cache=True,
+        pad_token_id=end, eos_token_id=end,
+    )  # fmt: skip
+    answer = processor.tokenizer.batch_decode(written[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)[0]
+    ours = Assistant(str(model), "v1", AspectRatio.pad)
+    question = Question([Turn("human", f"<image>\n{text}")], [path], "here")
+    assert ours.answers([question], 8) == [answer.strip()] and answer.strip()
 
 
 @pytest.mark.parametrize(

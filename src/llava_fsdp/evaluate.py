@@ -133,7 +133,7 @@ class Asker:
         how = self.how | {"blank": blank}
         answers = Answers(blank_file(path) if blank else path, self.asked, how, name, self.place)
         pending = answers.pending()
-        if answers.texts:
+        if answers.texts and self.place.rank == 0:
             log().info("%s has %d of %d answers; going on", answers.path, len(answers.texts), len(self.asked))
         if pending:
             with answers.writing() as add:

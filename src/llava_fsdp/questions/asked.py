@@ -8,6 +8,7 @@ from llava_fsdp.data.source import check_name, shown
 from llava_fsdp.data.templates import IMAGE_TAG
 from llava_fsdp.errors import ConfigError, DataError
 from llava_fsdp.log import log
+from llava_fsdp.rundir import env_rank
 
 SHORT = "Answer the question using a single word or phrase."
 LETTER = "Answer with the option's letter from the given choices directly."
@@ -67,7 +68,7 @@ def with_suffix(asked: list[Asked], task: Task, wanted: bool) -> list[Asked]:
     """
     suffix = SUFFIXES[task]
     if not wanted:
-        if suffix not in asked[0].prompt:
+        if suffix not in asked[0].prompt and env_rank() == 0:
             log().info('%s does not end with "%s", as the original\'s do; suffix=true adds it', asked[0].where, suffix)
         return asked
     has = next((a for a in asked if a.prompt.rstrip().endswith(suffix)), None)

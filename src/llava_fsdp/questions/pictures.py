@@ -8,6 +8,7 @@ from llava_fsdp.data.templates import IMAGE_TAG
 from llava_fsdp.errors import DataError, PictureError
 from llava_fsdp.log import log
 from llava_fsdp.questions.asked import Asked
+from llava_fsdp.rundir import env_rank
 
 NAMED = 5
 """Records named in a message."""
@@ -40,7 +41,8 @@ def check_pictures(asked: list[Asked], cfg: DataConfig) -> list[Asked]:
             f"{len(bad)} of {len(asked)} questions have a picture that cannot be shown, and data.bad_budget="
             f"{cfg.bad_budget} allows {cfg.budget(len(asked))}; mend them, or raise it:{listed}"
         )
-    log().warning("%d of %d questions are left out, and are no part of the scores:%s", len(bad), len(asked), listed)
+    if env_rank() == 0:
+        log().warning("%d of %d questions are left out, also of the scores:%s", len(bad), len(asked), listed)
     return [a for a in asked if a.number not in bad]
 
 
