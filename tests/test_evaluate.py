@@ -17,7 +17,7 @@ from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 from llava_fsdp import train
 from llava_fsdp.answer import Assistant, Question
-from llava_fsdp.config import AspectRatio, EvaluateConfig, config_dir, load
+from llava_fsdp.config import AspectRatio, EvaluateConfig, Format, config_dir, load
 from llava_fsdp.data.source import Turn
 from llava_fsdp.errors import CommunicationError, ConfigError, DataError, LlavaFsdpError
 from llava_fsdp.evaluate import Asker, evaluate
@@ -365,6 +365,36 @@ def test_a_missing_picture_is_named_before_any_model_work(keys: list[str], datas
     evaluate(config(*base, "data.bad=quarantine", "data.bad_budget=2"))
     kept = [json.loads(line)["question_id"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert kept == [101, 103, 104]
+
+
+def test_a_table_has_a_row_for_every_group(
+    reply: Reply, keys: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = questions(tmp_path, label=["yes", "no", "no", "yes", "no"], category=["a", "[bold]b", "a", "a", "[bold]b"])
+    cfg = config(*keys, "task=yes_no", f"questions={path}")
+    reply(cfg, ["yes", "yes", "no", "no", "no"])
+    cfg.format = Format.text
+    cfg.show = 1
+    evaluate(cfg)
+    said = capsys.readouterr().out
+    assert f"0.jpg: {WORDS[0]}?" in said and "answer: yes" in said and "right:  yes" in said
+    names = {line.strip().split("  ")[0] for line in said.splitlines()}
+    assert {"all", "category: a", "category: [bold]b"} <= names
+    assert next(line for line in said.splitlines() if "category: a" in line).split()[2:] == [
+        "3", "66.67", "100.00", "50.00", "66.67", "33.33",
+    ]  # fmt: skip
+
+
+def test_what_one_process_meets_it_says(keys: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the first process would be left to say what only another has met."""
+
+    def too_long(*_: object) -> list[str]:
+        raise DataError("too long")
+
+    monkeypatch.setattr(Assistant, "answers", too_long)
+    with pytest.raises(DataError) as caught:
+        ask(config(*keys, "task=vqa", f"questions={questions(tmp_path)}"), monkeypatch, 1, 2)
+    assert not caught.value.on_every_rank
 
 
 def test_what_lmms_eval_calls_gives_our_answer(model: Path, dataset: Path) -> None:

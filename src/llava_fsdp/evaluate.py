@@ -215,7 +215,9 @@ def show(cfg: EvaluateConfig, asked: list[Asked], answers: list[str], result: di
     elif cfg.task is Task.conversations:
         print(f"held-out accuracy with pictures:       {result['accuracy']:.1%} of {len(asked)} questions")
     else:
-        Console(highlight=False).print(table_of(result))
+        Console(highlight=False, width=None if sys.stdout.isatty() else 120).print(table_of(result))
+    if "mean_f1" in result:
+        print(f"mean F1 of the categories: {result['mean_f1']:.2%}")
     if "accuracy_blank_pictures" in result:
         print(f"held-out accuracy with blank pictures: {result['accuracy_blank_pictures']:.1%}")
 

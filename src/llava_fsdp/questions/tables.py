@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rich.box import SIMPLE
+from rich.markup import escape
 from rich.table import Table
 
 from llava_fsdp.config import Task
@@ -20,8 +22,8 @@ from llava_fsdp.scoring import (
 from llava_fsdp.scoring.choice import LETTERS
 
 Numbers = dict[str, Any]
-NOT_SHOWN = ("questions", "left_out", "accuracy_blank_pictures")
-"""Of the numbers in a result: said elsewhere."""
+COLUMNS = ("accuracy", "invalid", "precision", "recall", "f1", "yes_ratio")
+"""Of a table, where a task has them."""
 
 
 def score_words(rule: Callable[[str, Sequence[str]], float]) -> Callable[[Sequence[Asked], Sequence[str]], Numbers]:
@@ -80,24 +82,23 @@ def score_all(task: Task, asked: Sequence[Asked], answers: Sequence[str]) -> Num
 
 
 def table_of(result: Numbers) -> Table:
-    """Every score in percent, counts as they are; a row for all questions and one for each group."""
-    whole = {k: v for k, v in result.items() if isinstance(v, int | float) and k not in NOT_SHOWN}
-    table = Table()
-    for name in ("", "questions", *(n.replace("_", " ") for n in whole)):
-        table.add_column(name, justify="right" if name else "left")
+    """Every rate in percent, counts as they are; a row for all questions and one for each group."""
+    shown = [name for name in COLUMNS if name in result]
+    table = Table(box=SIMPLE, pad_edge=False, title="percent, of all questions and by group", title_justify="left")
+    table.add_column("", no_wrap=True)
+    for name in ("questions", *shown):
+        table.add_column(name.replace("_", " "), justify="right", no_wrap=True)
     rows = [("all", result)]
     for kind, groups in result.get("groups", {}).items():
         rows += [(f"{kind}: {name}", numbers) for name, numbers in groups.items()]
     for name, numbers in rows:
-        cells = [shown(numbers.get(key)) for key in whole]
-        table.add_row(name, f"{numbers['questions']:,}", *cells, end_section=name == "all")
+        cells = [said(numbers[key]) for key in ("questions", *shown)]
+        table.add_row(escape(name), *cells, end_section=name == "all")
     return table
 
 
-def shown(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.2%}"
-    return "" if value is None else f"{value:,}"
+def said(value: float) -> str:
+    return f"{100 * value:.2f}" if isinstance(value, float) else f"{value:,}"
 
 
 def submission_of(asked: Sequence[Asked], answers: Sequence[str]) -> list[dict[str, Any]]:
