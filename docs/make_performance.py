@@ -38,7 +38,9 @@ def stored() -> str:
     for path in sorted(RESULTS.glob("*.json")):
         report = json.loads(path.read_text())
         machine = report.get("machine", {})
-        kind = "GPU" if str(machine.get("kind", "")) == "cuda" or "-cuda-" in path.name or "-gpu-" in path.name else "CPU"
+        kind = (
+            "GPU" if str(machine.get("kind", "")) == "cuda" or "-cuda-" in path.name or "-gpu-" in path.name else "CPU"
+        )
         rows.append([
             f"[{path.stem}](../benchmarks/results/{path.name})",
             cell(str(report.get("question", "see benchmarks/README.md"))),
@@ -77,7 +79,9 @@ def strategies() -> str:
         cells.setdefault(row["variant"], {})[row["stage"], row["accumulation"]] = row["cpu_ratio_to_ddp"]
     columns = list(next(iter(cells.values())))
     head = ("CPU seconds, of DDP's", *(f"{stage}, accumulation {times}" for stage, times in columns))
-    rows = [[code(name) if name != "ddp" else "DDP", *(f"{own[c]:.2f}" for c in columns)] for name, own in cells.items()]
+    rows = [
+        [code(name) if name != "ddp" else "DDP", *(f"{own[c]:.2f}" for c in columns)] for name, own in cells.items()
+    ]
     return f"{table(head, rows, 'lrrrr')}\n\n{origin(path, report)}"
 
 
@@ -88,7 +92,12 @@ def limited() -> str:
          f"{min(e['cpu'] for e in row['train']['epochs']):.1f}"] for row in report["rows"]
     ]  # fmt: skip
     beyond = report["limit_beyond_imports_bytes"] / 2**20
-    head = (f"under {beyond:.0f} MiB a rank", "largest batch of a rank", "in evaluation", "CPU seconds of an epoch at it")
+    head = (
+        f"under {beyond:.0f} MiB a rank",
+        "largest batch of a rank",
+        "in evaluation",
+        "CPU seconds of an epoch at it",
+    )
     return f"{table(head, rows, 'lrrr')}\n\n{origin(path, report)}"
 
 

@@ -85,7 +85,10 @@ def box(x: float, y: float, kind: str, place: int = 0, parts: int = 1, stripes: 
     height = HEIGHT / parts
     filled = [(y + place * height, height)] if not stripes else [(y + at * HEIGHT, 4.0) for at in stripes]
     return [
-        *(f'<rect x="{x:g}" y="{top:g}" width="{BOX}" height="{high:g}" fill="{COLORS[kind]}"/>' for top, high in filled),
+        *(
+            f'<rect x="{x:g}" y="{top:g}" width="{BOX}" height="{high:g}" fill="{COLORS[kind]}"/>'
+            for top, high in filled
+        ),
         f'<rect x="{x:g}" y="{y:g}" width="{BOX}" height="{HEIGHT}" fill="none" stroke="{COLORS[kind]}"/>',
     ]
 
@@ -129,7 +132,10 @@ def picture(rows: list[Held]) -> str:
     lines += [text(LEFT, 78, "at rest, after an update", 13, weight="bold")]
     lines += [text(work_left, 78, "while a block computes, before the last micro-batch", 13, weight="bold")]
     for rank in range(RANKS):
-        lines += [text(LEFT + rank * rest_width, 98, f"rank {rank}"), text(work_left + rank * work_width, 98, f"rank {rank}")]
+        lines += [
+            text(LEFT + rank * rest_width, 98, f"rank {rank}"),
+            text(work_left + rank * work_width, 98, f"rank {rank}"),
+        ]
     for number, row in enumerate(rows):
         y = TOP + number * ROW
         lines += [
@@ -145,13 +151,24 @@ def picture(rows: list[Held]) -> str:
 
 
 def numbers(rows: list[Held]) -> str:
-    head = ("GB on each of 4 ranks", "weights", "gradients", "moments", "at rest", "gathered", "gradients in between", "while a block computes")
+    head = (
+        "GB on each of 4 ranks",
+        "weights",
+        "gradients",
+        "moments",
+        "at rest",
+        "gathered",
+        "gradients in between",
+        "while a block computes",
+    )
     cells = (
         (row.rest.parameters, row.rest.gradients, row.rest.optimizer, row.at_rest, row.gathered, row.gradients, row.computing)
         for row in rows
     )  # fmt: skip
     names = [f"`{SHARD_PLANS[row.strategy].zero}`" for row in rows]
-    return table(head, ([name, *(f"{v / GB:.1f}" for v in own)] for name, own in zip(names, cells, strict=True)), "l" + "r" * 7)
+    return table(
+        head, ([name, *(f"{v / GB:.1f}" for v in own)] for name, own in zip(names, cells, strict=True)), "l" + "r" * 7
+    )
 
 
 def files() -> dict[str, str]:
