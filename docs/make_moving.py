@@ -42,16 +42,16 @@ SECTIONS = {
 EXAMPLES = {
     "bits": "4", "double_quant": "False", "quant_type": "fp4", "lora_bias": "all", "max_steps": "1000",
     "warmup_steps": "100", "fp16": "True", "torch_compile": "True", "torch_compile_backend": "inductor",
-    "torch_compile_mode": "default", "torchdynamo": "inductor", "fsdp": "full_shard auto_wrap", "full_determinism": "True",
+    "torch_compile_mode": "default", "torchdynamo": "inductor", "fsdp": "full_shard auto_wrap",
+    "full_determinism": "True",
     "ddp_timeout": "7200", "adam_beta1": "0.9", "adam_beta2": "0.95", "adam_epsilon": "1e-6", "max_grad_norm": "1.0",
-    "seed": "7", "run_name": "mine", "freeze_backbone": "True", "freeze_mm_mlp_adapter": "True", "fsdp_config": "fsdp.json",
-    "dataloader_drop_last": "True",
+    "seed": "7", "run_name": "mine", "freeze_backbone": "True", "freeze_mm_mlp_adapter": "True",
+    "fsdp_config": "fsdp.json", "dataloader_drop_last": "True",
 }  # fmt: skip
 # Flags that mean something in runs of one kind alone: the recorded script that its example is put into.
-SCRIPTS = {
-    "tune_mm_mlp_adapter": "v1_5_pretrain", "bits": "v1_5_finetune_lora", "double_quant": "v1_5_finetune_lora",
-    "quant_type": "v1_5_finetune_lora",
-} | dict.fromkeys(("lora_enable", "lora_r", "lora_alpha", "lora_dropout", "lora_bias", "mm_projector_lr"), "v1_5_finetune_lora")  # fmt: skip
+LORA = ("lora_enable", "lora_r", "lora_alpha", "lora_dropout", "lora_bias", "mm_projector_lr", "bits", "double_quant",
+        "quant_type")  # fmt: skip
+SCRIPTS = {"tune_mm_mlp_adapter": "v1_5_pretrain"} | dict.fromkeys(LORA, "v1_5_finetune_lora")
 BESIDE = {
     "double_quant": {"bits": "4"}, "quant_type": {"bits": "4"}, "fp16": {"bf16": "False"},
     "fsdp_config": {"fsdp": "full_shard"},
@@ -72,7 +72,8 @@ DEEPSPEED_EXAMPLES: Mapping[str, object] = {
     "zero_optimization.cpu_offload_params": True, "zero_optimization.cpu_offload_use_pin_memory": True,
     "zero_optimization.offload_param.*": 1, "zero_optimization.offload_optimizer.*": 1,
     "zero_optimization.offload_param": {}, "zero_optimization.offload_optimizer": {}, "zero_optimization": True,
-    "zero_optimization.stage3_param_persistence_threshold": 100000, "zero_optimization.param_persistence_threshold": 100000,
+    "zero_optimization.stage3_param_persistence_threshold": 100000,
+    "zero_optimization.param_persistence_threshold": 100000,
     "zero_optimization.stage3_model_persistence_threshold": 100000,
     "zero_optimization.model_persistence_threshold": 100000,
     "aio.*": 1, "activation_checkpointing.*": True,

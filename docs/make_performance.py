@@ -1,5 +1,5 @@
-"""Writes the tables of docs/performance.md from benchmarks/results: `python docs/make_performance.py`. Nothing in them is
-typed by hand; a result of a GPU that is stored there appears beside those of CPUs."""
+"""Writes the tables of docs/performance.md from benchmarks/results: `python docs/make_performance.py`. Nothing in
+them is typed by hand; a result of a GPU that is stored there appears beside those of CPUs."""
 
 import json
 import sys
@@ -88,8 +88,8 @@ def strategies() -> str:
 def limited() -> str:
     path, report = newest("ddp-vs-zero")
     rows = [
-        [code(row["variant"]) if row["variant"] != "ddp" else "DDP", str(row["train"]["batch"]), str(row["eval"]["batch"]),
-         f"{min(e['cpu'] for e in row['train']['epochs']):.1f}"] for row in report["rows"]
+        ["DDP" if row["variant"] == "ddp" else code(row["variant"]), str(row["train"]["batch"]),
+         str(row["eval"]["batch"]), f"{min(e['cpu'] for e in row['train']['epochs']):.1f}"] for row in report["rows"]
     ]  # fmt: skip
     beyond = report["limit_beyond_imports_bytes"] / 2**20
     head = (

@@ -162,7 +162,8 @@ def numbers(rows: list[Held]) -> str:
         "while a block computes",
     )
     cells = (
-        (row.rest.parameters, row.rest.gradients, row.rest.optimizer, row.at_rest, row.gathered, row.gradients, row.computing)
+        (row.rest.parameters, row.rest.gradients, row.rest.optimizer, row.at_rest,
+         row.gathered, row.gradients, row.computing)
         for row in rows
     )  # fmt: skip
     names = [f"`{SHARD_PLANS[row.strategy].zero}`" for row in rows]

@@ -44,7 +44,7 @@ def code(text: str) -> str:
 
 
 def cell(text: str) -> str:
-    """Plain text as one cell: keys, flags and values that can be typed stand in backticks, and nothing ends the cell."""
+    """Plain text as one cell, which nothing in it ends: keys, flags and values that can be typed stand in backticks."""
     text = text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
     text = re.sub(TYPED, r"`\g<0>`", text)
     return re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", text)

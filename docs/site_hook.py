@@ -1,7 +1,7 @@
-"""What MkDocs needs to know of the repository around docs/: benchmarks/ is a part of the site, and README's table too.
+"""What MkDocs needs to know of the repository around docs/: benchmarks/ is part of the site, and README's table.
 
-Links in a page are those that hold in the repository (`../benchmarks/results/x.json`); the site has the same files below
-`benchmarks/`, and `benchmarks/README.md` as the page `benchmarks.md`.
+Links in a page are those that hold in the repository (`../benchmarks/results/x.json`); the site has the same files
+below `benchmarks/`, and `benchmarks/README.md` as the page `benchmarks.md`.
 """
 
 import re

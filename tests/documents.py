@@ -2,7 +2,7 @@
 
 A block may have a comment of the page's before it, which a reader does not see:
 
-    <!-- norun: WHY -->      it needs what a test has not: GPUs, weights, several machines, the network, files of the reader's
+    <!-- norun: WHY -->      it needs what a test has not: GPUs, weights, machines, the network, data of the reader's
     <!-- after: A RUN -->    it is run in a folder in which both stages have been trained
     <!-- run: HOW -->        Python that is run, by `python` or by `torchrun` with two ranks
     <!-- file: PATH -->      the block is that file's text
