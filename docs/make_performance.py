@@ -47,9 +47,14 @@ def stored() -> str:
             f"{kind}: {machine.get('device', '?')}",
             str(report.get("commit", ""))[:12],
         ])  # fmt: skip
-    gpus = sum(row[2].startswith("GPU") for row in rows)
-    said = f"{gpus} of them are of a GPU." if gpus else "**None of them is of a GPU.**"
-    return f"{len(rows)} results are stored. {said}\n\n" + table(("result", "question", "machine", "commit"), rows)
+    return table(("result", "question", "machine", "commit"), rows)
+
+
+def devices() -> str:
+    """How many of the results are of a GPU."""
+    rows = stored().splitlines()[2:]
+    gpus = sum("| GPU: " in row for row in rows)
+    return f"{len(rows)} results are stored. " + (f"{gpus} are of a GPU." if gpus else "**None of them is of a GPU.**")
 
 
 def packing() -> str:
@@ -142,8 +147,9 @@ def scaling() -> str:
 
 
 TABLES = {
-    "stored": stored, "packing": packing, "recompute": recompute, "strategies": strategies, "limited": limited,
-    "planner": planner, "checkpoints": checkpoints, "pictures": pictures, "scaling": scaling,
+    "devices": devices, "stored": stored, "packing": packing, "recompute": recompute, "strategies": strategies,
+    "limited": limited, "planner": planner, "checkpoints": checkpoints, "pictures": pictures,
+    "scaling": scaling,
 }  # fmt: skip
 
 
