@@ -826,6 +826,11 @@ class Config:
         return self.tokens_per_micro_batch or self.micro_batch_size * self.data.max_length
 
     @property
+    def exports_model(self) -> bool:
+        """The run ends with a whole model in transformers' format."""
+        return self.export.enabled and (self.export.merge or not self.model.lora.enabled)
+
+    @property
     def has_auto(self) -> bool:
         """Something is left to the planner."""
         return (
@@ -877,15 +882,16 @@ class Config:
                 f"data.pixels=llava_v1_5 trains anyres as square, as the original does; "
                 f"model.patch_merge={self.model.patch_merge.value} needs data.pixels=exact or lean"
             )
-        if self.export.enabled and self.data.trained_aspect is AspectRatio.anyres:
+        without = "export.merge=false" if self.model.lora.enabled else "export.enabled=false"
+        if self.exports_model and self.data.trained_aspect is AspectRatio.anyres:
             raise ConfigError(
                 "data.image_aspect_ratio=anyres has no equal in transformers' LLaVA, so the run could not be exported "
-                "at its end; set export.enabled=false, and use llava_fsdp.export format=llava"
+                f"at its end; set {without}, and use llava_fsdp.export format=llava"
             )
-        if self.export.enabled and self.model.projector_type != "mlp2x_gelu":
+        if self.exports_model and self.model.projector_type != "mlp2x_gelu":
             raise ConfigError(
                 f"model.projector_type={self.model.projector_type} has no equal in transformers' LLaVA, so the run "
-                "could not be exported; choose mlp2x_gelu, or set export.enabled=false and turn it into the "
+                f"could not be exported; choose mlp2x_gelu, or set {without} and turn it into the "
                 "original's format later: python -m llava_fsdp.export source=OUTPUT_DIR to=FOLDER format=llava"
             )
 
@@ -1193,7 +1199,12 @@ def about_value(schema: Any, node: DictConfig, error: OmegaConfBaseException) ->
     """What OmegaConf says of a value, in terms of the key."""
     key = str(error.full_key or error.key)
     value = value_at(node, key)
-    wanted = takes(schema, key) if isinstance(error, ValidationError) else None
+    wanted = None
+    if isinstance(error, ValidationError):
+        own = key.removeprefix(SOURCES).partition(".")[2]
+        wanted = takes(SourceConfig, own) if key.startswith(SOURCES) else takes(schema, key)
+        if key.startswith(SOURCES) and not own:
+            wanted = f"a source with keys of its own: {key}.path=FILE"
     if wanted is None:
         return f"{key}={value}: {str(error).splitlines()[0]}"
     shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
