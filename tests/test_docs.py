@@ -186,7 +186,7 @@ def write_files(folder: Path) -> None:
 
 def test_what_is_not_run_says_why() -> None:
     assert [b.where for b in BLOCKS if b.kind and not b.note] == []
-    others = {"llava_fsdp", "quickstart.sh", "test.sh"}
+    others = {"llava_fsdp", "quickstart.sh", "test.sh", "pip"}
     unknown = [
         (block.where, words[0]) for block in SHELL if block.kind != "norun" for words in block.commands
         if entry_of(words) is None and not any(name in word for name in others for word in words)
@@ -281,7 +281,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("peft", reason="needs the lora extra")
     folder = tmp_path_factory.mktemp("trained")
     for stage in ("pretrain", "finetune", "finetune_lora"):
-        done = command("llava_fsdp.train", f"stage={stage}", *ADAPTERS, "optim.warmup_ratio=0", cwd=folder, timeout=300)
+        done = command("llava_fsdp.train", f"stage={stage}", *ADAPTERS, "optim.warmup_ratio=0", cwd=folder, timeout=900)
         assert done.returncode == 0, done.stderr[-3000:]
     return folder
 
@@ -327,20 +327,20 @@ def run_in(folder: Path, words: list[str]) -> subprocess.CompletedProcess:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     return subprocess.run(
-        words, check=False, cwd=folder, env=environment, capture_output=True, text=True, timeout=500,
+        words, check=False, cwd=folder, env=environment, capture_output=True, text=True, timeout=900,
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.stem)
 def test_commands_of_a_page_run_in_order(page: Path, tmp_path: Path, trained: Path) -> None:
     write_a_readers_files(tmp_path)
     for block in runnable(page):
         if block.kind == "after" and not (tmp_path / "outputs").exists():
             shutil.copytree(trained / "outputs", tmp_path / "outputs", symlinks=True)
-        commands = [shortened(words) for words in block.commands]
+        commands = [shortened(words) for words in block.commands if words[0] != "pip"]  # nothing is installed
         if block.kind == "run":
             (tmp_path / "example.py").write_text(block.text + "\n")
             starts = {"python": ["python"], "torchrun": ["torchrun", "--standalone", "--nproc-per-node", "2"]}
