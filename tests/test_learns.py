@@ -30,6 +30,7 @@ def test_embedded_default_learns_to_see(tmp_path: Path) -> None:
 IN_FULL = ("precision=fp32", "export.dtype=fp32")
 
 
+@pytest.mark.timeout(1800)  # five minutes on two idle cores
 def test_adapters_learn_to_see_and_answer_the_same_once_merged(tmp_path: Path) -> None:
     """A base that cannot answer, the same with adapters beside it in transformers' model, and the merged export."""
     for stage in ("pretrain", "finetune_lora"):
