@@ -71,7 +71,7 @@ DEEPSPEED_EXAMPLES: Mapping[str, object] = {
     "zero_optimization.cpu_offload": True, "zero_optimization.cpu_offload_param": True,
     "zero_optimization.cpu_offload_params": True, "zero_optimization.cpu_offload_use_pin_memory": True,
     "zero_optimization.offload_param.*": 1, "zero_optimization.offload_optimizer.*": 1,
-    "zero_optimization.offload_param": {}, "zero_optimization.offload_optimizer": {}, "zero_optimization": True,
+    "zero_optimization.offload_param": "cpu", "zero_optimization.offload_optimizer": "cpu", "zero_optimization": True,
     "zero_optimization.stage3_param_persistence_threshold": 100000,
     "zero_optimization.param_persistence_threshold": 100000,
     "zero_optimization.stage3_model_persistence_threshold": 100000,
@@ -184,6 +184,8 @@ def deepspeed_row(key: str, rule: object) -> list[str]:
     if found is not None:
         return row(key, "", found)
     asked = key.replace("*", "buffer_count" if key.startswith("zero") else "cpu_checkpointing")
+    if key.endswith(("offload_param", "offload_optimizer")):  # a block: what it is decided by
+        asked = f"{key}.device"
     values = around(key)
     value = DEEPSPEED_EXAMPLES.get(key, values.get(asked, AUTO))
     run = Run("a JSON", FLAGS, Options(gpus=GPUS, hidden_size=4096), deepspeed=Block("a JSON", values | {asked: value}))
