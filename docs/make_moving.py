@@ -184,7 +184,7 @@ def deepspeed_row(key: str, rule: object) -> list[str]:
     if found is not None:
         return row(key, "", found)
     asked = key.replace("*", "buffer_count" if key.startswith("zero") else "cpu_checkpointing")
-    if key.endswith(("offload_param", "offload_optimizer")):  # a block: what it is decided by
+    if key.endswith((".offload_param", ".offload_optimizer")):  # a block: what it is decided by
         asked = f"{key}.device"
     values = around(key)
     value = DEEPSPEED_EXAMPLES.get(key, values.get(asked, AUTO))
