@@ -335,10 +335,11 @@ def run_in(folder: Path, words: list[str]) -> subprocess.CompletedProcess:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.stem)
-def test_commands_of_a_page_run_in_order(page: Path, tmp_path: Path, trained: Path) -> None:
+def test_commands_of_a_page_run_in_order(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     write_a_readers_files(tmp_path)
     for block in runnable(page):
         if block.kind == "after" and not (tmp_path / "outputs").exists():
+            trained = request.getfixturevalue("trained")
             shutil.copytree(trained / "outputs", tmp_path / "outputs", symlinks=True)
         commands = [shortened(words) for words in block.commands if words[0] != "pip"]  # nothing is installed
         if block.kind == "run":
