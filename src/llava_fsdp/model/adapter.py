@@ -127,7 +127,7 @@ def check_files(folder: Path, lora: LoraConfig) -> None:
             if xxh128_of(path) != digest:
                 raise ModelError(f"{path} is not what was written: its digest differs; copy it again")
         trained = notes.get("lora", {})
-        for key in ("r", "alpha", "use_dora", "use_rslora"):
+        for key in ("alpha", "use_dora", "use_rslora"):  # of another r the shapes tell
             if key in trained and trained[key] != getattr(lora, key):
                 raise ModelError(
                     f"{folder / ADAPTER_CONFIG} says {key} {getattr(lora, key)}, and the adapter was trained with "
