@@ -26,7 +26,7 @@ from llava_fsdp.config import config_dir, load, schema_keys
 from llava_fsdp.migrate import parse
 
 # Pages with a place in the navigation that need not be there.
-RESERVED = {"validation.md", "report.md", "sweeps.md", "multinode.md", "doctor.md", "chat.md"}
+RESERVED = {"validation.md", "report.md", "sweeps.md", "multinode.md", "doctor.md"}
 SOURCES = ROOT / "src" / "llava_fsdp"
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 SHELL = [block for block in BLOCKS if block.is_shell]
