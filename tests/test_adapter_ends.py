@@ -165,3 +165,30 @@ def test_int8_refuses_what_fp16_has_not() -> None:
     weight[3, 5] = 70000
     with pytest.raises(ModelError, match=r"values up to 70000, .*choose model\.quantize\.mode=nf4"):
         packed_of(Packing(Quantizer.int8, False, 64, 64), weight, torch.bfloat16)
+
+
+def test_going_on_over_another_base_is_refused(made: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Weights drawn with another seed; and the base that the adapter is merged into already."""
+    source = f"model.lora.checkpoint={made / 'adapter'}"
+    wrong = [["seed=7"], [f"model.checkpoint={made / 'export'}", "model.random_weights=false"]]
+    for number, base in enumerate(wrong):
+        cfg = make_config(parts, dataset, tmp_path / str(number), *SMALL, source, *base, stage="finetune_lora")
+        with pytest.raises(ModelError, match=r"model\.lora\.checkpoint=.* is for another base: .*, to the bit"):
+            train.train(cfg)
+    train.train(make_config(parts, dataset, tmp_path / "right", *SMALL, source, stage="finetune_lora"))
+
+
+@pytest.mark.parametrize("mode", ["nf4", "int8"])
+def test_a_projector_over_a_quantised_base_is_exported(mode: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """It is compared with a base in full, as the export's is: four bits are far from it."""
+    pytest.importorskip("bitsandbytes")
+    values = [*EXPORTED, f"model.quantize.mode={mode}", "global_batch_size=4", "micro_batch_size=4", "max_steps=1"]
+    train.train(make_config(parts, dataset, tmp_path / "pretrain", *values, stage="pretrain"))
+    assert (tmp_path / "pretrain" / "export" / "config.json").is_file()
+
+
+def test_a_checkpoint_is_no_model(made: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    source = made / "checkpoints" / "step-000002"
+    start = [f"model.checkpoint={source}", "model.random_weights=false", "model.projector=auto"]
+    with pytest.raises(ModelError, match=f"is a checkpoint of a run, .*export source={source} to=FOLDER"):
+        train.train(make_config(parts, dataset, tmp_path / "run", *EXPORTED, *start))

@@ -366,7 +366,7 @@ def test_logits_in_full_are_the_runs_own(made: Callable[[str], Made], dataset: P
     state.model.eval()
     with torch.no_grad():
         live = state.model(*micro.inputs[:-1])
-    assert apart(artifact.logits_in_full(state.model, run.opened.adapter.adapted, micro), live) < 1e-5
+    assert apart(artifact.logits_in_full(state.model, {}, run.opened.adapter.adapted, micro), live) < 1e-5
 
 
 @pytest.mark.parametrize("mode", ["nf4", "int8"])
@@ -387,7 +387,7 @@ def test_a_quantised_run_merges_into_the_base_in_full(mode: str, dataset: Path, 
     state.model.eval()
     with torch.no_grad():
         live = state.model(*micro.inputs[:-1])
-    assert apart(artifact.logits_in_full(state.model, opened.adapted, micro), live) > 10 * CLOSE
+    assert apart(artifact.logits_in_full(state.model, {}, opened.adapted, micro), live) > 10 * CLOSE
 
 
 def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch import nn
 
 from llava_fsdp.checkpoint import Beside, Checkpoint, on_all_ranks, plain
 from llava_fsdp.checkpoint.tensorfile import write_read_tensors
@@ -27,19 +28,22 @@ from llava_fsdp.log import log
 from llava_fsdp.model.adapter import (
     ADAPTER_CONFIG,
     ADAPTER_FILES,
+    NOTES,
     OTHERS_FILES,
     adapter_folders,
+    find_adapter,
     open_adapter,
     xxh128_of,
 )
 from llava_fsdp.model.draw import Drawn
 from llava_fsdp.model.files import StoredTensor, open_file
-from llava_fsdp.model.lora import is_adapter, module_of
+from llava_fsdp.model.lora import is_adapter, module_of, without_base
 from llava_fsdp.model.names import in_adapter, original
 from llava_fsdp.model.original import write_json
 from llava_fsdp.model.weights import NEWLINE, PROJECTOR_PREFIX, Stored, base_fingerprint
 from llava_fsdp.saved import saved_weights
 from llava_fsdp.state import TrainState
+from llava_fsdp.untrusted import read_json
 
 ROOM = 512
 """Bytes for what the files say of each tensor."""
@@ -193,6 +197,34 @@ def comes_along(model: ModelConfig, trained: Collection[str], sources: Mapping[s
         return name in trained or brought or (is_projector(name) and not in_base)
 
     return [name for name, source in sources.items() if lacks(name, source)]
+
+
+def check_base(model: nn.Module, cfg: ModelConfig, digests: Mapping[str, str]) -> None:
+    """An adapter that a run goes on from is for the base that the run has. What another program wrote does not say for
+    which, and where the run trains weights that the adapter's base had frozen nothing can be compared.
+
+    Args:
+        digests: of the run's frozen weights; see `frozen_digests`.
+
+    Raises:
+        ModelError: its notes have the fingerprint of another base.
+    """
+    if cfg.lora.checkpoint is None:
+        return
+    found = open_adapter(find_adapter(cfg.lora.checkpoint, "model.lora.checkpoint"))
+    notes = found.folder / NOTES
+    said = read_json(notes).get("base") if notes.is_file() else None
+    own = {without_base(name) for name in found.tensors}
+    base = {without_base(name) for name, _ in model.named_parameters() if not is_adapter(name)} - own
+    if said is None or not base <= {without_base(name) for name in digests}:
+        return
+    there = base_fingerprint(digests, found.tensors)
+    if there != said:
+        raise ModelError(
+            f"model.lora.checkpoint={cfg.lora.checkpoint} is for another base: the weights of "
+            f"{cfg.checkpoint or cfg.language} have the fingerprint {there}, and {notes} says {said}; give the base "
+            "that it was trained on, to the bit. A model that the adapter is merged into already is none"
+        )
 
 
 def writer_of(state: TrainState, cfg: Config) -> AdapterWriter:

@@ -22,6 +22,7 @@ from llava_fsdp.model.adapter import FOLDER, check_changed
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.lora import is_adapter, module_of
 from llava_fsdp.model.parts import EXPORT, NOTES
+from llava_fsdp.model.weights import Stored
 from llava_fsdp.proof import (
     CLOSE,
     CLOSE_BF16,
@@ -75,7 +76,7 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
             shutil.rmtree(staged, ignore_errors=True)  # on a full disk half a model is in the way
         raise
     if cfg.export.verify:
-        verify(state, cfg, staged, adapted)
+        verify(state, cfg, staged, adapted, is_first_rank)
     on_first_rank(lambda: replace(staged, final), f"cannot complete {final}")
     return final
 
@@ -92,8 +93,7 @@ def export_adapter(state: TrainState, cfg: Config, is_first_rank: bool) -> Adapt
     """
     final = Path(cfg.output_dir) / FOLDER
     staged = final.with_name(FOLDER + ".tmp")
-    trained = {name: parameter_values(name, state, is_first_rank) for name in state.masters.named}
-    sources = state.sources | ({name: Held(values) for name, values in trained.items()} if is_first_rank else {})
+    sources = with_trained(state, is_first_rank)
     along = comes_along(cfg.model, state.masters.named, sources)
     tensors = {name: sources[name] for name in along}
 
@@ -112,6 +112,13 @@ def export_adapter(state: TrainState, cfg: Config, is_first_rank: bool) -> Adapt
     on_first_rank(write, f"cannot write {final}")
     modules = sorted({module_of(name) for name in along if is_adapter(name)})
     return Adapted(cfg.model.lora, modules, sources)
+
+
+def with_trained(state: TrainState, is_first_rank: bool) -> dict[str, Stored]:
+    """All parameters: on the first rank with the values that were trained, in its memory; elsewhere with those they
+    began with. A collective."""
+    trained = {name: parameter_values(name, state, is_first_rank) for name in state.masters.named}
+    return state.sources | ({name: Held(values) for name, values in trained.items()} if is_first_rank else {})
 
 
 def reader(state: TrainState, adapted: Adapted | None, is_first_rank: bool) -> Callable[[str], torch.Tensor]:
@@ -146,7 +153,7 @@ def parameter_values(name: str, state: TrainState, is_first_rank: bool) -> torch
     return source.rows(0, source.shape[0]) if is_first_rank else torch.empty(0)
 
 
-def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None) -> None:
+def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None, is_first_rank: bool) -> None:
     """Load what was written with transformers, on rank 0's CPU, and compare logits on a few samples.
 
     Raises:
@@ -158,11 +165,13 @@ def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None
     with torch.no_grad():
         live = state.model(*placed.inputs[:-1]).cpu()
     state.model.train()
+    quantised = cfg.model.quantize.mode is not Quantizer.none
+    sources = with_trained(state, is_first_rank) if quantised and adapted is None else {}
 
     def compare() -> None:
         ours, images = live, placed.images.cpu()
-        if adapted is not None and cfg.model.quantize.mode is not Quantizer.none:
-            ours = logits_in_full(state.model, adapted, dataclasses.replace(micro, images=images))
+        if quantised:
+            ours = logits_in_full(state.model, sources, adapted, dataclasses.replace(micro, images=images))
         reloaded = reloaded_logits(staged, micro, images, DTYPES[cfg.precision.param_dtype])
         difference = apart(reloaded[:, : ours.shape[1]], ours)
         bound = CLOSE if (cfg.export.dtype, cfg.precision.param_dtype) == (DType.fp32, DType.fp32) else CLOSE_BF16
@@ -174,13 +183,19 @@ def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None
     on_first_rank(compare, f"{staged} was written, but cannot be read back")
 
 
-def logits_in_full(model: nn.Module, adapted: Adapted, micro: MicroBatch) -> torch.Tensor:
-    """Of base and adapters where the base is in full precision, as the merged model's is: the run's own is quantised,
+def logits_in_full(
+    model: nn.Module, sources: dict[str, Stored], adapted: Adapted | None, micro: MicroBatch
+) -> torch.Tensor:
+    """Of base and adapters where the base is in full precision, as the exported model's is: the run's own is quantised,
     and what that costs is no fault of the export.
+
+    Args:
+        sources: of a model without adapters; those with adapters have their own.
     """
     assert isinstance(model, Llava)
     plain = build_llava(model.parts, model.cfg.plain, torch.float32)
-    return logits(filled(plain, adapted.sources, compute_dtype(plain), adapted), micro)
+    sources = sources if adapted is None else adapted.sources
+    return logits(filled(plain, sources, compute_dtype(plain), adapted), micro)
 
 
 def replace(staged: Path, final: Path) -> None:

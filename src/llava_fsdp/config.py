@@ -322,8 +322,8 @@ class LoraConfig:
         given = [own.name for own in fields(self) if getattr(self, own.name) != own.default]
         if given and not self.enabled:
             raise ConfigError(
-                f"model.lora.{given[0]}={getattr(self, given[0])} needs model.lora.enabled=true; choose "
-                "stage=finetune_lora"
+                f"model.lora.{given[0]}={getattr(self, given[0])} needs model.lora.enabled=true, "
+                "which stage=finetune_lora has; to train without adapters choose stage=finetune or finetune_task"
             )
 
     @property
@@ -338,6 +338,10 @@ class QuantizeConfig:
     mode: Quantizer = Quantizer.none
     double: bool = True
     """nf4 and fp4: the scales of the blocks of 64 weights are quantised once more, to 8 bits."""
+
+    def __post_init__(self) -> None:
+        if not self.double and self.mode is Quantizer.none:
+            raise ConfigError("model.quantize.double=false needs model.quantize.mode=nf4 or fp4")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -1341,6 +1345,9 @@ def refuse_unknown_keys(schema: Any, node: DictConfig) -> None:
             if name not in known and prefix != SOURCES:
                 raise ConfigError(f"{name} is not a key of the configuration{did_you_mean(name, known)}")
             child = part._get_node(key)
+            inside = [k for k in known if k.startswith(f"{name}.")]
+            if inside and not isinstance(child, DictConfig):
+                raise ConfigError(f"{name}={part[key]} is a group of keys, which are set one by one: {inside[0]}=VALUE")
             if isinstance(child, DictConfig) and not child._is_missing() and not child._is_none():
                 known.extend(schema_keys(SourceConfig, name + ".") if prefix == SOURCES else [])
                 visit(child, name + ".")

@@ -66,14 +66,23 @@ def open_source(cfg: ConversionConfig) -> Opened:
         ModelError, CheckpointError: it cannot be read.
     """
     given = Path(cfg.source)
-    if (given / STATE_FILE).is_file():
-        return open_checkpoint(verify(given.resolve()), cfg)
     if is_adapter_folder(given):
         return open_adapted(given, cfg)
-    if (given / FOLDER).is_dir() or ((given / "config.yaml").is_file() and not (given / "config.json").is_file()):
-        return open_run(given, cfg)
+    is_run = (given / "config.yaml").is_file() and not (given / "config.json").is_file()
+    if (given / STATE_FILE).is_file() or (given / FOLDER).is_dir() or is_run:
+        refuse_base(cfg, f"a run, which knows its own base; take base= out, or give source={given / adapter.FOLDER}")
+        return open_checkpoint(verify(given.resolve()), cfg) if (given / STATE_FILE).is_file() else open_run(given, cfg)
     folder = resolve(cfg.source, "source")
-    return open_adapted(folder, cfg) if is_adapter_folder(folder) else open_model(folder, cfg)
+    if is_adapter_folder(folder):
+        return open_adapted(folder, cfg)
+    refuse_base(cfg, "a model, whose weights are whole; take base= out")
+    return open_model(folder, cfg)
+
+
+def refuse_base(cfg: ConversionConfig, what: str) -> None:
+    """Raises ConfigError where a base is given for what has none to choose."""
+    if cfg.base is not None:
+        raise ConfigError(f"base={cfg.base} is for the folder of an adapter, and source={cfg.source} is {what}")
 
 
 def open_run(run: Path, cfg: ConversionConfig) -> Opened:
@@ -102,11 +111,6 @@ def open_checkpoint(found: Checkpoint, cfg: ConversionConfig) -> Opened:
         CheckpointError: the frozen weights are not those of the run.
     """
     facts, folder = found.facts, found.folder
-    if cfg.base is not None:
-        raise ConfigError(
-            f"base={cfg.base} is for the folder of an adapter, and source={cfg.source} is a run, which knows its own "
-            f"base; take base= out, or give source={folder / adapter.FOLDER}"
-        )
     run = run_config(facts, folder)
     parts = find_parts(run.model)
     in_full = replace(run.model, quantize=QuantizeConfig())  # its base is read in full, and needs no quantiser here

@@ -165,6 +165,7 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
     sources = find_weights(model, parts, cfg.model, projector, cfg.seed)
     watch = watch_loading(world.is_first, "fingerprint of frozen weights")
     digests = frozen_digests(model, sources, world.rank, world.size, gather_lists, watch)
+    adapters.check_base(model, cfg.model, digests)
     fingerprints = {**loader.steps.fingerprints(), "model": fingerprint(model, digests)}
     utilization = utilization_of(model, cfg, world.device, world.size)
     about: dict[str, Any] = {}
@@ -184,10 +185,10 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
 
 
 def describe_projector(cfg: Config, projector: Path | None) -> str:
-    if cfg.model.checkpoint is not None:
-        return "of the checkpoint"
     if projector is None and cfg.model.projector == "auto" and cfg.model.lora.checkpoint is not None:
         return f"of the adapter {cfg.model.lora.checkpoint}"
+    if cfg.model.checkpoint is not None:
+        return "of the checkpoint"
     if projector is None and cfg.model.projector == "auto":
         return "random: there is no stage=pretrain run beside output_dir"
     return str(projector or "random")

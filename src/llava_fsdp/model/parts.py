@@ -19,6 +19,8 @@ from llava_fsdp.untrusted import read_json as read_any_json
 PACKAGE = "package:"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILES = ["*.json", "*.model", "*.safetensors", "*.bin"]
+CHECKPOINT_FILE = "manifest.json"
+"""Every checkpoint of a run has it."""
 EXPORT = "export"
 MOST = {
     "hidden_size": 1 << 17, "intermediate_size": 1 << 20, "num_hidden_layers": 1 << 10, "num_attention_heads": 1 << 12,
@@ -208,11 +210,14 @@ def resolve_model(name: str, key: str) -> Path:
             f"{key}={name} is an adapter, not a whole model; merge it into its base: python -m llava_fsdp.export "
             f"source={name} to=FOLDER; to go on training it: model.lora.checkpoint={name}"
         )
-    if (folder / "config.yaml").is_file() and not (folder / "config.json").is_file():
-        raise ModelError(
-            f"{key}={name} is a run without a finished export; finish the run, or export a checkpoint of it: "
-            f"python -m llava_fsdp.export source={name} to=FOLDER"
-        )
+    if not (folder / "config.json").is_file():
+        cure = f"python -m llava_fsdp.export source={name} to=FOLDER"
+        if (folder / "config.yaml").is_file():
+            raise ModelError(f"{key}={name} is a run without an export; finish the run, or make one: {cure}")
+        if (folder / CHECKPOINT_FILE).is_file():
+            raise ModelError(
+                f"{key}={name} is a checkpoint of a run, which holds what trained alone; export it: {cure}"
+            )
     return resolve(name, key)
 
 
