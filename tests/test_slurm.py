@@ -75,17 +75,18 @@ class Job:
         return json.loads((self.output / "run_status.json").read_text())
 
 
+@pytest.mark.timeout(1500)
 def test_a_job_whose_time_is_up_goes_on_in_the_next(cluster: Cluster, tmp_path: Path) -> None:
     """Saved before Slurm would kill it, put back by itself, and finished at the step that was asked for."""
-    job = Job(cluster, tmp_path, "max_steps=75", options=("--time=2", "--signal=B:USR1@50"), pace=1)
-    ended = job.end(480)
+    job = Job(cluster, tmp_path, "max_steps=150", options=("--time=3", "--signal=B:USR1@45"), pace=1)
+    ended = job.end(1200)
     said = job.log.read_text()
     assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), said
     starts = int(ended["Restarts"]) + 1
-    assert 2 <= starts <= 4 and said.count("goes back into the queue (exit code 75)") == starts - 1
+    assert starts >= 2 and said.count("goes back into the queue (exit code 75)") == starts - 1
     assert said.count("continuing after step") == starts - 1 and "DUE TO TIME LIMIT" not in said
     assert (job.status["status"], job.status["exit_code"]) == ("done", 0)
-    assert [row["step"] for row in job.rows] == list(range(1, 76))
+    assert [row["step"] for row in job.rows] == list(range(1, 151))
     assert all(row["samples"] == 4 for row in job.rows)
     assert {path.name for path in (tmp_path / "outputs" / "logs" / f"slurm-{job.number}").iterdir()} == {
         f"start-{number}" for number in range(starts)
