@@ -23,6 +23,29 @@ exec {sys.executable} "$@"
 NOTE = f'#!{BASH}\necho "$(basename "$0") $* OMP_NUM_THREADS=$OMP_NUM_THREADS" >>"$NOTES"\n'
 
 
+# A torchrun whose training can be given faults and a pace (life/faulty.py), on the CPU.
+FAULTY_TORCHRUN = f"""#!{BASH}
+words=()
+for word in "$@"; do [[ $word == -m || $word == llava_fsdp.train ]] || words+=("$word"); done
+for at in "${{!words[@]}}"; do [[ ${{words[$at]}} == stage=* ]] && break; done
+export CUDA_VISIBLE_DEVICES=
+exec {sys.executable} -m torch.distributed.run "${{words[@]:0:$at}}" {ROOT}/tests/life/faulty.py "${{words[@]:$at}}"
+"""
+
+
+def checkout(folder: Path) -> dict[str, str]:
+    """The launch scripts in a folder, for real trainings whose first argument is stage=; the environment to run in.
+
+    Without a .venv, which would come before the torchrun that is put there.
+    """
+    shutil.copytree(ROOT / "launch", folder / "launch")
+    (folder / "bin").mkdir(exist_ok=True)
+    (folder / "bin" / "torchrun").write_text(FAULTY_TORCHRUN)
+    (folder / "bin" / "torchrun").chmod(0o755)
+    path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin"
+    return {"PATH": path, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+
+
 class Machine:
     """A copy of the scripts beside a `.venv` of fakes, and a PATH with nothing but what is put there."""
 

@@ -1,12 +1,11 @@
 """launch/slurm.sbatch under Slurm's own daemons: two nodes that are this machine, with one rank each."""
 
 import json
-import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from machine import checkout
 from slurm import Cluster, missing
 
 pytestmark = [
@@ -14,16 +13,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(missing() is not None, reason=f"no Slurm here: {missing()}"),
 ]
-ROOT = Path(__file__).parents[1]
-FAULTY = Path(__file__).parent / "life" / "faulty.py"
-# What torchrun is on these nodes: the real one, with a training whose steps take PACE seconds longer, and no GPU.
-TORCHRUN = f"""#!/usr/bin/env bash
-words=()
-for word in "$@"; do [[ $word == -m || $word == llava_fsdp.train ]] || words+=("$word"); done
-for at in "${{!words[@]}}"; do [[ ${{words[$at]}} == stage=* ]] && break; done
-export CUDA_VISIBLE_DEVICES=
-exec {sys.executable} -m torch.distributed.run "${{words[@]:0:$at}}" {FAULTY} "${{words[@]:$at}}"
-"""
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +25,8 @@ class Job:
     """A job of two nodes that trains the embedded default."""
 
     def __init__(self, cluster: Cluster, folder: Path, *words: str, options: tuple[str, ...] = (), pace: float = 0):
-        shutil.copytree(ROOT / "launch", folder / "launch")  # without a .venv, which would come first on PATH
-        (folder / "bin").mkdir()
-        (folder / "bin" / "torchrun").write_text(TORCHRUN)
-        (folder / "bin" / "torchrun").chmod(0o755)
+        env = checkout(folder)
         self.cluster, self.output, self.log = cluster, folder / "out", folder / "job.txt"
-        path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{cluster.env['PATH']}"
         training = [
             "stage=pretrain", f"output_dir={self.output}", "global_batch_size=4", "micro_batch_size=2",
             "data.workers=0", "precision=fp32", "recompute=none", "compile=false", "export.enabled=false",
@@ -49,8 +34,7 @@ class Job:
         ]  # fmt: skip
         self.number = cluster.submit(
             "--nodes=2", "--gpus-per-node=1", f"--output={self.log}", *options, "launch/slurm.sbatch", *training,
-            folder=folder, PATH=path, PYTHONPATH=str(ROOT / "src"), OMP_NUM_THREADS="1", PACE=str(pace),
-            RDZV_HOST="127.0.0.1",
+            folder=folder, PACE=str(pace), RDZV_HOST="127.0.0.1", **env,
         )  # fmt: skip
 
     @property
@@ -78,7 +62,7 @@ class Job:
 @pytest.mark.timeout(1500)
 def test_a_job_whose_time_is_up_goes_on_in_the_next(cluster: Cluster, tmp_path: Path) -> None:
     """Saved before Slurm would kill it, put back by itself, and finished at the step that was asked for."""
-    job = Job(cluster, tmp_path, "max_steps=150", options=("--time=3", "--signal=B:USR1@45"), pace=1)
+    job = Job(cluster, tmp_path, "max_steps=50", options=("--time=3", "--signal=B:USR1@45"), pace=3)
     ended = job.end(1200)
     said = job.log.read_text()
     assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), said
@@ -86,7 +70,7 @@ def test_a_job_whose_time_is_up_goes_on_in_the_next(cluster: Cluster, tmp_path: 
     assert starts >= 2 and said.count("goes back into the queue (exit code 75)") == starts - 1
     assert said.count("continuing after step") == starts - 1 and "DUE TO TIME LIMIT" not in said
     assert (job.status["status"], job.status["exit_code"]) == ("done", 0)
-    assert [row["step"] for row in job.rows] == list(range(1, 151))
+    assert [row["step"] for row in job.rows] == list(range(1, 51))
     assert all(row["samples"] == 4 for row in job.rows)
     assert {path.name for path in (tmp_path / "outputs" / "logs" / f"slurm-{job.number}").iterdir()} == {
         f"start-{number}" for number in range(starts)

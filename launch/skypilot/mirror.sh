@@ -18,16 +18,16 @@ shift 2
 # What is no checkpoint of its own: small, and written anew each time.
 SMALL=(config.yaml metrics.jsonl run_status.json .begun quarantine.jsonl)
 
-# copy FROM TO: files of a folder, and of those below, as new ones.
+# copy FROM TO: files of a folder, and of those below, as new ones. Fails where one cannot be read to its end, as that of
+# a checkpoint which the run deletes meanwhile.
 copy() {
     local path
     while IFS= read -r -d '' path; do
-        mkdir -p "$2/$(dirname "$path")"
-        cat "$1/$path" >"$2/$path"
+        mkdir -p "$2/$(dirname "$path")" && cat "$1/$path" >"$2/$path" || return 1
     done < <(cd "$1" && find . -type f -print0)
 }
 
-# A checkpoint counts once its name stands in complete/: a copy may be cut short at any byte.
+# A checkpoint counts once its manifest stands in complete/ under its name: a copy may be cut short at any byte.
 restore() {
     local mark name
     [[ ! -d "$output/checkpoints" ]] || return 0 # of this very machine
@@ -36,7 +36,7 @@ restore() {
         [[ -e "$mark" ]] || continue
         name="${mark##*/}"
         say "fetching $name from $bucket"
-        copy "$bucket/checkpoints/$name" "$output/checkpoints/.$name"
+        copy "$bucket/checkpoints/$name" "$output/checkpoints/.$name" || die "$bucket/checkpoints/$name cannot be read"
         mv "$output/checkpoints/.$name" "$output/checkpoints/$name"
     done
     for name in "${SMALL[@]}"; do
@@ -44,28 +44,36 @@ restore() {
     done
 }
 
+# is_mirrored NAME: whether the bucket has this very checkpoint, and not one of that step of a run that was begun anew.
+is_mirrored() { cmp -s "$output/checkpoints/$1/manifest.json" "$bucket/complete/$1"; }
+
 mirror() {
-    local path name
+    local path name kept=""
     mkdir -p "$bucket/complete" "$bucket/checkpoints"
     for path in "$output"/checkpoints/step-*; do
         name="${path##*/}"
-        if [[ ! "$name" =~ ^step-[0-9]+$ || -e "$bucket/complete/$name" ]]; then continue; fi
-        rm -rf "${bucket:?}/checkpoints/$name"
-        copy "$path" "$bucket/checkpoints/$name" && : >"$bucket/complete/$name"
+        [[ "$name" =~ ^step-[0-9]+$ ]] || continue
+        if ! is_mirrored "$name"; then
+            rm -rf "${bucket:?}/complete/$name" "${bucket:?}/checkpoints/$name"
+            copy "$path" "$bucket/checkpoints/$name" || continue
+            cat "$path/manifest.json" >"$bucket/complete/$name" || continue
+        fi
+        kept=yes
     done
     for name in "${SMALL[@]}"; do
-        [[ ! -f "$output/$name" ]] || cat "$output/$name" >"$bucket/$name"
+        [[ ! -f "$output/$name" ]] || cat "$output/$name" >"$bucket/$name" || return 1
     done
-    for path in "$bucket"/complete/step-*; do # what the run has deleted, once it has others
+    [[ -n "$kept" ]] || return 0
+    for path in "$bucket"/complete/step-*; do # what the run has deleted
         name="${path##*/}"
-        if [[ ! -e "$path" || -e "$output/checkpoints/$name" ]]; then continue; fi
-        rm -rf "$path" "${bucket:?}/checkpoints/$name"
+        [[ -e "$output/checkpoints/$name" ]] || rm -rf "$path" "${bucket:?}/checkpoints/$name"
     done
 }
 
 keep_mirroring() {
+    local second
     while true; do
-        sleep "${MIRROR_EVERY:-60}"
+        for ((second = 0; second < ${MIRROR_EVERY:-60}; second++)); do sleep 1; done # no longer one is left behind
         mirror || say "warning: $bucket cannot be written; trying again"
     done
 }
