@@ -10,6 +10,8 @@
 #                   which a machine does not know itself by that name, and so would not open the port
 #   JOIN_TIMEOUT    optional; seconds to wait for the other machines, else 600; where NODE_RANK says that this is not
 #                   the first one, also for the first one to open the port, which else must be there within 60
+#   LOCAL_ADDR      optional; the name or address that the other machines reach this one by, else the address that
+#                   faces RDZV_ENDPOINT; gloo takes that one's interface, where GLOO_SOCKET_IFNAME does not say another
 #   NPROC_PER_NODE  optional; ranks on this machine, else one for each GPU
 #   MAX_RESTARTS    optional; how often ranks that died are started again, else 3
 #   LOG_DIR         optional; what every rank prints, else outputs/logs/RDZV_ID; the terminal shows local rank 0
@@ -52,6 +54,33 @@ await_endpoint() {
     done
 }
 
+# Prints the address of this machine that faces RDZV_ENDPOINT, and its interface; nothing where the name does not resolve,
+# or to a loopback address, as some systems have their own name in /etc/hosts. torchrun and gloo would else take what
+# this machine's own name resolves to, which others often cannot, or here alone.
+facing_endpoint() {
+    python -c '
+import fcntl, ipaddress, socket, struct, sys
+host, port = sys.argv[1].strip("[]"), int(sys.argv[2])
+try:
+    family, kind, proto, _, at = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, proto) as way:
+        way.connect(at)  # sends nothing
+        own = way.getsockname()[0]
+    if ipaddress.ip_address(own).is_loopback and own != host and host != "localhost":
+        sys.exit()
+    names = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            try:
+                asked = fcntl.ioctl(any_socket, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
+            except OSError:  # without an address
+                continue
+            names += [name] if socket.inet_ntoa(asked[20:24]) == own else []
+    print(own, *names[:1])
+except (OSError, ValueError):
+    pass' "${RDZV_ENDPOINT%:*}" "${RDZV_ENDPOINT##*:}"
+}
+
 # A restarted worker must not read the dead ones' addresses in a store that outlived them (pytorch#135712).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
@@ -63,12 +92,17 @@ ranks="$(ranks_here)"
 OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(threads_per_rank "$ranks")}"
 export OMP_NUM_THREADS
 restarts="$(restarts)"
+read -r own interface <<<"$(facing_endpoint)" || true
+own="${LOCAL_ADDR:-${own:-}}"
+if [[ -n "${interface:-}" && -z "${GLOO_SOCKET_IFNAME:-}" && -z "${LOCAL_ADDR:-}" ]]; then
+    export GLOO_SOCKET_IFNAME="$interface"
+fi
 trap 'exit 75' TERM
 [[ "${NODE_RANK:-0}" -eq 0 ]] || await_endpoint "${JOIN_TIMEOUT:-600}"
 WITHOUT_WORD=5 # mostly the ranks have never met, which is worth another start where other machines come up late
 train_with \
     --nnodes "$NNODES" --nproc-per-node "$ranks" \
-    --rdzv-backend c10d --rdzv-endpoint "$RDZV_ENDPOINT" --rdzv-id "$RDZV_ID" --rdzv-conf "$meeting" \
+    --rdzv-backend c10d --rdzv-endpoint "$RDZV_ENDPOINT" --rdzv-id "$RDZV_ID" --rdzv-conf "$meeting" ${own:+--local-addr "$own"} \
     --max-restarts "$restarts" \
     --log-dir "${LOG_DIR:-outputs/logs/$RDZV_ID}" --tee 3 --local-ranks-filter 0 \
     -- "$@"

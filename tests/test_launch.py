@@ -234,7 +234,7 @@ def test_multinode_meets_at_the_endpoint(machine: Machine, node_rank: str, host:
     assert done.returncode == 0, done.stderr
     (command,) = machine.noted("torchrun")
     flags = f"--rdzv-backend c10d --rdzv-endpoint {nodes['RDZV_ENDPOINT']} --rdzv-id run7"
-    flags += f" --rdzv-conf join_timeout=600{host}"
+    flags += f" --rdzv-conf join_timeout=600{host} --local-addr 127.0.0.1"
     assert command == (
         f"torchrun --nnodes 2 --nproc-per-node 8 {flags} --max-restarts 3 --log-dir outputs/logs/run7 --tee 3 "
         "--local-ranks-filter 0 -m llava_fsdp.train stage=pretrain OMP_NUM_THREADS=1"

@@ -117,8 +117,8 @@ def test_a_pod_starts_torchrun_as_multinode_does(kind: str, nodes: str, tmp_path
     assert done.returncode == 0, done.stderr
     assert machine.notes.read_text() == (
         f"--nnodes {nodes} --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} "
-        "--rdzv-id llava-fsdp --rdzv-conf join_timeout=1800,is_host=false --max-restarts 3 --log-dir logs --tee 3 "
-        f"--local-ranks-filter 0 -m llava_fsdp.train {' '.join(container['args'])}\n"
+        "--rdzv-id llava-fsdp --rdzv-conf join_timeout=1800,is_host=false --local-addr 127.0.0.1 --max-restarts 3 "
+        f"--log-dir logs --tee 3 --local-ranks-filter 0 -m llava_fsdp.train {' '.join(container['args'])}\n"
     )
 
 
@@ -160,10 +160,12 @@ def test_skypilot_tells_multinode_who_meets_where(tmp_path: Path) -> None:
     }  # fmt: skip
     done = machine.bash(run_of("nodes"), **env)
     assert done.returncode == 0, done.stderr
-    assert machine.notes.read_text().startswith(
+    said = machine.notes.read_text()
+    assert said.startswith(
         "--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint 10.0.0.7:29400 --rdzv-id sky-managed-7 "
-        "--rdzv-conf join_timeout=1800,is_host=true --max-restarts 3 --log-dir /shared/logs/sky-managed-7 "
+        "--rdzv-conf join_timeout=1800,is_host=true "
     )
+    assert " --log-dir /shared/logs/sky-managed-7 " in said and "output_dir=/shared/outputs/finetune" in said
 
 
 TRAINS = f"""#!{BASH}

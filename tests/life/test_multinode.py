@@ -22,8 +22,8 @@ def run(*command: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def machines() -> Iterator[list[tuple[str, list[str], dict[str, str]]]]:
-    """Address, what stands before a command, and environment of two machines."""
+def machines() -> Iterator[list[tuple[str, list[str]]]]:
+    """Address, and what stands before a command, of two machines. Neither knows the other's name."""
     names = [f"llava{os.getpid()}{letter}" for letter in "ab"]
     ends = [f"lv{os.getpid() % 100000}{letter}" for letter in "ab"]
     cable = ["link", "add", ends[0], "netns", names[0], "type", "veth", "peer", "name", ends[1], "netns", names[1]]
@@ -35,11 +35,10 @@ def machines() -> Iterator[list[tuple[str, list[str], dict[str, str]]]]:
         if all(run("ip", *each) for each in made):
             named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"']
             before = [["ip", "netns", "exec", name, *named, name] for name in names]
-            env = [{"GLOO_SOCKET_IFNAME": end} for end in ends]
         else:  # not root, or no namespaces in this container
-            before, env = [[], []], [{"GLOO_SOCKET_IFNAME": "lo"}] * 2
+            before = [[], []]
         at = [A, B] if before[0] else ["127.0.0.1", "127.0.0.2"]
-        yield list(zip(at, before, env, strict=True))
+        yield list(zip(at, before, strict=True))
     finally:
         for name in names:
             run("ip", "netns", "del", name)
@@ -58,13 +57,13 @@ class Nodes:
         return [self.one(n, *words, *more[n], own=own[n], **settings) for n in (0, 1)]
 
     def one(self, number: int, *words: str, own: dict | None = None, **settings: object) -> Run:
-        _, before, env = self.machines[number]
+        _, before = self.machines[number]
         told = {
             "NNODES": "2", "NODE_RANK": str(number), "RDZV_ENDPOINT": f"{self.machines[0][0]}:{self.port}",
             "RDZV_ID": "run7", "NPROC_PER_NODE": "1", "LOG_DIR": str(self.folder / "logs"), "JOIN_TIMEOUT": "120",
         }  # fmt: skip
         script = [*before, str(self.folder / "checkout" / "launch" / "multinode.sh")]
-        return self.start(*words, script=script, env={**self.env, **env, **told, **(own or {})}, **settings)
+        return self.start(*words, script=script, env={**self.env, **told, **(own or {})}, **settings)
 
 
 @pytest.fixture
