@@ -60,7 +60,7 @@ class Nodes:
         _, before = self.machines[number]
         told = {
             "NNODES": "2", "NODE_RANK": str(number), "RDZV_ENDPOINT": f"{self.machines[0][0]}:{self.port}",
-            "RDZV_ID": "run7", "NPROC_PER_NODE": "1", "LOG_DIR": str(self.folder / "logs"), "JOIN_TIMEOUT": "120",
+            "RDZV_ID": "run7", "NPROC_PER_NODE": "1", "LOG_DIR": str(self.folder / "logs"), "JOIN_TIMEOUT": "400",
         }  # fmt: skip
         script = [*before, str(self.folder / "checkout" / "launch" / "multinode.sh")]
         return self.start(*words, script=script, env={**self.env, **told, **(own or {})}, **settings)
