@@ -262,7 +262,7 @@ def test_all_checks_run_and_one_failure_fails_all(machine: Machine) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     marks = "not slow and not faults and not gpu"
     assert machine.noted("pytest") == [
-        f"pytest: -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m {marks} -k word"
+        f"pytest: -m pytest -n 2 --durations=40 --dist loadfile --no-loadscope-reorder -m {marks} -k word"
     ]
     assert done.stdout.splitlines()[-5:] == [
         "NOT RUN: tests marked gpu: torch finds no CUDA GPU here",
@@ -289,7 +289,7 @@ def test_the_faults_suite_alone(machine: Machine) -> None:
     done = machine.bash("launch/test.sh", "--faults", "-x", NO_CUDA="0")
     assert done.returncode == 0, done.stderr
     assert machine.noted("pytest") == [
-        "pytest: -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m  tests/faults -x"
+        "pytest: -m pytest -n 2 --durations=40 --dist loadfile --no-loadscope-reorder -m  tests/faults -x"
     ]
     assert "NOT RUN: tests outside tests/faults: launch/test.sh runs their fast tier" in done.stdout
 
@@ -301,7 +301,9 @@ def test_full_runs_all_that_the_machine_can(machine: Machine, no_cuda: str, mark
         machine.put(f".venv/bin/{tool}", NOTE)
     done = machine.bash("launch/test.sh", "--full", NO_CUDA=no_cuda)
     assert done.returncode == 0, done.stderr
-    assert machine.noted("pytest") == [f"pytest: -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m {marks}"]
+    assert machine.noted("pytest") == [
+        f"pytest: -m pytest -n 2 --durations=40 --dist loadfile --no-loadscope-reorder -m {marks}"
+    ]
     assert ("NOT RUN: tests marked gpu" in done.stdout) == (no_cuda == "1")
 
 

@@ -105,7 +105,7 @@ PYTORCHJOB = fields(
     ),
 )  # fmt: skip
 ON_EXIT_CODES = fields(
-    "operator values", containerName=TEXT, operator={"enum": ["In", "NotIn"]}, values=each({"type": "integer"})
+    "operator values", containerName=TEXT, operator={"const": "In"}, values=each({"type": "integer"})
 )
 ON_CONDITIONS = each(fields("type", type=TEXT, status={"enum": ["True", "False", "Unknown"]}))
 POD_FAILURE_RULE = {

@@ -67,13 +67,13 @@ def test_put_back_into_the_queue_where_that_helps(
 
 def test_a_node_trains_as_multinode_says(machine: Machine) -> None:
     """Meeting at the first node, on a port of the job's own, under the job's name, with all GPUs of the node."""
-    assert run(machine, "a b", CODE="2", RDZV_HOST="127.0.0.1", SLURM_RESTART_COUNT="3").returncode == 2
+    assert run(machine, "seed=7", CODE="2", RDZV_HOST="127.0.0.1", SLURM_RESTART_COUNT="3").returncode == 2
     (command,) = machine.noted("torchrun")
     assert command == (
         "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:24207 "
         "--rdzv-id slurm-4207 --rdzv-conf join_timeout=600,is_host=true --local-addr 127.0.0.1 --max-restarts 3 "
         "--log-dir outputs/logs/slurm-4207/start-3 --tee 3 --local-ranks-filter 0 "
-        "-m llava_fsdp.train output_dir=. a b shutdown=150"
+        "-m llava_fsdp.train output_dir=. seed=7 shutdown=150"
     )
     (step,) = machine.noted("srun")
     assert step.startswith("srun --ntasks-per-node=1 --kill-on-bad-exit=0 --cpu-bind=none bash -c")
