@@ -493,6 +493,11 @@ class DataConfig:
         first = next(iter(self.sources.values())).path if self.sources else self.path
         return Path(self.index or f"{first}.index")
 
+    @property
+    def source_names(self) -> list[str]:
+        """Of every source in their order; a single one that has no name is called as its file is."""
+        return list(self.sources) or [Path(str(self.path)).stem]
+
     def budget(self, records: int) -> int:
         """Most of so many records that may be left out."""
         if self.bad_budget.endswith("%"):
@@ -783,6 +788,28 @@ class NumericConfig:
             raise ConfigError(f"numeric.spike_sigma={self.spike_sigma} must be a finite number above 0, or null")
 
 
+class WandbMode(Enum):
+    """Whether Weights & Biases is told of a run."""
+
+    off = "off"
+    offline = "offline"
+    """into output_dir/wandb, which `wandb sync` sends later"""
+    online = "online"
+
+
+@dataclass(kw_only=True, slots=True)
+class TrackConfig:
+    """Who else is told what `metrics.jsonl` and `validation.jsonl` say; rank 0 tells them."""
+
+    tensorboard: bool = False
+    """Event files in output_dir/tensorboard."""
+    wandb: WandbMode = WandbMode.off
+    project: str = "llava_fsdp"
+    """Of Weights & Biases."""
+    name: str | None = None
+    """Of the run there; null: as output_dir is called."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Config:
     """One training run."""
@@ -830,6 +857,7 @@ class Config:
     profile_steps: list[int] | None
     """Of these steps, from the first to the last of the two, counted from 1 where this start begins; null: 10 to 12,
     or the last ones of a shorter start, three at most."""
+    track: TrackConfig = field(default_factory=TrackConfig)
     dry_run: int | None
     """Ranks to imagine: two steps of one rank in one process, to see what it holds; nothing is trained or written."""
     format: Format
@@ -1146,11 +1174,38 @@ class ChatConfig:
 
     model: AskedConfig
     image: str | None
+    """A picture file, or several: [a.jpg, b.jpg]."""
     question: str | None
     max_new_tokens: int
+    temperature: float
+    """0: the likeliest token, always."""
+    top_p: float
+    """With a temperature: the likeliest tokens that have this probability together are drawn from."""
+    seed: int | None
+    """With a temperature: of what is drawn; null: another one every time."""
+    serve: bool
+    """A page for the browser instead of the terminal."""
+    host: str
+    """The address that the page listens on."""
+    port: int
+    max_upload_mb: int
+    """Most that a picture sent to the page may have, in MiB."""
+    max_images: int
+    """Most pictures of a conversation on the page."""
 
     def __post_init__(self) -> None:
-        at_least("max_new_tokens", self.max_new_tokens, 1)
+        for name in ("max_new_tokens", "max_upload_mb", "max_images"):
+            at_least(name, getattr(self, name), 1)
+        if not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"temperature={self.temperature} must be 0 (the likeliest token, always) or above")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p={self.top_p} must be above 0, and at most 1 (all tokens)")
+        if not 1 <= self.port <= 65535:
+            raise ConfigError(f"port={self.port} must be 1 to 65535")
+        if self.seed is not None and not 0 <= self.seed < 1 << 63:
+            raise ConfigError(f"seed={self.seed} must be 0 or above, and below 2**63")
+        if self.serve and (self.image is not None or self.question is not None):
+            raise ConfigError("serve=true takes pictures and questions from the page; leave image and question out")
 
 
 @dataclass(kw_only=True, slots=True)
