@@ -37,7 +37,6 @@ def machine(tmp_path: Path) -> Machine:
     made.venv()
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL), (".venv/bin/torchrun", TORCHRUN)):
         made.put(name, text)
-    (made.bin / "head").symlink_to(shutil.which("head") or "/no/head")
     return made
 
 
