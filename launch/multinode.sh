@@ -8,6 +8,10 @@
 #   RDZV_ID         a name that is the same on all machines, and new for every run
 #   NODE_RANK       optional; 0 on the machine that RDZV_ENDPOINT names, another number elsewhere: for networks in
 #                   which a machine does not know itself by that name, and so would not open the port
+#   JOIN_TIMEOUT    optional; seconds to wait for the other machines, else 600; where NODE_RANK says that this is not
+#                   the first one, also for the first one to open the port, which else must be there within 60
+#   LOCAL_ADDR      optional; the name or address that the other machines reach this one by, else the address that
+#                   faces RDZV_ENDPOINT; gloo takes that one's interface, where GLOO_SOCKET_IFNAME does not say another
 #   NPROC_PER_NODE  optional; ranks on this machine, else one for each GPU
 #   MAX_RESTARTS    optional; how often ranks that died are started again, else 3
 #   LOG_DIR         optional; what every rank prints, else outputs/logs/RDZV_ID; the terminal shows local rank 0
@@ -29,22 +33,76 @@ need RDZV_ID "a name that is the same on all machines, and new for every run"
 [[ "$NNODES" =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ ]] || die "NNODES=$NNODES must be a number of machines"
 [[ "$RDZV_ENDPOINT" =~ ^.+:[0-9]+$ ]] || die "RDZV_ENDPOINT=$RDZV_ENDPOINT must be host:port"
 [[ "${NODE_RANK:-0}" =~ ^[0-9]+$ ]] || die "NODE_RANK=$NODE_RANK must be a number: 0 on the machine of RDZV_ENDPOINT"
+[[ "${JOIN_TIMEOUT:-600}" =~ ^[1-9][0-9]*$ ]] || die "JOIN_TIMEOUT=$JOIN_TIMEOUT must be a number of seconds"
 use_venv
+
+# await_endpoint SECONDS: until the machine that RDZV_ENDPOINT names has opened the port.
+await_endpoint() {
+    local host="${RDZV_ENDPOINT%:*}" port="${RDZV_ENDPOINT##*:}" until=$((SECONDS + $1)) told=""
+    host="${host#[}"
+    host="${host%]}" # of an IPv6 address
+    # shellcheck disable=SC2016  # the inner shell expands it; a host that drops packets would hold it for minutes
+    until timeout 5 bash -c 'exec 3<>"/dev/tcp/$0/$1"' "$host" "$port" 2>/dev/null; do
+        if [[ $SECONDS -ge $until ]]; then
+            say "error: RDZV_ENDPOINT=$RDZV_ENDPOINT did not answer for $1 seconds. Has launch/multinode.sh been started" \
+                "there with NODE_RANK=0, does the name resolve here (getent hosts $host), and is the port open?"
+            exit 5
+        fi
+        [[ -n "$told" ]] || say "waiting for $RDZV_ENDPOINT"
+        told=yes
+        sleep 1
+    done
+}
+
+# Prints the address of this machine that faces RDZV_ENDPOINT, and its interface; nothing where the name does not resolve,
+# or to a loopback address, as some systems have their own name in /etc/hosts. torchrun and gloo would else take what
+# this machine's own name resolves to, which others often cannot, or here alone.
+facing_endpoint() {
+    python -c '
+import fcntl, ipaddress, socket, struct, sys
+host, port = sys.argv[1].strip("[]"), int(sys.argv[2])
+try:
+    family, kind, proto, _, at = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, proto) as way:
+        way.connect(at)  # sends nothing
+        own = way.getsockname()[0]
+    if ipaddress.ip_address(own).is_loopback and own != host and host != "localhost":
+        sys.exit()
+    names = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            try:
+                asked = fcntl.ioctl(any_socket, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
+            except OSError:  # without an address
+                continue
+            names += [name] if socket.inet_ntoa(asked[20:24]) == own else []
+    print(own, *names[:1])
+except (OSError, ValueError):
+    pass' "${RDZV_ENDPOINT%:*}" "${RDZV_ENDPOINT##*:}"
+}
 
 # A restarted worker must not read the dead ones' addresses in a store that outlived them (pytorch#135712).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
-host=()
+meeting="join_timeout=${JOIN_TIMEOUT:-600}"
 if [[ -n "${NODE_RANK:-}" ]]; then
-    host=(--rdzv-conf "is_host=$([[ "$NODE_RANK" -eq 0 ]] && echo true || echo false)")
+    meeting+=",is_host=$([[ "$NODE_RANK" -eq 0 ]] && echo true || echo false)"
 fi
 ranks="$(ranks_here)"
 OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(threads_per_rank "$ranks")}"
 export OMP_NUM_THREADS
 restarts="$(restarts)"
+read -r own interface <<<"$(facing_endpoint)" || true
+own="${LOCAL_ADDR:-${own:-}}"
+if [[ -n "${interface:-}" && -z "${GLOO_SOCKET_IFNAME:-}" && -z "${LOCAL_ADDR:-}" ]]; then
+    export GLOO_SOCKET_IFNAME="$interface"
+fi
+trap 'exit 75' TERM
+[[ "${NODE_RANK:-0}" -eq 0 ]] || await_endpoint "${JOIN_TIMEOUT:-600}"
+WITHOUT_WORD=5 # mostly the ranks have never met, which is worth another start where other machines come up late
 train_with \
     --nnodes "$NNODES" --nproc-per-node "$ranks" \
-    --rdzv-backend c10d --rdzv-endpoint "$RDZV_ENDPOINT" --rdzv-id "$RDZV_ID" ${host[@]+"${host[@]}"} \
+    --rdzv-backend c10d --rdzv-endpoint "$RDZV_ENDPOINT" --rdzv-id "$RDZV_ID" --rdzv-conf "$meeting" ${own:+--local-addr "$own"} \
     --max-restarts "$restarts" \
     --log-dir "${LOG_DIR:-outputs/logs/$RDZV_ID}" --tee 3 --local-ranks-filter 0 \
     -- "$@"

@@ -44,11 +44,38 @@ restarts() {
     echo "${MAX_RESTARTS:-3}"
 }
 
+# await PID: waits for the end of a child, through the signals that end a wait early; $code is its exit code.
+await() {
+    while true; do
+        code=0
+        wait "$1" || code=$?
+        kill -0 "$1" 2>/dev/null || break
+    done
+}
+
+children_of() { cat "/proc/$1/task/$1/children" 2>/dev/null || true; }
+
+# stop_ranks PID: SIGTERM to the ranks of a torchrun, and to itself once they have ended, lest it start them again.
+# Not to torchrun first: many schedulers have sent it one too, and a second kills the ranks while they save.
+stop_ranks() {
+    local ranks rank
+    ranks="$(children_of "$1")"
+    for rank in $ranks; do
+        kill -TERM "$rank" 2>/dev/null || true
+    done
+    for rank in $ranks; do
+        while kill -0 "$rank" 2>/dev/null; do sleep 0.1; done
+    done
+    [[ -z "$ranks" ]] || sleep 1
+    kill -TERM "$1" 2>/dev/null || true
+}
+
 # train_with FLAGS... -- ARGUMENTS...: trains under torchrun, and exits with what run_status.json says of the end:
 # torchrun's own exit code is 1 whatever happened. SIGTERM stops the run with a checkpoint, also when it is this script
-# alone that gets it; SIGUSR1 saves one, and must not reach torchrun, which it would end.
+# alone that gets it; SIGUSR1 saves one, and must not reach torchrun, which it would end. Where there is no word of how
+# it ended, the code is $WITHOUT_WORD, else 1.
 train_with() {
-    local flags=() pid code asked=""
+    local flags=() pid asked=""
     while [[ "$1" != -- ]]; do
         flags+=("$1")
         shift
@@ -56,16 +83,13 @@ train_with() {
     shift
     torchrun "${flags[@]}" -m llava_fsdp.train "$@" &
     pid=$!
-    trap 'asked=75; kill -TERM "$pid" 2>/dev/null || true' TERM
+    trap '[[ -n "$asked" ]] || stop_ranks "$pid" & asked=75' TERM
     # shellcheck disable=SC2046  # the ranks, each a word
-    trap 'kill -USR1 $(cat "/proc/$pid/task/$pid/children" 2>/dev/null) 2>/dev/null || true' USR1
+    trap 'kill -USR1 $(children_of "$pid") 2>/dev/null || true' USR1
     trap 'asked=130' INT # Ctrl-C reaches torchrun without us
-    while true; do # a signal ends a wait early
-        code=0
-        wait "$pid" || code=$?
-        kill -0 "$pid" 2>/dev/null || break
-    done
+    await "$pid"
     [[ $code -ne 0 ]] || exit 0
+    asked="${asked:-${WITHOUT_WORD:-}}"
     exec python -m llava_fsdp.status "--this-launch${asked:+=$asked}" "$@"
 }
 

@@ -70,7 +70,7 @@ check "lint" ruff check .
 check "types" pyright
 check "import contracts" lint-imports
 check "spelling" codespell --skip '*.json,*.jsonl,*.safetensors,.venv,outputs'
-check "shell scripts" shellcheck --external-sources launch/*.sh .ci/run
+check "shell scripts" shellcheck --external-sources launch/*.sh launch/*/*.sh launch/slurm.sbatch .ci/run
 check "tests" run_tests "$@"
 
 echo

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -10,62 +11,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from machine import BASH, FAKE_PYTHON, NOTE, ROOT, Machine
 
-ROOT = Path(__file__).parents[1]
-SCRIPTS = sorted(p.relative_to(ROOT).as_posix() for p in [*ROOT.glob("launch/*.sh"), ROOT / ".ci" / "run"])
-BASH = shutil.which("bash") or "bash"
-TOOLS = "cat dirname getconf grep mktemp rm tail tee env bash".split()
-
-# Answers for pip and pytest and notes what it was asked; everything else goes to the real Python.
-FAKE_PYTHON = f"""#!{BASH}
-case "$*" in
-  "-m pip "*) echo "pip: $*" >>"$NOTES"; exit 0 ;;
-  "-m pytest "*) echo "pytest: $*" >>"$NOTES"; echo "SKIPPED [1] tests/test_x.py:3: no Slurm here"
-                 echo "===== 3 passed, 1 skipped in 0.12s ====="; exit "${{PYTEST_STATUS:-0}}" ;;
-  *torch.cuda.is_available*) exit "${{NO_CUDA:-1}}" ;;
-esac
-exec {sys.executable} "$@"
-"""
-NOTE = f'#!{BASH}\necho "$(basename "$0") $* OMP_NUM_THREADS=$OMP_NUM_THREADS" >>"$NOTES"\n'
-
-
-class Machine:
-    """A copy of the scripts beside a `.venv` of fakes, and a PATH with nothing but what is put there."""
-
-    def __init__(self, folder: Path):
-        self.root = folder / "checkout"
-        self.bin = folder / "bin"
-        self.notes = folder / "notes"
-        shutil.copytree(ROOT / "launch", self.root / "launch")
-        for name in ("pyproject.toml", "constraints.txt"):
-            shutil.copy(ROOT / name, self.root / name)
-        self.bin.mkdir()
-        for tool in [*TOOLS, "basename"]:
-            (self.bin / tool).symlink_to(shutil.which(tool) or f"/no/{tool}")
-        self.notes.touch()
-
-    def put(self, place: str, text: str) -> None:
-        path = (self.root if place.startswith(".venv") else self.bin) / place
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        path.chmod(0o755)
-
-    def venv(self) -> None:
-        self.put(".venv/bin/python", FAKE_PYTHON)
-        self.put(".venv/bin/torchrun", NOTE)
-
-    def gpus(self, count: int) -> None:
-        self.put("nvidia-smi", f"#!{BASH}\n" + "".join(f"echo 'GPU {n}: H200'\n" for n in range(count)))
-
-    def bash(self, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-        env = {"PATH": str(self.bin), "NOTES": str(self.notes), "HOME": os.environ.get("HOME", "/"), **environment}
-        return subprocess.run(
-            [BASH, *([script] if script.endswith(".sh") else ["-euo", "pipefail", "-c", script]), *arguments],
-            check=False, cwd=self.root, env=env, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-
-    def noted(self, word: str) -> list[str]:
-        return [line for line in self.notes.read_text().splitlines() if line.startswith(word)]
+FOUND = [*ROOT.glob("launch/**/*.sh"), *ROOT.glob("launch/*.sbatch"), ROOT / ".ci" / "run"]
+SCRIPTS = sorted(path.relative_to(ROOT).as_posix() for path in FOUND)
 
 
 @pytest.fixture
@@ -75,6 +24,7 @@ def machine(tmp_path: Path) -> Machine:
 
 def test_shellcheck() -> None:
     assert {"launch/quickstart.sh", "launch/test.sh", "launch/node.sh", "launch/multinode.sh", ".ci/run"} <= {*SCRIPTS}
+    assert {"launch/slurm.sbatch", "launch/kubernetes/pod.sh", "launch/skypilot/mirror.sh"} <= {*SCRIPTS}
     shellcheck = Path(sys.executable).with_name("shellcheck")
     done = subprocess.run(
         [shellcheck, "--external-sources", *SCRIPTS], check=False, cwd=ROOT, capture_output=True, text=True
@@ -209,6 +159,37 @@ def test_node_hands_sigterm_on(machine: Machine) -> None:
     assert script.wait(30) == 75
 
 
+TWICE_IS_DEADLY = f"""#!{BASH}
+{sys.executable} -c 'import os, signal, time
+open(os.environ["NOTES"], "a").write("rank\\n")
+signal.signal(signal.SIGTERM, lambda *_: open(os.environ["NOTES"], "a").write("asked\\n"))
+while "asked" not in open(os.environ["NOTES"]).read(): time.sleep(0.05)
+time.sleep(1.0)
+open(os.environ["NOTES"], "a").write("saved\\n")' &
+trap 'echo told >>"$NOTES"' TERM
+while kill -0 $! 2>/dev/null; do wait $! || true; done
+exit 1
+"""
+
+
+def test_torchrun_is_not_told_twice_while_ranks_save(machine: Machine) -> None:
+    """It hears of the signal itself where a scheduler sends it to all processes; a second one kills its ranks."""
+    machine.venv()
+    machine.put(".venv/bin/torchrun", TWICE_IS_DEADLY)
+    env = {"PATH": str(machine.bin), "NOTES": str(machine.notes), "PYTHONPATH": str(ROOT / "src")}
+    script = subprocess.Popen(
+        [BASH, "launch/node.sh", "output_dir=."], cwd=machine.root, env={**env, "NPROC_PER_NODE": "1"}
+    )
+    while not machine.noted("rank"):
+        time.sleep(0.02)
+    time.sleep(0.2)
+    for _ in range(2):
+        script.terminate()
+    assert script.wait(60) == 75
+    notes = machine.notes.read_text().split()
+    assert notes[:3] == ["rank", "asked", "saved"] or notes[:4] == ["rank", "asked", "asked", "saved"], notes
+
+
 def test_restarts_are_a_number(machine: Machine) -> None:
     machine.venv()
     done = machine.bash("launch/node.sh", NPROC_PER_NODE="2", MAX_RESTARTS="many")
@@ -234,6 +215,7 @@ NODES = {"NNODES": "2", "RDZV_ENDPOINT": "host0:29400", "RDZV_ID": "run7", "NPRO
         ({"NNODES": "two"}, "error: NNODES=two must be a number of machines"),
         ({"RDZV_ENDPOINT": "host0"}, "error: RDZV_ENDPOINT=host0 must be host:port"),
         ({"NODE_RANK": "first"}, "error: NODE_RANK=first must be a number"),
+        ({"JOIN_TIMEOUT": "0"}, "error: JOIN_TIMEOUT=0 must be a number of seconds"),
     ],
 )
 def test_multinode_says_what_is_missing(machine: Machine, wrong: dict[str, str], message: str) -> None:
@@ -243,17 +225,30 @@ def test_multinode_says_what_is_missing(machine: Machine, wrong: dict[str, str],
     assert message in done.stderr
 
 
-@pytest.mark.parametrize(("node_rank", "host"), [("", ""), ("0", "is_host=true"), ("1", "is_host=false")])
+@pytest.mark.parametrize(("node_rank", "host"), [("", ""), ("0", ",is_host=true"), ("1", ",is_host=false")])
 def test_multinode_meets_at_the_endpoint(machine: Machine, node_rank: str, host: str) -> None:
     machine.venv()
-    done = machine.bash("launch/multinode.sh", "stage=pretrain", **NODES, NODE_RANK=node_rank, OMP_NUM_THREADS="1")
+    with socket.create_server(("127.0.0.1", 0)) as first:  # which another machine waits for
+        nodes = {**NODES, "RDZV_ENDPOINT": f"127.0.0.1:{first.getsockname()[1]}"}
+        done = machine.bash("launch/multinode.sh", "stage=pretrain", **nodes, NODE_RANK=node_rank, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     (command,) = machine.noted("torchrun")
-    flags = "--rdzv-backend c10d --rdzv-endpoint host0:29400 --rdzv-id run7" + (f" --rdzv-conf {host}" if host else "")
+    flags = f"--rdzv-backend c10d --rdzv-endpoint {nodes['RDZV_ENDPOINT']} --rdzv-id run7"
+    flags += f" --rdzv-conf join_timeout=600{host} --local-addr 127.0.0.1"
     assert command == (
         f"torchrun --nnodes 2 --nproc-per-node 8 {flags} --max-restarts 3 --log-dir outputs/logs/run7 --tee 3 "
         "--local-ranks-filter 0 -m llava_fsdp.train stage=pretrain OMP_NUM_THREADS=1"
     )
+
+
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:9", "[::1]:9", "nosuch.invalid:29400"])
+def test_multinode_says_who_does_not_answer(machine: Machine, endpoint: str) -> None:
+    """With the code for lost ranks: a scheduler may try again."""
+    machine.venv()
+    nodes = {**NODES, "RDZV_ENDPOINT": endpoint, "NODE_RANK": "1", "JOIN_TIMEOUT": "1"}
+    done = machine.bash("launch/multinode.sh", **nodes)
+    assert (done.returncode, machine.noted("torchrun")) == (5, [])
+    assert f"error: RDZV_ENDPOINT={endpoint} did not answer for 1 seconds" in done.stderr
 
 
 CHECKS = ["ruff", "pyright", "lint-imports", "codespell", "shellcheck"]
@@ -267,7 +262,7 @@ def test_all_checks_run_and_one_failure_fails_all(machine: Machine) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     marks = "not slow and not faults and not gpu"
     assert machine.noted("pytest") == [
-        f"pytest: -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m {marks} -k word"
+        f"pytest: -m pytest -n 2 --durations=40 --dist loadfile --no-loadscope-reorder -m {marks} -k word"
     ]
     assert done.stdout.splitlines()[-5:] == [
         "NOT RUN: tests marked gpu: torch finds no CUDA GPU here",
@@ -294,7 +289,7 @@ def test_the_faults_suite_alone(machine: Machine) -> None:
     done = machine.bash("launch/test.sh", "--faults", "-x", NO_CUDA="0")
     assert done.returncode == 0, done.stderr
     assert machine.noted("pytest") == [
-        "pytest: -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m  tests/faults -x"
+        "pytest: -m pytest -n 2 --durations=40 --dist loadfile --no-loadscope-reorder -m  tests/faults -x"
     ]
     assert "NOT RUN: tests outside tests/faults: launch/test.sh runs their fast tier" in done.stdout
 
@@ -306,7 +301,9 @@ def test_full_runs_all_that_the_machine_can(machine: Machine, no_cuda: str, mark
         machine.put(f".venv/bin/{tool}", NOTE)
     done = machine.bash("launch/test.sh", "--full", NO_CUDA=no_cuda)
     assert done.returncode == 0, done.stderr
-    assert machine.noted("pytest") == [f"pytest: -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m {marks}"]
+    assert machine.noted("pytest") == [
+        f"pytest: -m pytest -n 2 --durations=40 --dist loadfile --no-loadscope-reorder -m {marks}"
+    ]
     assert ("NOT RUN: tests marked gpu" in done.stdout) == (no_cuda == "1")
 
 

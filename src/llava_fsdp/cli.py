@@ -22,11 +22,11 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from llava_fsdp.config import SOURCES, config_dir, did_you_mean, load, schema_keys
-from llava_fsdp.errors import ENDINGS, ConfigError, ExitCode, FolderInUse, LlavaFsdpError
+from llava_fsdp.errors import ENDINGS, ConfigError, ExitCode, FolderInUse, LlavaFsdpError, Stopped
 from llava_fsdp.guard import check_command_line
 from llava_fsdp.heartbeats import read_beat
 from llava_fsdp.log import leave_noise_out, log, setup_logging
-from llava_fsdp.parent import end_with
+from llava_fsdp.parent import end_torchrun, end_with
 from llava_fsdp.redact import redact, secrets_of
 from llava_fsdp.rundir import PATIENCE, Outcome, attempt, env_rank, is_one_node, is_others, settled
 
@@ -78,7 +78,7 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
     """
     setup_logging()
     folder = typed_output_dir()
-    everywhere = False
+    everywhere, stopped_by_others = False, False
     try:
         node = compose(config_name, schema)
         if node is None:  # --help, --cfg job and the like: Hydra has answered
@@ -89,6 +89,7 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
     except LlavaFsdpError as error:
         outcome = Outcome(ENDINGS[error.ending], str(error), error.culprit)
         said, everywhere = f"{type(error).__name__}: {error}", error.on_every_rank
+        stopped_by_others = isinstance(error, Stopped) and not error.asked_here
         folder = None if isinstance(error, FolderInUse) else folder  # what is in it is not ours
     except KeyboardInterrupt:
         outcome, said = Outcome(ENDINGS["interrupted"], "interrupted"), "interrupted"
@@ -113,6 +114,9 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
         code = first["exit_code"] if first is not None else code
     sys.stdout.flush()
     sys.stderr.flush()
+    if stopped_by_others:
+        time.sleep(PATIENCE)  # torchrun stops ranks as well to start them again with more machines
+        end_torchrun()
     os._exit(code)
 
 

@@ -81,6 +81,14 @@ class Stopped(LlavaFsdpError):
 
     ending = "stopped"
 
+    def __init__(self, message: str, asked_here: bool = True):
+        """
+        Args:
+            asked_here: this very rank was.
+        """
+        super().__init__(message)
+        self.asked_here = asked_here
+
 
 class ConfigError(LlavaFsdpError):
     """A key, a choice or a combination of them is wrong."""

@@ -70,7 +70,9 @@ class Keeper:
         if asked.stop:
             self.finish()
             said = "continues there" if self.is_kept else "continues from the checkpoint before, as this one failed"
-            raise Stopped(f"{self.asker}: stopped after step {self.state.step}; the same command {said}")
+            raise Stopped(
+                f"{self.asker}: stopped after step {self.state.step}; the same command {said}", bool(self.life.stop)
+            )
 
     def save(self) -> None:
         self.life.at(Phase.CHECKPOINT)
@@ -100,7 +102,9 @@ class Keeper:
         self.life.at(Phase.CHECKPOINT)
         self.saver.close()
         if Votes(stop=self.life.wants_stop()).agreed().stop and self.cfg.export.enabled:
-            raise Stopped(f"{self.asker}: stopped after the last step; the same command exports the model")
+            raise Stopped(
+                f"{self.asker}: stopped after the last step; the same command exports the model", bool(self.life.stop)
+            )
 
     @property
     def asker(self) -> str:

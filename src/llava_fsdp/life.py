@@ -26,6 +26,7 @@ from llava_fsdp.config import CommConfig
 from llava_fsdp.errors import ENDINGS, CommunicationError
 from llava_fsdp.heartbeats import FOLDER, Beat, Late, Phase, Watcher, beat_age, make_beat, put_beat
 from llava_fsdp.log import log
+from llava_fsdp.parent import end_torchrun
 from llava_fsdp.rundir import PATIENCE, Outcome, first_failure, put_status, write_ending
 
 BEAT = 1.0
@@ -54,6 +55,8 @@ class Life:
         """Seconds that a collective may wait."""
         self.stop = ""
         """The signal that asked this rank to stop; empty: none did."""
+        self.told = False
+        """SIGTERM or SIGINT has come here, whatever became of it."""
         self.saves = 0
         """How often SIGUSR1 has asked for a checkpoint; counted by our thread alone."""
         self.saves_said = 0
@@ -208,6 +211,7 @@ class Life:
             self.saves += 1
         if number not in (signal.SIGTERM, signal.SIGINT) or self.ending.is_set():
             return
+        self.told = True
         name = signal.Signals(number).name
         self.interrupts += number == signal.SIGINT
         if self.interrupts > 1:
@@ -247,10 +251,12 @@ class Life:
 
     def beat(self) -> None:
         beat = self.tell()
-        if self.size == 1 or self.comm is None:
+        if self.comm is None:
             return
-        if first_failure(self.folder) is not None:
+        if has_others() and first_failure(self.folder) is not None:  # also of one that has not met us yet
             self.follow()
+        if self.size == 1:
+            return
         if beat.place != self.place:
             self.place, self.since, self.warned, self.dumped = beat.place, time.monotonic(), 0.0, False
         waiting = time.monotonic() - self.since
@@ -298,7 +304,10 @@ class Life:
         time.sleep(PATIENCE)
         first = first_failure(self.folder)
         self.kill_frozen()
-        self.leave(int(first["exit_code"]) if first else int(ENDINGS["communication"].exit_code))
+        code = int(first["exit_code"]) if first else int(ENDINGS["communication"].exit_code)
+        if code == ENDINGS["stopped"].exit_code and not self.told:
+            end_torchrun()
+        self.leave(code)
 
     def end(self, outcome: Outcome) -> None:
         """End this process from here, whatever the main thread is at."""
@@ -323,6 +332,10 @@ class Life:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def has_others() -> bool:
+    return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 def fresh(path: Path) -> TextIO:

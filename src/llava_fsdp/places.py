@@ -3,10 +3,14 @@ imports no torch."""
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+
+from omegaconf import OmegaConf
 
 from llava_fsdp.config import Config, Source
 from llava_fsdp.errors import ConfigError
+from llava_fsdp.untrusted import leaves_of
 
 PACKAGED_OR_HUB = re.compile(r"package:.*|[\w-][\w.-]*/[\w.-]+")
 
@@ -67,3 +71,31 @@ def exists(name: str) -> bool:
         return Path(name).exists()
     except (OSError, ValueError):  # too long, or with a NUL in it
         return False
+
+
+PLACES = re.compile(
+    r"model\.(language|vision|checkpoint|projector|lora\.checkpoint)|offload\.folder|"
+    r"data\.(.+\.)?(path|images|root|index)"
+)
+"""Keys of what each machine may have a copy of, under a path of its own."""
+
+
+def check_same_settings(cfg: Config, gather: Callable[[list[dict[str, str]]], list[dict[str, str]]]) -> None:
+    """Machines are started one by one, and one of them may have been given other arguments. A collective.
+
+    Data and models may lie elsewhere on each: that they are the same is compared when they are read.
+
+    Args:
+        gather: every rank's items, in the order of ranks.
+
+    Raises:
+        ConfigError: on every rank alike.
+    """
+    settings = leaves_of(OmegaConf.to_container(OmegaConf.structured(cfg)))
+    own = {key: str(value) for key, value in settings if not PLACES.fullmatch(key)}
+    found = gather([{**own, "NNODES": os.environ.get("NNODES", "")}])  # launch/multinode.sh: how many of them meet
+    for rank, other in enumerate(found):
+        differing = [key for key in sorted({*other, *found[0]}) if other.get(key) != found[0].get(key)]
+        if differing:
+            has, first = (", ".join(f"{key}={each.get(key)}" for key in differing[:5]) for each in (other, found[0]))
+            raise ConfigError(f"rank {rank} has {has}, rank 0 has {first}: start all machines with the same arguments")

@@ -393,9 +393,15 @@ def mark_begun(folder: Path, wish: str, step: int) -> None:
 
 
 def begun_at(folder: Path, wish: str) -> int | None:
-    """The step at which an earlier attempt of this launch began as was wished; None: none has yet."""
+    """The step at which an earlier attempt of this launch began as was wished; None: none has yet.
+
+    A scheduler that starts a job again gives it the same name (RDZV_ID), and so does what was begun count there. Where
+    the name is torchrun's own, another launch may come to the same one.
+    """
     said = read_object(folder / BEGUN_FILE)
-    if said is None or said.get("wish") != wish or not is_of_this_launch(said):
+    if said is None or said.get("wish") != wish or launch_id() is None or said.get("launch") != launch_id():
+        return None
+    if os.environ["TORCHELASTIC_RUN_ID"] == "none" and not is_of_this_launch(said):
         return None
     return int(said.get("step", 0))
 

@@ -5,7 +5,8 @@ stopped (the same command continues), 2 a mistake to mend, 3 a checkpoint, 4 num
 no word at all. A run that goes on, and one that was killed, have no word about their end: the lock of the folder tells
 them apart. `--this-launch` before the other arguments takes no word that is older than this process: a launch
 script becomes it by `exec`, so that what an earlier run said is not taken for this one's. `--this-launch=75` is for a
-script that was told to stop: so it ends where there is no word.
+script that was told to stop: so it ends where there is no word. `--saved` prints the step of the newest checkpoint
+instead, 0 without one: a scheduler's script asks before and after whether a run got on.
 """
 
 import os
@@ -14,16 +15,26 @@ import sys
 from pathlib import Path
 
 from llava_fsdp import cli
+from llava_fsdp.checkpoint_names import FOLDER, list_checkpoints, step_of
 from llava_fsdp.config import Config
 from llava_fsdp.errors import ConfigError, ExitCode
 from llava_fsdp.log import log, setup_logging
 from llava_fsdp.rundir import STATUS_FILE, held_by, is_without_end, read_status, started
 
 
+def newest_step(output_dir: Path) -> int:
+    """The step of a run's newest checkpoint; 0 where there is none."""
+    found = list_checkpoints(output_dir / FOLDER)
+    return (step_of(found[-1]) or 0) if found else 0
+
+
 def main() -> None:
     setup_logging()
     since, without_word = 0.0, int(ExitCode.BUG)
-    if sys.argv[1:2] and (flag := re.fullmatch(r"--this-launch(?:=(\d+))?", sys.argv[1])):
+    asks_saved = sys.argv[1:2] == ["--saved"]
+    if asks_saved:
+        del sys.argv[1]
+    elif sys.argv[1:2] and (flag := re.fullmatch(r"--this-launch(?:=(\d+))?", sys.argv[1])):
         del sys.argv[1]
         since, without_word = started(os.getpid()), int(flag[1] or ExitCode.BUG)
     try:
@@ -34,6 +45,9 @@ def main() -> None:
     if node is None:
         return
     path = Path(str(node["output_dir"])) / STATUS_FILE
+    if asks_saved:
+        print(newest_step(path.parent))
+        return
     said = read_status(path.parent)
     if said is None or said.get("time", 0.0) < since:
         log().error("%s: nothing from this run; it ended before it could say why", path)

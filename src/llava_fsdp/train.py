@@ -36,7 +36,7 @@ from llava_fsdp.model.parts import find_parts, find_projector
 from llava_fsdp.model.quantized import quantized_weights
 from llava_fsdp.model.weights import find_weights, fingerprint, frozen_digests, load_weights
 from llava_fsdp.opening import build_model, draw_shapes, shape_of
-from llava_fsdp.places import check_places
+from llava_fsdp.places import check_places, check_same_settings
 from llava_fsdp.planning.auto import Decision, decide
 from llava_fsdp.planning.samples import samples_in
 from llava_fsdp.planning.utilization import utilization_of
@@ -95,6 +95,7 @@ def train(cfg: Config, at_end: AtEnd | None = None) -> None:
     ):
         if world.is_first:
             life.last_words = partial(rewrite_page, folder)
+        check_same_settings(cfg, gather_lists)
         cfg = settle_auto(cfg, world)
         plan = SHARD_PLANS[cfg.sharding.strategy]
         mesh = make_mesh(world, plan, cfg)

@@ -1,5 +1,6 @@
 """What a run wishes to begin from is for its start: ranks that are started again continue what they saved."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from harness import single_world
 from saves import save_steps
 from small import make_config
 
+from llava_fsdp import rundir
 from llava_fsdp.checkpoint import FOLDER
 from llava_fsdp.checkpoint.folders import leave_branch
 from llava_fsdp.checkpoint.resume import choose
@@ -37,6 +39,20 @@ def test_another_launch_starts_over(
     save_steps(single_world(), tmp_path / FOLDER, [2])
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run8")
     assert choose(cfg) is None and (tmp_path / "old-1" / FOLDER / "step-000002").is_dir()
+
+
+@pytest.mark.parametrize(("name", "goes_on"), [("run7", True), ("none", False)])
+def test_a_requeued_job_goes_on_with_what_it_began(
+    name: str, goes_on: bool, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under its own name, by a torchrun that is younger than what was begun. Without a name it is another run."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
+    cfg = make_config(parts, dataset, tmp_path, "checkpoint.resume=never")
+    assert choose(cfg) is None
+    save_steps(single_world(), tmp_path / FOLDER, [2])
+    monkeypatch.setattr(rundir, "started", lambda _: time.time() + 1)
+    found = choose(cfg)
+    assert (found is not None) == goes_on and (tmp_path / "old-1").exists() != goes_on
 
 
 def test_a_branch_begins_once(launch: None, parts: Path, dataset: Path, tmp_path: Path) -> None:

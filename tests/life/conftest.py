@@ -12,8 +12,8 @@ def start(tmp_path: Path, parts: Path, dataset: Path) -> Iterator[Callable[..., 
     """Starts trainings in one folder, one after the other or beside each other; what is left of them is ended."""
     started: list[Run] = []
 
-    def begin(*overrides: str, **settings: object) -> Run:
-        started.append(Run(tmp_path, parts, dataset, *overrides, **settings))  # type: ignore[arg-type]
+    def begin(*overrides: str, folder: Path = tmp_path, **settings: object) -> Run:
+        started.append(Run(folder, parts, dataset, *overrides, **settings))  # type: ignore[arg-type]
         return started[-1]
 
     yield begin

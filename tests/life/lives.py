@@ -27,15 +27,19 @@ class Run:
         fault: str = "slow:-1:0",
         pace: float = 0.0,
         env: dict[str, str] | None = None,
+        script: list[str] | None = None,
     ):
         """
         Args:
             launch: arguments of torchrun; by default those of one machine.
             pace: seconds that every step takes longer.
+            script: a launch script, and what stands before it, in place of torchrun; a `checkout` of it (machine.py).
         """
+        folder.mkdir(parents=True, exist_ok=True)
         self.output = folder / "out"
         start = launch if launch is not None else ["--standalone", f"--max-restarts={restarts}"]
         started = [*TORCHRUN, *start, f"--nproc-per-node={ranks}"] if ranks else [sys.executable]
+        started = script if script is not None else [*started, str(FAULTY)]
         words = [
             "stage=finetune", f"output_dir={self.output}", f"model.language={parts / 'language'}",
             f"model.vision={parts / 'vision'}", "model.projector=random", "model.random_weights=true",
@@ -47,7 +51,7 @@ class Run:
         self.log = folder / f"log-{time.monotonic_ns()}.txt"
         with self.log.open("w") as file:
             self.process = subprocess.Popen(
-                [*started, str(FAULTY), *words], cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=file,
+                [*started, *words], cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=file,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 

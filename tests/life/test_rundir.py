@@ -227,3 +227,13 @@ def test_stacks_of_the_start_before_stay(tmp_path: Path) -> None:
             file.write(f"start {number}")
     assert [p.read_text() for p in sorted(tmp_path.iterdir())] == ["start 0", "start 1", "start 2"]
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("folders", "said"), [((), "0\n"), (("step-000004", "step-000012", "step-000099.tmp"), "12\n")]
+)
+def test_a_script_is_told_what_is_saved(folders: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    for name in folders:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    asked = [sys.executable, "-m", "llava_fsdp.status", "--saved", f"output_dir={tmp_path}"]
+    assert subprocess.run(asked, check=True, capture_output=True, text=True).stdout == said

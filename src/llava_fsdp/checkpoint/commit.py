@@ -34,7 +34,7 @@ from xxhash import xxh3_128
 from llava_fsdp.checkpoint.agree import gathered_on_first, on_all_ranks, on_first_rank
 from llava_fsdp.checkpoint.disk import make_empty, make_folder, require_room, sync_folder, sync_tree, write_durably
 from llava_fsdp.checkpoint.facts import render_facts
-from llava_fsdp.checkpoint.folders import REPLACED, STAGED, folder_name, point_to, prune
+from llava_fsdp.checkpoint.folders import REPLACED, STAGED, point_to, prune
 from llava_fsdp.checkpoint.layout import Part
 from llava_fsdp.checkpoint.manifest import (
     BESIDE,
@@ -48,6 +48,7 @@ from llava_fsdp.checkpoint.manifest import (
 )
 from llava_fsdp.checkpoint.tensorfile import Digest, write_tensors
 from llava_fsdp.checkpoint.verify import Checkpoint, digest_of_file, verify
+from llava_fsdp.checkpoint_names import folder_name
 from llava_fsdp.config import CheckpointConfig
 from llava_fsdp.errors import CheckpointError, LlavaFsdpError
 from llava_fsdp.log import log

@@ -1,41 +1,21 @@
-"""The folders of a run's checkpoints: their names, which there are, and how one is put aside or deleted."""
+"""The folders of a run's checkpoints: how one is pointed to, put aside or deleted."""
 
 import contextlib
 import os
-import re
 import shutil
 import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from llava_fsdp.checkpoint.disk import replace_durably, sync_folder
+from llava_fsdp.checkpoint_names import FOLDER, list_checkpoints, step_of
 from llava_fsdp.errors import CheckpointError
 from llava_fsdp.log import log
 
-FOLDER = "checkpoints"
-NAME = re.compile(r"step-(\d{6,})")
 POINTER = "latest"
 """Names the newest checkpoint, for people and scripts. A run looks for itself."""
 STAGED = ".tmp"
 REPLACED = ".replaced.tmp"
-
-
-def folder_name(step: int) -> str:
-    return f"step-{step:06d}"
-
-
-def step_of(folder: Path) -> int | None:
-    """The step that a checkpoint's name says; None: no checkpoint has such a name."""
-    match = NAME.fullmatch(folder.name)
-    return int(match[1]) if match and folder.name == folder_name(int(match[1])) else None
-
-
-def list_checkpoints(parent: Path) -> list[Path]:
-    """What bears the name of a checkpoint, oldest first. Whether it is one, `verify` says."""
-    if not parent.is_dir():
-        return []
-    found = [(step, path) for path in parent.iterdir() if (step := step_of(path)) is not None]
-    return [path for _, path in sorted(found)]
 
 
 def report_strangers(parent: Path) -> None:

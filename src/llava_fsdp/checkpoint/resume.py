@@ -7,11 +7,12 @@ import torch
 
 from llava_fsdp.checkpoint.agree import on_all_ranks, on_first_rank
 from llava_fsdp.checkpoint.facts import refuse_changes
-from llava_fsdp.checkpoint.folders import FOLDER, leave_branch, list_checkpoints, set_aside, step_of
+from llava_fsdp.checkpoint.folders import leave_branch, set_aside
 from llava_fsdp.checkpoint.layout import Part, held_parts, row_bytes, tensors
 from llava_fsdp.checkpoint.manifest import BESIDE, MANIFEST_FILE, STATE_FILE, Manifest, Saved
 from llava_fsdp.checkpoint.tensorfile import open_file, read_header, read_rows
 from llava_fsdp.checkpoint.verify import Checkpoint, naming, newest_together, verify_together
+from llava_fsdp.checkpoint_names import FOLDER, list_checkpoints, step_of
 from llava_fsdp.config import Config
 from llava_fsdp.errors import CheckpointError
 from llava_fsdp.optim import prepare_moments

@@ -18,9 +18,10 @@ from llava_fsdp.checkpoint.agree import gathered, on_first_rank
 from llava_fsdp.checkpoint.commit import Beside, Committer, nowhere
 from llava_fsdp.checkpoint.disk import free_bytes, make_folder, readable, require_room
 from llava_fsdp.checkpoint.facts import facts_of
-from llava_fsdp.checkpoint.folders import FOLDER, list_checkpoints, recover, step_of, sweep
+from llava_fsdp.checkpoint.folders import recover, sweep
 from llava_fsdp.checkpoint.layout import estimated_bytes, tensors, written_parts
 from llava_fsdp.checkpoint.staging import Staging, fits
+from llava_fsdp.checkpoint_names import FOLDER, list_checkpoints, step_of
 from llava_fsdp.config import CheckpointConfig, Config, OffloadMode, OnSaveError
 from llava_fsdp.errors import CheckpointError, LlavaFsdpError
 from llava_fsdp.log import log

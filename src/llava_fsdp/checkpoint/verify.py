@@ -16,7 +16,7 @@ from xxhash import xxh3_128
 
 from llava_fsdp.checkpoint.agree import on_all_ranks, on_first_rank
 from llava_fsdp.checkpoint.facts import parse_facts
-from llava_fsdp.checkpoint.folders import list_checkpoints, recover, report_strangers, require_plain_folder, step_of
+from llava_fsdp.checkpoint.folders import recover, report_strangers, require_plain_folder
 from llava_fsdp.checkpoint.manifest import (
     BESIDE,
     LARGEST,
@@ -28,6 +28,7 @@ from llava_fsdp.checkpoint.manifest import (
     wrong_format,
 )
 from llava_fsdp.checkpoint.tensorfile import CHUNK, Digest, open_file, read_header
+from llava_fsdp.checkpoint_names import list_checkpoints, step_of
 from llava_fsdp.errors import CheckpointError
 from llava_fsdp.log import log
 
