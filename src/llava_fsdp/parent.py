@@ -6,10 +6,10 @@ import signal
 import sys
 
 
-def end_with(parent: int) -> None:
-    """Let the system kill this process when `parent`, which started it, ends; on Linux, which alone can."""
+def end_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Let the system send this process a signal when `parent`, which started it, ends; on Linux, which alone can."""
     if sys.platform.startswith("linux"):
         pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
         if os.getppid() != parent:  # it had died before that
             os._exit(1)
