@@ -1090,6 +1090,21 @@ class PlanConfig(Config):
 
 
 @dataclass(kw_only=True, slots=True)
+class DoctorConfig(Config):
+    """A machine looked at for the training that the same keys describe."""
+
+    gpus: int | None
+    """Ranks on this machine; null: its GPUs, or 2 where there is none."""
+    nodes: int
+
+    def __post_init__(self) -> None:
+        super(DoctorConfig, self).__post_init__()
+        at_least("nodes", self.nodes, 1)
+        if self.gpus is not None:
+            at_least("gpus", self.gpus, 1)
+
+
+@dataclass(kw_only=True, slots=True)
 class AskedConfig:
     """The trained model that is asked."""
 

@@ -1,9 +1,14 @@
-"""A process that ends when the one that started it does. Imports nothing of ours."""
+"""What a process gets from the one that started it: its end, and its environment. Imports nothing of ours."""
 
 import ctypes
 import os
+import re
 import signal
 import sys
+from collections.abc import Mapping
+
+LAUNCHER_VARIABLES = re.compile(r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|(MASTER|GROUP|ROLE|TORCHELASTIC)_.*)")
+"""What one torchrun tells its workers; a torchrun inside another's worker must not see it."""
 
 
 def end_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
@@ -13,3 +18,8 @@ def end_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
         if os.getppid() != parent:  # it had died before that
             os._exit(1)
+
+
+def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """For a torchrun of its own."""
+    return {name: value for name, value in environment.items() if not LAUNCHER_VARIABLES.fullmatch(name)}

@@ -68,8 +68,9 @@ def mean_loss(steps: list[dict[str, Any]]) -> float | None:
 
 def number(row: dict[str, Any], key: str) -> float | None:
     found = row.get(key)
-    is_number = isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)
-    return float(found) if is_number else None
+    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+        return None
+    return float(found)
 
 
 def known(rows: list[dict[str, Any]], key: str) -> list[float]:

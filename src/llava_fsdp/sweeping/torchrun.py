@@ -13,13 +13,12 @@ from pathlib import Path
 
 from llava_fsdp.errors import ExitCode, LlavaFsdpError
 from llava_fsdp.log import log
+from llava_fsdp.parent import without_launcher
 from llava_fsdp.rundir import STATUS_FILE, read_status
 
 LOG_FILE = "train.log"
 PROGRESS_SECONDS = 10
 STEP_LINE = re.compile(r"step \d+/\d+ .*")
-# What one torchrun tells its workers; a torchrun inside another's worker must not see it.
-LAUNCHER_VARIABLES = re.compile(r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|(MASTER|GROUP|ROLE|TORCHELASTIC)_.*)")
 
 
 class JobFailed(LlavaFsdpError):
@@ -52,7 +51,7 @@ def run_torchrun(
         JobFailed: it returned an error; the message has the reason that a worker gave.
     """
     (folder / STATUS_FILE).unlink(missing_ok=True)  # else a start that fails shows an earlier run's reason
-    environment = {k: v for k, v in os.environ.items() if not LAUNCHER_VARIABLES.fullmatch(k)}
+    environment = without_launcher(os.environ)
     if visible is not None:
         environment["CUDA_VISIBLE_DEVICES"] = visible
     start = [sys.executable, "-m", "llava_fsdp.sweeping.child", str(os.getpid()), *command]
