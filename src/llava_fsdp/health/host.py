@@ -12,6 +12,7 @@ from llava_fsdp.health.findings import Finding, fail, ok, size, text_of, warn
 GIB = 1 << 30
 UNLIMITED = 1 << 60
 """Bytes from which a limit is none: version 1 of cgroups writes one of nearly 2**63."""
+USED = ("memory.current", "memory.usage_in_bytes")
 FILES = 4096
 """Open files a process may need: sockets to the other ranks, files of weights, pictures, shared memory of workers."""
 MANY = 65536
@@ -33,7 +34,7 @@ class Host:
     limit: int | None
     """Bytes that a container may hold; None: no limit."""
     used: int
-    """Bytes that the container holds."""
+    """Bytes that the container holds, for good."""
 
     @property
     def usable_cores(self) -> int:
@@ -54,12 +55,16 @@ def read_host() -> Host:
     total = memory.get("MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     groups = folders_of(text_of(Path("/proc/self/cgroup")) or "")
-    limits = [n for folder in groups if (n := limit_of(folder)) is not None]
-    used = next((n for folder in groups for name in ("memory.current", "memory.usage_in_bytes")
-                 if (n := integer(text_of(folder / name))) is not None), 0)  # fmt: skip
+    limits = [(limit, used_of(folder)) for folder in groups if (limit := limit_of(folder)) is not None]
+    limit, used = min(limits, key=lambda own: own[0] - own[1], default=(None, 0))
     quotas = [n for folder in groups if (n := quota_of(folder)) is not None]
     return Host(
-        cores, min(quotas, default=None), total, memory.get("MemAvailable", total), min(limits, default=None), used
+        cores=cores,
+        quota=min(quotas, default=None),
+        memory=total,
+        available=memory.get("MemAvailable", total),
+        limit=limit,
+        used=used,
     )
 
 
@@ -88,6 +93,14 @@ def limit_of(folder: Path) -> int | None:
         if found is not None and found < UNLIMITED:
             return found
     return None
+
+
+def used_of(folder: Path) -> int:
+    """Bytes that a group holds, without the files that the system keeps in memory as long as there is room."""
+    current = next((n for name in USED if (n := integer(text_of(folder / name))) is not None), 0)
+    lines = (text_of(folder / "memory.stat") or "").splitlines()
+    stat = {name: integer(count) or 0 for name, _, count in (line.partition(" ") for line in lines)}
+    return max(0, current - stat.get("total_inactive_file", stat.get("inactive_file", 0)))
 
 
 def quota_of(folder: Path) -> float | None:

@@ -28,7 +28,9 @@ def main() -> None:
 
 def nccl() -> str | None:
     try:
-        return ".".join(str(part) for part in torch.cuda.nccl.version())
+        from torch.cuda import nccl as own
+
+        return ".".join(str(part) for part in own.version())
     except Exception:  # a build without it says so in many ways
         return None
 
