@@ -1,0 +1,27 @@
+"""How right answers are: pure functions of texts, which need neither torch nor transformers."""
+
+from llava_fsdp.scoring.choice import ChoiceScores, chosen, score_choices
+from llava_fsdp.scoring.vqa import (
+    exact_match,
+    normalize_vqa,
+    official_accuracy,
+    prepare_submission,
+    textvqa_accuracy,
+    vqa_accuracy,
+)
+from llava_fsdp.scoring.yes_no import YesNoScores, says_yes, score_yes_no
+
+__all__ = [
+    "ChoiceScores",
+    "YesNoScores",
+    "chosen",
+    "exact_match",
+    "normalize_vqa",
+    "official_accuracy",
+    "prepare_submission",
+    "says_yes",
+    "score_choices",
+    "score_yes_no",
+    "textvqa_accuracy",
+    "vqa_accuracy",
+]

@@ -1,0 +1,95 @@
+"""Short answers against several people's: the rules of VQAv2's evaluation and of EvalAI's preparation of answers.
+
+The rules, their order and their oddities are those of vqaEval.py (github.com/GT-Vision-Lab/VQA) and of the
+EvalAIAnswerProcessor that LLaVA, MMF and lmms-eval use (llava/eval/m4c_evaluator.py); `docs/evaluation.md` lists
+them.
+"""
+
+import re
+from collections.abc import Sequence
+
+from llava_fsdp.scoring.contractions import MENDED
+
+PUNCTUATION = ';/[]"{}()=+\\_->@<`,?!'
+PERIOD = re.compile(r"\.(?!\d)")
+MOST_PERIODS = 32
+"""The official code hands re.UNICODE, which is 32, to where the number of replacements goes."""
+COMMA_IN_NUMBER = re.compile(r"\d,\d")
+NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+WORDS = {word: str(number) for number, word in enumerate(NUMBERS)} | {"none": "0"}
+ARTICLES = frozenset({"a", "an", "the"})
+ENOUGH = 3
+"""People whose agreement makes an answer wholly right."""
+
+
+def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
+    """From 0 to 1: what VQAv2 gives an answer that is submitted as LLaVA submits it, prepared by `prepare_submission`.
+
+    With fewer than four references, as a file of one answer each has, no answer could ever be wholly right; there it
+    is 1 where the answer is one of them, both normalised, and else 0.
+    """
+    if len(references) <= ENOUGH:
+        return float(normalize_vqa(prepare_submission(answer)) in {normalize_vqa(r) for r in references})
+    return official_accuracy(prepare_submission(answer), references)
+
+
+def official_accuracy(answer: str, references: Sequence[str]) -> float:
+    """VQAv2's accuracy of an answer as it is handed in.
+
+    Where all references are the same text, neither side is normalised: `Yes` is wrong to ten times `yes`.
+    """
+    answer, references = one_line(answer), [one_line(r) for r in references]
+    if len(set(references)) > 1:
+        answer, references = normalize_vqa(answer), [normalize_vqa(r) for r in references]
+    return leave_one_out(answer, references)
+
+
+def textvqa_accuracy(answer: str, references: Sequence[str]) -> float:
+    """From 0 to 1, as LLaVA scores TextVQA: everything is prepared as for a submission, whatever the references."""
+    return leave_one_out(prepare_submission(answer), [prepare_submission(r) for r in references])
+
+
+def leave_one_out(answer: str, references: Sequence[str]) -> float:
+    """The mean, over leaving out each reference in turn, of min(1, matches among the others / 3)."""
+    if not references:
+        raise ValueError("an answer without references has no accuracy")
+    matches = sum(r == answer for r in references)
+    shares = [min(1.0, (matches - (r == answer)) / ENOUGH) for r in references]
+    return sum(shares) / len(shares)
+
+
+def exact_match(answer: str, references: Sequence[str]) -> float:
+    """1 where the answer is one of the references, without regard to case and surrounding white space; else 0."""
+    return float(answer.strip().lower() in {r.strip().lower() for r in references})
+
+
+def normalize_vqa(text: str) -> str:
+    """An answer as VQAv2's evaluation compares it: without punctuation and articles, digits for number words."""
+    return plain_words(without_punctuation(one_line(text)))
+
+
+def prepare_submission(text: str) -> str:
+    """An answer as it is sent to EvalAI: lower case, no comma and no question mark, `'s` a word of its own, and then
+    as `normalize_vqa` has it."""
+    text = text.lower().replace(",", "").replace("?", "").replace("'s", " 's").strip()
+    return plain_words(without_punctuation(one_line(text)))
+
+
+def one_line(text: str) -> str:
+    return text.replace("\n", " ").replace("\t", " ").strip()
+
+
+def without_punctuation(text: str) -> str:
+    """A sign is taken out where it stands beside a space anywhere in the text, or where a number has a comma; else it
+    becomes a space. Periods go, except before a digit; apostrophes, colons and the like stay."""
+    numbered = COMMA_IN_NUMBER.search(text) is not None
+    left = text
+    for sign in PUNCTUATION:
+        beside_space = f"{sign} " in text or f" {sign}" in text
+        left = left.replace(sign, "" if numbered or beside_space else " ")
+    return PERIOD.sub("", left, count=MOST_PERIODS)
+
+
+def plain_words(text: str) -> str:
+    words = [WORDS.get(word, word) for word in text.lower().split()]
+    return " ".join(MENDED.get(word, word) for word in words if word not in ARTICLES)
