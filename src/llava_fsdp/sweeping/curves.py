@@ -8,6 +8,8 @@ from html import escape
 WIDTH, HEIGHT = 760, 380
 LEFT, TOP, BELOW = 70, 34, 48
 ROW = 20
+NAME_LENGTH = 110
+"""Characters of a name in the legend."""
 MOST_POINTS = 400
 """Of a curve; more steps are drawn as means of neighbours."""
 COLOURS = (
@@ -63,7 +65,8 @@ def draw(curves: Sequence[Curve], title: str) -> str:
         parts.append(f'<line x1="{LEFT}" x2="{LEFT + 30}" y1="{at}" y2="{at}" {stroke(number)}/>')
         if curve.failed:
             parts.append(cross(LEFT + 15, at, number))
-        name = f"{curve.name} - {curve.failed}" if curve.failed else curve.name
+        name = curve.name if len(curve.name) <= NAME_LENGTH else curve.name[: NAME_LENGTH - 3] + "..."
+        name += f" - {curve.failed}" if curve.failed else ""
         parts.append(f'<text x="{LEFT + 40}" y="{at + 4}">{escape(name)}</text>')
     return "\n".join([*parts, "</svg>"])
 
