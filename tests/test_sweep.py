@@ -320,33 +320,35 @@ def test_what_a_job_is_wished(tmp_path: Path) -> None:
 
 
 SAVES = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); print('on', flush=True)"
+WAITS = "[time.sleep(0.1) for _ in range(600)]"  # a signal just before one long sleep would wait for its end
 
 
 @pytest.mark.parametrize(("level", "code"), [(SAVE, "returned 75: on"), (NOW, "was ended by SIGKILL: on")])
 def test_a_wish_reaches_torchrun(level: int, code: str, tmp_path: Path) -> None:
     def wished() -> int:
-        return level if "on" in (tmp_path / "train.log").read_text() else 0
+        return level if (tmp_path / "train.log").read_text() == "on\n" else 0
 
     with pytest.raises(torchrun.JobFailed, match=code):
-        torchrun.run_torchrun([sys.executable, "-c", f"{SAVES}; time.sleep(60)"], tmp_path, "job 0", wished)
+        torchrun.run_torchrun([sys.executable, "-c", f"{SAVES}; {WAITS}"], tmp_path, "job 0", wished)
 
 
 def test_torchrun_ends_with_the_process_that_runs_it(tmp_path: Path) -> None:
     """As asked to: SIGTERM, not SIGKILL."""
-    code = f"{SAVES.replace('sys.exit(75)', 'open(sys.argv[1], chr(119)).close()')}; time.sleep(60)"
+    code = f"{SAVES.replace('sys.exit(75)', 'open(sys.argv[1], chr(119)).close()')}; {WAITS}"
     program = f"""if True:
         import pathlib, sys
         from llava_fsdp.sweeping.torchrun import run_torchrun
         run_torchrun([sys.executable, "-c", {code!r}, "{tmp_path}/asked"], pathlib.Path("{tmp_path}"), "job 0")"""
     process = subprocess.Popen([sys.executable, "-c", program])
     until = time.monotonic() + 30
-    while not (tmp_path / "train.log").exists() or "on" not in (tmp_path / "train.log").read_text():
-        assert time.monotonic() < until
+    log = tmp_path / "train.log"
+    while not log.exists() or log.read_text() != "on\n":
+        assert time.monotonic() < until, log.read_text() if log.exists() else "not begun"
         time.sleep(0.1)
     process.kill()
     process.wait()
     while not (tmp_path / "asked").exists():
-        assert time.monotonic() < until
+        assert time.monotonic() < until, log.read_text()
         time.sleep(0.1)
     for number in [int(e.name) for e in Path("/proc").iterdir() if e.name.isdecimal()]:
         with contextlib.suppress(OSError):
