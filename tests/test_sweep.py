@@ -21,10 +21,11 @@ from llava_fsdp.cli import quoted
 from llava_fsdp.config import SweepConfig, SweepMetric, config_dir, load
 from llava_fsdp.errors import ConfigError, ExitCode
 from llava_fsdp.guard import check_command_line, check_plugin
+from llava_fsdp.runs import JOB_FILE
 from llava_fsdp.sweeping import devices, torchrun
 from llava_fsdp.sweeping.curves import MOST_POINTS, Curve, draw, thinned, ticks
 from llava_fsdp.sweeping.devices import Device, check_devices, lent, list_devices
-from llava_fsdp.sweeping.job import JOB_FILE, Job, read_jobs, train_command
+from llava_fsdp.sweeping.job import Job, read_jobs, train_command
 from llava_fsdp.sweeping.numbers import Numbers, numbers_of, value_of
 from llava_fsdp.sweeping.results import best_of, differing, write_results
 from llava_fsdp.sweeping.stopping import NOW, SAVE, Wishes
@@ -409,7 +410,12 @@ def test_results_of_a_sweep(tmp_path: Path) -> None:
     assert differing(jobs) == [["optim.lr=1"], ["data.path='<b>&'"], ["optim.lr=2"]]
     assert differing(jobs[:1]) == [["seed=1", "optim.lr=1"]]
     assert best_of(jobs) is jobs[2] and best_of(jobs[1:2]) is None
+    (tmp_path / "2").mkdir()
+    for job in jobs:
+        job.write()
     write_results(tmp_path, jobs)
+    page = (tmp_path / "report.html").read_text()
+    assert "3 runs" in page and "&lt;b&gt;" in page and "<b>&" not in page
     said = json.loads((tmp_path / "results.json").read_text())
     assert said["best"] == 2 and [job["number"] for job in said["jobs"]] == [0, 1, 2]
     texts = svg_texts(tmp_path / "results.svg")

@@ -14,7 +14,8 @@ from pathlib import Path
 from llava_fsdp.errors import ConfigError, ExitCode
 from llava_fsdp.guard import check_command_line
 from llava_fsdp.log import log, setup_logging
-from llava_fsdp.sweeping.job import JOB_FILE, read_jobs
+from llava_fsdp.runs import JOB_FILE
+from llava_fsdp.sweeping.job import read_jobs
 from llava_fsdp.sweeping.results import show, write_results
 from llava_fsdp.sweeping.stopping import STOP_FILE, Wishes, supervise
 

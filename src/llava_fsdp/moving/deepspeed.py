@@ -17,7 +17,7 @@ LIVE = implied(
 )
 MODEL_IS_STREAMED = implied("every rank reads its own rows of every weight from the files")
 GATHERED = implied("export/ always holds the whole model, written without ever gathering it")
-NO_LOGGER = rules.Switched("not yet; metrics.jsonl has every step")
+NO_LOGGER = rules.Switched("track.tensorboard=true and track.wandb=online are ours (docs/report.md)")
 TIMES = implied("metrics.jsonl has the seconds of every step")
 OFFLOAD = rules.offload
 OPTIMIZER_OTHER = unsupported("AdamW has no such setting")
@@ -70,7 +70,7 @@ DEEPSPEED: Mapping[str, Outcome | Rule] = {
     "disable_allgather": off("weights are gathered"),
     "bf16.enabled": rules.bf16,
     "bfloat16.enabled": rules.bf16,
-    "bf16.check_grad_overflow": implied("a gradient that is not finite stops the run"),
+    "bf16.check_grad_overflow": implied("a step whose gradients are not finite is skipped"),
     "bf16.immediate_grad_update": implied("gradients are added in fp32 as they come"),
     "bf16.bf16_master_weights_and_grads": rules.bf16_kept,
     "bf16.bf16_optimizer_states": rules.bf16_kept,
@@ -195,7 +195,7 @@ DEEPSPEED: Mapping[str, Outcome | Rule] = {
     "graph_harvesting": off("no CUDA graphs"),
     "vocabulary_size": implied("the model's configuration says it"),
     # training otherwise
-    "elasticity.*": rules.Switched("a run has a fixed number of ranks, and continues on another"),
+    "elasticity.*": rules.Switched("global_batch_size stays the same; NNODES=MIN:MAX launch/multinode.sh"),
     "autotuning.*": rules.Switched("nothing tries configurations out; llava_fsdp.sweep runs those you name"),
     "compression_training.*": rules.Switched("no compression while training"),
     "quantize_training.*": rules.Switched("no quantization while training"),

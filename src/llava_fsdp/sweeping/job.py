@@ -19,12 +19,12 @@ from llava_fsdp.config import Devices, SweepConfig, SweepMetric, at_least, load
 from llava_fsdp.errors import ConfigError, ExitCode, LlavaFsdpError
 from llava_fsdp.log import log, setup_logging
 from llava_fsdp.rundir import read_object
+from llava_fsdp.runs import JOB_FILE
 from llava_fsdp.sweeping.devices import check_devices, devices_here, lent
 from llava_fsdp.sweeping.numbers import Numbers, numbers_of, value_of
 from llava_fsdp.sweeping.stopping import Wishes, leave_signals
 from llava_fsdp.sweeping.torchrun import LOG_FILE, JobFailed, failure_code, run_torchrun
 
-JOB_FILE = "job.json"
 RUNNING = "running"
 VALIDATES = "set val.every and name what to validate on"
 

@@ -7,9 +7,7 @@ from typing import Any
 
 from llava_fsdp.config import SweepMetric
 from llava_fsdp.rows import read_rows
-
-METRICS_FILE = "metrics.jsonl"
-VALIDATION_FILE = "validation.jsonl"
+from llava_fsdp.runs import METRICS_FILE, VALIDATION_FILE
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What came of a sweep: a table, `results.json` and `results.svg`, from the runs' own metrics. Imports no torch."""
+"""What came of a sweep, from the runs' own metrics: a table, `results.json`, a picture and a page. Imports no torch."""
 
 import json
 import sys
@@ -10,12 +10,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from llava_fsdp.errors import ExitCode
+from llava_fsdp.comparison_page import comparison_page
+from llava_fsdp.errors import ExitCode, LlavaFsdpError
 from llava_fsdp.log import log
 from llava_fsdp.rows import read_rows, replace_lines
+from llava_fsdp.runs import METRICS_FILE, REPORT_FILE, VALIDATION_FILE, put_page, runs_in
 from llava_fsdp.sweeping.curves import Curve, draw
 from llava_fsdp.sweeping.job import Job
-from llava_fsdp.sweeping.numbers import METRICS_FILE, VALIDATION_FILE, number
+from llava_fsdp.sweeping.numbers import number
 from llava_fsdp.sweeping.torchrun import LOG_FILE
 
 RESULTS_FILE = "results.json"
@@ -46,10 +48,11 @@ def write_results(folder: Path, jobs: Sequence[Job]) -> None:
     try:
         replace_lines(folder / RESULTS_FILE, [json.dumps(said, indent=2)])
         replace_lines(folder / PICTURE_FILE, [picture(jobs)])
-    except OSError as error:
+        put_page(folder / REPORT_FILE, comparison_page(runs_in(folder)), folder)
+    except (OSError, LlavaFsdpError) as error:
         log().error("the results cannot be written to %s: %s", folder, error)
         return
-    log().info("results: %s, %s", folder / RESULTS_FILE, folder / PICTURE_FILE)
+    log().info("results: %s", ", ".join(str(folder / name) for name in (RESULTS_FILE, PICTURE_FILE, REPORT_FILE)))
 
 
 def best_of(jobs: Sequence[Job]) -> Job | None:
