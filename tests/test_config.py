@@ -15,6 +15,7 @@ from llava_fsdp.config import (
     ChatConfig,
     Config,
     ConversionConfig,
+    DoctorConfig,
     DType,
     EvaluateConfig,
     Normalize,
@@ -43,6 +44,7 @@ SCHEMAS = {
     "chat": ChatConfig,
     "export": ConversionConfig,
     "prepare": PrepareConfig,
+    "doctor": DoctorConfig,
     "plan": PlanConfig,
 }
 FILL = ["data.path=records.json"]  # the one value that a choice leaves open

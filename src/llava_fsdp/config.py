@@ -243,6 +243,24 @@ class KeptDType(Enum):
     fp32 = "fp32"
 
 
+class Devices(Enum):
+    """Which GPUs a job of a sweep gets."""
+
+    own = "own"
+    """As many as it has ranks, which no other job of this user has meanwhile."""
+    shared = "shared"
+    """All that the sweep sees."""
+
+
+class SweepMetric(Enum):
+    """What a sweeper minimises."""
+
+    loss = "loss"
+    val_loss = "val_loss"
+    val_score = "val_score"
+    """Of which more is better: a sweeper is handed it negated."""
+
+
 class Format(Enum):
     text = "text"
     json = "json"
@@ -1064,13 +1082,25 @@ class Config:
 class LaunchConfig:
     nproc_per_node: int
     nnodes: int
+    devices: Devices
+
+
+@dataclass(kw_only=True, slots=True)
+class SweepKeys:
+    metric: SweepMetric
+    last_steps: int
+    """Steps at the end of a run whose mean loss is its loss."""
+
+    def __post_init__(self) -> None:
+        at_least("sweep.last_steps", self.last_steps, 1)
 
 
 @dataclass(kw_only=True, slots=True)
 class SweepConfig(Config):
-    """A training run and how to launch it."""
+    """A training run, how to launch it, and what a sweep compares it by."""
 
     launch: LaunchConfig
+    sweep: SweepKeys
 
 
 @dataclass(kw_only=True, slots=True)
@@ -1110,6 +1140,21 @@ class PlanConfig(Config):
         super(PlanConfig, self).__post_init__()
         for name in ("gpus", "nodes", "rows"):
             at_least(name, getattr(self, name), 1)
+
+
+@dataclass(kw_only=True, slots=True)
+class DoctorConfig(Config):
+    """A machine looked at for the training that the same keys describe."""
+
+    gpus: int | None
+    """Ranks on this machine; null: its GPUs, or 2 where there is none."""
+    nodes: int
+
+    def __post_init__(self) -> None:
+        super(DoctorConfig, self).__post_init__()
+        at_least("nodes", self.nodes, 1)
+        if self.gpus is not None:
+            at_least("gpus", self.gpus, 1)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -28,6 +28,9 @@ PATH_FLAGS = ("--config-path", "-cp")
 NAME_FLAGS = ("--config-name", "-cn")
 PLUGINS = ("hydra._internal.core_plugins.", "hydra_plugins.")
 """Where Hydra itself looks for launchers and sweepers, and nowhere else."""
+SAMPLERS = {"sweeper.sampler": "optuna.samplers."}
+"""What a plugin's node may name below itself, by the node."""
+CODE_IN_SWEEPERS = ("custom_search_space",)
 CODE_IN_LOGGING = ("()", "class", "factory", "ext://", "cfg://")
 MOST_JOBS = 64
 """Jobs of a sweep that are looked at; further ones differ from these in values alone."""
@@ -90,8 +93,9 @@ def jobs_of(overrides: list[str]) -> Iterator[list[str]]:
         return  # Hydra says it better in a moment, and calls nothing
     keys = [o.get_key_element() for o in parsed]
     own = [
-        [f"{key}={value}" for value in choice.sweep_string_iterator()] if choice.is_sweep_override() else [text]
+        [f"{key}={value}" for value in choice.sweep_string_iterator()] if choice.is_discrete_sweep() else [text]
         for key, choice, text in zip(keys, parsed, overrides, strict=True)
+        if not choice.is_interval_sweep()  # a sweeper draws numbers from it
     ]
     first = [values[0] for values in own]
     yield from (list(job) for job in itertools.islice(itertools.product(*own), MOST_JOBS))
@@ -114,14 +118,26 @@ def check_hydra(config_name: str, overrides: list[str], folder: str | None) -> N
         if key in TARGETS and not name.startswith(("launcher.", "sweeper.")):
             raise ConfigError(f"hydra.{name}: no configuration may name Python to call")
     for name, value in leaves_of({part: found.get(part) for part in ("launcher", "sweeper")}):
-        if name.endswith(TARGETS) and (name.count(".") > 1 or not str(value).startswith(PLUGINS)):
-            raise ConfigError(f"hydra.{name}={value} is no launcher or sweeper of Hydra's or of one of its plugins")
+        check_plugin(name, value)
     for part in ("job_logging", "hydra_logging"):
         for name, key in keys_of(found.get(part) or {}):
             if key in CODE_IN_LOGGING:
                 raise ConfigError(f"hydra.{part}.{name}: logging is the package's own; choose hydra/{part}=none")
     if (found["run"]["dir"], found["output_subdir"]) != (".", None):
         raise ConfigError("hydra.run.dir and hydra.output_subdir are fixed: Hydra writes nothing here; give output_dir")
+
+
+def check_plugin(name: str, value: Any) -> None:
+    """Raises ConfigError where a value below hydra.launcher or hydra.sweeper names Python of another's."""
+    node, _, key = name.rpartition(".")
+    if key in TARGETS and not (key == "_partial_" and node in SAMPLERS):
+        allowed = PLUGINS if node in ("launcher", "sweeper") else SAMPLERS.get(node, ())
+        if not str(value).startswith(allowed):
+            raise ConfigError(f"hydra.{name}={value} is no launcher or sweeper of Hydra's or of one of its plugins")
+    if key in CODE_IN_SWEEPERS and value is not None:
+        raise ConfigError(f"hydra.{name}={value}: no configuration may name Python to call")
+    if name.startswith("sweeper.params.") and re.match(r"[+~]*hydra\b", name.removeprefix("sweeper.params.")):
+        raise ConfigError(f"hydra.{name}: a job's overrides leave Hydra's own settings alone")
 
 
 def raw_of(node: DictConfig) -> dict[str, Any]:

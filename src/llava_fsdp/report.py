@@ -4,16 +4,14 @@ One run: its `report.html` is written anew. Several, or the folder of a sweep: o
 trainings leave behind, whether they go on, have ended or were killed. Imports neither torch nor transformers.
 """
 
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from llava_fsdp.comparison_page import comparison_page
 from llava_fsdp.errors import ConfigError, ExitCode, LlavaFsdpError, StorageError
 from llava_fsdp.log import log, setup_logging
 from llava_fsdp.report_page import report_page
-from llava_fsdp.runs import JOB_FILE, REPORT_FILE, Run, name_of, put_page, read_run
+from llava_fsdp.runs import REPORT_FILE, Run, name_of, put_page, runs_in
 from llava_fsdp.thumbnails import Thumbnails
 
 USAGE = """\
@@ -68,37 +66,6 @@ def parse(words: list[str]) -> tuple[list[Path], Path | None]:
     if not folders:
         raise ConfigError("no RUN is named; give the output_dir of a training")
     return folders, Path(given[-1]) if given else None
-
-
-def runs_in(folder: Path) -> list[Run]:
-    """A folder's run, or those of a sweep's jobs in their order."""
-    own = folder / JOB_FILE
-    jobs = [] if own.is_file() or not folder.is_dir() else sorted(folder.glob(f"*/{JOB_FILE}"))
-    if not jobs:
-        return [read_run(folder)]
-    found = [(read_job(path), path.parent) for path in jobs]
-    return [run_of_job(job, path) for job, path in sorted(found, key=lambda one: one[0]["number"])]
-
-
-def read_job(path: Path) -> dict[str, Any]:
-    """Raises ConfigError where it is not what a sweep writes."""
-    try:
-        job = json.loads(path.read_text())
-        if type(job["number"]) is int and all(isinstance(word, str) for word in job["overrides"]):
-            return job
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        pass
-    raise ConfigError(f"{path} is not what a sweep writes of a job; remove its folder, or name the runs one by one")
-
-
-def run_of_job(job: dict[str, Any], folder: Path) -> Run:
-    """Also of a job that ended before it had a run."""
-    name = f"{job['number']}: {' '.join(job['overrides'])}"
-    try:
-        return read_run(folder, name)
-    except ConfigError:
-        status = {"status": "failed" if job.get("exit_code") else "unknown", "reason": str(job.get("reason") or "")}
-        return Run(folder, name, status=status)
 
 
 def with_names_of_their_own(runs: list[Run]) -> list[Run]:

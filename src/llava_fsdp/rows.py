@@ -80,3 +80,15 @@ def replace_lines(path: Path, lines: Iterable[str]) -> None:
         file.flush()
         os.fsync(file.fileno())  # else a loss of power may leave neither the old lines nor these
     os.replace(staged, path)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file; none where there is no file. A line that a crash or a full disk cut short is left out."""
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in path.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                row = json.loads(line)
+                if isinstance(row, dict):
+                    found.append(row)
+    return found

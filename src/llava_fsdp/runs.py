@@ -89,6 +89,37 @@ def read_run(folder: Path, name: str | None = None, is_own: bool = False) -> Run
     return run
 
 
+def runs_in(folder: Path) -> list[Run]:
+    """A folder's run, or those of a sweep's jobs in their order."""
+    own = folder / JOB_FILE
+    jobs = [] if own.is_file() or not folder.is_dir() else sorted(folder.glob(f"*/{JOB_FILE}"))
+    if not jobs:
+        return [read_run(folder)]
+    found = [(read_job(path), path.parent) for path in jobs]
+    return [run_of_job(job, path) for job, path in sorted(found, key=lambda one: one[0]["number"])]
+
+
+def read_job(path: Path) -> dict[str, Any]:
+    """Raises ConfigError where it is not what a sweep writes."""
+    try:
+        job = json.loads(path.read_text())
+        if type(job["number"]) is int and all(isinstance(word, str) for word in job["overrides"]):
+            return job
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise ConfigError(f"{path} is not what a sweep writes of a job; remove its folder, or name the runs one by one")
+
+
+def run_of_job(job: dict[str, Any], folder: Path) -> Run:
+    """Also of a job that ended before it had a run."""
+    name = f"{job['number']}: {' '.join(job['overrides'])}"
+    try:
+        return read_run(folder, name)
+    except ConfigError:
+        status = {"status": "failed" if job.get("exit_code") else "unknown", "reason": str(job.get("reason") or "")}
+        return Run(folder, name, status=status)
+
+
 def name_of(folder: Path) -> str:
     """The folder's own name with that of the folder around it, which tells runs of one stage apart."""
     whole = folder.resolve()

@@ -1,0 +1,205 @@
+"""THE table of checks: what is looked at, in which order, and how long each may take."""
+
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from llava_fsdp.errors import LlavaFsdpError
+from llava_fsdp.health import disk, gpus, host, network, settings, software
+from llava_fsdp.health.findings import Finding, fail, output_of, said_of, warn
+from llava_fsdp.health.ranks import LIMIT, try_ranks
+from llava_fsdp.health.subject import Subject
+
+USUAL = 30.0
+"""Seconds that a probe may take."""
+SLOW = 240.0
+"""Of what imports torch and transformers on a busy machine."""
+
+
+@dataclass(frozen=True)
+class Check:
+    group: str
+    name: str
+    """Of the row where the probe itself fails."""
+    probe: Callable[[Subject], Iterable[Finding]]
+    seconds: float = USUAL
+
+
+def version(subject: Subject) -> Iterator[Finding]:
+    yield from software.judge_python(sys.version_info[:3])
+
+
+def packages(subject: Subject) -> Iterator[Finding]:
+    yield from software.judge_packages(software.requirements(), software.version_of)
+    yield from software.judge_optional(software.version_of)
+
+
+def environment(subject: Subject) -> Iterator[Finding]:
+    yield from software.judge_environment(os.environ)
+
+
+def torch(subject: Subject) -> Iterator[Finding]:
+    yield from gpus.judge_torch(subject.torch, subject.smi, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def devices(subject: Subject) -> Iterator[Finding]:
+    yield from gpus.judge_gpus(subject.smi, subject.torch)
+    yield from gpus.judge_count(subject.ranks, subject.torch, os.environ)
+
+
+def links(subject: Subject) -> Iterator[Finding]:
+    if len(subject.torch.devices) > 1:
+        yield from gpus.judge_links(output_of(["nvidia-smi", "topo", "-m"], gpus.SECONDS), subject.torch)
+
+
+def cores(subject: Subject) -> Iterator[Finding]:
+    yield from host.judge_cores(subject.host, subject.ranks, subject.cfg.data.workers)
+
+
+def memory(subject: Subject) -> Iterator[Finding]:
+    row = subject.needs.row
+    on_gpus = bool(subject.torch.devices)
+    needed = (row.host if on_gpus else row.bytes["total"]) * subject.ranks
+    what = "what is offloaded" if on_gpus else f"the training on {subject.ranks} ranks"
+    yield from host.judge_memory(subject.host, needed, what)
+
+
+def shared(subject: Subject) -> Iterator[Finding]:
+    data, most = subject.cfg.data, max(0, min(4, subject.host.usable_cores // subject.ranks - 1))
+    workers = most if data.workers is None else data.workers
+    needed = subject.ranks * workers * data.prefetch * subject.needs.step
+    yield from host.judge_shared(*host.read_shared(), needed, len(subject.torch.devices) > 1)
+
+
+def limits(subject: Subject) -> Iterator[Finding]:
+    yield from host.judge_limits(host.read_limits(), bool(network.read_infiniband()))
+
+
+def output(subject: Subject) -> Iterator[Finding]:
+    place = disk.nearest(subject.output_dir)
+    refused = list(disk.check_writable("output_dir", place))
+    if refused:
+        yield from refused
+        return
+    cfg, found = subject.cfg, os.statvfs(place)
+    free, needs = found.f_bavail * found.f_frsize, subject.needs
+    needed = needs.checkpoint * (cfg.checkpoint.keep + 1) + needs.export  # one more is written before one goes
+    what = f"{cfg.checkpoint.keep + 1} checkpoints and the export take"
+    yield from disk.judge_room("room in output_dir", place, free, needed, what)
+
+
+def output_speed(subject: Subject) -> Iterator[Finding]:
+    place = disk.nearest(subject.output_dir)
+    if place.is_dir() and os.access(place, os.W_OK):
+        yield from disk.judge_speed("speed of output_dir", disk.measure(place), subject.checkpoint)
+
+
+def data(subject: Subject) -> Iterator[Finding]:
+    records, pictures = settings.data_paths(subject.cfg)
+    for key, path in records.items():
+        yield from disk.judge_records(key, path)
+    for key, path in pictures.items():
+        yield from disk.judge_pictures(key, disk.pictures_in(path))
+
+
+def nvme(subject: Subject) -> Iterator[Finding]:
+    folder = subject.cfg.offload.folder
+    needed = subject.needs.row.disk * subject.ranks
+    if not needed:
+        return
+    place = disk.nearest(subject.output_dir if folder is None else Path(folder))
+    found = os.statvfs(place)
+    free = found.f_bavail * found.f_frsize
+    yield from disk.judge_room("room in offload.folder", place, free, needed, "states take")
+    yield from disk.judge_speed("speed of offload.folder", disk.measure(place), 0)
+
+
+def interfaces(subject: Subject) -> Iterator[Finding]:
+    found, ports = network.read_interfaces(), network.read_infiniband()
+    yield from network.judge_interfaces(found, ports, os.environ, subject.cfg.nodes)
+    name = socket.gethostname()
+    yield from network.judge_name(name, network.own_address(name), subject.cfg.nodes)
+
+
+def places(subject: Subject) -> Iterator[Finding]:
+    yield from settings.judge_places(subject.cfg)
+    yield from settings.judge_model(subject.cfg, os.environ, settings.hub_cache(os.environ))
+
+
+def needs(subject: Subject) -> Iterator[Finding]:
+    yield from settings.judge_bf16(subject.cfg, subject.torch.devices)
+    yield from software.judge_needs(software.needs_of(subject.cfg))
+
+
+def plan(subject: Subject) -> Iterator[Finding]:
+    found = subject.needs
+    yield from settings.judge_plan(found, bool(subject.torch.devices))
+    yield from settings.judge_taken(found, [gpu.memory - gpu.used for gpu in subject.smi])
+
+
+def two_ranks(subject: Subject) -> Iterator[Finding]:
+    yield from try_ranks(2, on_gpus=len(subject.torch.devices) > 1)
+
+
+def all_gpus(subject: Subject) -> Iterator[Finding]:
+    count = len(subject.torch.devices)
+    if count > 2:
+        yield from try_ranks(count, on_gpus=True)
+
+
+CHECKS = (
+    Check("software", "Python", version),
+    Check("software", "packages", packages),
+    Check("software", "torch", torch, SLOW),
+    Check("software", "environment", environment),
+    Check("GPUs", "GPUs", devices, SLOW),
+    Check("GPUs", "links", links),
+    Check("configuration", "places", places),
+    Check("configuration", "needs", needs, SLOW),
+    Check("configuration", "memory by the plan", plan, SLOW),
+    Check("machine", "cores", cores),
+    Check("machine", "memory", memory),
+    Check("machine", "shared memory", shared),
+    Check("machine", "limits", limits),
+    Check("disks", "output_dir", output),
+    Check("disks", "speed of output_dir", output_speed),
+    Check("disks", "dataset", data),
+    Check("disks", "offload.folder", nvme),
+    Check("network", "interfaces", interfaces),
+    Check("network", "2 ranks", two_ranks, LIMIT + USUAL),
+    Check("network", "all GPUs", all_gpus, LIMIT + USUAL),
+)
+
+
+def run_check(check: Check, subject: Subject) -> list[Finding]:
+    """What a probe found; one that fails or does not end is a finding too.
+
+    It runs in a thread, which is left behind where it hangs: a disk or a driver that does not answer.
+    """
+    found: list[Finding] = []
+    failed: list[Finding] = []
+
+    def probe() -> None:
+        try:
+            found.extend(check.probe(subject))
+        except LlavaFsdpError as error:
+            failed.append(fail(check.name, *said_of(error)))
+        except BaseException as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            said = (
+                f"the probe failed: {type(error).__name__}: {error} ({os.path.basename(where.filename)}:{where.lineno})"
+            )
+            failed.append(warn(check.name, " ".join(said.split()), "look at it by hand; please report this"))
+
+    thread = threading.Thread(target=probe, name=check.name, daemon=True)
+    thread.start()
+    thread.join(check.seconds)
+    if thread.is_alive():
+        cure = "something below does not answer: a disk, the driver or the network"
+        return [*found, fail(check.name, f"no answer within {check.seconds:.0f} s", cure)]
+    return found + failed

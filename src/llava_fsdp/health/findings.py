@@ -1,0 +1,75 @@
+"""What a probe found. Imports nothing of torch's, which may be what is broken."""
+
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+
+class Level(Enum):
+    OK = "OK"
+    WARN = "WARN"
+    """It will train, but slower, or not for certain."""
+    FAIL = "FAIL"
+    """The training that was described will not run."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    level: Level
+    name: str
+    """Of the thing that was looked at."""
+    said: str
+    """What was found."""
+    cure: str = ""
+    """One line: what to do. Empty where nothing is wrong."""
+
+
+def ok(name: str, said: str) -> Finding:
+    return Finding(Level.OK, name, said)
+
+
+def warn(name: str, said: str, cure: str) -> Finding:
+    return Finding(Level.WARN, name, said, cure)
+
+
+def fail(name: str, said: str, cure: str) -> Finding:
+    return Finding(Level.FAIL, name, said, cure)
+
+
+def output_of(command: Sequence[str], seconds: float) -> str | None:
+    """What a program prints; None where there is none, it fails, or it does not end in time."""
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def text_of(path: Path) -> str | None:
+    """A file of the system's; None where it cannot be read."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return None
+
+
+def size(count: float) -> str:
+    """Bytes, in the unit that shows them best."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.3g} {unit}"
+
+
+def said_of(error: Exception) -> tuple[str, str]:
+    """What an error's message says, and its cure: what stands behind the last semicolon, or `pip` at the end."""
+    for sign in ("; ", ": pip "):
+        said, found, cure = str(error).rpartition(sign)
+        if found:
+            return said, sign[2:] + cure
+    return str(error), ""

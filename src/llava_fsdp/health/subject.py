@@ -1,0 +1,88 @@
+"""The training that a machine is looked at for, and what several probes need to know, each found out once."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llava_fsdp.config import DoctorConfig
+from llava_fsdp.health.gpus import SmiGpu, TorchFacts, parse_smi, read_smi, read_torch
+from llava_fsdp.health.host import Host, read_host
+
+if TYPE_CHECKING:
+    from llava_fsdp.planning.planner import PlanRow
+
+CPU_RANKS = 2
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the training takes, by the plan."""
+
+    row: "PlanRow"
+    machine: str
+    checkpoint: int
+    """Bytes."""
+    export: int
+    step: int
+    """Bytes of a rank's part of a step, as its workers send it."""
+
+
+class Subject:
+    """A configuration on this machine."""
+
+    def __init__(self, cfg: DoctorConfig):
+        self.cfg = cfg
+
+    @cached_property
+    def smi(self) -> list[SmiGpu]:
+        return parse_smi(read_smi() or "")
+
+    @cached_property
+    def torch(self) -> TorchFacts:
+        return read_torch()
+
+    @cached_property
+    def host(self) -> Host:
+        return read_host()
+
+    @property
+    def ranks(self) -> int:
+        """On this machine."""
+        return self.cfg.gpus or len(self.torch.devices) or CPU_RANKS
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.cfg.output_dir)
+
+    @cached_property
+    def needs(self) -> Needs:
+        """By the plan; raises what a plan raises."""
+        import torch
+
+        from llava_fsdp.planning.auto import rows_for
+        from llava_fsdp.planning.hardware import this_machine
+        from llava_fsdp.planning.planner import Planner
+        from llava_fsdp.sharding.memory import ITEM_SIZE, checkpoint_bytes
+        from llava_fsdp.sharding.mesh import World
+
+        device = torch.device("cuda" if self.torch.devices else "cpu")
+        planner = Planner(self.cfg, this_machine(self.ranks, device.type))
+        world = World(0, self.ranks * self.cfg.nodes, 0, self.ranks, device)
+        row = rows_for(planner, self.cfg, world, self.cfg.sharding.shard_size or self.ranks)[0]
+        export = sum(w.count for w in planner.weights) * ITEM_SIZE[self.cfg.export.dtype]
+        return Needs(
+            row,
+            planner.machine.name,
+            checkpoint_bytes(planner.weights, self.cfg.precision),
+            export if self.cfg.export.enabled else 0,
+            planner.input_bytes(row.micro_batches),
+        )
+
+    @property
+    def checkpoint(self) -> int:
+        """Bytes; 0 where the plan does not say."""
+        try:
+            return self.needs.checkpoint
+        except Exception:  # the row of the plan says what is wrong with it
+            return 0

@@ -1,0 +1,185 @@
+"""One job, from its composed configuration to its result."""
+
+import json
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from llava_fsdp.cli import quoted
+from llava_fsdp.config import Devices, SweepConfig, SweepMetric, at_least, load
+from llava_fsdp.errors import ConfigError, ExitCode, LlavaFsdpError
+from llava_fsdp.log import log, setup_logging
+from llava_fsdp.rundir import read_object
+from llava_fsdp.runs import JOB_FILE
+from llava_fsdp.sweeping.devices import check_devices, devices_here, lent
+from llava_fsdp.sweeping.numbers import Numbers, numbers_of, value_of
+from llava_fsdp.sweeping.stopping import Wishes, leave_signals
+from llava_fsdp.sweeping.torchrun import LOG_FILE, JobFailed, failure_code, run_torchrun
+
+RUNNING = "running"
+VALIDATES = "set val.every and name what to validate on"
+
+
+@dataclass(kw_only=True)
+class Job:
+    """How one job went; written to `job.json`, because a launcher may run it in another process or machine."""
+
+    number: int
+    overrides: list[str]
+    folder: str
+    command: str = ""
+    devices: list[str] = field(default_factory=list)
+    """What it had of the GPUs; empty: there are none, or all."""
+    status: str = RUNNING
+    exit_code: int = ExitCode.BUG
+    reason: str = ""
+    metric: str = SweepMetric.loss.value
+    value: float | None = None
+    """What the sweeper was handed, for whom less is better."""
+    numbers: Numbers = field(default_factory=Numbers)
+    seconds: float = 0.0
+    """Of this start, from the launch of its processes to their end."""
+
+    @property
+    def is_done(self) -> bool:
+        return self.exit_code == ExitCode.DONE
+
+    def write(self) -> None:
+        """Beside first: what looks for it from another process sees all of it."""
+        path = Path(self.folder) / JOB_FILE
+        staged = path.with_suffix(".tmp")
+        staged.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        os.replace(staged, path)
+
+
+def read_jobs(folder: Path) -> list[Job]:
+    """Those of a sweep's folder, by number. One that is still said to run was killed with its launcher's worker."""
+    jobs = []
+    for path in folder.glob(f"**/{JOB_FILE}"):
+        said = read_object(path)
+        if said is None or set(said) != {own.name for own in fields(Job)}:  # of another version
+            continue
+        job = Job(**{**said, "numbers": Numbers(**said["numbers"])})
+        if job.status == RUNNING:
+            job.status, job.reason = "lost", "the process that ran it was killed before the job ended"
+        jobs.append(job)
+    return sorted(jobs, key=lambda job: job.number)
+
+
+def run_job(node: DictConfig, wishes: Wishes) -> Job:
+    """Run one job to its end; a failure is told, recorded and returned."""
+    if not log().handlers:  # a launcher has started a process for the job
+        setup_logging()
+    settings = HydraConfig.get()
+    is_sweep = settings.mode == RunMode.MULTIRUN
+    number = settings.job.num if is_sweep else 0
+    folder = Path(settings.runtime.output_dir if is_sweep else str(node.output_dir))
+    folder.mkdir(parents=True, exist_ok=True)
+    job = Job(number=number, overrides=list(settings.overrides.task), folder=os.path.relpath(folder))
+    job.write()
+    if not wishes.is_main():
+        leave_signals()
+    level, last_steps = wishes.level, 1
+    started = time.monotonic()
+    try:
+        config = load(SweepConfig, node)
+        job.metric, last_steps = config.sweep.metric.value, config.sweep.last_steps
+        check_job(config, job.overrides, is_sweep)
+        train(config, job, level)
+        job.numbers = numbers_of(folder, last_steps)
+        job.value = value_of(job.numbers, config.sweep.metric)
+        if job.value is None:
+            raise JobFailed(f"the run ended well, but {folder} has {lacking(config.sweep.metric)}")
+        job.status, job.exit_code = "done", ExitCode.DONE
+    except LlavaFsdpError as error:
+        job.reason = str(error)
+        code = failure_code(folder) if isinstance(error, JobFailed) else error.exit_code
+        if level() and code == ExitCode.BUG:
+            code, job.reason = ExitCode.STOPPED, job.reason if job.command else "stopped before it began"
+        job.status, job.exit_code = code.name.lower(), code
+        job.numbers = numbers_of(folder, last_steps) if job.command else Numbers()
+    job.seconds = round(time.monotonic() - started, 1)
+    job.write()
+    tell(job)
+    return job
+
+
+def train(config: SweepConfig, job: Job, level: Callable[[], int]) -> None:
+    """Raises JobFailed where the training did not end well, or a stop was wished before it began."""
+    folder, count, name = Path(job.folder), config.launch.nproc_per_node, f"job {job.number}"
+    devices = devices_here() if config.launch.devices is Devices.own else []
+    check_devices(devices, count)
+    with lent(devices, count, name, level) as (own, locks):
+        if level():
+            raise JobFailed("stopped before it began")
+        command = train_command(config, job.overrides, folder, config_folders())
+        job.command, job.devices = shlex.join(command), [device.name for device in own]
+        job.write()
+        on = f" on GPUs {','.join(job.devices)}" if own else ""
+        log().info("%s: %s -> %s%s", name, " ".join(job.overrides), job.folder, on)
+        run_torchrun(command, folder, name, level, ",".join(job.devices) if own else None, locks)
+
+
+def tell(job: Job) -> None:
+    if job.is_done:
+        log().info("job %d: done in %.0f s, %s", job.number, job.seconds, shown_value(job))
+        return
+    hint = f"\n  command: {job.command}\n  log: {job.folder}/{LOG_FILE}" if job.command else ""
+    said = "stopped" if job.exit_code == ExitCode.STOPPED else "failed"
+    log().error("job %d: %s after %.0f s (%s): %s%s", job.number, said, job.seconds, job.status, job.reason, hint)
+
+
+def shown_value(job: Job) -> str:
+    if job.metric == SweepMetric.val_score.value:
+        return f"score {job.numbers.val_score:.4f}"
+    return f"{'loss' if job.metric == SweepMetric.loss.value else 'validation loss'} {job.value:.4f}"
+
+
+def lacking(metric: SweepMetric) -> str:
+    if metric is SweepMetric.loss:
+        return "no step with a loss in metrics.jsonl"
+    what = "loss" if metric is SweepMetric.val_loss else "score"
+    return f"no validation {what} in validation.jsonl, which sweep.metric={metric.value} needs: {VALIDATES}"
+
+
+def check_job(config: SweepConfig, overrides: list[str], is_sweep: bool) -> None:
+    """
+    Raises:
+        ConfigError: it cannot be a job of a sweep.
+    """
+    at_least("launch.nproc_per_node", config.launch.nproc_per_node, 1)
+    if config.launch.nnodes != 1:
+        raise ConfigError(
+            f"launch.nnodes={config.launch.nnodes}: a job of a sweep runs on one machine; "
+            "set it to 1, or start each run on several machines with launch/multinode.sh"
+        )
+    if is_sweep and any(re.match(r"\+*output_dir=", override) for override in overrides):
+        raise ConfigError("output_dir is set for each job of a sweep; give hydra.sweep.dir=FOLDER instead")
+
+
+def config_folders() -> list[str]:
+    """Folders that the user gave with `--config-dir`."""
+    return [s.path for s in HydraConfig.get().runtime.config_sources if s.provider == "command-line"]
+
+
+def train_command(config: SweepConfig, overrides: list[str], folder: Path, config_folders: list[str]) -> list[str]:
+    """The torchrun of one job: its overrides without the sweep's own keys, and its own output folder."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(config.launch.nproc_per_node), "-m", "llava_fsdp.train"]
+    for path in config_folders:
+        command += ["--config-dir", path]
+    command += [o for o in overrides if not re.match(r"[+~]*(launch|sweep)[.=]", o)]
+    pretrain = Path(config.output_dir).parent / "pretrain"
+    if config.model.projector == "auto" and config.model.checkpoint is None and pretrain.is_dir():
+        # `auto` looks beside output_dir, and that is now inside the sweep's folder
+        command.append(f"model.projector={quoted(str(pretrain.absolute()))}")
+    return [*command, f"output_dir={quoted(str(folder.absolute()))}"]

@@ -1,0 +1,118 @@
+"""One torchrun, followed to its end."""
+
+import contextlib
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from llava_fsdp.errors import ExitCode, LlavaFsdpError
+from llava_fsdp.log import log
+from llava_fsdp.parent import without_launcher
+from llava_fsdp.rundir import STATUS_FILE, read_status
+
+LOG_FILE = "train.log"
+PROGRESS_SECONDS = 10
+STEP_LINE = re.compile(r"step \d+/\d+ .*")
+
+
+class JobFailed(LlavaFsdpError):
+    """One job of a sweep did not finish."""
+
+
+def go_on() -> int:
+    return 0
+
+
+def run_torchrun(
+    command: Sequence[str],
+    folder: Path,
+    name: str,
+    level: Callable[[], int] = go_on,
+    visible: str | None = None,
+    held: Sequence[int] = (),
+) -> None:
+    """Run to the end, with everything it says in `train.log` and a step's line now and then on the terminal.
+
+    The workers write to the file itself: with a pipe, a worker that outlives its torchrun would keep us waiting. It has
+    a session of its own, so that a Ctrl-C reaches it through us alone, and once.
+
+    Args:
+        level: what is wished: 0 go on, 1 save and end, 2 end at once.
+        visible: CUDA_VISIBLE_DEVICES; None: as it is.
+        held: files that it keeps open: locks that must not be free while it runs.
+
+    Raises:
+        JobFailed: it returned an error; the message has the reason that a worker gave.
+    """
+    (folder / STATUS_FILE).unlink(missing_ok=True)  # else a start that fails shows an earlier run's reason
+    environment = without_launcher(os.environ)
+    if visible is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = visible
+    start = [sys.executable, "-m", "llava_fsdp.sweeping.child", str(os.getpid()), *command]
+    path = folder / LOG_FILE
+    with path.open("a") as file, path.open(errors="replace") as reader:
+        reader.seek(0, os.SEEK_END)
+        child = subprocess.Popen(
+            start,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=held,
+        )
+        try:
+            follow(child, reader, name, level)
+        except BaseException:
+            child.terminate()  # torchrun ends its workers
+            child.wait()
+            raise
+    if child.returncode != 0:
+        status = read_status(folder) or {}
+        raise JobFailed(status.get("reason") or f"torchrun {ending(child.returncode)}: {tail(path)}")
+
+
+def follow(child: subprocess.Popen, reader: io.TextIOBase, name: str, level: Callable[[], int]) -> None:
+    """Wait for the child, end it when that is wished, and say how far it is every `PROGRESS_SECONDS`."""
+    next_line, done = 0.0, 0
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=0.5)
+        steps = STEP_LINE.findall(reader.read())
+        if steps and time.monotonic() >= next_line:
+            log().info("%s: %s", name, steps[-1])
+            next_line = time.monotonic() + PROGRESS_SECONDS
+        if child.returncode is not None:
+            return
+        if (wished := level()) > done:
+            done = wished
+            child.send_signal(signal.SIGTERM if wished == 1 else signal.SIGKILL)  # ranks end with torchrun
+
+
+def ending(code: int) -> str:
+    if code >= 0:
+        return f"returned {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"
+
+
+def failure_code(folder: Path) -> ExitCode:
+    """What the worker that failed first returned; BUG where none lived to say."""
+    said = (read_status(folder) or {}).get("exit_code")
+    try:
+        return ExitCode(said) if said else ExitCode.BUG
+    except ValueError:
+        return ExitCode.BUG
+
+
+def tail(path: Path) -> str:
+    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    return "\n".join(lines[-5:])
