@@ -35,7 +35,7 @@ T = TypeVar("T")
 LITERAL = frozenset({
     "question", "image", "output_dir", "checkpoint.resume", "data.path", "data.images", "data.root",
     "data.index", "report", "model.language", "model.vision", "model.checkpoint", "model.projector", "source", "to",
-    "language", "vision", "offload.folder",
+    "language", "vision", "offload.folder", "val.path", "val.images", "val.index",
 })  # fmt: skip
 Status = Callable[[Path, Outcome], dict[str, Any] | None]
 

@@ -100,6 +100,11 @@ class Reporter:
         if self.progress is not None:
             self.progress.stop()
 
+    def note(self, said: str) -> None:
+        """Beside the bar, where there is one: what is done between two steps."""
+        if self.progress is not None:
+            self.progress.update(self.task, shown=said)
+
     def __call__(self, result: StepResult) -> None:
         self.warn_of_compiling(result)
         if not self.enabled:

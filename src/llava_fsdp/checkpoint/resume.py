@@ -81,7 +81,7 @@ def wish_of(cfg: Config) -> str:
 
 
 def start_over(output: Path) -> None:
-    left = (FOLDER, "export", BESIDE, "metrics.jsonl", "quarantine.jsonl")
+    left = (FOLDER, "export", BESIDE, "metrics.jsonl", "quarantine.jsonl", "validation.jsonl")
     set_aside(output, [output / name for name in left])
     mark_begun(output, "never", 0)
 

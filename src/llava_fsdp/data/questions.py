@@ -1,0 +1,131 @@
+"""A record's first question as what a model writes its answer behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from llava_fsdp.config import Config
+from llava_fsdp.data.batch import MicroBatch
+from llava_fsdp.data.collate import Collator, Row
+from llava_fsdp.data.conversation import asked_turns, image_first, prompt
+from llava_fsdp.data.encode import Sample, encode_prompt
+from llava_fsdp.data.images import PictureReader
+from llava_fsdp.data.source import Record, Turn
+from llava_fsdp.data.templates import IMAGE_TAG, Template, template
+from llava_fsdp.data.tokenizer import Tokenizer
+from llava_fsdp.data.vocabulary import IGNORE, IMAGE_ID
+from llava_fsdp.errors import DataError
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question, and the answer that its record has."""
+
+    record: str
+    """What a message calls it."""
+    question: str
+    """Without the places of pictures."""
+    reference: str
+    sample: Sample
+    """Up to where the answer begins, without labels."""
+    pictures: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Questions that are answered at once."""
+
+    micro: MicroBatch
+    """Rows padded on the left: all answers begin at the same position."""
+    mask: torch.Tensor
+    """bool [rows, length]: no padding"""
+
+
+def first_question(record: Record) -> tuple[str, int, str]:
+    """The first question with its image tags, how many of the record's pictures it shows, and its answer.
+
+    Raises:
+        DataError: the record does not begin with a question and its answer.
+    """
+    turns = asked_turns(record)
+    if [turn.role for turn in turns[:2]] != ["human", "gpt"]:
+        raise DataError(f"{record.where}: it must begin with a question (human) and its answer (gpt)")
+    text = image_first(turns[0].text, bool(record.images))
+    shown = min(len(record.images), text.count(IMAGE_TAG))
+    return text, shown, turns[1].text
+
+
+def ask(record: Record, tokenizer: Tokenizer, reader: PictureReader, cfg: Config) -> Asked:
+    """A record's first question in the template that the run trains with.
+
+    Raises:
+        DataError: the record does not begin with a question and its answer.
+        PictureError: anyres, and a picture cannot be read.
+    """
+    text, shown, answer = first_question(record)
+    form = template(cfg.data.template)
+    written = prompt([Turn("human", text)], form, cfg.model.image_start_end, shown > 0)
+    places = tuple(reader.places(record, number) for number in range(shown))
+    ids = encode_prompt(written, tokenizer, [len(own) for own in places])
+    names = record.images[:shown]
+    sample = Sample(ids, np.full(len(ids), IGNORE), names, places, 0, 0)
+    question = text.replace(IMAGE_TAG, "").strip() if record.images else text
+    return Asked(record.where, question, answer, sample, tuple(reader.path(record, name) for name in names))
+
+
+def lay_out_prompts(rows: Sequence[Row], collate: Collator) -> Prompts:
+    """Questions and their tiles; without any one position, so that there is always something to run."""
+    length = max((len(sample.input_ids) for sample, _ in rows), default=1)
+    ids = np.zeros((max(1, len(rows)), length), dtype=np.int64)
+    mask = np.zeros(ids.shape, dtype=bool)
+    mask[:, -1] = True
+    for row, (sample, _) in enumerate(rows):
+        ids[row, length - len(sample.input_ids) :] = sample.input_ids
+        mask[row, length - len(sample.input_ids) :] = True
+    image_positions = np.flatnonzero(ids == IMAGE_ID)
+    ids[ids == IMAGE_ID] = 0
+    images, image_rows = collate.lay_out(list(rows))
+    micro = MicroBatch(
+        input_ids=torch.from_numpy(ids),
+        image_positions=torch.from_numpy(image_positions),
+        image_rows=torch.from_numpy(image_rows),
+        images=torch.from_numpy(images),
+        label_positions=torch.arange(1, len(ids) + 1) * length - 1,
+        label_ids=torch.zeros(0, dtype=torch.int64),
+        scale=0.0,
+    )
+    return Prompts(micro, torch.from_numpy(mask))
+
+
+@dataclass(frozen=True)
+class AnswerEnd:
+    """Where an answer ends, and its text."""
+
+    tokenizer: Tokenizer
+    form: Template
+    ends: frozenset[int]
+    """Ids that end it: the model's end of a sequence, and the template's where it is one token."""
+
+    def has_ended(self, ids: list[int]) -> bool:
+        """Whether the end has been written; the template's may take several tokens."""
+        return not self.ends.isdisjoint(ids) or self.form.stop in self.tokenizer.decode(ids)
+
+    def text(self, ids: list[int]) -> str:
+        """What was written before the end."""
+        kept = next((ids[:place] for place, token in enumerate(ids) if token in self.ends), ids)
+        return self.tokenizer.decode(kept).partition(self.form.stop)[0].strip()
+
+
+def answer_end(tokenizer: Tokenizer, form: Template, ends: int | list[int] | None) -> AnswerEnd:
+    """
+    Args:
+        ends: of a sequence, as a model's configuration has it.
+    """
+    own = {ends} if isinstance(ends, int) else set(ends or ())
+    last = tokenizer.encode(form.stop)
+    return AnswerEnd(tokenizer, form, frozenset(own | ({last[-1].id} if len(last) == 1 else set())))
