@@ -14,7 +14,7 @@ import torch
 from harness import RankPool, single_world
 from packed import write_every_kind
 from reference import TOLERANCE, open_steps, run_ranks, trained_weights
-from small import make_config, write_json
+from small import config_of, make_config, write_json
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from transformers import LlavaConfig, LlavaForConditionalGeneration
@@ -24,12 +24,14 @@ from llava_fsdp.config import Config
 from llava_fsdp.data.batch import LeftOut
 from llava_fsdp.data.heldout import order_of, spread
 from llava_fsdp.data.loader import normalize
-from llava_fsdp.data.questions import answer_end, ask
+from llava_fsdp.data.questions import answer_end, ask, lay_out_prompts
 from llava_fsdp.data.templates import template
 from llava_fsdp.data.vocabulary import IGNORE, IMAGE_ID
 from llava_fsdp.errors import ConfigError, DataError, Stopped
 from llava_fsdp.life import Life
+from llava_fsdp.loop import train_step
 from llava_fsdp.model.answering import write_answers
+from llava_fsdp.sharding.compiled import run_block
 from llava_fsdp.sharding.evaluating import evaluating
 from llava_fsdp.sharding.mesh import World, make_mesh
 from llava_fsdp.sharding.zero import SHARD_PLANS
@@ -109,12 +111,12 @@ def inputs(ids: np.ndarray, pictures: list[np.ndarray], table: torch.Tensor, con
     [
         (1, []),
         (1, ["pack=false", "micro_batch_size=5", "val.batch_size=3", "data.workers=2"]),
-        (1, ["offload=params", "tokens_per_micro_batch=300"]),
+        pytest.param(1, ["offload=params", "tokens_per_micro_batch=300"], marks=pytest.mark.slow),
         (2, ["sharding=zero3", "recompute=full", "val.batch_size=4"]),
-        (2, ["sharding=zero2", "pack=false", "recompute=offload"]),
+        pytest.param(2, ["sharding=zero2", "pack=false", "recompute=offload"], marks=pytest.mark.slow),
         (4, ["sharding=zero1", "tokens_per_micro_batch=400"]),
-        (4, ["sharding=hybrid", "sharding.shard_size=2", "val.batch_size=20"]),
-        (2, ["sharding=zero0"]),
+        pytest.param(4, ["sharding=hybrid", "sharding.shard_size=2", "val.batch_size=20"], marks=pytest.mark.slow),
+        pytest.param(2, ["sharding=zero0"], marks=pytest.mark.slow),
     ],
 )
 def test_numbers_are_those_of_transformers(
@@ -160,10 +162,10 @@ LORA = ["stage=finetune_lora", "model.lora.r=4", "model.lora.alpha=8", "model.lo
     ("size", "overrides"),
     [
         (1, ["precision=bf16", "recompute=full", *LORA]),
-        (1, ["precision=bf16_pure", "offload=params"]),
+        pytest.param(1, ["precision=bf16_pure", "offload=params"], marks=pytest.mark.slow),
         (2, ["sharding=zero3", "recompute=full", "model.train=[projector,language,vision]"]),
-        (2, ["sharding=zero1", "micro_batch_size=2", "precision=bf16"]),
-        (2, ["sharding=zero2", "sharding.blocks_per_unit=2", *LORA]),
+        pytest.param(2, ["sharding=zero1", "micro_batch_size=2", "precision=bf16"], marks=pytest.mark.slow),
+        pytest.param(2, ["sharding=zero2", "sharding.blocks_per_unit=2", *LORA], marks=pytest.mark.slow),
     ],
 )
 def test_training_is_the_same_to_the_bit(
@@ -316,8 +318,6 @@ def test_answers_about_tiles_are_those_of_whole_passes(parts: Path, dataset: Pat
                 ids = np.append(ids, int(model(*micro.inputs[:-1])[0].argmax()))
         written[asked.record] = ids[len(asked.sample.input_ids) :].tolist()
     assert len({len(asked.sample.input_ids) for asked in held_out.questions}) > 4
-    from llava_fsdp.data.questions import lay_out_prompts
-
     prompts = lay_out_prompts(
         [row for asked in held_out.questions if (row := validation.asker.read(asked)) is not None], loader.steps.collate
     )
@@ -397,8 +397,6 @@ def test_picture_that_breaks_later(parts: Path, dataset: Path, held: Path, tmp_p
 
 
 def test_embedded_run_is_measured_on_held_out_pictures(tmp_path: Path) -> None:
-    from small import config_of
-
     values = ["data.root=" + str(tmp_path / "shapes"), "max_steps=2", "global_batch_size=4", "export.enabled=false"]
     few = ["val.every=2", "val.limit=9", "val.answers=4", "val.max_new_tokens=4", "val.metric=vqa", "val.shown=1"]
     train.train(config_of([*values, *few, f"output_dir={tmp_path / 'run'}", "model.projector=random"]))
@@ -408,10 +406,7 @@ def test_embedded_run_is_measured_on_held_out_pictures(tmp_path: Path) -> None:
     assert (tmp_path / "shapes" / "heldout.json.index").is_dir()
 
 
-def test_validation_compiles_nothing(parts: Path, dataset: Path, held: Path, tmp_path: Path) -> None:
-    """Blocks run as they are where there are no gradients, whatever mode they are in."""
-    from llava_fsdp.sharding.compiled import run_block
-
+def test_blocks_run_as_they_are_without_gradients() -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("compiled code ran")
 
@@ -419,3 +414,20 @@ def test_validation_compiles_nothing(parts: Path, dataset: Path, held: Path, tmp
     with torch.no_grad():
         ran = run_block(torch.nn.Identity(), lambda x: x + 1, refuse, None, True, hidden)
     assert torch.equal(ran, hidden + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pack", ["pack=true", "pack=false"])
+def test_compiles_nothing_and_nothing_anew(pack: str, parts: Path, dataset: Path, held: Path, tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    cfg = make_config(parts, dataset, tmp_path, *keys(held, "compile=true", pack, "val.answers=5"))
+    state, validation = open_state(single_world(), cfg)
+    assert state.compilations is not None
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    graphs, losses = [], []
+    for step in state.loader.from_step(0):
+        losses.append(train_step(state, step, plan, cfg, 0.0).loss)
+        graphs.append(state.compilations.total)
+        validation.measure()
+    assert graphs[0] > 0 and len({*graphs}) == 1 and state.compilations.total == graphs[0]
+    assert len({row["loss"] for row in rows(tmp_path)}) == 4 and losses[-1] < losses[0]
