@@ -57,7 +57,7 @@ run_tests() {
         not_run+=("tests marked slow: not in the fast tier; --full runs them")
         not_run+=("tests marked faults: not in the fast tier; --faults and --full run them")
     fi
-    OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$marks" "$@" 2>&1 | tee "$log" || status=$?
+    OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" python -m pytest -n 2 --durations=40 --dist loadfile --no-loadscope-reorder -m "$marks" "$@" 2>&1 | tee "$log" || status=$?
     # a skipped test says in its reason what this machine lacks
     while IFS= read -r line; do
         not_run+=("${line#SKIPPED }")

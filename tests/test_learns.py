@@ -11,7 +11,8 @@ from small import config_of
 from llava_fsdp.answer import Assistant
 from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.recordfile import RecordFile
-from llava_fsdp.evaluate import first_question
+from llava_fsdp.evaluate import question_of
+from llava_fsdp.questions.read import first_question
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -30,6 +31,7 @@ def test_embedded_default_learns_to_see(tmp_path: Path) -> None:
 IN_FULL = ("precision=fp32", "export.dtype=fp32")
 
 
+@pytest.mark.timeout(1800)  # five minutes on two idle cores
 def test_adapters_learn_to_see_and_answer_the_same_once_merged(tmp_path: Path) -> None:
     """A base that cannot answer, the same with adapters beside it in transformers' model, and the merged export."""
     for stage in ("pretrain", "finetune_lora"):
@@ -45,8 +47,9 @@ def test_adapters_learn_to_see_and_answer_the_same_once_merged(tmp_path: Path) -
     assert right["finetune_lora"] >= right["pretrain"] + 0.3
 
     records = RecordFile(runs / "shapes" / "heldout.json")
-    questions = [first_question(records[n], str(runs / "shapes" / "images"))[0] for n in range(60)]
+    questions = [question_of(first_question(records[n]), str(runs / "shapes" / "images")) for n in range(60)]
     merged, beside = (Assistant(str(runs / r), "v1", AspectRatio.pad) for r in ("finetune_lora", "pretrain"))
+    beside.form, beside.aspect = merged.form, merged.aspect  # a projector's stage has captions, and no questions
     cfg = config_of(["stage=finetune_lora", "model.lora.dropout=0"])
     Adapters(trained_weights(runs / "finetune_lora")).put_into(beside.model, cfg)
     beside.model.eval()

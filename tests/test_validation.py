@@ -24,7 +24,7 @@ from llava_fsdp.config import Config
 from llava_fsdp.data.batch import LeftOut
 from llava_fsdp.data.heldout import order_of, spread
 from llava_fsdp.data.loader import normalize
-from llava_fsdp.data.questions import answer_end, ask, lay_out_prompts
+from llava_fsdp.data.prompts import answer_end, ask, lay_out_prompts
 from llava_fsdp.data.templates import template
 from llava_fsdp.data.vocabulary import IGNORE, IMAGE_ID
 from llava_fsdp.errors import ConfigError, DataError, Stopped

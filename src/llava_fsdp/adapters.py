@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from llava_fsdp.checkpoint import Beside, Checkpoint, on_all_ranks, plain
 from llava_fsdp.checkpoint.tensorfile import write_read_tensors
-from llava_fsdp.config import Config, LoraConfig, ModelConfig
+from llava_fsdp.config import Config, KeptDType, LoraConfig, ModelConfig
 from llava_fsdp.errors import ConfigError, ModelError
 from llava_fsdp.formats import Subject, history, subject_of, write_configs, write_notes, write_originals_tokenizer
 from llava_fsdp.log import log
@@ -28,10 +28,11 @@ from llava_fsdp.model.adapter import (
     ADAPTER_CONFIG,
     ADAPTER_FILES,
     OTHERS_FILES,
-    find_adapter,
+    adapter_folders,
     open_adapter,
     xxh128_of,
 )
+from llava_fsdp.model.draw import Drawn
 from llava_fsdp.model.files import StoredTensor, open_file
 from llava_fsdp.model.lora import is_adapter, module_of
 from llava_fsdp.model.names import in_adapter, original
@@ -72,12 +73,19 @@ class AdapterWriter:
     small: dict[str, bytes]
     """Files for the original, by their paths in the folder."""
 
-    def write(self, folder: Path, tensors: Mapping[str, Stored], said: dict[str, Any]) -> None:
+    def write(
+        self,
+        folder: Path,
+        tensors: Mapping[str, Stored],
+        said: dict[str, Any],
+        dtype: KeptDType = KeptDType.keep,
+    ) -> None:
         """Make the folder, or fill an empty one. One tensor of the adapters is in memory at a time.
 
         Args:
             tensors: all that the folder holds, by the names of our parameters.
             said: which run, stage and step made it.
+            dtype: what the tensors were rounded to before.
         """
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.small.items():
@@ -86,9 +94,9 @@ class AdapterWriter:
         write_json(folder / ADAPTER_CONFIG, self.settings)
         self.write_adapters(folder, {n: t for n, t in tensors.items() if not is_projector(n)})
         self.write_others(folder, {n: t for n, t in tensors.items() if is_projector(n)})
-        files = (ADAPTER_CONFIG, ADAPTER_FILES[0], *OTHERS_FILES)
+        files = (ADAPTER_FILES[0], *OTHERS_FILES)  # without adapter_config.json: people correct its path of the base
         notes = {
-            "dtype": "keep",
+            "dtype": dtype.value,
             "lora": plain(asdict(self.lora)),
             "model": plain(asdict(self.base.model)),
             "seed": self.base.seed,
@@ -177,11 +185,12 @@ def comes_along(model: ModelConfig, trained: Collection[str], sources: Mapping[s
     """What a run's adapter folder holds, by name: what trains, and what the base alone would lack: a projector that
     is no part of it, and what the adapter that the run has gone on from brought with it.
     """
-    before = find_adapter(model.lora.checkpoint, "model.lora.checkpoint") if model.lora.checkpoint else None
+    before = adapter_folders(model.lora.checkpoint) if model.lora.checkpoint else ()
 
     def lacks(name: str, source: Stored) -> bool:
-        brought = isinstance(source, StoredTensor) and source.file.parent == before
-        return name in trained or brought or (model.checkpoint is None and is_projector(name))
+        brought = isinstance(source, StoredTensor) and source.file.parent in before
+        in_base = model.checkpoint is not None and not isinstance(source, Drawn)
+        return name in trained or brought or (is_projector(name) and not in_base)
 
     return [name for name, source in sources.items() if lacks(name, source)]
 

@@ -53,6 +53,10 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
     """
     adapted = export_adapter(state, cfg, is_first_rank) if cfg.model.lora.enabled else None
     if adapted is not None and not cfg.export.merge:
+        if is_first_rank and (Path(cfg.output_dir) / EXPORT).exists():
+            log().warning(
+                "%s/%s is of an earlier step than its adapter; export.merge=true writes it anew", cfg.output_dir, EXPORT
+            )
         return Path(cfg.output_dir) / FOLDER
     final = Path(cfg.output_dir) / EXPORT
     staged = final.with_name(EXPORT + ".tmp")

@@ -11,7 +11,7 @@ from torch import nn
 from llava_fsdp.config import Bad, Config, Metric
 from llava_fsdp.data.collate import Row
 from llava_fsdp.data.heldout import HeldOut
-from llava_fsdp.data.questions import AnswerEnd, Asked, answer_end, lay_out_prompts
+from llava_fsdp.data.prompts import AnswerEnd, HeldOutQuestion, answer_end, lay_out_prompts
 from llava_fsdp.data.templates import template
 from llava_fsdp.errors import PictureError
 from llava_fsdp.log import log
@@ -112,7 +112,7 @@ class Asker:
             for (number, _), text in zip(read, texts, strict=True)
         ]
 
-    def read(self, asked: Asked) -> Row | None:
+    def read(self, asked: HeldOutQuestion) -> Row | None:
         """A question and its tiles; None where a picture is broken, and `data.bad=quarantine`."""
         try:
             return asked.sample, [self.loader.steps.pictures.load(path, asked.record) for path in asked.pictures]

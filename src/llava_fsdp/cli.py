@@ -35,7 +35,8 @@ T = TypeVar("T")
 LITERAL = frozenset({
     "question", "image", "output_dir", "checkpoint.resume", "data.path", "data.images", "data.root",
     "data.index", "report", "model.language", "model.vision", "model.checkpoint", "model.projector", "source", "to",
-    "language", "vision", "offload.folder", "val.path", "val.images", "val.index",
+    "language", "vision", "offload.folder", "questions", "annotations", "answers", "submission",
+    "val.path", "val.images", "val.index",
 })  # fmt: skip
 Status = Callable[[Path, Outcome], dict[str, Any] | None]
 
@@ -155,6 +156,7 @@ def compose(config_name: str, schema: type) -> DictConfig | None:
 
     refuse_multirun(config_name)
     check_command_line(sys.argv[1:], config_name)
+    refuse_no_choice(sys.argv[1:])
     sys.argv[1:] = [taken_literally(argument) for argument in sys.argv[1:]]
     said = io.StringIO()
     program = hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=config_name)(body)
@@ -195,6 +197,15 @@ def refuse_multirun(config_name: str) -> None:
             f"{config_name} cannot run several jobs in one process group; "
             f"use: python -m llava_fsdp.sweep -m {' '.join(a for a in sys.argv[1:] if a not in flags)}"
         )
+
+
+def refuse_no_choice(arguments: list[str]) -> None:
+    """Raises ConfigError for a group of which none is chosen: Hydra's own error does not name it."""
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if value == "null" and re.fullmatch(r"\w+", key) and (config_dir() / key).is_dir():
+            choices = sorted(path.stem for path in (config_dir() / key).glob("*.yaml"))
+            raise ConfigError(f"{argument}: one must be chosen of {', '.join(choices)}")
 
 
 def shorten(said: str, schema: type) -> str:

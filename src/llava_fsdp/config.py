@@ -261,6 +261,21 @@ class Format(Enum):
     json = "json"
 
 
+class Task(Enum):
+    """What is asked of a trained model, and how its answers are scored."""
+
+    conversations = "conversations"
+    """LLaVA records: the first question of each, right where the answer is the record's."""
+    vqa = "vqa"
+    """Short answers against several people's, as VQAv2 scores them."""
+    textvqa = "textvqa"
+    """The same as TextVQA scores them."""
+    multiple_choice = "multiple_choice"
+    """Letters of choices, as ScienceQA has them."""
+    yes_no = "yes_no"
+    """Yes or no, as POPE has them."""
+
+
 class LoraBias(Enum):
     """Which biases train beside the adapters; peft's names."""
 
@@ -908,6 +923,11 @@ class Config:
         return replace(self, data=data, epochs=1, max_steps=None, profile=False)
 
     @property
+    def exports_model(self) -> bool:
+        """The run ends with a whole model in transformers' format."""
+        return self.export.enabled and (self.export.merge or not self.model.lora.enabled)
+
+    @property
     def has_auto(self) -> bool:
         """Something is left to the planner."""
         return (
@@ -964,15 +984,16 @@ class Config:
                 f"data.pixels=llava_v1_5 trains anyres as square, as the original does; "
                 f"model.patch_merge={self.model.patch_merge.value} needs data.pixels=exact or lean"
             )
-        if self.export.enabled and self.data.trained_aspect is AspectRatio.anyres:
+        without = "export.merge=false" if self.model.lora.enabled else "export.enabled=false"
+        if self.exports_model and self.data.trained_aspect is AspectRatio.anyres:
             raise ConfigError(
                 "data.image_aspect_ratio=anyres has no equal in transformers' LLaVA, so the run could not be exported "
-                "at its end; set export.enabled=false, and use llava_fsdp.export format=llava"
+                f"at its end; set {without}, and use llava_fsdp.export format=llava"
             )
-        if self.export.enabled and self.model.projector_type != "mlp2x_gelu":
+        if self.exports_model and self.model.projector_type != "mlp2x_gelu":
             raise ConfigError(
                 f"model.projector_type={self.model.projector_type} has no equal in transformers' LLaVA, so the run "
-                "could not be exported; choose mlp2x_gelu, or set export.enabled=false and turn it into the "
+                f"could not be exported; choose mlp2x_gelu, or set {without} and turn it into the "
                 "original's format later: python -m llava_fsdp.export source=OUTPUT_DIR to=FOLDER format=llava"
             )
 
@@ -1156,19 +1177,50 @@ class AskedConfig:
 
 @dataclass(kw_only=True, slots=True)
 class EvaluateConfig:
-    """Questions with known answers, asked of a trained model."""
+    """Questions, asked of a trained model; and scores, where their answers are known."""
 
     stage: StageConfig
     data: DataConfig
     model: AskedConfig
+    task: Task
+    questions: str | None
+    """The file of questions; of task=conversations that is data.path."""
+    annotations: str | None
+    """Right answers, where the questions' file has none: VQAv2's or TextVQA's annotations, POPE's label file or the
+    folder of them, ScienceQA's problems.json or the folder that it lies in."""
+    split: str
+    """Of ScienceQA's problems, where questions=problems.json: test, val, minival, ..."""
+    suffix: bool
+    """End every question with the original's last line for its task."""
+    answers: str | None
+    """JSON Lines, written as answers come and continued when that was interrupted; null: answers are not kept."""
+    submission: str | None
+    """The answers as VQAv2's and VizWiz's servers take them: a JSON list, prepared as the original does."""
     limit: int | None
     batch_size: int
     max_new_tokens: int
     show: int
-    blank: bool
+    blank: bool | None
+    """Also ask with pictures of the mean colour; null: of task=conversations."""
     format: Format
 
     def __post_init__(self) -> None:
+        if self.task is Task.conversations:
+            given = [k for k in ("questions", "annotations", "submission") if getattr(self, k) is not None]
+            if given:
+                raise ConfigError(
+                    f"{given[0]}={getattr(self, given[0])} is not for task=conversations, whose questions are "
+                    f"data.path; say which task it is: task={'|'.join(t.value for t in Task if t is not self.task)}"
+                )
+            if self.suffix:
+                raise ConfigError(
+                    "suffix=true: the records of task=conversations are asked as they are; set suffix=false"
+                )
+        elif self.questions is None:
+            raise ConfigError(f"task={self.task.value} needs questions=FILE")
+        if self.submission is not None and self.task not in (Task.vqa, Task.textvqa):
+            raise ConfigError(f"submission={self.submission} is of task=vqa; task={self.task.value} has none")
+        at_least("show", self.show, 0)
         at_least("batch_size", self.batch_size, 1)
         at_least("max_new_tokens", self.max_new_tokens, 1)
         if self.limit is not None:
@@ -1280,7 +1332,13 @@ def about_value(schema: Any, node: DictConfig, error: OmegaConfBaseException) ->
     """What OmegaConf says of a value, in terms of the key."""
     key = str(error.full_key or error.key)
     value = value_at(node, key)
-    wanted = takes(schema, key) if isinstance(error, ValidationError) else None
+    wanted = None
+    if isinstance(error, ValidationError):
+        named = next((prefix for prefix in SOURCES if key.startswith(prefix)), None)
+        own = "" if named is None else key.removeprefix(named).partition(".")[2]
+        wanted = takes(schema, key) if named is None else takes(NAMED[named], own)
+        if named is not None and not own:
+            wanted = f"a source with keys of its own: {key}.path=FILE"
     if wanted is None:
         return f"{key}={value}: {str(error).splitlines()[0]}"
     shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value

@@ -1,8 +1,16 @@
-"""Ask a trained model questions with known answers: `llava_fsdp.evaluate model.checkpoint=outputs/finetune`."""
+"""Ask a trained model a benchmark's questions: `python -m llava_fsdp.evaluate model.checkpoint=outputs/finetune`.
 
+Under torchrun every process has a model of its own and asks its share of the questions.
+"""
+
+import contextlib
 import json
+import os
 import sys
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import track
@@ -13,15 +21,26 @@ from llava_fsdp.log import leave_noise_out, log
 if __name__ == "__main__":  # before transformers is imported
     leave_noise_out()
 
+import torch
+from xxhash import xxh3_128_hexdigest
+
 from llava_fsdp.answer import Assistant, Question
-from llava_fsdp.config import EvaluateConfig, Format
-from llava_fsdp.data.conversation import asked_turns, image_first
-from llava_fsdp.data.recordfile import RecordFile
-from llava_fsdp.data.source import Record, Turn
+from llava_fsdp.checkpoint.folders import FOLDER
+from llava_fsdp.config import EvaluateConfig, Format, Task
+from llava_fsdp.data.source import Turn, reading
 from llava_fsdp.data.templates import IMAGE_TAG
-from llava_fsdp.data.texts import sources_of
-from llava_fsdp.errors import ConfigError, DataError
+from llava_fsdp.errors import ConfigError, LlavaFsdpError
+from llava_fsdp.model.adapter import xxh128_of
+from llava_fsdp.model.parts import EXPORT, resolve_model
 from llava_fsdp.opening import draw_shapes
+from llava_fsdp.questions.answers import Answers, Place, blank_file, check_answers_file, storing
+from llava_fsdp.questions.asked import Asked
+from llava_fsdp.questions.pictures import check_pictures
+from llava_fsdp.questions.read import read_asked
+from llava_fsdp.questions.tables import score_all, submission_of, table_of
+from llava_fsdp.rows import replace_lines
+
+MINUTE = 60.0
 
 
 def main() -> None:
@@ -29,62 +48,178 @@ def main() -> None:
 
 
 def evaluate(cfg: EvaluateConfig) -> None:
-    """Print the share of first questions whose greedy answer is the record's, with pictures and with blank ones."""
-    draw_shapes(cfg.data)
-    if cfg.data.sources:
-        raise ConfigError("evaluate asks the questions of one file: name it with data.path, without data.sources")
-    (source,) = sources_of(cfg.data)
-    records = RecordFile(Path(source.path))
-    asked = [records[i] for i in range(min(len(records), cfg.limit or len(records)))]
-    questions, references = zip(*(first_question(r, source.images) for r in asked), strict=True)
-    assistant = Assistant(cfg.model.checkpoint, cfg.data.template, cfg.data.image_aspect_ratio)
-
-    answers = ask_all(assistant, list(questions), cfg, blank=False)
-    result: dict[str, object] = {"checkpoint": cfg.model.checkpoint, "data": source.path, "questions": len(asked)}
-    result["accuracy"] = share_right(answers, list(references))
-    if cfg.blank:
-        blank = ask_all(assistant, list(questions), cfg, blank=True)
-        result["accuracy_blank_pictures"] = share_right(blank, list(references))
+    """Ask every question, greedily, and print what share of the answers is right."""
+    place = own_place(cfg)
+    if cfg.submission is not None and not Path(cfg.submission).parent.is_dir():
+        raise ConfigError(f"submission={cfg.submission} is in no folder that exists; make it first")
+    if cfg.task is Task.conversations:
+        draw_shapes(cfg.data)
+    found = read_asked(cfg)
+    asked = check_pictures(found, cfg.data)
+    asker = Asker(cfg, asked, place)
+    blanks = [False, True] if blank_too(cfg) else [False]
+    answers = [asker.ask(blank) for blank in blanks]
+    if place.rank != 0:
+        return
+    result: dict[str, Any] = {
+        "checkpoint": cfg.model.checkpoint,
+        "task": cfg.task.value,
+        "data": cfg.data.path if cfg.task is Task.conversations else cfg.questions,
+        "questions": len(asked),
+        "left_out": len(found) - len(asked),
+    }
+    if asked[0].references:
+        result |= score_all(cfg.task, asked, answers[0])
+        if len(answers) > 1:
+            result["accuracy_blank_pictures"] = score_all(cfg.task, asked, answers[1])["accuracy"]
+    if cfg.submission is not None:
+        with storing(f"submission={cfg.submission}"):
+            replace_lines(Path(cfg.submission), [json.dumps(submission_of(asked, answers[0]))])
     if cfg.format is Format.json:
         print(json.dumps(result))
-        return
-    for question, answer, reference in list(zip(questions, answers, references, strict=True))[: cfg.show]:
-        shown = question.turns[-1].text.replace(IMAGE_TAG, "").strip()
-        picture = question.images[0].name if question.images else "no picture"
-        print(f"{picture}: {shown}\n  answer: {answer}\n  right:  {reference}")
-    print(f"held-out accuracy with pictures:       {result['accuracy']:.1%} of {len(asked)} questions")
-    if cfg.blank:
-        print(f"held-out accuracy with blank pictures: {result['accuracy_blank_pictures']:.1%}")
-
-
-def first_question(record: Record, images: str | None) -> tuple[Question, str]:
-    turns = asked_turns(record)
-    if [t.role for t in turns[:2]] != ["human", "gpt"]:
-        raise DataError(f"{record.where}: it must begin with a question (human) and its answer (gpt)")
-    if record.images and images is None:
-        raise DataError(f"{record.where} has picture {record.images[0]}, and data.images is not set")
-    text = image_first(turns[0].text, bool(record.images))
-    paths = [Path(images or ".") / name for name in record.images[: text.count(IMAGE_TAG)]]
-    return Question([Turn("human", text)], paths, record.where), turns[1].text
-
-
-def ask_all(assistant: Assistant, questions: list[Question], cfg: EvaluateConfig, blank: bool) -> list[str]:
-    starts = range(0, len(questions), cfg.batch_size)
-    label = "asking, blank pictures" if blank else "asking"
-    if sys.stderr.isatty():
-        starts = track(starts, description=label, console=Console(stderr=True), transient=True)
     else:
-        log().info("%s: %d questions", label, len(questions))
-    return [
-        answer
-        for start in starts
-        for answer in assistant.answers(questions[start : start + cfg.batch_size], cfg.max_new_tokens, blank)
-    ]
+        show(cfg, asked, answers[0], result)
 
 
-def share_right(answers: list[str], references: list[str]) -> float:
-    right = sum(a.strip().lower() == r.strip().lower() for a, r in zip(answers, references, strict=True))
-    return right / len(answers)
+def own_place(cfg: EvaluateConfig) -> Place:
+    """Of this process among torchrun's; its GPU becomes the current one.
+
+    Raises:
+        ConfigError: several processes have no file of answers to meet in, or are more than the GPUs.
+    """
+    place = Place(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+    if place.size > 1 and cfg.answers is None:
+        raise ConfigError(
+            f"{place.size} processes put their answers together in a file; name it with answers=FILE.jsonl"
+        )
+    if torch.cuda.is_available():
+        processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+        if processes > gpus:
+            raise ConfigError(f"{processes} processes are more than the {gpus} GPUs of this machine; start {gpus}")
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    return place
+
+
+def blank_too(cfg: EvaluateConfig) -> bool:
+    return cfg.task is Task.conversations if cfg.blank is None else cfg.blank
+
+
+class Asker:
+    """Asks what has no answer yet, and loads the model where there is such a question."""
+
+    def __init__(self, cfg: EvaluateConfig, asked: list[Asked], place: Place):
+        self.cfg, self.asked, self.place = cfg, asked, place
+        self.assistant: Assistant | None = None
+        self.how: dict[str, Any] = {}
+        if cfg.answers is not None:
+            check_answers_file(Path(cfg.answers))
+            self.how = {
+                "model": model_digest(cfg.model.checkpoint),
+                "max_new_tokens": cfg.max_new_tokens,
+                "template": cfg.data.template,
+                "image_aspect_ratio": cfg.data.image_aspect_ratio.value,
+            }
+
+    def ask(self, blank: bool) -> list[str]:
+        """The answers of all processes, of the first one; of the others none: they are done when they have written.
+
+        Args:
+            blank: show pictures of the mean colour instead.
+        """
+        if self.cfg.answers is None:
+            return [text for _, texts in self.batches(self.asked, blank) for text in texts]
+        path = Path(self.cfg.answers)
+        name = Path(self.cfg.model.checkpoint).resolve().name
+        how = self.how | {"blank": blank}
+        answers = Answers(blank_file(path) if blank else path, self.asked, how, name, self.place)
+        pending = answers.pending()
+        if answers.texts and self.place.rank == 0:
+            log().info("%s has %d of %d answers; going on", answers.path, len(answers.texts), len(self.asked))
+        if pending:
+            with answers.writing() as add:
+                for batch, texts in self.batches(pending, blank):
+                    add(batch, texts)
+        if self.place.rank != 0:
+            return []
+        answers.wait()
+        return answers.finish()
+
+    def batches(self, asked: list[Asked], blank: bool) -> Iterator[tuple[list[Asked], list[str]]]:
+        cfg = self.cfg
+        if self.assistant is None:
+            self.assistant = Assistant(cfg.model.checkpoint, cfg.data.template, cfg.data.image_aspect_ratio)
+        for start in shown_progress(range(0, len(asked), cfg.batch_size), len(asked), blank):
+            batch = asked[start : start + cfg.batch_size]
+            questions = [question_of(a, cfg.data.images) for a in batch]
+            with said_by_this_process():
+                texts = self.assistant.answers(questions, cfg.max_new_tokens, blank)
+            yield batch, texts
+
+
+@contextlib.contextmanager
+def said_by_this_process() -> Iterator[None]:
+    """No other process asks these questions, and finds what is wrong with them."""
+    try:
+        yield
+    except LlavaFsdpError as error:
+        error.on_every_rank = False
+        raise
+
+
+def question_of(asked: Asked, folder: str | None) -> Question:
+    return Question([Turn("human", asked.text)], [Path(folder or ".") / n for n in asked.images], asked.where)
+
+
+def model_digest(checkpoint: str) -> str:
+    """Of the names and the content of a model's files: a few seconds for each 10 GB. Of a run its export counts, or its
+    checkpoints where it has none: a log that grows makes no other model."""
+    parts = [Path(checkpoint) / name for name in (EXPORT, FOLDER)]
+    folder = next((p for p in parts if p.is_dir()), Path(checkpoint))
+    if not folder.is_dir():
+        folder = resolve_model(checkpoint, "model.checkpoint")
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    with reading(folder):
+        return xxh3_128_hexdigest("\n".join(f"{p.relative_to(folder)} {xxh128_of(p)}" for p in files).encode())
+
+
+def shown_progress(starts: range, questions: int, blank: bool) -> Iterable[int]:
+    label = "asking, blank pictures" if blank else "asking"
+    if cli.is_later_rank():
+        return starts
+    if sys.stderr.isatty():
+        return track(starts, description=label, console=Console(stderr=True), transient=True)
+    log().info("%s: %d questions", label, questions)
+    return told(starts, questions, label)
+
+
+def told(starts: range, questions: int, label: str) -> Iterator[int]:
+    """The same, with a line about it every minute."""
+    began = last = time.monotonic()
+    for start in starts:
+        now = time.monotonic()
+        if start and now - last >= MINUTE:
+            left = (now - began) / start * (questions - start)
+            log().info("%s: %d of %d, about %.0f minutes to go", label, start, questions, left / MINUTE)
+            last = now
+        yield start
+
+
+def show(cfg: EvaluateConfig, asked: list[Asked], answers: list[str], result: dict[str, Any]) -> None:
+    for question, answer in list(zip(asked, answers, strict=True))[: cfg.show]:
+        picture = question.images[0] if question.images else "no picture"
+        print(f"{picture}: {question.text.replace(IMAGE_TAG, '').strip()}\n  answer: {answer}")
+        if question.references:
+            print(f"  right:  {' | '.join(dict.fromkeys(question.references))}")
+    if "accuracy" not in result:
+        print(f"{len(asked)} questions asked; without right answers there are no scores")
+    elif cfg.task is Task.conversations:
+        print(f"held-out accuracy with pictures:       {result['accuracy']:.1%} of {len(asked)} questions")
+    else:
+        Console(highlight=False, width=None if sys.stdout.isatty() else 120).print(table_of(result))
+    if "mean_f1" in result:
+        print(f"mean F1 of the categories: {result['mean_f1']:.2%}")
+    if "accuracy_blank_pictures" in result:
+        print(f"held-out accuracy with blank pictures: {result['accuracy_blank_pictures']:.1%}")
 
 
 if __name__ == "__main__":

@@ -22,11 +22,10 @@ if __name__ == "__main__":  # before transformers is imported
 
 from llava_fsdp.adapters import AdapterWriter, prove_adapter, small_files
 from llava_fsdp.artifact import replace
-from llava_fsdp.checkpoint import make_empty
-from llava_fsdp.checkpoint.disk import why
+from llava_fsdp.checkpoint import make_empty, on_first_rank
 from llava_fsdp.config import ConversionConfig, DType, FolderFormat, KeptDType
 from llava_fsdp.data.templates import template
-from llava_fsdp.errors import CheckpointError, ConfigError, ModelError
+from llava_fsdp.errors import ConfigError, ModelError
 from llava_fsdp.formats import write_folder
 from llava_fsdp.metrics import watch_loading
 from llava_fsdp.model.adapter import ADAPTER_CONFIG
@@ -88,6 +87,7 @@ def export_adapter(opened: Opened, final: Path, staged: Path, cfg: ConversionCon
 
     Raises:
         ConfigError: the source has none, or a projector was asked for.
+        CheckpointError: it cannot be written.
     """
     if opened.adapter is None:
         raise ConfigError(f"merge=false writes the folder of an adapter, and source={cfg.source} has none")
@@ -103,12 +103,16 @@ def export_adapter(opened: Opened, final: Path, staged: Path, cfg: ConversionCon
         base=opened.adapter.base,
         small=small_files(opened.subject, widest),
     )
-    try:
+
+    def write() -> None:
         make_empty(staged)
-        writer.write(staged, tensors, opened.subject.history)
-    except OSError as error:
+        writer.write(staged, tensors, opened.subject.history, cfg.dtype)
+
+    try:
+        on_first_rank(write, f"cannot write {staged}")
+    except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
-        raise CheckpointError(f"cannot write {staged}: {why(error, staged)}") from error
+        raise
     prove_adapter(staged, tensors)
     replace(staged, final)
     show(opened, final, cfg)

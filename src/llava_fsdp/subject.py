@@ -80,7 +80,9 @@ def open_run(run: Path, cfg: ConversionConfig) -> Opened:
     """The newest checkpoint of a run that verifies, or its export where that is as new and has the wanted dtype."""
     newest = newest_alone(run / FOLDER)
     notes = read_notes(run / EXPORT)
-    if newest is None and is_adapter_folder(run / adapter.FOLDER) and not (notes and cfg.merge):
+    own = read_notes(run / adapter.FOLDER)
+    merged = bool(notes) and all(own.get(key) == notes.get(key) for key in ("run", "step"))  # of this very adapter
+    if newest is None and is_adapter_folder(run / adapter.FOLDER) and not (merged and cfg.merge):
         return open_adapted(run / adapter.FOLDER, cfg)
     if newest is None and not notes:
         raise CheckpointError(f"source={run} is a run without a finished checkpoint or export; let it train on")

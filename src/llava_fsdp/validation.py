@@ -20,7 +20,7 @@ from llava_fsdp import checkpoint
 from llava_fsdp.asking import Answered, Asker
 from llava_fsdp.config import Config, Metric
 from llava_fsdp.data.heldout import HeldOut
-from llava_fsdp.data.questions import Asked
+from llava_fsdp.data.prompts import HeldOutQuestion
 from llava_fsdp.heartbeats import Phase
 from llava_fsdp.life import Life
 from llava_fsdp.log import log
@@ -181,7 +181,7 @@ def row_of(step: int, losses: dict[str, Loss], answers: list[Answered], seconds:
     }
 
 
-def shown(asked: Asked, answered: Answered) -> dict[str, Any]:
+def shown(asked: HeldOutQuestion, answered: Answered) -> dict[str, Any]:
     """What the file keeps of an answer."""
     return {
         "record": asked.record,

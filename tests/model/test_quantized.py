@@ -124,7 +124,8 @@ def test_statistics_are_as_large_as_is_planned(cfg: QuantizeConfig) -> None:
 
 
 def model_config(parts: Path, dataset: Path, tmp_path: Path, *overrides: str, stage: str = "finetune_qlora") -> Config:
-    return make_config(parts, dataset, tmp_path, "model.lora.r=2", *overrides, stage=stage)
+    rank = ["model.lora.r=2"] if "lora" in stage else []
+    return make_config(parts, dataset, tmp_path, *rank, *overrides, stage=stage)
 
 
 @pytest.mark.parametrize("stage", ["finetune_qlora", "pretrain"])

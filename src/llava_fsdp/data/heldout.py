@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.loader import Loader
-from llava_fsdp.data.questions import Asked, ask
+from llava_fsdp.data.prompts import HeldOutQuestion, ask
 from llava_fsdp.data.records import Records
 from llava_fsdp.data.texts import sources_of
 from llava_fsdp.errors import ConfigError
@@ -53,7 +53,7 @@ class HeldOut:
     order: HeldOutOrder
     names: list[str]
     """Of the sources."""
-    questions: list[Asked]
+    questions: list[HeldOutQuestion]
 
 
 def order_of(counts: Sequence[int], limit: int | None, samples: int) -> HeldOutOrder:
@@ -111,7 +111,7 @@ def open_held_out(cfg: Config, open_loader: Callable[[Config, Choose], Loader], 
     return HeldOut(loader, orders[-1], names_of(own), choose_questions(loader, orders[-1], own, positions))
 
 
-def choose_questions(loader: Loader, order: HeldOutOrder, cfg: Config, positions: int) -> list[Asked]:
+def choose_questions(loader: Loader, order: HeldOutOrder, cfg: Config, positions: int) -> list[HeldOutQuestion]:
     """The questions of a validation, encoded; their pictures are read when they are asked.
 
     Raises:

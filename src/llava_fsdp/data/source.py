@@ -221,12 +221,16 @@ def parse_turn(where: str, position: int, raw: Any) -> Turn:
             f"{cure}",
             Kind.bad_form,
         )
+    check_text(raw["value"], f"{where}: turn {position}")
+    return Turn(raw["from"], raw["value"])
+
+
+def check_text(text: str, what: str) -> None:
+    """Raises DataError where no UTF-8 can be made of a text."""
     try:
-        raw["value"].encode()
+        text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{where}: turn {position} has half of a surrogate pair at character {error.start}, as a cut emoji leaves; "
-            "mend the text",
+            f"{what} has half of a surrogate pair at character {error.start}, as a cut emoji leaves; mend the text",
             Kind.bad_form,
         ) from error
-    return Turn(raw["from"], raw["value"])

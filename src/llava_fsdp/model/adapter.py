@@ -67,13 +67,18 @@ def is_adapter_folder(folder: Path) -> bool:
     return (folder / ADAPTER_CONFIG).is_file()
 
 
+def adapter_folders(name: str) -> tuple[Path, Path]:
+    """Where an adapter of this name may be, whether or not it is there."""
+    return Path(name), Path(name) / FOLDER
+
+
 def find_adapter(name: str, key: str) -> Path:
     """The adapter's own folder; a run stands for what it saved at its end.
 
     Raises:
         ConfigError: there is none.
     """
-    for folder in (Path(name), Path(name) / FOLDER):
+    for folder in adapter_folders(name):
         if is_adapter_folder(folder):
             return folder
     inside = sorted(path.parent for path in Path(name).glob(f"checkpoints/step-*[0-9]/{FOLDER}"))
@@ -93,7 +98,7 @@ def open_adapter(folder: Path) -> AdapterFolder:
     with foreign(f"{folder / ADAPTER_CONFIG} is damaged"):
         check_kind(settings, folder)
         lora = read_lora(settings, folder)
-    check_files(folder)
+    check_files(folder, lora)
     file = next((folder / n for n in ADAPTER_FILES if (folder / n).is_file()), None)
     if file is None:
         raise ModelError(f"{folder} has an {ADAPTER_CONFIG}, but none of {', '.join(ADAPTER_FILES)}; copy it there")
@@ -106,8 +111,9 @@ def open_adapter(folder: Path) -> AdapterFolder:
     return found
 
 
-def check_files(folder: Path) -> None:
-    """Where our notes say what the files are, that they still are.
+def check_files(folder: Path, lora: LoraConfig) -> None:
+    """Where our notes say what the files are, that they still are. In adapter_config.json the path of the base may have
+    been corrected, and what the weights mean may not.
 
     Raises:
         ModelError: one is missing, or another.
@@ -120,6 +126,13 @@ def check_files(folder: Path) -> None:
                 raise ModelError(f"{path} is missing; the {NOTES} beside it names it: copy the whole folder")
             if xxh128_of(path) != digest:
                 raise ModelError(f"{path} is not what was written: its digest differs; copy it again")
+        trained = notes.get("lora", {})
+        for key in ("alpha", "use_dora", "use_rslora"):  # of another r the shapes tell
+            if key in trained and trained[key] != getattr(lora, key):
+                raise ModelError(
+                    f"{folder / ADAPTER_CONFIG} says {key} {getattr(lora, key)}, and the adapter was trained with "
+                    f"{trained[key]}, as {NOTES} beside it says; copy it again"
+                )
 
 
 def xxh128_of(path: Path) -> str:

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import functional
 
 from llava_fsdp.config import QuantizeConfig, Quantizer
-from llava_fsdp.errors import ConfigError
+from llava_fsdp.errors import ConfigError, ModelError
 
 BITS = {Quantizer.nf4: 4, Quantizer.fp4: 4, Quantizer.int8: 8}
 BLOCK = 64
@@ -168,11 +168,20 @@ def packed_of(packing: Packing, weight: torch.Tensor, dtype: torch.dtype) -> tup
 
     Returns:
         Its bits as [elements, 1] of a dtype, and the statistics in their order.
+
+    Raises:
+        ModelError: int8, and a value that is beyond fp16 or not finite.
     """
     from bitsandbytes.functional import int8_vectorwise_quant, quantize_4bit
 
     if packing.quantizer is Quantizer.int8:
-        codes, scales, _ = int8_vectorwise_quant(weight.to(torch.float16))  # bitsandbytes has no other kernel
+        half = weight.to(torch.float16)  # bitsandbytes has no other kernel
+        if not half.isfinite().all():
+            raise ModelError(
+                f"a weight of {list(weight.shape)} has values up to {weight.abs().max():g}, and int8 is made of fp16, "
+                "which ends at 65504; choose model.quantize.mode=nf4"
+            )
+        codes, scales, _ = int8_vectorwise_quant(half)
         return codes.flatten().view(dtype)[:, None], [scales]
     state: Any
     packed, state = quantize_4bit(

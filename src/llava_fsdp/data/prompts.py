@@ -12,18 +12,17 @@ import torch
 from llava_fsdp.config import Config
 from llava_fsdp.data.batch import MicroBatch
 from llava_fsdp.data.collate import Collator, Row
-from llava_fsdp.data.conversation import asked_turns, image_first, prompt
+from llava_fsdp.data.conversation import opening_question, prompt
 from llava_fsdp.data.encode import Sample, encode_prompt
 from llava_fsdp.data.images import PictureReader
 from llava_fsdp.data.source import Record, Turn
 from llava_fsdp.data.templates import IMAGE_TAG, Template, template
 from llava_fsdp.data.tokenizer import Tokenizer
 from llava_fsdp.data.vocabulary import IGNORE, IMAGE_ID
-from llava_fsdp.errors import DataError
 
 
 @dataclass(frozen=True)
-class Asked:
+class HeldOutQuestion:
     """A question, and the answer that its record has."""
 
     record: str
@@ -46,28 +45,14 @@ class Prompts:
     """bool [rows, length]: no padding"""
 
 
-def first_question(record: Record) -> tuple[str, int, str]:
-    """The first question with its image tags, how many of the record's pictures it shows, and its answer.
-
-    Raises:
-        DataError: the record does not begin with a question and its answer.
-    """
-    turns = asked_turns(record)
-    if [turn.role for turn in turns[:2]] != ["human", "gpt"]:
-        raise DataError(f"{record.where}: it must begin with a question (human) and its answer (gpt)")
-    text = image_first(turns[0].text, bool(record.images))
-    shown = min(len(record.images), text.count(IMAGE_TAG))
-    return text, shown, turns[1].text
-
-
-def ask(record: Record, tokenizer: Tokenizer, reader: PictureReader, cfg: Config) -> Asked:
+def ask(record: Record, tokenizer: Tokenizer, reader: PictureReader, cfg: Config) -> HeldOutQuestion:
     """A record's first question in the template that the run trains with.
 
     Raises:
         DataError: the record does not begin with a question and its answer.
         PictureError: anyres, and a picture cannot be read.
     """
-    text, shown, answer = first_question(record)
+    text, shown, answer = opening_question(record)
     form = template(cfg.data.template)
     written = prompt([Turn("human", text)], form, cfg.model.image_start_end, shown > 0)
     places = tuple(reader.places(record, number) for number in range(shown))
@@ -75,7 +60,7 @@ def ask(record: Record, tokenizer: Tokenizer, reader: PictureReader, cfg: Config
     names = record.images[:shown]
     sample = Sample(ids, np.full(len(ids), IGNORE), names, places, 0, 0)
     question = text.replace(IMAGE_TAG, "").strip() if record.images else text
-    return Asked(record.where, question, answer, sample, tuple(reader.path(record, name) for name in names))
+    return HeldOutQuestion(record.where, question, answer, sample, tuple(reader.path(record, name) for name in names))
 
 
 def lay_out_prompts(rows: Sequence[Row], collate: Collator) -> Prompts:
