@@ -219,7 +219,12 @@ def leave_nothing(world: World, cfg: Config) -> None:
     state, validation = open_state(world, cfg)
     units = [module for module in state.model.modules() if isinstance(module, FSDPModule)]
     assert units
+    modes: list[bool] = []
+    state.model.register_forward_pre_hook(
+        lambda model, _: modes.append(torch.is_grad_enabled() or any(module.training for module in model.modules()))
+    )
     validation.measure()
+    assert len(modes) > 10 and not any(modes), "it ran as in training"
     before = torch.get_rng_state()
     validation.pause_run.last = validation.pause_run.count + 2  # type: ignore[attr-defined]
     with pytest.raises(Stopped):
