@@ -39,3 +39,16 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from small import write_dataset
 
     return write_dataset(tmp_path_factory.mktemp("dataset"))
+
+
+@pytest.fixture(scope="session")
+def noise(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step, exported in fp32: its answers are noise, and no two questions have the same."""
+    from reference import EXPORTED
+    from small import make_config
+
+    from llava_fsdp import train
+
+    folder = tmp_path_factory.mktemp("noise")
+    train.train(make_config(parts, dataset, folder, "max_steps=1", "checkpoint.every=1", *EXPORTED))
+    return folder

@@ -236,8 +236,8 @@ def test_only_the_adapter_where_nothing_is_merged(made: Callable[[str], Made], d
     merged = export(conversion(tmp_path / "run", tmp_path / "merged", "verify=false"))
     expected = load_file(run.run / "export" / "model.safetensors")
     assert all(torch.equal(t, expected[n]) for n, t in load_file(merged / "model.safetensors").items())
-    with pytest.raises(ModelError, match=r"python -m llava_fsdp\.export source="):
-        Assistant(str(tmp_path / "run"), "v1", AspectRatio.pad)
+    asked, whole = (Assistant(str(r), "v1", AspectRatio.pad) for r in (tmp_path / "run", run.run))
+    assert same_weights(asked, whole), "the adapter is merged into its base, in memory"
 
 
 @pytest.mark.ranks
@@ -542,6 +542,12 @@ def test_a_checkpoint_without_the_folder_still_counts(made: Callable[[str], Made
     assert all(torch.equal(t, expected[n]) for n, t in load_file(merged / "model.safetensors").items())
 
 
+def same_weights(one: Assistant, other: Assistant) -> bool:
+    """Bit for bit, of models that can be asked."""
+    pairs = zip(one.model.state_dict().items(), other.model.state_dict().items(), strict=True)
+    return all(a == b and torch.equal(p, q) for (a, p), (b, q) in pairs)
+
+
 def test_an_adapter_is_no_model(made: Callable[[str], Made], dataset: Path, tmp_path: Path) -> None:
     """Whoever takes it for one is told what to do with it."""
     run = made("plain")
@@ -549,6 +555,13 @@ def test_an_adapter_is_no_model(made: Callable[[str], Made], dataset: Path, tmp_
     start = [f"model.checkpoint={run.adapter}", "model.random_weights=false", "model.projector=auto"]
     with pytest.raises(ModelError, match=cures):
         train.train(make_config(run.parts, dataset, tmp_path / "run", *start))
-    with pytest.raises(ModelError, match=cures):
-        Assistant(str(run.adapter), "v1", AspectRatio.pad)
-    assert Assistant(str(run.run), "v1", AspectRatio.pad).form, "a run stands for its merged export"
+    merged = Assistant(str(run.run), "v1", AspectRatio.pad)
+    assert same_weights(Assistant(str(run.adapter), "v1", AspectRatio.pad), merged), "but it can be asked as it is"
+    shutil.copytree(run.adapter, tmp_path / "moved")
+    (tmp_path / "moved" / "llava_fsdp.json").unlink()
+    settings = json.loads((tmp_path / "moved" / "adapter_config.json").read_text())
+    write_json(tmp_path / "moved" / "adapter_config.json", settings | {"base_model_name_or_path": "/gone"})
+    with pytest.raises(
+        ConfigError, match=r"base=PATH; that is for python -m llava_fsdp\.export source=.*moved to=FOLDER"
+    ):
+        Assistant(str(tmp_path / "moved"), "v1", AspectRatio.pad)

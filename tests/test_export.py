@@ -16,8 +16,6 @@ from small import conversion, make_config, write_json, write_parts
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 from llava_fsdp import formats, train, writing
-from llava_fsdp.answer import Assistant
-from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.tokenizer import open_tokenizer
 from llava_fsdp.errors import CheckpointError, ConfigError, ModelError
 from llava_fsdp.export import export
@@ -471,11 +469,6 @@ def test_without_a_name_for_the_tower(run: Path, tmp_path: Path) -> None:
     (folder / "llava_fsdp.json").unlink()
     with pytest.raises(ConfigError, match=r"name their vision tower, and the source does not: give vision=NAME"):
         export(conversion(folder, tmp_path / "made", "format=llava"))
-
-
-def test_chat_names_the_command(llava: Path) -> None:
-    with pytest.raises(ModelError, match=r"is in the original LLaVA's format; .*llava_fsdp\.export source="):
-        Assistant(str(llava), "v1", AspectRatio.pad)
 
 
 @pytest.mark.e2e

@@ -49,7 +49,8 @@ def test_adapters_learn_to_see_and_answer_the_same_once_merged(tmp_path: Path) -
     records = RecordFile(runs / "shapes" / "heldout.json")
     questions = [question_of(first_question(records[n]), str(runs / "shapes" / "images")) for n in range(60)]
     merged, beside = (Assistant(str(runs / r), "v1", AspectRatio.pad) for r in ("finetune_lora", "pretrain"))
-    beside.form, beside.aspect = merged.form, merged.aspect  # a projector's stage has captions, and no questions
+    # a projector's stage has captions, and no questions
+    beside.form, beside.reader, beside.stops = merged.form, merged.reader, merged.stops
     cfg = config_of(["stage=finetune_lora", "model.lora.dropout=0"])
     Adapters(trained_weights(runs / "finetune_lora")).put_into(beside.model, cfg)
     beside.model.eval()

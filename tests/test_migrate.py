@@ -698,6 +698,7 @@ OFFLOADS = [
     ({"stage": 3, "offload_param": {"device": "cpu"}}, "params", None),
     ({"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}}, "nvme", "/disk"),
     ({"stage": 3, "cpu_offload": True}, "params", None),
+    ({"stage": 3, "cpu_offload_param": True}, "params", None),
 ]
 
 
@@ -1098,3 +1099,12 @@ def test_mistakes(arguments: list[str], message: str, tmp_path: Path, monkeypatc
     said = capsys.readouterr()
     assert said.err.startswith(f"ConfigError: {message}") and said.err.count("\n") == 1
     assert said.out == ""
+
+
+def test_restarts_and_a_changing_number_of_machines_are_mapped(tmp_path: Path) -> None:
+    script = f"torchrun --nproc_per_node 8 --max_restarts 3 llava/train/train_mem.py {FINETUNE}"
+    found = row(told(read(tmp_path, script)), "max_restarts")
+    assert found.verdict is Verdict.mapped and "--max-restarts" in found.text
+    script = f"deepspeed --min_elastic_nodes 1 llava/train/train_mem.py {FINETUNE}"
+    found = row(told(read(tmp_path, script)), "min_elastic_nodes")
+    assert found.verdict is Verdict.mapped and "launch/multinode.sh" in found.text

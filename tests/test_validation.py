@@ -24,7 +24,7 @@ from llava_fsdp.config import Config
 from llava_fsdp.data.batch import LeftOut
 from llava_fsdp.data.heldout import order_of, spread
 from llava_fsdp.data.loader import normalize
-from llava_fsdp.data.prompts import answer_end, ask, lay_out_prompts
+from llava_fsdp.data.prompts import ask, lay_out_prompts
 from llava_fsdp.data.templates import template
 from llava_fsdp.data.vocabulary import IGNORE, IMAGE_ID
 from llava_fsdp.errors import ConfigError, DataError, Stopped
@@ -81,7 +81,8 @@ def expected(trained: Path, parts: Path, dataset: Path, held: Path) -> tuple[flo
         trained / "export", dtype=torch.float32, attn_implementation="eager"
     )
     table = torch.from_numpy(steps.pictures.preprocessor.pixel_table())
-    end = answer_end(steps.encoder.tokenizer, template("v1"), model.generation_config.eos_token_id)
+    tokenizer, stop = steps.encoder.tokenizer, template("v1").stop
+    ends = sorted({model.generation_config.eos_token_id, tokenizer.encode(stop)[-1].id})
     total, labels, answers = 0.0, 0, []
     for number in range(len(steps.records)):
         sample, pictures = steps.load(number)
@@ -91,10 +92,9 @@ def expected(trained: Path, parts: Path, dataset: Path, held: Path) -> tuple[flo
             total += float(functional.cross_entropy(logits, torch.from_numpy(sample.labels[1:]), reduction="sum"))
             labels += int((sample.labels[1:] != IGNORE).sum())
             shown = inputs(asked.sample.input_ids, pictures[: len(asked.pictures)], table, config)
-            written = model.generate(
-                **shown, max_new_tokens=MOST, do_sample=False, pad_token_id=0, eos_token_id=sorted(end.ends)
-            )
-        answers.append(end.text(written[0, len(asked.sample.input_ids) :].tolist()))
+            written = model.generate(**shown, max_new_tokens=MOST, do_sample=False, pad_token_id=0, eos_token_id=ends)
+        answer = [token for token in written[0, len(asked.sample.input_ids) :].tolist() if token not in ends]
+        answers.append(tokenizer.decode(answer).strip())
     return total / labels, labels, answers
 
 
@@ -329,8 +329,9 @@ def test_answers_about_tiles_are_those_of_whole_passes(parts: Path, dataset: Pat
     micro = loader.to_device(prompts.micro)
     shown = micro.image_positions, micro.image_rows, micro.images
     with evaluating(model, loader.device):
-        got = write_answers(model, micro.input_ids, prompts.mask, shown, 5, lambda _: False)
-    assert got == list(written.values()) and len(micro.images) > 12
+        tokens: list[list[int]] = []
+        write_answers(model, micro.input_ids, prompts.mask, shown, 5, lambda chosen: tokens.append(chosen) or False)
+    assert [list(row) for row in zip(*tokens, strict=True)] == list(written.values()) and len(micro.images) > 12
 
 
 @pytest.mark.parametrize(

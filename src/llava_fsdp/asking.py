@@ -11,9 +11,10 @@ from torch import nn
 from llava_fsdp.config import Bad, Config, Metric
 from llava_fsdp.data.collate import Row
 from llava_fsdp.data.heldout import HeldOut
-from llava_fsdp.data.prompts import AnswerEnd, HeldOutQuestion, answer_end, lay_out_prompts
+from llava_fsdp.data.prompts import HeldOutQuestion, lay_out_prompts
 from llava_fsdp.data.templates import template
 from llava_fsdp.errors import PictureError
+from llava_fsdp.generate import AnswerText, stops_of
 from llava_fsdp.log import log
 from llava_fsdp.model.answering import write_answers
 from llava_fsdp.model.llava import Llava
@@ -61,8 +62,9 @@ class Asker:
         self.cfg = cfg
         self.wants_stop = wants_stop
         self.pause = pause
-        tokenizer = self.loader.steps.encoder.tokenizer
-        self.end: AnswerEnd = answer_end(tokenizer, template(cfg.data.template), model.parts.language.eos_token_id)
+        self.tokenizer = self.loader.steps.encoder.tokenizer
+        self.stop = template(cfg.data.template).stop
+        self.stops = stops_of(self.tokenizer, self.stop, model.parts.language.eos_token_id)
 
     @property
     def rows(self) -> int:
@@ -99,17 +101,21 @@ class Asker:
         shown = micro.image_positions, micro.image_rows, micro.images
         mask = prompts.mask.to(micro.input_ids.device)
 
-        def all_done(written: list[list[int]]) -> bool:
-            goes_on = not all(self.end.has_ended(ids) for ids in written[: len(read)])
-            goes_on, stops = any_rank(goes_on, self.wants_stop())
+        texts = [AnswerText(self.tokenizer, self.stop, self.stops) for _ in read]
+        pieces: list[list[str]] = [[] for _ in read]
+
+        def all_done(chosen: list[int]) -> bool:
+            for text, found, token in zip(texts, pieces, chosen, strict=False):  # a blank row has no text
+                found.append(text.push(token))
+            goes_on, stops = any_rank(not all(text.ended for text in texts), self.wants_stop())
             return stops or not goes_on
 
-        written = write_answers(self.model, micro.input_ids, mask, shown, self.cfg.val.max_new_tokens, all_done)
-        texts = [self.end.text(ids) for ids in written[: len(read)]]
+        write_answers(self.model, micro.input_ids, mask, shown, self.cfg.val.max_new_tokens, all_done)
+        answers = ["".join([*found, text.close()]) for text, found in zip(texts, pieces, strict=True)]
         score = SCORES[self.cfg.val.metric]
         return [
             Answered(number, text, score(text, [self.questions[number].reference]))
-            for (number, _), text in zip(read, texts, strict=True)
+            for (number, _), text in zip(read, answers, strict=True)
         ]
 
     def read(self, asked: HeldOutQuestion) -> Row | None:

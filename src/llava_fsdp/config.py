@@ -1233,11 +1233,38 @@ class ChatConfig:
 
     model: AskedConfig
     image: str | None
+    """A picture file, or several: [a.jpg, b.jpg]."""
     question: str | None
     max_new_tokens: int
+    temperature: float
+    """0: the likeliest token, always."""
+    top_p: float
+    """With a temperature: the likeliest tokens that have this probability together are drawn from."""
+    seed: int | None
+    """With a temperature: of what is drawn; null: another one every time."""
+    serve: bool
+    """A page for the browser instead of the terminal."""
+    host: str
+    """The address that the page listens on."""
+    port: int
+    max_upload_mb: int
+    """Most that a picture sent to the page may have, in MiB."""
+    max_images: int
+    """Most pictures of a conversation on the page."""
 
     def __post_init__(self) -> None:
-        at_least("max_new_tokens", self.max_new_tokens, 1)
+        for name in ("max_new_tokens", "max_upload_mb", "max_images"):
+            at_least(name, getattr(self, name), 1)
+        if not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"temperature={self.temperature} must be 0 (the likeliest token, always) or above")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p={self.top_p} must be above 0, and at most 1 (all tokens)")
+        if not 1 <= self.port <= 65535:
+            raise ConfigError(f"port={self.port} must be 1 to 65535")
+        if self.seed is not None and not 0 <= self.seed < 1 << 63:
+            raise ConfigError(f"seed={self.seed} must be 0 or above, and below 2**63")
+        if self.serve and (self.image is not None or self.question is not None):
+            raise ConfigError("serve=true takes pictures and questions from the page; leave image and question out")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -126,14 +126,22 @@ def apart(written: torch.Tensor, expected: torch.Tensor) -> float:
 
 def compute_dtype(model: Llava) -> torch.dtype:
     """fp32 where the machine has the memory for it."""
-    needed = 4 * sum(p.numel() for p in model.parameters())
+    if fits_in_fp32(model):
+        return torch.float32
+    log().info("comparing logits in bf16: fp32 would take %.0f GiB", bytes_in_fp32(model) / 2**30)
+    return torch.bfloat16
+
+
+def bytes_in_fp32(model: Llava) -> int:
+    return 4 * sum(p.numel() for p in model.parameters())
+
+
+def fits_in_fp32(model: Llava) -> bool:
+    """Whether the host's memory, or what a container's limit leaves of it, has the room."""
     meminfo = Path("/proc/meminfo")
     available = dict(line.split(":") for line in meminfo.read_text().splitlines()) if meminfo.is_file() else {}
     rooms = [int(available.get("MemAvailable", "0").split()[0]) * 1024, room_in_container()]
-    if all(not room or room > 1.2 * needed for room in rooms):
-        return torch.float32
-    log().info("comparing logits in bf16: fp32 would take %.0f GiB", needed / 2**30)
-    return torch.bfloat16
+    return all(not room or room > 1.2 * bytes_in_fp32(model) for room in rooms)
 
 
 def room_in_container() -> int:
@@ -165,8 +173,15 @@ def probe(model: Llava) -> MicroBatch:
     )
 
 
-def filled(shapes: Llava, sources: Any, compute: torch.dtype, adapted: Adapted | None = None) -> Llava:
-    """A model in memory, of the shapes of one that is not; without adapters, or with those that are given."""
+def filled(
+    shapes: Llava,
+    sources: Any,
+    compute: torch.dtype,
+    adapted: Adapted | None = None,
+    device: torch.device | str = "cpu",
+) -> Llava:
+    """A model in memory, of the shapes of one that is not; without adapters, or with those that are given. Of what is
+    read one parameter at a time is in the host's memory beside it."""
     model = build_llava(shapes.parts, shapes.cfg.plain, compute)
     if adapted is not None:
         with torch.device("meta"):
@@ -174,7 +189,7 @@ def filled(shapes: Llava, sources: Any, compute: torch.dtype, adapted: Adapted |
     for parameter in model.parameters():
         parameter.data = parameter.data.to(compute)
     buffers = computed_buffers(model)
-    materialize(model, lambda empty: empty.to_empty(device="cpu"))
+    materialize(model, lambda empty: empty.to_empty(device=device))
     load_weights(sources, local_shards(model, MasterWeights({})))
     restore_buffers(model, buffers)
     return model.eval()

@@ -149,9 +149,11 @@ class PictureReader:
         if not self.in_tiles:
             return np.arange(self.image_tokens)
         path = self.path(record, record.images[number])
-        size = picture_size(path, record.where) if record.sizes is None else record.sizes[number]
-        side = math.isqrt(self.image_tokens)
-        return feature_rows(size, list(self.sizes), self.preprocessor.size, side, self.merge)
+        return self.rows_of(picture_size(path, record.where) if record.sizes is None else record.sizes[number])
+
+    def rows_of(self, size: Size) -> np.ndarray:
+        """The same of a picture of this size, in tiles."""
+        return feature_rows(size, list(self.sizes), self.preprocessor.size, math.isqrt(self.image_tokens), self.merge)
 
     @property
     def most_positions(self) -> int:

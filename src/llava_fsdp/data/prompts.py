@@ -16,7 +16,7 @@ from llava_fsdp.data.conversation import opening_question, prompt
 from llava_fsdp.data.encode import Sample, encode_prompt
 from llava_fsdp.data.images import PictureReader
 from llava_fsdp.data.source import Record, Turn
-from llava_fsdp.data.templates import IMAGE_TAG, Template, template
+from llava_fsdp.data.templates import IMAGE_TAG, template
 from llava_fsdp.data.tokenizer import Tokenizer
 from llava_fsdp.data.vocabulary import IGNORE, IMAGE_ID
 
@@ -85,32 +85,3 @@ def lay_out_prompts(rows: Sequence[Row], collate: Collator) -> Prompts:
         scale=0.0,
     )
     return Prompts(micro, torch.from_numpy(mask))
-
-
-@dataclass(frozen=True)
-class AnswerEnd:
-    """Where an answer ends, and its text."""
-
-    tokenizer: Tokenizer
-    form: Template
-    ends: frozenset[int]
-    """Ids that end it: the model's end of a sequence, and the template's where it is one token."""
-
-    def has_ended(self, ids: list[int]) -> bool:
-        """Whether the end has been written; the template's may take several tokens."""
-        return not self.ends.isdisjoint(ids) or self.form.stop in self.tokenizer.decode(ids)
-
-    def text(self, ids: list[int]) -> str:
-        """What was written before the end."""
-        kept = next((ids[:place] for place, token in enumerate(ids) if token in self.ends), ids)
-        return self.tokenizer.decode(kept).partition(self.form.stop)[0].strip()
-
-
-def answer_end(tokenizer: Tokenizer, form: Template, ends: int | list[int] | None) -> AnswerEnd:
-    """
-    Args:
-        ends: of a sequence, as a model's configuration has it.
-    """
-    own = {ends} if isinstance(ends, int) else set(ends or ())
-    last = tokenizer.encode(form.stop)
-    return AnswerEnd(tokenizer, form, frozenset(own | ({last[-1].id} if len(last) == 1 else set())))

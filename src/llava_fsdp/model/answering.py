@@ -19,8 +19,8 @@ def write_answers(
     mask: torch.Tensor,
     shown: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     most: int,
-    all_done: Callable[[list[list[int]]], bool],
-) -> list[list[int]]:
+    all_done: Callable[[list[int]], bool],
+) -> None:
     """The ids that follow every row, each the likeliest; keys and values of what was read are kept.
 
     Args:
@@ -29,8 +29,8 @@ def write_answers(
         mask: bool [rows, length]: no padding.
         shown: image_positions, image_rows and images of `Llava.forward`.
         most: tokens of an answer.
-        all_done: asked after every token with what was written so far; where it says yes, no more are. It must say the
-            same on all ranks, each of which calls it as often as the others.
+        all_done: gets the next token of every row; where it says yes, no more are written. It must say the same on all
+            ranks, each of which calls it as often as the others.
     """
     assert isinstance(model, Llava)  # FSDP makes a subclass of it
     rows, length = ids.shape
@@ -38,19 +38,15 @@ def write_answers(
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     nothing = ids.new_zeros(0)
     last = torch.arange(1, rows + 1, device=ids.device) * length - 1
-    written: list[list[int]] = [[] for _ in range(rows)]
     for _ in range(most):
         logits = model(ids, Continued(positions, mask, kept), *shown, (nothing, nothing), last)  # [rows, vocabulary]
         chosen = logits.argmax(-1)
-        for row, token in zip(written, chosen.tolist(), strict=True):
-            row.append(token)
-        if all_done(written):
-            break
+        if all_done(chosen.tolist()):
+            return
         ids, positions = chosen[:, None], positions[:, -1:] + 1
         mask = torch.cat([mask, mask.new_ones(rows, 1)], dim=1)
         shown = nothing, nothing, shown[2][:0]
         last = torch.arange(rows, device=ids.device)
-    return written
 
 
 def check_answers(model: nn.Module, device: torch.device, size: int) -> None:

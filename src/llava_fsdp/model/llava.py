@@ -130,6 +130,17 @@ class Llava(nn.Module):
         if self.training and self.cfg.lora.enabled and self.cfg.lora.dropout:
             assert not isinstance(segments, Continued), "answers are written in evaluation mode"
             self.token_keys.set(*seeds, input_ids.shape, segments, self.probe.positions)
+        embeds = self.embedded(input_ids, image_positions, image_rows, images)
+        hidden = self.language_model(inputs_embeds=embeds, **told(segments, self.attention)).last_hidden_state
+        labelled = hidden.flatten(0, 1).index_select(0, label_positions)  # [labels, hidden]
+        if label_ids is None:
+            return self.lm_head(labelled).float()
+        return self.label_loss(labelled, self.lm_head.weight, label_ids)
+
+    def embedded(
+        self, input_ids: torch.Tensor, image_positions: torch.Tensor, image_rows: torch.Tensor, images: torch.Tensor
+    ) -> torch.Tensor:
+        """What the language model reads, [rows, length, hidden]; the arguments are those of `forward`."""
         features = self.multi_modal_projector(self.image_features(images)).flatten(0, 1)  # [tiles * tokens, hidden]
         if self.cfg.patch_merge is PatchMerge.spatial_unpad:
             features = torch.cat([features, self.image_newline[None].to(features.dtype)])
@@ -137,14 +148,7 @@ class Llava(nn.Module):
         # Without a picture this is a write of nothing that still keeps the projector in the graph: every rank then
         # reduces its gradient, and embeddings require one although they are frozen.
         shown = features.index_select(0, image_rows).to(embeds.dtype)
-        flat = embeds.flatten(0, 1).index_copy(0, image_positions, shown)
-        hidden = self.language_model(
-            inputs_embeds=flat.view_as(embeds), **told(segments, self.attention)
-        ).last_hidden_state
-        labelled = hidden.flatten(0, 1).index_select(0, label_positions)  # [labels, hidden]
-        if label_ids is None:
-            return self.lm_head(labelled).float()
-        return self.label_loss(labelled, self.lm_head.weight, label_ids)
+        return embeds.flatten(0, 1).index_copy(0, image_positions, shown).view_as(embeds)
 
     @property
     def image_tokens(self) -> int:

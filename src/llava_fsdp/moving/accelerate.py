@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from llava_fsdp.moving.context import Context, Rule, off, to
 from llava_fsdp.moving.decide import FSDP_STRATEGIES
-from llava_fsdp.moving.launch import ELASTIC, LOGS, NUMBER, ON_ITS_OWN, PLACE
+from llava_fsdp.moving.launch import LOGS, NUMBER, ON_ITS_OWN, PLACE, RESTARTS
 from llava_fsdp.moving.outcome import Outcome, implied, mapped, no_effect, refused, unsupported
 from llava_fsdp.moving.run import plain
 from llava_fsdp.moving.shell import is_open
@@ -146,7 +146,7 @@ ACCELERATE: Mapping[str, Outcome | Rule] = {
     "rdzv_conf": PLACE,
     "same_network": ON_ITS_OWN,
     "gpu_ids": gpu_ids,
-    "max_restarts": ELASTIC,
+    "max_restarts": RESTARTS,
     "monitor_interval": LOGS,
     "log_dir": LOGS,
     "tee": LOGS,

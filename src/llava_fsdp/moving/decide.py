@@ -224,7 +224,8 @@ def offload(run: Run) -> Overrides:
         if "nvme" in devices and stage != 1:
             folder = run.ds(f"{blocks[devices.index('nvme')]}.nvme_path")
             return {"offload": "nvme"} | ({"offload.folder": folder} if folder else {})
-        old = any(plain(run.ds(f"zero_optimization.{key}")) is True for key in ("cpu_offload", "cpu_offload_params"))
+        old_names = ("cpu_offload", "cpu_offload_param", "cpu_offload_params")
+        old = any(plain(run.ds(f"zero_optimization.{key}")) is True for key in old_names)
         if old or {"cpu", "nvme"} & set(map(str, devices)):
             return {"offload": "optimizer" if stage == 1 else "params"}
         return {}

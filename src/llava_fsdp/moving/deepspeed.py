@@ -70,7 +70,7 @@ DEEPSPEED: Mapping[str, Outcome | Rule] = {
     "disable_allgather": off("weights are gathered"),
     "bf16.enabled": rules.bf16,
     "bfloat16.enabled": rules.bf16,
-    "bf16.check_grad_overflow": implied("a gradient that is not finite stops the run"),
+    "bf16.check_grad_overflow": implied("a step whose gradients are not finite is skipped"),
     "bf16.immediate_grad_update": implied("gradients are added in fp32 as they come"),
     "bf16.bf16_master_weights_and_grads": rules.bf16_kept,
     "bf16.bf16_optimizer_states": rules.bf16_kept,
@@ -195,7 +195,7 @@ DEEPSPEED: Mapping[str, Outcome | Rule] = {
     "graph_harvesting": off("no CUDA graphs"),
     "vocabulary_size": implied("the model's configuration says it"),
     # training otherwise
-    "elasticity.*": rules.Switched("a run has a fixed number of ranks, and continues on another"),
+    "elasticity.*": rules.Switched("global_batch_size stays the same; NNODES=MIN:MAX launch/multinode.sh"),
     "autotuning.*": rules.Switched("nothing tries configurations out; llava_fsdp.sweep runs those you name"),
     "compression_training.*": rules.Switched("no compression while training"),
     "quantize_training.*": rules.Switched("no quantization while training"),

@@ -148,7 +148,7 @@ FLAGS: Mapping[str, Flag] = {
     "logging_strategy": Flag("steps", rules.logging_strategy),
     "logging_first_step": Flag(False, implied("metrics.jsonl has every step")),
     "logging_dir": Flag(None, implied("metrics.jsonl lies in output_dir"), str),
-    "logging_nan_inf_filter": Flag(True, implied("a loss that is not finite stops the run")),
+    "logging_nan_inf_filter": Flag(True, implied("metrics.jsonl has null for a loss that is not finite; its step is skipped")),
     "log_level": Flag("passive", LOG_DETAIL),
     "log_level_replica": Flag("warning", LOG_DETAIL),
     "log_on_each_node": Flag(True, LOG_DETAIL),

@@ -14,7 +14,8 @@ TRAINING = re.compile(r"train", re.IGNORECASE)
 PLACE = mapped("torchrun's flag of the same meaning on several machines; --standalone needs none")
 ON_ITS_OWN = implied("torchrun needs no such flag")
 NUMBER = mapped("the number of ranks: --nproc-per-node, and a factor of global_batch_size")
-ELASTIC = unsupported("a run has a fixed number of ranks; the same command again continues it on another number")
+ELASTIC = mapped("NNODES=MIN:MAX launch/multinode.sh, which is torchrun's --nnodes=MIN:MAX")
+RESTARTS = mapped("torchrun's --max-restarts; launch/node.sh and launch/multinode.sh have MAX_RESTARTS, 3 unless set")
 LOGS = implied("each worker's errors are told by rank 0 and written to run_status.json; torchrun has --log-dir")
 
 # Flags of the launchers, in their own spelling with `_`. A flag that takes no value is in SWITCHES too.
@@ -66,7 +67,7 @@ TORCHRUN: dict[str, Outcome] = {
     "rdzv_id": PLACE,
     "rdzv_conf": PLACE,
     "local_addr": PLACE,
-    "max_restarts": ELASTIC,
+    "max_restarts": RESTARTS,
     "monitor_interval": LOGS,
     "start_method": ON_ITS_OWN,
     "event_log_handler": LOGS,

@@ -1,0 +1,166 @@
+"""Writes the tables of docs/performance.md from benchmarks/results: `python docs/make_performance.py`. Nothing in
+them is typed by hand; a result of a GPU that is stored there appears beside those of CPUs."""
+
+import json
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pages import DOCS, cell, code, replaced, table
+
+RESULTS = DOCS.parent / "benchmarks" / "results"
+PAGE = DOCS / "performance.md"
+Report = dict[str, Any]
+
+
+def newest(name: str) -> tuple[Path, Report]:
+    """The newest stored result of a benchmark: names end with the date."""
+    found = sorted(p for p in RESULTS.glob(f"{name}-*.json") if not p.stem.startswith(f"{name}-pretrain"))
+    return found[-1], json.loads(found[-1].read_text())
+
+
+def origin(path: Path, report: Report) -> str:
+    """Where the numbers of a table are from."""
+    device, threads = report["machine"]["device"], report["machine"]["cpus"]
+    ranks = f", {report['ranks']} ranks" if "ranks" in report else ""
+    picture = path.with_suffix(".png").name
+    seen = f", [picture](../benchmarks/results/{picture})" if path.with_suffix(".png").exists() else ""
+    return (
+        f"{device}, {threads} cores{ranks}, commit {report['commit'][:12]}, {report['date'][:10]} "
+        f"([result](../benchmarks/results/{path.name}){seen})."
+    )
+
+
+def stored() -> str:
+    """Every stored result, and what it was measured on."""
+    rows = []
+    for path in sorted(RESULTS.glob("*.json")):
+        report = json.loads(path.read_text())
+        machine = report.get("machine", {})
+        kind = (
+            "GPU" if str(machine.get("kind", "")) == "cuda" or "-cuda-" in path.name or "-gpu-" in path.name else "CPU"
+        )
+        rows.append([
+            f"[{path.stem}](../benchmarks/results/{path.name})",
+            cell(str(report.get("question", "see benchmarks/README.md"))),
+            f"{kind}: {machine.get('device', '?')}",
+            str(report.get("commit", ""))[:12],
+        ])  # fmt: skip
+    return table(("result", "question", "machine", "commit"), rows)
+
+
+def devices() -> str:
+    """How many of the results are of a GPU."""
+    rows = stored().splitlines()[2:]
+    gpus = sum("| GPU: " in row for row in rows)
+    return f"{len(rows)} results are stored. " + (f"{gpus} are of a GPU." if gpus else "**None of them is of a GPU.**")
+
+
+def packing() -> str:
+    path, report = newest("packing-cpu")
+    rows = [
+        [row["tail"], cell(row["layout"]), f"{row['padding_share']:.0%}", f"{row['real_tokens_per_cpu_second']:,.0f}",
+         f"{row['packed_is_times']:.2f} x"] for row in report["speed"]
+    ]  # fmt: skip
+    head = ("lengths' tail", "layout", "padding", "real tokens a CPU second", "packed is")
+    return f"{table(head, rows, 'llrrr')}\n\n{origin(path, report)}"
+
+
+def recompute() -> str:
+    path, report = newest("recompute-cpu")
+    rows = [
+        [code(f"recompute={row['mode']}"), f"{row['peak_bytes'] / 2**20:,.0f}", f"{row['memory_ratio']:.2f}",
+         f"{row['rise_ratio']:.2f}", f"{row['time_ratio']:.2f}"] for row in report["rows"]
+    ]  # fmt: skip
+    head = ("", "peak, MiB", "peak, of `none`", "what a step adds, of `none`", "CPU seconds, of `none`")
+    return f"{table(head, rows, 'lrrrr')}\n\n{origin(path, report)}"
+
+
+def strategies() -> str:
+    path, report = newest("strategies-cpu")
+    cells: dict[str, dict[tuple[str, int], float]] = {}
+    for row in report["rows"]:
+        cells.setdefault(row["variant"], {})[row["stage"], row["accumulation"]] = row["cpu_ratio_to_ddp"]
+    columns = list(next(iter(cells.values())))
+    head = ("CPU seconds, of DDP's", *(f"{stage}, accumulation {times}" for stage, times in columns))
+    rows = [
+        [code(name) if name != "ddp" else "DDP", *(f"{own[c]:.2f}" for c in columns)] for name, own in cells.items()
+    ]
+    return f"{table(head, rows, 'lrrrr')}\n\n{origin(path, report)}"
+
+
+def limited() -> str:
+    path, report = newest("ddp-vs-zero")
+    rows = [
+        ["DDP" if row["variant"] == "ddp" else code(row["variant"]), str(row["train"]["batch"]),
+         str(row["eval"]["batch"]), f"{min(e['cpu'] for e in row['train']['epochs']):.1f}"] for row in report["rows"]
+    ]  # fmt: skip
+    beyond = report["limit_beyond_imports_bytes"] / 2**20
+    head = (
+        f"under {beyond:.0f} MiB a rank",
+        "largest batch of a rank",
+        "in evaluation",
+        "CPU seconds of an epoch at it",
+    )
+    return f"{table(head, rows, 'lrrr')}\n\n{origin(path, report)}"
+
+
+def planner() -> str:
+    path, report = newest("memory-cpu")
+    rows = [
+        [cell(row["name"]), f"{row['planned'] / 2**20:,.0f}", f"{row['measured'] / 2**20:,.0f}", f"{row['error']:+.1%}"]
+        for row in report["rows"]
+    ]
+    worst = f"Mean error {report['error']['mean']:.1%}, worst {report['error']['worst']:.1%}."
+    head = ("ranks, model: row, precision, recompute, positions", "planned, MiB", "measured, MiB", "error")
+    return f"{table(head, rows, 'lrrr')}\n\n{worst} {origin(path, report)}"
+
+
+def checkpoints() -> str:
+    path, report = newest("checkpoint-cpu")
+    size = report["bytes"] / 2**30
+    rows = [[cell(what), f"{median(seconds):.3f}"] for what, seconds in report["seconds"].items()]
+    head = (f"seconds for {size:g} GiB, median of several", "")
+    return f"{table(head, rows, 'lr')}\n\n{origin(path, report)}"
+
+
+def pictures() -> str:
+    path, report = newest("data")
+    rows = []
+    for row in report["rows"]:
+        if row["aspect"] == "pad":
+            rates = [1 / min(row["seconds"][way]) for way in ("processor", "exact", "lean")]
+            rows.append([f"{row['format']} {row['size']}", *(f"{rate:,.0f}" for rate in rates)])
+    head = ("pictures a second and core, padded", "CLIPImageProcessor", "`data.pixels=exact`", "`data.pixels=lean`")
+    return f"{table(head, rows, 'lrrr')}\n\n{origin(path, report)}"
+
+
+def scaling() -> str:
+    path, report = newest("scaling-cpu")
+    rows = [
+        [row["curve"], f"{row['at']:,}", f"{row['tokens_per_cpu_second']:,.0f}", f"{row['bytes_at_rest'] / 2**20:,.0f}",
+         f"{row['bytes_peak'] / 2**20:,.0f}"] for row in report["rows"] if "tokens_per_cpu_second" in row
+    ]  # fmt: skip
+    head = ("what grows", "to", "tokens a CPU second", "MiB at rest", "MiB at the peak")
+    return f"{table(head, rows, 'lrrrr')}\n\n{origin(path, report)}"
+
+
+TABLES = {
+    "devices": devices, "stored": stored, "packing": packing, "recompute": recompute, "strategies": strategies,
+    "limited": limited, "planner": planner, "checkpoints": checkpoints, "pictures": pictures,
+    "scaling": scaling,
+}  # fmt: skip
+
+
+def page() -> str:
+    """The page with all of its tables."""
+    text = PAGE.read_text()
+    for name, make in TABLES.items():
+        text = replaced(text, name, make())
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    sys.stdout.write(f"{PAGE}\n")

@@ -1,0 +1,160 @@
+"""The page itself, on Gradio. Its settings must be in the environment when this is imported (`server.py`)."""
+
+import html
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fastapi
+import gradio as gr
+
+from llava_fsdp.config import ChatConfig
+from llava_fsdp.data.examine import FORMATS
+from llava_fsdp.errors import DataError, OutOfMemory
+from llava_fsdp.generate import Sampling
+from llava_fsdp.serving.guard import MiB
+from llava_fsdp.serving.talks import Talks
+
+WAITING = 16
+"""Questions that may wait for their turn; one more is refused."""
+DAY = 24 * 3600
+HOUR = 3600
+SYSTEM_FONTS = ("system-ui", "sans-serif")
+CSS = """
+footer, button[aria-label="Share"] {display: none}  /* the latter sends a picture to another site */
+.about {font-size: 0.9em; overflow-wrap: anywhere}
+"""
+
+
+def make_app(talks: Talks, cfg: ChatConfig) -> Any:
+    """The application without its guard: it listens to nothing by itself."""
+    page = make_page(talks, cfg)
+    app = gr.mount_gradio_app(
+        fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None),
+        page,
+        path="/",
+        server_name=cfg.host,
+        server_port=cfg.port,
+        footer_links=[],
+        run_history=False,
+        allowed_paths=[],
+        show_error=False,
+        max_file_size=cfg.max_upload_mb * MiB,
+        ssr_mode=False,
+        enable_monitoring=False,
+        pwa=False,
+        mcp_server=False,
+        theme=gr.themes.Default(font=SYSTEM_FONTS, font_mono=("ui-monospace", "monospace")),
+        css=CSS,
+    )
+    page.has_launched = True  # else gradio does not ask whether a file that a request names was sent to it
+    return app
+
+
+def make_page(talks: Talks, cfg: ChatConfig) -> gr.Blocks:
+    assistant = talks.assistant
+    most = max(1, min(2048, assistant.positions))
+    with gr.Blocks(title="llava_fsdp", analytics_enabled=False, delete_cache=(HOUR, DAY)) as page:
+        gr.HTML(about(talks), elem_classes="about")
+        chat = gr.Chatbot(
+            height="65vh", show_label=False, render_markdown=False, buttons=[], feedback_options=None,
+            allow_file_downloads=False, placeholder="Add a picture, and ask.",
+        )  # fmt: skip
+        box = gr.MultimodalTextbox(
+            show_label=False, file_count="multiple", file_types=["image"], sources=["upload"], autofocus=True,
+            placeholder="Ask; pictures go in by the clip, by dropping or by pasting them", max_plain_text_length=20_000,
+        )  # fmt: skip
+        with gr.Row():
+            stop = gr.Button("Stop", interactive=False)
+            clear = gr.Button("New conversation")
+        with gr.Accordion("How answers are written", open=False):
+            temperature = gr.Slider(0, max(2.0, cfg.temperature), cfg.temperature, step=0.05, label="temperature")
+            top_p = gr.Slider(0.05, 1, cfg.top_p, step=0.05, label="top_p")
+            tokens = gr.Slider(1, most, min(cfg.max_new_tokens, most), step=1, label="max_new_tokens")
+
+        def ask(said: dict[str, Any], heat: float, share: float, length: float, request: gr.Request) -> Iterator[Any]:
+            yield from answered(talks, cfg, said, (heat, share, length), session_of(request))
+
+        def stopped(request: gr.Request) -> None:
+            talks.stop(session_of(request))
+
+        def cleared(request: gr.Request) -> tuple[list[Any], dict[str, Any]]:
+            talks.clear(session_of(request))
+            return [], {"text": "", "files": []}
+
+        def gone(request: gr.Request) -> None:
+            talks.forget(session_of(request))
+
+        one_at_a_time: dict[str, Any] = {
+            "concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private", "show_progress": "hidden",
+        }  # fmt: skip
+        at_once: dict[str, Any] = {"concurrency_limit": None, "api_visibility": "private", "show_progress": "hidden"}
+        box.submit(ask, [box, temperature, top_p, tokens], [chat, box, stop], **one_at_a_time)
+        stop.click(stopped, **at_once)
+        for emptied in (clear.click, chat.clear):  # the bin above the conversation empties what is shown alone
+            emptied(stopped, **at_once).then(cleared, None, [chat, box], **one_at_a_time)
+        page.unload(gone)
+    return page.queue(max_size=WAITING, api_open=False)
+
+
+def about(talks: Talks) -> str:
+    name, form = html.escape(talks.assistant.name), html.escape(talks.assistant.template)
+    return f"<b>{name}</b>, template {form}; pictures: {', '.join(FORMATS)}, at most {talks.cfg.max_upload_mb} MiB each"
+
+
+def session_of(request: gr.Request) -> str:
+    return str(request.session_hash)
+
+
+def answered(
+    talks: Talks, cfg: ChatConfig, said: dict[str, Any], settings: tuple[float, float, float], session: str
+) -> Iterator[Any]:
+    """What the page shows while an answer is written: the conversation, the box for questions, the stop button."""
+    text, files = said["text"].strip(), [str(name) for name in said["files"]]
+    idle = gr.Button(interactive=False)
+    before = history(talks, session)
+    if not text and not files:
+        yield before, gr.skip(), idle
+        return
+    asked = message("user", text, files)
+    empty = gr.MultimodalTextbox(value={"text": "", "files": []}, interactive=False)
+    yield [*before, asked], empty, gr.Button(interactive=True)
+    written = ""
+    try:
+        for piece in talks.ask(session, text, files, sampling(settings)):
+            written += piece
+            yield [*before, asked, message("assistant", written, [])], gr.skip(), gr.skip()
+    except Exception as error:
+        yield before, gr.MultimodalTextbox(value={"text": text, "files": []}, interactive=True), idle
+        if not isinstance(error, (DataError, OutOfMemory)):
+            raise  # a fault of ours: in full on the terminal, and the page can still be used
+        gr.Warning(html.escape(str(error)), duration=None)
+        return
+    yield history(talks, session), gr.MultimodalTextbox(interactive=True), idle
+
+
+def sampling(settings: tuple[float, float, float]) -> Sampling:
+    """Of what the page's sliders say, or whoever sent it.
+
+    Raises:
+        DataError: it is beyond what they can say.
+    """
+    temperature, top_p, tokens = settings
+    if not (0 <= temperature <= 100 and 0 < top_p <= 1 and 1 <= tokens <= 1 << 20):
+        raise DataError(f"temperature={temperature}, top_p={top_p} and max_new_tokens={tokens} go beyond their limits")
+    return Sampling(int(tokens), float(temperature), float(top_p))
+
+
+def history(talks: Talks, session: str) -> list[Any]:
+    return [
+        entry
+        for question, files, answer in talks.shown(session)
+        for entry in (message("user", question, files), message("assistant", answer, []))
+    ]
+
+
+def message(role: str, text: str, files: list[str]) -> dict[str, Any]:
+    """As gr.Chatbot takes it, which would show HTML in a text as HTML."""
+    text = html.escape(text, quote=False)
+    shown: list[Any] = [{"path": name, "alt_text": Path(name).name} for name in files]
+    return {"role": role, "content": [*shown, *([text] if text or not files else [])]}

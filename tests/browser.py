@@ -1,0 +1,30 @@
+"""A real browser without a window, for tests of pages; nothing is downloaded for it."""
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+def find_chromium() -> str | None:
+    """The browser that PATH has."""
+    return next((found for name in NAMES if (found := shutil.which(name)) is not None), None)
+
+
+@contextlib.contextmanager
+def page(width: int = 1200, height: int = 900) -> Iterator:
+    """An empty page of playwright's; the test is skipped where there is no browser."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    found = find_chromium()
+    if found is None:
+        pytest.skip(f"no browser: none of {', '.join(NAMES)} is in PATH")
+    with playwright.sync_playwright() as started:
+        # as root, or in a container, Chromium has no sandbox of its own to give; the pages are the tests' own
+        browser = started.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        try:
+            yield browser.new_page(viewport={"width": width, "height": height})
+        finally:
+            browser.close()
