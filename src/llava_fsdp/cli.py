@@ -37,6 +37,7 @@ LITERAL = frozenset({
     "data.index", "report", "model.language", "model.vision", "model.checkpoint", "model.projector", "source", "to",
     "language", "vision", "offload.folder", "questions", "annotations", "answers", "submission",
     "val.path", "val.images", "val.index",
+    "track.name", "track.project",
 })  # fmt: skip
 Status = Callable[[Path, Outcome], dict[str, Any] | None]
 

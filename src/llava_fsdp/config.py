@@ -506,6 +506,11 @@ class DataConfig:
         first = next(iter(self.sources.values())).path if self.sources else self.path
         return Path(self.index or f"{first}.index")
 
+    @property
+    def source_names(self) -> list[str]:
+        """Of every source in their order; a single one that has no name is called as its file is."""
+        return list(self.sources) or [Path(str(self.path)).stem]
+
     def budget(self, records: int) -> int:
         """Most of so many records that may be left out."""
         if self.bad_budget.endswith("%"):
@@ -850,6 +855,28 @@ class NumericConfig:
             raise ConfigError(f"numeric.spike_sigma={self.spike_sigma} must be a finite number above 0, or null")
 
 
+class WandbMode(Enum):
+    """Whether Weights & Biases is told of a run."""
+
+    off = "off"
+    offline = "offline"
+    """into output_dir/wandb, which `wandb sync` sends later"""
+    online = "online"
+
+
+@dataclass(kw_only=True, slots=True)
+class TrackConfig:
+    """Who else is told what `metrics.jsonl` and `validation.jsonl` say; rank 0 tells them."""
+
+    tensorboard: bool = False
+    """Event files in output_dir/tensorboard."""
+    wandb: WandbMode = WandbMode.off
+    project: str = "llava_fsdp"
+    """Of Weights & Biases."""
+    name: str | None = None
+    """Of the run there; null: as output_dir is called."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Config:
     """One training run."""
@@ -898,6 +925,7 @@ class Config:
     profile_steps: list[int] | None
     """Of these steps, from the first to the last of the two, counted from 1 where this start begins; null: 10 to 12,
     or the last ones of a shorter start, three at most."""
+    track: TrackConfig = field(default_factory=TrackConfig)
     dry_run: int | None
     """Ranks to imagine: two steps of one rank in one process, to see what it holds; nothing is trained or written."""
     format: Format

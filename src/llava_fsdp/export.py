@@ -32,9 +32,9 @@ from llava_fsdp.model.adapter import ADAPTER_CONFIG
 from llava_fsdp.model.parts import NOTES, PACKAGE
 from llava_fsdp.model.weights import Stored
 from llava_fsdp.proof import Rounded, prove, prove_merge
-from llava_fsdp.screen import readable
 from llava_fsdp.sharding.precision import DTYPES
 from llava_fsdp.subject import Opened, open_source, rows_of
+from llava_fsdp.words import readable
 from llava_fsdp.writing import Weights
 
 

@@ -64,6 +64,8 @@ class Life:
         """Says what data this rank waits for."""
         self.work: Callable[[], int] = int
         """Counts the collectives that this rank has begun."""
+        self.last_words: Callable[[], None] = lambda: None
+        """Shows and tells how the run ended, where the process ends from here; it must take no more than seconds."""
         self.size = 1
         self.stepping = False
         """A step of this start is over, and the last one is not."""
@@ -316,6 +318,8 @@ class Life:
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
 
     def leave(self, code: int) -> None:
+        with contextlib.suppress(Exception):
+            self.last_words()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

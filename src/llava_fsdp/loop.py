@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -10,11 +11,12 @@ from torch.distributed.tensor import DTensor
 
 from llava_fsdp.collecting import collected_by_plan
 from llava_fsdp.config import Config
-from llava_fsdp.data.batch import Step
+from llava_fsdp.data.batch import MicroBatch, Step, StepFacts
 from llava_fsdp.errors import Stopped
 from llava_fsdp.heartbeats import Phase
 from llava_fsdp.life import Life
 from llava_fsdp.log import log
+from llava_fsdp.model.loss import Each
 from llava_fsdp.profiling import Unrecorded
 from llava_fsdp.seeds import derive
 from llava_fsdp.sharding.compiled import is_of_compiler
@@ -50,13 +52,14 @@ def fit(
     try:
         with collected_by_plan(cfg.gc_every) as collect:
             for step in recorder.steps(steps):
+                waited = time.perf_counter() - started
                 life.at(Phase.AGREEING)
                 between_steps()
                 assert step is not None, "a rank that is asked to stop stops all"
                 life.at(Phase.COMPUTE)
                 result = train_step(state, state.loader.agree(step), plan, cfg, started, life, recorder)
                 life.at(Phase.REPORT, state.step)  # the next step's place already: whoever stays here is behind
-                after_step(result)
+                after_step(replace(result, data_seconds=waited))
                 collect(state.step)
                 life.at(Phase.DATA)
                 started = time.perf_counter()
@@ -93,19 +96,22 @@ def train_step(
     # for dropout, where a model has it: a run that continues draws what it would have drawn
     torch.manual_seed(derive("step", cfg.seed, state.step, dist.get_rank() if dist.is_initialized() else 0))
     loss_sum = torch.zeros((), device=state.loader.device)
+    sources = SourceSums(step.facts, state.loader.device)
     for number, micro in enumerate(step.micro_batches, start=1):
         begin_micro_batch(state.model, plan, is_last=number == len(step.micro_batches))
         with recorder.part("forward"):
             micro = state.loader.to_device(micro)
-            loss = micro.scale * state.model(*micro.inputs)
+            each = sources.each()
+            loss = micro.scale * state.model(*micro.inputs, each)
+            sources.add(micro, each)
         with recorder.part("backward"):
             (loss * scale).backward()
         loss_sum += loss.detach()
     with recorder.part("optimizer"):
         norm = clip_gradients(state.masters, cfg.optim.clip, scale)
         # The one place where the host waits for the device. Of weights that lie on the host, the norm does too.
-        found = summed(loss_sum.clone()), loss_sum, norm.to(loss_sum.device)
-        loss, own_loss, grad_norm = torch.stack(found).tolist()
+        found = summed(loss_sum.clone()), loss_sum, norm.to(loss_sum.device), *sources.summed().unbind()
+        loss, own_loss, grad_norm, *of_sources = torch.stack(found).tolist()
     overflowed = not math.isfinite(grad_norm) or not math.isfinite(loss)  # both are sums over all ranks
     if life is not None:
         life.at(Phase.OPTIMIZER)
@@ -134,7 +140,50 @@ def train_step(
         loss_scale=scale if state.scaler is not None else None,
         recompiles=state.compilations.after_step() if state.compilations is not None else 0,
         own_loss_is_finite=math.isfinite(own_loss),
+        source_losses=sources.means(loss, of_sources),
     )
+
+
+class SourceSums:
+    """The losses of a step by source, on the device, until the host reads the step's loss.
+
+    With one source it is the step's loss: nothing is computed and nothing sent. With several the loss is made as
+    without, and one small collective more carries their sums.
+    """
+
+    def __init__(self, facts: StepFacts, device: torch.device):
+        self.labels = facts.source_labels
+        self.sums = torch.zeros(len(self.labels) if len(self.labels) > 1 else 0, device=device)
+        """float32 [sources], or none"""
+
+    def each(self) -> Each | None:
+        """For one forward pass."""
+        return Each() if len(self.sums) else None
+
+    def add(self, micro: MicroBatch, each: Each | None) -> None:
+        """What a forward pass found."""
+        if each is None or not len(micro.label_sources):
+            return
+        losses = torch.cat(each.chunks) if each.chunks else self.sums.new_full((1,), math.nan)
+        numbers = torch.arange(len(self.sums), device=losses.device)
+        # not by index_add, whose order is anybody's guess on CUDA
+        self.sums += torch.where(micro.label_sources == numbers[:, None], losses, 0.0).sum(1)
+
+    def summed(self) -> torch.Tensor:
+        """float32 [sources], or none: on all ranks together."""
+        return summed(self.sums) if len(self.sums) else self.sums
+
+    def means(self, loss: float, sums: list[float]) -> dict[str, float | None]:
+        """By source; not a number where `loss.kernel` knows the sum of all alone.
+
+        Args:
+            loss: the whole step's.
+            sums: of all ranks.
+        """
+        if not sums:
+            return dict.fromkeys(self.labels, loss)
+        found = zip(self.labels.items(), sums, strict=True)
+        return {name: total / labels if labels else None for (name, labels), total in found}
 
 
 @torch.no_grad()

@@ -25,13 +25,16 @@ from rich.progress import (
 
 from llava_fsdp.config import Config
 from llava_fsdp.errors import StorageError
+from llava_fsdp.live_page import LivePage
 from llava_fsdp.log import log
 from llava_fsdp.planning.utilization import Utilization
 from llava_fsdp.rows import Rows, replace_lines
+from llava_fsdp.runs import METRICS_FILE
 from llava_fsdp.spikes import Spikes
 from llava_fsdp.state import StepResult
+from llava_fsdp.tracking import Trackers
+from llava_fsdp.words import duration
 
-METRICS_FILE = "metrics.jsonl"
 QUARANTINE_FILE = "quarantine.jsonl"
 
 
@@ -57,11 +60,15 @@ class Reporter:
         is_first_rank: bool,
         left_out: Iterable[dict[str, Any]] = (),
         utilization: Utilization | None = None,
+        run: str = "",
+        about: dict[str, Any] | None = None,
     ):
         """
         Args:
             left_out: records that training never sees (record, kind, reason), listed as of step 0.
             utilization: what a step costs; None: no row says.
+            run: names the run through all its starts.
+            about: what this start is, as `about.py` says it.
         """
         self.cfg = cfg
         self.enabled = is_first_rank
@@ -80,6 +87,10 @@ class Reporter:
             begin_quarantine(self.quarantine.path, first_step, left_out)
         except OSError as error:
             raise StorageError(f"output_dir={cfg.output_dir} cannot be written ({error}); make room there") from error
+        about = {**(about or {}), "run": run, "total_steps": total_steps}
+        self.page = LivePage(cfg, first_step, about)
+        self.trackers = Trackers(cfg, first_step, run, about, self.page.run.config)
+        self.page.on_validation = self.trackers.validation
         if sys.stderr.isatty():
             self.progress = Progress(
                 TextColumn("{task.description}"),
@@ -105,12 +116,20 @@ class Reporter:
         if self.progress is not None:
             self.progress.update(self.task, shown=said)
 
+    def end(self) -> None:
+        """Show and tell how the run ended, once `run_status.json` says it: whatever the end."""
+        if self.enabled:
+            self.page.write()
+            self.trackers.close(int(self.page.run.status.get("exit_code") or 0))
+
     def __call__(self, result: StepResult) -> None:
         self.warn_of_compiling(result)
         if not self.enabled:
             return
         row = metrics_row(result, self.utilization)
         self.metrics.add(row)
+        self.page.add(row)
+        self.trackers.step(row)
         for sample in result.facts.left_out:
             said = {"step": row["step"], "record": sample.record, "kind": sample.kind, "reason": sample.reason}
             self.quarantine.add(said)
@@ -171,6 +190,10 @@ def metrics_row(result: StepResult, utilization: Utilization | None = None) -> d
     return {
         "step": facts.step + 1,
         "loss": finite(result.loss),
+        "sources": {
+            name: {"loss": None if loss is None else finite(loss), "label_tokens": facts.source_labels[name]}
+            for name, loss in result.source_losses.items()
+        },
         "lr": result.lr,
         "grad_norm": finite(result.grad_norm),
         "skipped": result.skipped,
@@ -186,6 +209,7 @@ def metrics_row(result: StepResult, utilization: Utilization | None = None) -> d
         "unlabelled": len(facts.unlabelled),
         "quarantined": len(facts.left_out),
         "seconds": result.seconds,
+        "data_seconds": result.data_seconds,
         "tokens_per_second": facts.tokens / result.seconds,
         **used,
         "recompiles": result.recompiles,
@@ -231,9 +255,3 @@ def rows_of(path: Path, steps: range) -> list[str]:
 
 def number(value: float | None, form: str) -> str:
     return "overflowed" if value is None else format(value, form)
-
-
-def duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"

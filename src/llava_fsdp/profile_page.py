@@ -2,9 +2,9 @@
 
 import html
 import importlib.util
-import math
 from pathlib import Path
 
+from llava_fsdp.markup import ticks
 from llava_fsdp.profile_times import CATEGORIES, Times
 
 COLOURS = {
@@ -83,7 +83,7 @@ def bars(times: Times, first: int) -> str:
     longest = max(sum(step.values()) for step in times.steps)
     scale, high = WIDTH / longest, len(times.steps) * (BAR + GAP)
     drawn = []
-    for milliseconds in ticks(longest * 1e3):
+    for milliseconds in ticks(0, longest * 1e3, 9):
         x = LEFT + milliseconds / 1e3 * scale
         drawn.append(f'<line x1="{x:.2f}" x2="{x:.2f}" y1="0" y2="{high}" stroke="#ddd"/>')
         drawn.append(f'<text x="{x:.2f}" y="{high + 16}" text-anchor="middle">{milliseconds:,g}</text>')
@@ -102,13 +102,6 @@ def bars(times: Times, first: int) -> str:
     drawn.append(f'<text x="{LEFT + WIDTH + 40}" y="{high + 16}">ms</text>')
     size = f'width="{LEFT + WIDTH + RIGHT}" height="{high + 24}"'
     return f'<svg {size} font-size="13" xmlns="http://www.w3.org/2000/svg">{"".join(drawn)}</svg>'
-
-
-def ticks(largest: float) -> list[float]:
-    """Round numbers from 0, five to ten of them."""
-    power = 10 ** math.floor(math.log10(largest))
-    step = next(factor * power for factor in (0.1, 0.2, 0.5, 1.0) if largest / (factor * power) < 10)
-    return [number * step for number in range(math.floor(largest / step) + 1)]
 
 
 def draw(times: Times, path: Path, title: str, first: int) -> None:

@@ -35,6 +35,7 @@ from llava_fsdp.sharding.mesh import World
 from llava_fsdp.sharding.offload import describe_offload
 from llava_fsdp.sharding.parallelize import describe_units
 from llava_fsdp.sharding.zero import SHARD_PLANS, Mesh
+from llava_fsdp.words import readable
 
 
 def unlike_original(cfg: Config, compiles: bool = False) -> str:
@@ -187,11 +188,20 @@ def describe_recompute(cfg: Config, world: World) -> str:
 
 def trains_table(weights: dict[str, Weight]) -> Table:
     table = Table("part", "trains", "frozen", title="parameters", title_justify="left")
+    for part, counts in trained_counts(weights).items():
+        table.add_row(part, *(f"{count:,}" for count in counts))
+    return table
+
+
+def trained_counts(weights: dict[str, Weight]) -> dict[str, tuple[int, int]]:
+    """Parameters that train and that are frozen, by part."""
+    found = {}
     for part in ("vision_tower", "multi_modal_projector", "image_newline", "language_model", "lm_head"):
         own = [w for n, w in weights.items() if n.partition(".")[0] == part]
         if own:
-            table.add_row(part, *(f"{sum(w.count for w in own if w.trainable is t):,}" for t in (True, False)))
-    return table
+            trains = sum(w.count for w in own if w.trainable)
+            found[part] = trains, sum(w.count for w in own) - trains
+    return found
 
 
 def bytes_table(cfg: Config, world: World, weights: Iterable[Weight]) -> Table:
@@ -212,11 +222,3 @@ def bytes_table(cfg: Config, world: World, weights: Iterable[Weight]) -> Table:
     if world.size == 1:
         table.caption = "one rank: nothing is sharded, and every row is the same"
     return table
-
-
-def readable(size: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} GiB"

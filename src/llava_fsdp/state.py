@@ -4,6 +4,7 @@ import logging
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -57,6 +58,8 @@ class TrainState:
     """What its steps cost, and of which peak that is a share; None: nobody asks."""
     consecutive: int = 0
     """So many of the last steps, without those for which fp16's loss scale was lowered."""
+    about: dict[str, Any] = field(default_factory=dict)
+    """What this start of the run is, as its page says it; rank 0's alone."""
     compilations: Compilations | None = None
     """Of the model's blocks; None: they are not compiled."""
     held_out: HeldOut | None = None
@@ -83,6 +86,11 @@ class StepResult:
     """Graphs that this rank has compiled since the first steps of its process: each took its step seconds."""
     own_loss_is_finite: bool = True
     """This rank's part of the loss; a field that differs between ranks."""
+    source_losses: dict[str, float | None] = field(default_factory=dict)
+    """Mean over the label tokens of each source of the dataset; None: the step has none of it. Not finite where
+    `loss.kernel` knows the sum of all alone."""
+    data_seconds: float = 0.0
+    """What this rank waited for the step's data; a field that differs between ranks."""
 
 
 def assemble(

@@ -10,13 +10,17 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds
     cli.begin("train", Config)
 
 import os
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 from torch.distributed.device_mesh import DeviceMesh
 
 from llava_fsdp import adapters, artifact, checkpoint
+from llava_fsdp.about import about_run
 from llava_fsdp.data.heldout import Choose, HeldOut, open_held_out
 from llava_fsdp.data.loader import Loader, build_loader
 from llava_fsdp.dry_run import dry_run
@@ -24,6 +28,7 @@ from llava_fsdp.errors import ConfigError, DataError, StorageError
 from llava_fsdp.heartbeats import Phase
 from llava_fsdp.keeper import Keeper
 from llava_fsdp.life import Life
+from llava_fsdp.live_page import rewrite_page
 from llava_fsdp.log import log
 from llava_fsdp.loop import fit
 from llava_fsdp.metrics import Reporter, watch_loading
@@ -37,7 +42,7 @@ from llava_fsdp.planning.auto import Decision, decide
 from llava_fsdp.planning.samples import samples_in
 from llava_fsdp.planning.utilization import utilization_of
 from llava_fsdp.profiling import open_recorder
-from llava_fsdp.rundir import claimed, restored_umask, write_ending
+from llava_fsdp.rundir import Outcome, claimed, restored_umask, write_ending
 from llava_fsdp.screen import show_run
 from llava_fsdp.sharding import mesh as ranks
 from llava_fsdp.sharding.mesh import World, distributed, first_rank_first, gather_lists, make_mesh
@@ -47,20 +52,40 @@ from llava_fsdp.sharding.precision import DTYPES, MasterWeights
 from llava_fsdp.sharding.shards import local_shards
 from llava_fsdp.sharding.zero import SHARD_PLANS, ShardPlan
 from llava_fsdp.state import StepResult, TrainState, assemble
+from llava_fsdp.tracking import check_installed
 from llava_fsdp.validation import open_validation
 
 
+@dataclass
+class AtEnd:
+    """What shows how the run ended, once that has been written; None: it has not come to its first step."""
+
+    show: Callable[[], None] | None = None
+
+
 def main() -> None:
-    cli.run("train", Config, train, on_exit=write_ending)
+    at_end = AtEnd()
+
+    def on_exit(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
+        first = write_ending(folder, outcome)
+        if at_end.show is not None:
+            at_end.show()
+        elif ranks.own_rank() == 0:
+            rewrite_page(folder)
+        return first
+
+    cli.run("train", Config, partial(train, at_end=at_end), on_exit)
 
 
-def train(cfg: Config) -> None:
+def train(cfg: Config, at_end: AtEnd | None = None) -> None:
     """One run, from its configuration to its export."""
+    at_end = at_end or AtEnd()
     if cfg.dry_run is not None:
         return dry_run(cfg)
     if cfg.format is Format.json:
         raise ConfigError("format=json is for dry_run=N; a training writes metrics.jsonl into output_dir")
     check_places(cfg)
+    check_installed(cfg.track)
     folder, rank = Path(cfg.output_dir), ranks.own_rank()
     with (
         claimed(folder, rank, cfg.private),
@@ -70,6 +95,8 @@ def train(cfg: Config) -> None:
         life.among(ranks.meet()),
         clear_memory_errors(cfg, world.device),
     ):
+        if world.is_first:
+            life.last_words = partial(rewrite_page, folder)
         cfg = settle_auto(cfg, world)
         plan = SHARD_PLANS[cfg.sharding.strategy]
         mesh = make_mesh(world, plan, cfg)
@@ -87,7 +114,9 @@ def train(cfg: Config) -> None:
         folder_of_adapters = adapters.in_checkpoints(state, cfg)
         saver = checkpoint.open_saver(state, cfg, resumed, folder_of_adapters) if state.step < last_step else None
         left_out = state.loader.steps.records.left_out()
-        reporter = Reporter(cfg, state.step, last_step, world.is_first, left_out, state.utilization)
+        told = state.utilization, state.run, state.about
+        reporter = Reporter(cfg, state.step, last_step, world.is_first, left_out, *told)
+        at_end.show = life.last_words = reporter.end
 
         recorder = open_recorder(cfg, world.rank, world.device, state.step, last_step)
         keeper = Keeper(state, saver, cfg, last_step, life)
@@ -144,9 +173,11 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
     digests = frozen_digests(model, sources, world.rank, world.size, gather_lists, watch)
     fingerprints = {**loader.steps.fingerprints(), "model": fingerprint(model, digests)}
     utilization = utilization_of(model, cfg, world.device, world.size)
+    about: dict[str, Any] = {}
     if world.is_first:
         weights = weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision)
         show_run(cfg, world, loader, weights, describe_projector(cfg, projector), model.kernel, utilization.source)
+        about = about_run(cfg, world, model, loader.steps.records, weights)
 
     packed = quantized_weights(model)
 
@@ -154,7 +185,7 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
         load_weights(sources, local_shards(model, masters), watch_loading(world.is_first), packed)
 
     state = assemble(model, loader, load, cfg, world, plan, mesh)
-    known = {"sources": sources, "fingerprints": fingerprints, "digests": digests}
+    known = {"sources": sources, "fingerprints": fingerprints, "digests": digests, "about": about}
     return replace(state, **known, utilization=utilization, held_out=held_out)
 
 

@@ -27,11 +27,10 @@ from llava_fsdp.log import log
 from llava_fsdp.metrics import cut_back, finite, rows_of
 from llava_fsdp.model.answering import check_answers
 from llava_fsdp.rows import Rows
+from llava_fsdp.runs import VALIDATION_FILE
 from llava_fsdp.sharding.evaluating import evaluating
 from llava_fsdp.sharding.mesh import own_rank
 from llava_fsdp.state import TrainState
-
-VALIDATION_FILE = "validation.jsonl"
 
 
 @dataclass(frozen=True)

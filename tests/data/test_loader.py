@@ -231,7 +231,7 @@ def test_packing_for_the_way_from_a_worker_changes_nothing(parts: Path, dataset:
     ):
         steps = open_loader(parts, dataset, *overrides).steps
         whole, packed = steps.prepare(0), steps[0]
-        assert isinstance(packed, FlatStep) and len(packed.fields) == 10
+        assert isinstance(packed, FlatStep) and len(packed.fields) == 11
         again = packed.unpack()
         assert again.facts == whole.facts and len(again.micro_batches) == len(whole.micro_batches)
         for a, b in zip(again.micro_batches, whole.micro_batches, strict=True):

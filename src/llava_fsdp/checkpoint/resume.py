@@ -81,7 +81,10 @@ def wish_of(cfg: Config) -> str:
 
 
 def start_over(output: Path) -> None:
-    left = (FOLDER, "export", BESIDE, "metrics.jsonl", "quarantine.jsonl", "validation.jsonl")
+    left = (
+        FOLDER, "export", BESIDE, "metrics.jsonl", "quarantine.jsonl", "validation.jsonl", "starts.jsonl",
+        "report.html", "tensorboard",
+    )  # fmt: skip
     set_aside(output, [output / name for name in left])
     mark_begun(output, "never", 0)
 

@@ -45,6 +45,8 @@ class MicroBatch:
     """int64 [samples], below 2**31: what a sample's dropout depends on, whatever ranks there are"""
     tile_seeds: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     """int64 [tiles], likewise"""
+    label_sources: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    """int64 [labels]: which source each is of, by its place among `data.sources`; empty where there is one alone"""
 
     @property
     def segments(self) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]] | None:
@@ -101,12 +103,18 @@ class StepFacts:
     """Samples that turned out broken when they were read; they are in none of the numbers above."""
     unlabelled: list[str] = field(default_factory=list)
     """Samples without any label, by record: masked by the original's rules, or cut before their first answer."""
+    source_labels: dict[str, int] = field(default_factory=dict)
+    """Label tokens of every source of the dataset, also of those that the step has none of."""
 
     def without(self, left_out: list[LeftOut]) -> StepFacts:
         counts = {name: getattr(self, name) - sum(getattr(o.lacks, name) for o in left_out) for name in COUNTS}
         named = [record for out in left_out for record in out.lacks.unlabelled]
         unlabelled = [record for record in self.unlabelled if record not in named]
-        return replace(self, **counts, left_out=left_out, unlabelled=unlabelled)
+        sources = {
+            name: labels - sum(out.lacks.source_labels.get(name, 0) for out in left_out)
+            for name, labels in self.source_labels.items()
+        }
+        return replace(self, **counts, left_out=left_out, unlabelled=unlabelled, source_labels=sources)
 
 
 COUNTS = ("samples", "tokens", "pairs", "label_tokens", "images", "tiles", "truncated", "labels_cut")

@@ -28,12 +28,20 @@ class Collator:
         self.normalize = normalize
         self.pack = pack
 
-    def __call__(self, rows: list[Row], facts: StepFacts, micro_batches: int, seeds: Sequence[int] = ()) -> MicroBatch:
+    def __call__(
+        self,
+        rows: list[Row],
+        facts: StepFacts,
+        micro_batches: int,
+        seeds: Sequence[int] = (),
+        sources: Sequence[int] = (),
+    ) -> MicroBatch:
         """Samples end to end, or rows padded to the longest; without any, one position that has no label.
 
         Args:
             micro_batches: of the whole step, on all ranks together.
             seeds: of the rows, below 2**31, where something is drawn for them.
+            sources: of the rows, by number, where there are several.
         """
         ids, labels = (packed if self.pack else padded)([sample for sample, _ in rows])
         lengths = tuple(len(s.input_ids) for s, _ in rows) or (1,)
@@ -54,6 +62,7 @@ class Collator:
             else 1 / (max(1, labels_here) * micro_batches),
             **(boundaries(lengths) if self.pack else {}),
             **(drawn_from(seeds, rows) if seeds else {}),
+            **(labelled_by(sources, rows) if sources else {}),
         )
 
     def lay_out(self, rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
@@ -106,3 +115,9 @@ def drawn_from(seeds: Sequence[int], rows: list[Row]) -> dict[str, Any]:
         for number in range(1, 1 + sum(len(picture) for picture in pictures))
     ]
     return {"seeds": torch.tensor(seeds), "tile_seeds": torch.tensor(tiles, dtype=torch.int64)}
+
+
+def labelled_by(sources: Sequence[int], rows: list[Row]) -> dict[str, Any]:
+    """The field of a micro-batch that says the source of each label, in the order of the rows."""
+    labels = [sample.num_labels for sample, _ in rows]
+    return {"label_sources": torch.from_numpy(np.repeat(np.array(sources, dtype=np.int64), labels))}

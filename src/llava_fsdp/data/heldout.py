@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.loader import Loader
@@ -78,15 +77,6 @@ def spread(count: int, most: int | None) -> list[int]:
     return [number * count // most for number in range(most)]
 
 
-def names_of(cfg: Config) -> list[str]:
-    """Of the sources of `val`: as they are called, or the one file's name without its ending.
-
-    Args:
-        cfg: `Config.held_out`.
-    """
-    return list(cfg.data.sources) or [Path(cfg.data.path or "").stem]
-
-
 def open_held_out(cfg: Config, open_loader: Callable[[Config, Choose], Loader], positions: int) -> HeldOut:
     """The records that `val` names, examined as the run's own are, and the questions about them.
 
@@ -108,7 +98,7 @@ def open_held_out(cfg: Config, open_loader: Callable[[Config, Choose], Loader], 
         return orders[-1]
 
     loader = open_loader(own, choose)
-    return HeldOut(loader, orders[-1], names_of(own), choose_questions(loader, orders[-1], own, positions))
+    return HeldOut(loader, orders[-1], own.data.source_names, choose_questions(loader, orders[-1], own, positions))
 
 
 def choose_questions(loader: Loader, order: HeldOutOrder, cfg: Config, positions: int) -> list[HeldOutQuestion]:

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
+from llava_fsdp.markup import table, ticks
+
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 70em; padding: 0 1em; color: #222 }
 table { border-collapse: collapse; margin: .5em 0 1.5em }
@@ -72,27 +74,15 @@ def problems(found: dict[str, Any]) -> Iterator[str]:
         yield "</details>\n"
 
 
-def table(names: list[str], rows: Any) -> str:
-    head = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in names)
-    body = "".join(f"<tr>{''.join(map(cell, row))}</tr>\n" for row in rows)
-    return f"<table><tr>{head}</tr>\n{body}</table>\n"
-
-
-def cell(value: object) -> str:
-    if isinstance(value, int):
-        return f"<td class='n'>{value:,}</td>"
-    return f"<td class='r'>{'' if value is None else escape(str(value))}</td>"
-
-
 def chart(groups: list[tuple[list[float], str]], labels: list[str], unit: str, legend: list[str] | None = None) -> str:
     """Bars as SVG: groups of values with what is shown on hovering, and what stands below them."""
     most = max((value for values, _ in groups for value in values), default=0) or 1
     step = (WIDTH - LEFT) / len(groups)
     parts = [f"<svg viewBox='0 0 {WIDTH} {HEIGHT + BELOW}' role='img' style='max-width:{WIDTH}px;font-size:11px'>"]
-    for share in (0, 0.5, 1):
-        y = HEIGHT - share * (HEIGHT - 20)
+    for value in ticks(0, most, 4):
+        y = HEIGHT - value / most * (HEIGHT - 20)
         parts.append(f"<line x1='{LEFT}' x2='{WIDTH}' y1='{y:.1f}' y2='{y:.1f}' stroke='#ddd'/>")
-        parts.append(f"<text x='{LEFT - 6}' y='{y + 4:.1f}' text-anchor='end'>{share * most:,.4g}</text>")
+        parts.append(f"<text x='{LEFT - 6}' y='{y + 4:.1f}' text-anchor='end'>{value:,.4g}</text>")
     for place, (values, hover) in enumerate(groups):
         wide = step * 0.9 / len(values)
         for number, value in enumerate(values):

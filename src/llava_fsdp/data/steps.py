@@ -56,6 +56,8 @@ class Steps(Dataset):
         self.world_size = world_size
         self.seed = cfg.seed
         self.drops = cfg.model.lora.enabled and cfg.model.lora.dropout > 0
+        self.sources = cfg.data.source_names
+        self.ends = np.cumsum(records.source_counts)
 
     @property
     def per_epoch(self) -> int:
@@ -91,13 +93,19 @@ class Steps(Dataset):
         for micro in own:
             kept = [(n, row) for n in micro if not isinstance(row := read[n], LeftOut)]
             seeds = [derive("dropout", self.seed, step, n) % 2**31 for n, _ in kept] if self.drops else []
-            micros.append(self.collate([row for _, row in kept], facts, total, seeds))
+            sources = self.sources_of([n for n, _ in kept]).tolist() if len(self.sources) > 1 else []
+            micros.append(self.collate([row for _, row in kept], facts, total, seeds, sources))
         return Step(facts, micros)
+
+    def sources_of(self, numbers: list[int] | np.ndarray) -> np.ndarray:
+        """int64: the number of each record's source."""
+        return np.searchsorted(self.ends, numbers, side="right")
 
     def facts(self, step: int, numbers: list[int]) -> StepFacts:
         """From the index alone."""
         own = np.array(numbers, dtype=np.int64)
         records = self.records
+        labels = np.bincount(self.sources_of(own), records.labels[own], len(self.sources))
         return StepFacts(
             step,
             samples=len(own),
@@ -109,6 +117,7 @@ class Steps(Dataset):
             truncated=int((records.positions_cut[own] > 0).sum()),
             labels_cut=int(records.labels_cut[own].sum()),
             unlabelled=[records[n].where for n in own[records.labels[own] == 0].tolist()],
+            source_labels=dict(zip(self.sources, labels.astype(int).tolist(), strict=True)),
         )
 
     def read(self, number: int) -> Row | LeftOut:

@@ -21,7 +21,7 @@ from llava_fsdp.model.attention import (
 )
 from llava_fsdp.model.dropout import TokenKeys
 from llava_fsdp.model.lora import add_adapters, check_gradients, linear_layers, trained_with_adapters
-from llava_fsdp.model.loss import LabelLoss, choose_loss, whole_loss
+from llava_fsdp.model.loss import Each, LabelLoss, choose_loss, whole_loss
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.quantized import quantize_layers
 from llava_fsdp.model.tower import hidden_state, probe_tower
@@ -104,6 +104,7 @@ class Llava(nn.Module):
         seeds: tuple[torch.Tensor, torch.Tensor],
         label_positions: torch.Tensor,
         label_ids: torch.Tensor | None = None,
+        each: Each | None = None,
     ) -> torch.Tensor:
         """Sum of the losses of all labels, or their logits where there are no label ids.
 
@@ -120,6 +121,7 @@ class Llava(nn.Module):
             seeds: int64 [samples] and int64 [tiles], what their dropout depends on; read in training, if there is any.
             label_positions: int64 [labels], into the rows laid end to end: where each label is predicted.
             label_ids: int64 [labels].
+            each: gets every label's own loss, where the loss's kernel has them.
 
         Returns:
             float32 scalar, or float32 [labels, vocabulary].
@@ -135,7 +137,7 @@ class Llava(nn.Module):
         labelled = hidden.flatten(0, 1).index_select(0, label_positions)  # [labels, hidden]
         if label_ids is None:
             return self.lm_head(labelled).float()
-        return self.label_loss(labelled, self.lm_head.weight, label_ids)
+        return self.label_loss(labelled, self.lm_head.weight, label_ids, each=each)
 
     def embedded(
         self, input_ids: torch.Tensor, image_positions: torch.Tensor, image_rows: torch.Tensor, images: torch.Tensor

@@ -8,9 +8,8 @@ whole while the model's forward runs, however many chunks a rank has.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
@@ -19,8 +18,26 @@ from torch.utils.checkpoint import checkpoint
 from llava_fsdp.config import LossConfig, LossKernel
 from llava_fsdp.errors import ConfigError
 
-LabelLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(hidden [labels, width], weight [vocabulary, width], label ids int64 [labels]) -> float32 scalar, their sum"""
+
+class Each:
+    """Every label's own loss, without a gradient, beside their sum, which is made as if nobody asked.
+
+    A class of its own, because FSDP hands on copies of lists.
+    """
+
+    def __init__(self) -> None:
+        self.chunks: list[torch.Tensor] = []
+        """float32 [labels of a chunk]; none where the kernel knows the sum alone."""
+
+
+class LabelLoss(Protocol):
+    def __call__(
+        self, hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch.Tensor, *, each: Each | None = None
+    ) -> torch.Tensor:
+        """hidden [labels, width], weight [vocabulary, width], label ids int64 [labels] -> float32 scalar, the sum of
+        their losses."""
+        ...
+
 
 LOGITS_SIZE = 8
 """Bytes for each logit of a chunk at its peak: two fp32 tensors, whatever the compute dtype."""
@@ -50,22 +67,44 @@ def choose_loss(cfg: LossConfig, compute_dtype: torch.dtype) -> LabelLoss:
     return partial(torch_loss, chunk_tokens=cfg.chunk_tokens)
 
 
-def whole_loss(hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch.Tensor) -> torch.Tensor:
+def whole_loss(
+    hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch.Tensor, each: Each | None = None
+) -> torch.Tensor:
     """Of all logits at once."""
-    return functional.cross_entropy(functional.linear(hidden, weight).float(), label_ids, reduction="sum")
+    logs = functional.log_softmax(functional.linear(hidden, weight).float(), dim=-1)
+    note_each(each, logs, label_ids)
+    return functional.nll_loss(logs, label_ids, reduction="sum")
 
 
-def chunked_loss(hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch.Tensor, chunk_tokens: int):
+def note_each(each: Each | None, logs: torch.Tensor, label_ids: torch.Tensor) -> None:
+    """Every label's own loss, of the logarithms [labels, vocabulary] that the sum is made of."""
+    if each is not None:
+        each.chunks.append(-logs.detach().gather(1, label_ids[:, None])[:, 0])
+
+
+def chunked_loss(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    label_ids: torch.Tensor,
+    chunk_tokens: int,
+    each: Each | None = None,
+):
     """Sum of the labels' cross entropies, float32, of logits in the compute dtype that are cast to float32.
 
     With one chunk it is `whole_loss` to the bit.
     """
     if not torch.is_grad_enabled():
-        return ChunkedLoss.forward_alone(hidden, weight, label_ids, chunk_tokens)
-    return ChunkedLoss.apply(hidden, weight, label_ids, chunk_tokens)
+        return ChunkedLoss.forward_alone(hidden, weight, label_ids, chunk_tokens, each)
+    return ChunkedLoss.apply(hidden, weight, label_ids, chunk_tokens, each)
 
 
-def recomputed_loss(hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch.Tensor, chunk_tokens: int):
+def recomputed_loss(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    label_ids: torch.Tensor,
+    chunk_tokens: int,
+    each: Each | None = None,
+):
     """As `chunked_loss`, for fp16: each chunk's logits are made again in the backward pass.
 
     Gradients for an upstream gradient of 1 would be out of fp16's range, small and large: probabilities of rare words
@@ -76,7 +115,12 @@ def recomputed_loss(hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch
     if not len(label_ids):  # of no label too: every rank reduces a gradient
         return total + (hidden.sum() + weight.sum()).float() * 0.0
     for shown, ids in zip(hidden.split(chunk_tokens), label_ids.split(chunk_tokens), strict=True):
-        total = total + checkpoint(whole_loss, shown, weight, ids, use_reentrant=False)
+        own = Each()  # of this pass: the backward pass fills it once more
+        total = total + checkpoint(
+            whole_loss, shown, weight, ids, own if each is not None else None, use_reentrant=False
+        )
+        if each is not None:
+            each.chunks += own.chunks
     return total
 
 
@@ -90,7 +134,14 @@ class ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch.Tensor, chunk_tokens: int):
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        label_ids: torch.Tensor,
+        chunk_tokens: int,
+        each: Each | None,
+    ):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         several = len(label_ids) > chunk_tokens
         of_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -101,7 +152,7 @@ class ChunkedLoss(torch.autograd.Function):
         for begin in range(0, len(label_ids), chunk_tokens):
             rows = slice(begin, begin + chunk_tokens)
             shown, ids = hidden[rows], label_ids[rows]
-            loss, of_logits = loss_and_gradient(shown, weight, ids, needs_hidden or needs_weight)
+            loss, of_logits = loss_and_gradient(shown, weight, ids, needs_hidden or needs_weight, each)
             total += loss
             if of_hidden is not None:
                 torch.mm(of_logits, weight, out=of_hidden[rows])
@@ -122,19 +173,25 @@ class ChunkedLoss(torch.autograd.Function):
             of_hidden = of_hidden.mul_(scale)
         if of_weight is not None:
             of_weight = of_weight.mul_(scale).to(ctx.dtype)
-        return of_hidden, of_weight, None, None
+        return of_hidden, of_weight, None, None, None
 
     @staticmethod
-    def forward_alone(hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch.Tensor, chunk_tokens: int):
+    def forward_alone(
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        label_ids: torch.Tensor,
+        chunk_tokens: int,
+        each: Each | None,
+    ):
         """The loss without any gradient."""
         total = hidden.new_zeros((), dtype=torch.float32)
         for shown, ids in zip(hidden.split(chunk_tokens), label_ids.split(chunk_tokens), strict=True):
-            total += loss_and_gradient(shown, weight, ids, False)[0]
+            total += loss_and_gradient(shown, weight, ids, False, each)[0]
         return total
 
 
 def loss_and_gradient(
-    shown: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, differentiate: bool
+    shown: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, differentiate: bool, each: Each | None = None
 ) -> tuple[torch.Tensor, Any]:
     """Sum of the rows' cross entropies, and its gradient with respect to their logits, in the compute dtype."""
     logits = functional.linear(shown, weight)
@@ -143,6 +200,7 @@ def loss_and_gradient(
     logs = functional.log_softmax(wide, dim=-1)
     del wide
     loss = functional.nll_loss(logs, ids, reduction="sum")
+    note_each(each, logs, ids)
     if not differentiate:
         return loss, None
     gradient = logs.exp_()
@@ -159,8 +217,14 @@ def add_product(total: torch.Tensor | None, left: torch.Tensor, right: torch.Ten
     return total.add_(left @ right)
 
 
-def torch_loss(hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch.Tensor, chunk_tokens: int) -> torch.Tensor:
-    """The same through torch's own kernel, which also makes gradients in the forward pass."""
+def torch_loss(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    label_ids: torch.Tensor,
+    chunk_tokens: int,
+    each: Each | None = None,
+) -> torch.Tensor:
+    """The same through torch's own kernel, which also makes gradients in the forward pass, and gives the sum alone."""
     if not len(label_ids):  # it divides by the number of labels
         return (hidden.sum() + weight.sum()) * 0.0
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens)

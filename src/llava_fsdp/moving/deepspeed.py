@@ -17,7 +17,7 @@ LIVE = implied(
 )
 MODEL_IS_STREAMED = implied("every rank reads its own rows of every weight from the files")
 GATHERED = implied("export/ always holds the whole model, written without ever gathering it")
-NO_LOGGER = rules.Switched("not yet; metrics.jsonl has every step")
+NO_LOGGER = rules.Switched("track.tensorboard=true and track.wandb=online are ours (docs/report.md)")
 TIMES = implied("metrics.jsonl has the seconds of every step")
 OFFLOAD = rules.offload
 OPTIMIZER_OTHER = unsupported("AdamW has no such setting")

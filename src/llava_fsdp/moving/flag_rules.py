@@ -358,7 +358,11 @@ def report_to(context: Context, value: object) -> Outcome:
     names = [w for w in shown(value or "").split() if w != "none"]
     if not names:
         return implied("metrics.jsonl has every step")
-    return unsupported(f"not yet: {' '.join(names)}; metrics.jsonl has every step")
+    known = {"wandb": "track.wandb=online", "tensorboard": "track.tensorboard=true"}
+    added = " ".join(known[name] for name in names if name in known)
+    return unsupported(
+        f"add {added} (docs/report.md)" if added else "metrics.jsonl has every step, report.html shows it"
+    )
 
 
 def run_name(context: Context, value: object) -> Outcome:

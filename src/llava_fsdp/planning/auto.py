@@ -82,6 +82,13 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
     return Decision(best.choice.strategy, best.choice.recompute, tokens, reason)
 
 
+def expected_peak(cfg: Config, world: World, parts: Parts, samples: Samples) -> int:
+    """Bytes on the device at the worst moment of a step, by the plan of a configuration that leaves nothing open."""
+    planner = Planner(cfg, this_machine(world.local_size, world.device.type), samples, parts)
+    row = rows_for(planner, cfg, world, cfg.sharding.shard_size or world.local_size)[0]
+    return int(row.bytes["total"])
+
+
 def rows_for(planner: Planner, cfg: Config, world: World, shard_size: int) -> list[PlanRow]:
     """Rows of what a configuration leaves open, best first."""
     strategy = cfg.sharding.strategy

@@ -1,0 +1,202 @@
+"""What a training measured, step by step, in bounded room however long it is. Imports nothing but the standard library.
+
+A curve keeps stretches of equally many steps, and of each its mean, its least and its greatest value: a spike of one
+step stays to be seen among a hundred thousand. Which stretches these are depends on the steps' numbers alone, so that a
+curve read from a file is the one that was kept while the run went on.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+MOST_POINTS = 1000
+"""Stretches of a curve."""
+WINDOW = 20
+"""Steps over which the last and the lowest loss are taken: a single step's is noise."""
+MOST_SKIPS = 100
+"""Skipped steps that are named."""
+MOST_SOURCES = 200
+"""Sources that have curves of their own."""
+
+
+class Point(NamedTuple):
+    """A stretch of a curve."""
+
+    step: float
+    """In the mean."""
+    mean: float
+    least: float
+    most: float
+
+
+class Curve:
+    """A value over steps."""
+
+    def __init__(self, most: int = MOST_POINTS):
+        self.most = most
+        self.width = 1
+        self.stretches: dict[int, list[float]] = {}
+        """By step // width: how many values, their steps' sum, their sum, the least and the greatest."""
+
+    def __len__(self) -> int:
+        return len(self.stretches)
+
+    def add(self, step: int, value: float | None) -> None:
+        """A value that is none, or not finite, is left out."""
+        if value is None or not math.isfinite(value):
+            return
+        put(self.stretches, step // self.width, [1.0, float(step), value, value, value])
+        while len(self.stretches) > self.most:
+            self.width *= 2
+            self.stretches = halved(self.stretches)
+
+    def points(self, most: int | None = None) -> list[Point]:
+        """In the order of steps; as few as are asked for."""
+        stretches = self.stretches
+        while most is not None and len(stretches) > max(1, most):
+            stretches = halved(stretches)
+        return [
+            Point(steps / count, total / count, least, most_)
+            for _, (count, steps, total, least, most_) in sorted(stretches.items())
+        ]
+
+
+def put(stretches: dict[int, list[float]], number: int, values: list[float]) -> None:
+    held = stretches.get(number)
+    if held is None:
+        stretches[number] = values
+        return
+    for place in range(3):
+        held[place] += values[place]
+    held[3], held[4] = min(held[3], values[3]), max(held[4], values[4])
+
+
+def halved(stretches: dict[int, list[float]]) -> dict[int, list[float]]:
+    """Neighbours made one."""
+    found: dict[int, list[float]] = {}
+    for number, values in stretches.items():
+        put(found, number // 2, list(values))
+    return found
+
+
+VALUES = (
+    "loss", "lr", "grad_norm", "tokens_per_second", "mfu", "hfu", "peak_memory_bytes", "seconds", "data_seconds",
+    "loss_scale",
+)  # fmt: skip
+"""What of a row of metrics becomes a curve."""
+SUMS = (
+    "samples", "tokens", "label_tokens", "images", "seconds", "data_seconds", "truncated", "quarantined", "unlabelled",
+)  # fmt: skip
+"""What adds up."""
+
+
+@dataclass
+class History:
+    """The curves of a run, and what they add up to."""
+
+    curves: dict[str, Curve] = field(default_factory=dict)
+    sources: dict[str, Curve] = field(default_factory=dict)
+    """The loss of each."""
+    source_labels: dict[str, int] = field(default_factory=dict)
+    """Label tokens of each."""
+    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SUMS, 0))
+    steps: int = 0
+    """That have a row."""
+    last: dict[str, Any] = field(default_factory=dict)
+    """The last row."""
+    skipped: list[int] = field(default_factory=list)
+    """The first steps that were skipped."""
+    skipped_steps: int = 0
+    """How many there were."""
+    lowest: tuple[float, int] | None = None
+    """The lowest mean of WINDOW losses in a row, and the step that it ends with."""
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+    def add(self, row: dict[str, Any]) -> None:
+        """A row of metrics.jsonl.
+
+        Raises:
+            ValueError: it is none; nothing has been added then.
+        """
+        step, values = checked(row)
+        sources = sources_of(row)
+        for name, value in values.items():
+            self.curves.setdefault(name, Curve()).add(step, value)
+        for name, (loss, labels) in sources.items():
+            if name in self.sources or len(self.sources) < MOST_SOURCES:
+                self.sources.setdefault(name, Curve()).add(step, loss)
+                self.source_labels[name] = self.source_labels.get(name, 0) + labels
+        for name in SUMS:
+            self.sums[name] += number_of(row, name) or 0
+        self.steps += 1
+        self.last = row
+        if row.get("skipped") is True:
+            self.skipped_steps += 1
+            self.skipped += [step] if len(self.skipped) < MOST_SKIPS else []
+        if (loss := values["loss"]) is not None:
+            self.recent.append(loss)
+            mean = sum(self.recent) / len(self.recent)
+            full = len(self.recent) == WINDOW
+            if full and (self.lowest is None or mean < self.lowest[0]):
+                self.lowest = mean, step
+
+    @property
+    def step(self) -> int:
+        """The last one."""
+        return int(self.last.get("step", 0))
+
+    @property
+    def loss(self) -> float | None:
+        """Over the last steps."""
+        return sum(self.recent) / len(self.recent) if self.recent else None
+
+    @property
+    def lowest_loss(self) -> tuple[float, int] | None:
+        """And its step; of a run that is too short for a window, its last loss."""
+        if self.lowest is None and self.loss is not None:
+            return self.loss, self.step
+        return self.lowest
+
+    def mean(self, name: str, of: Callable[[Point], float] = lambda point: point.mean) -> float | None:
+        """Over the second half of a curve: the first one has loading and compiling in it."""
+        points = self.curves[name].points() if name in self.curves else []
+        rest = points[len(points) // 2 :]
+        return sum(map(of, rest)) / len(rest) if rest else None
+
+    def most(self, name: str) -> float | None:
+        points = self.curves[name].points() if name in self.curves else []
+        return max((point.most for point in points), default=None)
+
+    def largest_sources(self, most: int) -> Iterator[tuple[str, Curve]]:
+        """Those with most label tokens."""
+        chosen = sorted(self.source_labels, key=lambda name: -self.source_labels[name])[:most]
+        return ((name, self.sources[name]) for name in self.sources if name in chosen)
+
+
+def checked(row: object) -> tuple[int, dict[str, float | None]]:
+    """A row's step, and its values by name."""
+    if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] < 0:
+        raise ValueError("it has no step")
+    return row["step"], {name: number_of(row, name) for name in VALUES}
+
+
+def number_of(row: dict[str, Any], name: str) -> float | None:
+    """None where there is none, or one that is not finite."""
+    value = row.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} is no number")
+    return float(value) if math.isfinite(value) else None
+
+
+def sources_of(row: dict[str, Any]) -> dict[str, tuple[float | None, int]]:
+    """Loss and label tokens by source."""
+    found = row.get("sources") or {}
+    if not isinstance(found, dict) or not all(isinstance(own, dict) for own in found.values()):
+        raise ValueError("sources is no object of objects")
+    return {
+        str(name): (number_of(own, "loss"), int(number_of(own, "label_tokens") or 0)) for name, own in found.items()
+    }

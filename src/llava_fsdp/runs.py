@@ -1,0 +1,220 @@
+"""A training's folder read back: what it measured, how it was started, how it ended. Imports no torch.
+
+A run may be under way, killed, or of another machine: a line that was cut short is counted and left out, and what is no
+run at all is refused.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llava_fsdp.curves import History
+from llava_fsdp.errors import ConfigError, DataError
+from llava_fsdp.rundir import held_by, is_without_end, mode_of, read_status, write_new
+from llava_fsdp.untrusted import refuse_yaml_bombs
+from llava_fsdp.words import moment
+
+METRICS_FILE = "metrics.jsonl"
+VALIDATION_FILE = "validation.jsonl"
+STARTS_FILE = "starts.jsonl"
+CONFIG_FILE = "config.yaml"
+REPORT_FILE = "report.html"
+JOB_FILE = "job.json"
+LONGEST_LINE = 1 << 22
+"""Characters of a line that is read: a validation with its answers has some thousand."""
+MOST_VALIDATIONS = 2000
+KILLED = "killed"
+
+
+@dataclass
+class Run:
+    """What a folder says of its training."""
+
+    folder: Path
+    name: str
+    history: History = field(default_factory=History)
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    """Every start that the steps come from, as `about.py` describes it."""
+    validations: list[dict[str, Any]] = field(default_factory=list)
+    status: dict[str, Any] = field(default_factory=dict)
+    """run_status.json"""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Values by dotted key."""
+    unread: dict[str, int] = field(default_factory=dict)
+    """Lines of a file that could not be read."""
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """The last start."""
+        return self.starts[-1] if self.starts else {}
+
+    @property
+    def state(self) -> str:
+        return str(self.status.get("status", "unknown"))
+
+
+def read_run(folder: Path, name: str | None = None, is_own: bool = False) -> Run:
+    """Everything of a run but its weights.
+
+    Args:
+        name: what it is called; None: as its folder.
+        is_own: this process runs, or ran, in the folder, so that nobody need be asked whether it is still alive.
+
+    Raises:
+        ConfigError: the folder is none, or none of a training; or its configuration cannot be read.
+        DataError: what should be its metrics is something else.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder; give the output_dir of a training, or the folder of a sweep")
+    known = (METRICS_FILE, STARTS_FILE, "run_status.json")
+    if not any((folder / own).is_file() for own in known):
+        raise ConfigError(
+            f"{folder} is no training's: it has none of {', '.join(known)}; give the output_dir of one, or the folder "
+            "of a sweep"
+        )
+    run = Run(folder, name or name_of(folder))
+    read_metrics(run)
+    run.starts = read_rows(run, STARTS_FILE, check_start)
+    run.validations = thinned(validations_until(read_rows(run, VALIDATION_FILE, check_validation), run.history.step))
+    run.status = read_status(folder) or {}
+    if not is_own and is_without_end(run.status) and held_by(folder) is None:
+        run.status = {**run.status, "status": KILLED}
+    run.config = read_config(folder / CONFIG_FILE)
+    return run
+
+
+def name_of(folder: Path) -> str:
+    """The folder's own name with that of the folder around it, which tells runs of one stage apart."""
+    whole = folder.resolve()
+    return "/".join(part for part in (whole.parent.name, whole.name) if part)
+
+
+def read_metrics(run: Run) -> None:
+    """Raises DataError where a file has lines and not one of them is a step's."""
+    path, first = run.folder / METRICS_FILE, ""
+    for number, line in lines_of(path):
+        try:
+            run.history.add(json.loads(line))
+        except (ValueError, OverflowError, RecursionError, TypeError) as error:
+            first = first or f"line {number}: {str(error)[:200]}"
+            run.unread[path.name] = run.unread.get(path.name, 0) + 1
+    if run.unread.get(path.name) and not run.history.steps:
+        raise DataError(
+            f"{path} has {run.unread[path.name]} lines, and none is a step of a training ({first}); is this the "
+            "output_dir of one?"
+        )
+
+
+def read_rows(run: Run, name: str, check: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
+    """The objects of a file of JSON Lines that are what they should be; the others are counted."""
+    found = []
+    for _, line in lines_of(run.folder / name):
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError("no object")
+            check(row)
+            found.append(row)
+        except (ValueError, OverflowError, RecursionError, TypeError, KeyError, AttributeError):
+            run.unread[name] = run.unread.get(name, 0) + 1
+    return found
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Every line with its number; none where there is no file.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    if not path.is_file():
+        return
+    try:
+        with path.open(errors="replace") as file:
+            for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), ""), start=1):
+                if line.strip():
+                    yield number, line
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def check_start(row: dict[str, Any]) -> None:
+    if type(row["step"]) is not int:
+        raise ValueError("step")
+    for name, kind in (("versions", dict), ("trains", list), ("recipe", list), ("at_rest", dict)):
+        if not isinstance(row.get(name, kind()), kind):
+            raise ValueError(name)
+    if not all(isinstance(own, list) and len(own) == 3 for own in row.get("trains", [])):
+        raise ValueError("trains")
+    if not all(isinstance(own, list) and len(own) == 3 for own in row.get("recipe", [])):
+        raise ValueError("recipe")
+    sizes = [value for value in [*row.get("at_rest", {}).values(), row.get("planned_peak")] if value is not None]
+    if not all(type(value) in (int, float) and math.isfinite(value) for value in sizes):
+        raise ValueError("a size is none")
+    moment(row["time"])
+
+
+def check_validation(row: dict[str, Any]) -> None:
+    if type(row["step"]) is not int:
+        raise ValueError("step")
+    numbers = [row.get("loss"), row.get("score"), *(own.get("loss") for own in (row.get("sources") or {}).values())]
+    if not all(value is None or (type(value) in (int, float) and math.isfinite(value)) for value in numbers):
+        raise ValueError("a number is none")
+    if not all(isinstance(answer, dict) for answer in row.get("answers") or []):
+        raise ValueError("answers")
+
+
+def validations_until(rows: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
+    """The last of every step, in order, without those of steps that a run which was resumed has not come to again."""
+    by_step = {row["step"]: row for row in rows if row["step"] <= step}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def thinned(rows: list[dict[str, Any]], most: int = MOST_VALIDATIONS) -> list[dict[str, Any]]:
+    """So many at most, the last among them."""
+    every = -(-len(rows) // most) or 1
+    return rows[::-1][::every][::-1]
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Raises ConfigError where it is no YAML."""
+    if not path.is_file():
+        return {}
+    try:
+        found = yaml.safe_load(refuse_yaml_bombs(path))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())[:300]}") from error
+    return dotted(found) if isinstance(found, dict) else {}
+
+
+def dotted(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values by dotted key; a list is one value."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        found |= dotted(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
+    return found
+
+
+def written(value: object) -> str:
+    """A value as a command line has it."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(written, value))}]"
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+def put_page(path: Path, page: str, folder: Path) -> None:
+    """In one piece, for those who may read the run's metrics."""
+    staged = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write_new(staged, page.encode(errors="replace"), mode_of(folder / METRICS_FILE))
+        os.replace(staged, path)
+    finally:
+        staged.unlink(missing_ok=True)
