@@ -22,7 +22,7 @@ from llava_fsdp.data.templates import IMAGE_TAG, Template, template
 from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.data.vocabulary import IMAGE_ID
 from llava_fsdp.errors import DataError, OutOfMemory
-from llava_fsdp.generate import AnswerText, DynamicCache, Memory, Sampling, write_tokens
+from llava_fsdp.generate import AnswerText, DynamicCache, Memory, Sampling, stops_of, write_tokens
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.parts import read_json
 from llava_fsdp.proof import filled
@@ -83,7 +83,7 @@ class Assistant:
         self.tokenizer: Tokenizer = open_tokenizer(shapes.parts.language_folder, shapes.parts.language.vocab_size)
         self.model: Llava = filled(shapes, opened.sources, wanted_dtype(shapes, self.device), device=self.device)
         self.model.language_model.set_attn_implementation("sdpa")  # the one of training has no masks for a cache
-        self.stops = frozenset(self.find_stops(opened.folder))
+        self.stops = self.find_stops(opened.folder)
         self.positions: int = shapes.parts.language.max_position_embeddings
         """Most that a conversation may take, its answer included."""
         self.memory = Memory()
@@ -227,15 +227,14 @@ class Assistant:
             torch.zeros_like(pixels) if blank else pixels,
         )
 
-    def find_stops(self, folder: Path) -> set[int]:
+    def find_stops(self, folder: Path) -> frozenset[int]:
         """Ids that end an answer: the model's end of sequence, and the template's where it is one token."""
         said: Any = None
         if (folder / "generation_config.json").is_file():
             said = read_json(folder / "generation_config.json", str(folder)).get("eos_token_id")
-        said = self.model.parts.language.eos_token_id if said is None else said
-        ends = {end for end in (said if isinstance(said, list) else [said]) if type(end) is int}
-        last = self.tokenizer.encode(self.form.stop)
-        return ends | ({last[-1].id} if len(last) == 1 else set())
+        return stops_of(
+            self.tokenizer, self.form.stop, self.model.parts.language.eos_token_id if said is None else said
+        )
 
 
 def with_numbers(tokens: np.ndarray, pictures: Sequence[Shown]) -> list[int]:

@@ -36,6 +36,7 @@ LITERAL = frozenset({
     "question", "image", "output_dir", "checkpoint.resume", "data.path", "data.images", "data.root",
     "data.index", "report", "model.language", "model.vision", "model.checkpoint", "model.projector", "source", "to",
     "language", "vision", "offload.folder", "questions", "annotations", "answers", "submission",
+    "val.path", "val.images", "val.index",
     "track.name", "track.project",
 })  # fmt: skip
 Status = Callable[[Path, Outcome], dict[str, Any] | None]

@@ -7,10 +7,12 @@ door; nothing behind it sees OmegaConf. One long file on purpose: it is the list
 import difflib
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from fractions import Fraction
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
@@ -25,8 +27,10 @@ T = TypeVar("T")
 AUTO = "auto"
 MOST_EPOCHS = 1000
 """Most times that an epoch shows a source's records."""
-SOURCES = "data.sources."
+SOURCES = "data.sources.", "val.sources."
 """What follows is a name that the user chooses."""
+HELDOUT = "heldout.json"
+"""The embedded dataset's file of held-out records."""
 
 
 def config_dir() -> Path:
@@ -259,6 +263,15 @@ class SweepMetric(Enum):
     val_loss = "val_loss"
     val_score = "val_score"
     """Of which more is better: a sweeper is handed it negated."""
+
+
+class Metric(Enum):
+    """How an answer is scored against the record's own."""
+
+    exact = "exact"
+    """1 where it is the same text, without regard to case and surrounding white space"""
+    vqa = "vqa"
+    """VQAv2's accuracy, of answers normalised by its rules"""
 
 
 class Format(Enum):
@@ -798,6 +811,60 @@ class CommConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class HeldOutConfig:
+    """One of several files of held-out records."""
+
+    path: str
+    images: str | None = None
+    """null: val.images"""
+
+
+@dataclass(kw_only=True, slots=True)
+class ValConfig:
+    """Held-out records, which a run is measured on while it trains. Nothing here changes what is trained."""
+
+    every: int | None
+    """Steps between two validations, and one after the last step; null: none at all."""
+    path: str | None
+    """A file of records as data.path takes them; null: with data=shapes the embedded held-out pictures."""
+    images: str | None
+    """The folder of their pictures; null: data.images."""
+    sources: dict[str, HeldOutConfig]
+    """Several files by name, instead of `path`; each has a loss of its own."""
+    index: str | None
+    """Where their index is kept; null: beside the (first) file."""
+    limit: int | None
+    """Most records of each file, spread evenly over it; null: all."""
+    answers: int
+    """Questions that are answered and scored, spread evenly over the records; 0: the loss alone."""
+    batch_size: int
+    """Most answers that a rank writes at once; fewer where half of a micro-batch's positions do not hold them."""
+    max_new_tokens: int
+    metric: Metric
+    shown: int
+    """Answers that validation.jsonl keeps of each validation."""
+
+    def __post_init__(self) -> None:
+        for name in ("every", "limit"):
+            if (value := getattr(self, name)) is not None:
+                at_least(f"val.{name}", value, 1)
+        at_least("val.answers", self.answers, 0, "0 measures the loss alone")
+        at_least("val.batch_size", self.batch_size, 1)
+        at_least("val.max_new_tokens", self.max_new_tokens, 1)
+        at_least("val.shown", self.shown, 0)
+        if self.path is not None and self.sources:
+            raise ConfigError(
+                f"val.path={self.path} and val.sources={sorted(self.sources)} are both set; make the file one of the "
+                "sources, or set val.path=null"
+            )
+
+    @property
+    def is_named(self) -> bool:
+        """Some held-out file is."""
+        return self.path is not None or bool(self.sources)
+
+
+@dataclass(kw_only=True, slots=True)
 class NumericConfig:
     max_consecutive_skips: int
     """Steps in a row whose gradients are not finite and that leave the weights as they were, until the run stops."""
@@ -851,6 +918,7 @@ class Config:
     export: ExportConfig
     comm: CommConfig
     numeric: NumericConfig
+    val: ValConfig
     output_dir: str
     private: bool
     """What a run writes can be read by its user alone: a new output_dir is made for nobody else, and so are files."""
@@ -891,6 +959,20 @@ class Config:
         return self.tokens_per_micro_batch or self.micro_batch_size * self.data.max_length
 
     @property
+    def held_out(self) -> "Config":
+        """The same run reading the records of `val` once, as it reads its own."""
+        own, files = self.val, self.val.sources
+        embedded = str(Path(self.data.root or ".") / HELDOUT) if self.data.source is Source.shapes else None
+        data = replace(
+            self.data,
+            path=None if files else own.path or embedded,
+            images=own.images or self.data.images,
+            sources={name: SourceConfig(path=file.path, images=file.images) for name, file in files.items()},
+            index=own.index,
+        )
+        return replace(self, data=data, epochs=1, max_steps=None, profile=False)
+
+    @property
     def exports_model(self) -> bool:
         """The run ends with a whole model in transformers' format."""
         return self.export.enabled and (self.export.merge or not self.model.lora.enabled)
@@ -914,6 +996,11 @@ class Config:
             )
         self.check_compile()
         self.check_offload()
+        if self.val.every is not None and not self.val.is_named and self.data.source is not Source.shapes:
+            raise ConfigError(
+                f"val.every={self.val.every} needs held-out records: name a file of them, val.path=FILE, or set "
+                "val.every=null"
+            )
         for name in ("epochs", "global_batch_size", "micro_batch_size", "log_every"):
             at_least(name, getattr(self, name), 1)
         at_least("seed", self.seed, 0)
@@ -1351,9 +1438,10 @@ def about_value(schema: Any, node: DictConfig, error: OmegaConfBaseException) ->
     value = value_at(node, key)
     wanted = None
     if isinstance(error, ValidationError):
-        own = key.removeprefix(SOURCES).partition(".")[2]
-        wanted = takes(SourceConfig, own) if key.startswith(SOURCES) else takes(schema, key)
-        if key.startswith(SOURCES) and not own:
+        named = next((prefix for prefix in SOURCES if key.startswith(prefix)), None)
+        own = "" if named is None else key.removeprefix(named).partition(".")[2]
+        wanted = takes(schema, key) if named is None else takes(NAMED[named], own)
+        if named is not None and not own:
             wanted = f"a source with keys of its own: {key}.path=FILE"
     if wanted is None:
         return f"{key}={value}: {str(error).splitlines()[0]}"
@@ -1378,6 +1466,10 @@ def schema_keys(schema: Any, prefix: str = "") -> list[str]:
     return found
 
 
+NAMED: Mapping[str, type] = MappingProxyType(dict(zip(SOURCES, (SourceConfig, HeldOutConfig), strict=True)))
+"""What the user's own names stand for."""
+
+
 def refuse_unknown_keys(schema: Any, node: DictConfig) -> None:
     """Hydra's `+key=value` adds any key; none is let through that nothing reads."""
     known = schema_keys(schema)
@@ -1387,14 +1479,14 @@ def refuse_unknown_keys(schema: Any, node: DictConfig) -> None:
             name = f"{prefix}{key}"
             if name == "hydra":
                 continue
-            if name not in known and prefix != SOURCES:
+            if name not in known and prefix not in NAMED:
                 raise ConfigError(f"{name} is not a key of the configuration{did_you_mean(name, known)}")
             child = part._get_node(key)
             inside = [k for k in known if k.startswith(f"{name}.")]
             if inside and not isinstance(child, DictConfig):
                 raise ConfigError(f"{name}={part[key]} is a group of keys, which are set one by one: {inside[0]}=VALUE")
             if isinstance(child, DictConfig) and not child._is_missing() and not child._is_none():
-                known.extend(schema_keys(SourceConfig, name + ".") if prefix == SOURCES else [])
+                known.extend(schema_keys(NAMED[prefix], name + ".") if prefix in NAMED else [])
                 visit(child, name + ".")
 
     visit(node, "")

@@ -119,6 +119,18 @@ def can_be_cut(cache: DynamicCache) -> bool:
     return all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
+def stops_of(tokenizer: Tokenizer, stop: str, ends: int | list[int] | None) -> frozenset[int]:
+    """Ids that end an answer: a model's ends of a sequence, and a template's where it is one token.
+
+    Args:
+        stop: the template's, as text.
+        ends: as configurations have them.
+    """
+    own = {end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int}
+    last = tokenizer.encode(stop)
+    return frozenset(own | ({last[-1].id} if len(last) == 1 else set()))
+
+
 class AnswerText:
     """Text of tokens as they come. What is given out is final: no half character, nothing of a stop text, no space
     around the whole; the pieces together are the answer."""

@@ -21,6 +21,7 @@ class Phase(Enum):
     LOADING = "loading weights and data"
     REPORT = "reporting the step"
     CHECKPOINT = "saving a checkpoint"
+    VALIDATION = "validating"
     DATA = "waiting for data"
     AGREEING = "agreeing about the next step"
     COMPUTE = "forward and backward"

@@ -111,6 +111,11 @@ class Reporter:
         if self.progress is not None:
             self.progress.stop()
 
+    def note(self, said: str) -> None:
+        """Beside the bar, where there is one: what is done between two steps."""
+        if self.progress is not None:
+            self.progress.update(self.task, shown=said)
+
     def end(self) -> None:
         """Show and tell how the run ended, once `run_status.json` says it: whatever the end."""
         if self.enabled:

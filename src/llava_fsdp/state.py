@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from llava_fsdp.config import Config, DType
 from llava_fsdp.data.batch import StepFacts
+from llava_fsdp.data.heldout import HeldOut
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.log import log
 from llava_fsdp.model.draw import computed_buffers, restore_buffers
@@ -61,6 +62,8 @@ class TrainState:
     """What this start of the run is, as its page says it; rank 0's alone."""
     compilations: Compilations | None = None
     """Of the model's blocks; None: they are not compiled."""
+    held_out: HeldOut | None = None
+    """What it is measured on while it trains; None: it is not."""
 
 
 @dataclass(frozen=True)

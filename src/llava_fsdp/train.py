@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from llava_fsdp import adapters, artifact, checkpoint
 from llava_fsdp.about import about_run
+from llava_fsdp.data.heldout import Choose, HeldOut, open_held_out
 from llava_fsdp.data.loader import Loader, build_loader
 from llava_fsdp.dry_run import dry_run
 from llava_fsdp.errors import ConfigError, DataError, StorageError
@@ -52,6 +53,7 @@ from llava_fsdp.sharding.shards import local_shards
 from llava_fsdp.sharding.zero import SHARD_PLANS, ShardPlan
 from llava_fsdp.state import StepResult, TrainState, assemble
 from llava_fsdp.tracking import check_installed
+from llava_fsdp.validation import open_validation
 
 
 @dataclass
@@ -119,6 +121,7 @@ def train(cfg: Config, at_end: AtEnd | None = None) -> None:
 
         recorder = open_recorder(cfg, world.rank, world.device, state.step, last_step)
         keeper = Keeper(state, saver, cfg, last_step, life)
+        validation = open_validation(state, cfg, last_step, life, keeper.between_steps, reporter.note)
         life.detail = lambda: state.loader.watch.late(state.step)
         first_step = state.step
 
@@ -129,8 +132,10 @@ def train(cfg: Config, at_end: AtEnd | None = None) -> None:
             if state.step == first_step + 1:  # weights are loaded and kernels compiled
                 ranks.shorten_timeout(mesh, cfg.comm.timeout)
                 life.limit = cfg.comm.timeout
+            validation.after_step()
 
         with life.steps():
+            validation.catch_up()
             fit(state, plan, cfg, after_step, keeper.between_steps, life, recorder)
             keeper.close()
         reporter.close()
@@ -163,6 +168,7 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
     loader = open_data(cfg, world, model)
     cfg.check_profile(loader.total_steps)
     check_same_records(loader)
+    held_out = open_held_out_data(cfg, world, model) if cfg.val.every is not None else None
     sources = find_weights(model, parts, cfg.model, projector, cfg.seed)
     watch = watch_loading(world.is_first, "fingerprint of frozen weights")
     digests = frozen_digests(model, sources, world.rank, world.size, gather_lists, watch)
@@ -182,7 +188,7 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
 
     state = assemble(model, loader, load, cfg, world, plan, mesh)
     known = {"sources": sources, "fingerprints": fingerprints, "digests": digests, "about": about}
-    return replace(state, utilization=utilization, **known)
+    return replace(state, **known, utilization=utilization, held_out=held_out)
 
 
 def describe_projector(cfg: Config, projector: Path | None) -> str:
@@ -195,16 +201,28 @@ def describe_projector(cfg: Config, projector: Path | None) -> str:
     return str(projector or "random")
 
 
-def open_data(cfg: Config, world: World, model: Llava) -> Loader:
-    """The dataset; the embedded one is drawn first, by one rank."""
+def open_data(cfg: Config, world: World, model: Llava, choose: Choose | None = None) -> Loader:
+    """The dataset; the embedded one is drawn first, by one rank.
+
+    Args:
+        choose: gives the order of its records; None: the run's.
+    """
     if cfg.data.source is Source.shapes:
         with first_rank_first(world):
             draw_shapes(cfg.data)
     folders = model.parts.language_folder, model.parts.vision_folder
-    return build_loader(cfg, *folders, shape_of(model), world.rank, world.size, world.device, gather_lists)
+    return build_loader(cfg, *folders, shape_of(model), world.rank, world.size, world.device, gather_lists, choose)
 
 
-def check_same_records(loader: Loader) -> None:
+def open_held_out_data(cfg: Config, world: World, model: Llava) -> HeldOut:
+    """What the run is measured on, examined before its first step as its own records are."""
+    positions = model.parts.language.max_position_embeddings
+    held_out = open_held_out(cfg, lambda own, choose: open_data(own, world, model, choose), positions)
+    check_same_records(held_out.loader, "val.path, val.images")
+    return held_out
+
+
+def check_same_records(loader: Loader, keys: str = "data.path, data.images") -> None:
     """Ranks of several machines may read copies of the files, and one may have looked before a picture was mended.
 
     Raises:
@@ -214,8 +232,8 @@ def check_same_records(loader: Loader) -> None:
     differing = [rank for rank, other in enumerate(found) if other != found[0]]
     if differing:
         raise DataError(
-            f"ranks {differing} have other records, tokenizers or pictures' preparation than rank 0: are data.path, "
-            "data.images and the model the same files on every machine, and unchanged while the run began? Run it again"
+            f"ranks {differing} have other records, tokenizers or pictures' preparation than rank 0: are {keys} "
+            "and the model the same files on every machine, and unchanged while the run began? Run it again"
         )
 
 

@@ -80,6 +80,20 @@ def asked_turns(record: Record) -> tuple[Turn, ...]:
     return record.turns[1:] if record.turns and record.turns[0].role == "gpt" else record.turns
 
 
+def opening_question(record: Record) -> tuple[str, int, str]:
+    """The first question with its image tags, how many of the record's pictures it shows, and its answer.
+
+    Raises:
+        DataError: the record does not begin with a question and its answer.
+    """
+    turns = asked_turns(record)
+    if [turn.role for turn in turns[:2]] != ["human", "gpt"]:
+        raise DataError(f"{record.where}: it must begin with a question (human) and its answer (gpt)")
+    text = image_first(turns[0].text, bool(record.images))
+    shown = min(len(record.images), text.count(IMAGE_TAG))
+    return text, shown, turns[1].text
+
+
 def role_cure(role: str) -> str:
     """What to do about a turn that is not from whom it should be."""
     match role.lower():

@@ -24,8 +24,9 @@ from llava_fsdp.data.door import open_records, remarks
 from llava_fsdp.data.encode import Encoder, ExactEncoder, OriginalEncoder
 from llava_fsdp.data.images import PictureReader, read_preprocessor
 from llava_fsdp.data.llava_v1_5 import Original
-from llava_fsdp.data.order import open_order
+from llava_fsdp.data.order import Order, open_order
 from llava_fsdp.data.progress import watch, watch_silently
+from llava_fsdp.data.records import Records
 from llava_fsdp.data.steps import Steps
 from llava_fsdp.data.templates import template
 from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
@@ -62,8 +63,12 @@ def build_loader(
     world_size: int,
     device: torch.device,
     gather: Gather = list,
+    choose: Callable[[Records], Order] | None = None,
 ) -> Loader:
     """Open the dataset for one model.
+
+    Args:
+        choose: gives the order of the records; None: the one that `order=` names.
 
     Raises:
         ConfigError: the dataset, the model and the configuration do not fit together.
@@ -73,7 +78,7 @@ def build_loader(
     records = open_records(cfg, encoder, pictures, watch if rank == 0 else watch_silently)
     if rank == 0 and (said := remarks(records)):
         log().warning(said)
-    order = open_order(records.words, cfg, world_size, records.source_counts)
+    order = open_order(records.words, cfg, world_size, records.source_counts) if choose is None else choose(records)
     workers = loading_workers() if cfg.data.workers is None else cfg.data.workers
     watched = replace(pictures, watch=Watch(workers))
     return Loader(Steps(records, order, encoder, watched, cfg, rank, world_size, shape.cost), cfg, device, gather)

@@ -46,8 +46,11 @@ class Part:
     count: int
 
 
-def sources_of(cfg: DataConfig) -> list[SourceFile]:
+def sources_of(cfg: DataConfig, group: str = "data") -> list[SourceFile]:
     """What `data.path` and `data.images`, or `data.sources`, name.
+
+    Args:
+        group: what the keys begin with that a message names.
 
     Raises:
         ConfigError: a file or folder does not exist.
@@ -57,7 +60,7 @@ def sources_of(cfg: DataConfig) -> list[SourceFile]:
         assert cfg.path is not None, "checked by DataConfig"
         named = {Path(cfg.path).name: (cfg.path, cfg.images)}
     for name, (path, images) in named.items():
-        key = f"data.sources.{name}." if cfg.sources else "data."
+        key = f"{group}.sources.{name}." if cfg.sources else f"{group}."
         if not Path(path).is_file():
             raise ConfigError(f"{key}path={path} is not a file; give a LLaVA JSON, JSON Lines or Parquet file")
         parquet.check_installed(Path(path))

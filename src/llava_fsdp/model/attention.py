@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
-from transformers import MODEL_MAPPING, AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers import MODEL_MAPPING, AttentionInterface, Cache, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from llava_fsdp.config import Attention
@@ -25,6 +25,29 @@ from llava_fsdp.errors import ConfigError
 
 Segments = tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]
 """position_ids int64 [1, tokens], cu_seqlens int32 [samples + 1], lengths of the samples"""
+
+
+@dataclass(frozen=True, eq=False)
+class Continued:
+    """Rows that go on behind what was read of them before: padded on the left, with keys and values kept."""
+
+    position_ids: torch.Tensor
+    """int64 [rows, length]"""
+    mask: torch.Tensor
+    """bool [rows, kept + length]: no padding, of what was read and of what comes now"""
+    kept: Cache
+
+    @property
+    def allowed(self) -> torch.Tensor:
+        """bool [rows, 1, length, kept + length]: which positions each attends to.
+
+        Padding attends to itself: to nothing would be a division by zero, which its keys and values would spread.
+        """
+        length, whole = self.position_ids.shape[1], self.mask.shape[1]
+        places = torch.arange(whole, device=self.mask.device)
+        own = places[whole - length :, None]
+        return ((places <= own) & self.mask[:, None] | (places == own))[:, None]
+
 
 NAMES = {
     Attention.sdpa: "llava_fsdp_sdpa",
@@ -37,6 +60,8 @@ CURE = "set pack=false"
 
 PADDED = "llava_fsdp_padded"
 """transformers' own SDPA for padded rows."""
+OURS = frozenset({PADDED, *NAMES.values()})
+"""For these transformers builds no mask."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +159,24 @@ def padded_attention(language: PretrainedConfig) -> str:
         check_full_attention(language)
     except ConfigError:
         return "sdpa"
-    AttentionInterface.register(PADDED, sdpa_attention_forward)
+    AttentionInterface.register(PADDED, attend_padded)
     return PADDED
+
+
+def attend_padded(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    allowed: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """
+    Args:
+        allowed: `Continued.allowed`.
+    """
+    return sdpa_attention_forward(module, query, key, value, attention_mask if allowed is None else allowed, **others)
 
 
 @dataclass(frozen=True)
@@ -176,16 +217,18 @@ def attend_with(kernel: Attend) -> Callable[..., tuple[torch.Tensor, None]]:
         cu_seqlens: torch.Tensor | None = None,
         segment_lengths: Lengths | None = None,
         visits: list[nn.Module] | None = None,
+        allowed: torch.Tensor | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
         """One layer's attention, causal within every sample; padded rows are plain causal attention.
 
         Args:
+            allowed: `Continued.allowed`.
             visits: takes the module, for `check_reaches_all_layers`.
         """
         refuse_other_attention(module, others, attention_mask)
         if cu_seqlens is None or segment_lengths is None:
-            return sdpa_attention_forward(module, query, key, value, None, dropout=dropout, scaling=scaling)
+            return sdpa_attention_forward(module, query, key, value, allowed, dropout=dropout, scaling=scaling)
         if visits is not None:
             visits.append(module)
         return kernel(module, query, key, value, Row(cu_seqlens, segment_lengths, scaling, dropout)), None
@@ -273,10 +316,18 @@ def flash(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torc
     )[None]
 
 
-def told(segments: Segments | None) -> dict[str, Any]:
-    """Keyword arguments of a language model's forward pass; none for padded rows."""
+def told(segments: Segments | Continued | None, attention: str | None = None) -> dict[str, Any]:
+    """Keyword arguments of a language model's forward pass; none for padded rows.
+
+    Args:
+        attention: the model's implementation: one of ours takes a mask from us, for another transformers makes it.
+    """
     if segments is None:
         return {}
+    if isinstance(segments, Continued):
+        masks = {"allowed": segments.allowed} if attention in OURS else {"attention_mask": segments.mask.long()}
+        kept = {"past_key_values": segments.kept, "use_cache": True}
+        return {"position_ids": segments.position_ids, **kept, **masks}
     position_ids, cu_seqlens, lengths = segments
     return {"position_ids": position_ids, "cu_seqlens": cu_seqlens, "segment_lengths": Lengths(lengths, max(lengths))}
 

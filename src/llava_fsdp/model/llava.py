@@ -10,6 +10,7 @@ from transformers import AutoModel, PretrainedConfig
 from llava_fsdp.config import Feature, LossConfig, ModelConfig, Part, PatchMerge, Quantizer
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.model.attention import (
+    Continued,
     Kernel,
     Segments,
     check_full_attention,
@@ -79,9 +80,10 @@ class Llava(nn.Module):
         self.multi_modal_projector = Projector(cfg.projector_type, parts.vision.hidden_size, hidden)
         if cfg.patch_merge is PatchMerge.spatial_unpad:
             self.image_newline = nn.Parameter(torch.empty(hidden))
-        attention = kernel.name if kernel is not None else padded_attention(parts.language)
+        self.attention = kernel.name if kernel is not None else padded_attention(parts.language)
+        """The language model's implementation, as transformers calls it."""
         self.language_model = AutoModel.from_config(
-            parts.language, attn_implementation=attention, trust_remote_code=False
+            parts.language, attn_implementation=self.attention, trust_remote_code=False
         )
         self.language_model.config.use_cache = False
         self.lm_head = nn.Linear(hidden, parts.language.vocab_size, bias=False)
@@ -95,7 +97,7 @@ class Llava(nn.Module):
     def forward(
         self,
         input_ids: torch.Tensor,
-        segments: Segments | None,
+        segments: Segments | Continued | None,
         image_positions: torch.Tensor,
         image_rows: torch.Tensor,
         images: torch.Tensor,
@@ -110,7 +112,8 @@ class Llava(nn.Module):
             input_ids: int64 [rows, length], padded on the right: causal attention keeps padding out. With segments
                 int64 [1, tokens].
             segments: the samples of a packed row, None for padded rows: int64 [1, tokens] positions that begin at 0
-                with every sample, int32 [samples + 1] where samples begin and the last ends, and their lengths.
+                with every sample, int32 [samples + 1] where samples begin and the last ends, and their lengths. Of rows
+                that go on behind what was read before: where they are, and what was kept.
             image_positions: int64 [positions], into the rows laid end to end.
             image_rows: int64 [positions], into the features of all tiles laid end to end; the row behind the last is
                 the end of a line.
@@ -123,11 +126,14 @@ class Llava(nn.Module):
         Returns:
             float32 scalar, or float32 [labels, vocabulary].
         """
-        assert segments is None or self.kernel is not None, "a model for padded rows was given a packed one"
+        assert not isinstance(segments, tuple) or self.kernel is not None, (
+            "a model for padded rows was given a packed one"
+        )
         if self.training and self.cfg.lora.enabled and self.cfg.lora.dropout:
+            assert not isinstance(segments, Continued), "answers are written in evaluation mode"
             self.token_keys.set(*seeds, input_ids.shape, segments, self.probe.positions)
         embeds = self.embedded(input_ids, image_positions, image_rows, images)
-        hidden = self.language_model(inputs_embeds=embeds, **told(segments)).last_hidden_state
+        hidden = self.language_model(inputs_embeds=embeds, **told(segments, self.attention)).last_hidden_state
         labelled = hidden.flatten(0, 1).index_select(0, label_positions)  # [labels, hidden]
         if label_ids is None:
             return self.lm_head(labelled).float()

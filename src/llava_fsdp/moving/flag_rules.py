@@ -372,7 +372,7 @@ def run_name(context: Context, value: object) -> Outcome:
 def evaluation(context: Context, value: object) -> Outcome:
     if value == "no":
         return implied("no evaluation during training")
-    return unsupported("the original has no evaluation data and fails; ask a trained model with llava_fsdp.evaluate")
+    return unsupported("the original has no evaluation data and fails; name some with val.every and val.path")
 
 
 def torch_compile(context: Context, value: object) -> Outcome:

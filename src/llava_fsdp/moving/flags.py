@@ -8,7 +8,7 @@ from llava_fsdp.moving.context import off, to
 from llava_fsdp.moving.outcome import implied, no_effect, unsupported
 from llava_fsdp.moving.run import Flag
 
-NO_EVALUATION = no_effect("the original has no evaluation data; ask a trained model with llava_fsdp.evaluate")
+NO_EVALUATION = no_effect("the original has no evaluation data; val.every measures held-out records")
 NO_HUB = off("exports are folders; upload one with the hub's own tools", "every_save", "checkpoint")
 HUB_DETAIL = no_effect("only with push_to_hub")
 OTHER_DEVICE = off("CUDA or CPU, as the machine has it; CPU by CUDA_VISIBLE_DEVICES= before the command", "O1", "auto")
@@ -171,7 +171,7 @@ FLAGS: Mapping[str, Flag] = {
     "per_gpu_eval_batch_size": Flag(None, NO_EVALUATION, int),
     "prediction_loss_only": Flag(False, NO_EVALUATION),
     "include_inputs_for_metrics": Flag(False, NO_EVALUATION),
-    "load_best_model_at_end": Flag(False, off("there is no evaluation during training that could choose")),
+    "load_best_model_at_end": Flag(False, off("the last weights are the result; val.every measures them on the way")),
     "metric_for_best_model": Flag(None, NO_EVALUATION, str),
     "greater_is_better": Flag(None, NO_EVALUATION, bool),
     "past_index": Flag(-1, no_effect("for models that LLaVA is none of")),

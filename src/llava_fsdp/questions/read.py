@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from llava_fsdp.config import EvaluateConfig, Task
-from llava_fsdp.data.conversation import asked_turns, image_first
+from llava_fsdp.data.conversation import opening_question
 from llava_fsdp.data.recordfile import RecordFile, texts
 from llava_fsdp.data.source import BYTE_ORDER_MARK, Record, check_text, name_place, name_record, parse_text, shown
-from llava_fsdp.data.templates import IMAGE_TAG
 from llava_fsdp.data.texts import sources_of
 from llava_fsdp.errors import ConfigError, DataError
 from llava_fsdp.questions.asked import CATEGORY, Asked, picture_names, with_pictures, with_suffix
@@ -63,12 +62,8 @@ def read_conversations(cfg: EvaluateConfig) -> list[Asked]:
 
 def first_question(record: Record, number: int = 0) -> Asked:
     """Raises DataError where the record does not begin with a question and its answer."""
-    turns = asked_turns(record)
-    if [t.role for t in turns[:2]] != ["human", "gpt"]:
-        raise DataError(f"{record.where}: it must begin with a question (human) and its answer (gpt)")
-    text = image_first(turns[0].text, bool(record.images))
-    images = record.images[: text.count(IMAGE_TAG)]
-    return Asked(number, record.id, text, text, images, record.where, references=(turns[1].text,))
+    text, pictures, answer = opening_question(record)
+    return Asked(number, record.id, text, text, record.images[:pictures], record.where, references=(answer,))
 
 
 def read_questions(path: Path, task: Task, split: str) -> Iterator[Asked]:

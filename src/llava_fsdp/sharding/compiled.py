@@ -159,13 +159,15 @@ def run_block(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """A block's forward.
+    """A block's forward. Without gradients it is not compiled: what a validation runs must not make the training's
+    graphs be compiled anew, of which torch keeps eight.
 
     Args:
         plain: it, uncompiled.
         hidden: [rows, length, channels]
     """
-    if hidden.ndim == 3 and (hidden.shape[1] == 1 or (hidden.shape[0] == 1) is not one_row):
+    is_rare = hidden.ndim == 3 and (hidden.shape[1] == 1 or (hidden.shape[0] == 1) is not one_row)
+    if is_rare or not torch.is_grad_enabled():
         return plain(hidden, *args, **kwargs)
     if hidden._is_view():  # the first block's: it would be compiled anew for what it is a view of
         hidden = torch.ops.aten._unsafe_view(hidden, hidden.shape)
