@@ -99,6 +99,11 @@ def test_a_job_that_fails_does_so_alone(tmp_path: Path, dataset: Path) -> None:
         (["-m", "stage=pretrain,nope"], "Could not find 'stage/nope'"),
         (["optim.lr=1,2"], "To sweep over it, add --multirun"),
         (["-m", "seed=1", "hydra.sweep.dir=a/${seed}"], "hydra.sweep.dir=a/${seed} must be a plain folder"),
+        (["-m", "seed=1", "sweep.metric=val_loss"], "needs validations, and val.every=null has none: set val.every="),
+        (
+            ["-m", "seed=1", "sweep.metric=val_score", "val.every=1", "val.answers=0"],
+            "needs answers, and val.answers=0",
+        ),
         (["-m", "seed=1", "launch.nnodes=2"], "start each run on several machines with launch/multinode.sh"),
         (["-m", "seed=1", "launch.nproc_per_node=0"], "launch.nproc_per_node=0 must be at least 1"),
         (["-m", "seed=1", "output_dir=here"], "give hydra.sweep.dir=FOLDER instead"),

@@ -164,6 +164,15 @@ def check_job(config: SweepConfig, overrides: list[str], is_sweep: bool) -> None
         )
     if is_sweep and any(re.match(r"\+*output_dir=", override) for override in overrides):
         raise ConfigError("output_dir is set for each job of a sweep; give hydra.sweep.dir=FOLDER instead")
+    metric = config.sweep.metric
+    if metric is not SweepMetric.loss and config.val.every is None:
+        raise ConfigError(
+            f"sweep.metric={metric.value} needs validations, and val.every=null has none: set val.every=STEPS"
+        )
+    if metric is SweepMetric.val_score and not config.val.answers:
+        raise ConfigError(
+            "sweep.metric=val_score needs answers, and val.answers=0 asks for none: set val.answers=RECORDS"
+        )
 
 
 def config_folders() -> list[str]:
