@@ -63,7 +63,7 @@ class Asker:
         self.wants_stop = wants_stop
         self.pause = pause
         self.tokenizer = self.loader.steps.encoder.tokenizer
-        self.stop = template(cfg.data.template).stop
+        self.stop = template(cfg.trained_template).stop
         self.stops = stops_of(self.tokenizer, self.stop, model.parts.language.eos_token_id)
 
     @property
@@ -82,6 +82,8 @@ class Asker:
         Raises:
             PictureError: a picture cannot be read any more, and `data.bad=fail`.
         """
+        if not self.questions:
+            return []
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         lengths = [len(asked.sample.input_ids) for asked in self.questions]
         by_length = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))

@@ -973,6 +973,12 @@ class Config:
         return replace(self, data=data, epochs=1, max_steps=None, profile=False)
 
     @property
+    def trained_template(self) -> str:
+        """What conversations are laid out in: the original's --version v0 leaves it at v1 (LLaVA train.py:894-908)."""
+        is_v0 = self.data.template == "v0" and self.labels is Parity.llava_v1_5
+        return "v1" if is_v0 else self.data.template
+
+    @property
     def exports_model(self) -> bool:
         """The run ends with a whole model in transformers' format."""
         return self.export.enabled and (self.export.merge or not self.model.lora.enabled)

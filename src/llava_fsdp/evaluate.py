@@ -25,11 +25,13 @@ import torch
 from xxhash import xxh3_128_hexdigest
 
 from llava_fsdp.answer import Assistant, Question
-from llava_fsdp.checkpoint.folders import FOLDER
+from llava_fsdp.checkpoint.manifest import MANIFEST_FILE
+from llava_fsdp.checkpoint_names import FOLDER, list_checkpoints
 from llava_fsdp.config import EvaluateConfig, Format, Task
 from llava_fsdp.data.source import Turn, reading
 from llava_fsdp.data.templates import IMAGE_TAG
 from llava_fsdp.errors import ConfigError, LlavaFsdpError
+from llava_fsdp.model.adapter import FOLDER as ADAPTER
 from llava_fsdp.model.adapter import xxh128_of
 from llava_fsdp.model.parts import EXPORT, resolve_model
 from llava_fsdp.opening import draw_shapes
@@ -171,12 +173,18 @@ def question_of(asked: Asked, folder: str | None) -> Question:
 
 
 def model_digest(checkpoint: str) -> str:
-    """Of the names and the content of a model's files: a few seconds for each 10 GB. Of a run its export counts, or its
-    checkpoints where it has none: a log that grows makes no other model."""
-    parts = [Path(checkpoint) / name for name in (EXPORT, FOLDER)]
-    folder = next((p for p in parts if p.is_dir()), Path(checkpoint))
+    """Of the names and the content of a model's files: a few seconds for each 10 GB. Of a run its export counts, else
+    its newest checkpoint, whose manifest has the digests of its files, else its adapter: a log that grows makes no other
+    model."""
+    given = Path(checkpoint)
+    kept = list_checkpoints(given / FOLDER)
+    parts = [given / EXPORT, kept[-1] if kept else given, given / ADAPTER]
+    folder = next((p for p in parts if p.is_dir() and (p != given or (p / MANIFEST_FILE).is_file())), given)
     if not folder.is_dir():
         folder = resolve_model(checkpoint, "model.checkpoint")
+    if (folder / MANIFEST_FILE).is_file():
+        with reading(folder):
+            return xxh128_of(folder / MANIFEST_FILE)
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     with reading(folder):
         return xxh3_128_hexdigest("\n".join(f"{p.relative_to(folder)} {xxh128_of(p)}" for p in files).encode())

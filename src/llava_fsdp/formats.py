@@ -81,7 +81,7 @@ def subject_of(model: nn.Module, cfg: Config, run: str, step: int) -> Subject:
     assert isinstance(model, Llava)  # FSDP makes a subclass of it
     return Subject(
         model=model,
-        template=cfg.data.template,
+        template=cfg.trained_template,
         aspect=cfg.data.trained_aspect,
         grid_pinpoints=cfg.data.grid_pinpoints,
         max_length=cfg.data.max_length,

@@ -49,7 +49,7 @@ class LivePage:
         self.thumbnails = Thumbnails()
         self.seen: tuple[int, int] | None = None
         """Of validation.jsonl, when it was read."""
-        self.told = first_step
+        self.told = self.last_told(first_step)
         self.on_validation: Callable[[dict[str, Any]], None] = lambda row: None
         self.failed = False
         self.due = 0.0
@@ -60,6 +60,14 @@ class LivePage:
         except Exception as error:
             self.warn(error)
         self.write()
+
+    def last_told(self, first_step: int) -> int:
+        """The last step whose validation was there when this start began: one that was owed is news."""
+        try:
+            rows = read_rows(self.run, VALIDATION_FILE, check_validation)
+        except Exception:
+            return first_step
+        return max((row["step"] for row in rows if row["step"] <= first_step), default=-1)
 
     def begin(self, first_step: int, start: dict[str, Any]) -> None:
         """Of the starts before, those whose steps this one goes on from stay."""

@@ -79,7 +79,7 @@ class Conversation:
         except UnicodeEncodeError as error:
             raise DataError(f"the question is not UTF-8 at character {error.start}; type it again") from error
         tags = text.count(IMAGE_TAG)
-        if tags and tags != len(self.waiting) and (self.pictures or self.waiting):
+        if tags and tags != len(self.waiting):  # as text it would count as a picture's as soon as there is one
             raise DataError(
                 f"the question has {IMAGE_TAG} {tags} times, and {len(self.waiting)} new pictures are shown with it; "
                 "leave it out, or write it once for each"

@@ -21,6 +21,7 @@ from llava_fsdp.asking import Answered, Asker
 from llava_fsdp.config import Config, Metric
 from llava_fsdp.data.heldout import HeldOut
 from llava_fsdp.data.prompts import HeldOutQuestion
+from llava_fsdp.errors import StorageError
 from llava_fsdp.heartbeats import Phase
 from llava_fsdp.life import Life
 from llava_fsdp.log import log
@@ -94,7 +95,10 @@ class Validation(NoValidation):
 
     def begin_file(self) -> bool:
         """Drop the rows of steps that are done again; whether the step that the run stands at has one."""
-        cut_back(self.rows.path, self.state.step)
+        try:
+            cut_back(self.rows.path, self.state.step)
+        except OSError as error:
+            raise StorageError(f"{self.rows.path} cannot be written ({error}); make room there") from error
         return self.rows.path.is_file() and bool(rows_of(self.rows.path, range(self.state.step, self.state.step + 1)))
 
     def is_due(self) -> bool:

@@ -123,7 +123,7 @@ def open_encoder(cfg: Config, folder: Path, shape: ModelShape, pictures: Picture
         return ExactEncoder(
             tokenizer, form, pictures.places, cfg.data.max_length, cfg.data.too_long, start_end=start_end
         )
-    # --version v0 adds a padding token and leaves the template at v1 (train.py:894-908)
+    # --version v0 adds a padding token
     is_v0 = cfg.data.template == "v0"
     tokenizer = open_tokenizer(folder, shape.vocab_size, extra=(PAD_OF_V0,) if is_v0 else ())
     check_start_end(tokenizer, start_end, folder)
@@ -133,7 +133,7 @@ def open_encoder(cfg: Config, folder: Path, shape: ModelShape, pictures: Picture
             f"labels=llava_v1_5: the tokenizer of {folder} has no <unk>, which the original takes for padding; it was "
             "made for Llama tokenizers: set labels=exact"
         )
-    own = Original(tokenizer, template("v1") if is_v0 else form, cfg.data.max_length, pad, start_end)
+    own = Original(tokenizer, template(cfg.trained_template), cfg.data.max_length, pad, start_end)
     return OriginalEncoder(own, pictures.places)
 
 

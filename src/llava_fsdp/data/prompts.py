@@ -53,7 +53,7 @@ def ask(record: Record, tokenizer: Tokenizer, reader: PictureReader, cfg: Config
         PictureError: anyres, and a picture cannot be read.
     """
     text, shown, answer = opening_question(record)
-    form = template(cfg.data.template)
+    form = template(cfg.trained_template)
     written = prompt([Turn("human", text)], form, cfg.model.image_start_end, shown > 0)
     places = tuple(reader.places(record, number) for number in range(shown))
     ids = encode_prompt(written, tokenizer, [len(own) for own in places])

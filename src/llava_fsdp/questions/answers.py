@@ -61,7 +61,7 @@ class Answers:
             ConfigError: a line is not an answer to these questions, asked in this way.
         """
         known = len(self.texts)
-        for path in [self.path, *self.parts()]:
+        for path in [*self.parts(), self.path]:  # parts are gone only once the file is whole
             for line, content in self.new_lines(path):
                 number, text = self.parse(f"{path}, line {line}" if line else str(path), content)
                 self.texts.setdefault(number, text)

@@ -5,13 +5,14 @@ by, and where a request comes from, are looked at), no request names a file that
 only the routes are there that the page needs.
 """
 
+import contextlib
 import ipaddress
 import json
 import os
 import re
 import socket
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -68,6 +69,8 @@ class Guard:
     """Where the application puts files that are sent to it, and the only folder that files are read from."""
     largest_request: int
     """Bytes of a request that brings files."""
+    incoming: list[int] = field(default_factory=list)
+    """Bytes of each that is on its way."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -82,7 +85,12 @@ class Guard:
                 check_file(scope["path"].removeprefix(FILE), self.uploads)
             if scope["path"].rstrip("/") == UPLOAD:
                 self.check_upload(headers)
-            elif scope["method"] == "POST":
+                self.incoming.append(int(headers["content-length"]))
+                try:
+                    return await self.app(scope, receive, with_headers(send))
+                finally:
+                    self.incoming.remove(int(headers["content-length"]))
+            if scope["method"] == "POST":
                 body = await whole_body(receive)
                 check_body(body, self.uploads)
                 receive = replayed(body, receive)
@@ -94,12 +102,20 @@ class Guard:
         """Raises Refused where files are too large together, or do not say how large they are: the server takes no more
         than is said."""
         said = headers.get("content-length", "")
-        if not said.isdecimal():
+        if not said.isdecimal() or "transfer-encoding" in headers:  # with both, the length would be a lie
             raise Refused(411, "files are taken with their length alone")
         if int(said) > self.largest_request:
             raise Refused(413, f"more than {self.largest_request // MiB} MiB at once")
-        if int(said) + sum(path.stat().st_size for path in self.uploads.rglob("*") if path.is_file()) > ROOM:
+        if sum(self.incoming) + int(said) + bytes_in(self.uploads) > ROOM:
             raise Refused(507, f"the page holds {ROOM // MiB} MiB of files, and takes no more: start it again")
+
+
+def bytes_in(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+            total += path.stat().st_size if path.is_file() else 0
+    return total
 
 
 def check_names(headers: dict[str, str], host: str) -> None:
@@ -108,7 +124,10 @@ def check_names(headers: dict[str, str], host: str) -> None:
     A name of such a site can be made to mean this machine (DNS rebinding), an address or `localhost` cannot.
     """
     asked = headers.get("host", "")
-    name = (urlsplit(f"//{asked}").hostname or "").lower()
+    try:
+        name = (urlsplit(f"//{asked}").hostname or "").lower()
+    except ValueError:  # half of a bracket
+        name = ""
     if name not in ("localhost", host.lower(), socket.gethostname().lower()) and not is_address(name):
         raise Refused(403, f"the page is not known as {asked[:100]!r}; open it as localhost or by its address")
     origin = headers.get("origin")

@@ -84,7 +84,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def where(cfg: ChatConfig, listening: socket.socket) -> str:
-    name = f"[{cfg.host}]" if listening.family == socket.AF_INET6 else cfg.host
+    name = f"[{cfg.host}]" if ":" in cfg.host else cfg.host
     said = f"the page is at http://{name}:{cfg.port}; Ctrl-C ends it"
     if listening.getsockname()[0] not in ("127.0.0.1", "::1"):
         said += f". host={cfg.host}: whoever reaches this machine can use it, without a password"
