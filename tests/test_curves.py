@@ -1,15 +1,17 @@
 """Curves in bounded room."""
 
 import json
+import math
 import random
+import re
 import time
 from pathlib import Path
 
 import pytest
 from imagined import imagine, row
 
-from llava_fsdp.charts import Chart, Line, draw, shown
-from llava_fsdp.curves import Curve, History
+from llava_fsdp.charts import Chart, Line, digits, draw, shown
+from llava_fsdp.curves import Curve, History, Point
 from llava_fsdp.markup import inline_json, table, ticks
 from llava_fsdp.runs import read_run
 
@@ -109,6 +111,16 @@ def test_values_in_words() -> None:
 def test_nothing_ends_a_script_or_a_cell() -> None:
     assert "</script" not in inline_json(["</script><script>alert(1)"]) and json.loads(inline_json(["<&"])) == ["<&"]
     assert "<b>" not in table(["<b>"], [["<b>", 3]])
+
+
+def test_values_that_differ_by_rounding_are_drawn() -> None:
+    """As the means of a constant learning rate, some of which are one rounding off."""
+    for value in (2e-5, 1e-3, 3.0):
+        means = [value, value, math.nextafter(value, 1e9), value]
+        figure = draw(Chart("Learning rate", [Line("lr", [Point(n, m, m, m) for n, m in enumerate(means)])]))
+        (path,) = re.findall(r"class='line c0' d='M([^']*)'", figure)
+        assert len({point.split()[1] for point in path.split("L")}) == 1
+    assert digits([1.0, 1.0]) == 4
 
 
 def test_a_chart_without_a_value_is_not_drawn() -> None:

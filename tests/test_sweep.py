@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -427,6 +428,22 @@ def test_results_of_a_sweep(tmp_path: Path) -> None:
     assert {"0: optim.lr=1", "1: data.path='<b>&' - failed (numeric)", "2: optim.lr=2"} <= set(texts)
     kinds = [node.tag.rpartition("}")[2] for node in ElementTree.parse(tmp_path / "results.svg").iter()]
     assert (kinds.count("polyline"), kinds.count("circle"), kinds.count("path")) == (2, 1, 2)
+
+
+def test_a_page_that_cannot_be_made_costs_the_page_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(runs: list[Any]) -> str:
+        raise ZeroDivisionError("of a chart")
+
+    monkeypatch.setattr("llava_fsdp.sweeping.results.comparison_page", broken)
+    job = job_of(0, tmp_path / "0", 2.0, "seed=1")
+    Path(job.folder).mkdir()
+    job.write()
+    write_results(tmp_path, [job])
+    assert json.loads((tmp_path / "results.json").read_text())["best"] == 0
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said == f"{tmp_path / 'report.html'} cannot be written (ZeroDivisionError: of a chart)"
 
 
 def test_a_job_whose_process_was_killed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

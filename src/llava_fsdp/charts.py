@@ -23,6 +23,8 @@ DIGITS = 6
 PAGE_POINTS = 40_000
 """Points of all lines of a page together, some 80 bytes each."""
 NAME_LENGTH = 80
+FLAT = 1e-12
+"""A range that is so small a part of its values is rounding, and is drawn as one value."""
 RARE = 3
 """Percent of the ranges that may lie outside of a chart: a spike of one step would flatten everything else."""
 
@@ -97,7 +99,8 @@ class Scale:
         if chart.level is not None:
             values.append(chart.level[1])
         low, high = min(values), max(values)
-        room = 0.05 * (high - low) or abs(high) * 0.1 or 1.0
+        is_flat = high - low <= FLAT * max(abs(low), abs(high))
+        room = (0.0 if is_flat else 0.05 * (high - low)) or abs(high) * 0.1 or 1.0
         floor = low - room
         first, last = min(steps), max(steps)
         return cls(
@@ -217,7 +220,7 @@ def short(value: float) -> float | int:
 
 def digits(values: list[float]) -> int:
     """So many tell neighbours on an axis apart."""
-    if len(values) < 2:
+    if len(values) < 2 or not values[1] > values[0]:
         return 4
     return max(4, 1 + math.ceil(math.log10(max(map(abs, values)) / (values[1] - values[0]))))
 

@@ -48,11 +48,21 @@ def write_results(folder: Path, jobs: Sequence[Job]) -> None:
     try:
         replace_lines(folder / RESULTS_FILE, [json.dumps(said, indent=2)])
         replace_lines(folder / PICTURE_FILE, [picture(jobs)])
-        put_page(folder / REPORT_FILE, comparison_page(runs_in(folder)), folder)
     except (OSError, LlavaFsdpError) as error:
         log().error("the results cannot be written to %s: %s", folder, error)
         return
-    log().info("results: %s", ", ".join(str(folder / name) for name in (RESULTS_FILE, PICTURE_FILE, REPORT_FILE)))
+    log().info("results: %s", ", ".join(str(folder / name) for name in (RESULTS_FILE, PICTURE_FILE)))
+    write_page(folder)
+
+
+def write_page(folder: Path) -> None:
+    """The page of all jobs; whatever is wrong with it costs neither the table nor the exit code of the sweep."""
+    path = folder / REPORT_FILE
+    try:
+        put_page(path, comparison_page(runs_in(folder)), folder)
+        log().info("page: %s", path)
+    except Exception as error:
+        log().warning("%s cannot be written (%s: %s)", path, type(error).__name__, error)
 
 
 def best_of(jobs: Sequence[Job]) -> Job | None:

@@ -42,7 +42,7 @@
   };
 
   // So many digits tell neighbours on an axis apart.
-  const digitsOf = (values) => values.length < 2 ? 4 :
+  const digitsOf = (values) => values.length < 2 || !(values[1] > values[0]) ? 4 :
     Math.min(15, Math.max(4, 1 + Math.ceil(Math.log10(Math.max(...values.map(Math.abs)) / (values[1] - values[0])))));
 
   const shown = (value, share, digits = 4) => {
