@@ -16,58 +16,68 @@ output="$2"
 shift 2
 
 # What is no checkpoint of its own: small, and written anew each time.
-SMALL=(config.yaml metrics.jsonl run_status.json .begun quarantine.jsonl)
+SMALL=(config.yaml metrics.jsonl validation.jsonl starts.jsonl quarantine.jsonl run_status.json .begun)
+# What a run that is done leaves: the model, or its LoRA adapter alone (export.merge=false).
+RESULTS=(export adapter)
 
 # copy FROM TO: files of a folder, and of those below, as new ones. Fails where one cannot be read to its end, as that of
 # a checkpoint which the run deletes meanwhile.
 copy() {
     local path
+    [[ -d "$1" ]] || return 1
     while IFS= read -r -d '' path; do
         mkdir -p "$2/$(dirname "$path")" && cat "$1/$path" >"$2/$path" || return 1
     done < <(cd "$1" && find . -type f -print0)
 }
 
-# A checkpoint counts once its manifest stands in complete/ under its name: a copy may be cut short at any byte.
+# A checkpoint counts once its manifest stands in complete/ under its name: a copy may be cut short at any byte. So may
+# this: the run's folder has no checkpoints before all are there.
 restore() {
-    local mark name
+    local mark name staged="$output/checkpoints.restoring"
     [[ ! -d "$output/checkpoints" ]] || return 0 # of this very machine
-    mkdir -p "$output"
+    rm -rf "$staged"
+    mkdir -p "$staged"
     for mark in "$bucket"/complete/step-*; do
         [[ -e "$mark" ]] || continue
         name="${mark##*/}"
         say "fetching $name from $bucket"
-        copy "$bucket/checkpoints/$name" "$output/checkpoints/.$name" || die "$bucket/checkpoints/$name cannot be read"
-        mv "$output/checkpoints/.$name" "$output/checkpoints/$name"
+        copy "$bucket/checkpoints/$name" "$staged/$name" || die "$bucket/checkpoints/$name cannot be read"
     done
     for name in "${SMALL[@]}"; do
         [[ ! -f "$bucket/$name" ]] || cat "$bucket/$name" >"$output/$name"
     done
+    mv "$staged" "$output/checkpoints"
 }
 
 # is_mirrored NAME: whether the bucket has this very checkpoint, and not one of that step of a run that was begun anew.
 is_mirrored() { cmp -s "$output/checkpoints/$1/manifest.json" "$bucket/complete/$1"; }
 
+step_of() { echo $((10#${1#step-})); }
+
 mirror() {
-    local path name kept=""
+    local path name newest=0 failed=0
     mkdir -p "$bucket/complete" "$bucket/checkpoints"
     for path in "$output"/checkpoints/step-*; do
         name="${path##*/}"
         [[ "$name" =~ ^step-[0-9]+$ ]] || continue
         if ! is_mirrored "$name"; then
             rm -rf "${bucket:?}/complete/$name" "${bucket:?}/checkpoints/$name"
-            copy "$path" "$bucket/checkpoints/$name" || continue
-            cat "$path/manifest.json" >"$bucket/complete/$name" || continue
+            if ! copy "$path" "$bucket/checkpoints/$name" || ! cat "$path/manifest.json" >"$bucket/complete/$name"; then
+                [[ ! -d "$path" ]] || failed=1 # not one that the run has deleted meanwhile
+                continue
+            fi
         fi
-        kept=yes
+        [[ $(step_of "$name") -le $newest ]] || newest="$(step_of "$name")"
     done
     for name in "${SMALL[@]}"; do
         [[ ! -f "$output/$name" ]] || cat "$output/$name" >"$bucket/$name" || return 1
     done
-    [[ -n "$kept" ]] || return 0
-    for path in "$bucket"/complete/step-*; do # what the run has deleted
+    for path in "$bucket"/complete/step-*; do # what the run has deleted, which is never newer than what it has
         name="${path##*/}"
-        [[ -e "$output/checkpoints/$name" ]] || rm -rf "$path" "${bucket:?}/checkpoints/$name"
+        [[ -e "$output/checkpoints/$name" || ! "$name" =~ ^step-[0-9]+$ || $(step_of "$name") -gt $newest ]] ||
+            rm -rf "$path" "${bucket:?}/checkpoints/$name"
     done
+    return "$failed"
 }
 
 keep_mirroring() {
@@ -87,6 +97,11 @@ trap 'kill -TERM "$training" 2>/dev/null || true' TERM
 await "$training"
 kill "$mirroring" 2>/dev/null || true
 wait "$mirroring" 2>/dev/null || true
-mirror
-[[ $code -ne 0 || ! -d "$output/export" ]] || copy "$output/export" "$bucket/export"
+mirror || say "warning: $bucket cannot be written; it lacks what was saved last"
+if [[ $code -eq 0 ]]; then
+    for name in "${RESULTS[@]}"; do
+        [[ ! -d "$output/$name" ]] || copy "$output/$name" "$bucket/$name" ||
+            say "warning: $bucket/$name cannot be written; $output/$name is nowhere else"
+    done
+fi
 exit "$code"

@@ -183,6 +183,57 @@ exit "$3"
 """
 
 
+def mirrored(bucket: Path, out: Path, *command: str, **environment: str) -> subprocess.CompletedProcess:
+    words = [BASH, str(ROOT / "launch/skypilot/mirror.sh"), str(bucket), str(out), BASH, *command]
+    env = {**os.environ, "OUT": str(out), **environment}
+    return subprocess.run(words, check=False, capture_output=True, text=True, env=env)
+
+
+def put_checkpoint(bucket: Path, name: str) -> None:
+    (bucket / "checkpoints" / name).mkdir(parents=True)
+    (bucket / "complete").mkdir(exist_ok=True)
+    for path in (bucket / "checkpoints" / name / "manifest.json", bucket / "complete" / name):
+        path.write_text(name)
+
+
+def test_fetching_that_was_cut_short_begins_again(tmp_path: Path) -> None:
+    """No run goes on from what had come until then, and the bucket keeps what is newer than the run."""
+    bucket, out, script = tmp_path / "bucket", tmp_path / "out", tmp_path / "train.sh"
+    script.write_text(TRAINS)
+    for name in ("step-000001", "step-000002"):
+        put_checkpoint(bucket, name)
+    (bucket / "checkpoints" / "step-000002").rename(tmp_path / "away")
+    done = mirrored(bucket, out, str(script), "3", "a", "75")
+    assert done.returncode == 1 and "step-000002 cannot be read" in done.stderr and done.stdout == ""
+    assert not (out / "checkpoints").exists()
+    (tmp_path / "away").rename(bucket / "checkpoints" / "step-000002")
+    assert mirrored(bucket, out, str(script), "3", "a", "75", KEEP="1").stdout == "begins at step-000002\n"
+    put_checkpoint(bucket, "step-1000000")  # longer names are newer, whatever their letters
+    for name in ("step-000001", "step-000002"):
+        shutil.rmtree(out / "checkpoints" / name)
+    assert mirrored(bucket, out, str(script), "4", "a", "75", KEEP="1").returncode == 75
+    kept = {"step-000003", "step-000004", "step-1000000"}
+    assert {path.name for path in (bucket / "complete").iterdir()} == kept
+    assert {path.name for path in (bucket / "checkpoints").iterdir()} == kept
+
+
+def test_a_bucket_gets_the_results_and_leaves_the_exit_code_alone(tmp_path: Path) -> None:
+    bucket, out, script = tmp_path / "bucket", tmp_path / "out", tmp_path / "train.sh"
+    script.write_text(
+        'for name in validation starts; do echo "{}" >"$OUT/$name.jsonl"; done\n'
+        'mkdir -p "$OUT/adapter"; echo weights >"$OUT/adapter/model"; exit "$1"\n'
+    )
+    bucket.mkdir()
+    assert mirrored(bucket, out, str(script), "0").returncode == 0
+    assert sorted(path.name for path in bucket.rglob("*") if path.is_file()) == [
+        "model", "starts.jsonl", "validation.jsonl",
+    ]  # fmt: skip
+    (bucket / "starts.jsonl").unlink()
+    (bucket / "starts.jsonl").mkdir()  # what cannot be written
+    done = mirrored(bucket, out, str(script), "75")
+    assert done.returncode == 75 and "it lacks what was saved last" in done.stderr
+
+
 def test_a_bucket_gives_the_next_machine_what_the_last_one_saved(tmp_path: Path) -> None:
     """Whole checkpoints alone, and of a run that was begun anew the new one's."""
     bucket, script = tmp_path / "bucket", tmp_path / "train.sh"
@@ -191,8 +242,7 @@ def test_a_bucket_gives_the_next_machine_what_the_last_one_saved(tmp_path: Path)
 
     def machine(number: int, *words: str) -> str:
         out = tmp_path / f"machine-{number}"
-        command = [BASH, str(ROOT / "launch/skypilot/mirror.sh"), str(bucket), str(out), BASH, str(script), *words]
-        done = subprocess.run(command, check=False, capture_output=True, text=True, env={**os.environ, "OUT": str(out)})
+        done = mirrored(bucket, out, str(script), *words)
         assert done.returncode == int(words[-1]), done.stderr
         return done.stdout
 
