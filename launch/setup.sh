@@ -46,11 +46,15 @@ restarts() {
 
 # await PID: waits for the end of a child, through the signals that end a wait early; $code is its exit code.
 await() {
+    local again=0
     while true; do
         code=0
         wait "$1" || code=$?
         kill -0 "$1" 2>/dev/null || break
     done
+    [[ $code -gt 128 ]] || return 0
+    wait "$1" 2>/dev/null || again=$? # a signal ended the wait, and the child has ended in its trap: bash remembers how
+    [[ $again -eq 127 ]] || code=$again
 }
 
 children_of() { cat "/proc/$1/task/$1/children" 2>/dev/null || true; }

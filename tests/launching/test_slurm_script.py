@@ -84,3 +84,36 @@ def test_a_wrong_place_is_said(machine: Machine, tmp_path: Path) -> None:
     done = run(machine, SLURM_JOB_ID="")
     assert done.returncode == 2 and "this is a job for Slurm: sbatch launch/slurm.sbatch" in done.stderr
     assert machine.noted("torchrun") == []
+
+
+def test_a_checkpoint_that_cannot_be_asked_for_at_the_end_leaves_the_exit_code(machine: Machine) -> None:
+    fake = f"""#!{BASH}
+if [[ "$*" == *status*--saved* ]]; then
+    grep -q asked "$NOTES" && exit 1
+    echo asked >>"$NOTES"; echo 0; exit 0
+fi
+exec {sys.executable} "$@"
+"""
+    machine.put(".venv/bin/python", fake)
+    done = run(machine, CODE="2")
+    assert done.returncode == 2 and "ends with exit code 2" in done.stderr
+    done = run(machine, CODE="75")
+    assert done.returncode == 1 and machine.noted("scontrol") == []
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_a_child_that_ends_within_a_trap_keeps_its_exit_code(code: int, machine: Machine) -> None:
+    script = f"""
+        source launch/setup.sh
+        trap 'while kill -0 "$child" 2>/dev/null; do sleep 0.05; done' USR1
+        (sleep 0.6; exit {code}) & child=$!
+        (sleep 0.2; kill -USR1 $$) &
+        await "$child"
+        echo "$code"
+    """
+    assert machine.bash(script).stdout == f"{code}\n"
+
+
+def test_a_child_that_a_signal_ended_says_so(machine: Machine) -> None:
+    script = 'source launch/setup.sh; sleep 9 & child=$!; kill -TERM "$child"; await "$child"; echo "$code"'
+    assert machine.bash(script).stdout == "143\n"
