@@ -10,7 +10,8 @@ from harness import RankPool, single_world
 from small import make_config
 
 from llava_fsdp.config import LossConfig, LossKernel, Normalize
-from llava_fsdp.loop import train_step
+from llava_fsdp.data.batch import StepFacts
+from llava_fsdp.loop import SourceSums, train_step
 from llava_fsdp.metrics import metrics_row
 from llava_fsdp.model.loss import Each, choose_loss
 from llava_fsdp.sharding.mesh import World, make_mesh
@@ -75,6 +76,14 @@ def test_one_source_is_the_loss(parts: Path, dataset: Path, tmp_path: Path, monk
     monkeypatch.setattr("llava_fsdp.loop.Each", lambda: pytest.fail("a single source needs no losses of labels"))
     for row in run(single_world(), parts, dataset, tmp_path, False)["rows"]:
         assert row["sources"] == {"mixed": {"loss": row["loss"], "label_tokens": row["label_tokens"]}}
+
+
+@pytest.mark.parametrize("labels", [{"a": 0}, {"a": 0, "b": 4}])
+def test_a_source_without_labels_has_no_loss(labels: dict[str, int]) -> None:
+    facts = StepFacts(step=0, label_tokens=4, tokens=9, samples=1, images=0, truncated=0, source_labels=labels)
+    sums = SourceSums(facts, torch.device("cpu"))
+    found = sums.means(0.0, sums.summed().tolist())
+    assert found == {name: 0.0 if own else None for name, own in labels.items()}
 
 
 def test_samples_that_turn_out_broken_are_in_no_source(parts: Path, dataset: Path, tmp_path: Path) -> None:

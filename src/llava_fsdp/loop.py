@@ -174,14 +174,16 @@ class SourceSums:
         return summed(self.sums) if len(self.sums) else self.sums
 
     def means(self, loss: float, sums: list[float]) -> dict[str, float | None]:
-        """By source; not a number where `loss.kernel` knows the sum of all alone.
+        """By source, None where it has no labels; not a number where `loss.kernel` knows the sum of all alone.
+
+        Of one source it is the step's own, by whatever `loss.normalize` says; of several the mean over label tokens.
 
         Args:
             loss: the whole step's.
             sums: of all ranks.
         """
         if not sums:
-            return dict.fromkeys(self.labels, loss)
+            return {name: loss if labels else None for name, labels in self.labels.items()}
         found = zip(self.labels.items(), sums, strict=True)
         return {name: total / labels if labels else None for (name, labels), total in found}
 
