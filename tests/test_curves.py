@@ -73,7 +73,7 @@ def test_a_history_adds_up() -> None:
 
 @pytest.mark.parametrize(
     "broken", [None, [], {}, {"step": "1"}, {"step": True}, {"step": 1, "loss": "low"}, {"step": 1, "sources": [1]},
-               {"step": 1, "sources": {"a": 3}}, {"step": -1}],
+               {"step": 1, "sources": {"a": 3}}, {"step": -1}, {"step": 1, "loss": 2.0, "tokens": "many"}],
 )  # fmt: skip
 def test_a_row_that_is_none_is_refused_whole(broken: object) -> None:
     history = History()

@@ -130,7 +130,8 @@ def test_nonsense_is_refused_by_name(name: str | None, content: str, said: str, 
 @pytest.mark.parametrize(
     "content",
     [
-        "nonsense", "{}", "[]", '{"step": 1}', '{"step": 5, "time": 1e300}', '{"step": 5, "time": "x", "trains": 3}',
+        "nonsense", "{}", "[]", '{"step": 1}', '{"step": 5, "time": 1e300}', '{"step": 5, "time": 1e17}',
+        '{"step": 5, "time": "x", "trains": 3}',
         '{"step": 5, "time": 1, "at_rest": {"a": "b"}, "trains": [[1]]}', '{"step": 5, "loss": NaN}',
         '{"step": 5, "sources": {"a": 4}}', '{"step": 5, "answers": [3]}', '{"step": 5, "time": 1, "recipe": [[1,2]]}',
         '{"step": 5, "answers": [{"picture": "\\u0000", "score": "x", "references": {"a": 1}}]}',
@@ -167,7 +168,7 @@ def test_the_command_is_light() -> None:
     assert ran.stdout == "[]\n"
 
 
-def test_the_recipe_is_what_its_files_say() -> None:
+def test_the_recipe_is_what_its_files_say(monkeypatch: pytest.MonkeyPatch) -> None:
     assert differences(config_of(["stage=pretrain"]), []) == []
     found = differences(config_of(["stage=pretrain", "optim.lr=0.5", "sharding=zero3", "track.wandb=offline"]), [])
     assert found is not None and {row[0]: row[1:] for row in found} == {
@@ -176,6 +177,17 @@ def test_the_recipe_is_what_its_files_say() -> None:
         "track.wandb": ["off", "offline"],
     }
     assert differences(config_of(["stage=pretrain", "model.name=mine"]), []) is None
+    monkeypatch.setenv("STORE_PASSWORD", "pass-word-7")  # what looks like a secret is refused before
+    cfg = config_of(["stage=pretrain", "data.images=/store/pass-word-7/x"])
+    assert [(key, ours) for key, _, ours in differences(cfg, []) or []] == [("data.images", "/store/***/x")]
+
+
+def test_a_page_hides_the_secrets_of_a_configuration(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        secret = f"data:\n  path: https://me:pass-word-7{name}@host/x.json\nhub:\n  token: pass-word-7{name}\n"
+        imagine(tmp_path / name, 60, config=secret)
+    page = report.write([str(tmp_path / "a"), str(tmp_path / "b"), f"out={tmp_path / 'c.html'}"]).read_text()
+    assert "pass-word-7" not in page
 
 
 def test_a_folder_of_ones_own_has_recipes_too(tmp_path: Path) -> None:

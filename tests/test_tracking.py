@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import socket
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,12 @@ from llava_fsdp.config import Config
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.tracking import Trackers, check_installed, values_of_step, values_of_validation
 
+SECRET = "hf_abcdefghij0123456789xyz"
+PLANTED = {
+    "data.path": f"https://me:pass-word-7@host/{SECRET}.json",
+    "hub.token": "pass-word-7",
+    "data.token": [SECRET],
+}
 ROW = {
     "step": 1, "loss": 2.5, "lr": 0.1, "grad_norm": None, "skipped_steps": 0, "tokens_per_second": 10.0, "mfu": None,
     "seconds": 1.0, "data_seconds": 0.5, "peak_memory_bytes": 7,
@@ -31,9 +39,7 @@ def cfg(parts: Path, dataset: Path, tmp_path: Path) -> Any:
 def follow(cfg: Config, first: int, last: int, run: str = "abc123", **more: Any) -> Trackers:
     """A start of a run that takes these steps."""
     Path(cfg.output_dir).mkdir(exist_ok=True)
-    found = Trackers(
-        cfg, first, run, {"command": "train hub_token=hf_abcdefghij0123456789xyz"}, {"optim.lr": 0.1}, **more
-    )
+    found = Trackers(cfg, first, run, {"command": f"train hub_token={SECRET}"}, {"optim.lr": 0.1, **PLANTED}, **more)
     for step in range(first + 1, last + 1):
         found.step({**ROW, "step": step, "loss": 10.0 * first + step})
     return found
@@ -62,7 +68,7 @@ def test_tensorboard_files_are_read_back(cfg: Any, caplog: pytest.LogCaptureFixt
     assert [e.value for e in events.Scalars("validation/score")] == [0.25]
     assert events.Scalars("loss_by_source/a")[0].value == 2.0
     written = b"".join(p.read_bytes() for p in Path(configured.output_dir).rglob("events*"))
-    assert b"optim.lr" in written and b"hf_abcdefghij" not in written
+    assert b"optim.lr" in written and b"hf_abcdefghij" not in written and b"pass-word-7" not in written
     assert not [record for record in caplog.records if record.name == "llava_fsdp"]
 
 
@@ -72,6 +78,7 @@ def test_weights_and_biases_offline(cfg: Any, monkeypatch: pytest.MonkeyPatch, t
     from wandb.proto import wandb_internal_pb2
 
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef0123456789abcdef01234567")
+    monkeypatch.setattr(sys, "argv", ["train.py", f"hub_token={SECRET}", "of-this-command-line"])
     for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
     configured = cfg("track.wandb=offline", "track.project=seen", "track.name=a b")
@@ -96,7 +103,9 @@ def test_weights_and_biases_offline(cfg: Any, monkeypatch: pytest.MonkeyPatch, t
     for path in Path(configured.output_dir).rglob("*"):
         if path.is_file():
             data = path.read_bytes()
-            assert b"0123456789abcdef0123" not in data and b"hf_abcdefghij" not in data, path
+            for planted in ("0123456789abcdef0123", "hf_abcdefghij", "pass-word-7", "of-this-command-line"):
+                assert planted.encode() not in data, (path, planted)
+            assert socket.gethostname().encode() not in data, path
     assert wandb.run is None
 
 

@@ -122,6 +122,7 @@ class History:
         """
         step, values = checked(row)
         sources = sources_of(row)
+        more = {name: number_of(row, name) or 0 for name in SUMS}
         for name, value in values.items():
             self.curves.setdefault(name, Curve()).add(step, value)
         for name, (loss, labels) in sources.items():
@@ -129,7 +130,7 @@ class History:
                 self.sources.setdefault(name, Curve()).add(step, loss)
                 self.source_labels[name] = self.source_labels.get(name, 0) + labels
         for name in SUMS:
-            self.sums[name] += number_of(row, name) or 0
+            self.sums[name] += more[name]
         self.steps += 1
         self.last = row
         if row.get("skipped") is True:

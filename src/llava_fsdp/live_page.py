@@ -10,6 +10,7 @@ from typing import Any
 from llava_fsdp.config import Config
 from llava_fsdp.log import log
 from llava_fsdp.recipes import values_of
+from llava_fsdp.redact import redact_values, secrets_of
 from llava_fsdp.report_page import report_page
 from llava_fsdp.rows import replace_lines
 from llava_fsdp.rundir import read_status
@@ -54,7 +55,7 @@ class LivePage:
         self.failed = False
         self.due = 0.0
         try:
-            self.run.config = values_of(cfg)
+            self.run.config = redact_values(values_of(cfg), secrets_of())
             read_metrics(self.run)
             self.begin(first_step, {"step": first_step, **about})
         except Exception as error:

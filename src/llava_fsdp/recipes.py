@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llava_fsdp.config import Config, config_dir, without_hydra
 from llava_fsdp.guard import FOLDER_FLAGS, flag_values
+from llava_fsdp.redact import redact_values, secrets_of
 from llava_fsdp.runs import dotted, written
 
 Difference = list[str]
@@ -18,7 +19,7 @@ Difference = list[str]
 
 
 def differences(cfg: Config, words: list[str]) -> list[Difference] | None:
-    """Every key whose value is not the one that its stage and its model have without a word more.
+    """Every key whose value is not the one that its stage and its model have without a word more; secrets are hidden.
 
     Args:
         words: of the command line, for a folder of the user's own YAML files.
@@ -31,12 +32,9 @@ def differences(cfg: Config, words: list[str]) -> list[Difference] | None:
         return None
     own = values_of(cfg)
     keys = [*own, *(key for key in recipe if key not in own)]
-    pairs = ((key, recipe.get(key), own.get(key)) for key in keys)
-    return [
-        [key, written(theirs), written(ours)]
-        for key, theirs, ours in pairs
-        if theirs != ours and {} not in (theirs, ours)
-    ]
+    keys = [key for key in keys if recipe.get(key) != own.get(key) and {} not in (recipe.get(key), own.get(key))]
+    theirs, ours = (redact_values({key: of.get(key) for key in keys}, secrets_of()) for of in (recipe, own))
+    return [[key, written(theirs[key]), written(ours[key])] for key in keys]
 
 
 def recipe_of(cfg: Config, words: list[str]) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 HIDDEN = "***"
 NAMES = re.compile(
@@ -60,6 +61,20 @@ def redact(text: str, known: Iterable[str] = ()) -> str:
         text = text.replace(secret, HIDDEN)
     text = LOGIN.sub(HIDDEN, VALUES.sub(HIDDEN, text))
     return FLAG.sub(hide, ASSIGNED.sub(hide, text))
+
+
+def redact_values(values: Mapping[str, Any], known: Iterable[str] = ()) -> dict[str, Any]:
+    """Values by dotted key, the texts among them without secrets: whole ones where the key is a secret's."""
+    known = list(known)
+
+    def clean(value: Any, is_secret: bool) -> Any:
+        if isinstance(value, str):
+            return HIDDEN if is_secret and value else redact(value, known)
+        if isinstance(value, list | tuple):
+            return [clean(own, is_secret) for own in value]
+        return value
+
+    return {key: clean(own, any(map(is_secret_name, (key, key.rpartition(".")[2])))) for key, own in values.items()}
 
 
 def hide(found: re.Match[str]) -> str:

@@ -16,6 +16,7 @@ import yaml
 
 from llava_fsdp.curves import History
 from llava_fsdp.errors import ConfigError, DataError
+from llava_fsdp.redact import redact_values, secrets_of
 from llava_fsdp.rundir import held_by, is_without_end, mode_of, read_status, write_new
 from llava_fsdp.untrusted import refuse_yaml_bombs
 from llava_fsdp.words import moment
@@ -152,7 +153,7 @@ def read_rows(run: Run, name: str, check: Callable[[dict[str, Any]], None]) -> l
                 raise ValueError("no object")
             check(row)
             found.append(row)
-        except (ValueError, OverflowError, RecursionError, TypeError, KeyError, AttributeError):
+        except (ValueError, OverflowError, OSError, RecursionError, TypeError, KeyError, AttributeError):
             run.unread[name] = run.unread.get(name, 0) + 1
     return found
 
@@ -213,14 +214,14 @@ def thinned(rows: list[dict[str, Any]], most: int = MOST_VALIDATIONS) -> list[di
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Raises ConfigError where it is no YAML."""
+    """Values by dotted key, without secrets: they are shown. Raises ConfigError where it is no YAML."""
     if not path.is_file():
         return {}
     try:
         found = yaml.safe_load(refuse_yaml_bombs(path))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())[:300]}") from error
-    return dotted(found) if isinstance(found, dict) else {}
+    return redact_values(dotted(found), secrets_of()) if isinstance(found, dict) else {}
 
 
 def dotted(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

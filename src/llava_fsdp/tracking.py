@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from llava_fsdp.config import Config, TrackConfig, WandbMode
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.log import log
-from llava_fsdp.redact import redact, secrets_of
+from llava_fsdp.redact import redact, redact_values, secrets_of
 from llava_fsdp.runs import dotted, written
 
 FOLDER = "tensorboard"
@@ -82,7 +82,8 @@ class Trackers:
         self.name = run
         self.about = about
         self.values = {
-            key: value if isinstance(value, int | float) else written(value) for key, value in values.items()
+            key: value if isinstance(value, int | float) else written(value)
+            for key, value in redact_values(values, secrets_of()).items()
         }
         self.waiting: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(MOST_WAITING)
         self.thread: threading.Thread | None = None
@@ -191,7 +192,8 @@ class WeightsAndBiases:
             mode=cfg.wandb.value,  # pyright: ignore[reportArgumentType]
             resume="allow" if cfg.wandb is WandbMode.online else None,
             config={**run.values, **flat(run.about)},
-            settings=wandb.Settings(console="off", silent=True, save_code=False),
+            # its metadata would be this process's bare command line, the user and the machine
+            settings=wandb.Settings(console="off", silent=True, save_code=False, x_disable_meta=True, host="-"),
         )
         self.run.define_metric("validation/step")
         self.run.define_metric("validation*", step_metric="validation/step")
