@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -85,6 +86,14 @@ def test_several_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not re.search(r"<td[^>]*>seed<", page)
     loss = json.loads(re.findall(r"<script type='application/json'>(.*?)</script>", page)[0])
     assert [(len(line["x"]), line["name"][-2:]) for line in loss["lines"]] == [(120, "/a"), (60, "/b")]
+
+
+@pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
+def test_a_page_with_a_private_run_is_private(order: tuple[str, str], tmp_path: Path) -> None:
+    for name, mode in (("a", 0o644), ("b", 0o600)):
+        (imagine(tmp_path / name, 60) / "metrics.jsonl").chmod(mode)
+    path = report.write([*(str(tmp_path / name) for name in order), f"out={tmp_path / 'c.html'}"])
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_a_sweep_is_all_of_its_jobs(tmp_path: Path) -> None:

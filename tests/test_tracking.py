@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from small import config_of, make_config
 from llava_fsdp import tracking
 from llava_fsdp.config import Config
 from llava_fsdp.errors import ConfigError
+from llava_fsdp.metrics import Reporter
 from llava_fsdp.tracking import Trackers, check_installed, values_of_step, values_of_validation
 
 SECRET = "hf_abcdefghij0123456789xyz"
@@ -151,6 +153,25 @@ def test_a_tracker_that_hangs_holds_nothing_up(
     monkeypatch.setattr(tracking, "MOST_WAITING", 3)
     follow(cfg("track.tensorboard=true"), 0, 10).close(patience=0.2)
     assert "behind by 3 rows" in caplog.text and "not finished" in caplog.text
+
+
+def test_the_end_has_one_deadline(cfg: Any) -> None:
+    """However the wait for room in the queue and that for the thread share it."""
+    found, joined = Trackers(cfg(), 0, "abc", {}, {}), []
+    found.thread = SimpleNamespace(join=joined.append, is_alive=lambda: False)  # pyright: ignore[reportAttributeAccessIssue]
+    found.waiting = SimpleNamespace(put=lambda row, timeout: time.sleep(0.05))  # pyright: ignore[reportAttributeAccessIssue]
+    found.close(patience=1.0)
+    assert len(joined) == 1 and joined[0] <= 0.95
+
+
+def test_the_last_words_of_a_lost_run_are_short(cfg: Any) -> None:
+    reporter, given = Reporter(cfg(), 0, 1, is_first_rank=False), []
+    reporter.enabled = True
+    reporter.page = SimpleNamespace(write=lambda: None, run=SimpleNamespace(status={"exit_code": 5}))  # pyright: ignore[reportAttributeAccessIssue]
+    reporter.trackers = SimpleNamespace(close=lambda code, patience: given.append((code, patience)))  # pyright: ignore[reportAttributeAccessIssue]
+    reporter.end()
+    reporter.last_words()
+    assert given == [(5, tracking.PATIENCE), (5, tracking.HURRY)] and tracking.HURRY < tracking.PATIENCE
 
 
 def test_without_a_wish_there_is_no_thread(cfg: Any) -> None:

@@ -32,7 +32,7 @@ from llava_fsdp.rows import Rows, replace_lines
 from llava_fsdp.runs import METRICS_FILE
 from llava_fsdp.spikes import Spikes
 from llava_fsdp.state import StepResult
-from llava_fsdp.tracking import Trackers
+from llava_fsdp.tracking import HURRY, PATIENCE, Trackers
 from llava_fsdp.words import duration
 
 QUARANTINE_FILE = "quarantine.jsonl"
@@ -116,11 +116,19 @@ class Reporter:
         if self.progress is not None:
             self.progress.update(self.task, shown=said)
 
-    def end(self) -> None:
-        """Show and tell how the run ended, once `run_status.json` says it: whatever the end."""
+    def end(self, patience: float = PATIENCE) -> None:
+        """Show and tell how the run ended, once `run_status.json` says it: whatever the end.
+
+        Args:
+            patience: seconds that trackers have.
+        """
         if self.enabled:
             self.page.write()
-            self.trackers.close(int(self.page.run.status.get("exit_code") or 0))
+            self.trackers.close(int(self.page.run.status.get("exit_code") or 0), patience)
+
+    def last_words(self) -> None:
+        """As `end`, of a process that must be gone soon."""
+        self.end(HURRY)
 
     def __call__(self, result: StepResult) -> None:
         self.warn_of_compiling(result)

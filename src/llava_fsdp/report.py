@@ -48,7 +48,7 @@ def write(words: list[str]) -> Path:
     path = out or (runs[0].folder / REPORT_FILE if is_one else Path(COMPARISON))
     page = report_page(runs[0], Thumbnails()) if is_one else comparison_page(with_names_of_their_own(runs))
     try:
-        put_page(path, page, runs[0].folder)
+        put_page(path, page, *(run.folder for run in runs))
     except OSError as error:
         raise StorageError(f"{path} cannot be written ({error}); give another file: out=FILE") from error
     return path

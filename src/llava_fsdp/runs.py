@@ -4,8 +4,10 @@ A run may be under way, killed, or of another machine: a line that was cut short
 run at all is refused.
 """
 
+import functools
 import json
 import math
+import operator
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -242,11 +244,12 @@ def written(value: object) -> str:
     return repr(value) if isinstance(value, float) else str(value)
 
 
-def put_page(path: Path, page: str, folder: Path) -> None:
-    """In one piece, for those who may read the run's metrics."""
+def put_page(path: Path, page: str, *folders: Path) -> None:
+    """In one piece, for those who may read the metrics of every run that is in it."""
+    modes = [mode_of(folder / METRICS_FILE) for folder in folders]
     staged = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        write_new(staged, page.encode(errors="replace"), mode_of(folder / METRICS_FILE))
+        write_new(staged, page.encode(errors="replace"), functools.reduce(operator.and_, modes))
         os.replace(staged, path)
     finally:
         staged.unlink(missing_ok=True)

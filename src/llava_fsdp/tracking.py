@@ -8,6 +8,7 @@ import contextlib
 import importlib.util
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +24,8 @@ MOST_WAITING = 20_000
 """Rows; a tracker that is behind by more goes without."""
 PATIENCE = 15
 """Seconds at the end of a run for what still waits."""
+HURRY = 4
+"""The same where a run is ended from outside of its steps, and other ranks wait for this process's end."""
 NAMES = {
     "loss": "train/loss", "lr": "train/learning_rate", "grad_norm": "train/gradient_norm",
     "loss_scale": "train/loss_scale", "skipped_steps": "train/skipped_steps",
@@ -128,13 +131,14 @@ class Trackers:
                 tracker.close(self.exit_code)
 
     def close(self, exit_code: int = 0, patience: float = PATIENCE) -> None:
-        """Wait until what waits has been told, but not for ever."""
+        """Wait until what waits has been told, for `patience` seconds in all."""
         if self.thread is None:
             return
         self.exit_code = exit_code
+        until = time.monotonic() + patience
         try:
             self.waiting.put(None, timeout=patience)
-            self.thread.join(patience)
+            self.thread.join(max(0.0, until - time.monotonic()))
         except queue.Full:
             pass
         if self.thread.is_alive():

@@ -117,7 +117,7 @@ def train(cfg: Config, at_end: AtEnd | None = None) -> None:
         left_out = state.loader.steps.records.left_out()
         told = state.utilization, state.run, state.about
         reporter = Reporter(cfg, state.step, last_step, world.is_first, left_out, *told)
-        at_end.show = life.last_words = reporter.end
+        at_end.show, life.last_words = reporter.end, reporter.last_words
 
         recorder = open_recorder(cfg, world.rank, world.device, state.step, last_step)
         keeper = Keeper(state, saver, cfg, last_step, life)
