@@ -262,6 +262,12 @@ def test_places_and_parts_of_the_model(tmp_path: Path) -> None:
     assert settings.data_paths(config(*there)) == (
         {"data.path": tmp_path / "records.json"}, {"data.images": tmp_path / "images"},
     )  # fmt: skip
+    held_out = [*there, "val.path=gone.json", "val.images=/nowhere"]
+    assert levels(settings.judge_places(config(*held_out))) == {"places": "OK"}, "nothing is validated"
+    absent = {"val.path": "FAIL", "val.images": "FAIL"}
+    assert levels(settings.judge_places(config(*held_out, "val.every=1"))) == absent
+    several = [*there, "val.every=1", "+val.sources.few={path: gone.json}"]
+    assert levels(settings.judge_places(config(*several))) == {"val.sources.few.path": "FAIL"}
     inside = config("model.language=" + str(tmp_path), f"output_dir={tmp_path}/run")
     assert "places" in levels(settings.judge_places(inside))
 
@@ -371,6 +377,18 @@ def test_ranks_that_fail_say_why(tmp_path: Path) -> None:
     program.write_text("raise RuntimeError('NCCL error: unhandled system error')")
     found = only(ranks.try_ranks(2, True, program=[str(program)]), Level.FAIL)
     assert "NCCL error: unhandled system error" in found.said and "NCCL_DEBUG" in found.cure
+
+
+@pytest.mark.parametrize(("on_gpus", "seen"), [(False, ""), (True, "0,3")])
+def test_ranks_over_gloo_see_no_gpu(on_gpus: bool, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine's only GPU would be refused to two of them."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho \"ValueError: sees '$CUDA_VISIBLE_DEVICES'\"\nexit 1\n")
+    python.chmod(0o700)
+    monkeypatch.setattr("sys.executable", str(python))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
+    found = only(ranks.try_ranks(2, on_gpus), Level.FAIL)
+    assert f"sees {seen!r}" in found.said
 
 
 def test_who_is_stuck() -> None:
