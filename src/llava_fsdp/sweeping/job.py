@@ -101,16 +101,30 @@ def run_job(node: DictConfig, wishes: Wishes) -> Job:
             raise JobFailed(f"the run ended well, but {folder} has {lacking(config.sweep.metric)}")
         job.status, job.exit_code = "done", ExitCode.DONE
     except LlavaFsdpError as error:
-        job.reason = str(error)
-        code = failure_code(folder) if isinstance(error, JobFailed) else error.exit_code
-        if level() and code == ExitCode.BUG:
-            code, job.reason = ExitCode.STOPPED, job.reason if job.command else "stopped before it began"
-        job.status, job.exit_code = code.name.lower(), code
-        job.numbers = numbers_of(folder, last_steps) if job.command else Numbers()
+        record_failure(job, error, level() > 0, last_steps)
     job.seconds = round(time.monotonic() - started, 1)
     job.write()
     tell(job)
     return job
+
+
+def record_failure(job: Job, error: LlavaFsdpError, is_stopping: bool, last_steps: int) -> None:
+    """Why a job did not get to its end, and what its folder has of it nevertheless.
+
+    Args:
+        is_stopping: a stop was wished; a job that had not begun is then for the next start, whatever an earlier one
+            has left in the folder.
+    """
+    folder, has_begun = Path(job.folder), bool(job.command)
+    code, job.reason = error.exit_code, str(error)
+    if isinstance(error, JobFailed) and not has_begun and is_stopping:
+        code, job.reason = ExitCode.STOPPED, "stopped before it began"
+    elif isinstance(error, JobFailed):
+        code = failure_code(folder)
+        code = ExitCode.STOPPED if is_stopping and code == ExitCode.BUG else code
+    job.status, job.exit_code = code.name.lower(), code
+    if has_begun or code == ExitCode.STOPPED:
+        job.numbers = numbers_of(folder, last_steps)
 
 
 def train(config: SweepConfig, job: Job, level: Callable[[], int]) -> None:
