@@ -18,6 +18,7 @@ from small import config_of
 from llava_fsdp import report
 from llava_fsdp.errors import LlavaFsdpError
 from llava_fsdp.recipes import differences
+from llava_fsdp.runs import runs_in
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -102,6 +103,19 @@ def test_a_sweep_is_all_of_its_jobs(tmp_path: Path) -> None:
     assert "3 runs" in seen and "0: optim.lr=1e-4" in seen and "optim.lr=x must be a number" in seen
     single = report.write([str(sweep / "1")])
     assert single == sweep / "1" / "report.html"
+
+
+def test_a_sweep_s_jobs_may_lie_deeper_and_one_be_damaged(tmp_path: Path) -> None:
+    """As with hydra.sweep.subdir='${model.name}/${hydra.job.num}'."""
+    for number in (0, 1):
+        folder = imagine(tmp_path / "small" / str(number), 60, seed=number)
+        (folder / "job.json").write_text(json.dumps({"number": number, "overrides": [f"seed={number}"]}))
+    (tmp_path / "small" / "1" / "metrics.jsonl").write_text("nonsense\n")
+    good, damaged = runs_in(tmp_path)
+    assert (good.name, good.history.step, damaged.name, damaged.history.step) == ("0: seed=0", 60, "1: seed=1", 0)
+    assert "none is a step" in damaged.status["reason"]
+    seen = texts(report.write([str(tmp_path), f"out={tmp_path / 'c.html'}"]).read_text())
+    assert "2 runs" in seen
 
 
 @pytest.mark.parametrize(

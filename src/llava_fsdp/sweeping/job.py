@@ -19,7 +19,7 @@ from llava_fsdp.config import Devices, SweepConfig, SweepMetric, at_least, load
 from llava_fsdp.errors import ConfigError, ExitCode, LlavaFsdpError
 from llava_fsdp.log import log, setup_logging
 from llava_fsdp.rundir import read_object
-from llava_fsdp.runs import JOB_FILE
+from llava_fsdp.runs import JOB_FILE, job_files
 from llava_fsdp.sweeping.devices import check_devices, devices_here, lent
 from llava_fsdp.sweeping.numbers import Numbers, numbers_of, value_of
 from llava_fsdp.sweeping.stopping import Wishes, leave_signals
@@ -64,7 +64,7 @@ class Job:
 def read_jobs(folder: Path) -> list[Job]:
     """Those of a sweep's folder, by number. One that is still said to run was killed with its launcher's worker."""
     jobs = []
-    for path in folder.glob(f"**/{JOB_FILE}"):
+    for path in job_files(folder):
         said = read_object(path)
         if said is None or set(said) != {own.name for own in fields(Job)}:  # of another version
             continue
