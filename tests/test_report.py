@@ -18,7 +18,7 @@ from small import config_of
 from llava_fsdp import report
 from llava_fsdp.errors import LlavaFsdpError
 from llava_fsdp.recipes import differences
-from llava_fsdp.runs import runs_in
+from llava_fsdp.runs import read_run, runs_in
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -72,6 +72,28 @@ def test_a_run_that_was_cut_short(tmp_path: Path) -> None:
     seen = texts(report.write([str(run)]).read_text())
     assert "1 lines of metrics.jsonl could not be read" in seen and "killed" in seen
     assert "120" in seen and "0.1235" not in seen
+
+
+def test_a_run_whose_lock_cannot_be_read_is_not_said_to_be_killed(tmp_path: Path) -> None:
+    """A colleague's lock is theirs alone; a link to itself is refused to every user."""
+    run = imagine(tmp_path / "run", 20, status="running")
+    (run / ".lock").write_text("{}")
+    assert read_run(run).state == "killed", "nobody holds it"
+    with (run / ".lock").open("r+") as lock:
+        holder = subprocess.Popen(
+            [sys.executable, "-c", "import fcntl; fcntl.lockf(0, fcntl.LOCK_EX); print(flush=True); "
+             "import time; time.sleep(60)"],
+            stdin=lock, stdout=subprocess.PIPE,
+        )  # fmt: skip
+    try:
+        assert holder.stdout is not None and holder.stdout.readline()
+        assert read_run(run).state == "running"
+    finally:
+        holder.kill()
+        holder.wait()
+    (run / ".lock").unlink()
+    (run / ".lock").symlink_to(".lock")
+    assert read_run(run).state == "running"
 
 
 def test_several_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import yaml
 
 from llava_fsdp.curves import History
 from llava_fsdp.errors import ConfigError, DataError, LlavaFsdpError
-from llava_fsdp.rundir import held_by, is_without_end, mode_of, read_status, write_new
+from llava_fsdp.rundir import is_known_free, is_without_end, mode_of, read_status, write_new
 from llava_fsdp.untrusted import refuse_yaml_bombs
 from llava_fsdp.words import moment
 
@@ -83,7 +83,7 @@ def read_run(folder: Path, name: str | None = None, is_own: bool = False) -> Run
     run.starts = read_rows(run, STARTS_FILE, check_start)
     run.validations = thinned(validations_until(read_rows(run, VALIDATION_FILE, check_validation), run.history.step))
     run.status = read_status(folder) or {}
-    if not is_own and is_without_end(run.status) and held_by(folder) is None:
+    if not is_own and is_without_end(run.status) and is_known_free(folder):
         run.status = {**run.status, "status": KILLED}
     run.config = read_config(folder / CONFIG_FILE)
     return run
