@@ -72,6 +72,40 @@ def test_gpus_as_the_driver_tells() -> None:
     assert parse_smi("") == []
 
 
+@pytest.mark.parametrize(
+    ("visible", "wanted", "seen"),
+    [
+        (None, None, [0, 1, 2, 3]),
+        (None, 2, [0, 1]),
+        ("3,1", None, [3, 1]),
+        ("3,1", 1, [3]),
+        ("GPU-d", None, [3]),
+        ("0,-1,1", None, [0]),
+        ("", None, []),
+        ("MIG-x", None, [2]),
+    ],
+)
+def test_only_gpus_that_ranks_run_on_are_judged(
+    visible: str | None, wanted: int | None, seen: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What others do on the rest of the machine is no matter."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    subject = Subject(config(f"gpus={wanted or 'null'}"))
+    subject.__dict__ |= {
+        "smi": parse_smi(SMI),
+        "torch": torch_of(*[A100] * (wanted or len(seen))),
+        "needs": needs(1, 9),
+    }
+    subject.needs.row.bytes["total"] = subject.needs.row.usable = 50 * GIB
+    (check,) = (check for check in CHECKS if check.name == "GPUs")
+    judged = [row.name for row in run_check(check, subject) if row.name.startswith("GPU ")]
+    assert judged == [f"GPU {index}" for index in seen]
+    (check,) = (check for check in CHECKS if check.name == "memory by the plan")
+    assert any("GPU 1: " in row.said for row in run_check(check, subject)) == (1 in seen)
+
+
 def test_torch_against_the_driver() -> None:
     there = parse_smi(SMI)[:2]
     assert "NCCL 2.27.3" in only(gpus.judge_torch(torch_of(A100), there, None), Level.OK).said
@@ -292,9 +326,9 @@ def test_memory_by_the_plan() -> None:
     only(settings.judge_plan(needs(70 * GIB, 75 * GIB), True), Level.OK)
     over = only(settings.judge_plan(needs(100 * GIB, 75 * GIB), True), Level.FAIL)
     assert "100 GiB of 75 GiB" in over.said and "llava_fsdp.plan" in over.cure
-    assert list(settings.judge_taken(needs(70 * GIB, 75 * GIB), [80 * GIB, 79 * GIB])) == []
-    taken = only(settings.judge_taken(needs(70 * GIB, 75 * GIB), [80 * GIB, 40 * GIB]), Level.FAIL)
-    assert "GPU 1: 40 GiB" in taken.said
+    assert list(settings.judge_taken(needs(70 * GIB, 75 * GIB), {0: 80 * GIB, 1: 79 * GIB})) == []
+    taken = only(settings.judge_taken(needs(70 * GIB, 75 * GIB), {2: 80 * GIB, 5: 40 * GIB}), Level.FAIL)
+    assert "GPU 5: 40 GiB" in taken.said
     only(settings.judge_bf16(config(), [V100]), Level.FAIL)
     only(settings.judge_bf16(config("precision=fp16"), [V100]), Level.OK)
     only(settings.judge_bf16(config(), [A100]), Level.OK)
