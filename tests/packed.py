@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 from harness import single_world
@@ -62,9 +63,9 @@ class Noted:
         self.names[id(row[0])] = self.steps.records[number].id
         return row
 
-    def __call__(self, rows: list, facts: object, micro_batches: int, seeds: list[int]) -> MicroBatch:
+    def __call__(self, rows: list, facts: object, *laid_out: Any) -> MicroBatch:
         self.ids.append([self.names[id(sample)] for sample, _ in rows])
-        return self.collate(rows, facts, micro_batches, seeds)  # type: ignore[arg-type]
+        return self.collate(rows, facts, *laid_out)  # type: ignore[arg-type]
 
 
 def losses(folder: Path) -> list[float]:

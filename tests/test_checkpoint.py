@@ -106,6 +106,7 @@ def test_finished_run_does_nothing(whole_run: Path, parts: Path, dataset: Path, 
             "run_status.json",
             ".lock",
             "rank-0.json",
+            "report.html",
         ):  # cut back to the step it was at; says what runs
             assert path.stat().st_mtime_ns == changed, path
     assert (folder / "metrics.jsonl").read_text() == (whole_run / "metrics.jsonl").read_text()

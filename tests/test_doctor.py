@@ -390,6 +390,7 @@ time.sleep(60)
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_ranks_that_hang_are_named(tmp_path: Path) -> None:
     program = tmp_path / "hangs.py"
     program.write_text(HANGS)

@@ -109,6 +109,7 @@ def test_broken_picture_ends_every_rank(parts: Path, dataset: Path, tmp_path: Pa
     assert "Connection closed" not in ran.stderr and ran.stderr.count("Traceback (most recent") <= 1, "torchrun's own"
 
 
+@pytest.mark.slow
 def test_status_of_a_run_that_is_killed_or_never_starts(parts: Path, dataset: Path, tmp_path: Path) -> None:
     """The word that a run is under way stays behind it; a mistake in a key is not taken for the run before."""
     path = tmp_path / "out" / "run_status.json"

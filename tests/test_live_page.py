@@ -60,9 +60,9 @@ def test_a_page_that_cannot_be_written_is_a_warning(
     assert not list((tmp_path / "run").glob("*.tmp")) and not list((tmp_path / "run").glob(".*.tmp"))
 
 
-def live(parts: Path, dataset: Path, folder: Path) -> LivePage:
-    folder.mkdir()
-    return LivePage(make_config(parts, dataset, folder), 0, {"time": 1.0, "total_steps": 9})
+def live(parts: Path, dataset: Path, folder: Path, first_step: int = 0) -> LivePage:
+    folder.mkdir(exist_ok=True)
+    return LivePage(make_config(parts, dataset, folder), first_step, {"time": 1.0, "total_steps": 9})
 
 
 def test_pages_take_a_hundredth_of_the_time(
@@ -95,6 +95,20 @@ def test_validations_are_read_as_they_come(parts: Path, dataset: Path, tmp_path:
         page.write()
     assert told == [2, 4]
     assert "Sample answers, step 4" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_validation_that_was_owed_is_told(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Of the step that a run goes on from; what an earlier start told is no news."""
+    for owed in (False, True):
+        run = tmp_path / str(owed)
+        run.mkdir()
+        lines(run / "metrics.jsonl", ({"step": step, "loss": 1.0} for step in (1, 2, 3, 4)))
+        lines(run / "validation.jsonl", (validation(step, [None], ("a",)) for step in ([2] if owed else [2, 4])))
+        page, told = live(parts, dataset, run, 4), []
+        page.on_validation = lambda row, told=told: told.append(row["step"])
+        lines(run / "validation.jsonl", (validation(step, [None], ("a",)) for step in (2, 4)))
+        page.write()
+        assert told == ([4] if owed else [])
 
 
 @pytest.mark.e2e

@@ -227,6 +227,9 @@ def test_requests_of_others(served: Served, tmp_path: Path) -> None:
     inside = json.loads(served.sent("a.txt", b"text")[1])[0]
     assert Path(inside).is_file() and Path(inside).parent.parent.stat().st_mode & 0o077 == 0
     assert served.asked("GET", f"/gradio_api/file={inside}") == (200, b"text")
+    both = {"Content-Type": "multipart/form-data; boundary=x", "Content-Length": "10", "Transfer-Encoding": "chunked"}
+    assert served.asked("POST", "/gradio_api/upload", b"5\r\nabcde\r\n0\r\n\r\n", **both)[0] == 411
+    assert served.asked("GET", "/", Host="[")[0] in (400, 403), "no error of ours"
     for name in ("/etc/passwd", f"{Path(inside).parent}/../../../etc/passwd", "../etc/passwd", "http://127.0.0.1:1/"):
         assert served.asked("GET", f"/gradio_api/file={name}")[0] == 403
         for entry in ({"path": name}, {"path": inside, "url": name}):

@@ -343,7 +343,7 @@ def test_answers_about_tiles_are_those_of_whole_passes(parts: Path, dataset: Pat
         (["val.metric=bleu"], r"val.metric=bleu must be one of \[exact, vqa\]"),
         (["val.path=x", "++val.sources.a.path=y"], "val.path=x and val.sources=.'a'. are both set"),
         (["++val.sources.a.weight=2", "++val.sources.a.path=y"], "val.sources.a.weight is not a key"),
-        (["+val.paht=2"], "val.paht is not a key of the configuration; did you mean val.path"),
+        (["+val.ptah=2"], "val.ptah is not a key of the configuration; did you mean val.path"),
     ],
 )
 def test_keys_are_checked(values: list[str], message: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
@@ -410,6 +410,14 @@ def test_embedded_run_is_measured_on_held_out_pictures(tmp_path: Path) -> None:
     assert list(row["sources"]) == ["heldout"] and row["questions"] == 4 and len(row["answers"]) == 1
     assert row["metric"] == "vqa" and row["loss"] is not None and 0 <= row["score"] <= 1
     assert (tmp_path / "shapes" / "heldout.json.index").is_dir()
+
+
+def test_the_loss_alone(parts: Path, dataset: Path, held: Path, tmp_path: Path) -> None:
+    train.train(
+        make_config(parts, dataset, tmp_path / "run", *keys(held, "max_steps=1", "val.every=1", "val.answers=0"))
+    )
+    (row,) = rows(tmp_path / "run")
+    assert row["loss"] > 0 and (row["questions"], row["score"], row["metric"], row["answers"]) == (0, None, None, [])
 
 
 def test_blocks_run_as_they_are_without_gradients() -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from llava_fsdp.checkpoint_names import FOLDER, list_checkpoints, step_of
 from llava_fsdp.config import ConversionConfig, FolderFormat, KeptDType
 from llava_fsdp.data.images import preprocessor_fields
 from llava_fsdp.errors import ConfigError, ModelError
@@ -12,7 +13,7 @@ from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.original import is_original
 from llava_fsdp.model.parts import EXPORT, NOTES, read_json
 from llava_fsdp.proof import bytes_in_fp32, fits_in_fp32
-from llava_fsdp.subject import Opened, open_source
+from llava_fsdp.subject import Opened, open_source, read_notes
 
 
 def open_asked(checkpoint: str, form: str) -> Opened:
@@ -23,6 +24,8 @@ def open_asked(checkpoint: str, form: str) -> Opened:
     """
     exported = Path(checkpoint) / EXPORT
     source = str(exported) if (exported / "config.json").is_file() else checkpoint
+    if source != checkpoint:
+        warn_of_later(Path(checkpoint))
     cfg = ConversionConfig(
         source=source, to="", format=FolderFormat.hf, dtype=KeptDType.keep, merge=True, base=None, language=None,
         vision=None, template=form, image_aspect_ratio=None, overwrite=False, verify=False,
@@ -35,6 +38,18 @@ def open_asked(checkpoint: str, form: str) -> Opened:
         if any(f"{word} {cure}" in said for cure in cures for word in ("give", "with")):
             said += f"; that is for python -m llava_fsdp.export source={checkpoint} to=FOLDER: then ask FOLDER"
         raise type(error)(said) from error
+
+
+def warn_of_later(run: Path) -> None:
+    """A run that goes on has checkpoints that are newer than its export."""
+    kept = list_checkpoints(run / FOLDER)
+    exported = read_notes(run / EXPORT).get("step")
+    newest = step_of(kept[-1]) if kept else None
+    if exported is not None and newest is not None and newest > exported:
+        log().warning(
+            "asking the export of %s, of step %d; a later one is of step %d: model.checkpoint=%s asks that",
+            run, exported, newest, kept[-1],
+        )  # fmt: skip
 
 
 def says_no_aspect(folder: Path) -> bool:

@@ -174,8 +174,7 @@ def question_of(asked: Asked, folder: str | None) -> Question:
 
 def model_digest(checkpoint: str) -> str:
     """Of the names and the content of a model's files: a few seconds for each 10 GB. Of a run its export counts, else
-    its newest checkpoint, whose manifest has the digests of its files, else its adapter: a log that grows makes no other
-    model."""
+    its newest checkpoint, whose manifest has the digests of its files, else its adapter: a log may grow meanwhile."""
     given = Path(checkpoint)
     kept = list_checkpoints(given / FOLDER)
     parts = [given / EXPORT, kept[-1] if kept else given, given / ADAPTER]

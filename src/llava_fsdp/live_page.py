@@ -74,6 +74,8 @@ class LivePage:
         earlier = read_rows(self.run, STARTS_FILE, check_start) if first_step else []
         is_start = "time" in start and first_step < start["total_steps"]  # a run that has finished has no more of them
         self.run.starts = [own for own in earlier if own["step"] <= first_step] + ([start] if is_start else [])
+        if self.run.starts == earlier and not is_start:
+            return  # nothing of a finished run is touched
         replace_lines(self.run.folder / STARTS_FILE, map(json.dumps, self.run.starts))
 
     def add(self, row: dict[str, Any]) -> None:

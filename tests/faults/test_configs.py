@@ -36,7 +36,7 @@ WRONG = {
     "data.stall=0": "data.stall=0 must be at least 1",
     "private=maybe": "private=maybe must be true or false",
     "global_batch_size=null": "global_batch_size=null must be a whole number",
-    "stage=null": "Config group override must be a string",
+    "stage=null": "stage=null: one must be chosen of finetune,",
     "sharding=zero3 offload=optimizer sharding.strategy=NO_SHARD": "offload=optimizer with sharding=zero0",
     "pack=false attention=varlen": "attention=varlen is for the rows of pack=true",
     "pack=false tokens_per_micro_batch=4096": "tokens_per_micro_batch=4096 is for pack=true",

@@ -89,6 +89,7 @@ def kills_change_nothing(runs: Runs, folder: Path, kills: int, steps: int, torch
     assert {step for _, step in read} == set(range(1, steps + 1)) and all(len(own) == 1 for own in read.values())
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(900)
 def test_five_kills(runs: Runs, tmp_path: Path) -> None:
     kills_change_nothing(runs, tmp_path, kills=5, steps=20, torchrun=False)

@@ -62,6 +62,7 @@ def test_a_killed_rank_is_named_and_the_restart_goes_on(start: Start) -> None:
     assert "continuing after step 2 of 5" in run.said
 
 
+@pytest.mark.slow
 def test_an_error_that_stays_is_said_once(start: Start) -> None:
     """One root cause on the screen; torchrun starts its workers again, and they end at once and say nothing."""
     run = start(fault="data:1:3!", restarts=3)

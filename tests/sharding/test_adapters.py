@@ -74,7 +74,7 @@ def assert_same(got: Outcome, reference: Outcome, wanted: dict[str, torch.Tensor
     ("variant", "cases"),
     [
         pytest.param("lora", SOME, id="lora"),
-        pytest.param("tower", [("zero3", 2)], id="tower"),
+        pytest.param("tower", [("zero3", 2)], id="tower", marks=pytest.mark.slow),
         pytest.param("frozen-projector", [("zero3", 2)], id="frozen-projector"),
         *[pytest.param(v, ALL, id=f"{v}-all", marks=pytest.mark.slow) for v in VARIANTS],
     ],

@@ -47,7 +47,7 @@ ALL = (1, 2, 4)
 TABLES = [
     pytest.param("finetune", (2,), id="finetune"),
     pytest.param("pretrain", (2,), id="pretrain"),
-    pytest.param("finetune-tower", (2,), id="finetune-tower"),
+    pytest.param("finetune-tower", (2,), id="finetune-tower", marks=pytest.mark.slow),
     pytest.param("finetune", ALL, id="finetune-all", marks=pytest.mark.slow),
     pytest.param("pretrain", ALL, id="pretrain-all", marks=pytest.mark.slow),
     pytest.param("finetune-tower", ALL, id="finetune-tower-all", marks=pytest.mark.slow),

@@ -67,7 +67,7 @@ def test_an_update_below_a_step_of_bf16_is_seen(parts: Path, dataset: Path, tmp_
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("tower", [False, True])
+@pytest.mark.parametrize("tower", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_rows_are_equal_to_the_bit_in_bf16(
     tower: bool, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:

@@ -196,6 +196,7 @@ def embedded(folder: Path, *overrides: str) -> Config:
     return config_of([*EMBEDDED, f"data.root={folder / 'shapes'}", f"output_dir={folder / 'run'}", *overrides])
 
 
+@pytest.mark.slow
 def test_the_embedded_default_learns_over_a_packed_base(tmp_path: Path) -> None:
     cfg = embedded(tmp_path)
     train.draw_shapes(cfg.data)

@@ -42,7 +42,9 @@ STAGES = {
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n != "trainable tower" else []) for n in STAGES]
+)
 def test_steps_with_few_or_no_pictures(
     name: str, sparse: Path, parts: Path, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:

@@ -15,12 +15,19 @@ import torch.distributed as dist
 
 from llava_fsdp.checkpoint.agree import gathered
 from llava_fsdp.checkpoint.layout import Part
-from llava_fsdp.errors import OffloadError
+from llava_fsdp.errors import OffloadError, OutOfMemory
 from llava_fsdp.log import log
 from llava_fsdp.sharding.arena import PAGE, Arena
 
 SHARE = 0.8
 """Of the memory that the host has left; the rest is for what a run still grows by."""
+
+
+def no_room(nbytes: int) -> OutOfMemory:
+    return OutOfMemory(
+        f"out of host memory: the copy that checkpoints are written from takes {nbytes / 2**30:.3g} GiB; "
+        "checkpoint.asynchronous=false goes without it, offload=nvme keeps states in files"
+    )
 
 
 class Staging:
@@ -32,8 +39,13 @@ class Staging:
         try:
             self.arena = Arena(room, pin=self.on_gpu)
         except OffloadError as error:
+            if not self.on_gpu:
+                raise no_room(room) from error
             log().warning("the copy that checkpoints are written from is not pinned, and takes longer: %s", error)
-            self.arena = Arena(room)
+            try:
+                self.arena = Arena(room)
+            except OffloadError:
+                raise no_room(room) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):  # a 512th of the page faults
             self.arena.memory.madvise(mmap.MADV_HUGEPAGE)
         self.buffers = {name: self.arena.take(part.values.shape, part.dtype) for name, part in parts.items()}

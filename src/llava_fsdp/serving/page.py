@@ -154,8 +154,7 @@ def history(talks: Talks, session: str) -> list[Any]:
 
 
 def message(role: str, text: str, files: list[str]) -> dict[str, Any]:
-    """As gr.Chatbot takes it, which would show HTML in a text as HTML; without files that gradio has deleted, a day after
-    they came."""
+    """As gr.Chatbot takes it, which would show HTML in a text as HTML; without files that gradio has deleted."""
     text = html.escape(text, quote=False)
     shown: list[Any] = [{"path": name, "alt_text": Path(name).name} for name in files if Path(name).is_file()]
     return {"role": role, "content": [*shown, *([text] if text or not files else [])]}
