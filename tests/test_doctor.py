@@ -72,6 +72,40 @@ def test_gpus_as_the_driver_tells() -> None:
     assert parse_smi("") == []
 
 
+@pytest.mark.parametrize(
+    ("visible", "wanted", "seen"),
+    [
+        (None, None, [0, 1, 2, 3]),
+        (None, 2, [0, 1]),
+        ("3,1", None, [3, 1]),
+        ("3,1", 1, [3]),
+        ("GPU-d", None, [3]),
+        ("0,-1,1", None, [0]),
+        ("", None, []),
+        ("MIG-x", None, [2]),
+    ],
+)
+def test_only_gpus_that_ranks_run_on_are_judged(
+    visible: str | None, wanted: int | None, seen: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What others do on the rest of the machine is no matter."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    subject = Subject(config(f"gpus={wanted or 'null'}"))
+    subject.__dict__ |= {
+        "smi": parse_smi(SMI),
+        "torch": torch_of(*[A100] * (wanted or len(seen))),
+        "needs": needs(1, 9),
+    }
+    subject.needs.row.bytes["total"] = subject.needs.row.usable = 50 * GIB
+    (check,) = (check for check in CHECKS if check.name == "GPUs")
+    judged = [row.name for row in run_check(check, subject) if row.name.startswith("GPU ")]
+    assert judged == [f"GPU {index}" for index in seen]
+    (check,) = (check for check in CHECKS if check.name == "memory by the plan")
+    assert any("GPU 1: " in row.said for row in run_check(check, subject)) == (1 in seen)
+
+
 def test_torch_against_the_driver() -> None:
     there = parse_smi(SMI)[:2]
     assert "NCCL 2.27.3" in only(gpus.judge_torch(torch_of(A100), there, None), Level.OK).said
@@ -262,6 +296,12 @@ def test_places_and_parts_of_the_model(tmp_path: Path) -> None:
     assert settings.data_paths(config(*there)) == (
         {"data.path": tmp_path / "records.json"}, {"data.images": tmp_path / "images"},
     )  # fmt: skip
+    held_out = [*there, "val.path=gone.json", "val.images=/nowhere"]
+    assert levels(settings.judge_places(config(*held_out))) == {"places": "OK"}, "nothing is validated"
+    absent = {"val.path": "FAIL", "val.images": "FAIL"}
+    assert levels(settings.judge_places(config(*held_out, "val.every=1"))) == absent
+    several = [*there, "val.every=1", "+val.sources.few={path: gone.json}"]
+    assert levels(settings.judge_places(config(*several))) == {"val.sources.few.path": "FAIL"}
     inside = config("model.language=" + str(tmp_path), f"output_dir={tmp_path}/run")
     assert "places" in levels(settings.judge_places(inside))
 
@@ -286,9 +326,9 @@ def test_memory_by_the_plan() -> None:
     only(settings.judge_plan(needs(70 * GIB, 75 * GIB), True), Level.OK)
     over = only(settings.judge_plan(needs(100 * GIB, 75 * GIB), True), Level.FAIL)
     assert "100 GiB of 75 GiB" in over.said and "llava_fsdp.plan" in over.cure
-    assert list(settings.judge_taken(needs(70 * GIB, 75 * GIB), [80 * GIB, 79 * GIB])) == []
-    taken = only(settings.judge_taken(needs(70 * GIB, 75 * GIB), [80 * GIB, 40 * GIB]), Level.FAIL)
-    assert "GPU 1: 40 GiB" in taken.said
+    assert list(settings.judge_taken(needs(70 * GIB, 75 * GIB), {0: 80 * GIB, 1: 79 * GIB})) == []
+    taken = only(settings.judge_taken(needs(70 * GIB, 75 * GIB), {2: 80 * GIB, 5: 40 * GIB}), Level.FAIL)
+    assert "GPU 5: 40 GiB" in taken.said
     only(settings.judge_bf16(config(), [V100]), Level.FAIL)
     only(settings.judge_bf16(config("precision=fp16"), [V100]), Level.OK)
     only(settings.judge_bf16(config(), [A100]), Level.OK)
@@ -372,6 +412,18 @@ def test_ranks_that_fail_say_why(tmp_path: Path) -> None:
     program.write_text("raise RuntimeError('NCCL error: unhandled system error')")
     found = only(ranks.try_ranks(2, True, program=[str(program)]), Level.FAIL)
     assert "NCCL error: unhandled system error" in found.said and "NCCL_DEBUG" in found.cure
+
+
+@pytest.mark.parametrize(("on_gpus", "seen"), [(False, ""), (True, "0,3")])
+def test_ranks_over_gloo_see_no_gpu(on_gpus: bool, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine's only GPU would be refused to two of them."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho \"ValueError: sees '$CUDA_VISIBLE_DEVICES'\"\nexit 1\n")
+    python.chmod(0o700)
+    monkeypatch.setattr("sys.executable", str(python))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
+    found = only(ranks.try_ranks(2, on_gpus), Level.FAIL)
+    assert f"sees {seen!r}" in found.said
 
 
 def test_who_is_stuck() -> None:

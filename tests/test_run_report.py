@@ -19,6 +19,7 @@ from small import config_of
 from llava_fsdp import report
 from llava_fsdp.errors import LlavaFsdpError
 from llava_fsdp.recipes import differences
+from llava_fsdp.runs import read_run, runs_in
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -74,6 +75,28 @@ def test_a_run_that_was_cut_short(tmp_path: Path) -> None:
     assert "120" in seen and "0.1235" not in seen
 
 
+def test_a_run_whose_lock_cannot_be_read_is_not_said_to_be_killed(tmp_path: Path) -> None:
+    """A colleague's lock is theirs alone; a link to itself is refused to every user."""
+    run = imagine(tmp_path / "run", 20, status="running")
+    (run / ".lock").write_text("{}")
+    assert read_run(run).state == "killed", "nobody holds it"
+    with (run / ".lock").open("r+") as lock:
+        holder = subprocess.Popen(
+            [sys.executable, "-c", "import fcntl; fcntl.lockf(0, fcntl.LOCK_EX); print(flush=True); "
+             "import time; time.sleep(60)"],
+            stdin=lock, stdout=subprocess.PIPE,
+        )  # fmt: skip
+    try:
+        assert holder.stdout is not None and holder.stdout.readline()
+        assert read_run(run).state == "running"
+    finally:
+        holder.kill()
+        holder.wait()
+    (run / ".lock").unlink()
+    (run / ".lock").symlink_to(".lock")
+    assert read_run(run).state == "running"
+
+
 def test_several_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     imagine(tmp_path / "a", 120, seed=1)
@@ -111,6 +134,19 @@ def test_a_sweep_is_all_of_its_jobs(tmp_path: Path) -> None:
     assert "3 runs" in seen and "0: optim.lr=1e-4" in seen and "optim.lr=x must be a number" in seen
     single = report.write([str(sweep / "1")])
     assert single == sweep / "1" / "report.html"
+
+
+def test_a_sweep_s_jobs_may_lie_deeper_and_one_be_damaged(tmp_path: Path) -> None:
+    """As with hydra.sweep.subdir='${model.name}/${hydra.job.num}'."""
+    for number in (0, 1):
+        folder = imagine(tmp_path / "small" / str(number), 60, seed=number)
+        (folder / "job.json").write_text(json.dumps({"number": number, "overrides": [f"seed={number}"]}))
+    (tmp_path / "small" / "1" / "metrics.jsonl").write_text("nonsense\n")
+    good, damaged = runs_in(tmp_path)
+    assert (good.name, good.history.step, damaged.name, damaged.history.step) == ("0: seed=0", 60, "1: seed=1", 0)
+    assert "none is a step" in damaged.status["reason"]
+    seen = texts(report.write([str(tmp_path), f"out={tmp_path / 'c.html'}"]).read_text())
+    assert "2 runs" in seen
 
 
 @pytest.mark.parametrize(

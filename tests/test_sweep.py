@@ -20,13 +20,15 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from llava_fsdp import sweep
 from llava_fsdp.cli import quoted
 from llava_fsdp.config import SweepConfig, SweepMetric, config_dir, load
-from llava_fsdp.errors import ConfigError, ExitCode
+from llava_fsdp.errors import ConfigError, ExitCode, LlavaFsdpError
 from llava_fsdp.guard import check_command_line, check_plugin
+from llava_fsdp.rundir import mode_of, restored_umask
 from llava_fsdp.runs import JOB_FILE
 from llava_fsdp.sweeping import devices, torchrun
 from llava_fsdp.sweeping.curves import MOST_POINTS, Curve, draw, thinned, ticks
 from llava_fsdp.sweeping.devices import Device, check_devices, lent, list_devices
-from llava_fsdp.sweeping.job import Job, read_jobs, train_command
+from llava_fsdp.sweeping.hydra_run import run_jobs
+from llava_fsdp.sweeping.job import Job, make_job_folder, read_jobs, record_failure, train_command
 from llava_fsdp.sweeping.numbers import Numbers, numbers_of, value_of
 from llava_fsdp.sweeping.results import best_of, differing, write_results
 from llava_fsdp.sweeping.stopping import NOW, SAVE, Wishes
@@ -173,6 +175,18 @@ def test_torchrun_gets_no_launcher_variables_and_its_end_is_enough(
     assert "'RANKING'" in seen
     for name in ("'RANK'", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_"):
         assert name not in seen
+
+
+@pytest.mark.parametrize(("given", "seen"), [(None, "600"), ("7", "7")])
+def test_torchrun_leaves_its_ranks_time_to_save(
+    given: str | None, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    if given is not None:
+        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", given)
+    code = "import os; print(os.environ['TORCH_ELASTIC_SHUTDOWN_TIMEOUT'])"
+    torchrun.run_torchrun([sys.executable, "-c", code], tmp_path, "job 0")
+    assert (tmp_path / "train.log").read_text() == f"{seen}\n"
 
 
 def test_reason_of_a_failure(tmp_path: Path) -> None:
@@ -454,6 +468,51 @@ def test_a_job_whose_process_was_killed_is_told(tmp_path: Path, monkeypatch: pyt
     assert job.status == "lost" and job.exit_code == ExitCode.BUG and "was killed" in job.reason
     (tmp_path / "0" / JOB_FILE).write_text('{"number": 0}')
     assert read_jobs(tmp_path) == [], "of another version"
+
+
+@pytest.mark.parametrize(("private", "folder_mode", "mode"), [(True, 0o700, 0o600), (False, 0o755, 0o644)])
+def test_what_a_sweep_writes_is_its_users_alone(
+    private: bool, folder_mode: int, mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hydra's own way to a job, with a torchrun that ends at once."""
+    monkeypatch.chdir(tmp_path)
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 9\n")
+    python.chmod(0o700)
+    monkeypatch.setattr("sys.executable", str(python))
+    words = ["-m", "stage=pretrain", f"private={str(private).lower()}", "hydra.sweep.dir=s", "launch.devices=shared"]
+    monkeypatch.setattr(sys, "argv", ["sweep", *words])
+    with restored_umask():
+        os.umask(0o022)
+        jobs, succeeded, said = run_jobs(Wishes(tmp_path / ".stop"))
+        write_results(Path("s"), jobs)
+        assert os.umask(0o022) == 0o022
+    (job,) = jobs
+    assert not succeeded and job.reason.startswith("torchrun returned 9"), said
+    assert mode_of(Path("s/0")) == folder_mode
+    for name in ("0/job.json", "0/train.log", "results.json", "results.svg"):
+        assert mode_of(Path("s") / name) == mode, name
+    os.chmod("s/0", 0o750)
+    make_job_folder(Path("s/0"), True, True)
+    assert mode_of(Path("s/0")) == 0o750, "one that a run has been in stays as it is"
+
+
+def test_a_job_that_is_stopped_before_it_began_is_for_the_next_start(tmp_path: Path) -> None:
+    """Whatever an earlier start has left: how it ended is not how this one did, what it measured still counts."""
+    (tmp_path / "run_status.json").write_text(json.dumps({"exit_code": 2, "reason": "of an earlier start"}))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0, "label_tokens": 5}\n')
+
+    def ended(error: LlavaFsdpError, is_stopping: bool, command: str = "") -> Job:
+        job = Job(number=0, overrides=[], folder=str(tmp_path), command=command)
+        record_failure(job, error, is_stopping, 1)
+        return job
+
+    job = ended(torchrun.JobFailed("stopped"), True)
+    assert (job.status, job.exit_code, job.reason) == ("stopped", ExitCode.STOPPED, "stopped before it began")
+    assert job.numbers.loss == 3.0 and job.numbers.steps == 1
+    assert ended(torchrun.JobFailed("its own"), True, "torchrun").exit_code == ExitCode.USER
+    refused = ended(ConfigError("seed=x is wrong"), True)
+    assert (refused.exit_code, refused.reason, refused.numbers) == (ExitCode.USER, "seed=x is wrong", Numbers())
 
 
 def test_curves() -> None:

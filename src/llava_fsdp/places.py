@@ -51,6 +51,10 @@ def places_read(cfg: Config) -> dict[str, str]:
         found |= {"data.path": cfg.data.path, "data.images": cfg.data.images}
         for name, own in cfg.data.sources.items():
             found |= {f"data.sources.{name}.path": own.path, f"data.sources.{name}.images": own.images}
+    if cfg.val.every is not None:
+        found |= {"val.path": cfg.val.path, "val.images": cfg.val.images}
+        for name, own in cfg.val.sources.items():
+            found |= {f"val.sources.{name}.path": own.path, f"val.sources.{name}.images": own.images}
     if cfg.model.checkpoint is None:
         found |= {"model.language": cfg.model.language, "model.vision": cfg.model.vision}
     found["model.checkpoint"] = cfg.model.checkpoint
@@ -75,7 +79,7 @@ def exists(name: str) -> bool:
 
 PLACES = re.compile(
     r"model\.(language|vision|checkpoint|projector|lora\.checkpoint)|offload\.folder|"
-    r"data\.(.+\.)?(path|images|root|index)"
+    r"(data|val)\.(.+\.)?(path|images|root|index)"
 )
 """Keys of what each machine may have a copy of, under a path of its own."""
 

@@ -196,21 +196,34 @@ def holder_of(handle: int) -> dict[str, Any]:
 
 
 def held_by(folder: Path) -> dict[str, Any] | None:
-    """Who runs in the folder now; None: nobody, as far as the file system has locks.
+    """Who runs in the folder now; None: nobody, as far as can be told.
 
     Not for the process that holds it: looking would let it go.
     """
+    is_held, holder = look_at_lock(folder)
+    return holder if is_held else None
+
+
+def is_known_free(folder: Path) -> bool:
+    """Whether nobody runs in the folder; not so where that cannot be told. As `held_by`, not for who holds it."""
+    return look_at_lock(folder)[0] is False
+
+
+def look_at_lock(folder: Path) -> tuple[bool | None, dict[str, Any]]:
+    """Whether the folder is held, and by whom; None: the lock is another user's, or the file system has none."""
     try:
-        handle = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
+        handle = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)  # also below a mount that cannot be written
+    except FileNotFoundError:
+        return False, {}
     except OSError:
-        return None
+        return None, {}
     try:
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return None
+        fcntl.lockf(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False, {}
     except (BlockingIOError, PermissionError):
-        return holder_of(handle)
+        return True, holder_of(handle)
     except OSError:
-        return None
+        return None, {}
     finally:
         os.close(handle)
 

@@ -17,9 +17,9 @@ from typing import Any
 import yaml
 
 from llava_fsdp.curves import History
-from llava_fsdp.errors import ConfigError, DataError
+from llava_fsdp.errors import ConfigError, DataError, LlavaFsdpError
 from llava_fsdp.redact import redact_values, secrets_of
-from llava_fsdp.rundir import held_by, is_without_end, mode_of, read_status, write_new
+from llava_fsdp.rundir import is_known_free, is_without_end, mode_of, read_status, write_new
 from llava_fsdp.untrusted import refuse_yaml_bombs
 from llava_fsdp.words import moment
 
@@ -86,7 +86,7 @@ def read_run(folder: Path, name: str | None = None, is_own: bool = False) -> Run
     run.starts = read_rows(run, STARTS_FILE, check_start)
     run.validations = thinned(validations_until(read_rows(run, VALIDATION_FILE, check_validation), run.history.step))
     run.status = read_status(folder) or {}
-    if not is_own and is_without_end(run.status) and held_by(folder) is None:
+    if not is_own and is_without_end(run.status) and is_known_free(folder):
         run.status = {**run.status, "status": KILLED}
     run.config = read_config(folder / CONFIG_FILE)
     return run
@@ -95,11 +95,16 @@ def read_run(folder: Path, name: str | None = None, is_own: bool = False) -> Run
 def runs_in(folder: Path) -> list[Run]:
     """A folder's run, or those of a sweep's jobs in their order."""
     own = folder / JOB_FILE
-    jobs = [] if own.is_file() or not folder.is_dir() else sorted(folder.glob(f"*/{JOB_FILE}"))
+    jobs = [] if own.is_file() or not folder.is_dir() else sorted(job_files(folder))
     if not jobs:
         return [read_run(folder)]
     found = [(read_job(path), path.parent) for path in jobs]
     return [run_of_job(job, path) for job, path in sorted(found, key=lambda one: one[0]["number"])]
+
+
+def job_files(folder: Path) -> Iterator[Path]:
+    """Of all jobs of a sweep; hydra.sweep.subdir may put each into folders of its own."""
+    return folder.glob(f"**/{JOB_FILE}")
 
 
 def read_job(path: Path) -> dict[str, Any]:
@@ -114,12 +119,13 @@ def read_job(path: Path) -> dict[str, Any]:
 
 
 def run_of_job(job: dict[str, Any], folder: Path) -> Run:
-    """Also of a job that ended before it had a run."""
+    """Also of a job that ended before it had a run, or whose run cannot be read: the others still have their page."""
     name = f"{job['number']}: {' '.join(job['overrides'])}"
     try:
         return read_run(folder, name)
-    except ConfigError:
-        status = {"status": "failed" if job.get("exit_code") else "unknown", "reason": str(job.get("reason") or "")}
+    except LlavaFsdpError as error:
+        reason = str(job.get("reason") or ("" if isinstance(error, ConfigError) else error))
+        status = {"status": "failed" if job.get("exit_code") else "unknown", "reason": reason}
         return Run(folder, name, status=status)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from llava_fsdp.errors import ConfigError, ExitCode
 from llava_fsdp.guard import check_command_line
 from llava_fsdp.log import log, setup_logging
-from llava_fsdp.runs import JOB_FILE
+from llava_fsdp.runs import job_files
 from llava_fsdp.sweeping.job import read_jobs
 from llava_fsdp.sweeping.results import show, write_results
 from llava_fsdp.sweeping.stopping import STOP_FILE, Wishes, supervise
@@ -58,7 +58,7 @@ def sweep_folder() -> Path | None:
     if "${" in given[-1]:
         raise ConfigError(f"hydra.sweep.dir={given[-1]} must be a plain folder; hydra.sweep.subdir names the jobs'")
     folder = Path(given[-1])
-    for old in folder.glob(f"**/{JOB_FILE}"):  # of an earlier sweep that this one continues
+    for old in job_files(folder):  # of an earlier sweep that this one continues
         old.unlink()
     return folder
 

@@ -6,7 +6,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llava_fsdp.errors import LlavaFsdpError
@@ -48,7 +48,8 @@ def torch(subject: Subject) -> Iterator[Finding]:
 
 
 def devices(subject: Subject) -> Iterator[Finding]:
-    yield from gpus.judge_gpus(subject.smi, subject.torch)
+    used = replace(subject.torch, devices=subject.torch.devices[: subject.cfg.gpus])
+    yield from gpus.judge_gpus(subject.gpus, used)
     yield from gpus.judge_count(subject.ranks, subject.torch, os.environ)
 
 
@@ -139,7 +140,7 @@ def needs(subject: Subject) -> Iterator[Finding]:
 def plan(subject: Subject) -> Iterator[Finding]:
     found = subject.needs
     yield from settings.judge_plan(found, bool(subject.torch.devices))
-    yield from settings.judge_taken(found, [gpu.memory - gpu.used for gpu in subject.smi])
+    yield from settings.judge_taken(found, {gpu.index: gpu.memory - gpu.used for gpu in subject.gpus})
 
 
 def two_ranks(subject: Subject) -> Iterator[Finding]:

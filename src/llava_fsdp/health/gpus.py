@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llava_fsdp.health.findings import Finding, fail, ok, output_of, size, warn
+from llava_fsdp.visible import visible_gpus
 
 MIB = 1 << 20
 SECONDS = 20
@@ -84,6 +85,22 @@ def parse_smi(text: str) -> list[SmiGpu]:
             )
         )
     return found
+
+
+def seen_gpus(gpus: Sequence[SmiGpu], visible: str | None, count: int | None) -> list[SmiGpu]:
+    """Those that a training's ranks run on, in their order.
+
+    Args:
+        visible: CUDA_VISIBLE_DEVICES; None: it is not set. Where it names parts (MIG), every GPU that is cut counts:
+            the driver's list does not say whose part it is.
+        count: of ranks; None: one on each.
+    """
+    if visible is None:
+        return list(gpus[:count])
+    by_key = {gpu.uuid: gpu for gpu in gpus}
+    keys = [key for _, key in visible_gpus(list(by_key), visible)]
+    cut = [gpu.uuid for gpu in gpus if gpu.mig] if any(key.startswith("MIG-") for key in keys) else []
+    return [by_key[key] for key in dict.fromkeys([*keys, *cut]) if key in by_key][:count]
 
 
 def number(text: str) -> int:

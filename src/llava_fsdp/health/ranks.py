@@ -45,6 +45,8 @@ def try_ranks(count: int, on_gpus: bool, limit: float = LIMIT, program: Sequence
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder, open(Path(folder) / "output", "w+") as output:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
         environment = without_launcher(os.environ)
+        if not on_gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ""  # else a single GPU is refused to two ranks
         start = time.monotonic()
         process = subprocess.Popen(
             [*launcher, *program, folder], stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment

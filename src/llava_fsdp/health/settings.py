@@ -74,14 +74,14 @@ def judge_plan(needs: Needs, on_gpus: bool) -> Iterator[Finding]:
         yield ok("memory by the plan", said)
 
 
-def judge_taken(needs: Needs, free: list[int]) -> Iterator[Finding]:
+def judge_taken(needs: Needs, free: Mapping[int, int]) -> Iterator[Finding]:
     """What others hold of the GPUs, against what a rank will take.
 
     Args:
-        free: bytes of each GPU that nobody holds.
+        free: bytes of each GPU that nobody holds, by its index.
     """
     total = needs.row.bytes["total"]
-    tight = [index for index, count in enumerate(free) if count < total <= needs.row.usable]
+    tight = [index for index, count in free.items() if count < total <= needs.row.usable]
     if tight:
         shown = ", ".join(f"GPU {index}: {size(free[index])}" for index in tight)
         yield fail(

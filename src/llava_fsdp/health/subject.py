@@ -1,12 +1,13 @@
 """The training that a machine is looked at for, and what several probes need to know, each found out once."""
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llava_fsdp.config import DoctorConfig
-from llava_fsdp.health.gpus import SmiGpu, TorchFacts, parse_smi, read_smi, read_torch
+from llava_fsdp.health.gpus import SmiGpu, TorchFacts, parse_smi, read_smi, read_torch, seen_gpus
 from llava_fsdp.health.host import Host, read_host
 
 if TYPE_CHECKING:
@@ -37,6 +38,11 @@ class Subject:
     @cached_property
     def smi(self) -> list[SmiGpu]:
         return parse_smi(read_smi() or "")
+
+    @property
+    def gpus(self) -> list[SmiGpu]:
+        """Of `smi`, those that the ranks run on."""
+        return seen_gpus(self.smi, os.environ.get("CUDA_VISIBLE_DEVICES"), self.cfg.gpus)
 
     @cached_property
     def torch(self) -> TorchFacts:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.log import log
+from llava_fsdp.visible import visible_gpus
 
 GPU_LINE = re.compile(r"(\s*)(GPU|MIG)\b.*?\(UUID:\s*((?:GPU|MIG)-[^)\s]+)\)")
 LOOK_AGAIN = 1.0
@@ -57,14 +58,7 @@ def list_devices(listed: str, visible: str | None) -> list[Device]:
     if visible is None:
         whole = [[Device(part, part) for part in parts.get(n, [])] or [Device(str(n), k)] for n, k in enumerate(gpus)]
         return [device for own in whole for device in own]
-    found = []
-    for name in (own.strip() for own in visible.split(",")):
-        if not name or name == "-1":  # CUDA stops there
-            break
-        by_number = gpus[int(name)] if name.isdecimal() and int(name) < len(gpus) else None
-        by_prefix = next((key for key in gpus if key.startswith(name)), None)
-        found.append(Device(name, by_number or by_prefix or name))
-    return found
+    return [Device(name, key) for name, key in visible_gpus(gpus, visible)]
 
 
 def devices_here() -> list[Device]:

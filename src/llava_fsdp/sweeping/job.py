@@ -18,8 +18,8 @@ from llava_fsdp.cli import quoted
 from llava_fsdp.config import Devices, SweepConfig, SweepMetric, at_least, load
 from llava_fsdp.errors import ConfigError, ExitCode, LlavaFsdpError
 from llava_fsdp.log import log, setup_logging
-from llava_fsdp.rundir import read_object
-from llava_fsdp.runs import JOB_FILE
+from llava_fsdp.rundir import STATUS_FILE, make_run_folder, read_object, write_new
+from llava_fsdp.runs import JOB_FILE, job_files
 from llava_fsdp.sweeping.devices import check_devices, devices_here, lent
 from llava_fsdp.sweeping.numbers import Numbers, numbers_of, value_of
 from llava_fsdp.sweeping.stopping import Wishes, leave_signals
@@ -48,23 +48,30 @@ class Job:
     numbers: Numbers = field(default_factory=Numbers)
     seconds: float = 0.0
     """Of this start, from the launch of its processes to their end."""
+    private: bool = True
+    """What the sweep writes of it is its owner's alone, as what the run writes."""
 
     @property
     def is_done(self) -> bool:
         return self.exit_code == ExitCode.DONE
 
+    @property
+    def file_mode(self) -> int:
+        """Before the umask."""
+        return 0o600 if self.private else 0o666
+
     def write(self) -> None:
         """Beside first: what looks for it from another process sees all of it."""
         path = Path(self.folder) / JOB_FILE
         staged = path.with_suffix(".tmp")
-        staged.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        write_new(staged, (json.dumps(asdict(self), indent=2) + "\n").encode(), self.file_mode)
         os.replace(staged, path)
 
 
 def read_jobs(folder: Path) -> list[Job]:
     """Those of a sweep's folder, by number. One that is still said to run was killed with its launcher's worker."""
     jobs = []
-    for path in folder.glob(f"**/{JOB_FILE}"):
+    for path in job_files(folder):
         said = read_object(path)
         if said is None or set(said) != {own.name for own in fields(Job)}:  # of another version
             continue
@@ -83,8 +90,10 @@ def run_job(node: DictConfig, wishes: Wishes) -> Job:
     is_sweep = settings.mode == RunMode.MULTIRUN
     number = settings.job.num if is_sweep else 0
     folder = Path(settings.runtime.output_dir if is_sweep else str(node.output_dir))
-    folder.mkdir(parents=True, exist_ok=True)
-    job = Job(number=number, overrides=list(settings.overrides.task), folder=os.path.relpath(folder))
+    private = node.get("private") is not False  # what is neither is refused below
+    make_job_folder(folder, private, is_sweep)
+    overrides = list(settings.overrides.task)
+    job = Job(number=number, overrides=overrides, folder=os.path.relpath(folder), private=private)
     job.write()
     if not wishes.is_main():
         leave_signals()
@@ -101,16 +110,41 @@ def run_job(node: DictConfig, wishes: Wishes) -> Job:
             raise JobFailed(f"the run ended well, but {folder} has {lacking(config.sweep.metric)}")
         job.status, job.exit_code = "done", ExitCode.DONE
     except LlavaFsdpError as error:
-        job.reason = str(error)
-        code = failure_code(folder) if isinstance(error, JobFailed) else error.exit_code
-        if level() and code == ExitCode.BUG:
-            code, job.reason = ExitCode.STOPPED, job.reason if job.command else "stopped before it began"
-        job.status, job.exit_code = code.name.lower(), code
-        job.numbers = numbers_of(folder, last_steps) if job.command else Numbers()
+        record_failure(job, error, level() > 0, last_steps)
     job.seconds = round(time.monotonic() - started, 1)
     job.write()
     tell(job)
     return job
+
+
+def make_job_folder(folder: Path, private: bool, is_sweep: bool) -> None:
+    """As a run makes its own: a new one is the user's alone with `private`, one that a run has been in stays as it is.
+
+    Hydra has made that of a sweep's job a moment before, for whoever the umask lets in.
+    """
+    has_run = any((folder / name).exists() for name in (LOG_FILE, STATUS_FILE))
+    make_run_folder(folder, private)
+    if is_sweep and private and not has_run:
+        folder.chmod(0o700)
+
+
+def record_failure(job: Job, error: LlavaFsdpError, is_stopping: bool, last_steps: int) -> None:
+    """Why a job did not get to its end, and what its folder has of it nevertheless.
+
+    Args:
+        is_stopping: a stop was wished; a job that had not begun is then for the next start, whatever an earlier one
+            has left in the folder.
+    """
+    folder, has_begun = Path(job.folder), bool(job.command)
+    code, job.reason = error.exit_code, str(error)
+    if isinstance(error, JobFailed) and not has_begun and is_stopping:
+        code, job.reason = ExitCode.STOPPED, "stopped before it began"
+    elif isinstance(error, JobFailed):
+        code = failure_code(folder)
+        code = ExitCode.STOPPED if is_stopping and code == ExitCode.BUG else code
+    job.status, job.exit_code = code.name.lower(), code
+    if has_begun or code == ExitCode.STOPPED:
+        job.numbers = numbers_of(folder, last_steps)
 
 
 def train(config: SweepConfig, job: Job, level: Callable[[], int]) -> None:
@@ -126,6 +160,7 @@ def train(config: SweepConfig, job: Job, level: Callable[[], int]) -> None:
         job.write()
         on = f" on GPUs {','.join(job.devices)}" if own else ""
         log().info("%s: %s -> %s%s", name, " ".join(job.overrides), job.folder, on)
+        (folder / LOG_FILE).touch(job.file_mode)
         run_torchrun(command, folder, name, level, ",".join(job.devices) if own else None, locks)
 
 

@@ -1,6 +1,7 @@
 """What came of a sweep, from the runs' own metrics: a table, `results.json`, a picture and a page. Imports no torch."""
 
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from llava_fsdp.comparison_page import comparison_page
 from llava_fsdp.errors import ExitCode, LlavaFsdpError
 from llava_fsdp.log import log
 from llava_fsdp.rows import read_rows, replace_lines
+from llava_fsdp.rundir import restored_umask
 from llava_fsdp.runs import METRICS_FILE, REPORT_FILE, VALIDATION_FILE, put_page, runs_in
 from llava_fsdp.sweeping.curves import Curve, draw
 from llava_fsdp.sweeping.job import Job
@@ -35,10 +37,13 @@ COLUMNS: dict[str, Callable[[Job], str | None]] = {
 }
 
 
+@restored_umask()
 def write_results(folder: Path, jobs: Sequence[Job]) -> None:
     """Write what came of all jobs into the sweep's folder; a disk that refuses costs the files, not the sweep."""
     if not jobs:
         return
+    if any(job.private for job in jobs):
+        os.umask(0o077)
     best = best_of(jobs)
     said = {
         "metric": jobs[0].metric,

@@ -18,6 +18,8 @@ from llava_fsdp.rundir import STATUS_FILE, read_status
 
 LOG_FILE = "train.log"
 PROGRESS_SECONDS = 10
+STOP_SECONDS = "600"
+"""That torchrun leaves its ranks to save a checkpoint before it kills them; without a word of ours 30."""
 STEP_LINE = re.compile(r"step \d+/\d+ .*")
 
 
@@ -52,6 +54,7 @@ def run_torchrun(
     """
     (folder / STATUS_FILE).unlink(missing_ok=True)  # else a start that fails shows an earlier run's reason
     environment = without_launcher(os.environ)
+    environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", STOP_SECONDS)
     if visible is not None:
         environment["CUDA_VISIBLE_DEVICES"] = visible
     start = [sys.executable, "-m", "llava_fsdp.sweeping.child", str(os.getpid()), *command]
