@@ -96,9 +96,8 @@ def test_only_gpus_that_ranks_run_on_are_judged(
     subject.__dict__ |= {
         "smi": parse_smi(SMI),
         "torch": torch_of(*[A100] * (wanted or len(seen))),
-        "needs": needs(1, 9),
+        "needs": needs(50 * GIB, 50 * GIB),
     }
-    subject.needs.row.bytes["total"] = subject.needs.row.usable = 50 * GIB
     (check,) = (check for check in CHECKS if check.name == "GPUs")
     judged = [row.name for row in run_check(check, subject) if row.name.startswith("GPU ")]
     assert judged == [f"GPU {index}" for index in seen]

@@ -409,7 +409,7 @@ def test_numbers_of_a_run(tmp_path: Path) -> None:
     assert [value_of(found, metric) for metric in SweepMetric] == [1.5, 1.0, -0.75]
 
 
-def job_of(number: int, folder: Path, value: float | None, *overrides: str, **more: object) -> Job:
+def job_of(number: int, folder: Path, value: float | None, *overrides: str, **more: Any) -> Job:
     code = ExitCode.BUG if value is None else ExitCode.DONE
     return Job(
         number=number, overrides=list(overrides), folder=str(folder), exit_code=code, value=value,
