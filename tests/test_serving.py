@@ -35,6 +35,28 @@ PATIENCE = 90_000
 """Milliseconds that the browser waits for what must come."""
 
 
+PACED = """
+import time
+from llava_fsdp.answer import Assistant
+from llava_fsdp.chat import main
+
+fast = Assistant.stream
+
+def paced(*args):
+    stream = fast(*args)
+    while True:
+        time.sleep(0.01)
+        try:
+            yield next(stream)
+        except StopIteration as end:
+            return end.value
+
+Assistant.stream = paced
+main()
+"""
+"""The command, with a model that takes its time as a real one does: a small one is done before a button is found."""
+
+
 def configured(*overrides: str) -> ChatConfig:
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         return load(ChatConfig, compose("chat", list(overrides)))
@@ -49,7 +71,7 @@ class Served:
             self.port = free.getsockname()[1]
         words = [f"model.checkpoint={checkpoint}", f"port={self.port}", "max_upload_mb=1", "max_images=3"]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "llava_fsdp.chat", "serve=true", "max_new_tokens=8", *words],
+            [sys.executable, "-c", PACED, "serve=true", "max_new_tokens=8", *words],
             cwd=folder, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         self.said: list[str] = []
@@ -204,17 +226,33 @@ def test_files_that_are_refused(served: Served, dataset: Path, tmp_path: Path) -
     assert served.process.poll() is None
 
 
+def opened(shown: Any, served: Served, most_tokens: int = 8) -> None:
+    shown.goto(served.address, timeout=PATIENCE)
+    shown.click("text=How answers are written", timeout=PATIENCE)
+    shown.fill("input[aria-label*='max_new_tokens']", str(most_tokens))
+    shown.keyboard.press("Tab")
+
+
 @pytest.mark.e2e
-def test_an_answer_is_stopped(served: Served) -> None:
+def test_an_answer_is_stopped(served: Served, assistant: Assistant) -> None:
+    """It ends as a beginning of what would have been said, also while others wait for their turn."""
+    most = 1500
+    [whole] = assistant.answers([Question([Turn("human", "what")], [], "")], most)
     with page() as shown:
-        shown.goto(served.address, timeout=PATIENCE)
-        shown.click("text=How answers are written", timeout=PATIENCE)
-        shown.fill("input[aria-label*='max_new_tokens']", "400")
-        shown.keyboard.press("Tab")
+        opened(shown, served, most)
+        other = shown.context.browser.new_page()
+        opened(other, served)
         ask(shown, "what")
         shown.wait_for_selector("[data-testid=bot]", timeout=PATIENCE)
+        ask(other, "taken back")
+        other.click("button:has-text('Stop')")
         shown.click("button:has-text('Stop')")
         [cut] = answers(shown, 1)
+        assert cut and as_shown(whole).startswith(as_shown(cut)) and len(cut) < len(whole.strip())
+        other.wait_for_function("[...document.querySelectorAll('button')].find(b => b.innerText == 'Stop').disabled")
+        assert other.locator("[data-testid=bot]").count() == 0 and other.input_value("textarea") == "taken back"
+        ask(other, "asked again")
+        assert len(answers(other, 1)) == 1, "a stop is for one question"
         ask(shown, "go on")
         shown.click("button:has-text('Stop')")
         assert answers(shown, 2)[0] == cut
@@ -382,6 +420,7 @@ def test_talks_end_with_their_tab(assistant: Assistant) -> None:
     whole = "".join(talks.ask("one", "what", [], how))
     for leave in (lambda: talks.forget("two"), lambda: talks.stop("two"), talks.end):
         talks.clear("two")
+        talks.expect("two")
         answer = talks.ask("two", "what", [], how)
         some = [next(answer)]
         leave()

@@ -75,6 +75,10 @@ def make_page(talks: Talks, cfg: ChatConfig) -> gr.Blocks:
         def ask(said: dict[str, Any], heat: float, share: float, length: float, request: gr.Request) -> Iterator[Any]:
             yield from answered(talks, cfg, said, (heat, share, length), session_of(request))
 
+        def expected(request: gr.Request) -> gr.Button:
+            talks.expect(session_of(request))
+            return gr.Button(interactive=True)
+
         def stopped(request: gr.Request) -> None:
             talks.stop(session_of(request))
 
@@ -89,7 +93,8 @@ def make_page(talks: Talks, cfg: ChatConfig) -> gr.Blocks:
             "concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private", "show_progress": "hidden",
         }  # fmt: skip
         at_once: dict[str, Any] = {"concurrency_limit": None, "api_visibility": "private", "show_progress": "hidden"}
-        box.submit(ask, [box, temperature, top_p, tokens], [chat, box, stop], **one_at_a_time)
+        settings = [box, temperature, top_p, tokens]
+        box.submit(expected, None, stop, **at_once).then(ask, settings, [chat, box, stop], **one_at_a_time)
         stop.click(stopped, **at_once)
         for emptied in (clear.click, chat.clear):  # the bin above the conversation empties what is shown alone
             emptied(stopped, **at_once).then(cleared, None, [chat, box], **one_at_a_time)
@@ -112,8 +117,8 @@ def answered(
     """What the page shows while an answer is written: the conversation, the box for questions, the stop button."""
     text, files = said["text"].strip(), [str(name) for name in said["files"]]
     idle = gr.Button(interactive=False)
-    before = history(talks, session)
-    if not text and not files:
+    is_stopped, before = talks.is_stopped(session), history(talks, session)
+    if is_stopped or not (text or files):  # the box keeps what it has
         yield before, gr.skip(), idle
         return
     asked = message("user", text, files)

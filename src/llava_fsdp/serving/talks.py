@@ -26,7 +26,8 @@ class Talk:
     """A tab's conversation."""
 
     conversation: Conversation
-    stopped: threading.Event = field(default_factory=threading.Event)
+    stopped: threading.Event
+    """Set: its question is not to be answered any further."""
     files: list[list[str]] = field(default_factory=list)
     """By question: the files that were shown with it."""
 
@@ -47,14 +48,23 @@ class Talks:
         """The tab's; a new one where there is none."""
         with self._changing:
             if session not in self._kept:
-                self._kept[session] = Talk(Conversation(self.assistant, self.cfg.max_images))
+                self._kept[session] = Talk(Conversation(self.assistant, self.cfg.max_images), threading.Event())
                 while len(self._kept) > MOST:
                     self._kept.popitem(last=False)[1].stopped.set()
             self._kept.move_to_end(session)
             return self._kept[session]
 
+    def expect(self, session: str) -> None:
+        """A question of this tab is on its way: from here on it can be stopped, also while it waits for others'."""
+        self.of(session).stopped.clear()
+
+    def is_stopped(self, session: str) -> bool:
+        """Also where the tab is gone, whose question may still have waited for its turn."""
+        with self._changing:
+            return session not in self._kept or self._kept[session].stopped.is_set()
+
     def ask(self, session: str, text: str, files: list[str], how: Sampling) -> Iterator[str]:
-        """The answer in pieces.
+        """The answer in pieces, until the tab is stopped.
 
         Raises:
             DataError: a file is no picture, or the question cannot be asked; the conversation is as it was.
@@ -62,7 +72,6 @@ class Talks:
         talk = self.of(session)
         if len(text) > MOST_LETTERS:
             raise DataError(f"the question has {len(text)} letters; most are {MOST_LETTERS}")
-        talk.stopped.clear()
         conversation = talk.conversation
         try:
             for name in files:
