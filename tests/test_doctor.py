@@ -16,11 +16,12 @@ from llava_fsdp.config import DoctorConfig, config_dir, load
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.health import disk, gpus, host, network, ranks, settings, software
 from llava_fsdp.health.checks import CHECKS, Check, run_check
-from llava_fsdp.health.findings import Finding, Level, ok, output_of, said_of, size
+from llava_fsdp.health.findings import Finding, Level, ok, output_of, said_of
 from llava_fsdp.health.gpus import TorchFacts, parse_links, parse_smi
 from llava_fsdp.health.host import Host
 from llava_fsdp.health.network import Interface
 from llava_fsdp.health.subject import Needs, Subject
+from llava_fsdp.words import readable
 
 GIB = 1 << 30
 
@@ -366,13 +367,7 @@ def test_a_probe_that_crashes_or_hangs_is_a_row() -> None:
 
 
 def test_words() -> None:
-    assert [size(n) for n in (0, 1023, 1536, 5 << 20, 3 << 40)] == [
-        "0 bytes",
-        "1023 bytes",
-        "1.5 KiB",
-        "5 MiB",
-        "3.07e+03 GiB",
-    ]
+    assert [readable(n) for n in (0, 1023, 1536, 5 << 20, 3 << 40)] == ["0 B", "1023 B", "1.5 KiB", "5 MiB", "3072 GiB"]
     assert said_of(ConfigError("a is wrong; set b")) == ("a is wrong", "set b")
     assert said_of(ConfigError("a is wrong")) == ("a is wrong", "")
     assert output_of(["no-such-program"], 5) is None and output_of(["false"], 5) is None

@@ -25,7 +25,7 @@ from llava_fsdp.guard import check_command_line, check_plugin
 from llava_fsdp.rundir import mode_of, restored_umask
 from llava_fsdp.runs import JOB_FILE
 from llava_fsdp.sweeping import devices, torchrun
-from llava_fsdp.sweeping.curves import MOST_POINTS, Curve, draw, thinned, ticks
+from llava_fsdp.sweeping.curves import MOST_POINTS, Curve, draw, thinned
 from llava_fsdp.sweeping.devices import Device, check_devices, lent, list_devices
 from llava_fsdp.sweeping.hydra_run import run_jobs
 from llava_fsdp.sweeping.job import Job, make_job_folder, read_jobs, record_failure, train_command
@@ -516,7 +516,6 @@ def test_a_job_that_is_stopped_before_it_began_is_for_the_next_start(tmp_path: P
 
 
 def test_curves() -> None:
-    assert ticks(0, 10) == list(range(11)) and ticks(0.62, 0.95) == [0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95]
     points = [(float(n), float(n % 2)) for n in range(1, 2 * MOST_POINTS + 1)]
     thin = thinned(points)
     assert len(thin) == MOST_POINTS and {value for _, value in thin} == {0.5} and thin[-1][0] == 2 * MOST_POINTS

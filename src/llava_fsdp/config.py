@@ -13,7 +13,7 @@ from enum import Enum
 from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
@@ -959,7 +959,7 @@ class Config:
         return self.tokens_per_micro_batch or self.micro_batch_size * self.data.max_length
 
     @property
-    def held_out(self) -> "Config":
+    def held_out(self) -> Self:
         """The same run reading the records of `val` once, as it reads its own."""
         own, files = self.val, self.val.sources
         embedded = str(Path(self.data.root or ".") / HELDOUT) if self.data.source is Source.shapes else None

@@ -20,11 +20,14 @@ if __name__ == "__main__":  # before transformers is imported
 from llava_fsdp.config import Format, PrepareConfig
 from llava_fsdp.data.chunks import cores
 from llava_fsdp.data.door import same_files
+from llava_fsdp.data.encode import Encoder
+from llava_fsdp.data.images import PictureReader
 from llava_fsdp.data.index import Plan, open_index
 from llava_fsdp.data.loader import open_encoding
 from llava_fsdp.data.progress import watch
 from llava_fsdp.data.records import Records
 from llava_fsdp.data.report import PAGE, write_report
+from llava_fsdp.data.texts import sources_of
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.parts import find_parts
@@ -37,16 +40,26 @@ def main() -> None:
 
 
 def prepare(cfg: PrepareConfig) -> None:
-    """Make the index, or bring it up to date, and write and print what was found; problems are no failure here."""
+    """Make the index, or bring it up to date, and write and print what was found; problems are no failure here. Where
+    the training is to be validated, so with its held-out records."""
     draw_shapes(cfg.data)
     parts = find_parts(cfg.model)
     model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])  # on meta: shapes only
-    encoder, reader = open_encoding(cfg, parts.language_folder, parts.vision_folder, shape_of(model))
+    encoding = open_encoding(cfg, parts.language_folder, parts.vision_folder, shape_of(model))
+    examine(cfg, encoding, Path(cfg.report or cfg.data.index_folder))
+    if cfg.val.every is not None:
+        own = cfg.held_out
+        sources_of(own.data, "val")  # whose message names the keys of val
+        examine(own, encoding, Path(cfg.report) / "val" if cfg.report else own.data.index_folder)
+
+
+def examine(cfg: PrepareConfig, encoding: tuple[Encoder, PictureReader], folder: Path) -> None:
+    """The records that `cfg.data` names; what was found goes into the folder."""
+    encoder, reader = encoding
     plan = Plan(cfg.data, encoder, reader, cfg.prepare.workers or cores())
     records = Records(open_index(plan, watch, look_again=True), cfg.labels, cfg.data.too_long)
     if said := same_files(records):
         log().warning(said)
-    folder = Path(cfg.report or cfg.data.index_folder)
     try:
         report = write_report(records, cfg, folder)
     except OSError as error:

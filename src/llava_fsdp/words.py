@@ -4,9 +4,9 @@ import time
 
 
 def readable(size: float) -> str:
-    """Bytes."""
+    """Bytes, in the unit that shows them best."""
     for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
+        if abs(size) < 1024:
             return f"{size:.4g} {unit}"
         size /= 1024
     return f"{size:.4g} GiB"

@@ -104,8 +104,11 @@ def test_as_a_user_runs_it(parts: Path, tmp_path: Path) -> None:
     first = subprocess.run([*command, "format=json"], capture_output=True, text=True, check=True)
     answer = json.loads(first.stdout)
     assert answer["records"] == len(planted) and answer["report"] == str(tmp_path / "told")
-    again = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "image_truncated" in again.stdout and "report.html" in again.stdout
+    held_out, few = write_planted(tmp_path / "held", lines=True)
+    val = ["val.every=5", f"val.path={held_out}", f"val.images={tmp_path / 'held' / 'images'}"]
+    again = subprocess.run([*command, *val], capture_output=True, text=True, check=True)
+    assert again.stdout.count("image_truncated, for example") == 2 and "report.html" in again.stdout
+    assert json.loads((tmp_path / "told" / "val" / "report.json").read_text())["records"] == len(few)
     wrong = subprocess.run([*command, "data.path=gone.json"], capture_output=True, text=True, check=False)
     assert wrong.returncode == 2 and "data.path=gone.json is not a file" in wrong.stderr and not wrong.stdout
 

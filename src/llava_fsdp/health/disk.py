@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from llava_fsdp.health.findings import Finding, fail, ok, size, warn
+from llava_fsdp.health.findings import Finding, fail, ok, warn
+from llava_fsdp.words import readable
 
 MIB = 1 << 20
 BLOCK = 8 * MIB
@@ -69,7 +70,7 @@ def nearest(path: Path) -> Path:
 
 
 def judge_room(name: str, folder: Path, free: int, needed: int, what: str) -> Iterator[Finding]:
-    said = f"{folder}: {size(free)} free, {what} {size(needed)}"
+    said = f"{folder}: {readable(free)} free, {what} {readable(needed)}"
     if needed > free:
         yield fail(name, said, "make room, or give an output_dir on a larger disk; checkpoint.keep=2 keeps least")
     else:
@@ -81,7 +82,7 @@ def judge_speed(name: str, speed: Speed, checkpoint: int) -> Iterator[Finding]:
     Args:
         checkpoint: bytes; 0: not known.
     """
-    said = f"writes {size(speed.write)}/s to the disk, reads {size(speed.read)}/s"
+    said = f"writes {readable(speed.write)}/s to the disk, reads {readable(speed.read)}/s"
     seconds = checkpoint / speed.write
     if seconds > SLOW_SAVE:
         cure = "an output_dir on a faster disk, or a larger checkpoint.every: saves run beside the steps"
@@ -132,7 +133,7 @@ def judge_pictures(name: str, paths: Iterable[Path]) -> Iterator[Finding]:
         yield fail(name, "no file in it", "data.images names the folder below which the records' pictures are")
         return
     seconds = max(time.monotonic() - start, 1e-6)
-    said = f"{files / seconds:,.0f} files a second, {size(count / seconds)}/s, by one reader"
+    said = f"{files / seconds:,.0f} files a second, {readable(count / seconds)}/s, by one reader"
     if count / seconds < SLOW_READ and files / seconds < PICTURES:
         yield warn(name, said, "copy the pictures to a local disk, or raise data.workers and data.prefetch")
     else:
@@ -150,4 +151,4 @@ def judge_records(name: str, path: Path) -> Iterator[Finding]:
         speed = read_speed(handle)
     index = path.with_name(path.name + ".index")
     indexed = "" if index.exists() else "; no index yet: the first start makes it, or llava_fsdp.prepare alone"
-    yield ok(name, f"{path}: {size(count)}, read at {size(speed)}/s{indexed}")
+    yield ok(name, f"{path}: {readable(count)}, read at {readable(speed)}/s{indexed}")

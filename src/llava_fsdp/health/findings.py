@@ -57,15 +57,6 @@ def text_of(path: Path) -> str | None:
         return None
 
 
-def size(count: float) -> str:
-    """Bytes, in the unit that shows them best."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024 or unit == "GiB":
-            break
-        count /= 1024
-    return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.3g} {unit}"
-
-
 def said_of(error: Exception) -> tuple[str, str]:
     """What an error's message says, and its cure: what stands behind the last semicolon, or `pip` at the end."""
     for sign in ("; ", ": pip "):

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llava_fsdp.health.findings import Finding, fail, ok, output_of, size, warn
+from llava_fsdp.health.findings import Finding, fail, ok, output_of, warn
 from llava_fsdp.visible import visible_gpus
+from llava_fsdp.words import readable
 
 MIB = 1 << 20
 SECONDS = 20
@@ -147,7 +148,7 @@ def judge_gpus(gpus: Sequence[SmiGpu], facts: TorchFacts) -> Iterator[Finding]:
         return
     for gpu in gpus:
         name = f"GPU {gpu.index}"
-        said = f"{gpu.name}, {size(gpu.memory)}, compute capability {gpu.capability}, driver {gpu.driver}"
+        said = f"{gpu.name}, {readable(gpu.memory)}, compute capability {gpu.capability}, driver {gpu.driver}"
         if gpu.mig:
             cure = f"sudo nvidia-smi -i {gpu.index} -mig 0, or one rank on one part: CUDA_VISIBLE_DEVICES=MIG-..."
             yield warn(name, f"{said}; cut into parts (MIG), between which NCCL does not work", cure)
@@ -156,7 +157,7 @@ def judge_gpus(gpus: Sequence[SmiGpu], facts: TorchFacts) -> Iterator[Finding]:
             yield fail(name, f"{said}; {gpu.ecc_errors} memory errors that were not corrected", cure)
         elif gpu.used > TAKEN * gpu.memory:
             cure = "nvidia-smi names the processes that hold it: end them"
-            yield warn(name, f"{said}; others hold {size(gpu.used)} of it", cure)
+            yield warn(name, f"{said}; others hold {readable(gpu.used)} of it", cure)
         else:
             yield ok(name, said)
     for index, device in enumerate(facts.devices):

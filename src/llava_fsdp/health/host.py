@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from llava_fsdp.health.findings import Finding, fail, ok, size, text_of, warn
+from llava_fsdp.health.findings import Finding, fail, ok, text_of, warn
+from llava_fsdp.words import readable
 
 GIB = 1 << 30
 UNLIMITED = 1 << 60
@@ -142,16 +143,16 @@ def judge_memory(host: Host, needed: int, what: str) -> Iterator[Finding]:
         needed: bytes of all ranks on this machine; 0: not known.
         what: they are for.
     """
-    limit = f", {size(host.limit)} for this container" if host.limit is not None else ""
-    said = f"{size(host.memory)}{limit}, {size(host.free)} free"
+    limit = f", {readable(host.limit)} for this container" if host.limit is not None else ""
+    said = f"{readable(host.memory)}{limit}, {readable(host.free)} free"
     if needed > host.free:
         cure = "offload less, fewer ranks, precision=bf16_pure, or more memory: llava_fsdp.plan compares the ways"
-        yield fail("memory", f"{said}; {what} takes {size(needed)}", cure)
+        yield fail("memory", f"{said}; {what} takes {readable(needed)}", cure)
     elif needed > HEADROOM * host.free:
         cure = "other programs and the file cache need some too: end what else runs here"
-        yield warn("memory", f"{said}; {what} takes {size(needed)}", cure)
+        yield warn("memory", f"{said}; {what} takes {readable(needed)}", cure)
     else:
-        yield ok("memory", said + (f"; {what} takes {size(needed)}" if needed else ""))
+        yield ok("memory", said + (f"; {what} takes {readable(needed)}" if needed else ""))
 
 
 def read_shared(path: Path = Path("/dev/shm")) -> tuple[int, int]:
@@ -167,7 +168,7 @@ def judge_shared(total: int, free: int, needed: int, several: bool) -> Iterator[
         needed: bytes of steps on their way.
         several: there are several GPUs.
     """
-    said = f"/dev/shm of {size(total)}, {size(free)} free; steps on their way take {size(needed)}"
+    said = f"/dev/shm of {readable(total)}, {readable(free)} free; steps on their way take {readable(needed)}"
     cure = "docker run --ipc=host, or --shm-size=16g; Kubernetes: an emptyDir of medium Memory at /dev/shm"
     if needed > free:
         yield fail("shared memory", said, f"{cure}; data.workers=0 needs none")
@@ -191,7 +192,7 @@ def judge_limits(limits: dict[str, int], has_infiniband: bool) -> Iterator[Findi
         yield warn("open files", f"{files} a process", cure)
     else:
         yield ok("open files", "no limit" if files < 0 else f"{files} a process")
-    shown = "no limit" if locked < 0 else size(locked)
+    shown = "no limit" if locked < 0 else readable(locked)
     if has_infiniband and locked >= 0:
         cure = "ulimit -l unlimited, or docker run --ulimit memlock=-1: InfiniBand pins what it sends"
         yield warn("locked memory", shown, cure)

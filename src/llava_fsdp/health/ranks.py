@@ -11,8 +11,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from llava_fsdp.health.findings import Finding, fail, ok, size
+from llava_fsdp.health.findings import Finding, fail, ok
 from llava_fsdp.parent import without_launcher
+from llava_fsdp.words import readable
 
 LIMIT = 60.0
 """Seconds."""
@@ -66,7 +67,7 @@ def try_ranks(count: int, on_gpus: bool, limit: float = LIMIT, program: Sequence
             yield fail(name, f"failed: {reason(output.read())}", cure)
             return
         rates = [float(stage.split()[1]) for stage in stages if stage.startswith("measured ")]
-        yield ok(name, f"right sums after {seconds:.0f} s; all_reduce at {size(min(rates, default=0.0))}/s")
+        yield ok(name, f"right sums after {seconds:.0f} s; all_reduce at {readable(min(rates, default=0.0))}/s")
 
 
 def stages_of(folder: Path, count: int) -> list[str]:

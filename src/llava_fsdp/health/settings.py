@@ -6,9 +6,10 @@ from pathlib import Path
 
 from llava_fsdp.config import Config, Source
 from llava_fsdp.errors import ConfigError
-from llava_fsdp.health.findings import Finding, fail, ok, said_of, size, warn
+from llava_fsdp.health.findings import Finding, fail, ok, said_of, warn
 from llava_fsdp.health.subject import Needs
 from llava_fsdp.places import PACKAGED_OR_HUB, check_places, exists, places_read
+from llava_fsdp.words import readable
 
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
@@ -65,7 +66,7 @@ def judge_plan(needs: Needs, on_gpus: bool) -> Iterator[Finding]:
     """Bytes of a rank at the worst moment of a step."""
     row = needs.row
     total = row.bytes["total"]
-    said = f"{size(total)} of {size(row.usable)} for tensors, a rank on {needs.machine}"
+    said = f"{readable(total)} of {readable(row.usable)} for tensors, a rank on {needs.machine}"
     if not row.fits:
         name = "gpus" if on_gpus else "ranks"
         cure = f"python -m llava_fsdp.plan with the same keys shows what fits; sharding=zero3, offload, more {name}"
@@ -83,9 +84,11 @@ def judge_taken(needs: Needs, free: Mapping[int, int]) -> Iterator[Finding]:
     total = needs.row.bytes["total"]
     tight = [index for index, count in free.items() if count < total <= needs.row.usable]
     if tight:
-        shown = ", ".join(f"GPU {index}: {size(free[index])}" for index in tight)
+        shown = ", ".join(f"GPU {index}: {readable(free[index])}" for index in tight)
         yield fail(
-            "free memory", f"a rank takes {size(total)}, and others leave {shown}", "end what runs there: nvidia-smi"
+            "free memory",
+            f"a rank takes {readable(total)}, and others leave {shown}",
+            "end what runs there: nvidia-smi",
         )
 
 

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from llava_fsdp.markup import ticks
+
 WIDTH, HEIGHT = 760, 380
 LEFT, TOP, BELOW = 70, 34, 48
 ROW = 20
@@ -124,14 +126,6 @@ def cross(x: float, y: float, number: int) -> str:
 def apart(low: float, high: float) -> tuple[float, float]:
     """Two ends that differ."""
     return (low, high) if high > low else (low - 0.5, high + 0.5)
-
-
-def ticks(low: float, high: float) -> list[float]:
-    """Round numbers within, four to eleven of them."""
-    power = 10 ** math.floor(math.log10((high - low) / 2))
-    step = next(factor * power for factor in (0.5, 1, 2, 5, 10) if (high - low) / (factor * power) <= 10)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [float(f"{number * step:.12g}") for number in range(first, last + 1)]
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
