@@ -19,7 +19,7 @@ from llava_fsdp.checkpoint_names import FOLDER, list_checkpoints, step_of
 from llava_fsdp.config import Config
 from llava_fsdp.errors import ConfigError, ExitCode
 from llava_fsdp.log import log, setup_logging
-from llava_fsdp.rundir import STATUS_FILE, held_by, is_without_end, read_status, started
+from llava_fsdp.rundir import STATUS_FILE, held_by, is_known_free, is_without_end, read_status, started
 
 
 def newest_step(output_dir: Path) -> int:
@@ -61,7 +61,8 @@ def main() -> None:
             "command continues from the last checkpoint", path, said["reason"],
         )  # fmt: skip
     elif said["exit_code"] is None:
-        log().error("%s: %s, without a word about its end: it was killed", path, said["status"])
+        end = "it was killed" if is_known_free(path.parent) else "killed, or going on: its lock cannot be read"
+        log().error("%s: %s, without a word about its end: %s", path, said["status"], end)
     else:
         log().info("%s: %s (exit code %d) %s", path, said["status"], said["exit_code"], said["reason"])
     sys.exit(ExitCode.BUG if said["exit_code"] is None else said["exit_code"])

@@ -1,7 +1,8 @@
 """A run told to TensorBoard and to Weights & Biases, beside its own files. Rank 0 alone.
 
-Nothing here may hold a training up or end it: rows wait in a queue for a thread, which begins with the first of them,
-when data workers have been forked; what a tracker raises is a warning, and the end of that tracker.
+Nothing here may hold a training up or end it: rows wait in a queue for a thread, which begins with the first of them;
+what a tracker raises is a warning, and the end of that tracker. The training's data workers are forked before the
+thread begins. A validation's are forked beside it: they use nothing of this module, whose locks could be held then.
 """
 
 import contextlib

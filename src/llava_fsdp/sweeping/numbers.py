@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from llava_fsdp.config import SweepMetric
+from llava_fsdp.curves import number_of
 from llava_fsdp.rows import read_rows
 from llava_fsdp.runs import METRICS_FILE, VALIDATION_FILE
 
@@ -65,10 +66,10 @@ def mean_loss(steps: list[dict[str, Any]]) -> float | None:
 
 
 def number(row: dict[str, Any], key: str) -> float | None:
-    found = row.get(key)
-    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+    try:
+        return number_of(row, key)
+    except (ValueError, OverflowError):  # an integer may be beyond every float
         return None
-    return float(found)
 
 
 def known(rows: list[dict[str, Any]], key: str) -> list[float]:
