@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from browser import page
 from commands import command
+from pictured import charts_seen
 from reference import Adapters, trained_weights
 from small import config_of
 
@@ -14,11 +16,14 @@ from llava_fsdp.data.recordfile import RecordFile
 from llava_fsdp.evaluate import question_of
 from llava_fsdp.questions.read import first_question
 
+CURVES = ["Loss", "Learning rate", "Gradient norm", "Tokens a second", "Time of a step", "Peak memory"]
+"""Of a run on a CPU."""
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 def test_embedded_default_learns_to_see(tmp_path: Path) -> None:
-    """Both stages as a newcomer runs them: at least 90 % on held-out pictures, at most half of that on blank ones."""
+    """Both stages as a newcomer runs them: at least 90 % on held-out pictures, at most half of that on blank ones.
+    A browser shows every curve on each stage's page."""
     for stage in ("pretrain", "finetune"):
         ran = command("llava_fsdp.train", f"stage={stage}", cwd=tmp_path, timeout=600)
         assert ran.returncode == 0, ran.stderr
@@ -26,6 +31,17 @@ def test_embedded_default_learns_to_see(tmp_path: Path) -> None:
     found = json.loads(ran.stdout)
     assert found["accuracy"] >= 0.9
     assert found["accuracy_blank_pictures"] <= found["accuracy"] / 2
+    for stage in ("pretrain", "finetune"):
+        path = tmp_path / "outputs" / stage / "report.html"
+        assert path.stat().st_size < 5_000_000
+        with page() as shown:
+            said: list[object] = []
+            for event in ("console", "pageerror", "request"):
+                shown.on(event, said.append)
+            shown.goto(path.as_uri())
+            assert charts_seen(shown) == CURVES
+            shown.screenshot(path=tmp_path / f"{stage}.png", full_page=True)
+        assert len(said) == 1, f"more than the page itself: {said}"
 
 
 IN_FULL = ("precision=fp32", "export.dtype=fp32")

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import stat
 import subprocess
 import sys
@@ -12,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import NAMES, find_chromium
 from commands import command
 from imagined import ODD, imagine, lines
+from pictured import charts_seen
 from small import config_of
 
 from llava_fsdp import report
 from llava_fsdp.errors import LlavaFsdpError
 from llava_fsdp.recipes import differences
 from llava_fsdp.runs import read_run, runs_in
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def texts(page: str) -> str:
@@ -247,9 +246,9 @@ def test_a_folder_of_ones_own_has_recipes_too(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    path = find_chromium()
     if path is None:
-        pytest.skip(f"there is no browser: none of {', '.join(BROWSERS)} is on PATH")
+        pytest.skip(f"there is no browser: none of {', '.join(NAMES)} is on PATH")
     with playwright.sync_playwright() as started:
         opened = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield opened
@@ -352,11 +351,9 @@ def test_a_real_run_on_two_ranks(visit: Any, parts: Path, dataset: Path, tmp_pat
         assert ran.returncode == 0, ran.stderr
     page, said = visit(tmp_path / "run" / "report.html")
     assert len(said) == 1, said
-    titles = [svg.get_attribute("aria-label") for svg in page.locator("figure.chart svg").all()]
-    assert titles == [
+    assert charts_seen(page) == [
         "Loss", "Loss by source", "Learning rate", "Gradient norm", "Tokens a second", "Time of a step", "Peak memory",
     ]  # fmt: skip
-    assert all(page.locator("figure.chart").nth(n).locator("path.line").count() for n in range(7))
     seen = page.inner_text("body")
     for words_ in ("done", "of 5 steps", "2 x CPU", "optim.schedule", "mixed", "Starts", "Unlike LLaVA", "max_steps=5"):
         assert words_ in seen, words_

@@ -1,0 +1,29 @@
+"""What a browser shows of a page's charts: by pixels, not by what stands in the page."""
+
+import io
+from typing import Any
+
+from PIL import Image
+
+FEW = 20
+"""Pixels; a curve of two points is longer."""
+
+
+def charts_seen(page: Any) -> list[str]:
+    """The titles of the charts whose every curve is seen in a screenshot of the chart, in its own colour."""
+    seen = []
+    for chart in page.locator("figure.chart svg").all():
+        chart.scroll_into_view_if_needed()
+        shown = Image.open(io.BytesIO(chart.screenshot())).convert("RGB")
+        pixels = {colour: count for count, colour in shown.getcolors(shown.width * shown.height)}
+        paths = chart.locator("path.line").all()
+        colours = [colour_of(path) for path in paths]
+        if colours and all(pixels.get(colour, 0) >= FEW for colour in colours):
+            seen.append(chart.get_attribute("aria-label"))
+    return seen
+
+
+def colour_of(path: Any) -> tuple[int, ...]:
+    """Of its stroke, as the page's style makes it."""
+    said = path.evaluate("line => getComputedStyle(line).stroke")
+    return tuple(int(float(part)) for part in said[said.index("(") + 1 : said.index(")")].split(",")[:3])
