@@ -96,6 +96,19 @@ def test_a_run_whose_lock_cannot_be_read_is_not_said_to_be_killed(tmp_path: Path
     assert read_run(run).state == "running"
 
 
+def test_a_refused_start_is_no_end_of_the_run(tmp_path: Path) -> None:
+    run = imagine(tmp_path / "run", 60)
+    status = {"status": "failed", "reason": "other settings: <seed>", "exit_code": 3}
+    for before, state, kind in (({"status": "done", "reason": ""}, "done", "note"), (None, "failed", "reason")):
+        (run / "run_status.json").write_text(json.dumps({**status, "before": before}))
+        page = report.write([str(run)]).read_text()
+        assert f"<span class='state {state}'>" in page
+        assert re.search(f"<p class='{kind}'>[^<]*other settings: &lt;seed&gt;</p>", page)
+        both = report.write([str(run), str(run), f"out={tmp_path / 'both.html'}"]).read_text()
+        assert both.count(f"<td class='r'>{state}</td>") == 2 and "other settings: &lt;seed&gt;" in both
+        assert ("a later start: failed before its first step" in both) == (before is not None)
+
+
 def test_several_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     imagine(tmp_path / "a", 120, seed=1)
@@ -179,7 +192,8 @@ def test_nonsense_is_refused_by_name(name: str | None, content: str, said: str, 
         '{"step": 5, "time": 1, "at_rest": {"a": "b"}, "trains": [[1]]}', '{"step": 5, "loss": NaN}',
         '{"step": 5, "sources": {"a": 4}}', '{"step": 5, "answers": [3]}', '{"step": 5, "time": 1, "recipe": [[1,2]]}',
         '{"step": 5, "answers": [{"picture": "\\u0000", "score": "x", "references": {"a": 1}}]}',
-        '{"status": 3, "reason": ["x"], "exit_code": "y"}', '{"step": 1e400, "time": 1}',
+        '{"status": 3, "reason": ["x"], "exit_code": "y"}', '{"status": "failed", "before": {"reason": 5}}',
+        '{"status": "failed", "before": 5}', '{"step": 1e400, "time": 1}',
         '{"step": 5, "time": 1, "versions": {"a": {}}, "total_steps": "x", "planned_peak": "y", "ranks": []}',
     ],
 )  # fmt: skip

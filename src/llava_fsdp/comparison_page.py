@@ -118,7 +118,7 @@ def differences(runs: list[Run]) -> Iterator[str]:
     of_place = differing([surroundings(run) for run in runs])
     if of_place:
         yield "<h2>Where they ran</h2>" + table(names, of_place)
-    reasons = [[run.name, str(run.status.get("reason"))] for run in runs if run.status.get("reason")]
+    reasons = [[run.name, run.reason] for run in runs if run.reason]
     if reasons:
         yield "<h2>Why they ended</h2>" + table(["run", "reason"], reasons)
 

@@ -27,7 +27,7 @@ from llava_fsdp.errors import ENDINGS, CommunicationError
 from llava_fsdp.heartbeats import FOLDER, Beat, Late, Phase, Watcher, beat_age, make_beat, put_beat
 from llava_fsdp.log import log
 from llava_fsdp.parent import end_torchrun
-from llava_fsdp.rundir import PATIENCE, Outcome, first_failure, put_status, write_ending
+from llava_fsdp.rundir import PATIENCE, Outcome, first_failure, note_steps, put_status, write_ending
 
 BEAT = 1.0
 """Seconds between two heartbeats."""
@@ -71,6 +71,7 @@ class Life:
         """Shows and tells how the run ended, where the process ends from here; it must take no more than seconds."""
         self.size = 1
         self.stepping = False
+        self.stepped = False
         """A step of this start is over, and the last one is not."""
         self.count = 0
         self.place: tuple[int, int, int] = (0, 0, 0)
@@ -117,7 +118,7 @@ class Life:
             self.stepping = False
 
     def step_done(self) -> None:
-        self.stepping = True
+        self.stepping = self.stepped = True
 
     def __enter__(self) -> "Life":
         self.ending = threading.Event()
@@ -151,6 +152,7 @@ class Life:
             signal.set_wakeup_fd(self.wakeup)
             faulthandler.unregister(signal.SIGUSR2)
         self.tell()
+        self.note_steps()
         for handle in (*self.pipe, *self.peers):
             os.close(handle)
         self.peers = {}
@@ -249,8 +251,15 @@ class Life:
             put_beat(self.folder, beat)
         return beat
 
+    def note_steps(self) -> None:
+        if self.stepped and self.rank == 0 and first_failure(self.folder) is None:
+            self.stepped = False
+            with contextlib.suppress(OSError):
+                note_steps(self.folder)
+
     def beat(self) -> None:
         beat = self.tell()
+        self.note_steps()
         if self.comm is None:
             return
         if has_others() and first_failure(self.folder) is not None:  # also of one that has not met us yet

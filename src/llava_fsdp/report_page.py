@@ -35,7 +35,6 @@ def report_page(run: Run, thumbnail: Thumbnail) -> str:
 
 def header(run: Run) -> str:
     state, about = run.state, run.about
-    reason = str(run.status.get("reason") or "")
     what = [str(about[key]) for key in ("stage", "model", "strategy") if about.get(key)]
     if ranks := about.get("ranks"):
         nodes = about.get("nodes", 1)
@@ -43,8 +42,9 @@ def header(run: Run) -> str:
     lines = [f"<p>{escape(' · '.join(what))}</p>"] if what else []
     if about.get("data"):
         lines.append(f"<p>{escape(shortened(str(about['data'])))}</p>")
-    if reason:
-        lines.append(f"<p class='reason'>{escape(shortened(reason))}</p>")
+    if run.reason:
+        kind = "reason" if run.end is run.status else "note"
+        lines.append(f"<p class='{kind}'>{escape(shortened(run.reason))}</p>")
     for name, count in run.unread.items():
         lines.append(f"<p class='note'>{count:,} lines of {escape(name)} could not be read and are left out.</p>")
     lines.append(f"<p class='note'>As of {moment(time.time())}.</p>")

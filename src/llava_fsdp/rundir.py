@@ -28,6 +28,10 @@ FIRST_FAILURE = ".run_failed"
 LOCK_FILE = ".lock"
 RESERVED = 4096
 """Bytes of `run_status.json`, so that the last word fits onto a disk that has become full."""
+LONGEST_BEFORE = 1000
+"""Characters of it are how the start before ended."""
+KILLED = "killed"
+"""Is said of a run without an end that nobody holds; no file has it as its own status."""
 BEGUN_FILE = ".begun"
 PATIENCE = 2
 """Seconds that a rank waits which has nothing of its own to say: torchrun ends all ranks as soon as one has failed, and
@@ -128,7 +132,7 @@ def claimed(folder: Path, rank: int, private: bool = True) -> Iterator[None]:
             lock(handle, folder)
             warn_of_killed(folder)
             drop_stale_failure(folder)
-            put_status(folder, "running", mode=0o600 if private else 0o666)
+            put_status(folder, "running", mode=0o600 if private else 0o666, before=came_before(folder))
         except OSError as error:
             raise ConfigError(f"output_dir={folder} cannot be written ({error}); give another folder") from error
         yield
@@ -250,10 +254,42 @@ def warn_of_killed(folder: Path) -> None:
     log().warning("the run before in %s was killed while it was %s%s%s", folder, said["status"], after, asked)
 
 
-def put_status(folder: Path, status: str, outcome: Outcome | None = None, mode: int | None = None) -> None:
+def came_before(folder: Path) -> dict[str, Any] | None:
+    """How the last start ended in which steps were taken, or that finished; None: there was none before this one, or
+    this one takes steps. A command that is refused leaves a finished run as good as it was."""
+    said = read_status(folder)
+    if said is None:
+        return None
+    status, before = said.get("status"), said.get("before")
+    if isinstance(before, dict) and status != "done":
+        return before
+    if is_without_end(said):
+        own = said.get("pid") == os.getpid() if launch_id() is None else said.get("launch") == launch_id()
+        if own:
+            return None
+        status = KILLED
+    kept = {name: said.get(name) for name in ("class", "exit_code", "step", "time")}
+    return {"status": status, **kept, "reason": str(said.get("reason") or "")[:LONGEST_BEFORE]}
+
+
+def note_steps(folder: Path) -> None:
+    """Steps are taken: how this start ends is how the run does, whatever came before."""
+    said = read_status(folder)
+    if said is not None and said.get("status") == "running" and said.get("before"):
+        put_status(folder, "running")
+
+
+def put_status(
+    folder: Path,
+    status: str,
+    outcome: Outcome | None = None,
+    mode: int | None = None,
+    before: dict[str, Any] | None = None,
+) -> None:
     """
     Args:
         mode: who may read it, before the umask; None: whoever may read the one that is there.
+        before: of a start that has taken no step, `came_before`.
     """
     said = {
         "status": status,
@@ -268,6 +304,7 @@ def put_status(folder: Path, status: str, outcome: Outcome | None = None, mode: 
         "attempt": attempt(),
         "launch": launch_id(),
         "time": time.time(),
+        "before": before,
     }
     text = (json.dumps(said) + "\n").encode()
     staged, path = folder / f"{STATUS_FILE}.{os.getpid()}.tmp", folder / STATUS_FILE
@@ -354,7 +391,7 @@ def write_ending(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
     except OSError as error:
         log().warning("cannot write %s: %s", folder / FIRST_FAILURE, error)
     try:
-        put_status(folder, status, outcome)
+        put_status(folder, status, outcome, before=came_before(folder))
     except OSError as error:
         log().warning("cannot write %s: %s", folder / STATUS_FILE, error)
     return None

@@ -19,7 +19,7 @@ import yaml
 from llava_fsdp.curves import History
 from llava_fsdp.errors import ConfigError, DataError, LlavaFsdpError
 from llava_fsdp.redact import redact_values, secrets_of
-from llava_fsdp.rundir import is_known_free, is_without_end, mode_of, read_status, write_new
+from llava_fsdp.rundir import KILLED, is_known_free, is_without_end, mode_of, read_status, write_new
 from llava_fsdp.untrusted import refuse_yaml_bombs
 from llava_fsdp.words import moment
 
@@ -32,7 +32,6 @@ JOB_FILE = "job.json"
 LONGEST_LINE = 1 << 22
 """Characters of a line that is read: a validation with its answers has some thousand."""
 MOST_VALIDATIONS = 2000
-KILLED = "killed"
 
 
 @dataclass
@@ -58,8 +57,24 @@ class Run:
         return self.starts[-1] if self.starts else {}
 
     @property
+    def end(self) -> dict[str, Any]:
+        """Of the last start that took steps: where a later one was refused, the run is what it was."""
+        before = self.status.get("before")
+        is_refused = self.status.get("status") not in ("running", "stopping", "done")
+        return before if is_refused and isinstance(before, dict) else self.status
+
+    @property
     def state(self) -> str:
-        return str(self.status.get("status", "unknown"))
+        return str(self.end.get("status", "unknown"))
+
+    @property
+    def reason(self) -> str:
+        """Why it ended, and why it did not go on."""
+        reason = str(self.end.get("reason") or "")
+        if self.end is self.status:
+            return reason
+        later = f"{self.status.get('status')} before its first step: {self.status.get('reason') or ''}"
+        return f"{reason + '; ' if reason else ''}a later start: {later}"
 
 
 def read_run(folder: Path, name: str | None = None, is_own: bool = False) -> Run:

@@ -65,6 +65,9 @@ def main() -> None:
         log().error("%s: %s, without a word about its end: %s", path, said["status"], end)
     else:
         log().info("%s: %s (exit code %d) %s", path, said["status"], said["exit_code"], said["reason"])
+    if isinstance(before := said.get("before"), dict) and said["status"] != "done":
+        how = f"{before.get('status')} {before.get('reason') or ''}"
+        log().info("%s: that start has taken no step; before it, the run was: %s", path, how)
     sys.exit(ExitCode.BUG if said["exit_code"] is None else said["exit_code"])
 
 

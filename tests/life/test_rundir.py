@@ -16,7 +16,7 @@ import pytest
 
 from llava_fsdp import rundir
 from llava_fsdp.errors import ENDINGS, ExitCode, FolderInUse
-from llava_fsdp.life import fresh
+from llava_fsdp.life import Life, fresh
 from llava_fsdp.rundir import Outcome, claimed, first_failure, is_others, put_status, read_status, settled, write_ending
 
 HOLDER = """
@@ -218,6 +218,39 @@ def test_a_run_that_was_killed_is_told_from_one_that_goes_on(tmp_path: Path) -> 
     for expected in ("was killed while it was stopping, asked to by SIGTERM", "was killed while it was running"):
         done = subprocess.run([sys.executable, "-c", start, str(tmp_path)], check=True, capture_output=True, text=True)
         assert expected in done.stderr
+
+
+def test_a_start_without_a_step_keeps_what_the_run_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(how: str, steps: int, reason: str = "") -> None:
+        with claimed(tmp_path, 0), Life(tmp_path, 0) as life:
+            assert (read_status(tmp_path) or {})["status"] == "running"
+            for _ in range(steps):
+                life.step_done()
+        ended(how, reason)
+
+    def ended(how: str, reason: str = "") -> None:
+        write_ending(tmp_path, ending(how, reason))
+        (tmp_path / rundir.FIRST_FAILURE).unlink(missing_ok=True)  # of this process, which stands for several
+
+    def found() -> tuple[object, object]:
+        said = read_status(tmp_path) or {}
+        assert "before" in said
+        return said["status"], said["before"] and (said["before"]["status"], said["before"]["reason"])
+
+    start("config", 0, "no such file")
+    assert found() == ("failed", None), "the first start has nothing before it"
+    start("numeric", 2, "nan")
+    assert found() == ("failed", None)
+    start("config", 0, "no such key")
+    ended("config", "a key that does not compose")
+    assert found() == ("failed", ("failed", "nan")), "what the run was is kept through every refusal"
+    start("done", 0)
+    assert found() == ("done", ("failed", "nan"))
+    start("checkpoint", 0, "written with other settings")
+    assert found() == ("failed", ("done", ""))
+    put_status(tmp_path, "running")
+    monkeypatch.setattr(rundir.os, "getpid", lambda: 1)
+    assert (rundir.came_before(tmp_path) or {})["status"] == rundir.KILLED
 
 
 def test_stacks_of_the_start_before_stay(tmp_path: Path) -> None:
