@@ -31,8 +31,12 @@ need NNODES "how many machines take part"
 need RDZV_ENDPOINT "host:port of one of the machines, reachable from all"
 need RDZV_ID "a name that is the same on all machines, and new for every run"
 [[ "$NNODES" =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ ]] || die "NNODES=$NNODES must be a number of machines"
-[[ "$RDZV_ENDPOINT" =~ ^.+:[0-9]+$ ]] || die "RDZV_ENDPOINT=$RDZV_ENDPOINT must be host:port"
-[[ "${NODE_RANK:-0}" =~ ^[0-9]+$ ]] || die "NODE_RANK=$NODE_RANK must be a number: 0 on the machine of RDZV_ENDPOINT"
+[[ "$RDZV_ENDPOINT" =~ ^.+:0*([1-9][0-9]{0,4})$ && ${BASH_REMATCH[1]} -le 65535 ]] ||
+    die "RDZV_ENDPOINT=$RDZV_ENDPOINT must be host:port, with a port from 1 to 65535"
+[[ "${NODE_RANK:-0}" =~ ^(0|[1-9][0-9]*)$ ]] ||
+    die "NODE_RANK=$NODE_RANK must be a number: 0 on the machine of RDZV_ENDPOINT"
+[[ "${NODE_RANK:-0}" -lt "${NNODES#*:}" ]] ||
+    die "NODE_RANK=$NODE_RANK must be less than the number of machines, NNODES=$NNODES: they count from 0"
 [[ "${JOIN_TIMEOUT:-600}" =~ ^[1-9][0-9]*$ ]] || die "JOIN_TIMEOUT=$JOIN_TIMEOUT must be a number of seconds"
 use_venv
 
@@ -100,6 +104,8 @@ fi
 trap 'exit 75' TERM
 [[ "${NODE_RANK:-0}" -eq 0 ]] || await_endpoint "${JOIN_TIMEOUT:-600}"
 WITHOUT_WORD=5 # mostly the ranks have never met, which is worth another start where other machines come up late
+WITHOUT_WORD_SAY="Most likely fewer than NNODES=$NNODES machines met within JOIN_TIMEOUT=${JOIN_TIMEOUT:-600} seconds. Are \
+RDZV_ID=$RDZV_ID, RDZV_ENDPOINT=$RDZV_ENDPOINT and NNODES the same on all machines, and is every NODE_RANK there once?"
 train_with \
     --nnodes "$NNODES" --nproc-per-node "$ranks" \
     --rdzv-backend c10d --rdzv-endpoint "$RDZV_ENDPOINT" --rdzv-id "$RDZV_ID" --rdzv-conf "$meeting" ${own:+--local-addr "$own"} \

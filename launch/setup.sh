@@ -10,9 +10,10 @@ VENV="$ROOT/.venv"
 
 say() { printf '== %s\n' "$*" >&2; }
 
+# For a mistake to mend, with its exit code (docs/running.md): a scheduler does not start it again.
 die() {
     printf 'error: %s\n' "$*" >&2
-    exit 1
+    exit 2
 }
 
 # Number of NVIDIA GPUs that work; 0 without a driver.
@@ -33,7 +34,9 @@ threads_per_rank() {
 # Ranks to start on this machine: what NPROC_PER_NODE says, else one for each GPU.
 ranks_here() {
     local ranks="${NPROC_PER_NODE:-$(count_gpus)}"
-    [[ "$ranks" =~ ^[1-9][0-9]*$ ]] ||
+    [[ -z "${NPROC_PER_NODE:-}" || "$ranks" =~ ^[1-9][0-9]*$ ]] ||
+        die "NPROC_PER_NODE=$NPROC_PER_NODE must be a number of ranks, 1 or more"
+    [[ "$ranks" != 0 ]] ||
         die "found no GPU that works (nvidia-smi -L); to train on the CPU, say how many ranks: NPROC_PER_NODE=2"
     echo "$ranks"
 }
@@ -77,9 +80,9 @@ stop_ranks() {
 # train_with FLAGS... -- ARGUMENTS...: trains under torchrun, and exits with what run_status.json says of the end:
 # torchrun's own exit code is 1 whatever happened. SIGTERM stops the run with a checkpoint, also when it is this script
 # alone that gets it; SIGUSR1 saves one, and must not reach torchrun, which it would end. Where there is no word of how
-# it ended, the code is $WITHOUT_WORD, else 1.
+# it ended, and nobody asked it to stop, the code is $WITHOUT_WORD, else 1, and the last word $WITHOUT_WORD_SAY.
 train_with() {
-    local flags=() pid asked=""
+    local flags=() pid asked="" say=""
     while [[ "$1" != -- ]]; do
         flags+=("$1")
         shift
@@ -93,8 +96,9 @@ train_with() {
     trap 'asked=130' INT # Ctrl-C reaches torchrun without us
     await "$pid"
     [[ $code -ne 0 ]] || exit 0
+    [[ -n "$asked" ]] || say="${WITHOUT_WORD_SAY:-}"
     asked="${asked:-${WITHOUT_WORD:-}}"
-    exec python -m llava_fsdp.status "--this-launch${asked:+=$asked}" "$@"
+    exec python -m llava_fsdp.status "--this-launch${asked:+=$asked}" ${say:+"--without-word=$say"} "$@"
 }
 
 # Puts .venv, where there is one, before whatever else is installed.

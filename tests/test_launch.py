@@ -43,7 +43,7 @@ def test_missing_python_is_said(machine: Machine) -> None:
     machine.put("python3.12", f"#!{BASH}\necho 'python3.12: command not found' >&2; exit 127\n")  # a shim of nothing
     machine.put("python3", f"#!{BASH}\nexit 1\n")  # another version
     done = machine.bash("launch/quickstart.sh")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "error: no Python 3.11 or 3.12 on PATH" in done.stderr
     assert "PYTHON=/path/to/python3.11" in done.stderr
     assert not (machine.root / ".venv").exists()
@@ -193,14 +193,18 @@ def test_torchrun_is_not_told_twice_while_ranks_save(machine: Machine) -> None:
 def test_restarts_are_a_number(machine: Machine) -> None:
     machine.venv()
     done = machine.bash("launch/node.sh", NPROC_PER_NODE="2", MAX_RESTARTS="many")
-    assert done.returncode == 1 and "MAX_RESTARTS=many must be a number of restarts" in done.stderr
+    assert done.returncode == 2 and "MAX_RESTARTS=many must be a number of restarts" in done.stderr
 
 
 def test_node_without_gpu_says_how_to_use_the_cpu(machine: Machine) -> None:
     machine.venv()
     done = machine.bash("launch/node.sh")
-    assert (done.returncode, machine.noted("torchrun")) == (1, [])
+    assert (done.returncode, machine.noted("torchrun")) == (2, [])
     assert "found no GPU that works" in done.stderr and "NPROC_PER_NODE=2" in done.stderr
+    for wrong in ("no", "0", "-1"):
+        done = machine.bash("launch/node.sh", NPROC_PER_NODE=wrong)
+        assert (done.returncode, machine.noted("torchrun")) == (2, [])
+        assert f"NPROC_PER_NODE={wrong} must be a number of ranks" in done.stderr
 
 
 NODES = {"NNODES": "2", "RDZV_ENDPOINT": "host0:29400", "RDZV_ID": "run7", "NPROC_PER_NODE": "8"}
@@ -214,6 +218,10 @@ NODES = {"NNODES": "2", "RDZV_ENDPOINT": "host0:29400", "RDZV_ID": "run7", "NPRO
         ({"RDZV_ID": ""}, "error: RDZV_ID is not set: a name that is the same on all machines"),
         ({"NNODES": "two"}, "error: NNODES=two must be a number of machines"),
         ({"RDZV_ENDPOINT": "host0"}, "error: RDZV_ENDPOINT=host0 must be host:port"),
+        ({"RDZV_ENDPOINT": "host0:65536"}, "error: RDZV_ENDPOINT=host0:65536 must be host:port, with a port from 1"),
+        ({"RDZV_ENDPOINT": "host0:0"}, "error: RDZV_ENDPOINT=host0:0 must be host:port"),
+        ({"NODE_RANK": "2"}, "error: NODE_RANK=2 must be less than the number of machines, NNODES=2"),
+        ({"NODE_RANK": "4", "NNODES": "3:4"}, "error: NODE_RANK=4 must be less than the number of machines, NNODES=3:4"),
         ({"NODE_RANK": "first"}, "error: NODE_RANK=first must be a number"),
         ({"JOIN_TIMEOUT": "0"}, "error: JOIN_TIMEOUT=0 must be a number of seconds"),
     ],
@@ -221,8 +229,26 @@ NODES = {"NNODES": "2", "RDZV_ENDPOINT": "host0:29400", "RDZV_ID": "run7", "NPRO
 def test_multinode_says_what_is_missing(machine: Machine, wrong: dict[str, str], message: str) -> None:
     machine.venv()
     done = machine.bash("launch/multinode.sh", **{**NODES, **wrong})
-    assert (done.returncode, machine.noted("torchrun")) == (1, [])
+    assert (done.returncode, machine.noted("torchrun")) == (2, [])
     assert message in done.stderr
+
+
+NEVER_MET = f"#!{BASH}\necho RendezvousTimeoutError >&2\nexit 1\n"
+
+
+def test_machines_that_never_met_are_the_last_word(machine: Machine) -> None:
+    """torchrun's own error names none of the settings that keep them apart."""
+    machine.venv()
+    machine.put(".venv/bin/torchrun", NEVER_MET)
+    env = {**NODES, "RDZV_ENDPOINT": "127.0.0.1:29400", "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "400"}
+    done = machine.bash("launch/multinode.sh", "output_dir=.", **env)
+    assert done.returncode == 5, done.stderr
+    assert "RendezvousTimeoutError" in done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert "fewer than NNODES=2 machines met within JOIN_TIMEOUT=600 seconds" in last
+    assert "RDZV_ID=run7, RDZV_ENDPOINT=127.0.0.1:29400 and NNODES the same on all" in last
+    node = machine.bash("launch/node.sh", "output_dir=.", **env)
+    assert node.returncode == 1 and "NNODES" not in node.stderr
 
 
 @pytest.mark.parametrize(("node_rank", "host"), [("", ""), ("0", ",is_host=true"), ("1", ",is_host=false")])

@@ -41,7 +41,10 @@ restore() {
         [[ -e "$mark" ]] || continue
         name="${mark##*/}"
         say "fetching $name from $bucket"
-        copy "$bucket/checkpoints/$name" "$staged/$name" || die "$bucket/checkpoints/$name cannot be read"
+        copy "$bucket/checkpoints/$name" "$staged/$name" || {
+            say "error: $bucket/checkpoints/$name cannot be read"
+            exit 1 # no mistake of the user's: the bucket may answer the next time
+        }
     done
     for name in "${SMALL[@]}"; do
         [[ ! -f "$bucket/$name" ]] || cat "$bucket/$name" >"$output/$name"

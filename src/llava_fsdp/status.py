@@ -5,7 +5,8 @@ stopped (the same command continues), 2 a mistake to mend, 3 a checkpoint, 4 num
 no word at all. A run that goes on, and one that was killed, have no word about their end: the lock of the folder tells
 them apart. `--this-launch` before the other arguments takes no word that is older than this process: a launch
 script becomes it by `exec`, so that what an earlier run said is not taken for this one's. `--this-launch=75` is for a
-script that was told to stop: so it ends where there is no word. `--saved` prints the step of the newest checkpoint
+script that was told to stop: so it ends where there is no word. `--without-word=TEXT` behind it says what that mostly
+means, as the last line, where there is none. `--saved` prints the step of the newest checkpoint
 instead, 0 without one: a scheduler's script asks before and after whether a run got on.
 """
 
@@ -28,15 +29,21 @@ def newest_step(output_dir: Path) -> int:
     return (step_of(found[-1]) or 0) if found else 0
 
 
+def take_flag(pattern: str) -> re.Match[str] | None:
+    """The first argument, removed, where it is such a flag: Hydra would take it for its own."""
+    flag = re.fullmatch(pattern, sys.argv[1], re.DOTALL) if sys.argv[1:2] else None
+    if flag is not None:
+        del sys.argv[1]
+    return flag
+
+
 def main() -> None:
     setup_logging()
-    since, without_word = 0.0, int(ExitCode.BUG)
-    asks_saved = sys.argv[1:2] == ["--saved"]
-    if asks_saved:
-        del sys.argv[1]
-    elif sys.argv[1:2] and (flag := re.fullmatch(r"--this-launch(?:=(\d+))?", sys.argv[1])):
-        del sys.argv[1]
+    since, without_word, likely = 0.0, int(ExitCode.BUG), None
+    asks_saved = take_flag("--saved") is not None
+    if not asks_saved and (flag := take_flag(r"--this-launch(?:=(\d+))?")):
         since, without_word = started(os.getpid()), int(flag[1] or ExitCode.BUG)
+        likely = take_flag(r"--without-word=(.+)")
     try:
         node = cli.compose("train", Config)
     except ConfigError as error:  # the training has said it too, without a folder to write it into
@@ -51,6 +58,8 @@ def main() -> None:
     said = read_status(path.parent)
     if said is None or said.get("time", 0.0) < since:
         log().error("%s: nothing from this run; it ended before it could say why", path)
+        if likely is not None:
+            log().error("%s", likely[1])
         sys.exit(without_word)
     if is_without_end(said) and (holder := held_by(path.parent)) is not None:
         where = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}"
