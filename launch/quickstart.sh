@@ -20,3 +20,4 @@ say "stage 2 of 2: projector and language model learn"
 "${train[@]}" stage=finetune
 say "questions about pictures that it has not seen"
 python -m llava_fsdp.evaluate
+say "curves and settings of both runs, for a browser: outputs/pretrain/report.html, outputs/finetune/report.html"

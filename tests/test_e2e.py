@@ -79,6 +79,8 @@ def test_one_process_without_torchrun(parts: Path, dataset: Path, tmp_path: Path
     assert ran.returncode == 0, ran.stderr
     assert re.search(r"projector +random: there is no stage=pretrain run", ran.stderr)
     assert "exported to outputs/finetune/export" in ran.stderr
+    assert ran.stderr.splitlines()[-1].strip() == "report: outputs/finetune/report.html"
+    assert (tmp_path / "outputs" / "finetune" / "report.html").is_file()
 
 
 def test_mistake_is_said_once_and_every_rank_ends(parts: Path, dataset: Path, tmp_path: Path) -> None:

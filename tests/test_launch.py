@@ -112,6 +112,7 @@ def test_quickstart_trains_both_stages_and_evaluates(machine: Machine, gpus: int
     threads = f" OMP_NUM_THREADS={8 // ranks}"
     commands = machine.notes.read_text().splitlines()[1:]  # behind the installation
     assert commands == [f"{train}pretrain{threads}", f"{train}finetune{threads}", "-m llava_fsdp.evaluate"]
+    assert done.stderr.splitlines()[-1].endswith("outputs/pretrain/report.html, outputs/finetune/report.html")
 
 
 def test_node_uses_every_gpu(machine: Machine) -> None:

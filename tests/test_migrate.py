@@ -1,5 +1,6 @@
 """Moving over: scripts that nobody wrote for us are read as their shell and their parser read them."""
 
+import io
 import json
 import os
 import random
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from small import config_of
 
 from llava_fsdp import migrate as entry
@@ -1052,6 +1054,48 @@ def test_entry(tmp_path: Path) -> None:
     off = run_entry("off.sh", cwd=tmp_path).stdout
     assert "compile=false" in off and "compile=auto" not in off.partition("\n\n")[0]
     assert all(len(line) <= 140 for line in text.stdout.splitlines() if line[:1] in "│┃├")
+
+
+@pytest.mark.parametrize("width", [80, 120, 140, 148, 200])
+def test_the_table_keeps_every_word_at_any_width(width: int, tmp_path: Path) -> None:
+    """Beside the longest key that is written in one piece where there is room."""
+    long = "stage3_gather_16bit_weights_on_model_save"
+    done = finetune(tmp_path, "--frob 1", {"zero_optimization": {"stage": 3, long: True}, "bf16": {"enabled": "auto"}})
+    written = io.StringIO()
+    console = Console(width=width, file=written, highlight=False, markup=False)
+    console.print(entry.table(done.rows, width))
+    lines = written.getvalue().splitlines()
+    assert all(len(line) == width for line in lines[1:2]) and {line[-1] for line in lines} <= set("┓┃┩│┤┘")
+    cells = [[cell.strip() for cell in line[1:-1].split("│")] for line in lines if line[:1] == "│"]
+    columns = ["".join(cell[n] for cell in cells).replace(" ", "") for n in range(4)]
+    for found in done.rows:
+        for n, text in ((0, found.key), (2, found.verdict.value), (3, found.text)):
+            assert entry.comment(text).replace(" ", "") in columns[n], (width, text)
+    assert (f"zero_optimization.{long}" in written.getvalue()) == (width >= 140)
+
+
+TRACKED = [
+    ("none", {}, Verdict.implied, "metrics.jsonl has every step"),
+    ("wandb", {"track.wandb": "online"}, Verdict.mapped, "track.wandb=online"),
+    ("tensorboard", {"track.tensorboard": True}, Verdict.mapped, "track.tensorboard=true"),
+    ("wandb tensorboard", {"track.wandb": "online", "track.tensorboard": True}, Verdict.mapped,
+     "track.wandb=online, track.tensorboard=true"),
+    ("all", {"track.wandb": "online", "track.tensorboard": True}, Verdict.mapped,
+     "track.wandb=online, track.tensorboard=true: the original takes those that are installed"),
+    ("wandb mlflow", {"track.wandb": "online"}, Verdict.unsupported,
+     "track.wandb=online; mlflow is not told; metrics.jsonl has every step, and report.html shows it"),
+    ("$WHERE", {}, Verdict.unsupported, "$WHERE is not known; say track.wandb=online or track.tensorboard=true"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "overrides", "verdict", "text"), TRACKED)
+def test_trackers_become_ours(value: str, overrides: dict, verdict: Verdict, text: str, tmp_path: Path) -> None:
+    done = finetune(tmp_path, f"--report_to {value} --run_name mine")
+    tracked = {key: kept for key, kept in done.kept.items() if key.startswith("track.")}
+    name = {"track.name": "mine"} if "track.wandb" in overrides else {}
+    assert tracked == overrides | name and done.refused == ""
+    assert (row(done, "report_to").verdict, row(done, "report_to").text) == (verdict, text)
+    assert row(done, "run_name").verdict is (Verdict.mapped if name else Verdict.unsupported)
 
 
 MISTAKES = [

@@ -6,11 +6,12 @@ import json
 import logging
 import os
 import re
+import select
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,6 +45,28 @@ Status = Callable[[Path, Outcome], dict[str, Any] | None]
 
 def no_status(folder: Path, outcome: Outcome) -> None:
     """For entries that leave no `run_status.json`."""
+
+
+@contextlib.contextmanager
+def until_reader_leaves() -> Iterator[None]:
+    """Ends what is done within it, quietly, once nobody reads what it prints: `| head` has read enough."""
+    try:
+        yield
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit) as error:
+        is_richs = isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError)  # it has looked itself
+        if not is_richs and (isinstance(error, SystemExit) or not reader_has_left()):  # or another pipe's
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is in the buffer is written at exit
+
+
+def reader_has_left() -> bool:
+    try:
+        asked = select.poll()
+        asked.register(sys.stdout.fileno(), 0)
+        return any(event & select.POLLERR for _, event in asked.poll(0))
+    except (OSError, ValueError):  # not a file
+        return False
 
 
 def begin(config_name: str, schema: type) -> None:
@@ -81,11 +104,14 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
     folder = typed_output_dir()
     everywhere, stopped_by_others = False, False
     try:
-        node = compose(config_name, schema)
+        with until_reader_leaves():
+            node = compose(config_name, schema)
         if node is None:  # --help, --cfg job and the like: Hydra has answered
             return
         folder = None if node.get("dry_run") is not None else Path(str(node.get("output_dir", ".")))
-        task(load(schema, node))
+        prints = on_exit is no_status or folder is None  # a training has its pipes to workers, and must not end for a reader
+        with until_reader_leaves() if prints else contextlib.nullcontext():
+            task(load(schema, node))
         outcome, said = Outcome(ENDINGS["done"]), ""
     except LlavaFsdpError as error:
         outcome = Outcome(ENDINGS[error.ending], str(error), error.culprit)
@@ -113,8 +139,9 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
     elif not silent:
         time.sleep(PATIENCE)
         code = first["exit_code"] if first is not None else code
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     if stopped_by_others:
         time.sleep(PATIENCE)  # torchrun stops ranks as well to start them again with more machines
         end_torchrun()

@@ -47,6 +47,7 @@ class LivePage:
 
     def __init__(self, cfg: Config, first_step: int, about: dict[str, Any]):
         self.run = Run(Path(cfg.output_dir), name_of(Path(cfg.output_dir)))
+        self.path = self.run.folder / REPORT_FILE
         self.thumbnails = Thumbnails()
         self.seen: tuple[int, int] | None = None
         """Of validation.jsonl, when it was read."""
@@ -93,7 +94,7 @@ class LivePage:
         try:
             self.look_at_validations()
             self.run.status = read_status(self.run.folder) or {}
-            put_page(self.run.folder / REPORT_FILE, report_page(self.run, self.thumbnails), self.run.folder)
+            put_page(self.path, report_page(self.run, self.thumbnails), self.run.folder)
         except Exception as error:
             self.warn(error)
         ended = time.monotonic()
@@ -118,8 +119,7 @@ class LivePage:
     def warn(self, error: Exception) -> None:
         if not self.failed:
             self.failed = True
-            where = self.run.folder / REPORT_FILE
-            log().warning("%s cannot be written (%s: %s); the run goes on", where, type(error).__name__, error)
+            log().warning("%s cannot be written (%s: %s); the run goes on", self.path, type(error).__name__, error)
 
 
 def rewrite_page(folder: Path) -> None:

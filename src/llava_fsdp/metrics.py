@@ -124,6 +124,8 @@ class Reporter:
         """
         if self.enabled:
             self.page.write()
+            if not self.page.failed:
+                log().info("report: %s", self.page.path)
             self.trackers.close(int(self.page.run.status.get("exit_code") or 0), patience)
 
     def last_words(self) -> None:

@@ -8,7 +8,6 @@ transformers.
 import io
 import json
 import math
-import os
 import re
 import sys
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from llava_fsdp.cli import until_reader_leaves
 from llava_fsdp.errors import ConfigError, ExitCode, LlavaFsdpError
 from llava_fsdp.log import log, setup_logging
 from llava_fsdp.moving.command import Migration, lines, migrate
@@ -71,15 +71,12 @@ def main() -> None:
     except LlavaFsdpError as error:
         log().error("%s: %s", type(error).__name__, error)
         sys.exit(error.exit_code)
-    if request.format == "json":
-        print(json.dumps({"runs": [as_json(migration) for migration in found]}, indent=1))
-    else:
-        try:
+    with until_reader_leaves():
+        if request.format == "json":
+            print(json.dumps({"runs": [as_json(migration) for migration in found]}, indent=1))
+        else:
             for migration in found:
                 show(migration)
-            sys.stdout.flush()
-        except BrokenPipeError:  # `| head` has read enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if request.strict and any(incomplete(migration) for migration in found):
         log().error("strict=true: a key is unknown, a file is missing or a variable is unset")
         sys.exit(ExitCode.USER)
@@ -205,14 +202,20 @@ def show(migration: Migration) -> None:
     print()
 
 
+VALUE, VERDICT, TEXT, LONGEST_KEY = 22, 13, 33, 60  # widths; the text has what is left, at least 33
+BORDERS = 13  # of four columns: rich draws a bar and a space at each side of each
+
+
 def table(rows: list[Row], width: int) -> Table:
-    """Where there is room, a key is in one piece: somebody will search for it."""
+    """Nothing is cut. Where there is room, a key is in one piece: somebody will search for it."""
     made = Table()
-    longest = min(54, max((len(row.key) for row in rows), default=0))
-    widths = {"key": 54, "value": 22, "verdict": 13, "what it becomes, or why nothing does": None}
-    for name, most in widths.items():
-        least = longest if name == "key" and width >= 120 else None
-        made.add_column(name, min_width=least, max_width=most, overflow="fold")
+    longest = min(LONGEST_KEY, max((len(row.key) for row in rows), default=0))
+    room = width - BORDERS - VALUE - VERDICT - TEXT
+    # a width, not min_width: rich narrows columns first, widens to min_width then, and cuts what is too wide by it
+    key = {"width": longest} if 0 < longest <= room else {"max_width": LONGEST_KEY}
+    made.add_column("key", overflow="fold", **key)
+    for name, most in {"value": VALUE, "verdict": VERDICT, "what it becomes, or why nothing does": None}.items():
+        made.add_column(name, max_width=most, overflow="fold")
     source = ""
     for row in rows:
         if row.source != source:

@@ -52,6 +52,10 @@ SCALER = {
 DS_ADAM = frozenset({"adam", "adamw"})
 LEAST_WARMUP = 2  # DeepSpeed's
 LEAST_KEPT = 2
+TRACKERS: Mapping[str, tuple[str, object]] = {
+    "wandb": ("track.wandb", "online"),
+    "tensorboard": ("track.tensorboard", True),
+}
 # torch.compile's backends that write no kernels.
 EAGER = frozenset({"eager", "eager_noexcept", "aot_eager", "aot_eager_default_partitioner"})
 
@@ -60,7 +64,7 @@ def decide(run: Run) -> Overrides:
     """Every override, also those that a stage or a recipe already has; `command` leaves those out."""
     found: Overrides = {}
     if run.launch:
-        found |= model(run) | data(run) | writing(run)
+        found |= model(run) | data(run) | writing(run) | tracking(run)
     memory = recompute(run) | sharding(run) | offload(run) | precision(run)
     return found | memory | compiling(run) | batch(run) | optimizer(run) | schedule(run)
 
@@ -160,6 +164,16 @@ def writing(run: Run) -> Overrides:
         found["log_every"] = int(lines) if isinstance(lines, float) else lines
     if run.truth("full_determinism"):
         found["deterministic"] = True
+    return found
+
+
+def tracking(run: Run) -> Overrides:
+    """Who is told of the steps; a script without `--report_to` tells whatever is installed, which nobody knows here."""
+    names = [] if is_open(run.hf("report_to")) else str(run.hf("report_to") or "").split()
+    names = list(TRACKERS) if "all" in names else names
+    found = dict(TRACKERS[name] for name in names if name in TRACKERS)
+    if "track.wandb" in found and run.hf("run_name"):
+        found["track.name"] = run.hf("run_name")
     return found
 
 

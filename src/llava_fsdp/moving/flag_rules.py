@@ -4,7 +4,7 @@ One function a flag, none of them long."""
 from pathlib import PurePosixPath
 
 from llava_fsdp.moving.context import Context, Rule
-from llava_fsdp.moving.decide import FSDP_STRATEGIES, LEAST_KEPT, SCHEDULES, TEMPLATES
+from llava_fsdp.moving.decide import FSDP_STRATEGIES, LEAST_KEPT, SCHEDULES, TEMPLATES, TRACKERS
 from llava_fsdp.moving.outcome import Outcome, implied, mapped, no_effect, unsupported
 from llava_fsdp.moving.run import AUTO
 from llava_fsdp.moving.shell import is_open, shown
@@ -355,17 +355,22 @@ def logging_strategy(context: Context, value: object) -> Outcome:
 
 
 def report_to(context: Context, value: object) -> Outcome:
+    if is_open(value):
+        return unsupported(f"{shown(value)} is not known; say track.wandb=online or track.tensorboard=true")
     names = [w for w in shown(value or "").split() if w != "none"]
     if not names:
         return implied("metrics.jsonl has every step")
-    known = {"wandb": "track.wandb=online", "tensorboard": "track.tensorboard=true"}
-    added = " ".join(known[name] for name in names if name in known)
-    return unsupported(
-        f"add {added} (docs/report.md)" if added else "metrics.jsonl has every step, report.html shows it"
-    )
+    told = ", ".join(context.tell(key) for key, _ in TRACKERS.values() if key in context.decided)
+    others = [name for name in names if name != "all" and name not in TRACKERS]
+    if others:
+        why = f"{', '.join(others)} is not told; metrics.jsonl has every step, and report.html shows it"
+        return unsupported(f"{told}; {why}" if told else why)
+    return mapped(f"{told}: the original takes those that are installed" if "all" in names else told)
 
 
 def run_name(context: Context, value: object) -> Outcome:
+    if value and "track.name" in context.decided:
+        return mapped(f"{context.tell('track.name')}, at Weights & Biases; else a run is named by output_dir")
     return unsupported("a run is named by output_dir") if value else implied("a run is named by output_dir")
 
 
