@@ -42,7 +42,10 @@ def with_no_reader(kind: str, task: str, gone: bool = True) -> subprocess.Comple
     try:
         if gone:
             os.close(reads)
-        return subprocess.run(command, check=False, stdout=writes, stderr=subprocess.PIPE, text=True, timeout=60)
+        return subprocess.run(
+            command, check=False, stdout=writes, stderr=subprocess.PIPE, text=True, timeout=60,
+            env=os.environ | {"PYTHONUNBUFFERED": ""},  # a short text then is written at the end
+        )  # fmt: skip
     finally:
         os.close(writes)
         if not gone:

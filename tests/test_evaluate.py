@@ -140,6 +140,29 @@ def test_textvqa_is_found_by_picture_and_question(reply: Reply, keys: list[str],
     assert reply(cfg, ["dog's", "Two"])["accuracy"] == pytest.approx((0.9 + 1) / 2)
 
 
+@pytest.mark.parametrize("number", [1, 9, 11])
+def test_textvqa_needs_ten_answers(number: int, keys: list[str], tmp_path: Path) -> None:
+    """The original asserts it; fewer would score an answer that is right as wrong."""
+    rows = [{"question_id": "a1", "image": "0.jpg", "text": "What?", "answers": ["dog"] * number}]
+    path = write_lines(tmp_path / "q.jsonl", rows)
+    with pytest.raises(DataError, match=rf"q\.jsonl.* has {number} right answers; task=textvqa .* task=vqa"):
+        read_asked(config(*keys, "task=textvqa", f"questions={path}"))
+    assert len(read_asked(config(*keys, "task=vqa", f"questions={path}"))) == 1
+
+
+def test_questions_that_nobody_can_answer_are_counted(
+    reply: Reply, keys: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """VQAv2's rule: where all agree only the answer is prepared."""
+    answers = [["four"] * 10, ["4"] * 10, ["a cat"] * 10]
+    rows = [{"question_id": n, "image": "0.jpg", "text": "How?", "answers": own} for n, own in enumerate(answers)]
+    cfg = config(*keys, "task=vqa", f"questions={write_lines(tmp_path / 'q.jsonl', rows)}")
+    with caplog.at_level("WARNING"):
+        assert reply(cfg, ["four", "four", "cat"])["accuracy"] == pytest.approx(1 / 3)
+    [said] = [r.getMessage() for r in caplog.records if "count as wrong" in r.getMessage()]
+    assert said.startswith("2 of 3 questions count as wrong whatever is answered") and '"4" is never "four"' in said
+
+
 def test_pope_by_category(reply: Reply, keys: list[str], tmp_path: Path) -> None:
     """By hand. random: yes/yes, no/yes, no/no: precision 1, recall 1/2, F1 2/3. popular: yes/no, yes/yes: F1 2/3."""
     path = questions(tmp_path, category=["random", "popular", "random", "popular", "random"])

@@ -40,6 +40,7 @@ from llava_fsdp.questions.asked import Asked
 from llava_fsdp.questions.pictures import check_pictures
 from llava_fsdp.questions.read import read_asked
 from llava_fsdp.questions.tables import score_all, submission_of, table_of
+from llava_fsdp.questions.vqa import warn_of_unreachable
 from llava_fsdp.rows import replace_lines
 
 MINUTE = 60.0
@@ -58,6 +59,8 @@ def evaluate(cfg: EvaluateConfig) -> None:
         draw_shapes(cfg.data)
     found = read_asked(cfg)
     asked = check_pictures(found, cfg.data)
+    if cfg.task is Task.vqa and place.rank == 0:
+        warn_of_unreachable(asked)
     asker = Asker(cfg, asked, place)
     blanks = [False, True] if blank_too(cfg) else [False]
     answers = [asker.ask(blank) for blank in blanks]

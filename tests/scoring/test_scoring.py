@@ -11,6 +11,7 @@ from llava_fsdp.scoring import (
     YesNoScores,
     chosen,
     exact_match,
+    is_out_of_reach,
     normalize_vqa,
     official_accuracy,
     prepare_submission,
@@ -55,6 +56,14 @@ def test_few_references_are_matched_and_not_left_out() -> None:
     assert vqa_accuracy("two", ["3", "2", "3"]) == 1
     assert vqa_accuracy("dog", ["cat"]) == 0
     assert official_accuracy("cat", ["cat"]) == 0
+
+
+def test_what_all_wrote_and_preparing_changes_is_out_of_reach() -> None:
+    assert is_out_of_reach(["four"] * 10) and is_out_of_reach([" a cat\n", "a cat", "a cat", "a cat"])
+    assert vqa_accuracy("four", ["four"] * 10) == vqa_accuracy("4", ["four"] * 10) == 0
+    for within in (["4"] * 10, ["four"] * 9 + ["4"], ["four"], ["four"] * 3, ["yes"] * 4):
+        assert not is_out_of_reach(within)
+        assert vqa_accuracy(within[0], within) > 0
 
 
 def test_no_reference_is_no_score() -> None:

@@ -15,7 +15,7 @@ from llava_fsdp.questions.asked import CATEGORY, Asked, picture_names, with_pict
 from llava_fsdp.questions.pope import annotate_yes_no
 from llava_fsdp.questions.scienceqa import annotate_problems, read_choice_record, read_problems
 from llava_fsdp.questions.values import own_answers
-from llava_fsdp.questions.vqa import annotate_textvqa, annotate_vqa, read_vqa_questions
+from llava_fsdp.questions.vqa import annotate_textvqa, annotate_vqa, check_ten, read_vqa_questions
 from llava_fsdp.untrusted import LARGE, read_json
 
 ANNOTATE = {
@@ -44,6 +44,8 @@ def read_asked(cfg: EvaluateConfig) -> list[Asked]:
         raise DataError(f"questions={path} holds no questions")
     if cfg.annotations is not None:
         asked = ANNOTATE[cfg.task](asked, Path(cfg.annotations))
+    if cfg.task is Task.textvqa:
+        check_ten(asked, cfg.annotations)
     known = sum(bool(a.references) for a in asked)
     if known not in (0, len(asked)):
         first = next(a for a in asked if not a.references)

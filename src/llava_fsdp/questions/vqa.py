@@ -7,10 +7,13 @@ from typing import Any
 
 from llava_fsdp.data.source import shown
 from llava_fsdp.errors import DataError
+from llava_fsdp.log import log
 from llava_fsdp.questions.asked import SHORT, Asked, with_pictures
 from llava_fsdp.questions.values import rows_of, texts_of
+from llava_fsdp.scoring import is_out_of_reach, prepare_submission
 from llava_fsdp.untrusted import LARGE, read_json
 
+TEXTVQA_ANSWERS = 10
 OCR = "Reference OCR token:"
 """How the line begins on which the original's file for TextVQA gives words found in the picture."""
 
@@ -76,6 +79,29 @@ def annotate_textvqa(asked: list[Asked], path: Path) -> list[Asked]:
             )
         found.append(replace(own, references=texts_of(row.get("answers"), f"annotations={path}: {own.id}")))
     return found
+
+
+def check_ten(asked: list[Asked], annotations: str | None) -> None:
+    """Raises DataError for right answers that are not ten; the original's evaluator of TextVQA asserts that."""
+    for own in asked:
+        if own.references and len(own.references) != TEXTVQA_ANSWERS:
+            given = f" in annotations={annotations}" if annotations else ""
+            raise DataError(
+                f"{own.where} has {len(own.references)} right answers{given}; task=textvqa needs those of "
+                f"{TEXTVQA_ANSWERS} people, as the original's evaluator does: ask it with task=vqa, which takes any number"
+            )
+
+
+def warn_of_unreachable(asked: list[Asked]) -> None:
+    """One line about questions that VQAv2's own rule lets nobody answer."""
+    found = [own for own in asked if is_out_of_reach(own.references)]
+    if found:
+        log().warning(
+            "%d of %d questions count as wrong whatever is answered: all people wrote the same, which VQAv2 compares as it "
+            "was written, and an answer is prepared before (%s: %s is never %s; docs/evaluation.md)",
+            len(found), len(asked), found[0].where, shown(prepare_submission(found[0].references[0])),
+            shown(found[0].references[0]),
+        )  # fmt: skip
 
 
 def bare_question(prompt: str) -> str:

@@ -3,6 +3,7 @@
 from llava_fsdp.scoring.choice import ChoiceScores, chosen, score_choices
 from llava_fsdp.scoring.vqa import (
     exact_match,
+    is_out_of_reach,
     normalize_vqa,
     official_accuracy,
     prepare_submission,
@@ -16,6 +17,7 @@ __all__ = [
     "YesNoScores",
     "chosen",
     "exact_match",
+    "is_out_of_reach",
     "normalize_vqa",
     "official_accuracy",
     "prepare_submission",

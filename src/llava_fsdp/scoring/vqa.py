@@ -44,6 +44,13 @@ def official_accuracy(answer: str, references: Sequence[str]) -> float:
     return leave_one_out(answer, references)
 
 
+def is_out_of_reach(references: Sequence[str]) -> bool:
+    """Whether no answer can match by `vqa_accuracy`: all references are one text, which is then compared as it was
+    written, and which preparing changes, as `four` to `4`."""
+    written = {one_line(r) for r in references}
+    return len(references) > ENOUGH and len(written) == 1 and not written & {prepare_submission(r) for r in written}
+
+
 def textvqa_accuracy(answer: str, references: Sequence[str]) -> float:
     """From 0 to 1, as LLaVA scores TextVQA: everything is prepared as for a submission, whatever the references."""
     return leave_one_out(prepare_submission(answer), [prepare_submission(r) for r in references])
