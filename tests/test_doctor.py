@@ -408,6 +408,15 @@ def test_ranks_that_fail_say_why(tmp_path: Path) -> None:
     assert "NCCL error: unhandled system error" in found.said and "NCCL_DEBUG" in found.cure
 
 
+@pytest.mark.ranks
+def test_ranks_that_agree_say_nothing(tmp_path: Path) -> None:
+    """As docs/doctor.md has them started by hand."""
+    done = command("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "llava_fsdp.health.collective",
+                   str(tmp_path), cwd=tmp_path)  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert "measured" in (tmp_path / "rank-1").read_text()
+
+
 @pytest.mark.parametrize(("on_gpus", "seen"), [(False, ""), (True, "0,3")])
 def test_ranks_over_gloo_see_no_gpu(on_gpus: bool, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine's only GPU would be refused to two of them."""
