@@ -411,8 +411,8 @@ def test_ranks_that_fail_say_why(tmp_path: Path) -> None:
 @pytest.mark.ranks
 def test_ranks_that_agree_say_nothing(tmp_path: Path) -> None:
     """As docs/doctor.md has them started by hand."""
-    done = command("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "llava_fsdp.health.collective",
-                   str(tmp_path), cwd=tmp_path)  # fmt: skip
+    start = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+    done = command(*start, "llava_fsdp.health.collective", str(tmp_path), cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert "measured" in (tmp_path / "rank-1").read_text()
 

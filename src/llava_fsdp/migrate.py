@@ -212,8 +212,7 @@ def table(rows: list[Row], width: int) -> Table:
     longest = min(LONGEST_KEY, max((len(row.key) for row in rows), default=0))
     room = width - BORDERS - VALUE - VERDICT - TEXT
     # a width, not min_width: rich narrows columns first, widens to min_width then, and cuts what is too wide by it
-    key = {"width": longest} if 0 < longest <= room else {"max_width": LONGEST_KEY}
-    made.add_column("key", overflow="fold", **key)
+    made.add_column("key", width=longest if 0 < longest <= room else None, max_width=LONGEST_KEY, overflow="fold")
     for name, most in {"value": VALUE, "verdict": VERDICT, "what it becomes, or why nothing does": None}.items():
         made.add_column(name, max_width=most, overflow="fold")
     source = ""

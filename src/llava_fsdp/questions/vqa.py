@@ -88,7 +88,8 @@ def check_ten(asked: list[Asked], annotations: str | None) -> None:
             given = f" in annotations={annotations}" if annotations else ""
             raise DataError(
                 f"{own.where} has {len(own.references)} right answers{given}; task=textvqa needs those of "
-                f"{TEXTVQA_ANSWERS} people, as the original's evaluator does: ask it with task=vqa, which takes any number"
+                f"{TEXTVQA_ANSWERS} people, as the original's evaluator does; "
+                "score them with task=vqa, which takes any number"
             )
 
 
@@ -97,8 +98,8 @@ def warn_of_unreachable(asked: list[Asked]) -> None:
     found = [own for own in asked if is_out_of_reach(own.references)]
     if found:
         log().warning(
-            "%d of %d questions count as wrong whatever is answered: all people wrote the same, which VQAv2 compares as it "
-            "was written, and an answer is prepared before (%s: %s is never %s; docs/evaluation.md)",
+            "%d of %d questions count as wrong whatever is answered: all people wrote the same, which VQAv2 compares "
+            "as it was written, and an answer is prepared before (%s: %s is never %s; docs/evaluation.md)",
             len(found), len(asked), found[0].where, shown(prepare_submission(found[0].references[0])),
             shown(found[0].references[0]),
         )  # fmt: skip
