@@ -167,7 +167,8 @@ def test_the_end_has_one_deadline(cfg: Any) -> None:
 def test_the_last_words_of_a_lost_run_are_short(cfg: Any) -> None:
     reporter, given = Reporter(cfg(), 0, 1, is_first_rank=False), []
     reporter.enabled = True
-    reporter.page = SimpleNamespace(write=lambda: None, run=SimpleNamespace(status={"exit_code": 5}))  # pyright: ignore[reportAttributeAccessIssue]
+    run = SimpleNamespace(status={"exit_code": 5})
+    reporter.page = SimpleNamespace(write=lambda: None, run=run, failed=True)  # pyright: ignore[reportAttributeAccessIssue]
     reporter.trackers = SimpleNamespace(close=lambda code, patience: given.append((code, patience)))  # pyright: ignore[reportAttributeAccessIssue]
     reporter.end()
     reporter.last_words()
