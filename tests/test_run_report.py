@@ -162,7 +162,7 @@ def test_a_sweep_is_all_of_its_jobs(tmp_path: Path) -> None:
     [row] = re.findall(r"<tr><td[^>]*>optim.lr</td>.*</tr>", page)
     assert re.findall(r">([^<>]+)</td>", row) == ["optim.lr", "1e-05", "2e-05", "x"]
     assert "ranks" not in re.findall(r"<h2>What differs</h2>.*", page, re.DOTALL)[0], "nor of where it ran"
-    single = report.write([str(sweep / "1")])
+    single = report.write([f"output_dir={sweep / '1'}"])
     assert single == sweep / "1" / "report.html"
 
 
