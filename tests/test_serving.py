@@ -1,6 +1,7 @@
 """The page to talk to a model: in a real browser, asked by others than a browser, and what its guard lets through."""
 
 import asyncio
+import contextlib
 import http.client
 import json
 import re
@@ -26,8 +27,11 @@ from llava_fsdp.data.source import Turn
 from llava_fsdp.data.templates import IMAGE_TAG
 from llava_fsdp.errors import ConfigError, DataError
 from llava_fsdp.generate import Sampling
+from llava_fsdp.serving import line as serving_line
 from llava_fsdp.serving.guard import Guard, check_body, check_names, check_route
 from llava_fsdp.serving.guard import Refused as RefusedError
+from llava_fsdp.serving.line import MOST as MOST_WAITING
+from llava_fsdp.serving.line import Line
 from llava_fsdp.serving.server import bound
 from llava_fsdp.serving.talks import Talks
 
@@ -160,6 +164,15 @@ def warned(shown: Any) -> str:
     return " ".join(text.split())
 
 
+def given_back(shown: Any, text: str, files: int) -> None:
+    """A question that is refused stands in the box again, with its files, which are then taken out."""
+    shown.wait_for_function(f"document.querySelectorAll('.thumbnail-item').length == {files}", timeout=PATIENCE)
+    assert shown.input_value("textarea") == text
+    for left in range(files - 1, -1, -1):
+        shown.locator("button[aria-label='Remove file']").first.click(force=True)
+        shown.wait_for_function(f"document.querySelectorAll('.thumbnail-item').length == {left}", timeout=PATIENCE)
+
+
 def as_shown(text: str) -> str:
     return " ".join(text.split())
 
@@ -213,12 +226,14 @@ def test_files_that_are_refused(served: Served, dataset: Path, tmp_path: Path) -
         shown.wait_for_selector(".toast-body", timeout=PATIENCE)
         shown.screenshot(path=tmp_path / "refused.png")
         assert "text.jpg: cannot be read: it is none of JPEG" in warned(shown)
-        assert shown.input_value("textarea") == "what", "the question is not lost"
+        given_back(shown, "what", 1)
         ask(shown, "what", bomb(tmp_path / "bomb.png"))
         said = warned(shown)
         assert "bomb.png: has 400000000 pixels, over the limit" in said or "20000 x 20000 pixels" in said
+        given_back(shown, "what", 1)
         ask(shown, "what", *(dataset / "images" / name for name in ("0.jpg", "1.png", "2.jpg", "3.png")))
         assert "a conversation takes 3 pictures at most" in warned(shown)
+        given_back(shown, "what", 4)
         shown.set_input_files("input[type=file]", str(large))
         said = warned(shown)
         assert re.search(r"(?i)size", said), said
@@ -244,13 +259,19 @@ def test_an_answer_is_stopped(served: Served, assistant: Assistant) -> None:
         opened(other, served)
         ask(shown, "what")
         shown.wait_for_selector("[data-testid=bot]", timeout=PATIENCE)
+        ask(other, "begun anew")
+        other.wait_for_selector("text=waits for its turn: 1 question is before it", timeout=PATIENCE)
+        other.click("text=New conversation")
+        other.wait_for_selector("[data-testid=user]", state="detached", timeout=PATIENCE)
         ask(other, "taken back")
+        other.wait_for_selector("text=waits for its turn: 1 question is before it", timeout=PATIENCE)
         other.click("button:has-text('Stop')")
+        other.wait_for_selector("[data-testid=bot]", state="detached", timeout=PATIENCE)
         shown.click("button:has-text('Stop')")
         [cut] = answers(shown, 1)
         assert cut and as_shown(whole).startswith(as_shown(cut)) and len(cut) < len(whole.strip())
-        other.wait_for_function("[...document.querySelectorAll('button')].find(b => b.innerText == 'Stop').disabled")
         assert other.locator("[data-testid=bot]").count() == 0 and other.input_value("textarea") == "taken back"
+        assert other.locator("button:has-text('Stop')").is_disabled()
         ask(other, "asked again")
         assert len(answers(other, 1)) == 1, "a stop is for one question"
         ask(shown, "go on")
@@ -417,15 +438,46 @@ def test_talks_end_with_their_tab(assistant: Assistant) -> None:
     """An answer that is on its way ends after its next token when the tab goes, or the page."""
     how = Sampling(max_new_tokens=300)
     talks = Talks(assistant, configured("max_images=2"))
-    whole = "".join(talks.ask("one", "what", [], how))
+    one = talks.of("one")
+    whole = "".join(talks.ask(one, "what", [], how))
     for leave in (lambda: talks.forget("two"), lambda: talks.stop("two"), talks.end):
-        talks.clear("two")
-        talks.expect("two")
-        answer = talks.ask("two", "what", [], how)
+        talks.forget("two")
+        answer = talks.ask(talks.of("two"), "what", [], how)
         some = [next(answer)]
         leave()
         some.extend(answer)
         assert len("".join(some)) < len(whole) / 4
     with pytest.raises(DataError, match="20001 letters; most are 20000"):
-        next(talks.ask("one", "x" * 20_001, [], how))
-    assert len(talks.shown("one")) == 1
+        next(talks.ask(one, "x" * 20_001, [], how))
+    assert len(one.shown()) == 1
+
+
+def test_a_seed_repeats_in_every_conversation(assistant: Assistant) -> None:
+    how = Sampling(max_new_tokens=12, temperature=1.0)
+
+    def said(talks: Talks, *sessions: str) -> list[str]:
+        return ["".join(talks.ask(talks.of(name), "what", [], how)) for name in sessions]
+
+    first, again, other = said(Talks(assistant, configured("seed=3")), "a", "a", "b")
+    assert first == other != again
+    assert len(set(said(Talks(assistant, configured()), *"abcdef"))) > 1
+
+
+def test_whose_turn_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    line, stopped = Line(), threading.Event()
+    with line.place(bool) as first:
+        with line.place(stopped.is_set) as second, line.place(bool) as third:
+            waits = second.ahead()
+            assert (next(waits), line.before(third)) == (1, 2)
+            stopped.set()
+            assert list(waits) == [], "who is stopped waits no longer"
+        assert list(first.ahead()) == []
+        with contextlib.ExitStack() as held:
+            waiting = [held.enter_context(line.place(bool)) for _ in range(MOST_WAITING)]
+            with pytest.raises(DataError, match="16 questions wait"), line.place(bool):
+                pass
+            monkeypatch.setattr(serving_line, "ABANDONED", -1.0)
+            assert [line.before(place) for place in (waiting[0], first)] == [0, 0], "who is gone holds nobody up"
+    assert line.before(first) == 0
+    with line.place(bool) as alone:
+        assert list(alone.ahead()) == []

@@ -22,7 +22,7 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration
 from llava_fsdp import train
 from llava_fsdp.config import Config
 from llava_fsdp.data.batch import LeftOut
-from llava_fsdp.data.heldout import order_of, spread
+from llava_fsdp.data.heldout import order_of, spread, warn_of_trained
 from llava_fsdp.data.loader import normalize
 from llava_fsdp.data.prompts import ask, lay_out_prompts
 from llava_fsdp.data.templates import template
@@ -402,7 +402,7 @@ def test_picture_that_breaks_later(parts: Path, dataset: Path, held: Path, tmp_p
         validation.asker.answers()
 
 
-def test_embedded_run_is_measured_on_held_out_pictures(tmp_path: Path) -> None:
+def test_embedded_run_is_measured_on_held_out_pictures(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     values = ["data.root=" + str(tmp_path / "shapes"), "max_steps=2", "global_batch_size=4", "export.enabled=false"]
     few = ["val.every=2", "val.limit=9", "val.answers=4", "val.max_new_tokens=4", "val.metric=vqa", "val.shown=1"]
     train.train(config_of([*values, *few, f"output_dir={tmp_path / 'run'}", "model.projector=random"]))
@@ -410,6 +410,21 @@ def test_embedded_run_is_measured_on_held_out_pictures(tmp_path: Path) -> None:
     assert list(row["sources"]) == ["heldout"] and row["questions"] == 4 and len(row["answers"]) == 1
     assert row["metric"] == "vqa" and row["loss"] is not None and 0 <= row["score"] <= 1
     assert (tmp_path / "shapes" / "heldout.json.index").is_dir()
+    said = " ".join(capsys.readouterr().err.split())
+    assert "validation every 2 steps; " in said and "heldout.json: 300 records; 4 questions by vqa" in said
+
+
+def test_one_is_warned_of_measuring_what_is_trained_on(
+    parts: Path, dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    alias = tmp_path / "alias.json"
+    alias.symlink_to(dataset / "mixed.json")
+    for path, warned in ((alias, True), (dataset / "text.json", False)):
+        caplog.clear()
+        warn_of_trained(make_config(parts, dataset, tmp_path / "run", "val.every=1", f"val.path={path}"))
+        assert [f"val measures {alias}, which is trained on" in r.getMessage() for r in caplog.records] == [
+            True
+        ] * warned
 
 
 def test_the_loss_alone(parts: Path, dataset: Path, held: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from llava_fsdp.config import (
     RecomputeMode,
     Source,
 )
+from llava_fsdp.data.heldout import HeldOut
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.data.records import Records
 from llava_fsdp.model.attention import Kernel
@@ -65,6 +66,7 @@ def show_run(
     cfg: Config,
     world: World,
     loader: Loader,
+    held_out: HeldOut | None,
     weights: dict[str, Weight],
     projector: str,
     kernel: Kernel | None,
@@ -93,6 +95,8 @@ def show_run(
     facts.add_row("data", f"{describe_data(cfg, steps.records)}, template {cfg.data.template}")
     facts.add_row("steps", f"{loader.total_steps:,} ({steps.per_epoch:,} an epoch); output in {cfg.output_dir}")
     facts.add_row("batch", describe_batch(cfg, world, loader))
+    if held_out is not None:
+        facts.add_row("validation", describe_held_out(cfg, held_out))
     facts.add_row("attention", describe_attention(kernel))
     facts.add_row(
         "compute", f"{world.device.type}, {cfg.precision.param_dtype.value}, recompute {describe_recompute(cfg, world)}"
@@ -140,6 +144,12 @@ def describe_data(cfg: Config, records: Records) -> str:
     wrong = f", {records.out:,} left out as wrong" if records.out else ""
     long = f", {records.long:,} left out as too long" if records.long else ""
     return f"{files}: {len(records):,} records{wrong}{long}"
+
+
+def describe_held_out(cfg: Config, held_out: HeldOut) -> str:
+    own = describe_data(cfg.held_out, held_out.loader.steps.records)
+    asked = f"{len(held_out.questions):,} questions by {cfg.val.metric.value}" if held_out.questions else "no questions"
+    return f"every {cfg.val.every:,} steps; {own}; {asked}"
 
 
 def describe_precision(precision: PrecisionConfig) -> str:

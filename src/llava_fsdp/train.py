@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from llava_fsdp import adapters, artifact, checkpoint
 from llava_fsdp.about import about_run
-from llava_fsdp.data.heldout import Choose, HeldOut, open_held_out
+from llava_fsdp.data.heldout import Choose, HeldOut, open_held_out, warn_of_trained
 from llava_fsdp.data.loader import Loader, build_loader
 from llava_fsdp.dry_run import dry_run
 from llava_fsdp.errors import ConfigError, DataError, StorageError
@@ -178,7 +178,9 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
     about: dict[str, Any] = {}
     if world.is_first:
         weights = weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision)
-        show_run(cfg, world, loader, weights, describe_projector(cfg, projector), model.kernel, utilization.source)
+        show_run(
+            cfg, world, loader, held_out, weights, describe_projector(cfg, projector), model.kernel, utilization.source
+        )
         about = about_run(cfg, world, model, loader.steps.records, weights)
 
     packed = quantized_weights(model)
@@ -219,6 +221,8 @@ def open_held_out_data(cfg: Config, world: World, model: Llava) -> HeldOut:
     positions = model.parts.language.max_position_embeddings
     held_out = open_held_out(cfg, lambda own, choose: open_data(own, world, model, choose), positions)
     check_same_records(held_out.loader, "val.path, val.images")
+    if world.is_first:
+        warn_of_trained(cfg)
     return held_out
 
 

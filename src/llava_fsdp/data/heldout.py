@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from llava_fsdp.data.prompts import HeldOutQuestion, ask
 from llava_fsdp.data.records import Records
 from llava_fsdp.data.texts import sources_of
 from llava_fsdp.errors import ConfigError
+from llava_fsdp.log import log
 
 Choose = Callable[[Records], "HeldOutOrder"]
 
@@ -99,6 +101,16 @@ def open_held_out(cfg: Config, open_loader: Callable[[Config, Choose], Loader], 
 
     loader = open_loader(own, choose)
     return HeldOut(loader, orders[-1], own.data.source_names, choose_questions(loader, orders[-1], own, positions))
+
+
+def warn_of_trained(cfg: Config) -> None:
+    """One may want it, to see a model overfit; whoever does not will believe the numbers."""
+    trained = {os.path.realpath(source.path) for source in sources_of(cfg.data)}
+    for source in sources_of(cfg.held_out.data, "val"):
+        if os.path.realpath(source.path) in trained:
+            log().warning(
+                "val measures %s, which is trained on: its loss and score say nothing of new data", source.path
+            )
 
 
 def choose_questions(loader: Loader, order: HeldOutOrder, cfg: Config, positions: int) -> list[HeldOutQuestion]:

@@ -18,6 +18,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,6 +49,8 @@ from llava_fsdp.errors import BuildError, LlavaFsdpError, SourceError
 from llava_fsdp.log import log
 
 LOCK = "lock"
+SILENT = 5.0
+"""Seconds for which a rank waits for another without a word."""
 CHUNKS = {"records": 8192, "pictures": 1024, "encoded": 1024}
 """Records of a chunk, by pass: a few seconds' work."""
 
@@ -169,11 +172,17 @@ def note_look(plan: Plan) -> None:
 def locked(path: Path) -> Iterator[None]:
     """One process at a time; when it dies, the system opens the lock."""
     with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log().info("the index is being made by another rank of this run, or by another run; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
+        until = time.monotonic() + SILENT
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    log().info("the index is being made by another rank of this run, or by another run; waiting for it")
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                    break
+                time.sleep(0.02)
         yield
 
 

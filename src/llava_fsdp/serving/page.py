@@ -13,10 +13,8 @@ from llava_fsdp.data.examine import FORMATS
 from llava_fsdp.errors import DataError, OutOfMemory
 from llava_fsdp.generate import Sampling
 from llava_fsdp.serving.guard import MiB
-from llava_fsdp.serving.talks import Talks
+from llava_fsdp.serving.talks import Talk, Talks
 
-WAITING = 16
-"""Questions that may wait for their turn; one more is refused."""
 DAY = 24 * 3600
 HOUR = 3600
 SYSTEM_FONTS = ("system-ui", "sans-serif")
@@ -75,31 +73,24 @@ def make_page(talks: Talks, cfg: ChatConfig) -> gr.Blocks:
         def ask(said: dict[str, Any], heat: float, share: float, length: float, request: gr.Request) -> Iterator[Any]:
             yield from answered(talks, cfg, said, (heat, share, length), session_of(request))
 
-        def expected(request: gr.Request) -> gr.Button:
-            talks.expect(session_of(request))
-            return gr.Button(interactive=True)
-
         def stopped(request: gr.Request) -> None:
             talks.stop(session_of(request))
-
-        def cleared(request: gr.Request) -> tuple[list[Any], dict[str, Any]]:
-            talks.clear(session_of(request))
-            return [], {"text": "", "files": []}
 
         def gone(request: gr.Request) -> None:
             talks.forget(session_of(request))
 
-        one_at_a_time: dict[str, Any] = {
-            "concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private", "show_progress": "hidden",
-        }  # fmt: skip
+        def cleared(request: gr.Request) -> tuple[list[Any], dict[str, Any]]:
+            gone(request)
+            return [], {"text": "", "files": []}
+
+        # who waits for the model waits in `talks.line`, from where a question can be taken back at once
         at_once: dict[str, Any] = {"concurrency_limit": None, "api_visibility": "private", "show_progress": "hidden"}
-        settings = [box, temperature, top_p, tokens]
-        box.submit(expected, None, stop, **at_once).then(ask, settings, [chat, box, stop], **one_at_a_time)
+        box.submit(ask, [box, temperature, top_p, tokens], [chat, box, stop], **at_once)
         stop.click(stopped, **at_once)
         for emptied in (clear.click, chat.clear):  # the bin above the conversation empties what is shown alone
-            emptied(stopped, **at_once).then(cleared, None, [chat, box], **one_at_a_time)
+            emptied(cleared, None, [chat, box], **at_once)
         page.unload(gone)
-    return page.queue(max_size=WAITING, api_open=False)
+    return page.queue(api_open=False)
 
 
 def about(talks: Talks) -> str:
@@ -116,26 +107,42 @@ def answered(
 ) -> Iterator[Any]:
     """What the page shows while an answer is written: the conversation, the box for questions, the stop button."""
     text, files = said["text"].strip(), [str(name) for name in said["files"]]
-    idle = gr.Button(interactive=False)
-    is_stopped, before = talks.is_stopped(session), history(talks, session)
-    if is_stopped or not (text or files):  # the box keeps what it has
+    idle, talk = gr.Button(interactive=False), talks.of(session)
+    before = history(talk)
+    if not text and not files:
         yield before, gr.skip(), idle
         return
-    asked = message("user", text, files)
-    empty = gr.MultimodalTextbox(value={"text": "", "files": []}, interactive=False)
-    yield [*before, asked], empty, gr.Button(interactive=True)
-    written = ""
+    talk.stopped.clear()
+    asked, written = message("user", text, files), ""
+    yield [*before, asked], box_with("", [], interactive=False), gr.Button(interactive=True)
     try:
-        for piece in talks.ask(session, text, files, sampling(settings)):
-            written += piece
-            yield [*before, asked, message("assistant", written, [])], gr.skip(), gr.skip()
+        with talks.line.place(talk.stopped.is_set) as place:
+            for ahead in place.ahead():
+                yield [*before, asked, message("assistant", waiting(ahead), [])], gr.skip(), gr.skip()
+            for piece in () if talk.stopped.is_set() else talks.ask(talk, text, files, sampling(settings)):
+                place.touch()
+                written += piece
+                yield [*before, asked, message("assistant", written, [])], gr.skip(), gr.skip()
     except Exception as error:
-        yield before, gr.MultimodalTextbox(value={"text": text, "files": []}, interactive=True), idle
+        yield before, box_with(text, files), idle
         if not isinstance(error, (DataError, OutOfMemory)):
             raise  # a fault of ours: in full on the terminal, and the page can still be used
         gr.Warning(html.escape(str(error)), duration=None)
         return
-    yield history(talks, session), gr.MultimodalTextbox(interactive=True), idle
+    if not talks.is_kept(session, talk):  # the conversation was ended meanwhile
+        yield [], box_with("", []), idle
+    elif talk.stopped.is_set() and len(history(talk)) == len(before):  # before it was its turn
+        yield before, box_with(text, files), idle
+    else:
+        yield history(talk), gr.MultimodalTextbox(interactive=True), idle
+
+
+def box_with(text: str, files: list[str], interactive: bool = True) -> gr.MultimodalTextbox:
+    return gr.MultimodalTextbox(value={"text": text, "files": files}, interactive=interactive)
+
+
+def waiting(ahead: int) -> str:
+    return f"(waits for its turn: {ahead} {'question is' if ahead == 1 else 'questions are'} before it)"
 
 
 def sampling(settings: tuple[float, float, float]) -> Sampling:
@@ -150,10 +157,10 @@ def sampling(settings: tuple[float, float, float]) -> Sampling:
     return Sampling(int(tokens), float(temperature), float(top_p))
 
 
-def history(talks: Talks, session: str) -> list[Any]:
+def history(talk: Talk) -> list[Any]:
     return [
         entry
-        for question, files, answer in talks.shown(session)
+        for question, files, answer in talk.shown()
         for entry in (message("user", question, files), message("assistant", answer, []))
     ]
 
