@@ -175,8 +175,8 @@ def test_names_of_runs_stay_as_they_are(tmp_path: Path) -> None:
 
 
 def test_what_a_job_was_told_is_compared_as_what_a_configuration_says() -> None:
-    typed = values_typed(["stage=pretrain", "optim.lr=1e-4", "+a.b='x y'", "~data", "max_steps=5"])
-    assert typed == {"stage": "pretrain", "optim.lr": 0.0001, "a.b": "x y", "max_steps": 5}
+    typed = values_typed(["stage=pretrain", "optim.lr=1e-4", "+a.b='x y'", "~data", "max_steps=5", "x=False", "y=null"])
+    assert typed == {"stage": "pretrain", "optim.lr": 0.0001, "a.b": "x y", "max_steps": 5, "x": False, "y": None}
     trees = [{"optim.lr": 0.0001, "n": 1}, {"optim.lr": 0.0001}, {}]
     assert differing(trees, [{}, {}, typed]) == [["n", "1", "", ""]]
     assert differing(trees[1:], [{}, {"optim.lr": 0.1}]) == [["optim.lr", "0.0001", "0.1"]]

@@ -164,16 +164,19 @@ def own_overrides(jobs: Sequence[Sequence[str]]) -> list[list[str]]:
 
 
 def values_typed(overrides: Sequence[str]) -> dict[str, Any]:
-    """By key, what overrides set; numbers as numbers, so that 1e-4 is what a configuration says as 0.0001."""
+    """By key, what overrides set; as values, so that 1e-4 is what a configuration says as 0.0001."""
     found: dict[str, Any] = {}
     for word in overrides:
         key, equals, text = word.lstrip("+").partition("=")
         if equals and not key.startswith("~"):
-            found[key] = number_typed(text)
+            found[key] = value_typed(text)
     return found
 
 
-def number_typed(text: str) -> int | float | str:
+def value_typed(text: str) -> int | float | bool | str | None:
+    constants = {"true": True, "false": False, "null": None, "none": None}  # Hydra writes a job's as Python does
+    if text.lower() in constants:
+        return constants[text.lower()]
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)
