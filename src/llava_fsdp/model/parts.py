@@ -219,6 +219,8 @@ def resolve_model(name: str, key: str) -> Path:
             raise ModelError(
                 f"{key}={name} is a checkpoint of a run, which holds what trained alone; export it: {cure}"
             )
+        if folder.is_dir():
+            raise ModelError(f"{key}={name} has no config.json; give a model folder, or the folder of a run")
     return resolve(name, key)
 
 
