@@ -258,7 +258,7 @@ def test_a_conversation_that_is_too_long(talk: Conversation, pictures: list[Path
     """Refused with its length and the model's; the conversation goes on as it was. An answer ends where the model
     does."""
     said(talk, "what")
-    with pytest.raises(DataError, match=r"the conversation takes \d+ positions, 0 of them for pictures.* has 512"):
+    with pytest.raises(DataError, match=r"the conversation takes \d+ positions, and the model has 512: begin a new"):
         said(talk, "red " * 600)
     assert len(talk.turns) == 2
     with pytest.raises(DataError, match=r"mixed\.json takes \d+ positions, 4 of them for pictures"):
@@ -406,6 +406,8 @@ def test_keys_that_are_wrong(tmp_path: Path, dataset: Path) -> None:
             configured(key)
     with pytest.raises(ConfigError, match="leave image and question out"):
         configured("serve=true", "question=x")
+    with pytest.raises(ConfigError, match="question is empty; say what is asked"):
+        configured("question= ")
     first, second = dataset / "images" / "0.jpg", dataset / "images" / "1.png"
     odd = tmp_path / "a, b [1].jpg"
     odd.write_bytes(first.read_bytes())

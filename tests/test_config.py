@@ -207,6 +207,19 @@ def test_a_mistake_is_refused_with_its_cure(
     assert "Traceback" not in str(caught.value)
 
 
+def test_a_value_without_its_key(tmp_path: Path) -> None:
+    """A path is told the key that it is most likely meant for; words behind a flag of Hydra's are the flag's."""
+    here = str(tmp_path)
+    programs = {"train": "output_dir", "chat": "model.checkpoint", "evaluate": "model.checkpoint", "export": "source"}
+    for program, key in programs.items():
+        with pytest.raises(ConfigError, match=f"did you mean {key}={here}") as caught:
+            cli.refuse_bare_words(["seed=1", here], program)
+        assert "quotes" not in str(caught.value)
+    with pytest.raises(ConfigError, match="gone has no key; arguments are written key=value"):
+        cli.refuse_bare_words(["gone"], "train")
+    cli.refuse_bare_words(["--config-dir", here, "-cn", "train", "--cfg", "job", "~val", "seed=1", "--help"], "train")
+
+
 def test_compat_sets_what_the_original_does() -> None:
     """One word sets them all, whatever the stage; a key on the command line still wins, and the screen says so."""
     cfg = config_of(["compat=llava_v1_5", "stage=pretrain"])

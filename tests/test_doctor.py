@@ -1,5 +1,6 @@
 """Every probe on outputs of machines that are not here; what a machine fails on, and that nothing hangs."""
 
+import errno
 import json
 import os
 import time
@@ -21,6 +22,7 @@ from llava_fsdp.health.gpus import TorchFacts, parse_links, parse_smi
 from llava_fsdp.health.host import Host
 from llava_fsdp.health.network import Interface
 from llava_fsdp.health.subject import Needs, Subject
+from llava_fsdp.planning.hardware import Machine
 from llava_fsdp.words import readable
 
 GIB = 1 << 30
@@ -190,7 +192,7 @@ def test_cores_and_memory_of_a_container() -> None:
     assert machine(limit=8 * GIB, used=6 * GIB).free == 2 * GIB and machine().free == 60 * GIB
     only(host.judge_cores(machine(), 8, None), Level.OK)
     only(host.judge_cores(machine(quota=4.0), 8, None), Level.WARN)
-    assert only(host.judge_cores(machine(), 8, 4), Level.WARN).cure.startswith("data.workers=1:")
+    assert only(host.judge_cores(machine(), 8, 4), Level.WARN).cure.startswith("data.workers=1: more workers than")
     only(host.judge_memory(machine(), 0, ""), Level.OK)
     only(host.judge_memory(machine(), 58 * GIB, "what is offloaded"), Level.WARN)
     only(host.judge_memory(machine(limit=32 * GIB), 58 * GIB, "what is offloaded"), Level.FAIL)
@@ -225,6 +227,7 @@ def test_shared_memory_and_limits() -> None:
     assert "--shm-size" in small.cure and "data.workers=0" in small.cure
     only(host.judge_shared(64 << 20, 60 << 20, 0, several=True), Level.WARN)
     only(host.judge_shared(8 * GIB, 8 * GIB, GIB, several=True), Level.OK)
+    assert "take" not in only(host.judge_shared(8 * GIB, 8 * GIB, None, several=True), Level.OK).said
     limits = {"nofile": 1024, "hard": 1 << 20, "memlock": 8 << 20}
     found = list(host.judge_limits(limits, has_infiniband=True))
     assert levels(found) == {"open files": "WARN", "locked memory": "WARN"}
@@ -240,12 +243,30 @@ def test_speed_of_a_folder_leaves_nothing(tmp_path: Path) -> None:
     speed = disk.measure(tmp_path, most=2 * disk.BLOCK)
     assert speed.write > 0 and speed.read > 0
     assert list(tmp_path.iterdir()) == []
-    only(disk.judge_speed("speed", disk.Speed(1e6, 1e9), 10**9), Level.WARN)
-    assert "10 s a checkpoint" in only(disk.judge_speed("speed", disk.Speed(1e8, 1e9), 10**9), Level.OK).said
-    only(disk.judge_room("room", tmp_path, GIB, 2 * GIB, "takes"), Level.FAIL)
-    only(disk.judge_room("room", tmp_path, 2 * GIB, GIB, "takes"), Level.OK)
+
+    def judged(write: float) -> Iterable[Finding]:
+        return disk.judge_speed("speed", tmp_path, 10**9, lambda _: disk.Speed(write, 1e9))
+
+    only(judged(1e6), Level.WARN)
+    assert "10 s a checkpoint" in only(judged(1e8), Level.OK).said
+    assert only(disk.judge_room("room", tmp_path, GIB, 2 * GIB, "takes", "make room"), Level.FAIL).cure == "make room"
+    only(disk.judge_room("room", tmp_path, 2 * GIB, GIB, "takes", ""), Level.OK)
+    assert "takes" not in only(disk.judge_room("room", tmp_path, 2 * GIB, 0, "takes", ""), Level.OK).said
     assert list(disk.check_writable("output_dir", tmp_path / "not" / "yet")) == []
     only(disk.check_writable("output_dir", Path("/proc/none")), Level.FAIL)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_no_bug_of_the_probe(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int, data: bytes) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(disk.os, "write", full)
+    subject = Subject(config(f"output_dir={tmp_path}"))
+    subject.__dict__["known_needs"] = None
+    (check,) = (own for own in CHECKS if own.name == "speed of output_dir")
+    (row,) = run_check(check, subject)
+    assert row.level is Level.WARN and "no room" in row.said and "report" not in row.said + row.cure
 
 
 def test_the_dataset_is_read(tmp_path: Path) -> None:
@@ -342,6 +363,49 @@ def test_a_model_that_is_too_large_fails_by_the_plan() -> None:
     assert found.export == pytest.approx(26.7e9, rel=0.01), "13.35 B parameters in bf16"
     assert found.checkpoint > 150e9 and subject.checkpoint == found.checkpoint
     only(settings.judge_plan(found, False), Level.FAIL)
+
+
+def test_a_folder_without_a_model_is_one_row(tmp_path: Path) -> None:
+    """What depends on the model's size says so, or is judged without it."""
+    (tmp_path / "shapes").mkdir()
+    subject = Subject(
+        config("stage=finetune_task", f"model.checkpoint={tmp_path}/shapes", f"output_dir={tmp_path}/out")
+    )
+    subject.__dict__["torch"] = torch_of(cuda=None)
+    asked = {"places", "needs", "memory by the plan", "memory", "shared memory", "output_dir", "offload.folder"}
+    rows = [row for check in CHECKS if check.name in asked for row in run_check(check, subject)]
+    failed = only((row for row in rows if row.level is Level.FAIL), Level.FAIL)
+    assert (failed.name, "no config.json" in failed.said) == (
+        "model.checkpoint",
+        True,
+    ) and "model folder" in failed.cure
+    found = {row.name: row for row in rows}
+    assert found["memory by the plan"].cure == "mend model.checkpoint first" and "attention" not in found
+    assert "checkpoints" not in found["room in output_dir"].said and "take" not in found["shared memory"].said
+
+    (tmp_path / "shapes" / "config.json").write_text('{"model_type": "llama"}')
+    (row,) = settings.judge_model(subject.cfg, {}, tmp_path)
+    assert row.level is Level.FAIL and "not a LLaVA one" in row.said
+    (row,) = settings.judge_model(config(f"model.checkpoint={__file__}"), {}, tmp_path)
+    assert row.level is Level.FAIL and "is no folder" in row.said
+
+
+def test_more_ranks_on_a_cpu_than_fit_fail_in_every_row() -> None:
+    """Ranks share the memory, so more of them are no cure; no row shows less than nothing."""
+    subject = Subject(config("gpus=256"))
+    subject.__dict__["torch"] = torch_of(cuda=None)
+    subject.__dict__["host"] = machine(memory=16 * GIB, available=16 * GIB)
+    row: Any = SimpleNamespace(
+        bytes={"total": 50 << 20}, usable=Machine(None, "", 16 * GIB // 256, 1.0).usable(256), fits=False, moment=""
+    )
+    subject.__dict__["needs"] = Needs(row, "2 CPU cores", 0, 0, 0)
+    rows = {row.name: row for check in CHECKS if "memory" in check.name for row in run_check(check, subject)}
+    by_plan, memory = rows["memory by the plan"], rows["memory"]
+    assert by_plan.level is memory.level is Level.FAIL
+    assert "50 MiB of 0 B for tensors" in by_plan.said and "-" not in by_plan.said
+    assert by_plan.cure.partition("; ")[2].startswith("fewer ranks") and "fewer ranks" in memory.cure
+    over = only(settings.judge_plan(needs(100 * GIB, 75 * GIB), True), Level.FAIL)
+    assert "more gpus" in over.cure
 
 
 def test_a_probe_that_crashes_or_hangs_is_a_row() -> None:

@@ -142,3 +142,11 @@ def test_multirun_under_torchrun_names_the_sweep(tmp_path: Path) -> None:
 def test_flags_of_the_command_line_itself(flag: str, tmp_path: Path) -> None:
     ran = command("llava_fsdp.chat", flag, cwd=tmp_path)
     assert ran.returncode == 0 and ran.stdout and "Traceback" not in ran.stderr
+    if flag == "--help":
+        assert ran.stdout.startswith("chat ") and "max_new_tokens" in ran.stdout and "sharding" not in ran.stdout
+
+
+def test_a_path_without_its_key_is_told_which_it_is(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    ran = command("llava_fsdp.status", "run", cwd=tmp_path)
+    assert ran.returncode == 2 and "ConfigError: run has no key" in ran.stderr and "output_dir=run?" in ran.stderr

@@ -18,9 +18,10 @@ from pictured import charts_seen
 from small import config_of
 
 from llava_fsdp import report
+from llava_fsdp.comparison_page import differing
 from llava_fsdp.errors import LlavaFsdpError
 from llava_fsdp.recipes import differences
-from llava_fsdp.runs import read_run, runs_in
+from llava_fsdp.runs import read_run, runs_in, values_typed
 
 
 def texts(page: str) -> str:
@@ -133,19 +134,53 @@ def test_a_page_with_a_private_run_is_private(order: tuple[str, str], tmp_path: 
 
 def test_a_sweep_is_all_of_its_jobs(tmp_path: Path) -> None:
     sweep = tmp_path / "sweep"
-    for number, lr in ((0, "1e-4"), (1, "2e-4")):
-        folder = imagine(sweep / str(number), 60, seed=number)
+    for number, lr in ((0, "1e-5"), (1, "2e-5")):
+        folder = imagine(
+            sweep / str(number), 60, seed=number, config=f"optim:\n  lr: {lr.replace('e', '.0e')}\nseed: 42\n"
+        )
         (folder / "job.json").write_text(
-            json.dumps({"number": number, "overrides": [f"optim.lr={lr}"], "exit_code": 0})
+            json.dumps({"number": number, "overrides": ["max_steps=60", f"optim.lr={lr}"], "exit_code": 0})
         )
     (sweep / "2").mkdir()  # a job that ended before it had a run
-    job = {"number": 2, "overrides": ["optim.lr=x"], "exit_code": 2, "reason": "optim.lr=x must be a number"}
+    job = {
+        "number": 2,
+        "overrides": ["max_steps=60", "optim.lr=x"],
+        "exit_code": 2,
+        "reason": "optim.lr=x must be a number",
+    }
     (sweep / "2" / "job.json").write_text(json.dumps(job))
     out = tmp_path / "c.html"
     seen = texts(report.write([str(sweep), f"out={out}"]).read_text())
-    assert "3 runs" in seen and "0: optim.lr=1e-4" in seen and "optim.lr=x must be a number" in seen
-    single = report.write([str(sweep / "1")])
+    assert (
+        "3 runs" in seen
+        and "0: optim.lr=1e-5" in seen
+        and "max_steps" not in seen
+        and "optim.lr=x must be a number" in seen
+    )
+    page = out.read_text()
+    assert not re.search(r"<td[^>]*>seed<", page), "the job without a configuration tells nothing"
+    [row] = re.findall(r"<tr><td[^>]*>optim.lr</td>.*</tr>", page)
+    assert re.findall(r">([^<>]+)</td>", row) == ["optim.lr", "1e-05", "2e-05", "x"]
+    assert "ranks" not in re.findall(r"<h2>What differs</h2>.*", page, re.DOTALL)[0], "nor of where it ran"
+    single = report.write([f"output_dir={sweep / '1'}"])
     assert single == sweep / "1" / "report.html"
+
+
+def test_names_of_runs_stay_as_they_are(tmp_path: Path) -> None:
+    for number in (1, 2):
+        folder = imagine(tmp_path / str(number), 60, config=f"max_steps: {number}\n")
+        (folder / "job.json").write_text(json.dumps({"number": number, "overrides": [f"max_steps={number}"]}))
+    seen = texts(report.write([str(tmp_path), f"out={tmp_path / 'c.html'}"]).read_text())
+    assert seen.count("1: max_steps=1") >= 2 and "max steps" not in seen and "last loss" in seen
+
+
+def test_what_a_job_was_told_is_compared_as_what_a_configuration_says() -> None:
+    typed = values_typed(["stage=pretrain", "optim.lr=1e-4", "+a.b='x y'", "~data", "max_steps=5", "x=False", "y=null"])
+    assert typed == {"stage": "pretrain", "optim.lr": 0.0001, "a.b": "x y", "max_steps": 5, "x": False, "y": None}
+    trees = [{"optim.lr": 0.0001, "n": 1}, {"optim.lr": 0.0001}, {}]
+    assert differing(trees, [{}, {}, typed]) == [["n", "1", "", ""]]
+    assert differing(trees[1:], [{}, {"optim.lr": 0.1}]) == [["optim.lr", "0.0001", "0.1"]]
+    assert differing([{}, {}], [{"n": 1}, {"n": 2}]) == []
 
 
 def test_a_sweep_s_jobs_may_lie_deeper_and_one_be_damaged(tmp_path: Path) -> None:

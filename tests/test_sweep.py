@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from imagined import imagine
 
 from llava_fsdp import sweep
 from llava_fsdp.cli import quoted
@@ -23,7 +24,7 @@ from llava_fsdp.config import SweepConfig, SweepMetric, config_dir, load
 from llava_fsdp.errors import ConfigError, ExitCode, LlavaFsdpError
 from llava_fsdp.guard import check_command_line, check_plugin
 from llava_fsdp.rundir import mode_of, restored_umask
-from llava_fsdp.runs import JOB_FILE
+from llava_fsdp.runs import JOB_FILE, runs_in
 from llava_fsdp.sweeping import devices, torchrun
 from llava_fsdp.sweeping.curves import MOST_POINTS, Curve, draw, thinned
 from llava_fsdp.sweeping.devices import Device, check_devices, lent, list_devices
@@ -195,13 +196,52 @@ def test_reason_of_a_failure(tmp_path: Path) -> None:
     with pytest.raises(torchrun.JobFailed, match="torchrun returned 9: no memory") as caught:
         torchrun.run_torchrun([sys.executable, "-c", "print('no memory'); raise SystemExit(9)"], tmp_path, "job 0")
     assert "earlier" not in str(caught.value)
-    assert torchrun.failure_code(tmp_path) is ExitCode.BUG
+    assert caught.value.code is ExitCode.BUG and not caught.value.took_steps
 
     status = json.dumps({"exit_code": 4, "reason": "step 7: loss nan"})
     code = f"open('{tmp_path}/run_status.json', 'w').write('''{status}'''); raise SystemExit(1)"
-    with pytest.raises(torchrun.JobFailed, match=r"^step 7: loss nan$"):
+    with pytest.raises(torchrun.JobFailed, match=r"^step 7: loss nan$") as caught:
         torchrun.run_torchrun([sys.executable, "-c", code], tmp_path, "job 0")
-    assert torchrun.failure_code(tmp_path) is ExitCode.NUMERIC
+    assert caught.value.code is ExitCode.NUMERIC and caught.value.took_steps
+
+
+REFUSED = """
+import pathlib, sys
+from llava_fsdp.errors import ENDINGS
+from llava_fsdp.rundir import Outcome, claimed, write_ending
+folder = pathlib.Path(sys.argv[1])
+with claimed(folder, 0):
+    write_ending(folder, Outcome(ENDINGS[sys.argv[2]], "another recipe's"))
+raise SystemExit(sys.argv[2] != "done")
+"""
+
+
+def test_a_job_that_took_no_step_has_nothing_of_the_run_that_was_there(tmp_path: Path) -> None:
+    """Of another job's, that is; one that finished and is run again keeps what it measured."""
+    folder = imagine(tmp_path / "0", 60)
+
+    def start(how: str) -> Job:
+        job = Job(number=0, overrides=["optim.lr=5e-4"], folder=str(folder), command="torchrun")
+        try:
+            torchrun.run_torchrun([sys.executable, "-c", REFUSED, str(folder), how], folder, "job 0")
+        except torchrun.JobFailed as error:
+            record_failure(job, error, False, 1)
+        job.write()
+        write_results(tmp_path, [job])
+        return job
+
+    def seen() -> tuple[int, int]:
+        (run,) = runs_in(tmp_path)
+        drawn = [node.tag for node in ElementTree.parse(tmp_path / "results.svg").iter() if "polyline" in node.tag]
+        return len(drawn), run.history.step
+
+    start("done")
+    assert seen() == (1, 60)
+    job = start("checkpoint")
+    assert (job.exit_code, job.reason, job.numbers) == (ExitCode.CHECKPOINT, "another recipe's", Numbers())
+    assert seen() == (0, 0)
+    (run,) = runs_in(tmp_path)
+    assert (run.state, run.reason, run.config) == ("failed", "another recipe's", {})
 
 
 def test_folder_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -510,7 +550,7 @@ def test_a_job_that_is_stopped_before_it_began_is_for_the_next_start(tmp_path: P
     job = ended(torchrun.JobFailed("stopped"), True)
     assert (job.status, job.exit_code, job.reason) == ("stopped", ExitCode.STOPPED, "stopped before it began")
     assert job.numbers.loss == 3.0 and job.numbers.steps == 1
-    assert ended(torchrun.JobFailed("its own"), True, "torchrun").exit_code == ExitCode.USER
+    assert ended(torchrun.JobFailed("its own", ExitCode.USER), True, "torchrun").exit_code == ExitCode.USER
     refused = ended(ConfigError("seed=x is wrong"), True)
     assert (refused.exit_code, refused.reason, refused.numbers) == (ExitCode.USER, "seed=x is wrong", Numbers())
 

@@ -189,10 +189,10 @@ class Assistant:
         text = prompt(list(turns), self.form, self.model.cfg.image_start_end, bool(pictures))
         ids = encode_prompt(text, self.tokenizer, [len(shown.rows) for shown in pictures])
         if len(ids) >= self.positions:
-            raise DataError(
-                f"{where} takes {len(ids)} positions, {sum(len(s.rows) for s in pictures)} of them for pictures, and "
-                f"the model has {self.positions}: begin a new conversation, or one with fewer pictures"
-            )
+            cure = "begin a new conversation" if len(turns) > 1 else "make it shorter"
+            shown = f", {sum(len(s.rows) for s in pictures)} of them for pictures" if pictures else ""
+            cure += ", or show fewer pictures" if pictures else ""
+            raise DataError(f"{where} takes {len(ids)} positions{shown}, and the model has {self.positions}: {cure}")
         return ids
 
     def rest_embedded(self, tokens: np.ndarray, pictures: list[Shown], begin: int) -> torch.Tensor:

@@ -178,7 +178,11 @@ def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None
         bound = CLOSE_FP8 if cfg.precision.linear is LinearKind.fp8 else bound
         log().info("export: logits after reloading differ by %.2g of the largest (bound %.2g)", difference, bound)
         if not difference <= bound:
-            raise ModelError(f"{staged} was written, but its logits differ by {difference:.3g} from the model's")
+            raise ModelError(
+                f"{staged} was written, but its logits differ by {difference:.3g} from the model's, which must "
+                f"be at most {bound:.2g}: has the loss risen, or jumped? A training that has diverged does this; if it "
+                "has not, please report it"
+            )
 
     on_first_rank(compare, f"{staged} was written, but cannot be read back")
 

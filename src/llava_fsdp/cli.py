@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llava_fsdp.config import SOURCES, config_dir, did_you_mean, load, schema_keys
 from llava_fsdp.errors import ENDINGS, ConfigError, ExitCode, FolderInUse, LlavaFsdpError, Stopped
-from llava_fsdp.guard import check_command_line
+from llava_fsdp.guard import FOLDER_FLAGS, NAME_FLAGS, PATH_FLAGS, check_command_line
 from llava_fsdp.heartbeats import read_beat
 from llava_fsdp.log import leave_noise_out, log, setup_logging
 from llava_fsdp.parent import end_torchrun, end_with
@@ -40,6 +40,12 @@ LITERAL = frozenset({
     "val.path", "val.images", "val.index",
     "track.name", "track.project",
 })  # fmt: skip
+PLACE_OF = {"chat": "model.checkpoint", "evaluate": "model.checkpoint", "export": "source"}
+"""The key that a path alone is most likely meant for, by program; of the others it is output_dir."""
+WITH_VALUES = frozenset({
+    *FOLDER_FLAGS, *PATH_FLAGS, *NAME_FLAGS, "--cfg", "-c", "--package", "-p", "--info", "-i", "--experimental-rerun",
+})  # fmt: skip
+"""Hydra's flags whose value may be the next word."""
 Status = Callable[[Path, Outcome], dict[str, Any] | None]
 
 
@@ -192,6 +198,7 @@ def compose(config_name: str, schema: type) -> DictConfig | None:
 
     refuse_multirun(config_name)
     check_command_line(sys.argv[1:], config_name)
+    refuse_bare_words(sys.argv[1:], config_name)
     refuse_no_choice(sys.argv[1:])
     sys.argv[1:] = [taken_literally(argument) for argument in sys.argv[1:]]
     said = io.StringIO()
@@ -233,6 +240,17 @@ def refuse_multirun(config_name: str) -> None:
             f"{config_name} cannot run several jobs in one process group; "
             f"use: python -m llava_fsdp.sweep -m {' '.join(a for a in sys.argv[1:] if a not in flags)}"
         )
+
+
+def refuse_bare_words(words: list[str], config_name: str) -> None:
+    """Raises ConfigError for a value without its key: Hydra's own error speaks of quotes."""
+    flag = ""
+    for word in words:
+        if not word.startswith(("-", "~")) and "=" not in word and flag not in WITH_VALUES:
+            key = PLACE_OF.get(config_name, "output_dir")
+            meant = f"did you mean {key}={word}?" if os.path.exists(word) else "as in output_dir=outputs/mine"
+            raise ConfigError(f"{word} has no key; arguments are written key=value, {meant}")
+        flag = word
 
 
 def refuse_no_choice(arguments: list[str]) -> None:

@@ -42,8 +42,8 @@ def comparison_page(runs: list[Run]) -> str:
 
 def summary(runs: list[Run]) -> str:
     names = [
-        "run", "status", "steps", "last_loss", "lowest_loss", "validation_loss", "score", "tokens/s", "MFU",
-        "peak_memory", "waits_for_data", "skipped", "time_in_steps",
+        "run", "status", "steps", "last loss", "lowest loss", "validation loss", "score", "tokens/s", "MFU",
+        "peak memory", "waits for data", "skipped", "time in steps",
     ]  # fmt: skip
     return "<h2>Results</h2>" + table(names, (results(run) for run in runs))
 
@@ -108,12 +108,12 @@ def means(run: Run, key: str, most: int) -> list[Point]:
 
 def differences(runs: list[Run]) -> Iterator[str]:
     """What is not the same everywhere: keys of the configuration, then versions and machines."""
-    of_config = differing([run.config for run in runs], UNINTERESTING)
+    of_config = differing([run.config for run in runs], [run.asked for run in runs], UNINTERESTING)
     yield "<h2>What differs</h2>"
     names = ["key", *(run.name for run in runs)]
     if any(not run.config for run in runs):
         without = ", ".join(run.name for run in runs if not run.config)
-        yield f"<p class='note'>Without a config.yaml: {escape(without)}</p>"
+        yield f"<p class='note'>Without a config.yaml, so that only what was typed is shown: {escape(without)}</p>"
     yield table(names, of_config) if of_config else "<p>No key of their configurations.</p>"
     of_place = differing([surroundings(run) for run in runs])
     if of_place:
@@ -123,11 +123,24 @@ def differences(runs: list[Run]) -> Iterator[str]:
         yield "<h2>Why they ended</h2>" + table(["run", "reason"], reasons)
 
 
-def differing(trees: list[dict[str, Any]], without: tuple[str, ...] = ()) -> list[list[str]]:
-    """Rows of a key and its value in each, of keys that have not one value in all."""
-    keys = dict.fromkeys(key for tree in trees for key in tree if key not in without)
-    rows = [[key, *(written(tree[key]) if key in tree else "" for tree in trees)] for key in keys]
-    return [row for row in rows if len(set(row[1:])) > 1]
+def differing(
+    trees: list[dict[str, Any]], asked: list[dict[str, Any]] | None = None, without: tuple[str, ...] = ()
+) -> list[list[str]]:
+    """Rows of a key and its value in each, of keys that have not one value in all.
+
+    Args:
+        asked: the few values that are known of one whose tree is empty; the keys that it lacks tell nothing.
+    """
+    asked = asked or [{} for _ in trees]
+    found = []
+    for key in dict.fromkeys(key for tree in trees for key in tree if key not in without):
+        values = [
+            written((tree or few)[key]) if key in (tree or few) else "" if tree else None
+            for tree, few in zip(trees, asked, strict=True)
+        ]
+        if len({value for value in values if value is not None}) > 1:
+            found.append([key, *(value or "" for value in values)])
+    return found
 
 
 def surroundings(run: Run) -> dict[str, Any]:

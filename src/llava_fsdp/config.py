@@ -1346,6 +1346,8 @@ class ChatConfig:
             raise ConfigError(f"port={self.port} must be 1 to 65535")
         if self.seed is not None and not 0 <= self.seed < 1 << 63:
             raise ConfigError(f"seed={self.seed} must be 0 or above, and below 2**63")
+        if self.question is not None and not self.question.strip() and self.image is None:
+            raise ConfigError("question is empty; say what is asked, or leave it out to talk on the terminal")
         if self.serve and (self.image is not None or self.question is not None):
             raise ConfigError("serve=true takes pictures and questions from the page; leave image and question out")
 

@@ -141,7 +141,7 @@ class Asker:
         if answers.texts and self.place.rank == 0:
             log().info("%s has %d of %d answers; going on", answers.path, len(answers.texts), len(self.asked))
         if pending:
-            with answers.writing() as add:
+            with answers.writing() as add, answers.told_when_interrupted():
                 for batch, texts in self.batches(pending, blank):
                     add(batch, texts)
         if self.place.rank != 0:

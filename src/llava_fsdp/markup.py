@@ -10,8 +10,8 @@ LONGEST_CELL = 2000
 """Characters of a cell of a table."""
 
 
-def table(names: list[str], rows: Iterable[Iterable[object]]) -> str:
-    head = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in names)
+def table(names: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    head = "".join(f"<th>{escape(shortened(name))}</th>" for name in names)
     body = "".join(f"<tr>{''.join(map(cell, row))}</tr>\n" for row in rows)
     return f"<table><tr>{head}</tr>\n{body}</table>\n"
 
@@ -24,6 +24,11 @@ def cell(value: object) -> str:
 
 def shortened(text: str, most: int = LONGEST_CELL) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def spaced(names: Iterable[str]) -> list[str]:
+    """Names of fields as words; what a user has named stays as it is."""
+    return [name.replace("_", " ") for name in names]
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:

@@ -17,7 +17,8 @@ from llava_fsdp.thumbnails import Thumbnails
 USAGE = """\
 usage: python -m llava_fsdp.report RUN [RUN...] [out=FILE]
 
-RUN       the output_dir of a training; or the folder of a sweep, which stands for all of its jobs
+RUN       the output_dir of a training, also as output_dir=RUN; or the folder of a sweep, which stands for all of
+          its jobs
 out=FILE  where the page goes; otherwise RUN/report.html of a single run, and comparison.html of several
 """
 COMPARISON = "comparison.html"
@@ -57,7 +58,7 @@ def write(words: list[str]) -> Path:
 def parse(words: list[str]) -> tuple[list[Path], Path | None]:
     """RUNs, and where the page goes."""
     given = [word.removeprefix("out=") for word in words if word.startswith("out=")]
-    folders = [Path(word) for word in words if not word.startswith("out=")]
+    folders = [Path(word.removeprefix("output_dir=")) for word in words if not word.startswith("out=")]
     for word in words:
         if word.startswith("-"):
             raise ConfigError(f"{word} is no option; options are written key=value, and -h lists them")

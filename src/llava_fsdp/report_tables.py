@@ -110,7 +110,7 @@ def sources(run: Run) -> Iterator[str]:
         labels = history.source_labels[name]
         share = labels / max(1, sum(history.source_labels.values()))
         rows.append([name, labels, f"{share:.1%}", f"{points[-1].mean:.4f}" if points else ""])
-    yield section("Sources", table(["source", "label_tokens", "share", "last loss"], rows))
+    yield section("Sources", table(["source", "label tokens", "share", "last loss"], rows))
 
 
 def memory(run: Run) -> Iterator[str]:

@@ -4,12 +4,14 @@ A run may be under way, killed, or of another machine: a line that was cut short
 run at all is refused.
 """
 
+import contextlib
 import functools
 import json
 import math
 import operator
 import os
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,8 @@ class Run:
     """run_status.json"""
     config: dict[str, Any] = field(default_factory=dict)
     """Values by dotted key."""
+    asked: dict[str, Any] = field(default_factory=dict)
+    """Of a sweep's job, what its overrides set, by dotted key."""
     unread: dict[str, int] = field(default_factory=dict)
     """Lines of a file that could not be read."""
 
@@ -113,8 +117,9 @@ def runs_in(folder: Path) -> list[Run]:
     jobs = [] if own.is_file() or not folder.is_dir() else sorted(job_files(folder))
     if not jobs:
         return [read_run(folder)]
-    found = [(read_job(path), path.parent) for path in jobs]
-    return [run_of_job(job, path) for job, path in sorted(found, key=lambda one: one[0]["number"])]
+    found = sorted(((read_job(path), path.parent) for path in jobs), key=lambda one: one[0]["number"])
+    names = job_names([(job["number"], job["overrides"]) for job, _ in found])
+    return [run_of_job(job, path, name) for (job, path), name in zip(found, names, strict=True)]
 
 
 def job_files(folder: Path) -> Iterator[Path]:
@@ -133,15 +138,49 @@ def read_job(path: Path) -> dict[str, Any]:
     raise ConfigError(f"{path} is not what a sweep writes of a job; remove its folder, or name the runs one by one")
 
 
-def run_of_job(job: dict[str, Any], folder: Path) -> Run:
+def run_of_job(job: dict[str, Any], folder: Path, name: str) -> Run:
     """Also of a job that ended before it had a run, or whose run cannot be read: the others still have their page."""
-    name = f"{job['number']}: {' '.join(job['overrides'])}"
-    try:
-        return read_run(folder, name)
-    except LlavaFsdpError as error:
-        reason = str(job.get("reason") or ("" if isinstance(error, ConfigError) else error))
-        status = {"status": "failed" if job.get("exit_code") else "unknown", "reason": reason}
-        return Run(folder, name, status=status)
+    status = {"status": "failed" if job.get("exit_code") else "unknown", "reason": str(job.get("reason") or "")}
+    run = Run(folder, name, status=status)
+    if job.get("has_own_run", True):
+        try:
+            run = read_run(folder, name)
+        except LlavaFsdpError as error:
+            status["reason"] = status["reason"] or ("" if isinstance(error, ConfigError) else str(error))
+    run.asked = values_typed(job["overrides"])
+    return run
+
+
+def job_names(jobs: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
+    """Of each job, by its number and overrides: the number, and what differs."""
+    own = own_overrides([overrides for _, overrides in jobs])
+    return [f"{number}: {' '.join(words) or 'as the others'}" for (number, _), words in zip(jobs, own, strict=True)]
+
+
+def own_overrides(jobs: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Of each job, the overrides that not all jobs have; of a single job all."""
+    count = Counter(override for overrides in jobs for override in set(overrides))
+    return [[own for own in overrides if count[own] < len(jobs) or len(jobs) == 1] for overrides in jobs]
+
+
+def values_typed(overrides: Sequence[str]) -> dict[str, Any]:
+    """By key, what overrides set; as values, so that 1e-4 is what a configuration says as 0.0001."""
+    found: dict[str, Any] = {}
+    for word in overrides:
+        key, equals, text = word.lstrip("+").partition("=")
+        if equals and not key.startswith("~"):
+            found[key] = value_typed(text)
+    return found
+
+
+def value_typed(text: str) -> int | float | bool | str | None:
+    constants = {"true": True, "false": False, "null": None, "none": None}  # Hydra writes a job's as Python does
+    if text.lower() in constants:
+        return constants[text.lower()]
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text[1:-1] if text[:1] in ("'", '"') and text[-1:] == text[:1] else text
 
 
 def name_of(folder: Path) -> str:

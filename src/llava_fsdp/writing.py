@@ -68,9 +68,8 @@ def write_shards(
                 tensors[rename(name)] = with_rows(name, tensor, vocabulary).to(weights.dtypes[name]).contiguous()
         index |= dict.fromkeys(tensors, file)
         total += sum(t.nbytes for t in tensors.values())
-        on_first_rank(
-            lambda t=tensors, f=file: save_file(t, staged / f, metadata={"format": "pt"}), f"cannot write {file}"
-        )
+        path = staged / file
+        on_first_rank(lambda t=tensors, p=path: save_file(t, p, metadata={"format": "pt"}), f"cannot write {path}")
     if len(plan) > 1:
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
         on_first_rank(

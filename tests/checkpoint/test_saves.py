@@ -271,7 +271,7 @@ def test_no_room_is_said_before_the_first_step(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(CheckpointError) as caught:
         saver_of(tmp_path, tensors)
     assert "No space left" in str(caught.value) and str(tmp_path) in str(caught.value)
-    assert "4800 bytes" in str(caught.value) and "4799 bytes" in str(caught.value)
+    assert "4.688 KiB" in str(caught.value) and "4.687 KiB" in str(caught.value)
 
 
 def test_a_disk_that_fills_up(tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_a_disk_that_fills_up(tmp_path: Path) -> None:
         (folder / "filler").write_bytes(b"x" * 1_500_000)
         step[0] = 2
         saver.save()
-        with pytest.raises(CheckpointError, match=r"No space left.*step-000002.*bytes\), and .* are free"):
+        with pytest.raises(CheckpointError, match=r"No space left.*step-000002.*KiB, and .* are free"):
             saver.close()
         assert names(folder) == ["filler", "latest", "step-000001"]
         verify(folder / "step-000001")

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llava_fsdp.errors import CheckpointError
+from llava_fsdp.words import readable
 
-GIB = 1 << 30
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FORBIDDEN = (errno.EACCES, errno.EPERM)
 NO_FOLDERS = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
@@ -35,10 +35,6 @@ def why(error: OSError, path: Path) -> str:
     if error.errno == errno.EFBIG:
         return f"{said}: {where} is larger than this process may write (ulimit -f)"
     return f"{said}: {where}"
-
-
-def readable(count: int) -> str:
-    return f"{count / GIB:.3g} GiB ({count} bytes)"
 
 
 def existing(path: Path) -> Path:

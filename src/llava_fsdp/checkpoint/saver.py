@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from llava_fsdp.checkpoint.agree import gathered, on_first_rank
 from llava_fsdp.checkpoint.commit import Beside, Committer, nowhere
-from llava_fsdp.checkpoint.disk import free_bytes, make_folder, readable, require_room
+from llava_fsdp.checkpoint.disk import free_bytes, make_folder, require_room
 from llava_fsdp.checkpoint.facts import facts_of
 from llava_fsdp.checkpoint.folders import recover, sweep
 from llava_fsdp.checkpoint.layout import estimated_bytes, tensors, written_parts
@@ -27,6 +27,7 @@ from llava_fsdp.errors import CheckpointError, LlavaFsdpError
 from llava_fsdp.log import log
 from llava_fsdp.optim import prepare_moments
 from llava_fsdp.state import TrainState
+from llava_fsdp.words import readable
 
 TIMEOUT = timedelta(seconds=1800)
 """Of the saver's group: as long as the slowest rank's disk may take."""

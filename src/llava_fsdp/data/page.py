@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-from llava_fsdp.markup import table, ticks
+from llava_fsdp.markup import spaced, table, ticks
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 70em; padding: 0 1em; color: #222 }
@@ -27,7 +27,7 @@ def write_page(report: dict[str, Any]) -> Iterator[str]:
         f"{out['too_long']:,} as too long.</p>\n"
     )
     yield table(["setting", "value"], ([key, value] for key, value in report["settings"].items()))
-    yield "<h2>Sources</h2>\n" + table(list(report["sources"][0]), (own.values() for own in report["sources"]))
+    yield "<h2>Sources</h2>\n" + table(spaced(report["sources"][0]), (own.values() for own in report["sources"]))
     yield from lengths(report["lengths"])
     yield from truncation(report)
     yield from problems(report["problems"])
@@ -47,14 +47,13 @@ def truncation(report: dict[str, Any]) -> Iterator[str]:
     found = report["truncation"]
     names = ["records_cut", "positions_lost", "label_tokens_lost", "left_without_labels"]
     yield "<h2>What a maximum length costs</h2>\n"
-    words = [name.replace("_", " ") for name in names]
     samples = max(1, report["lengths"]["samples"])
     shown = [("records_cut", "records cut"), ("left_without_labels", "left without labels")]
     bars = [
         ([100 * own[n] / samples for n, _ in shown], ", ".join(f"{w} {own[n]:,}" for n, w in shown)) for own in found
     ]
     yield chart(bars, [str(own["max_length"]) for own in found], "% of records", [w for _, w in shown])
-    yield table(["data.max_length", *words], ([own["max_length"], *(own[n] for n in names)] for own in found))
+    yield table(["data.max_length", *spaced(names)], ([own["max_length"], *(own[n] for n in names)] for own in found))
 
 
 def problems(found: dict[str, Any]) -> Iterator[str]:

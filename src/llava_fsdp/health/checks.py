@@ -11,9 +11,10 @@ from pathlib import Path
 
 from llava_fsdp.errors import LlavaFsdpError
 from llava_fsdp.health import disk, gpus, host, network, settings, software
-from llava_fsdp.health.findings import Finding, fail, output_of, said_of, warn
+from llava_fsdp.health.findings import Finding, Level, fail, output_of, said_of, warn
 from llava_fsdp.health.ranks import LIMIT, try_ranks
 from llava_fsdp.health.subject import Subject
+from llava_fsdp.places import exists, places_read
 
 USUAL = 30.0
 """Seconds that a probe may take."""
@@ -63,9 +64,12 @@ def cores(subject: Subject) -> Iterator[Finding]:
 
 
 def memory(subject: Subject) -> Iterator[Finding]:
-    row = subject.needs.row
-    on_gpus = bool(subject.torch.devices)
-    needed = (row.host if on_gpus else row.bytes["total"]) * subject.ranks
+    from llava_fsdp.planning.hardware import PROCESS  # which loads torch
+
+    on_gpus, needed = bool(subject.torch.devices), 0
+    if subject.known_needs is not None:
+        row = subject.known_needs.row
+        needed = (row.host if on_gpus else row.bytes["total"] + PROCESS) * subject.ranks
     what = "what is offloaded" if on_gpus else f"the training on {subject.ranks} ranks"
     yield from host.judge_memory(subject.host, needed, what)
 
@@ -73,7 +77,8 @@ def memory(subject: Subject) -> Iterator[Finding]:
 def shared(subject: Subject) -> Iterator[Finding]:
     data, most = subject.cfg.data, max(0, min(4, subject.host.usable_cores // subject.ranks - 1))
     workers = most if data.workers is None else data.workers
-    needed = subject.ranks * workers * data.prefetch * subject.needs.step
+    known = subject.known_needs
+    needed = None if known is None else subject.ranks * workers * data.prefetch * known.step
     yield from host.judge_shared(*host.read_shared(), needed, len(subject.torch.devices) > 1)
 
 
@@ -88,16 +93,20 @@ def output(subject: Subject) -> Iterator[Finding]:
         yield from refused
         return
     cfg, found = subject.cfg, os.statvfs(place)
-    free, needs = found.f_bavail * found.f_frsize, subject.needs
-    needed = needs.checkpoint * (cfg.checkpoint.keep + 1) + needs.export  # one more is written before one goes
-    what = f"{cfg.checkpoint.keep + 1} checkpoints and the export take"
-    yield from disk.judge_room("room in output_dir", place, free, needed, what)
+    free, needs = found.f_bavail * found.f_frsize, subject.known_needs
+    keep, needed = cfg.checkpoint.keep, 0
+    if needs is not None:
+        needed = needs.checkpoint * (keep + 1) + needs.export  # one more is written before one goes
+    what = f"{keep + 1} checkpoints and the export take"
+    cure = "make room, or give an output_dir on a larger disk"
+    cure += "; or keep fewer checkpoints: checkpoint.keep=2, the fewest" if keep > 2 else ""
+    yield from disk.judge_room("room in output_dir", place, free, needed, what, cure)
 
 
 def output_speed(subject: Subject) -> Iterator[Finding]:
     place = disk.nearest(subject.output_dir)
     if place.is_dir() and os.access(place, os.W_OK):
-        yield from disk.judge_speed("speed of output_dir", disk.measure(place), subject.checkpoint)
+        yield from disk.judge_speed("speed of output_dir", place, subject.checkpoint)
 
 
 def data(subject: Subject) -> Iterator[Finding]:
@@ -110,14 +119,15 @@ def data(subject: Subject) -> Iterator[Finding]:
 
 def nvme(subject: Subject) -> Iterator[Finding]:
     folder = subject.cfg.offload.folder
-    needed = subject.needs.row.disk * subject.ranks
+    needed = 0 if subject.known_needs is None else subject.known_needs.row.disk * subject.ranks
     if not needed:
         return
     place = disk.nearest(subject.output_dir if folder is None else Path(folder))
     found = os.statvfs(place)
     free = found.f_bavail * found.f_frsize
-    yield from disk.judge_room("room in offload.folder", place, free, needed, "states take")
-    yield from disk.judge_speed("speed of offload.folder", disk.measure(place), 0)
+    cure = "make room, or give an offload.folder on a larger disk"
+    yield from disk.judge_room("room in offload.folder", place, free, needed, "states take", cure)
+    yield from disk.judge_speed("speed of offload.folder", place, 0)
 
 
 def interfaces(subject: Subject) -> Iterator[Finding]:
@@ -129,15 +139,26 @@ def interfaces(subject: Subject) -> Iterator[Finding]:
 
 def places(subject: Subject) -> Iterator[Finding]:
     yield from settings.judge_places(subject.cfg)
-    yield from settings.judge_model(subject.cfg, os.environ, settings.hub_cache(os.environ))
+    read = places_read(subject.cfg)
+    for finding in settings.judge_model(subject.cfg, os.environ, settings.hub_cache(os.environ)):
+        # a model that is not there is planned all the same, by the shapes that the package knows
+        if finding.level is Level.FAIL and exists(read.get(finding.name, "\0")):
+            subject.unread = finding.name
+        yield finding
 
 
 def needs(subject: Subject) -> Iterator[Finding]:
     yield from settings.judge_bf16(subject.cfg, subject.torch.devices)
-    yield from software.judge_needs(software.needs_of(subject.cfg))
+    found = software.needs_of(subject.cfg)
+    if subject.unread is not None:
+        found.pop("attention", None)  # which is chosen by the model's shapes
+    yield from software.judge_needs(found)
 
 
 def plan(subject: Subject) -> Iterator[Finding]:
+    if subject.unread is not None:
+        yield warn("memory by the plan", "not looked at: the model cannot be read", f"mend {subject.unread} first")
+        return
     found = subject.needs
     yield from settings.judge_plan(found, bool(subject.torch.devices))
     yield from settings.judge_taken(found, {gpu.index: gpu.memory - gpu.used for gpu in subject.gpus})
@@ -160,7 +181,7 @@ CHECKS = (
     Check("software", "environment", environment),
     Check("GPUs", "GPUs", devices, SLOW),
     Check("GPUs", "links", links),
-    Check("configuration", "places", places),
+    Check("configuration", "places", places, SLOW),
     Check("configuration", "needs", needs, SLOW),
     Check("configuration", "memory by the plan", plan, SLOW),
     Check("machine", "cores", cores),

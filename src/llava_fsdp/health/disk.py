@@ -1,10 +1,11 @@
 """Room and speed of the folders that a training writes to and reads from; a few seconds at most."""
 
 import contextlib
+import errno
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,6 +19,8 @@ MOST = 256 * MIB
 SECONDS = 2.0
 """That each measurement may take, but for what is under way when they are over."""
 PICTURES = 64
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""A disk, or a user's part of it, that has no room: no mistake of a probe."""
 SLOW_SAVE = 600
 """Seconds from which writing a checkpoint is called slow."""
 SLOW_READ = 20 * MIB
@@ -69,19 +72,33 @@ def nearest(path: Path) -> Path:
     return path
 
 
-def judge_room(name: str, folder: Path, free: int, needed: int, what: str) -> Iterator[Finding]:
-    said = f"{folder}: {readable(free)} free, {what} {readable(needed)}"
+def judge_room(name: str, folder: Path, free: int, needed: int, what: str, cure: str) -> Iterator[Finding]:
+    """
+    Args:
+        needed: bytes; 0: not known.
+    """
+    said = f"{folder}: {readable(free)} free" + (f", {what} {readable(needed)}" if needed else "")
     if needed > free:
-        yield fail(name, said, "make room, or give an output_dir on a larger disk; checkpoint.keep=2 keeps least")
+        yield fail(name, said, cure)
     else:
         yield ok(name, said)
 
 
-def judge_speed(name: str, speed: Speed, checkpoint: int) -> Iterator[Finding]:
+def judge_speed(
+    name: str, folder: Path, checkpoint: int, measured: Callable[[Path], Speed] = measure
+) -> Iterator[Finding]:
     """
     Args:
         checkpoint: bytes; 0: not known.
     """
+    try:
+        speed = measured(folder)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        said = f"not measured: {folder} has no room for the {readable(MOST)} that this would write ({error.strerror})"
+        yield warn(name, said, "make room there, or give a folder on another disk")
+        return
     said = f"writes {readable(speed.write)}/s to the disk, reads {readable(speed.read)}/s"
     seconds = checkpoint / speed.write
     if seconds > SLOW_SAVE:

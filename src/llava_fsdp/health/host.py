@@ -131,7 +131,8 @@ def judge_cores(host: Host, ranks: int, workers: int | None) -> Iterator[Finding
     if host.usable_cores < ranks:
         yield warn("cores", said, f"fewer ranks, or more cores: {ranks} ranks take turns")
     elif host.usable_cores < needed:
-        cure = f"data.workers={max(0, host.usable_cores // ranks - 1)}: more prepare no more"
+        most = max(0, host.usable_cores // ranks - 1)
+        cure = f"data.workers={most}: more workers than cores take turns, and prepare samples no faster"
         yield warn("cores", f"{said} with {workers} workers each", cure)
     else:
         yield ok("cores", said)
@@ -161,16 +162,17 @@ def read_shared(path: Path = Path("/dev/shm")) -> tuple[int, int]:
     return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
 
-def judge_shared(total: int, free: int, needed: int, several: bool) -> Iterator[Finding]:
+def judge_shared(total: int, free: int, needed: int | None, several: bool) -> Iterator[Finding]:
     """Shared memory, through which steps come from workers, and NCCL's data between processes.
 
     Args:
-        needed: bytes of steps on their way.
+        needed: bytes of steps on their way; None: not known.
         several: there are several GPUs.
     """
-    said = f"/dev/shm of {readable(total)}, {readable(free)} free; steps on their way take {readable(needed)}"
+    said = f"/dev/shm of {readable(total)}, {readable(free)} free"
+    said += f"; steps on their way take {readable(needed)}" if needed is not None else ""
     cure = "docker run --ipc=host, or --shm-size=16g; Kubernetes: an emptyDir of medium Memory at /dev/shm"
-    if needed > free:
+    if needed is not None and needed > free:
         yield fail("shared memory", said, f"{cure}; data.workers=0 needs none")
     elif several and free < GIB:
         yield warn("shared memory", f"{said}; NCCL takes it too, where GPUs have no access to each other", cure)

@@ -4,13 +4,14 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from llava_fsdp.config import Config, Source
-from llava_fsdp.errors import ConfigError
+from llava_fsdp.config import Config, ModelConfig, Source
+from llava_fsdp.errors import ConfigError, LlavaFsdpError
 from llava_fsdp.health.findings import Finding, fail, ok, said_of, warn
 from llava_fsdp.health.subject import Needs
 from llava_fsdp.places import PACKAGED_OR_HUB, check_places, exists, places_read
 from llava_fsdp.words import readable
 
+CURE_ON_CPU = "fewer ranks, which share this machine's memory (gpus=N here), sharding=zero3, precision=bf16_pure"
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
@@ -43,7 +44,7 @@ def judge_model(cfg: Config, environment: Mapping[str, str], cache: Path) -> Ite
         if name.startswith("package:"):
             yield ok(key, f"{name}, drawn")
         elif exists(name):
-            yield ok(key, name)
+            yield judge_folder(cfg.model, key, name)
         elif not PACKAGED_OR_HUB.fullmatch(name):
             yield fail(key, f"{name} is no folder", "give a model folder or a hub name")
         elif any((cache / f"models--{name.replace('/', '--')}").glob("snapshots/*/config.json")):
@@ -54,6 +55,20 @@ def judge_model(cfg: Config, environment: Mapping[str, str], cache: Path) -> Ite
         else:
             cure = "HF_HOME names a folder with room for it; or download it before and give its folder"
             yield warn(key, f"{name} is not in {cache}: the first start downloads it", cure)
+
+
+def judge_folder(cfg: ModelConfig, key: str, name: str) -> Finding:
+    """Whether a part of the model can be read, as far as its configuration says; weights are not looked at."""
+    from llava_fsdp.model.parts import read_config  # which loads torch and transformers
+    from llava_fsdp.planning.shapes import shapes_of
+
+    if not Path(name).is_dir():
+        return fail(key, f"{name} is no folder", "give a model folder or a hub name")
+    try:
+        shapes_of(cfg) if key == "model.checkpoint" else read_config(Path(name), key)
+    except LlavaFsdpError as error:
+        return fail(key, *said_of(error))
+    return ok(key, name)
 
 
 def hub_cache(environment: Mapping[str, str]) -> Path:
@@ -68,8 +83,8 @@ def judge_plan(needs: Needs, on_gpus: bool) -> Iterator[Finding]:
     total = row.bytes["total"]
     said = f"{readable(total)} of {readable(row.usable)} for tensors, a rank on {needs.machine}"
     if not row.fits:
-        name = "gpus" if on_gpus else "ranks"
-        cure = f"python -m llava_fsdp.plan with the same keys shows what fits; sharding=zero3, offload, more {name}"
+        cure = "python -m llava_fsdp.plan with the same keys shows what fits; "
+        cure += "sharding=zero3, offload, more gpus" if on_gpus else CURE_ON_CPU
         yield fail("memory by the plan", f"{said}, {row.moment}", cure)
     else:
         yield ok("memory by the plan", said)

@@ -34,6 +34,8 @@ class Subject:
 
     def __init__(self, cfg: DoctorConfig):
         self.cfg = cfg
+        self.unread: str | None = None
+        """Key of a part of the model that was found not to be readable: nothing can be planned, and one row says so."""
 
     @cached_property
     def smi(self) -> list[SmiGpu]:
@@ -85,10 +87,17 @@ class Subject:
             planner.input_bytes(row.micro_batches),
         )
 
+    @cached_property
+    def known_needs(self) -> Needs | None:
+        """None where nothing can be planned: the row of the plan, or of the model, says why."""
+        if self.unread is not None:
+            return None
+        try:
+            return self.needs
+        except Exception:
+            return None
+
     @property
     def checkpoint(self) -> int:
         """Bytes; 0 where the plan does not say."""
-        try:
-            return self.needs.checkpoint
-        except Exception:  # the row of the plan says what is wrong with it
-            return 0
+        return 0 if self.known_needs is None else self.known_needs.checkpoint

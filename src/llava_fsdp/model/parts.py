@@ -183,7 +183,8 @@ def resolve(name: str, key: str) -> Path:
             )
         return Path(name)
     if not HUB_NAME.fullmatch(name):
-        raise ConfigError(f"{key}={name} is not a folder; give a model folder or a hub name like lmsys/vicuna-7b-v1.5")
+        what = "a file, not a folder" if Path(name).is_file() else "not a folder"
+        raise ConfigError(f"{key}={name} is {what}; give a model folder or a hub name like lmsys/vicuna-7b-v1.5")
     return download(name, key)
 
 
@@ -218,6 +219,8 @@ def resolve_model(name: str, key: str) -> Path:
             raise ModelError(
                 f"{key}={name} is a checkpoint of a run, which holds what trained alone; export it: {cure}"
             )
+        if folder.is_dir():
+            raise ModelError(f"{key}={name} has no config.json; give a model folder, or the folder of a run")
     return resolve(name, key)
 
 

@@ -136,10 +136,10 @@ class Machine:
         return "cpu" if self.gpu is None else "cuda"
 
     def usable(self, world_size: int) -> int:
-        """Bytes for tensors."""
+        """Bytes for tensors; 0 where the processes alone take more than there is."""
         if self.gpu is None:
-            return self.memory - PROCESS
-        return int(self.memory * (1 - FRAGMENTATION)) - CONTEXT - (NCCL if world_size > 1 else 0)
+            return max(0, self.memory - PROCESS)
+        return max(0, int(self.memory * (1 - FRAGMENTATION)) - CONTEXT - (NCCL if world_size > 1 else 0))
 
     def peak(self, dtype: DType) -> float:
         return self.flops if self.gpu is None else self.gpu.peak(dtype)

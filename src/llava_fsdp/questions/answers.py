@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 from xxhash import xxh3_64_hexdigest
 
 from llava_fsdp.errors import CommunicationError, ConfigError, StorageError
+from llava_fsdp.log import log
 from llava_fsdp.questions.asked import Asked
 from llava_fsdp.rows import replace_lines
 
@@ -103,10 +104,16 @@ class Answers:
         if how != self.how:
             other = [f"{k}={how.get(k)} there, {v} here" for k, v in self.how.items() if how.get(k) != v]
             raise ConfigError(f"{where}: it was asked in another way: {', '.join(other) or how}; {cure}")
+        if asked is None:
+            raise ConfigError(
+                f"{where} answers question {number} (id {row['question_id']}), which is none of the {len(self.asked)} "
+                f"that are asked here (a lower limit, or another file of questions?); {cure}"
+            )
         if not same or not isinstance(text, str):
             raise ConfigError(
-                f"{where} answers question {number} (id {row['question_id']}), which is another or none of the "
-                f"{len(self.asked)} that are asked here; {cure}"
+                f"{where} answers question {number} (id {row['question_id']}), whose text, pictures or id are others "
+                f"here (another file of questions, or suffix?): {str(row['prompt'])[-100:]!r} there, "
+                f"{asked.prompt[-100:]!r} here; {cure}"
             )
         return number, text
 
@@ -144,6 +151,16 @@ class Answers:
                 self.texts |= {a.number: t for a, t in zip(asked, texts, strict=True)}
 
             yield add
+
+    @contextlib.contextmanager
+    def told_when_interrupted(self) -> Iterator[None]:
+        """Nothing is lost, which whoever pressed Ctrl-C wants to know."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            kept, most = len(self.texts), len(self.asked)
+            log().info("%s keeps %d of %d answers; the same command goes on there", self.own, kept, most)
+            raise
 
     def line(self, asked: Asked, text: str) -> str:
         metadata = {"number": asked.number, "image": list(asked.images), "how": self.how}

@@ -84,7 +84,7 @@ def score_all(task: Task, asked: Sequence[Asked], answers: Sequence[str]) -> Num
 def table_of(result: Numbers) -> Table:
     """Every rate in percent, counts as they are; a row for all questions and one for each group."""
     shown = [name for name in COLUMNS if name in result]
-    table = Table(box=SIMPLE, pad_edge=False, title="percent, of all questions and by group", title_justify="left")
+    table = Table(box=SIMPLE, pad_edge=False, title="scores in percent, of all and by group", title_justify="left")
     table.add_column("", no_wrap=True)
     for name in ("questions", *shown):
         table.add_column(name.replace("_", " "), justify="right", no_wrap=True)

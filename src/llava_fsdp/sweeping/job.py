@@ -23,7 +23,7 @@ from llava_fsdp.runs import JOB_FILE, job_files
 from llava_fsdp.sweeping.devices import check_devices, devices_here, lent
 from llava_fsdp.sweeping.numbers import Numbers, numbers_of, value_of
 from llava_fsdp.sweeping.stopping import Wishes, leave_signals
-from llava_fsdp.sweeping.torchrun import LOG_FILE, JobFailed, failure_code, run_torchrun
+from llava_fsdp.sweeping.torchrun import LOG_FILE, JobFailed, run_torchrun
 
 RUNNING = "running"
 VALIDATES = "set val.every and name what to validate on"
@@ -48,6 +48,8 @@ class Job:
     numbers: Numbers = field(default_factory=Numbers)
     seconds: float = 0.0
     """Of this start, from the launch of its processes to their end."""
+    has_own_run: bool = True
+    """Not so where it ended before its first step: what the folder has may be of a job with other overrides."""
     private: bool = True
     """What the sweep writes of it is its owner's alone, as what the run writes."""
 
@@ -107,7 +109,7 @@ def run_job(node: DictConfig, wishes: Wishes) -> Job:
         job.numbers = numbers_of(folder, last_steps)
         job.value = value_of(job.numbers, config.sweep.metric)
         if job.value is None:
-            raise JobFailed(f"the run ended well, but {folder} has {lacking(config.sweep.metric)}")
+            raise JobFailed(f"the run ended well, but {folder} has {lacking(config.sweep.metric)}", took_steps=True)
         job.status, job.exit_code = "done", ExitCode.DONE
     except LlavaFsdpError as error:
         record_failure(job, error, level() > 0, last_steps)
@@ -129,22 +131,22 @@ def make_job_folder(folder: Path, private: bool, is_sweep: bool) -> None:
 
 
 def record_failure(job: Job, error: LlavaFsdpError, is_stopping: bool, last_steps: int) -> None:
-    """Why a job did not get to its end, and what its folder has of it nevertheless.
+    """Why a job did not get to its end, and what its folder has of it nevertheless: nothing where this start took no
+    step, as where it was refused because the folder is another recipe's.
 
     Args:
         is_stopping: a stop was wished; a job that had not begun is then for the next start, whatever an earlier one
             has left in the folder.
     """
-    folder, has_begun = Path(job.folder), bool(job.command)
     code, job.reason = error.exit_code, str(error)
-    if isinstance(error, JobFailed) and not has_begun and is_stopping:
+    if isinstance(error, JobFailed) and not job.command and is_stopping:
         code, job.reason = ExitCode.STOPPED, "stopped before it began"
     elif isinstance(error, JobFailed):
-        code = failure_code(folder)
-        code = ExitCode.STOPPED if is_stopping and code == ExitCode.BUG else code
+        code = ExitCode.STOPPED if is_stopping and error.code == ExitCode.BUG else error.code
     job.status, job.exit_code = code.name.lower(), code
-    if has_begun or code == ExitCode.STOPPED:
-        job.numbers = numbers_of(folder, last_steps)
+    job.has_own_run = code == ExitCode.STOPPED or (isinstance(error, JobFailed) and error.took_steps)
+    if job.has_own_run:
+        job.numbers = numbers_of(Path(job.folder), last_steps)
 
 
 def train(config: SweepConfig, job: Job, level: Callable[[], int]) -> None:

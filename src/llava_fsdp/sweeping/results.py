@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +15,7 @@ from llava_fsdp.errors import ExitCode, LlavaFsdpError
 from llava_fsdp.log import log
 from llava_fsdp.rows import read_rows, replace_lines
 from llava_fsdp.rundir import restored_umask
-from llava_fsdp.runs import METRICS_FILE, REPORT_FILE, VALIDATION_FILE, put_page, runs_in
+from llava_fsdp.runs import METRICS_FILE, REPORT_FILE, VALIDATION_FILE, job_names, own_overrides, put_page, runs_in
 from llava_fsdp.sweeping.curves import Curve, draw
 from llava_fsdp.sweeping.job import Job
 from llava_fsdp.sweeping.numbers import number
@@ -77,9 +76,7 @@ def best_of(jobs: Sequence[Job]) -> Job | None:
 
 
 def differing(jobs: Sequence[Job]) -> list[list[str]]:
-    """Of each job, the overrides that not all jobs have; of a single job all."""
-    count = Counter(override for job in jobs for override in set(job.overrides))
-    return [[own for own in job.overrides if count[own] < len(jobs) or len(jobs) == 1] for job in jobs]
+    return own_overrides([job.overrides for job in jobs])
 
 
 def show(jobs: Sequence[Job]) -> None:
@@ -117,13 +114,13 @@ def status(job: Job, is_best: bool = False) -> str:
 def picture(jobs: Sequence[Job]) -> str:
     """Losses of all jobs over the steps, as SVG; those of validations as points, where there are any."""
     curves = []
-    for job, differs in zip(jobs, differing(jobs), strict=True):
-        steps, validations = (read_rows(Path(job.folder) / name) for name in (METRICS_FILE, VALIDATION_FILE))
+    for job, name in zip(jobs, job_names([(job.number, job.overrides) for job in jobs]), strict=True):
+        names = (METRICS_FILE, VALIDATION_FILE)
+        steps, validations = (read_rows(Path(job.folder) / own) if job.has_own_run else [] for own in names)
         points, marks = (
             [(float(row["step"]), loss) for row in rows if (loss := number(row, "loss")) is not None and "step" in row]
             for rows in (steps, validations)
         )
-        name = f"{job.number}: {' '.join(differs) or 'as the others'}"
         curves.append(Curve(name, points, marks, "" if job.is_done else status(job)))
     return draw(curves, "training loss" + ("; points: validation loss" if any(c.marks for c in curves) else ""))
 

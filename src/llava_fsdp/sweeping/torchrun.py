@@ -10,11 +10,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from llava_fsdp.errors import ExitCode, LlavaFsdpError
 from llava_fsdp.log import log
 from llava_fsdp.parent import without_launcher
-from llava_fsdp.rundir import STATUS_FILE, read_status
+from llava_fsdp.rundir import read_status
 
 LOG_FILE = "train.log"
 PROGRESS_SECONDS = 10
@@ -25,6 +26,16 @@ STEP_LINE = re.compile(r"step \d+/\d+ .*")
 
 class JobFailed(LlavaFsdpError):
     """One job of a sweep did not finish."""
+
+    def __init__(self, said: str, code: ExitCode = ExitCode.BUG, took_steps: bool = False):
+        """
+        Args:
+            code: what the worker that failed first returned.
+            took_steps: in this start; else what the folder holds is of an earlier one.
+        """
+        super().__init__(said)
+        self.code = code
+        self.took_steps = took_steps
 
 
 def go_on() -> int:
@@ -52,7 +63,7 @@ def run_torchrun(
     Raises:
         JobFailed: it returned an error; the message has the reason that a worker gave.
     """
-    (folder / STATUS_FILE).unlink(missing_ok=True)  # else a start that fails shows an earlier run's reason
+    earlier = read_status(folder)
     environment = without_launcher(os.environ)
     environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", STOP_SECONDS)
     if visible is not None:
@@ -77,8 +88,9 @@ def run_torchrun(
             child.wait()
             raise
     if child.returncode != 0:
-        status = read_status(folder) or {}
-        raise JobFailed(status.get("reason") or f"torchrun {ending(child.returncode)}: {tail(path)}")
+        status = status_after(folder, earlier)
+        reason = status.get("reason") or f"torchrun {ending(child.returncode)}: {tail(path)}"
+        raise JobFailed(reason, failure_code(status), took_steps(status))
 
 
 def follow(child: subprocess.Popen, reader: io.TextIOBase, name: str, level: Callable[[], int]) -> None:
@@ -107,9 +119,21 @@ def ending(code: int) -> str:
         return f"was ended by signal {-code}"
 
 
-def failure_code(folder: Path) -> ExitCode:
+def status_after(folder: Path, earlier: dict[str, Any] | None) -> dict[str, Any]:
+    """What this start has said of itself; an earlier run's word, which `before` is made of, stays where it is."""
+    said = read_status(folder)
+    return {} if said is None or said == earlier else said
+
+
+def took_steps(status: dict[str, Any]) -> bool:
+    """Whether the start that said so came to a step, as far as can be told; of a first start in a folder it is all the
+    same."""
+    return bool(status) and not isinstance(status.get("before"), dict)
+
+
+def failure_code(status: dict[str, Any]) -> ExitCode:
     """What the worker that failed first returned; BUG where none lived to say."""
-    said = (read_status(folder) or {}).get("exit_code")
+    said = status.get("exit_code")
     try:
         return ExitCode(said) if said else ExitCode.BUG
     except ValueError:
