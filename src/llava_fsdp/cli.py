@@ -60,10 +60,9 @@ def until_reader_leaves() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except (BrokenPipeError, SystemExit) as error:
-        is_richs = isinstance(error, SystemExit) and isinstance(
-            error.__context__, BrokenPipeError
-        )  # it has looked itself
-        if not is_richs and (isinstance(error, SystemExit) or not reader_has_left()):  # or another pipe's
+        is_exit = isinstance(error, SystemExit)
+        # rich has looked itself, and exits; a BrokenPipeError may be another pipe's
+        if not (isinstance(error.__context__, BrokenPipeError) if is_exit else reader_has_left()):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is in the buffer is written at exit
 
@@ -117,10 +116,8 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
         if node is None:  # --help, --cfg job and the like: Hydra has answered
             return
         folder = None if node.get("dry_run") is not None else Path(str(node.get("output_dir", ".")))
-        prints = (
-            on_exit is no_status or folder is None
-        )  # a training has its pipes to workers, and must not end for a reader
-        with until_reader_leaves() if prints else contextlib.nullcontext():
+        is_training = on_exit is not no_status and folder is not None  # it must not end because a reader has left
+        with contextlib.nullcontext() if is_training else until_reader_leaves():
             task(load(schema, node))
         outcome, said = Outcome(ENDINGS["done"]), ""
     except LlavaFsdpError as error:

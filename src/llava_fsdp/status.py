@@ -6,8 +6,8 @@ no word at all. A run that goes on, and one that was killed, have no word about 
 them apart. `--this-launch` before the other arguments takes no word that is older than this process: a launch
 script becomes it by `exec`, so that what an earlier run said is not taken for this one's. `--this-launch=75` is for a
 script that was told to stop: so it ends where there is no word. `--without-word=TEXT` behind it says what that mostly
-means, as the last line, where there is none. `--saved` prints the step of the newest checkpoint
-instead, 0 without one: a scheduler's script asks before and after whether a run got on.
+means, as the last line. `--saved` prints the step of the newest checkpoint instead, 0 without one: a scheduler's script
+asks before and after whether a run got on.
 """
 
 import os
