@@ -114,7 +114,7 @@ def test_a_validation_that_was_owed_is_told(parts: Path, dataset: Path, tmp_path
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_the_page_says_how_the_run_ended(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    """Stopped by a signal; then it fails before its first step."""
+    """Stopped by a signal; then a start fails before its first step, which is told and does not undo what was."""
     words = [
         "llava_fsdp.train", f"model.language={parts / 'language'}", f"model.vision={parts / 'vision'}",
         "data=llava_json", f"data.path={dataset / 'mixed.json'}", f"data.images={dataset / 'images'}",
@@ -133,4 +133,5 @@ def test_the_page_says_how_the_run_ended(parts: Path, dataset: Path, tmp_path: P
     ran = command(*words, "model.language=gone", cwd=tmp_path, ranks=0)
     assert ran.returncode == 2, ran.stderr
     page = (tmp_path / "run" / "report.html").read_text()
-    assert "class='state failed'" in page and "gone" in page and "<figcaption>Loss" in page
+    assert "class='state stopped'" in page and "a later start: failed before its first step: " in page
+    assert "gone" in page and "<figcaption>Loss" in page

@@ -33,6 +33,8 @@ BEAT = 1.0
 """Seconds between two heartbeats."""
 FROZEN = 5.0
 """Seconds without one after which a process counts as stopped."""
+HEARING = 3.0
+"""Seconds that a signal may take to be heard where the machine is busy."""
 SETTLE = 0.3
 """Seconds until a SIGTERM is taken for a wish: torchrun sends it as well where another rank has failed."""
 STACKS = "stacks"
@@ -100,7 +102,7 @@ class Life:
 
         A signal to the whole process group ends children, a compiler among them, before our thread has told of it.
         """
-        until = time.monotonic() + 2 * SETTLE
+        until = time.monotonic() + HEARING
         while not self.stop and time.monotonic() < until:
             time.sleep(0.05)
         return self.wants_stop()
