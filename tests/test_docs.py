@@ -309,6 +309,9 @@ def shortened(words: list[str]) -> list[str]:
         words += [] if "global_batch_size" in said else ["global_batch_size=8"]
     if entry and entry[0] == "llava_fsdp.evaluate":
         words = [*(w for w in words if not w.startswith("limit=")), "limit=3"]
+    if entry and entry[0] == "llava_fsdp.sweep":
+        words = [*(w for w in words if not w.startswith("launch.nproc")), "launch.nproc_per_node=2", "max_steps=2"]
+        words += ["global_batch_size=8"]
     return words
 
 
