@@ -35,7 +35,7 @@ need RDZV_ID "a name that is the same on all machines, and new for every run"
     die "RDZV_ENDPOINT=$RDZV_ENDPOINT must be host:port, with a port from 1 to 65535"
 [[ "${NODE_RANK:-0}" =~ ^(0|[1-9][0-9]*)$ ]] ||
     die "NODE_RANK=$NODE_RANK must be a number: 0 on the machine of RDZV_ENDPOINT"
-[[ "${NODE_RANK:-0}" -lt "${NNODES#*:}" ]] ||
+[[ "$NNODES" == *:* || "${NODE_RANK:-0}" -lt "$NNODES" ]] || # with a range, one more machine waits as a spare
     die "NODE_RANK=$NODE_RANK must be less than the number of machines, NNODES=$NNODES: they count from 0"
 [[ "${JOIN_TIMEOUT:-600}" =~ ^[1-9][0-9]*$ ]] || die "JOIN_TIMEOUT=$JOIN_TIMEOUT must be a number of seconds"
 use_venv

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from llava_fsdp.serving import line as serving_line
 from llava_fsdp.serving.guard import Guard, check_body, check_names, check_route
 from llava_fsdp.serving.guard import Refused as RefusedError
 from llava_fsdp.serving.line import MOST as MOST_WAITING
-from llava_fsdp.serving.line import Line
+from llava_fsdp.serving.line import Line, Place
 from llava_fsdp.serving.server import bound
 from llava_fsdp.serving.talks import Talks
 
@@ -463,6 +463,13 @@ def test_a_seed_repeats_in_every_conversation(assistant: Assistant) -> None:
     assert len(set(said(Talks(assistant, configured()), *"abcdef"))) > 1
 
 
+def seen(line: Line, behind: Place, own: Place) -> Generator[str, None, None]:
+    """An answer, which sees that nobody else's turn begins while it computes."""
+    assert own.is_computing and line.before(behind) == 1
+    yield "computes"
+    raise AssertionError("its turn is over")
+
+
 def test_whose_turn_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     line, stopped = Line(), threading.Event()
     with line.place(bool) as first:
@@ -477,7 +484,9 @@ def test_whose_turn_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(DataError, match="16 questions wait"), line.place(bool):
                 pass
             monkeypatch.setattr(serving_line, "ABANDONED", -1.0)
-            assert [line.before(place) for place in (waiting[0], first)] == [0, 0], "who is gone holds nobody up"
+            pieces = first.through(seen(line, waiting[0], first))
+            assert next(pieces) == "computes" and line.before(waiting[0]) == 0, "who is gone holds nobody up"
+            assert list(pieces) == [], "and is not answered beside who came behind it"
     assert line.before(first) == 0
     with line.place(bool) as alone:
         assert list(alone.ahead()) == []

@@ -116,7 +116,8 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
         if node is None:  # --help, --cfg job and the like: Hydra has answered
             return
         folder = None if node.get("dry_run") is not None else Path(str(node.get("output_dir", ".")))
-        is_training = on_exit is not no_status and folder is not None  # it must not end because a reader has left
+        # a training that ends because its reader has left must not count as done
+        is_training = on_exit is not no_status and folder is not None
         with contextlib.nullcontext() if is_training else until_reader_leaves():
             task(load(schema, node))
         outcome, said = Outcome(ENDINGS["done"]), ""
@@ -207,6 +208,8 @@ def compose(config_name: str, schema: type) -> DictConfig | None:
             program()
     except SystemExit as stop:
         if stop.code not in (0, None):
+            if reader_has_left():
+                return None
             raise ConfigError(shorten(said.getvalue(), schema)) from None
     return composed[0] if composed else None
 
@@ -245,7 +248,7 @@ def refuse_bare_words(words: list[str], config_name: str) -> None:
     for word in words:
         if not word.startswith(("-", "~")) and "=" not in word and flag not in WITH_VALUES:
             key = PLACE_OF.get(config_name, "output_dir")
-            meant = f"did you mean {key}={word}?" if os.path.exists(word) else "as in output_dir=outputs/mine"
+            meant = f"did you mean {key}={word}?" if os.path.exists(word) else f"as in {key}=outputs/mine"
             raise ConfigError(f"{word} has no key; arguments are written key=value, {meant}")
         flag = word
 

@@ -73,7 +73,7 @@ class Life:
         """Shows and tells how the run ended, where the process ends from here; it must take no more than seconds."""
         self.size = 1
         self.stepping = False
-        self.stepped = False
+        self.is_attending = False
         """A step of this start is over, and the last one is not."""
         self.count = 0
         self.place: tuple[int, int, int] = (0, 0, 0)
@@ -120,7 +120,10 @@ class Life:
             self.stepping = False
 
     def step_done(self) -> None:
-        self.stepping = self.stepped = True
+        if not self.stepping and self.is_attending and self.rank == 0:
+            with contextlib.suppress(OSError):
+                note_steps(self.folder)
+        self.stepping = True
 
     def __enter__(self) -> "Life":
         self.ending = threading.Event()
@@ -141,6 +144,7 @@ class Life:
             faulthandler.register(signal.SIGUSR2, self.stacks, all_threads=True)
         self.thread = threading.Thread(target=self.attend, name="life", daemon=True)
         self.thread.start()
+        self.is_attending = True
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -154,7 +158,6 @@ class Life:
             signal.set_wakeup_fd(self.wakeup)
             faulthandler.unregister(signal.SIGUSR2)
         self.tell()
-        self.note_steps()
         for handle in (*self.pipe, *self.peers):
             os.close(handle)
         self.peers = {}
@@ -253,15 +256,8 @@ class Life:
             put_beat(self.folder, beat)
         return beat
 
-    def note_steps(self) -> None:
-        if self.stepped and self.rank == 0 and first_failure(self.folder) is None:
-            self.stepped = False
-            with contextlib.suppress(OSError):
-                note_steps(self.folder)
-
     def beat(self) -> None:
         beat = self.tell()
-        self.note_steps()
         if self.comm is None:
             return
         if has_others() and first_failure(self.folder) is not None:  # also of one that has not met us yet

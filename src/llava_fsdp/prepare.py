@@ -46,30 +46,34 @@ def prepare(cfg: PrepareConfig) -> None:
     parts = find_parts(cfg.model)
     model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])  # on meta: shapes only
     encoding = open_encoding(cfg, parts.language_folder, parts.vision_folder, shape_of(model))
-    examine(cfg, encoding, Path(cfg.report or cfg.data.index_folder))
+    folder = Path(cfg.report or cfg.data.index_folder)
+    found = {"": (examine(cfg, encoding, folder), folder)}
     if cfg.val.every is not None:
         own = cfg.held_out
         sources_of(own.data, "val")  # whose message names the keys of val
-        examine(own, encoding, Path(cfg.report) / "val" if cfg.report else own.data.index_folder)
+        folder = folder / "val" if cfg.report else own.data.index_folder
+        found["val"] = examine(own, encoding, folder), folder
+    if cfg.format is Format.json:
+        reports = {name: {**report, "report": str(folder)} for name, (report, folder) in found.items()}
+        print(json.dumps(reports.pop("") | reports))
+    else:
+        for report, folder in found.values():
+            show(report, folder)
 
 
-def examine(cfg: PrepareConfig, encoding: tuple[Encoder, PictureReader], folder: Path) -> None:
-    """The records that `cfg.data` names; what was found goes into the folder."""
+def examine(cfg: PrepareConfig, encoding: tuple[Encoder, PictureReader], folder: Path) -> dict[str, Any]:
+    """The records that `cfg.data` names; what was found goes into the folder, and is returned."""
     encoder, reader = encoding
     plan = Plan(cfg.data, encoder, reader, cfg.prepare.workers or cores())
     records = Records(open_index(plan, watch, look_again=True), cfg.labels, cfg.data.too_long)
     if said := same_files(records):
         log().warning(said)
     try:
-        report = write_report(records, cfg, folder)
+        return write_report(records, cfg, folder)
     except OSError as error:
         raise ConfigError(
             f"the report cannot be written to {folder} ({error}); name another folder: report=DIR"
         ) from error
-    if cfg.format is Format.json:
-        print(json.dumps({**report, "report": str(folder)}))
-    else:
-        show(report, folder)
 
 
 def show(report: dict[str, Any], folder: Path) -> None:

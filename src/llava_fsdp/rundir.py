@@ -32,6 +32,8 @@ LONGEST_BEFORE = 1000
 """Characters of it are how the start before ended."""
 KILLED = "killed"
 """Is said of a run without an end that nobody holds; no file has it as its own status."""
+STEPPED_FILE = ".stepped"
+"""Is there once the last start in the folder has taken a step."""
 BEGUN_FILE = ".begun"
 PATIENCE = 2
 """Seconds that a rank waits which has nothing of its own to say: torchrun ends all ranks as soon as one has failed, and
@@ -132,7 +134,9 @@ def claimed(folder: Path, rank: int, private: bool = True) -> Iterator[None]:
             lock(handle, folder)
             warn_of_killed(folder)
             drop_stale_failure(folder)
-            put_status(folder, "running", mode=0o600 if private else 0o666, before=came_before(folder))
+            before = came_before(folder, is_claiming=True)
+            put_status(folder, "running", mode=0o600 if private else 0o666, before=before)
+            (folder / STEPPED_FILE).unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(f"output_dir={folder} cannot be written ({error}); give another folder") from error
         yield
@@ -254,9 +258,13 @@ def warn_of_killed(folder: Path) -> None:
     log().warning("the run before in %s was killed while it was %s%s%s", folder, said["status"], after, asked)
 
 
-def came_before(folder: Path) -> dict[str, Any] | None:
+def came_before(folder: Path, is_claiming: bool = False) -> dict[str, Any] | None:
     """How the last start ended in which steps were taken, or that finished; None: there was none before this one, or
-    this one takes steps. A command that is refused leaves a finished run as good as it was."""
+    this one has taken steps. A command that is refused leaves a finished run as good as it was.
+
+    Args:
+        is_claiming: this start has said nothing yet, so that whatever the file says is of another.
+    """
     said = read_status(folder)
     if said is None:
         return None
@@ -265,7 +273,7 @@ def came_before(folder: Path) -> dict[str, Any] | None:
         return before
     if is_without_end(said):
         own = said.get("pid") == os.getpid() if launch_id() is None else said.get("launch") == launch_id()
-        if own:
+        if own and not is_claiming:
             return None
         status = KILLED
     kept = {name: said.get(name) for name in ("class", "exit_code", "step", "time")}
@@ -273,10 +281,9 @@ def came_before(folder: Path) -> dict[str, Any] | None:
 
 
 def note_steps(folder: Path) -> None:
-    """Steps are taken: how this start ends is how the run does, whatever came before."""
-    said = read_status(folder)
-    if said is not None and said.get("status") == "running" and said.get("before"):
-        put_status(folder, "running")
+    """A step was taken: how this start ends is how the run does, whatever came before. In a file of its own, because
+    another rank may write its last word into `run_status.json` in this very moment."""
+    (folder / STEPPED_FILE).touch(mode=0o600)
 
 
 def put_status(
@@ -335,8 +342,11 @@ def write_new(path: Path, content: bytes, mode: int) -> None:
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:
-    """What the last run in a folder said, or None."""
-    return read_object(folder / STATUS_FILE)
+    """What the last run in a folder said, or None; `before` only where it has taken no step."""
+    said = read_object(folder / STATUS_FILE)
+    if said is not None and said.get("before") and (folder / STEPPED_FILE).exists():
+        return {**said, "before": None}
+    return said
 
 
 def read_object(path: Path) -> dict[str, Any] | None:

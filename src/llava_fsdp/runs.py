@@ -174,9 +174,10 @@ def values_typed(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def value_typed(text: str) -> int | float | bool | str | None:
-    constants = {"true": True, "false": False, "null": None, "none": None}  # Hydra writes a job's as Python does
-    if text.lower() in constants:
-        return constants[text.lower()]
+    # Hydra writes a job's as Python does; none is a choice of several keys
+    constants = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
+    if text in constants:
+        return constants[text]
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)

@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 from llava_fsdp.errors import DataError
 
@@ -23,11 +23,14 @@ class Place:
     def __init__(self, line: "Line", is_stopped: Callable[[], bool]):
         self.line = line
         self.is_stopped = is_stopped
+        self.is_computing = False
         self.moved = time.monotonic()
 
     @property
     def is_abandoned(self) -> bool:
-        return time.monotonic() - self.moved > (LET_GO if self.is_stopped() else ABANDONED)
+        """Never while it computes, however long that takes: two at once would write into one memory."""
+        silent = time.monotonic() - self.moved
+        return not self.is_computing and silent > (LET_GO if self.is_stopped() else ABANDONED)
 
     def ahead(self) -> Iterator[int]:
         """How many are before it, whenever that changes, until it is its turn or it is stopped."""
@@ -38,8 +41,20 @@ class Place:
                 yield number
             time.sleep(LOOK)
 
+    def through(self, pieces: Generator[str, None, None]) -> Iterator[str]:
+        """The pieces of its answer, as long as it is its turn."""
+        with contextlib.closing(pieces):
+            while self.line.begins(self):
+                try:
+                    piece = next(pieces)
+                except StopIteration:
+                    return
+                finally:
+                    self.is_computing = False
+                    self.touch()
+                yield piece
+
     def touch(self) -> None:
-        """A token was written."""
         self.moved = time.monotonic()
 
 
@@ -48,7 +63,7 @@ class Line:
 
     def __init__(self) -> None:
         self._places: list[Place] = []
-        self._changing = threading.Lock()
+        self._changing = threading.RLock()  # the collector may close a generator within it
 
     @contextlib.contextmanager
     def place(self, is_stopped: Callable[[], bool]) -> Iterator[Place]:
@@ -68,13 +83,19 @@ class Line:
                 self._drop(own)
 
     def before(self, own: Place) -> int:
-        """How many are before it; none where it was taken for abandoned itself, and comes back."""
+        """How many are before it; none where it was taken for abandoned itself, and is not answered."""
         with self._changing:
             if own not in self._places:
                 return 0
             if self._places[0] is not own and self._places[0].is_abandoned:
                 self._drop(self._places[0])
             return self._places.index(own)
+
+    def begins(self, own: Place) -> bool:
+        """Whether it is its turn to compute, which it does from here on."""
+        with self._changing:
+            own.is_computing = self._places[:1] == [own]
+            return own.is_computing
 
     def _drop(self, gone: Place) -> None:
         self._places = [place for place in self._places if place is not gone]

@@ -113,22 +113,25 @@ def answered(
         yield before, gr.skip(), idle
         return
     talk.stopped.clear()
+    talk.is_asking = True
     asked, written = message("user", text, files), ""
     yield [*before, asked], box_with("", [], interactive=False), gr.Button(interactive=True)
     try:
-        with talks.line.place(talk.stopped.is_set) as place:
+        with talks.line.place(lambda: talks.is_stopped(talk)) as place:
             for ahead in place.ahead():
                 yield [*before, asked, message("assistant", waiting(ahead), [])], gr.skip(), gr.skip()
-            for piece in () if talk.stopped.is_set() else talks.ask(talk, text, files, sampling(settings)):
-                place.touch()
+            pieces = talks.ask(talk, text, files, sampling(settings))
+            for piece in () if talks.is_stopped(talk) else place.through(pieces):
                 written += piece
                 yield [*before, asked, message("assistant", written, [])], gr.skip(), gr.skip()
     except Exception as error:
-        yield before, box_with(text, files), idle
+        yield (before, box_with(text, files), idle) if talks.is_kept(session, talk) else ([], box_with("", []), idle)
         if not isinstance(error, (DataError, OutOfMemory)):
             raise  # a fault of ours: in full on the terminal, and the page can still be used
         gr.Warning(html.escape(str(error)), duration=None)
         return
+    finally:
+        talk.is_asking = False
     if not talks.is_kept(session, talk):  # the conversation was ended meanwhile
         yield [], box_with("", []), idle
     elif talk.stopped.is_set() and len(history(talk)) == len(before):  # before it was its turn

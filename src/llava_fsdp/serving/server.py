@@ -5,6 +5,7 @@ import signal
 import socket
 import tempfile
 from pathlib import Path
+from types import FrameType
 
 from llava_fsdp.answer import Assistant
 from llava_fsdp.config import AspectRatio, ChatConfig
@@ -43,7 +44,13 @@ def serve(cfg: ChatConfig) -> None:
                 app, log_level="error", access_log=False, server_header=False, proxy_headers=False, ws="none",
                 timeout_graceful_shutdown=GRACE,
             )  # fmt: skip
-            server = uvicorn.Server(settings)
+
+            class Server(uvicorn.Server):
+                def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+                    talks.end()  # first: whoever waits would begin to compute as those before are closed
+                    super().handle_exit(sig, frame)
+
+            server = Server(settings)
             log().info("%s", where(cfg, listening))
             before = [signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)]
             try:

@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +31,8 @@ class Talk:
     """Set: its question is not to be answered any further."""
     dice: torch.Generator
     """Begins at `seed` with every conversation."""
+    is_asking: bool = False
+    """Its question is answered, or waits."""
     files: list[list[str]] = field(default_factory=list)
     """By question: the files that were shown with it."""
 
@@ -57,8 +59,9 @@ class Talks:
         with self._changing:
             if session not in self._kept:
                 self._kept[session] = self.new()
-                while len(self._kept) > MOST:
-                    self._kept.popitem(last=False)[1].stopped.set()
+                silent = [name for name, talk in self._kept.items() if not talk.is_asking and name != session]
+                for name in silent[: max(0, len(self._kept) - MOST)]:
+                    self._kept.pop(name)
             self._kept.move_to_end(session)
             return self._kept[session]
 
@@ -67,7 +70,7 @@ class Talks:
         dice.manual_seed(self.cfg.seed) if self.cfg.seed is not None else dice.seed()
         return Talk(Conversation(self.assistant, self.cfg.max_images), threading.Event(), dice)
 
-    def ask(self, talk: Talk, text: str, files: list[str], how: Sampling) -> Iterator[str]:
+    def ask(self, talk: Talk, text: str, files: list[str], how: Sampling) -> Generator[str, None, None]:
         """The answer in pieces, until it is stopped.
 
         Raises:
@@ -80,7 +83,7 @@ class Talks:
             for name in files:
                 self.check_size(Path(name))
                 conversation.add(Path(name), Path(name).name)
-            yield from conversation.ask(text, how, talk.dice, lambda: talk.stopped.is_set() or self._has_ended)
+            yield from conversation.ask(text, how, talk.dice, lambda: self.is_stopped(talk))
         except DataError as error:
             raise DataError(named(str(error), files), error.kind) from error
         finally:
@@ -90,6 +93,9 @@ class Talks:
     def check_size(self, path: Path) -> None:
         if path.is_file() and path.stat().st_size > self.cfg.max_upload_mb << 20:
             raise DataError(f"{path.name} has more than {self.cfg.max_upload_mb} MiB; make it smaller")
+
+    def is_stopped(self, talk: Talk) -> bool:
+        return talk.stopped.is_set() or self._has_ended
 
     def stop(self, session: str) -> None:
         with self._changing:

@@ -75,7 +75,8 @@ def read_jobs(folder: Path) -> list[Job]:
     jobs = []
     for path in job_files(folder):
         said = read_object(path)
-        if said is None or set(said) != {own.name for own in fields(Job)}:  # of another version
+        names = {own.name for own in fields(Job)}
+        if said is None or names - {"has_own_run"} != set(said) - {"has_own_run"}:  # of another version
             continue
         job = Job(**{**said, "numbers": Numbers(**said["numbers"])})
         if job.status == RUNNING:
