@@ -34,6 +34,7 @@ EXPLAINED = {
     "output_dir": "`outputs/STAGE`; `stage=finetune` finds the projector of `stage=pretrain` beside it",
     "model.projector": "`auto` is the projector of the `stage=pretrain` run beside `output_dir`",
     "checkpoint.every": "the script's number is beyond its last step, so that it saves nothing on the way",
+    "track.wandb": "off unless it is asked for: it needs a package and an account (report.md); `migrate` keeps it",
     "model.name": SIZE,
     "model.language": SIZE,
     "model.checkpoint": SIZE,
