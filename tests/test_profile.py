@@ -101,7 +101,7 @@ def test_which_steps_are_recorded(parts: Path, dataset: Path, tmp_path: Path) ->
     assert opened(make_config(parts, dataset, tmp_path), 0, 500) is None
 
 
-WHOLE = gzip.compress(b'{"traceEvents": [{"ph": "X", "na')
+WHOLE = gzip.compress(b'{"traceEvents": [{"ph": "X", "na', mtime=0)
 
 
 @pytest.mark.parametrize("content", [WHOLE, WHOLE[:30], b""])
