@@ -105,6 +105,7 @@ def test_finished_run_does_nothing(whole_run: Path, parts: Path, dataset: Path, 
             "metrics.jsonl",
             "run_status.json",
             ".lock",
+            ".stepped",
             "rank-0.json",
             "report.html",
         ):  # cut back to the step it was at; says what runs
