@@ -49,7 +49,7 @@ fast = Assistant.stream
 def paced(*args):
     stream = fast(*args)
     while True:
-        time.sleep(0.01)
+        time.sleep(0.03)
         try:
             yield next(stream)
         except StopIteration as end:

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import TextIO
 
 from llava_fsdp.config import CommConfig
+from llava_fsdp.deaths import ending_of
 from llava_fsdp.errors import ENDINGS, CommunicationError
 from llava_fsdp.heartbeats import FOLDER, Beat, Late, Phase, Watcher, beat_age, make_beat, put_beat
 from llava_fsdp.log import log
@@ -208,7 +209,7 @@ class Life:
             return
         for handle in events:
             if handle in self.peers and self.size > 1:
-                self.lost(*self.peers[handle])
+                self.lost(handle, *self.peers[handle])
         if self.pipe[0] in events:
             for number in os.read(self.pipe[0], 256):
                 self.heard(number)
@@ -240,9 +241,9 @@ class Life:
                 with contextlib.suppress(OSError):
                     put_status(self.folder, "stopping", Outcome(ENDINGS["stopped"], name, step=self.step))
 
-    def lost(self, rank: int, pid: int) -> None:
+    def lost(self, pidfd: int, rank: int, pid: int) -> None:
         """Another rank on this machine has ended. Its own word is there already, if it left one."""
-        how = ending_of(pid)
+        how = ending_of(pidfd, pid)
         if first_failure(self.folder) is None:
             reason = f"rank {rank} (process {pid} on {socket.gethostname()}) {how}"
             self.end(Outcome(ENDINGS["communication"], reason, {"rank": rank, "host": socket.gethostname()}))
@@ -351,16 +352,3 @@ def fresh(path: Path) -> TextIO:
         number = next(n for n in itertools.count(1) if not path.with_suffix(f".{n}.txt").exists())
         os.replace(path, path.with_suffix(f".{number}.txt"))
     return open(path, "w", opener=lambda name, flags: os.open(name, flags, 0o600))
-
-
-def ending_of(pid: int) -> str:
-    """How a process ended that nobody has waited for yet."""
-    try:
-        status = int(Path(f"/proc/{pid}/stat").read_text().split()[-1])
-    except (OSError, ValueError):
-        return "ended without a word; the kernel kills processes when memory runs out (see dmesg)"
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        hint = " (out of host memory? see dmesg)" if number == signal.SIGKILL else ""
-        return f"was killed by signal {number}{hint}"
-    return f"ended with exit code {os.waitstatus_to_exitcode(status)} in the middle of the run"

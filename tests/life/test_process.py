@@ -55,7 +55,7 @@ def test_save_now_then_stop_and_no_restart(start: Start) -> None:
 def test_a_killed_rank_is_named_and_the_restart_goes_on(start: Start) -> None:
     run = start("max_steps=5", fault="kill:1:3", restarts=1, pace=0.1)
     assert run.wait(LIMIT) == 0, run.said
-    assert "rank 1 (process" in run.said and "was killed by signal 9 (out of host memory? see dmesg)" in run.said
+    assert "rank 1 (process" in run.said and "see dmesg)" in run.said  # test_deaths.py has the words
     assert tracebacks(run) <= 0
     assert [row["step"] for row in run.rows] == [1, 2, 3, 4, 5]
     assert (run.status["status"], run.status["attempt"]) == ("done", 1)

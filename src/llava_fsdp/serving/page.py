@@ -17,6 +17,8 @@ from llava_fsdp.serving.talks import Talk, Talks
 
 DAY = 24 * 3600
 HOUR = 3600
+QUIET = 1.0
+"""Seconds that a new conversation waits for the last words of the one before, which would be shown in it otherwise."""
 SYSTEM_FONTS = ("system-ui", "sans-serif")
 CSS = """
 footer, button[aria-label="Share"] {display: none}  /* the latter sends a picture to another site */
@@ -79,16 +81,16 @@ def make_page(talks: Talks, cfg: ChatConfig) -> gr.Blocks:
         def gone(request: gr.Request) -> None:
             talks.forget(session_of(request))
 
-        def cleared(request: gr.Request) -> tuple[list[Any], dict[str, Any]]:
-            gone(request)
-            return [], {"text": "", "files": []}
+        def cleared(request: gr.Request) -> tuple[Any, ...]:
+            talks.forget(session_of(request), QUIET)
+            return [], box_with("", []), gr.Button(interactive=False)
 
         # who waits for the model waits in `talks.line`, from where a question can be taken back at once
         at_once: dict[str, Any] = {"concurrency_limit": None, "api_visibility": "private", "show_progress": "hidden"}
         box.submit(ask, [box, temperature, top_p, tokens], [chat, box, stop], **at_once)
         stop.click(stopped, **at_once)
         for emptied in (clear.click, chat.clear):  # the bin above the conversation empties what is shown alone
-            emptied(cleared, None, [chat, box], **at_once)
+            emptied(cleared, None, [chat, box, stop], **at_once)
         page.unload(gone)
     return page.queue(api_open=False)
 
@@ -113,31 +115,36 @@ def answered(
         yield before, gr.skip(), idle
         return
     talk.stopped.clear()
-    talk.is_asking = True
+    talk.is_silent.clear()
     asked, written = message("user", text, files), ""
-    yield [*before, asked], box_with("", [], interactive=False), gr.Button(interactive=True)
+    # said with every piece: the browser may take several updates for one, and keep the last
+    busy = box_with("", [], interactive=False), gr.Button(interactive=True)
     try:
+        yield [*before, asked], *busy
         with talks.line.place(lambda: talks.is_stopped(talk)) as place:
             for ahead in place.ahead():
-                yield [*before, asked, message("assistant", waiting(ahead), [])], gr.skip(), gr.skip()
+                yield [*before, asked, message("assistant", waiting(ahead), [])], *busy
             pieces = talks.ask(talk, text, files, sampling(settings))
             for piece in () if talks.is_stopped(talk) else place.through(pieces):
+                if not talks.is_kept(session, talk):
+                    break
                 written += piece
-                yield [*before, asked, message("assistant", written, [])], gr.skip(), gr.skip()
+                yield [*before, asked, message("assistant", written, [])], *busy
+        if not talks.is_kept(session, talk):  # the conversation was ended, by what shows that itself
+            yield gr.skip(), gr.skip(), gr.skip()  # what comes last is sent a second time, over what that shows
+        elif talk.stopped.is_set() and len(history(talk)) == len(before):  # before it was its turn
+            yield before, box_with(text, files), idle
+        else:
+            yield history(talk), gr.MultimodalTextbox(interactive=True), idle
     except Exception as error:
-        yield (before, box_with(text, files), idle) if talks.is_kept(session, talk) else ([], box_with("", []), idle)
+        is_kept = talks.is_kept(session, talk)
+        yield (before, box_with(text, files), idle) if is_kept else (gr.skip(), gr.skip(), gr.skip())
         if not isinstance(error, (DataError, OutOfMemory)):
             raise  # a fault of ours: in full on the terminal, and the page can still be used
-        gr.Warning(html.escape(str(error)), duration=None)
-        return
+        if is_kept:
+            gr.Warning(html.escape(str(error)), duration=None)
     finally:
-        talk.is_asking = False
-    if not talks.is_kept(session, talk):  # the conversation was ended meanwhile
-        yield [], box_with("", []), idle
-    elif talk.stopped.is_set() and len(history(talk)) == len(before):  # before it was its turn
-        yield before, box_with(text, files), idle
-    else:
-        yield history(talk), gr.MultimodalTextbox(interactive=True), idle
+        talk.is_silent.set()
 
 
 def box_with(text: str, files: list[str], interactive: bool = True) -> gr.MultimodalTextbox:

@@ -22,6 +22,12 @@ MOST_LETTERS = 20_000
 """Of a question: more than any model here reads."""
 
 
+def set_event() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
+
+
 @dataclass
 class Talk:
     """A tab's conversation."""
@@ -31,8 +37,8 @@ class Talk:
     """Set: its question is not to be answered any further."""
     dice: torch.Generator
     """Begins at `seed` with every conversation."""
-    is_asking: bool = False
-    """Its question is answered, or waits."""
+    is_silent: threading.Event = field(default_factory=set_event)
+    """Set: no question is answered or waits."""
     files: list[list[str]] = field(default_factory=list)
     """By question: the files that were shown with it."""
 
@@ -59,7 +65,7 @@ class Talks:
         with self._changing:
             if session not in self._kept:
                 self._kept[session] = self.new()
-                silent = [name for name, talk in self._kept.items() if not talk.is_asking and name != session]
+                silent = [name for name, talk in self._kept.items() if talk.is_silent.is_set() and name != session]
                 for name in silent[: max(0, len(self._kept) - MOST)]:
                     self._kept.pop(name)
             self._kept.move_to_end(session)
@@ -102,11 +108,17 @@ class Talks:
             if session in self._kept:
                 self._kept[session].stopped.set()
 
-    def forget(self, session: str) -> None:
-        """The conversation is gone, and so is the answer that was on its way: what is asked next begins a new one."""
+    def forget(self, session: str, seconds: float = 0) -> None:
+        """The conversation is gone, and so is the answer that was on its way: what is asked next begins a new one.
+
+        Args:
+            seconds: to wait at most until that answer says no more.
+        """
         with self._changing:
-            if session in self._kept:
-                self._kept.pop(session).stopped.set()
+            talk = self._kept.pop(session, None)
+        if talk is not None:
+            talk.stopped.set()
+            talk.is_silent.wait(seconds)
 
     def is_kept(self, session: str, talk: Talk) -> bool:
         """Whether it still is the tab's conversation."""
