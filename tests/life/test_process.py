@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from lives import Run, children, gone
 
+from llava_fsdp.heartbeats import Phase, read_beat
+
 pytestmark = pytest.mark.e2e
 Start = Callable[..., Run]
 LIMIT = 240
@@ -191,8 +193,8 @@ def test_ctrl_c_stops_and_twice_ends_at_once(start: Start) -> None:
     assert run.wait(30) == 75 and len(run.checkpoints) == 1
     steps = len(run.rows)
     run = start("max_steps=500", "checkpoint.every=null", ranks=0, pace=5)
-    run.until_step(steps + 1)
-    for _ in range(2):
+    run.until(lambda: (beat := read_beat(run.output, 0)) and beat.step > steps and beat.phase == Phase.COMPUTE.value)
+    for _ in range(2):  # between two steps the first of them would have stopped it already
         run.process.send_signal(signal.SIGINT)
         time.sleep(0.5)
     assert run.wait(5) == 130 and run.status["class"] == "interrupted"
