@@ -251,6 +251,17 @@ def test_machines_that_never_met_are_the_last_word(machine: Machine) -> None:
     assert node.returncode == 1 and "NNODES" not in node.stderr
 
 
+def test_a_range_of_machines_takes_a_spare(machine: Machine) -> None:
+    """It waits until one of the others is lost; a fixed number of machines has no place for it."""
+    machine.venv()
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        nodes = {**NODES, "NNODES": "3:4", "RDZV_ENDPOINT": f"127.0.0.1:{first.getsockname()[1]}"}
+        done = machine.bash("launch/multinode.sh", **nodes, NODE_RANK="4", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    (command,) = machine.noted("torchrun")
+    assert "--nnodes 3:4" in command
+
+
 @pytest.mark.parametrize(("node_rank", "host"), [("", ""), ("0", ",is_host=true"), ("1", ",is_host=false")])
 def test_multinode_meets_at_the_endpoint(machine: Machine, node_rank: str, host: str) -> None:
     machine.venv()

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 FAULTY = Path(__file__).with_name("faulty.py")
+TELLS_ALWAYS = tuple(map(int, os.uname().release.split("-")[0].split(".")[:2])) >= (6, 15)
+"""This kernel says how a process ended after its parent has asked, too."""
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 

@@ -6,10 +6,10 @@ import subprocess
 import sys
 
 import pytest
+from lives import TELLS_ALWAYS
 
 from llava_fsdp.deaths import ending_of
 
-TELLS_ALWAYS = tuple(map(int, os.uname().release.split("-")[0].split(".")[:2])) >= (6, 15)
 UNKNOWN = "ended without a word; the kernel kills processes when memory runs out (see dmesg)"
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from lives import Run, children, gone
+from lives import TELLS_ALWAYS, Run, children, gone
 
 from llava_fsdp.heartbeats import Phase, read_beat
 
@@ -57,7 +57,10 @@ def test_save_now_then_stop_and_no_restart(start: Start) -> None:
 def test_a_killed_rank_is_named_and_the_restart_goes_on(start: Start) -> None:
     run = start("max_steps=5", fault="kill:1:3", restarts=1, pace=0.1)
     assert run.wait(LIMIT) == 0, run.said
-    assert "rank 1 (process" in run.said and "see dmesg)" in run.said  # test_deaths.py has the words
+    killed = "was killed by signal 9 (out of host memory? see dmesg)"
+    unknown = "ended without a word; the kernel kills processes when memory runs out (see dmesg)"
+    assert "rank 1 (process" in run.said
+    assert killed in run.said or (unknown in run.said and not TELLS_ALWAYS)  # torchrun may have asked first
     assert tracebacks(run) <= 0
     assert [row["step"] for row in run.rows] == [1, 2, 3, 4, 5]
     assert (run.status["status"], run.status["attempt"]) == ("done", 1)
