@@ -16,7 +16,7 @@ from llava_fsdp.data.conversation import prompt
 from llava_fsdp.data.encode import encode_prompt
 from llava_fsdp.data.examine import picture_size
 from llava_fsdp.data.images import PictureReader, read_preprocessor
-from llava_fsdp.data.loader import normalize
+from llava_fsdp.data.loader import normalize, pixel_table
 from llava_fsdp.data.source import Turn
 from llava_fsdp.data.templates import IMAGE_TAG, Template, template
 from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
@@ -87,7 +87,7 @@ class Assistant:
         self.positions: int = shapes.parts.language.max_position_embeddings
         """Most that a conversation may take, its answer included."""
         self.memory = Memory()
-        self._table = torch.from_numpy(self.reader.preprocessor.pixel_table()).to(self.device)
+        self._table = pixel_table(self.reader.preprocessor, self.device)
         self._numbers = itertools.count()
 
     @torch.inference_mode()

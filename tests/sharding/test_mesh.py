@@ -1,9 +1,12 @@
 """How ranks are laid out."""
 
+import os
+
 import pytest
 
 from llava_fsdp.config import Strategy
 from llava_fsdp.errors import ConfigError
+from llava_fsdp.sharding.heap import limit_kernel_cache
 from llava_fsdp.sharding.mesh import mesh_shape, read_world
 from llava_fsdp.sharding.zero import SHARD_PLANS
 
@@ -32,3 +35,13 @@ def test_without_torchrun_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.delenv(name, raising=False)
     world = read_world()
     assert (world.rank, world.size, world.local_size, world.is_first) == (0, 1, 1, True)
+
+
+def test_a_cpu_keeps_few_kernels_unless_the_environment_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+    for given, expected in ((None, "256"), ("33", "33")):
+        monkeypatch.delenv(name, raising=False)
+        if given is not None:
+            monkeypatch.setenv(name, given)
+        limit_kernel_cache()
+        assert os.environ[name] == expected

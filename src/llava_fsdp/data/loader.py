@@ -22,7 +22,7 @@ from llava_fsdp.data.cost import CostModel
 from llava_fsdp.data.cut import num_micro_batches
 from llava_fsdp.data.door import open_records, remarks
 from llava_fsdp.data.encode import Encoder, ExactEncoder, OriginalEncoder
-from llava_fsdp.data.images import PictureReader, read_preprocessor
+from llava_fsdp.data.images import PictureReader, Preprocessor, read_preprocessor
 from llava_fsdp.data.llava_v1_5 import Original
 from llava_fsdp.data.order import Order, open_order
 from llava_fsdp.data.progress import watch, watch_silently
@@ -188,7 +188,7 @@ class Loader:
         self.watch = steps.pictures.watch or Watch()
         self.data = cfg.data
         self.total_steps = cfg.max_steps or cfg.epochs * steps.per_epoch
-        self.table = torch.from_numpy(steps.pictures.preprocessor.pixel_table()).to(device)
+        self.table = pixel_table(steps.pictures.preprocessor, device)
 
     @property
     def num_micro_batches(self) -> int:
@@ -256,6 +256,15 @@ def loading_workers() -> int:
     """Up to 4, LLaVA's own number, and no more than the cores that this rank has beside the one it runs on."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(0, min(4, cores() // ranks_here - 1))
+
+
+def pixel_table(preprocessor: Preprocessor, device: torch.device) -> torch.Tensor:
+    """float32 [3, 256] on the device: the normalised value of every byte, by channel.
+
+    Copied, because the memory of a NumPy array begins at any multiple of 16 bytes. Kernels may give other last bits
+    for floats that do not begin at a multiple of 64, as all memory of torch's own allocators does.
+    """
+    return torch.tensor(preprocessor.pixel_table(), device=device)
 
 
 def normalize(images: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from llava_fsdp.errors import CommunicationError, ConfigError
 from llava_fsdp.log import log
 from llava_fsdp.parent import end_with
 from llava_fsdp.sharding.fake import join_fake
-from llava_fsdp.sharding.heap import keep_freed_memory
+from llava_fsdp.sharding.heap import keep_freed_memory, limit_kernel_cache
 from llava_fsdp.sharding.zero import Mesh, ShardPlan
 
 T = TypeVar("T")
@@ -63,6 +63,7 @@ def distributed(cfg: Config) -> Iterator[World]:
         torch.cuda.set_device(world.device)
     elif cfg.dry_run is None:
         keep_freed_memory()
+        limit_kernel_cache()
     needs_group = cfg.offload.mode.moves_weights
     if cfg.dry_run is not None:
         world = imagined(cfg.dry_run, world)
