@@ -118,7 +118,7 @@ def test_processor_loads_and_makes_our_ids(exported: Path, parts: Path, dataset:
         },
     ]
     text = processor.apply_chat_template(messages, add_generation_prompt=True)
-    assert text.startswith("<s> A chat between") and text.endswith(" left of<image> ASSISTANT:")
+    assert text.startswith("<s> A chat between") and text.endswith(" left of<image>  ASSISTANT:")
     call: dict[str, Any] = {"tokenize": True, "add_generation_prompt": True}
     inputs = processor.apply_chat_template(messages, **call, return_dict=True, return_tensors="pt")
     assert inputs["pixel_values"].shape == (3, 3, 28, 28)

@@ -195,7 +195,7 @@ def test_processor_gives_every_image_its_tokens(kind: str, tmp_path: Path) -> No
             shown = made.get("pixel_values", [])
             assert len(shown) == num
             assert all((own == np.asarray(other)).all() for own, other in zip(shown, pixels, strict=True))
-    assert {0, 1, 2} < counts
+    assert 0 in counts and len(counts) > 3
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
