@@ -4,6 +4,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,20 +100,45 @@ def test_export_gives_the_same_logits_in_transformers(
 def test_processor_loads_and_makes_our_ids(exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
     """transformers' processor with the exported chat template gives the ids that training saw."""
     processor = AutoProcessor.from_pretrained(exported / "export")
+    picture = Image.new("RGB", (40, 30), (200, 10, 10))
     messages = [
-        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what colour is the circle"}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "what colour is the circle"}, {"type": "image", "image": picture}],
+        },
         {"role": "assistant", "content": [{"type": "text", "text": "red"}]},
-        {"role": "user", "content": [{"type": "text", "text": "how many"}]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "is "},
+                {"type": "image", "image": picture},
+                {"type": "text", "text": " left of"},
+                {"type": "image", "image": picture},
+            ],
+        },
     ]
-    text = processor.apply_chat_template(messages)
-    assert text.startswith("A chat between") and text.endswith("</s>USER: how many ASSISTANT:")
-    inputs = processor(text=text, images=Image.new("RGB", (40, 30), (200, 10, 10)), return_tensors="pt")
-    assert inputs["pixel_values"].shape == (1, 3, 28, 28)
+    text = processor.apply_chat_template(messages, add_generation_prompt=True)
+    assert text.startswith("<s> A chat between") and text.endswith(" left of<image>  ASSISTANT:")
+    call: dict[str, Any] = {"tokenize": True, "add_generation_prompt": True}
+    inputs = processor.apply_chat_template(messages, **call, return_dict=True, return_tensors="pt")
+    assert inputs["pixel_values"].shape == (3, 3, 28, 28)
     image_id = processor.tokenizer.convert_tokens_to_ids("<image>")
     steps = probe(make_config(parts, dataset, tmp_path)).steps
-    turns = [Turn("human", "<image>\nwhat colour is the circle"), Turn("gpt", "red"), Turn("human", "how many")]
-    ours = encode_prompt(prompt(turns, TEMPLATES["v1"], False, True), steps.encoder.tokenizer, [4])
-    assert inputs["input_ids"][0].tolist() == [image_id if i == IMAGE_ID else i for i in ours.tolist()]
+    turns = [
+        Turn("human", "<image>\nwhat colour is the circle"),
+        Turn("gpt", "red"),
+        Turn("human", "is <image> left of<image>"),
+    ]
+    for each in (4, 1):
+        asked = prompt(turns, TEMPLATES["v1"], False, True)
+        ours = encode_prompt(asked, steps.encoder.tokenizer, [each] * 3)
+        wanted = [image_id if i == IMAGE_ID else i for i in ours.tolist()]
+        if each == 4:
+            assert inputs["input_ids"][0].tolist() == wanted and wanted.count(processor.tokenizer.bos_token_id) == 1
+            again = processor(text=text, images=[picture] * 3, add_special_tokens=False)
+            assert again["input_ids"] == [wanted]
+        else:
+            assert processor.tokenizer.apply_chat_template(messages, **call, return_dict=False) == wanted
 
 
 @pytest.mark.ranks

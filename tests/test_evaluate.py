@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -423,10 +424,14 @@ def test_what_one_process_meets_it_says(keys: list[str], tmp_path: Path, monkeyp
     assert not caught.value.on_every_rank
 
 
-def test_what_lmms_eval_calls_gives_our_answer(model: Path, dataset: Path) -> None:
-    """The calls of its llava_hf, in its chat form."""
+def test_what_lmms_eval_calls_gives_our_answer(model: Path, dataset: Path, tmp_path: Path) -> None:
+    """The calls of its llava_hf, in its chat form and its simple one, on a copy whose template writes no BOS."""
     path, text = dataset / "images" / "0.jpg", f"what colour is it?\n{SHORT}"
-    processor = AutoProcessor.from_pretrained(model / "export", revision="main", trust_remote_code=False)
+    copied = tmp_path / "copy"
+    shutil.copytree(model / "export", copied)
+    lines = (copied / "chat_template.jinja").read_text().splitlines()
+    (copied / "chat_template.jinja").write_text("\n".join(line for line in lines if "bos_token" not in line))
+    processor = AutoProcessor.from_pretrained(copied, revision="main", trust_remote_code=False)
     processor.tokenizer.padding_side = "left"
     with Image.open(path) as file:
         picture = file.convert("RGB")
@@ -434,7 +439,13 @@ def test_what_lmms_eval_calls_gives_our_answer(model: Path, dataset: Path) -> No
     said = processor.apply_chat_template(
         [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
     )
+    simple = [{"role": "user", "content": f"<image>\n{text}"}]
+    assert said == processor.tokenizer.apply_chat_template(simple, tokenize=False, add_generation_prompt=True)
     inputs = processor(images=[picture], videos=None, text=said, return_tensors="pt")
+    ids = AutoProcessor.from_pretrained(model / "export").apply_chat_template(
+        [{"role": "user", "content": parts}], tokenize=True, add_generation_prompt=True, return_dict=True
+    )
+    assert inputs["input_ids"].tolist() == ids["input_ids"], "one BOS, as in training"
     theirs = LlavaForConditionalGeneration.from_pretrained(model / "export", dtype="auto")
     end = processor.tokenizer.eos_token_id
     written = theirs.generate(

@@ -34,6 +34,7 @@ from llava_fsdp.model.original import (
 from llava_fsdp.model.parts import NOTES, PACKAGE, Parts, read_json
 from llava_fsdp.model.weights import PROJECTOR_PREFIX
 from llava_fsdp.processor import (
+    check_template,
     has_tokenizer,
     preprocessor_fields,
     write_original_tokenizer,
@@ -166,6 +167,7 @@ def begin_hf(subject: Subject, dtype: torch.dtype, staged: Path) -> int:
     )
     config.pad_token_id = pad_id
     config.save_pretrained(staged)
+    check_template(parts.language_folder, staged, parts.language, subject.template, model.cfg.image_start_end)
     write_processor(parts.vision_folder, staged, config, subject.aspect)
     GenerationConfig(
         bos_token_id=parts.language.bos_token_id, eos_token_id=parts.language.eos_token_id, pad_token_id=pad_id

@@ -7,11 +7,11 @@ from typing import Any
 
 from transformers import AutoTokenizer, LlavaConfig, PretrainedConfig, PreTrainedTokenizerFast
 
+from llava_fsdp.chat_template import chat_template, find_gap, rehearse
 from llava_fsdp.config import AspectRatio
-from llava_fsdp.data.conversation import image_tag
 from llava_fsdp.data.images import preprocessor_fields, read_preprocessor
-from llava_fsdp.data.templates import IMAGE_TAG, Template, template
-from llava_fsdp.data.tokenizer import Tokenizer, added_tokens, is_legacy, open_tokenizer, read_optional
+from llava_fsdp.data.templates import IMAGE_TAG, template
+from llava_fsdp.data.tokenizer import SPACE, LlamaTokenizer, added_tokens, is_legacy, open_tokenizer, read_optional
 from llava_fsdp.errors import ModelError
 from llava_fsdp.log import log
 from llava_fsdp.untrusted import LARGE, foreign, read_json
@@ -48,13 +48,17 @@ def write_tokenizer(
     tokenizer.add_tokens([IMAGE_TAG], special_tokens=True)
     if tokenizer.pad_token is None or tokenizer.pad_token == tokenizer.unk_token:
         tokenizer.add_special_tokens({"pad_token": PAD_TOKEN})
-    tag = image_tag(template(form), start_end)
-    gap = gap_after_image(tokenizer, own, tag.partition(IMAGE_TAG)[2])
-    tokenizer.chat_template = chat_template(template(form), tag.replace(IMAGE_TAG, IMAGE_TAG + gap))
+    tokenizer.chat_template = None
     tokenizer.save_pretrained(staged)
     if (folder / "tokenizer.model").is_file():
         keep_llama(folder, staged)
+    if isinstance(own, LlamaTokenizer):
+        write_llama(staged, own.legacy)
     check_same_ids(folder, staged, vocab_size)
+    with foreign(f"{staged}: transformers cannot read the tokenizer that was written"):
+        gap = find_gap(from_file(staged), own)
+    written = chat_template(template(form), start_end, own.bos is not None, gap)
+    (staged / "chat_template.jinja").write_text(written)
     image_id, pad_id = tokenizer.convert_tokens_to_ids(IMAGE_TAG), tokenizer.pad_token_id
     needed = max(image_id, pad_id) + 1
     rows = vocab_size if needed <= vocab_size else -(-needed // ROW_MULTIPLE) * ROW_MULTIPLE
@@ -66,7 +70,11 @@ def their_tokenizer(folder: Path, language: PretrainedConfig) -> Any:
     if (folder / "tokenizer.model").is_file():
         # with the language model's configuration: that of an original's folder is none of transformers'
         return AutoTokenizer.from_pretrained(folder, config=language, trust_remote_code=False, local_files_only=True)
-    # a model's own class may build another tokenizer from the file than the file says
+    return from_file(folder)
+
+
+def from_file(folder: Path) -> Any:
+    """What the folder's `tokenizer.json` says; a model's own class may build another tokenizer from it."""
     return PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
@@ -82,6 +90,38 @@ def keep_llama(folder: Path, staged: Path) -> None:
         (staged / "added_tokens.json").write_text(json.dumps(added) + "\n")
 
 
+def check_template(folder: Path, staged: Path, language: PretrainedConfig, form: str, start_end: bool) -> None:
+    """Try the chat template that `write_tokenizer` wrote, once `config.json` is there: it decides who reads it.
+
+    Raises:
+        ModelError: transformers cannot read what was written.
+    """
+    if not has_tokenizer(folder):
+        return
+    with foreign(f"{staged}: transformers cannot read the tokenizer that was written"):
+        rehearse(staged, open_tokenizer(folder, language.vocab_size), template(form), start_end)
+
+
+def write_llama(staged: Path, legacy: bool) -> None:
+    """A `tokenizer.json` that says what the SentencePiece model does, and a class that takes it at its word.
+
+    transformers 5 writes the same file for both kinds of `legacy`, and reads it by the class: another for a LLaVA than
+    for a Llama. With `legacy` every stretch between special tokens begins with one `▁`, without it the text alone.
+    """
+    path = staged / "tokenizer.json"
+    frozen = read_json(path, largest=LARGE)
+    begin = {"type": "Prepend", "prepend": SPACE}
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    first = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "first", "split": False}
+    frozen["normalizer"] = {"type": "Sequence", "normalizers": [begin, spaces]} if legacy else None
+    frozen["pre_tokenizer"] = None if legacy else first
+    for token in frozen["added_tokens"]:
+        token["normalized"] = False  # else one is looked for with a `▁` before it
+    path.write_text(json.dumps(frozen, ensure_ascii=False))
+    path = staged / "tokenizer_config.json"
+    path.write_text(json.dumps(read_json(path) | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n")
+
+
 def check_same_ids(folder: Path, staged: Path, vocab_size: int) -> None:
     """What was written makes the ids of training.
 
@@ -94,52 +134,6 @@ def check_same_ids(folder: Path, staged: Path, vocab_size: int) -> None:
         ids = [[t.id for t in own.encode(text)] for own in (read, written)]
         if ids[0] != ids[1] or read.bos != written.bos:
             raise ModelError(f"{staged} was written, but its tokenizer makes {ids[1]} of {text!r}, not {ids[0]}")
-
-
-def gap_after_image(theirs: Any, ours: Tokenizer, tag_end: str) -> str:
-    """What must stand between an image tag and the line behind it for transformers to make the ids of training.
-
-    Training tokenizes the text behind a picture by itself, and a Llama tokenizer begins every text with a space.
-    transformers tokenizes the whole conversation, where none comes after a special token.
-
-    Args:
-        tag_end: what the template puts behind a picture.
-    """
-    wanted = [token.id for token in ours.encode(f"{tag_end}\nx")]
-    for gap in ("", " "):
-        if theirs(f"{IMAGE_TAG}{gap}{tag_end}\nx", add_special_tokens=False)["input_ids"][1:] == wanted:
-            return gap
-    log().warning("transformers' tokenizer makes other ids behind a picture than training did; use our chat")
-    return ""
-
-
-def chat_template(form: Template, tag: str) -> str:
-    """The conversation template in transformers' Jinja form; pictures stand first in their message, each as `tag`."""
-    pattern = form.pattern
-    before = "{% if loop.first %}" + pattern.first_question + "{% else %}" + pattern.next_question + "{% endif %}"
-    question = f"{before}|IMAGES||TEXT|{pattern.after_question}"
-    answer = f"{pattern.before_answer}|TEXT|{pattern.after_answer}"
-    images = (
-        "{% if message['content'] is not string %}{% for part in message['content'] %}"
-        "{% if part['type'] == 'image' %}" + tag + "{{ '\\n' }}{% endif %}{% endfor %}{% endif %}"
-    )
-    text = (
-        "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-        "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
-        "{% endif %}"
-    )
-
-    def filled(pattern: str) -> str:
-        return pattern.replace("\n", "{{ '\\n' }}").replace("|IMAGES|", images).replace("|TEXT|", text)
-
-    return (
-        "{% for message in messages %}{% if message['role'] == 'user' %}"
-        + filled(question)
-        + "{% elif message['role'] == 'assistant' %}"
-        + filled(answer)
-        + "{% else %}{{ raise_exception('the template has its own system text; roles are user and assistant') }}"
-        + "{% endif %}{% endfor %}"
-    )
 
 
 def write_preprocessor(folder: Path, staged: Path, pads: bool) -> None:

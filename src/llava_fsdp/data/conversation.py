@@ -51,7 +51,7 @@ def write_turns(turns: Sequence[Turn], form: Template, start_end: bool, has_imag
         if turn.role == "human":
             before = pattern.next_question if number else pattern.first_question
             question = image_tags(turn.text) if form.image_only else image_first(turn.text, has_images, tag)
-            segments.append(Segment(before + question + pattern.after_question, False))
+            segments.append(Segment(before + question + pattern.after_question + pattern.answer_header, False))
         else:
             segments.append(Segment(pattern.before_answer + turn.text + pattern.after_answer, True))
     return segments

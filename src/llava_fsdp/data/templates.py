@@ -33,6 +33,8 @@ class Pattern:
     next_question: str
     """Before the text of every later one."""
     after_question: str
+    answer_header: str
+    """Names who answers. A prompt for generation ends with it."""
     before_answer: str
     """Supervised with the answer: the model writes it too."""
     after_answer: str
@@ -42,11 +44,11 @@ class Pattern:
 
 
 STYLES: dict[Style, Pattern] = {
-    Style.PLAIN: Pattern("", "", "", "", "{sep}"),
-    Style.TWO: Pattern("{system}{sep}{user}: ", "{user}: ", "{sep}{assistant}:", " ", "{sep2}"),
-    Style.LLAMA_2: Pattern("[INST] {system}", "{sep}[INST] ", " [/INST]", " ", " {sep2}"),
-    Style.MPT: Pattern("{system}{sep}{user}", "{user}", "{sep}{assistant}", "", "{sep}"),
-    Style.MARKERS: Pattern("{system}\n\n### {user}: ", " {user}: ", "\n### {assistant}:", " ", "\n###", end=" "),
+    Style.PLAIN: Pattern("", "", "", "", "", "{sep}"),
+    Style.TWO: Pattern("{system}{sep}{user}: ", "{user}: ", "{sep}", "{assistant}:", " ", "{sep2}"),
+    Style.LLAMA_2: Pattern("[INST] {system}", "{sep}[INST] ", " [/INST]", "", " ", " {sep2}"),
+    Style.MPT: Pattern("{system}{sep}{user}", "{user}", "{sep}", "{assistant}", "", "{sep}"),
+    Style.MARKERS: Pattern("{system}\n\n### {user}: ", " {user}: ", "\n", "### {assistant}:", " ", "\n###", end=" "),
 }
 
 
@@ -78,6 +80,7 @@ class Template:
             form.first_question.format(**parts),
             form.next_question.format(**parts),
             form.after_question.format(**parts),
+            form.answer_header.format(**parts),
             form.before_answer.format(**parts),
             form.after_answer.format(**parts),
             form.end.format(**parts),

@@ -1,0 +1,229 @@
+"""The conversation template of an export in transformers' Jinja form, and the proof that it makes training's ids.
+
+Training tokenizes every stretch of text between two images by itself. transformers tokenizes the whole conversation, in
+which special tokens stand before these stretches. The template therefore writes the conversation first, splits it at
+its image tags as training does, and puts a space in front of a stretch where the tokenizer needs one to begin it as
+training begins it.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from llava_fsdp.config import TooLong
+from llava_fsdp.data.conversation import image_tag, prompt
+from llava_fsdp.data.encode import UNLIMITED, ExactEncoder, encode_prompt
+from llava_fsdp.data.source import Record, Turn
+from llava_fsdp.data.templates import IMAGE_TAG, Template
+from llava_fsdp.data.tokenizer import Tokenizer
+from llava_fsdp.data.vocabulary import IMAGE_ID
+from llava_fsdp.log import log
+
+STRETCHES = ("What is it?", "\nx", " and  ", "  two", ", a", "12 b", "größe 中文 🙂", "\t\n a", "###", "[INST] x", "▁x")
+"""Texts behind an image, or at the beginning, on which tokenizers that differ have differed."""
+PROBES: tuple[tuple[str, ...], ...] = (
+    ("what colour is it?", "red"),
+    ("<image>\nwhat colour  is it?", "red", " and now ", " blue\n", "", ""),
+    ("is  it\n<image> ", "12 größe 中文 🙂"),
+    ("<image>", "a"),
+    ("<image><image>", "a", "and <image>\n", "b"),
+    ("first <image> , then<image>\n<image>", "two", "text", "c", "x <image>y <image> z", "d"),
+    ("what?", "nothing", "<image>\nand here?", "a  circle"),
+)
+"""Questions and answers in turn, of conversations in which templates that differ have differed."""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Where a stretch of text needs a space in front to be tokenized behind a special token as by itself."""
+
+    everywhere: bool
+    but_before: tuple[str, ...] = ()
+    """No space stands in front of a stretch that begins with one of these."""
+
+    def before(self, stretch: str) -> str:
+        return " " if self.everywhere and stretch and not stretch.startswith(self.but_before) else ""
+
+    @property
+    def jinja(self) -> str:
+        """The same for a stretch that is called `stretch` in the template."""
+        if not self.everywhere:
+            return ""
+        unless = "".join(f" and not stretch.startswith({quoted(text)})" for text in self.but_before)
+        return "{%- if stretch" + unless + " -%}{{- ' ' -}}{%- endif -%}"
+
+
+def find_gap(theirs: Any, ours: Tokenizer) -> Gap:
+    """What makes transformers' tokenizer begin a stretch behind a special token as training begins it.
+
+    A Llama tokenizer with `legacy=false` puts one space before every text that it is given. transformers gives it the
+    whole conversation at once. A tokenizer for which no rule serves gets none; `rehearse` says what differs then.
+
+    Args:
+        theirs: transformers' tokenizer, with the image tag.
+    """
+    added = (str(token) for token in theirs.added_tokens_decoder.values())
+    special = tuple(t for t in added if [i.id for i in ours.encode(f"{t}x")][:1] == [theirs.convert_tokens_to_ids(t)])
+    stretches = (*STRETCHES, *(f"{text}x" for text in special))
+    for gap in (Gap(False), Gap(True), Gap(True, special), Gap(True, (*special, " ", "▁"))):
+        if all(behind_image(theirs, gap.before(s) + s) == [t.id for t in ours.encode(s)] for s in stretches):
+            return gap
+    return Gap(False)
+
+
+def behind_image(theirs: Any, text: str) -> list[int]:
+    return theirs(IMAGE_TAG + text, add_special_tokens=False)["input_ids"][1:]
+
+
+def quoted(text: str) -> str:
+    """A text literal of Jinja; its escapes are those of JSON."""
+    return json.dumps(text)
+
+
+def chat_template(form: Template, start_end: bool, begins: bool, gap: Gap) -> str:
+    """The conversation template in transformers' Jinja form.
+
+    A message's content is text with image tags in it, or a list of parts of type `image` and `text`, whose image stands
+    where its part does. As in training, a single image of a message moves to its front, and an answer before the first
+    question is left out.
+
+    Args:
+        start_end: `<im_start>` and `<im_end>` stand around every image.
+        begins: training began every sequence with the tokenizer's BOS.
+    """
+    pattern = form.pattern
+    return "\n".join(
+        [
+            "{%- set chat = namespace(text='', begun=false, asked=false) -%}",
+            "{%- for message in messages -%}",
+            *CONTENT,
+            "{%- if message['role'] == 'user' -%}",
+            "{%- if chat.asked -%}" + refuse("user and assistant take turns") + "{%- endif -%}",
+            *question(form, start_end),
+            f"{{%- set first, later = {quoted(pattern.first_question)}, {quoted(pattern.next_question)} -%}}",
+            "{%- set chat.text = chat.text ~ (later if chat.begun else first) ~ said.text -%}",
+            f"{{%- set chat.text = chat.text ~ {quoted(pattern.after_question)} -%}}",
+            "{%- if add_generation_prompt or not loop.last -%}",
+            f"{{%- set chat.text = chat.text ~ {quoted(pattern.answer_header)} -%}}",
+            "{%- endif -%}",
+            "{%- set chat.begun = true -%}",
+            "{%- set chat.asked = true -%}",
+            "{%- elif message['role'] != 'assistant' -%}",
+            refuse("the template has its own system text; roles are user and assistant"),
+            "{%- elif '<image>' in said.text -%}",
+            refuse("images belong to messages of the user"),
+            "{%- elif chat.asked -%}",
+            f"{{%- set chat.text = chat.text ~ {quoted(pattern.before_answer)} ~ said.text -%}}",
+            f"{{%- set chat.text = chat.text ~ {quoted(pattern.after_answer)} -%}}",
+            f"{{%- if loop.last -%}}{{%- set chat.text = chat.text ~ {quoted(pattern.end)} -%}}{{%- endif -%}}",
+            "{%- set chat.asked = false -%}",
+            "{%- elif not loop.first -%}",
+            refuse("user and assistant take turns"),
+            "{%- endif -%}",
+            "{%- endfor -%}",
+            *(["{{- bos_token -}}"] if begins else []),
+            "{%- for stretch in chat.text.split('<image>') -%}",
+            "{%- if not loop.first -%}{{- '<image>' -}}{%- endif -%}",
+            gap.jinja + "{{- stretch -}}",
+            "{%- endfor -%}",
+        ]
+    )
+
+
+CONTENT = (
+    "{%- set said = namespace(text='') -%}",
+    "{%- if message['content'] is string -%}",
+    "{%- set said.text = message['content'] -%}",
+    "{%- else -%}",
+    "{%- for part in message['content'] -%}",  # servers find out by this loop that parts may be handed over
+    "{%- if part['type'] == 'image' -%}{%- set said.text = said.text ~ '<image>' -%}",
+    "{%- elif part['type'] == 'text' -%}{%- set said.text = said.text ~ part['text'] -%}",
+    "{%- else -%}{{- raise_exception('a part of a message has type image or text') -}}{%- endif -%}",
+    "{%- endfor -%}",
+    "{%- endif -%}",
+)
+"""A message's content as one text, called `said.text` in the template."""
+
+
+def question(form: Template, start_end: bool) -> list[str]:
+    """A question as training writes it, from `said.text` and in its place (`conversation.image_first`)."""
+    pieces, tag = "{%- set pieces = said.text.split('<image>') -%}", quoted(image_tag(form, start_end))
+    if form.image_only:
+        return [pieces, "{%- set said.text = '<image>' * (pieces|length - 1) -%}"]
+    return [
+        pieces,
+        "{%- if pieces|length == 2 -%}",
+        "{%- set rest = pieces|join|trim -%}",
+        f"{{%- set said.text = {tag} ~ ('\\n' ~ rest if rest else '') -%}}",
+        "{%- else -%}",
+        f"{{%- set said.text = pieces|join({tag}) -%}}",
+        "{%- endif -%}",
+    ]
+
+
+def refuse(why: str) -> str:
+    return f"{{{{- raise_exception({quoted(why)}) -}}}}"
+
+
+def rehearse(folder: Path, ours: Tokenizer, form: Template, start_end: bool) -> bool:
+    """Whether the exported template makes the ids of training, of whole conversations and of prompts.
+
+    What differs is a warning: the weights are what was trained, and our own programs do not read the template.
+
+    Args:
+        folder: the export, with its `config.json`, by which transformers chooses the tokenizer's class.
+        ours: the tokenizer of the training.
+    """
+    theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    encoder = ExactEncoder(ours, form, lambda *_: np.zeros(1, dtype=np.int64), UNLIMITED, TooLong.fail, start_end)
+    for texts in PROBES:
+        whole, begun = trained_ids(encoder, texts, theirs.convert_tokens_to_ids(IMAGE_TAG))
+        for messages in (as_text(texts), as_parts(texts)):
+            made = theirs.apply_chat_template(messages, return_dict=False)
+            asked = theirs.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
+            for said, ids, own in ((messages, made, whole), (messages[:-1], asked, begun)):
+                if ids != own:
+                    log().warning(
+                        "the chat template of %s does not make the ids of training: of %r transformers makes %s, and "
+                        "training made %s; ask the model with our own programs", folder, said, ids, own,
+                    )  # fmt: skip
+                    return False
+    return True
+
+
+def trained_ids(encoder: ExactEncoder, texts: Sequence[str], image_id: int) -> tuple[list[int], list[int]]:
+    """Ids of a conversation as training makes them, and those of its prompt: up to where the last answer begins.
+
+    Args:
+        image_id: stands once for every image.
+    """
+    turns = [Turn("gpt" if n % 2 else "human", text) for n, text in enumerate(texts)]
+    images = ("image",) * sum(turn.text.count(IMAGE_TAG) for turn in turns)
+    sample = encoder(Record("conversation", 0, "0", images, tuple(turns), bool(images)))
+    assert sample is not None
+    asked = prompt(turns[:-1], encoder.template, encoder.start_end, bool(images))
+    both = sample.input_ids, encode_prompt(asked, encoder.tokenizer, [1] * len(images))
+    whole, begun = (np.where(ids == IMAGE_ID, image_id, ids).tolist() for ids in both)
+    return whole, begun
+
+
+def as_text(texts: Iterable[str]) -> list[dict[str, Any]]:
+    """Messages of transformers' form, each with its image tags in its text."""
+    return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
+
+
+def as_parts(texts: Iterable[str]) -> list[dict[str, Any]]:
+    """Messages of transformers' form, each a list of images and texts in their order."""
+    return [{**message, "content": parts_of(message["content"])} for message in as_text(texts)]
+
+
+def parts_of(text: str) -> list[dict[str, str]]:
+    parts: list[dict[str, str]] = []
+    for number, piece in enumerate(text.split(IMAGE_TAG)):
+        parts += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": piece}] * bool(piece)
+    return parts
