@@ -65,7 +65,7 @@ def test_what_is_kept_and_what_is_not(case: tuple[Path, list[str | None]], parts
     records = open_again(cfg, parts)
     kept = [n for n, kind in enumerate(planted) if kind is None or is_kept(Kind(kind), cfg.labels, cfg.data.too_long)]
     assert [records[n].index for n in range(len(records))] == kept
-    assert {planted[n] for n in kept} == {None, "duplicate_id", "too_long"}
+    assert {planted[n] for n in kept} == {None, "duplicate_id", "special_token", "too_long"}
     assert len(records) + records.out == len(planted)
     assert all(row["reason"].startswith(row["record"]) for row in records.left_out()), "one name everywhere"
     left_out = {row["record"] for row in records.left_out()}
