@@ -185,12 +185,15 @@ class Window:
                 if self.text[behind : behind + 1] in (",", "]") and behind < len(self.text):
                     self.at = end
                     return begin, self.base + end
-                wrong = "Expecting ',' delimiter", behind
+                wrong, ends = (
+                    ("Expecting ',' delimiter", behind),
+                    end - self.at <= self.most and behind == len(self.text),
+                )
             except json.JSONDecodeError as caught:  # which must not be kept: it holds this frame, and all the text
-                wrong = caught.msg, caught.pos
+                wrong, ends = (caught.msg, caught.pos), False
             if self.ended:
                 raise json.JSONDecodeError(wrong[0], "", wrong[1])
-            if len(self.text) - self.at > self.most:
+            if len(self.text) - self.at > self.most and not ends:
                 return begin, self.pass_large(begin, wrong[0], self.base + wrong[1])
             self.more()
 
@@ -206,7 +209,7 @@ class Window:
             if found is None:
                 if self.ended:
                     break
-                self.at = len(self.text)
+                self.at = max(self.at, len(self.text))  # an escape may have led behind it
                 self.more()
                 continue
             sign = found[0]

@@ -12,12 +12,14 @@ from llava_fsdp.data.recordfile import RecordFile, texts
 from llava_fsdp.data.source import (
     BYTE_ORDER_MARK,
     Record,
+    Turn,
     check_text,
     name_place,
     name_record,
     parse_text,
     shown,
     unread_media,
+    unread_tag,
 )
 from llava_fsdp.data.texts import sources_of
 from llava_fsdp.errors import ConfigError, DataError
@@ -131,7 +133,7 @@ def read_row(path: Path, number: int, line: int | None, raw: dict[str, Any], tas
     if not isinstance(text, str) or not text.strip():
         raise DataError(f"{where}: text is {shown(text)}; it must be the question, and the keys are {shown(list(raw))}")
     check_text(text, where)
-    check_unread(where, unread_media(raw))
+    check_unread(where, unread_media(raw) or unread_tag([Turn("human", text)]))
     images = picture_names(raw.get("image"), where)
     category = raw.get("category")
     groups = () if category in (None, "default") else ((CATEGORY, str(category)),)
