@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from llava_fsdp.asked import open_asked, says_no_aspect, wanted_dtype
-from llava_fsdp.config import AspectRatio, Pixels
+from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.anyres import NEWLINE_ROW, grid_sizes
 from llava_fsdp.data.conversation import prompt
 from llava_fsdp.data.encode import encode_prompt
@@ -75,11 +75,12 @@ class Assistant:
             folder=None,
             preprocessor=read_preprocessor(shapes.parts.vision_folder),
             aspect=aspect if says_no_aspect(opened.folder) else subject.aspect,
-            pixels=Pixels.exact,
+            pixels=subject.pixels,
             image_tokens=shapes.image_tokens,
             sizes=tuple(grid_sizes(subject.grid_pinpoints, shapes.parts.vision.image_size)),
             merge=shapes.cfg.patch_merge,
         )
+        self.special_tokens = subject.special_tokens
         self.tokenizer: Tokenizer = open_tokenizer(shapes.parts.language_folder, shapes.parts.language.vocab_size)
         self.model: Llava = filled(shapes, opened.sources, wanted_dtype(shapes, self.device), device=self.device)
         self.model.language_model.set_attn_implementation("sdpa")  # the one of training has no masks for a cache
@@ -187,7 +188,7 @@ class Assistant:
         if pictures and tags != len(pictures):
             raise DataError(f"{where}: {tags} {IMAGE_TAG} tags for {len(pictures)} pictures")
         text = prompt(list(turns), self.form, self.model.cfg.image_start_end, bool(pictures))
-        ids = encode_prompt(text, self.tokenizer, [len(shown.rows) for shown in pictures])
+        ids = encode_prompt(text, self.tokenizer, [len(shown.rows) for shown in pictures], self.special_tokens)
         if len(ids) >= self.positions:
             cure = "begin a new conversation" if len(turns) > 1 else "make it shorter"
             shown = f", {sum(len(s.rows) for s in pictures)} of them for pictures" if pictures else ""

@@ -105,6 +105,13 @@ class Pixels(Enum):
     lean = "lean"
 
 
+class SpecialTokens(Enum):
+    """What becomes of the tokenizer's special tokens, such as `</s>`, where a record's own text has them."""
+
+    text = "text"
+    parse = "parse"
+
+
 class OrderName(Enum):
     shuffle = "shuffle"
     llava_v1_5 = "llava_v1_5"
@@ -505,11 +512,17 @@ class DataConfig:
     LLaVA-NeXT's, 1x2, 2x1, 2x2, 3x1 and 1x3 times the tower's."""
     pixels: Pixels
     """exact: pictures as a viewer shows them; llava_v1_5: as the original reads them (no EXIF orientation, 16-bit
-    and floating point values clipped, anyres as square); lean: as exact, in fewer operations, not to the bit
-    (data/lean.py)."""
+    and floating point values clipped, transparency ignored, anyres as square); lean: as exact, in fewer operations, not
+    to the bit (data/lean.py)."""
     max_length: int
     """Longest sample in positions, image positions included."""
     too_long: TooLong
+    special_tokens: SpecialTokens | None = None
+    """text: special tokens in a record's text (`</s>`) are tokenized as any other text; parse: they become the tokens
+    that they name; null: text, and with labels=llava_v1_5 parse, which is what the original does."""
+    max_record_bytes: int = 4 << 20
+    """Most bytes of one record in its file; a larger one is left out without being parsed. Counting the tokens of a
+    text takes memory (docs/data.md), in every process that does so."""
     workers: int | None
     """Processes that prepare batches on each rank; 0 prepares them between steps; null: up to 4, as cores allow."""
     prefetch: int
@@ -558,6 +571,7 @@ class DataConfig:
         if self.bad_budget.endswith("%") and Fraction(self.bad_budget[:-1]) > 100:
             raise ConfigError(f"data.bad_budget={self.bad_budget} is more than all records; 100% is the most")
         at_least("data.max_length", self.max_length, 2)
+        at_least("data.max_record_bytes", self.max_record_bytes, 1024)
         if self.grid_pinpoints and self.image_aspect_ratio is not AspectRatio.anyres:
             raise ConfigError(
                 f"data.grid_pinpoints is for data.image_aspect_ratio=anyres; with {self.image_aspect_ratio.value} a "
@@ -979,6 +993,12 @@ class Config:
         return "v1" if is_v0 else self.data.template
 
     @property
+    def trained_special_tokens(self) -> SpecialTokens:
+        """`data.special_tokens`, settled."""
+        is_original = self.labels is Parity.llava_v1_5
+        return self.data.special_tokens or (SpecialTokens.parse if is_original else SpecialTokens.text)
+
+    @property
     def exports_model(self) -> bool:
         """The run ends with a whole model in transformers' format."""
         return self.export.enabled and (self.export.merge or not self.model.lora.enabled)
@@ -1013,11 +1033,7 @@ class Config:
         self.check_steps()
         if self.dry_run is not None:
             self.check_dry_run(self.dry_run)
-        if self.labels is Parity.llava_v1_5 and self.data.too_long is not TooLong.truncate:
-            raise ConfigError(
-                f"labels=llava_v1_5 truncates what is too long, as the original does; data.too_long="
-                f"{self.data.too_long.value} needs labels=exact"
-            )
+        self.check_labels()
         if self.order.name is OrderName.llava_v1_5 and self.global_batch_size % self.micro_batch_size:
             raise ConfigError(
                 f"order=llava_v1_5 has whole micro-batches, and global_batch_size={self.global_batch_size} is no "
@@ -1137,6 +1153,19 @@ class Config:
                 "precision.linear=fp8; choose offload=optimizer, or precision=bf16"
             )
 
+    def check_labels(self) -> None:
+        """Raises ConfigError where labels=llava_v1_5 cannot do what another key asks for."""
+        if self.labels is Parity.llava_v1_5 and self.data.too_long is not TooLong.truncate:
+            raise ConfigError(
+                f"labels=llava_v1_5 truncates what is too long, as the original does; data.too_long="
+                f"{self.data.too_long.value} needs labels=exact"
+            )
+        if self.labels is Parity.llava_v1_5 and self.data.special_tokens is SpecialTokens.text:
+            raise ConfigError(
+                "data.special_tokens=text: labels=llava_v1_5 reads special tokens in a text as the original does; set "
+                "data.special_tokens=parse or null, or labels=exact"
+            )
+
     def check_packing(self) -> None:
         """Raises ConfigError where keys of packing contradict each other."""
         tokens = self.tokens_per_micro_batch
@@ -1212,6 +1241,16 @@ class PrepareConfig(Config):
 
     prepare: PrepareKeys
     report: str | None
+    verify: bool = False
+    """Read every record and every image again and compare them with what the index knows of them; nothing is made."""
+
+    def __post_init__(self) -> None:
+        super(PrepareConfig, self).__post_init__()
+        if self.verify and self.data.examine is not Examine.decode:
+            raise ConfigError(
+                f"verify=true compares whole image files, and data.examine={self.data.examine.value} makes an index "
+                "that knows their sizes alone; set data.examine=decode"
+            )
 
 
 @dataclass(kw_only=True, slots=True)

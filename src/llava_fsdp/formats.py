@@ -15,7 +15,7 @@ from torch import nn
 from transformers import GenerationConfig, LlavaConfig
 
 from llava_fsdp.checkpoint import make_empty, on_first_rank
-from llava_fsdp.config import AspectRatio, Config, Feature, FolderFormat, Part, PatchMerge
+from llava_fsdp.config import AspectRatio, Config, Feature, FolderFormat, Part, PatchMerge, Pixels, SpecialTokens
 from llava_fsdp.data.anyres import grid_sizes
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.log import log
@@ -63,6 +63,9 @@ class Subject:
     aspect: AspectRatio
     grid_pinpoints: list[list[int]]
     """anyres only: sizes in pixels that a picture may be fitted into; empty: LLaVA-NeXT's"""
+    pixels: Pixels
+    """How questions about it read an image: as its training did, but never lean."""
+    special_tokens: SpecialTokens
     max_length: int
     language: str
     vision: str
@@ -85,6 +88,8 @@ def subject_of(model: nn.Module, cfg: Config, run: str, step: int) -> Subject:
         template=cfg.trained_template,
         aspect=cfg.data.trained_aspect,
         grid_pinpoints=cfg.data.grid_pinpoints,
+        pixels=Pixels.llava_v1_5 if cfg.data.pixels is Pixels.llava_v1_5 else Pixels.exact,
+        special_tokens=cfg.trained_special_tokens,
         max_length=cfg.data.max_length,
         language=cfg.model.language,
         vision=cfg.model.vision,
@@ -131,6 +136,8 @@ def write_notes(subject: Subject, staged: Path, notes: dict[str, Any]) -> None:
         "template": subject.template,
         "image_aspect_ratio": subject.aspect.value,
         "grid_pinpoints": subject.grid_pinpoints,
+        "pixels": subject.pixels.value,
+        "special_tokens": subject.special_tokens.value,
         "max_length": subject.max_length,
         "vocab_size": subject.vocabulary,
         "image_start_end": subject.model.cfg.image_start_end,

@@ -28,6 +28,7 @@ from llava_fsdp.data.progress import watch
 from llava_fsdp.data.records import Records
 from llava_fsdp.data.report import PAGE, write_report
 from llava_fsdp.data.texts import sources_of
+from llava_fsdp.data.verify import verify_index
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.parts import find_parts
@@ -41,11 +42,14 @@ def main() -> None:
 
 def prepare(cfg: PrepareConfig) -> None:
     """Make the index, or bring it up to date, and write and print what was found; problems are no failure here. Where
-    the training is to be validated, so with its held-out records."""
+    the training is to be validated, so with its held-out records. With `verify` nothing is made: what was is compared
+    with the files."""
     draw_shapes(cfg.data)
     parts = find_parts(cfg.model)
     model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])  # on meta: shapes only
     encoding = open_encoding(cfg, parts.language_folder, parts.vision_folder, shape_of(model))
+    if cfg.verify:
+        return verify(cfg, encoding)
     folder = Path(cfg.report or cfg.data.index_folder)
     found = {"": (examine(cfg, encoding, folder), folder)}
     if cfg.val.every is not None:
@@ -59,6 +63,24 @@ def prepare(cfg: PrepareConfig) -> None:
     else:
         for report, folder in found.values():
             show(report, folder)
+
+
+def verify(cfg: PrepareConfig, encoding: tuple[Encoder, PictureReader]) -> None:
+    """Compare the index of every dataset with its files, and say that they agree.
+
+    Raises:
+        DataError: they do not, naming records and images.
+    """
+    found = {}
+    for name, own in {"": cfg, **({} if cfg.val.every is None else {"val": cfg.held_out})}.items():
+        sources_of(own.data, name or "data")
+        records, images = verify_index(Plan(own.data, *encoding, cfg.prepare.workers or cores()), watch)
+        found[name] = {"index": str(own.data.index_folder), "records": records, "images": images}
+    if cfg.format is Format.json:
+        print(json.dumps(found.pop("") | found))
+        return
+    for own in found.values():
+        print(f"{own['records']:,} records and {own['images']:,} images are what the index {own['index']} was made of")
 
 
 def examine(cfg: PrepareConfig, encoding: tuple[Encoder, PictureReader], folder: Path) -> dict[str, Any]:

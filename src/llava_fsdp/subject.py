@@ -2,15 +2,26 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 
 from llava_fsdp.adapters import Base, comes_along
 from llava_fsdp.checkpoint import FOLDER, STATE_FILE, Checkpoint, newest_alone, verify
-from llava_fsdp.config import AspectRatio, Config, ConversionConfig, KeptDType, ModelConfig, QuantizeConfig, load
+from llava_fsdp.config import (
+    AspectRatio,
+    Config,
+    ConversionConfig,
+    KeptDType,
+    ModelConfig,
+    Pixels,
+    QuantizeConfig,
+    SpecialTokens,
+    load,
+)
 from llava_fsdp.data.images import preprocessor_fields
 from llava_fsdp.errors import CheckpointError, ConfigError, ModelError
 from llava_fsdp.formats import Subject, subject_of
@@ -229,12 +240,29 @@ def subject_of_folder(folder: Path, model: Llava, model_config: ModelConfig, cfg
         template=notes.get("template", cfg.template),
         aspect=cfg.image_aspect_ratio or aspect_of(folder, raw, notes),
         grid_pinpoints=notes.get("grid_pinpoints") or raw.get("image_grid_pinpoints") or [],
+        pixels=choice_of(Pixels, notes, "pixels", Pixels.exact, folder),
+        special_tokens=choice_of(SpecialTokens, notes, "special_tokens", SpecialTokens.text, folder),
         max_length=notes.get("max_length") or raw.get("tokenizer_model_max_length") or 2048,
         language=notes.get("language") or model_config.language,
         vision=cfg.vision or notes.get("vision") or model_config.vision,
         renamed_tower=cfg.vision,
         history={key: notes[key] for key in ("run", "stage", "step", "train") if key in notes},
     )
+
+
+C = TypeVar("C", bound=Enum)
+
+
+def choice_of(kind: type[C], notes: dict[str, Any], key: str, unless: C, folder: Path) -> C:
+    """What a folder's notes say of a key; `unless` where they do not.
+
+    Raises:
+        ModelError: it is none of the values that there are.
+    """
+    said = notes.get(key, unless.value)
+    if said not in [choice.value for choice in kind]:
+        raise ModelError(f"{folder / NOTES} has {key}={said}; it must be {' or '.join(str(c.value) for c in kind)}")
+    return kind(said)
 
 
 def aspect_of(folder: Path, raw: dict[str, Any], notes: dict[str, Any]) -> AspectRatio:

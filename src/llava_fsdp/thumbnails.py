@@ -5,6 +5,8 @@ import contextlib
 import io
 from pathlib import Path
 
+from PIL import ImageOps
+
 from llava_fsdp.data.examine import opened, to_rgb
 from llava_fsdp.errors import DataError
 
@@ -34,7 +36,7 @@ class Thumbnails:
 def thumbnail(path: Path) -> str | None:
     with contextlib.suppress(DataError, MemoryError), opened(path, "a sample answer") as picture:
         picture.draft("RGB", (SIDE, SIDE))
-        small = to_rgb(picture, str(path))
+        small = to_rgb(ImageOps.exif_transpose(picture), str(path))
         small.thumbnail((SIDE, SIDE))
         for quality in (QUALITY, 40, 15):
             held = io.BytesIO()

@@ -1,5 +1,7 @@
 """Ids, labels and the places of pictures."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +10,9 @@ import sentencepiece
 import sentencepiece.sentencepiece_model_pb2
 from small import ASSETS
 
-from llava_fsdp.config import TooLong
+from llava_fsdp.config import SpecialTokens, TooLong
 from llava_fsdp.data.conversation import IM_END, IM_START, prompt
-from llava_fsdp.data.encode import ExactEncoder, OriginalEncoder, encode_prompt
+from llava_fsdp.data.encode import ExactEncoder, OriginalEncoder, Sample, encode_prompt
 from llava_fsdp.data.llava_v1_5 import Original
 from llava_fsdp.data.source import Record, Turn, parse_record
 from llava_fsdp.data.templates import CURIOUS_USER, TEMPLATES, template
@@ -226,6 +228,63 @@ def test_no_space_is_added_after_a_special_token(llama_folder: Path) -> None:
     assert after[0] == 2
     assert after[1:] != [t.id for t in each.encode("red")]
     assert each.decode(after) == "red"
+
+
+@pytest.fixture(params=["sentencepiece", "tokenizer.json", "with spaces taken along"])
+def either(request: pytest.FixtureRequest, llama_folder: Path, tmp_path: Path) -> Tokenizer:
+    """Tokenizers of both kinds, and one whose special tokens take the spaces beside them along, as Phi-3's do."""
+    if request.param == "sentencepiece":
+        return open_tokenizer(llama_folder)
+    frozen = json.loads((ASSETS / "tiny-llama" / "tokenizer.json").read_text())
+    if request.param != "tokenizer.json":
+        for token in frozen["added_tokens"]:
+            token |= {"rstrip": token["content"] == "</s>", "lstrip": token["content"] == "<s>"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(frozen))
+    (tmp_path / "tokenizer_config.json").write_bytes((ASSETS / "tiny-llama" / "tokenizer_config.json").read_bytes())
+    return open_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["v1", "llama_2", "plain"])
+@pytest.mark.parametrize("text", ["a </s> b", "</s>", "<s>a</s>", "a <unk><unk>b", "x</s></s> ", "</s>a <s> b </s> c"])
+def test_special_tokens_of_a_text_are_text(text: str, form: str, either: Tokenizer) -> None:
+    """Those of the template stay what they are, and every character is a token's; parsed, they are all tokens."""
+    own = record(f"<image>\n{text}", text, images=("1",))
+    made = {how: encoded(own, either, form, how) for how in SpecialTokens}
+    special = {either.special(token) for token in ("<s>", "</s>", "<unk>")} - {None}
+    counts = {how: sum(int(i) in special for i in sample.input_ids) for how, sample in made.items()}
+    without = encoded(record("<image>\nwhat", "red", images=("1",)), either, form, SpecialTokens.text)
+    assert counts[SpecialTokens.text] == sum(int(i) in special for i in without.input_ids)
+    occurrences = len(either.find_special(text)) * (1 if form == "plain" else 2)
+    assert counts[SpecialTokens.parse] == counts[SpecialTokens.text] + occurrences > 0
+    sample = made[SpecialTokens.text]
+    answer = either.decode(sample.labels[sample.labels != IGNORE].tolist())
+    assert answer.replace(" ", "").strip() == text.replace(" ", "").strip()
+    ends = sample.labels[-1] == either.special("</s>") if form == "v1" else True
+    assert ends, "the end of the answer is taught"
+
+
+def encoded(own: Record, tokenizer: Tokenizer, form: str, how: SpecialTokens) -> Sample:
+    encode = replace(encoder(tokenizer, form), special_tokens=how)
+    sample = encode(own)
+    assert sample is not None
+    return sample
+
+
+def test_texts_without_special_tokens_are_the_same_either_way(either: Tokenizer) -> None:
+    own = record("<image>\nwhat is < s > it", "  größe 中 </ s>", "and\n", "red", images=("1",))
+    made = [encoded(own, either, "v1", how) for how in SpecialTokens]
+    assert made[0].input_ids.tolist() == made[1].input_ids.tolist()
+    assert made[0].labels.tolist() == made[1].labels.tolist()
+
+
+def test_splitting_at_the_template_alone_is_what_the_tokenizer_does(either: Tokenizer) -> None:
+    """Where a text's special token is replaced by a word, all before and behind it has the same ids and places."""
+    text, begin = "the red </s> circle<s> is blue</s>the ", 8
+    special = [s for s in either.find_special(text) if s[0] != begin]
+    found, whole = either.encode(text, special), either.encode(text)
+    assert [t for t in found if t.end <= begin - 1] == [t for t in whole if t.end <= begin - 1]
+    assert [t for t in found if t.begin >= begin + 14] == [t for t in whole if t.begin >= begin + 14]
+    assert either.encode(text, either.find_special(text)) == whole
 
 
 def original(tokenizer: Tokenizer, max_length: int) -> OriginalEncoder:

@@ -12,11 +12,12 @@ from llava_fsdp import train
 from llava_fsdp.config import Config
 from llava_fsdp.data import door as door_module
 from llava_fsdp.data import index as index_module
+from llava_fsdp.data import texts as texts_module
 from llava_fsdp.data.door import check_door, open_records, remarks
 from llava_fsdp.data.problems import BITS, PROBLEMS, Kind, is_kept
 from llava_fsdp.data.progress import watch_silently
 from llava_fsdp.data.records import Records
-from llava_fsdp.errors import DataError
+from llava_fsdp.errors import ConfigError, DataError
 
 
 def config(parts: Path, path: Path, *overrides: str) -> Config:
@@ -65,7 +66,7 @@ def test_what_is_kept_and_what_is_not(case: tuple[Path, list[str | None]], parts
     records = open_again(cfg, parts)
     kept = [n for n, kind in enumerate(planted) if kind is None or is_kept(Kind(kind), cfg.labels, cfg.data.too_long)]
     assert [records[n].index for n in range(len(records))] == kept
-    assert {planted[n] for n in kept} == {None, "duplicate_id", "too_long"}
+    assert {planted[n] for n in kept} == {None, "duplicate_id", "special_token", "too_long"}
     assert len(records) + records.out == len(planted)
     assert all(row["reason"].startswith(row["record"]) for row in records.left_out()), "one name everywhere"
     left_out = {row["record"] for row in records.left_out()}
@@ -171,16 +172,103 @@ def denied(*_: object) -> None:
     raise PermissionError(30, "Read-only file system")
 
 
-def test_a_whole_dataset_without_its_pictures_is_no_secret(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    """Its key is called images: exact labels refuse it, the original's train on its text and say so."""
-    rows = [{"id": n, "images": "0.jpg", "conversations": turns()} for n in range(4)]
+@pytest.mark.parametrize(
+    ("key", "kind", "refused", "kept"),
+    [
+        ("images", "media_not_read", "from the record's key image alone", "name video, audio or images in a key"),
+        ("file_name", "tag_without_picture", "is the key called", "have <image> in their text and no picture"),
+    ],
+)
+def test_a_whole_dataset_without_its_pictures_is_no_secret(
+    key: str, kind: str, refused: str, kept: str, parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """Its key has another name: exact labels refuse it, the original's train on its text and say so."""
+    rows = [{"id": n, key: "0.jpg", "conversations": turns()} for n in range(4)]
     path = tmp_path / "a.json"
     write_json(path, [*rows, {"id": 9, "conversations": turns("what is it")}])
     cfg = config(parts, path, f"data.images={dataset / 'images'}")
-    with pytest.raises(DataError, match=r"4 of 5 records are wrong\n  tag_without_picture: 4 (.|\n)*is the key called"):
+    with pytest.raises(DataError, match=rf"4 of 5 records are wrong\n  {kind}: 4 (.|\n)*{refused}"):
         check_door(open_again(cfg, parts), cfg.data)
     original = config(parts, path, f"data.images={dataset / 'images'}", "labels=llava_v1_5")
     said = remarks(open_again(original, parts))
-    assert "of 5 records, 4 have <image> in their text and no picture" in said
+    assert f"of 5 records, 4 {kept}" in said
     assert f"no record of {path} has a picture, and {dataset / 'images'} is set" in said
     assert remarks(open_again(make_config(parts, dataset, tmp_path, f"data.index={tmp_path / 'i'}"), parts)) == ""
+
+
+MEDIA = {
+    "video": ({"video": "a.mp4"}, True),
+    "another case": ({"Audios": ["a.wav"]}, True),
+    "a struct": ({"image_url": {"url": "https://example.org"}}, True),
+    "beside its image": ({"image": "0.jpg", "images": ["0.jpg", "1.png"]}, True),
+    "null": ({"video": None, "images": [], "audio": "", "image_url": {"url": None}, "videos": [None]}, False),
+    "about it": ({"image_id": 7, "video_length": 3, "imagery": "x", "image_size": [3, 4]}, False),
+}
+
+
+@pytest.mark.parametrize("case", MEDIA)
+def test_keys_that_name_media(case: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    keys, is_media = MEDIA[case]
+    write_json(tmp_path / "a.json", [{"conversations": turns("<image>\nwhat" if "image" in keys else "what"), **keys}])
+    records = open_again(config(parts, tmp_path / "a.json", f"data.images={dataset / 'images'}"), parts)
+    assert kinds_found(records) == [{"media_not_read"} if is_media else set()]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_media"),
+    [
+        ("<video>\nwhat happens", True),
+        ("compare <Audio> and the text", True),
+        ("why does <video> not show?\n<video src='a'></video>", False),
+        ("a < video > b", False),
+    ],
+)
+def test_tags_of_media_in_questions(text: str, is_media: bool, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Of an answer they are text."""
+    answer = [{"from": "human", "value": "how"}, {"from": "gpt", "value": text}]
+    write_json(tmp_path / "a.json", [{"conversations": turns(text)}, {"conversations": answer}])
+    records = open_again(config(parts, tmp_path / "a.json", f"data.images={dataset / 'images'}"), parts)
+    assert kinds_found(records) == [{"media_not_read"} if is_media else set(), set()]
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+def test_a_record_that_is_too_large_is_never_parsed(
+    suffix: str, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is named and counted, those around it are read; another limit is another index."""
+    rows = [{"id": n, "conversations": turns("what")} for n in range(3)]
+    rows[1]["conversations"] = turns("w" * 5000)
+    texts = [json.dumps(row) for row in rows]
+    path = tmp_path / f"a.{suffix}"
+    path.write_text("\n".join(texts) if suffix == "jsonl" else f"[{', '.join(texts)}]")
+    parsed: list[int] = []
+    own = texts_module.parse_text
+    monkeypatch.setattr(texts_module, "parse_text", lambda p, n, *a: (parsed.append(n), own(p, n, *a))[1])
+    small = config(
+        parts, path, f"data.images={dataset / 'images'}", "data.max_record_bytes=2000", "data.bad=quarantine"
+    )
+    records = open_again(small, parts)
+    assert kinds_found(records) == [set(), {"record_too_large"}, set()] and set(parsed) == {0, 2}
+    (row,) = records.index.rows()
+    line = 2 if suffix == "jsonl" else 1
+    assert row["reason"].startswith(f"{path}, line {line}, record 1 has {len(texts[1]):,} bytes, over data.max_record")
+    assert [r.id for r in map(records.__getitem__, range(2))] == ["0", "2"] and records.fingerprint
+    whole = config(parts, path, f"data.images={dataset / 'images'}", "data.max_length=512")
+    assert "too_long" in kinds_found(open_again(whole, parts))[1], "it has been read"
+
+
+def test_special_tokens_are_counted_and_no_fault(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    rows = [{"conversations": turns("end </s>")}, {"conversations": turns("no end")}]
+    write_json(tmp_path / "a.json", rows)
+    made = {}
+    for how in ("text", "parse"):
+        cfg = config(parts, tmp_path / "a.json", f"data.special_tokens={how}", f"data.images={dataset / 'images'}")
+        records = open_again(cfg, parts)
+        check_door(records, cfg.data)
+        assert kinds_found(records) == [{"special_token"}, set()] and len(records) == 2
+        assert "1 have a special token in their text" in remarks(records)
+        made[how] = records
+    assert made["text"].index.encoded != made["parse"].index.encoded
+    assert made["text"].lengths[0] > made["parse"].lengths[0] and made["text"].lengths[1] == made["parse"].lengths[1]
+    with pytest.raises(ConfigError, match=r"data\.special_tokens=text: labels=llava_v1_5"):
+        config(parts, tmp_path / "a.json", "labels=llava_v1_5", "data.special_tokens=text")

@@ -1,5 +1,7 @@
 """Pictures become the very numbers that CLIP's own processor makes of them."""
 
+import base64
+import io
 import json
 from pathlib import Path
 
@@ -7,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import ExifTags, Image, ImageOps
+from transformers.image_transforms import convert_to_rgb
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from llava_fsdp.config import AspectRatio, Pixels
-from llava_fsdp.data.examine import picture_size
+from llava_fsdp.data.examine import opened, picture_size, to_rgb
 from llava_fsdp.data.images import (
     Preprocessor,
     load_image,
@@ -19,8 +22,10 @@ from llava_fsdp.data.images import (
     read_preprocessor,
     resize_padded,
 )
+from llava_fsdp.data.lean import decode
 from llava_fsdp.data.loader import normalize
 from llava_fsdp.errors import DataError, ModelError, PictureError
+from llava_fsdp.thumbnails import thumbnail
 
 SHAPES = [(64, 48), (48, 64), (200, 31), (28, 28), (29, 300), (333, 500)]
 
@@ -195,3 +200,87 @@ def test_heights_that_the_original_misreads(folder: Path, tmp_path: Path) -> Non
     load_image(tmp_path / "one.png", own, AspectRatio.square, "x")
     with pytest.raises(PictureError, match=r"one\.png has height 1, at which the original stops"):
         load_image(tmp_path / "one.png", own, AspectRatio.square, "x", Pixels.llava_v1_5)
+
+
+GREY, RED, CLEAR = (
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (43, 61), dtype=np.uint8)) for seed in range(3)
+)
+CLEAR.paste(0, (5, 5, 25, 30))
+COLOUR = Image.merge("RGB", [RED, GREY, GREY.rotate(180)])
+ALPHA = Image.merge("RGBA", [RED, GREY, GREY.rotate(180), CLEAR])
+PALETTE = COLOUR.quantize(16)
+TURNED = Image.Exif()
+TURNED[ExifTags.Base.Orientation] = 6
+SEE_THROUGH = {
+    "RGBA": (ALPHA, "png", {}),
+    "RGBA turned": (ALPHA, "png", {"exif": TURNED}),
+    "LA": (ALPHA.convert("LA"), "png", {}),
+    "LA in TIFF": (ALPHA.convert("LA"), "tiff", {}),
+    "RGBA in TIFF": (ALPHA, "tiff", {}),
+    "a colour of a palette": (PALETTE, "png", {"transparency": 3}),
+    "a palette with alpha": (PALETTE, "png", {"transparency": bytes(range(0, 256, 17))}),
+    "a grey": (GREY, "png", {"transparency": 128}),
+    "a colour": (COLOUR, "png", {"transparency": COLOUR.getpixel((7, 5))}),
+    "black of two": (GREY.convert("1"), "png", {"transparency": 0}),
+    "GIF": (ALPHA, "gif", {}),
+    "GIF of frames": (ALPHA, "gif", {"save_all": True, "append_images": [ALPHA.rotate(180)]}),
+    "WebP": (ALPHA, "webp", {}),
+    "WebP without loss": (ALPHA, "webp", {"lossless": True}),
+    "WebP of frames": (ALPHA, "webp", {"save_all": True, "append_images": [ALPHA.rotate(180)]}),
+}
+OPAQUE = {
+    "RGB": (COLOUR, "png", {}),
+    "L": (GREY, "png", {}),
+    "1": (GREY.convert("1"), "png", {}),
+    "P": (PALETTE, "png", {}),
+    "CMYK": (COLOUR.convert("CMYK"), "tiff", {}),
+    "CMYK in JPEG": (COLOUR.convert("CMYK"), "jpg", {}),
+    "LAB": (COLOUR.convert("HSV").convert("RGB"), "tiff", {}),
+    "YCbCr": (COLOUR, "jpg", {}),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [*SEE_THROUGH, *OPAQUE])
+def test_transparency_is_white_as_transformers_has_it(name: str, folder: Path, tmp_path: Path) -> None:
+    """To the bit, the processor's whole work included; the original's pixels ignore it."""
+    picture, ending, options = (SEE_THROUGH | OPAQUE)[name]
+    path = tmp_path / f"a.{ending}"
+    picture.save(path, **options)
+    shown = ImageOps.exif_transpose(Image.open(path))
+    expected = convert_to_rgb(shown, return_numpy=True)
+    assert np.array_equal(np.asarray(open_picture(path, "x", Pixels.exact)), expected)
+    ignored = np.asarray(Image.open(path).convert("RGB"))
+    assert np.array_equal(np.asarray(open_picture(path, "x", Pixels.llava_v1_5)), ignored)
+    assert ("turned" in name or not np.array_equal(ignored, expected)) == (name in SEE_THROUGH)
+    preprocessor = read_preprocessor(folder)
+    ours = torch.from_numpy(load_image(path, preprocessor, AspectRatio.square, "x"))[None]
+    theirs = CLIPImageProcessorPil.from_pretrained(folder)(shown, return_tensors="np")["pixel_values"][0]
+    values = normalize(ours, torch.from_numpy(preprocessor.pixel_table()))[0]
+    np.testing.assert_array_equal(values.numpy(), np.asarray(theirs))
+    with opened(path, "x") as file:  # what is not made smaller has the exact pixels
+        assert np.array_equal(np.asarray(decode(file, shown.size, "x").picture), expected)
+
+
+def test_a_palette_with_alpha_of_its_own() -> None:
+    """No file is opened as one."""
+    picture = ALPHA.convert("PA")
+    assert np.array_equal(np.asarray(to_rgb(picture, "x")), convert_to_rgb(picture, return_numpy=True))
+
+
+@pytest.mark.parametrize("grey", [0, 25700, 65535])
+def test_a_transparent_grey_of_sixteen_bits_is_white(grey: int, tmp_path: Path) -> None:
+    values = np.full((20, 20), 40 * 257, dtype=np.uint16)
+    values[:10] = grey
+    Image.fromarray(values).save(tmp_path / "a.png", transparency=grey)
+    found = np.asarray(open_picture(tmp_path / "a.png", "x", Pixels.exact))
+    assert (found[:10] == 255).all() and (found[10:] == 40).all()
+
+
+def test_a_small_picture_of_a_page_is_what_the_model_sees(tmp_path: Path) -> None:
+    """Turned, and on white."""
+    Image.new("RGBA", (40, 20), (0, 0, 0, 0)).save(tmp_path / "a.png", exif=TURNED)
+    address = thumbnail(tmp_path / "a.png")
+    assert address is not None
+    small = Image.open(io.BytesIO(base64.b64decode(address.partition(",")[2])))
+    assert small.size == (20, 40) and small.getextrema() == ((255, 255),) * 3

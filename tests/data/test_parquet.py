@@ -12,6 +12,7 @@ from small import make_config
 from test_index import FITS, open_again
 
 from llava_fsdp.data.loader import build_loader
+from llava_fsdp.data.problems import BITS, Kind
 from llava_fsdp.data.recordfile import RecordFile
 from llava_fsdp.data.records import Records
 from llava_fsdp.data.source import Record
@@ -171,4 +172,35 @@ def test_tables_without_pictures_are_told(key: str, parts: Path, dataset: Path, 
     schema = pyarrow.Table.from_pylist(rows).schema
     schema = schema if key == "images" else schema.set(0, pyarrow.field("image", struct))
     records = opened(write(tmp_path / "a.parquet", rows, schema), parts, dataset)
-    assert records.counts["tag_without_picture"] == records.out == 2
+    kind = "media_not_read" if key == "images" else "tag_without_picture"
+    assert records.counts[kind] == records.out == 2
+
+
+def test_media_in_columns_that_are_not_read(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Of each row by itself; a struct of nulls is no video, and a turn's own key is found too."""
+    turn = {"from": "human", "value": "what", "image": None}
+    answer = {"from": "gpt", "value": "b", "image": None}
+    named = {**turn, "image": "0.jpg"}
+    none = {"bytes": None, "path": None}
+    rows = [
+        {"video": none, "conversations": [turn, answer]},
+        {"video": {"bytes": b"mp4", "path": None}, "conversations": [turn, answer]},
+        {"video": None, "conversations": [named, answer]},
+    ]
+    records = opened(write(tmp_path / "a.parquet", rows), parts, dataset, "data.bad=quarantine", "data.bad_budget=9")
+    assert records.index.flags(0, 3).tolist() == [0, BITS[Kind.media_not_read], BITS[Kind.media_not_read]]
+
+
+def test_rows_that_are_too_large(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """By the bytes of their texts, before any JSON is made of them; or of the JSON, which escapes make longer."""
+    rows = [
+        {"id": f"r{n}", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": text}]}
+        for n, text in enumerate(["b", "b" * 5000, "\n" * 1500, "c"])
+    ]
+    path = write(tmp_path / "a.parquet", rows)
+    records = opened(path, parts, dataset, "data.max_record_bytes=2000", "data.bad=quarantine", "data.bad_budget=9")
+    assert records.counts["record_too_large"] == records.out == 2 and [records[n].id for n in (0, 1)] == ["r0", "r3"]
+    assert [row["id"] for row in records.index.rows()] == ["r1", "r2"]
+    assert all("over data.max_record_bytes=2000" in row["reason"] for row in records.index.rows())
+    with pytest.raises(DataError, match=r"record 1 \(id r1\) has [\d,]+ bytes"):
+        RecordFile(path, 2000)[1]

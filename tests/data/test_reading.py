@@ -137,13 +137,67 @@ def test_a_file_of_something_else_is_not_read_to_its_end(
     suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "BLOCK", 1 << 10)
-    monkeypatch.setattr(reading, "MOST_BYTES", 1 << 12)
     (tmp_path / f"a{suffix}").write_text('["' + "a" * (1 << 20))
     tracemalloc.start()
     with pytest.raises(DataError):
-        list(spans(tmp_path / f"a{suffix}"))
+        list(spans(tmp_path / f"a{suffix}", most=1 << 12))
     assert tracemalloc.get_traced_memory()[1] < 1 << 17
     tracemalloc.stop()
+
+
+LARGE = [
+    {"a": 'quotes " and \\ and ]},{[' * 40},
+    [[1, [2, "x]"]]] * 90,
+    "a string by itself \\ " * 40,
+    ["\\"] * 200,
+]
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 1 << 20])
+@pytest.mark.parametrize("gap", [",", " ,\r\n ", "\n,"])
+def test_large_records_are_passed_by(block: int, gap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they end is found without parsing them; those around them are what they were."""
+    monkeypatch.setattr(reading, "BLOCK", block)
+    values = [value for pair in zip(LARGE, NASTY, strict=False) for value in pair]
+    texts = [json.dumps(value, ensure_ascii=False) for value in values] + ["1" * 700 + ".5", '{"b": 2}']
+    path = tmp_path / "a.json"
+    path.write_text(f"[{gap.join(texts)}]", encoding="utf-8")
+    content = path.read_bytes()
+    for most in (100, 1 << 20):
+        found = [content[at : at + size].decode().rstrip() for at, size, _ in spans(path, most=most)]
+        assert found == texts
+        assert [line for _, _, line in spans(path, most=most)] == [
+            content[:at].count(b"\n") + 1 for at, _, _ in spans(path, most=most)
+        ]
+    whole = list(spans(path, most=100))
+    assert all(list(spans(path, span, most=100)) == whole[n + 1 :] for n, span in enumerate(whole))
+
+
+@pytest.mark.parametrize("text", ['[{"a": "' + "b" * 900, '[{"a": 1]' + " " * 900, '[{"a" 1}, ' + '"b", ' * 300 + "1]"])
+def test_what_is_broken_is_not_called_large(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(DataError, match=r"a\.json is not JSON: .* line 1, byte \d+; mend it") as few:
+        list(spans(tmp_path / "a.json", most=50))
+    with pytest.raises(DataError) as many:
+        list(spans(tmp_path / "a.json"))
+    assert str(few.value) == str(many.value)
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_memory_does_not_grow_with_a_record(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "BLOCK", 1 << 12)
+    large = json.dumps({"id": "x", "text": ["words and "] * 100_000})
+    (tmp_path / f"a{suffix}").write_text(f"{large}\n1\n" if suffix == ".jsonl" else f"[{large}, 1]")
+    tracemalloc.start()
+    assert [size for _, size, _ in spans(tmp_path / f"a{suffix}", most=1 << 12)] == [len(large), 1]
+    assert tracemalloc.get_traced_memory()[1] < 1 << 17 < len(large)
+    tracemalloc.stop()
+
+
+def test_a_list_in_a_file_of_lines_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(f"[{', '.join(['1'] * 2000)}]")
+    with pytest.raises(DataError, match=r"line 1 is a list .* ends in \.json"):
+        list(spans(tmp_path / "a.jsonl", most=1000))
 
 
 RAW = {

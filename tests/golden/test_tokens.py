@@ -2,17 +2,19 @@
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from folder import golden_folder, read_lines
 
-from llava_fsdp.config import TooLong
+from llava_fsdp.config import SpecialTokens, TooLong
+from llava_fsdp.data.conversation import asked_turns
 from llava_fsdp.data.encode import ExactEncoder, OriginalEncoder
 from llava_fsdp.data.llava_v1_5 import Original, Tokens, check_like_original, encode_like_original, encode_turns
 from llava_fsdp.data.source import Record, parse_record
-from llava_fsdp.data.templates import Style, template
+from llava_fsdp.data.templates import IMAGE_TAG, Style, template
 from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.data.vocabulary import IGNORE, IMAGE_ID
 from llava_fsdp.errors import ConfigError, DataError
@@ -155,7 +157,10 @@ def test_exact_labels_where_the_original_is_right(count: Callable) -> None:
             continue
         start_end = case["mm_use_im_start_end"]
         own = originals(case["version"], case["legacy"], start_end, case["model_max_length"])
-        exact = ExactEncoder(own.tokenizer, own.form, lambda *_: np.zeros(1), 9999, TooLong.fail, start_end)
+        exact = ExactEncoder(
+            own.tokenizer, own.form, lambda *_: np.zeros(1), 9999, TooLong.fail, start_end, SpecialTokens.parse
+        )
+        as_text = replace(exact, special_tokens=SpecialTokens.text)
         try:
             sample = exact(record)
         except DataError as error:
@@ -164,6 +169,10 @@ def test_exact_labels_where_the_original_is_right(count: Callable) -> None:
             continue
         assert sample is not None
         where = (case["conv"], case["version"])
+        used = [t.text for t in asked_turns(record) if t.role == "gpt" or not own.form.image_only]
+        has_special = any(own.tokenizer.find_special(text.replace(IMAGE_TAG, "")) for text in used)
+        plain = as_text(record)
+        assert plain is not None and (plain.input_ids.tolist() != sample.input_ids.tolist()) == has_special, where
         drops_answer = own.form.style is Style.MARKERS and record.turns[0].role == "gpt"  # ### keeps it
         if not drops_answer:
             assert sample.input_ids.tolist() == case["input_ids"], where

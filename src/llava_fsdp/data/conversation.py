@@ -17,6 +17,8 @@ class Segment:
 
     text: str
     supervised: bool
+    from_record: bool = False
+    """The record's own text, not the template's."""
 
 
 def render(record: Record, form: Template, start_end: bool) -> list[Segment]:
@@ -34,26 +36,39 @@ def render(record: Record, form: Template, start_end: bool) -> list[Segment]:
     return [*segments, Segment(form.pattern.end, False)]
 
 
-def prompt(questions_and_answers: list[Turn], form: Template, start_end: bool, has_images: bool) -> str:
+def prompt(questions_and_answers: list[Turn], form: Template, start_end: bool, has_images: bool) -> list[Segment]:
     """The text after which the model writes its answer: the turns so far, the last one a question.
 
     Args:
         has_images: image tags stand for pictures; else they are text.
     """
-    return "".join(s.text for s in write_turns(questions_and_answers, form, start_end, has_images))
+    return write_turns(questions_and_answers, form, start_end, has_images)
 
 
 def write_turns(turns: Sequence[Turn], form: Template, start_end: bool, has_images: bool) -> list[Segment]:
     pattern = form.pattern
-    tag = image_tag(form, start_end)
     segments = []
     for number, turn in enumerate(turns):
         if turn.role == "human":
-            before = pattern.next_question if number else pattern.first_question
-            question = image_tags(turn.text) if form.image_only else image_first(turn.text, has_images, tag)
-            segments.append(Segment(before + question + pattern.after_question + pattern.answer_header, False))
+            segments.append(Segment(pattern.next_question if number else pattern.first_question, False))
+            segments += write_question(turn.text, form, start_end, has_images)
+            segments.append(Segment(pattern.after_question + pattern.answer_header, False))
         else:
-            segments.append(Segment(pattern.before_answer + turn.text + pattern.after_answer, True))
+            segments.append(Segment(pattern.before_answer, True))
+            segments.append(Segment(turn.text, True, from_record=True))
+            segments.append(Segment(pattern.after_answer, True))
+    return segments
+
+
+def write_question(text: str, form: Template, start_end: bool, has_images: bool) -> list[Segment]:
+    """A question's own text, and between it what stands for its images."""
+    if form.image_only:
+        return [Segment(image_tags(text), False)]
+    first, *rest = image_first(text, has_images).split(IMAGE_TAG) if has_images else [text]
+    segments = [Segment(first, False, from_record=True)]
+    for piece in rest:
+        segments.append(Segment(image_tag(form, start_end), False))
+        segments.append(Segment(piece, False, from_record=True))
     return segments
 
 
@@ -62,13 +77,11 @@ def image_tag(form: Template, start_end: bool) -> str:
     return form.image.replace(IMAGE_TAG, f"{IM_START}{IMAGE_TAG}{IM_END}") if start_end else form.image
 
 
-def image_first(text: str, has_images: bool, tag: str = IMAGE_TAG) -> str:
+def image_first(text: str, has_images: bool) -> str:
     """A single tag moves to the front on a line of its own, as in LLaVA train.py:308-329; several stay."""
-    if not has_images:
+    if not has_images or text.count(IMAGE_TAG) != 1:
         return text
-    if text.count(IMAGE_TAG) != 1:
-        return text.replace(IMAGE_TAG, tag)
-    return f"{tag}\n{text.replace(IMAGE_TAG, '').strip()}".strip()
+    return f"{IMAGE_TAG}\n{text.replace(IMAGE_TAG, '').strip()}".strip()
 
 
 def image_tags(text: str) -> str:

@@ -20,6 +20,8 @@ SHOWN = 5
 NOTED = {
     Kind.tag_without_picture: f"have {IMAGE_TAG} in their text and no picture, and train as text: is the key called "
     "image?",
+    Kind.media_not_read: "name video, audio or images in a key or a tag that is not read, and train without them",
+    Kind.special_token: "have a special token in their text (data.special_tokens says what becomes of it)",
     Kind.empty_answer: "have an answer without text",
     Kind.no_labels: "have no label to learn from",
     Kind.too_long: "are longer than data.max_length, and are cut",

@@ -1,18 +1,19 @@
 """From a record to token ids, labels and exact places for its pictures."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
-from llava_fsdp.config import TooLong
+from llava_fsdp.config import SpecialTokens, TooLong
 from llava_fsdp.data.conversation import Segment, render
 from llava_fsdp.data.llava_v1_5 import Original, check_like_original, check_pictures, encode_like_original
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.source import Record
 from llava_fsdp.data.templates import IMAGE_TAG, Template
-from llava_fsdp.data.tokenizer import Token, Tokenizer
+from llava_fsdp.data.tokenizer import Stretch, Token, Tokenizer
 from llava_fsdp.data.vocabulary import IGNORE, IMAGE_ID
 from llava_fsdp.errors import DataError
 
@@ -48,6 +49,9 @@ class Encoder(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def special_tokens(self) -> SpecialTokens: ...
 
     @property
     def max_length(self) -> int: ...
@@ -93,10 +97,12 @@ class ExactEncoder:
     too_long: TooLong
     start_end: bool = False
     """Stand `<im_start>` and `<im_end>` around every picture."""
+    special_tokens: SpecialTokens = SpecialTokens.text
 
     @property
     def fingerprint(self) -> str:
-        return f"exact {self.tokenizer.fingerprint} {self.template} {self.start_end} {self.max_length}"
+        form = f"{self.template} {self.start_end} {self.special_tokens.value}"
+        return f"exact {self.tokenizer.fingerprint} {form} {self.max_length}"
 
     def __call__(self, record: Record) -> Sample | None:
         whole = self._whole(record)
@@ -118,7 +124,7 @@ class ExactEncoder:
     def _whole(self, record: Record) -> Sample:
         rows = [self.places(record, n) for n in range(len(record.images))]
         segments = render(record, self.template, self.start_end)
-        ids, labels = encode_segments(segments, self.tokenizer, [len(r) for r in rows])
+        ids, labels = encode_segments(segments, self.tokenizer, [len(r) for r in rows], self.special_tokens)
         return Sample(ids, labels, record.images, tuple(rows), 0, 0)
 
 
@@ -146,6 +152,10 @@ class OriginalEncoder:
     @property
     def tokenizer(self) -> Tokenizer:
         return self.own.tokenizer
+
+    @property
+    def special_tokens(self) -> SpecialTokens:
+        return SpecialTokens.parse
 
     @property
     def max_length(self) -> int:
@@ -195,16 +205,23 @@ def spliced(ids: np.ndarray, labels: np.ndarray, counts: list[int]) -> tuple[np.
 
 
 def encode_segments(
-    segments: list[Segment], tokenizer: Tokenizer, picture_lengths: list[int]
+    segments: list[Segment],
+    tokenizer: Tokenizer,
+    picture_lengths: list[int],
+    special_tokens: SpecialTokens = SpecialTokens.text,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ids and labels of a rendered conversation, both int64 [length].
 
     The text between two pictures is tokenized by itself (LLaVA mm_utils.py:185-204); tags are text where the record
     has no picture. A token is supervised when any of its characters is.
+
+    Args:
+        special_tokens: text: those of the template alone are read as such.
     """
     text = "".join(s.text for s in segments)
     marked = np.repeat([s.supervised for s in segments], [len(s.text) for s in segments])
     before = np.concatenate([[0], np.cumsum(marked)])  # supervised characters before each character
+    special = None if special_tokens is SpecialTokens.parse else template_special(segments, tokenizer)
     ids: list[int] = [] if tokenizer.bos is None else [tokenizer.bos]
     labels: list[int] = [IGNORE] * len(ids)
     begin = 0
@@ -213,12 +230,25 @@ def encode_segments(
             ids += [IMAGE_ID] * picture_lengths[number - 1]
             labels += [IGNORE] * picture_lengths[number - 1]
             begin += len(IMAGE_TAG)
-        tokens = tokenizer.encode(chunk) if chunk else []
-        supervised = are_supervised(tokens, before[begin : begin + len(chunk) + 1])
+        end = begin + len(chunk)
+        own = None if special is None else [(a - begin, b - begin) for a, b in special if begin <= a and b <= end]
+        tokens = tokenizer.encode(chunk, own) if chunk else []
+        supervised = are_supervised(tokens, before[begin : end + 1])
         ids += [token.id for token in tokens]
         labels += [token.id if own else IGNORE for token, own in zip(tokens, supervised, strict=True)]
-        begin += len(chunk)
+        begin = end
     return np.array(ids, dtype=np.int64), np.array(labels, dtype=np.int64)
+
+
+def template_special(segments: list[Segment], tokenizer: Tokenizer) -> list[Stretch]:
+    """Where the whole text has special tokens that the template has put there."""
+    found: list[Stretch] = []
+    at = 0
+    for from_record, stretch in itertools.groupby(segments, lambda s: s.from_record):
+        text = "".join(s.text for s in stretch)
+        found += [] if from_record else [(at + begin, at + end) for begin, end in tokenizer.find_special(text)]
+        at += len(text)
+    return found
 
 
 def are_supervised(tokens: list[Token], before: np.ndarray) -> list[bool]:
@@ -233,6 +263,11 @@ def are_supervised(tokens: list[Token], before: np.ndarray) -> list[bool]:
     return (before[end] > before[np.minimum(begin, end)]).tolist()
 
 
-def encode_prompt(text: str, tokenizer: Tokenizer, picture_lengths: list[int]) -> np.ndarray:
+def encode_prompt(
+    segments: list[Segment],
+    tokenizer: Tokenizer,
+    picture_lengths: list[int],
+    special_tokens: SpecialTokens = SpecialTokens.text,
+) -> np.ndarray:
     """Ids of a prompt, int64 [length]."""
-    return encode_segments([Segment(text, False)], tokenizer, picture_lengths)[0]
+    return encode_segments(segments, tokenizer, picture_lengths, special_tokens)[0]

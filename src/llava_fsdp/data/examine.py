@@ -20,6 +20,7 @@ from typing import BinaryIO
 
 import numpy as np
 from PIL import ExifTags, Image
+from xxhash import xxh3_64_intdigest
 
 from llava_fsdp.data.anyres import Size
 from llava_fsdp.data.problems import Kind
@@ -53,6 +54,8 @@ class Picture:
     height: int
     stored_height: int
     """As the original reads it."""
+    digest: int = 0
+    """xxh3 of the file's bytes; 0: they were not all read."""
 
     @property
     def size(self) -> Size:
@@ -74,8 +77,9 @@ def examine(path: Path, where: str, full: bool, scaled: bool = True) -> Picture:
         with contextlib.suppress(*BROKEN), open_regular(path) as file, opening(file) as picture:
             check_pixels(picture, path, where)
             return Picture(*shown_size(picture), picture.height)
-    with opened(path, where) as picture:
-        found = Picture(*shown_size(picture), picture.height)
+    data = read_file(path, where)
+    with decoded(data, path, where) as picture:
+        found = Picture(*shown_size(picture), picture.height, xxh3_64_intdigest(data) if full else 0)
         if full:
             picture.draft(None, (1, 1))  # of a JPEG; others have none
             picture.load()
@@ -105,10 +109,14 @@ def opening(file: BinaryIO | io.BytesIO) -> Iterator[Image.Image]:
             yield picture
 
 
-@contextlib.contextmanager
-def opened(path: Path, where: str) -> Iterator[Image.Image]:
+def opened(path: Path, where: str) -> contextlib.AbstractContextManager[Image.Image]:
     """The open picture; whatever Pillow raises while it is used becomes one error."""
-    data = read_file(path, where)
+    return decoded(read_file(path, where), path, where)
+
+
+@contextlib.contextmanager
+def decoded(data: bytes, path: Path, where: str) -> Iterator[Image.Image]:
+    """The same of a file's bytes."""
     try:
         # a copy that broke off may leave zeros for the rest, which are valid data to a JPEG decoder
         if data.startswith(JPEG) and data.endswith(bytes(64)) and ends_early(data):
@@ -201,11 +209,21 @@ def check_values(picture: Image.Image, what: str) -> None:
 
 
 def to_rgb(picture: Image.Image, what: str) -> Image.Image:
-    """Pillow's conversion, except where it would clip to white or black without a word."""
+    """The image in RGB, transparency on white: transformers' `convert_to_rgb`, to the bit.
+
+    Except for more than 8 bits a value, which Pillow would clip to white or black without a word: they are scaled.
+    """
     if picture.mode == "F" or picture.mode.startswith("I"):
         values = np.asarray(picture).astype(np.float64)
-        picture = Image.fromarray((values * (255 / white_of(picture.mode, values, what))).astype(np.uint8))
-    return picture if picture.mode == "RGB" else picture.convert("RGB")
+        white = white_of(picture.mode, values, what)
+        values[values == picture.info.get("transparency")] = white  # a PNG names one grey that is transparent
+        return Image.fromarray((values * (255 / white)).astype(np.uint8)).convert("RGB")
+    if "A" in picture.getbands() or picture.info.get("transparency") is not None:
+        picture = picture.convert("RGBA")
+        picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
+    elif picture.mode == "RGB":
+        return picture
+    return picture.convert("RGB")
 
 
 def white_of(mode: str, values: np.ndarray, what: str) -> float:

@@ -224,7 +224,8 @@ def load_lean(path: Path, preprocessor: Preprocessor, aspect: AspectRatio, where
 
 
 def open_picture(path: Path, where: str, pixels: Pixels) -> Image.Image:
-    """The picture in RGB, the way round that its EXIF orientation says, unless the original's pixels are wanted."""
+    """The image in RGB, the way round that its EXIF orientation says and transparency on white, unless the original's
+    pixels are wanted: as stored, transparency ignored."""
     with opened(path, where) as picture:
         if pixels is Pixels.llava_v1_5:
             return picture.convert("RGB")

@@ -188,7 +188,7 @@ def locked(path: Path) -> Iterator[None]:
 
 def find(plan: Plan, sources: list[SourceFile], folder: Path) -> Index | None:
     """The whole index of these sources as their size and time say they are; None where there is none."""
-    known = read_known(folder).get(stamp(sources))
+    known = read_known(folder).get(stamp(sources, plan.cfg.max_record_bytes))
     if known is None:
         return None
     state = folder / known["key"]
@@ -213,8 +213,9 @@ def opened(folder: Path, state: Path, pictures: Path, encoded: Path) -> Index:
 
 def build(plan: Plan, sources: list[SourceFile], folder: Path, watch: Watch, look_again: bool) -> Index:
     """Every part that is not there yet. The caller holds the lock."""
-    begun = stamp(sources)
-    known = find_state(sources, folder, watch, look_again)
+    most = plan.cfg.max_record_bytes
+    begun = stamp(sources, most)
+    known = find_state(sources, folder, most, watch, look_again)
     state = folder / known["key"]
     state.mkdir(exist_ok=True)
     before = set(state.iterdir())
@@ -223,13 +224,13 @@ def build(plan: Plan, sources: list[SourceFile], folder: Path, watch: Watch, loo
             check_part(part, whole=look_again)
 
     def check() -> None:
-        check_unchanged(sources, begun, lambda: undo(state, before))
+        check_unchanged(sources, most, begun, lambda: undo(state, before))
 
     if not (state / "texts").is_dir():
-        written = [write_texts(s, state / f"rows-{n}", plan.workers, watch) for n, s in enumerate(sources)]
+        written = [write_texts(s, state / f"rows-{n}", plan, watch) for n, s in enumerate(sources)]
         with watch("finding records", 1) as advance:
             own = [source for source, _ in written]
-            split(own, state / "texts", [text for _, text in written], known["fingerprint"], check)
+            split(own, state / "texts", [text for _, text in written], known["fingerprint"], most, check)
             advance(1)
     for parts in (state / "texts.parts", *state.glob("rows-*.parts")):
         clear(parts)
@@ -259,16 +260,17 @@ def undo(state: Path, before: set[Path]) -> None:
             clear(path)
 
 
-def write_texts(source: SourceFile, folder: Path, workers: int, watch: Watch) -> tuple[SourceFile, Path]:
+def write_texts(source: SourceFile, folder: Path, plan: Plan, watch: Watch) -> tuple[SourceFile, Path]:
     """The file in which a source's records are text, and where their pictures are."""
     path = Path(source.path)
     if not parquet.is_parquet(path):
         return source, path
     file = parquet.open_file(path)
-    task, groups = parquet.WriteRows(path.absolute(), folder.absolute()), file.num_row_groups
+    task = parquet.WriteRows(path.absolute(), folder.absolute(), plan.cfg.max_record_bytes)
+    groups = file.num_row_groups
     if not task.whole.is_file():
         with watch("reading Parquet", groups) as advance:
-            run_chunks(task, parts_of(folder), groups, workers, advance)
+            run_chunks(task, parts_of(folder), groups, plan.workers, advance)
         task.gather(groups, parts_of(folder))
     task.drop_groups(groups)
     images = task.images()

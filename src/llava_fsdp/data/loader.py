@@ -121,8 +121,9 @@ def open_encoder(cfg: Config, folder: Path, shape: ModelShape, pictures: Picture
         tokenizer = open_tokenizer(folder, shape.vocab_size)
         check_start_end(tokenizer, start_end, folder)
         return ExactEncoder(
-            tokenizer, form, pictures.places, cfg.data.max_length, cfg.data.too_long, start_end=start_end
-        )
+            tokenizer, form, pictures.places, cfg.data.max_length, cfg.data.too_long, start_end,
+            cfg.trained_special_tokens,
+        )  # fmt: skip
     # --version v0 adds a padding token
     is_v0 = cfg.data.template == "v0"
     tokenizer = open_tokenizer(folder, shape.vocab_size, extra=(PAD_OF_V0,) if is_v0 else ())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llava_fsdp.config import AspectRatio, Pixels
+from llava_fsdp.config import AspectRatio, Pixels, SpecialTokens
 from llava_fsdp.data.chunks import Columns
 from llava_fsdp.data.conversation import asked_turns
 from llava_fsdp.data.encode import Encoder, Measured
@@ -14,6 +14,7 @@ from llava_fsdp.data.images import PictureReader, check_enlarged, check_height
 from llava_fsdp.data.passes import Findings, Pass, PictureSizes, Tell, attempt
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.source import Record
+from llava_fsdp.data.templates import IMAGE_TAG
 
 LIMITS = (512, 1024, 2048, 4096, 8192)
 """Maximum lengths at which the loss by truncation is counted, beside the configured one."""
@@ -63,6 +64,7 @@ class EncodeRecords(Pass):
 
     def encode(self, record: Record, number: int, tell: Tell) -> Measured | None:
         for position, turn in enumerate(asked_turns(record)):
+            tell_special(record, position, turn.text, self.encoder, tell)
             if turn.role == "gpt" and not turn.text.strip():
                 reason = f"{record.where}: turn {position} is an answer without text; write one, or take the turns out"
                 tell(Kind.empty_answer, reason)
@@ -97,6 +99,16 @@ class EncodeRecords(Pass):
                 gone = labels - cut.num_labels
                 lost[row] = 1, cut.positions_cut, gone, cut.num_labels == 0 and labels > 0
         return lost
+
+
+def tell_special(record: Record, position: int, text: str, encoder: Encoder, tell: Tell) -> None:
+    named = (text[begin:end] for begin, end in encoder.tokenizer.find_special(text))
+    found = next((token for token in named if token != IMAGE_TAG), None)
+    if found is not None:
+        as_text = encoder.special_tokens is SpecialTokens.text
+        how = "tokenized as text" if as_text else "read as that token"
+        reason = f"{record.where}: turn {position} has the special token {found} in its text, which is {how}"
+        tell(Kind.special_token, f"{reason} (data.special_tokens={encoder.special_tokens.value})")
 
 
 def check_cut(record: Record, made: Measured, max_length: int, tell: Tell) -> None:

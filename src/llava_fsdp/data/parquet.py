@@ -2,7 +2,8 @@
 
 Columns: `conversations`, a list of structs with from and value; `id`; `image`, a path, a list of paths, or pictures
 themselves as Hugging Face datasets writes them (structs of bytes and path, or lists of these; without bytes in any row
-the paths are what counts). A null is an absent key.
+the paths are what counts). A null is an absent key. Of other columns that name media it is read whether they hold any:
+they are not read further, and such a record is a bad one.
 """
 
 import hashlib
@@ -19,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from llava_fsdp.data.chunks import BLOCK, Columns, chunk_file, columns_of, flush
-from llava_fsdp.data.reading import check_head
+from llava_fsdp.data.reading import MOST_BYTES, check_head
 from llava_fsdp.data.seal import read_json
-from llava_fsdp.data.source import reading
+from llava_fsdp.data.source import MEDIA_KEY, TOO_LARGE, is_empty, reading
 from llava_fsdp.errors import ConfigError, DataError
 
 SUFFIX = ".parquet"
@@ -31,6 +32,8 @@ ROWS_AT_ONCE = 256
 """Few, because rows may hold pictures."""
 OWN_NAMES = "llava_fsdp image names"
 """A key of what is written: the rows' own names of pictures that were in them."""
+HELD = "..."
+"""Stands for media that are not read."""
 NOT_UTF8 = b"\xff"
 """Stands for a row whose text is not UTF-8, and is found to be that."""
 
@@ -54,6 +57,8 @@ class WriteRows:
 
     path: Path
     folder: Path
+    most: int
+    """Bytes of a record."""
 
     def text(self, group: int) -> Path:
         return self.folder / f"{group:08d}.jsonl"
@@ -67,7 +72,7 @@ class WriteRows:
         staged = self.text(chunk).with_suffix(f".{secrets.token_hex(8)}.tmp")
         store = Store(self.pictures)
         with staged.open("wb") as file:
-            for line in lines(self.path, store, [chunk]):
+            for line in lines(self.path, store, [chunk], self.most):
                 file.write(line + b"\n")
             flush(file)
         os.replace(staged, self.text(chunk))
@@ -118,7 +123,8 @@ class WriteRows:
 class Store:
     """Pictures that were in rows, as files."""
 
-    folder: Path
+    folder: Path | None
+    """None: they get their names, and are not written."""
     pictures: int = 0
     paths: int = 0
 
@@ -138,13 +144,13 @@ class Store:
             return image["path"]
         self.pictures += 1
         digest = hashlib.sha256(image["bytes"]).hexdigest()
-        path = self.folder / digest[:2] / digest
-        if not path.is_file():
+        name = f"{digest[:2]}/{digest}"
+        if self.folder is not None and not (path := self.folder / name).is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
             staged = path.with_name(f"{digest}.{secrets.token_hex(8)}.tmp")
             staged.write_bytes(image["bytes"])
             os.replace(staged, path)
-        return f"{digest[:2]}/{digest}"
+        return name
 
 
 def open_file(path: Path) -> Any:
@@ -228,11 +234,12 @@ def is_embedded(schema: Any) -> bool:
     return is_text(fields["path"]) and (types.is_binary(data) or types.is_large_binary(data) or types.is_null(data))
 
 
-def lines(path: Path, store: Store | None, groups: list[int] | None = None) -> Iterator[bytes]:
-    """Every row's record as JSON, a few rows in memory at a time.
+def lines(path: Path, store: Store | None, groups: list[int] | None = None, most: int = MOST_BYTES) -> Iterator[bytes]:
+    """Every row's record as JSON, a few rows in memory at a time; one at a time of rows that hold other media.
 
     Args:
         store: where pictures that are in the rows are written to.
+        most: bytes of a record; a larger one is not made JSON of.
 
     Raises:
         DataError: the file is no Parquet file of records, or holds pictures that may not be written.
@@ -240,10 +247,13 @@ def lines(path: Path, store: Store | None, groups: list[int] | None = None) -> I
     file = open_file(path)
     if store is None and is_embedded(file.schema_arrow):
         raise DataError(f"{path} holds pictures; only llava_fsdp.prepare and training read them: give paths instead")
-    present = [name for name in COLUMNS if name in file.schema_arrow.names]
-    for batch in read_on(path, file.iter_batches(ROWS_AT_ONCE, row_groups=groups, columns=present)):
+    names = file.schema_arrow.names
+    unread = [name for name in names if name not in COLUMNS and MEDIA_KEY.fullmatch(name)]
+    present = [name for name in COLUMNS if name in names] + unread
+    rows = 1 if unread else ROWS_AT_ONCE
+    for batch in read_on(path, file.iter_batches(rows, row_groups=groups, columns=present)):
         for row in range(batch.num_rows):
-            yield line(batch.slice(row, 1), store)
+            yield line(batch.slice(row, 1), store, most)
 
 
 def read_on(path: Path, batches: Iterator[Any]) -> Iterator[Any]:
@@ -255,19 +265,36 @@ def read_on(path: Path, batches: Iterator[Any]) -> Iterator[Any]:
         raise DataError(f"{path} cannot be read: {error}; take it from its source again") from error
 
 
-def line(row: Any, store: Store | None) -> bytes:
+def line(row: Any, store: Store | None, most: int) -> bytes:
+    size = row.select(["conversations"]).nbytes
     try:
+        if size > most:
+            (named,) = row.select([name for name in row.schema.names if name == "id"]).to_pylist()
+            return json.dumps({**named, TOO_LARGE: [size, most]}).encode()
         (values,) = row.to_pylist()
     except UnicodeDecodeError:
         return NOT_UTF8
-    record = {name: value for name, value in values.items() if value is not None}
-    if "conversations" in record:  # what else its turns have may be no JSON
-        record["conversations"] = [
-            None if turn is None else {name: turn[name] for name in TURN} for turn in record["conversations"]
-        ]
+    record: dict[str, Any] = {
+        name: value if name in COLUMNS else HELD
+        for name, value in values.items()
+        if value is not None and (name in COLUMNS or not is_empty(value))
+    }
+    if "conversations" in record:
+        record["conversations"] = [plain_turn(turn) for turn in record["conversations"]]
     if store is not None and "image" in record:
         record[OWN_NAMES] = store.names(record["image"])
         record["image"] = store.put(record["image"])
         if record["image"] is None:  # a struct of two nulls
             del record["image"]
-    return json.dumps(record).encode()
+    made = json.dumps(record).encode()
+    if len(made) <= most:
+        return made
+    return json.dumps({"id": record.get("id"), TOO_LARGE: [len(made), most]}).encode()
+
+
+def plain_turn(turn: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What a turn says, and whether it names media: what else it has may be no JSON."""
+    if turn is None:
+        return None
+    held = {name: HELD for name, value in turn.items() if MEDIA_KEY.fullmatch(name) and not is_empty(value)}
+    return {name: turn[name] for name in TURN} | held

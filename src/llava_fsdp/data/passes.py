@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
 from llava_fsdp.config import Examine
 from llava_fsdp.data.chunks import ROWS, Columns, open_column, rows_column
 from llava_fsdp.data.examine import Picture
 from llava_fsdp.data.look import look_at, real
 from llava_fsdp.data.problems import BITS, Kind
-from llava_fsdp.data.source import Record
+from llava_fsdp.data.source import Record, unread_reason
 from llava_fsdp.data.templates import IMAGE_TAG
 from llava_fsdp.data.texts import Texts
 from llava_fsdp.errors import DataError
@@ -107,15 +108,19 @@ class Pass(ABC):
 class ReadRecords(Pass):
     """Parse every record: its id, words and pictures.
 
-    Columns by record: id_hash (0: it has none), words, pictures; by picture: name_size; `names` is all names' bytes.
+    Columns by record: id_hash (0: it has none), digest (xxh3 of its bytes; 0: they were not read), words, pictures; by
+    picture: name_size; `names` is all names' bytes.
     """
 
     def columns(self, numbers: range, found: Findings) -> Columns:
-        hashes, words, pictures = (np.zeros(len(numbers), dtype=t) for t in (np.uint64, np.int32, np.int32))
+        hashes, digests = (np.zeros(len(numbers), dtype=np.uint64) for _ in range(2))
+        words, pictures = (np.zeros(len(numbers), dtype=np.int32) for _ in range(2))
         names: list[bytes] = []
         for number in numbers:
             try:
-                record = self.texts.record(number)
+                text = self.texts.read(number)
+                digests[number - numbers.start] = xxh3_64_intdigest(text)
+                record = self.texts.record(number, text)
             except DataError as error:
                 if error.kind is None:
                     raise
@@ -128,6 +133,7 @@ class ReadRecords(Pass):
             check_pictures_named(record, found.of(number, record.known_id))
         return {
             "id_hash": hashes,
+            "digest": digests,
             "words": words,
             "pictures": pictures,
             "name_size": np.array([len(n) for n in names], dtype=np.int32),
@@ -147,7 +153,9 @@ def check_pictures_named(record: Record, tell: Tell) -> None:
             Kind.images_unset,
             f"{record.where} has picture {record.images[0]}, and data.images is not set: set it to their folder",
         )
-    if not record.images and any(IMAGE_TAG in turn.text for turn in record.turns):
+    if record.unread is not None:
+        tell(Kind.media_not_read, unread_reason(record.where, record.unread))
+    elif not record.images and any(IMAGE_TAG in turn.text for turn in record.turns):
         tell(
             Kind.tag_without_picture,
             f"{record.where} has {IMAGE_TAG} in its text and no picture: is the key called image? name the picture "
@@ -165,7 +173,11 @@ class Wrong:
 
 @dataclass(frozen=True)
 class ExaminePictures(Pass):
-    """Look at every picture. Columns by picture: width and height as shown, stored_height; 0 where it has problems."""
+    """Look at every picture.
+
+    Columns by picture: width and height as shown, stored_height, and digest (uint64, xxh3 of its bytes, where all of it
+    was read); 0 where it has problems.
+    """
 
     records_folder: Path
     """Of `ReadRecords`."""
@@ -199,7 +211,8 @@ class ExaminePictures(Pass):
                     picture = Picture(0, 0, 0)
                 pictures.append(picture)
         values = {n: [getattr(p, n) for p in pictures] for n in ("width", "height", "stored_height")}
-        return {name: np.array(column, dtype=np.int32) for name, column in values.items()}
+        columns = {name: np.array(column, dtype=np.int32) for name, column in values.items()}
+        return {**columns, "digest": np.array([p.digest for p in pictures], dtype=np.uint64)}
 
     def look(self, folder: str | None, name: str) -> "Picture | Wrong":
         if folder is None:

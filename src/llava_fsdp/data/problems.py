@@ -9,7 +9,9 @@ from llava_fsdp.config import Parity, TooLong
 class Kind(StrEnum):
     not_json = "not_json"
     not_utf8 = "not_utf8"
+    record_too_large = "record_too_large"
     bad_form = "bad_form"
+    media_not_read = "media_not_read"
     wrong_roles = "wrong_roles"
     odd_turns = "odd_turns"
     empty_answer = "empty_answer"
@@ -25,6 +27,7 @@ class Kind(StrEnum):
     url = "url"
     images_unset = "images_unset"
     duplicate_id = "duplicate_id"
+    special_token = "special_token"
     no_labels = "no_labels"
     too_long = "too_long"
 
@@ -48,7 +51,11 @@ class Problem:
 PROBLEMS: dict[Kind, Problem] = {
     Kind.not_json: Problem("a line of a JSON Lines file is not JSON", Kept.no),
     Kind.not_utf8: Problem("its bytes are not UTF-8", Kept.no),
+    Kind.record_too_large: Problem("more bytes than data.max_record_bytes", Kept.no),
     Kind.bad_form: Problem("not an object with conversations of from and value", Kept.no),
+    Kind.media_not_read: Problem(
+        "it names video, audio or images in a key or a tag that is not read", Kept.like_original
+    ),
     Kind.wrong_roles: Problem("human and gpt do not take turns", Kept.no),
     Kind.odd_turns: Problem("no turns, or the last question has no answer", Kept.no),
     Kind.empty_answer: Problem("an answer has no text", Kept.like_original),
@@ -64,6 +71,7 @@ PROBLEMS: dict[Kind, Problem] = {
     Kind.url: Problem("the picture is an address on the net, which is never fetched", Kept.no),
     Kind.images_unset: Problem("it has a picture, and no folder of pictures is set", Kept.no),
     Kind.duplicate_id: Problem("an earlier record of the same source has its id", Kept.yes),
+    Kind.special_token: Problem("a special token of the tokenizer in its text; see data.special_tokens", Kept.yes),
     Kind.no_labels: Problem("no label: masked, or cut before the first answer", Kept.like_original),
     Kind.too_long: Problem("longer than data.max_length", Kept.truncated),
 }

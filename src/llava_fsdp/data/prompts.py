@@ -56,7 +56,7 @@ def ask(record: Record, tokenizer: Tokenizer, reader: PictureReader, cfg: Config
     form = template(cfg.trained_template)
     written = prompt([Turn("human", text)], form, cfg.model.image_start_end, shown > 0)
     places = tuple(reader.places(record, number) for number in range(shown))
-    ids = encode_prompt(written, tokenizer, [len(own) for own in places])
+    ids = encode_prompt(written, tokenizer, [len(own) for own in places], cfg.trained_special_tokens)
     names = record.images[:shown]
     sample = Sample(ids, np.full(len(ids), IGNORE), names, places, 0, 0)
     question = text.replace(IMAGE_TAG, "").strip() if record.images else text

@@ -1,6 +1,7 @@
 """Where the records of a dataset file are: stretches of bytes, found in bounded memory."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +13,10 @@ from llava_fsdp.errors import DataError
 Span = tuple[int, int, int]
 """(offset, number) of a record's bytes, and the line where it begins, from 1"""
 BLOCK = 1 << 20
-MOST_BYTES = 64 << 20
-"""Of one record; so a file that is no list of records is refused after this much, not after all of it."""
+MOST_BYTES = 4 << 20
+"""Of one record, unless data.max_record_bytes says otherwise."""
+SIGNS, SIGNS_IN_TEXT = re.compile(r'["{}\[\],]'), re.compile(r'["\\]')
+"""What tells where a JSON value ends."""
 SPACE = " \t\r\n"
 JSON_NAMES = {"{": "a JSON object", '"': "text"} | dict.fromkeys("-0123456789", "a number")
 HEADS: dict[bytes, str] = {
@@ -30,34 +33,45 @@ HEADS: dict[bytes, str] = {
 """How files begin that are mistaken for records."""
 
 
-def spans(path: Path, after: Span | None = None) -> Iterator[Span]:
+def spans(path: Path, after: Span | None = None, most: int = MOST_BYTES) -> Iterator[Span]:
     """The records of a JSON list, or of JSON Lines (`.jsonl`), in their order.
 
     Args:
         after: a record; those behind it are found. None: all.
+        most: bytes of a record that is looked into; of a larger one the end alone is found, in bounded memory.
 
     Raises:
         DataError: the file is not JSON, with line and byte; lines of JSON Lines are not looked into.
     """
-    return line_spans(path, after) if path.suffix.lower() == ".jsonl" else list_spans(path, after)
+    return line_spans(path, after, most) if path.suffix.lower() == ".jsonl" else list_spans(path, after, most)
 
 
-def line_spans(path: Path, after: Span | None = None) -> Iterator[Span]:
+def line_spans(path: Path, after: Span | None, most: int) -> Iterator[Span]:
     with path.open("rb") as file:
         offset, number = (begin(file, path), 1) if after is None else (after[0] + after[1], after[2])
         file.seek(offset)
-        while line := file.readline(MOST_BYTES + 1):
-            if len(line) > MOST_BYTES:
-                raise DataError(f"{path}, line {number} is longer than {MOST_BYTES} bytes; is it JSON Lines?")
-            if line.strip():
-                yield offset, len(line.rstrip(b"\r\n")), number
-            offset += len(line)
+        while line := file.readline(BLOCK):
+            is_list = line.lstrip().startswith(b"[")
+            size, kept = 0, 0
+            while True:
+                kept = size + len(line.rstrip(b"\r\n")) if line.strip() else kept
+                size += len(line)
+                if is_list and size > most:
+                    raise DataError(
+                        f"{path}, line {number} is a list of more than {most} bytes; is it JSON Lines? A JSON list "
+                        "belongs into a file whose name ends in .json"
+                    )
+                if line.endswith(b"\n") or not (line := file.readline(BLOCK)):
+                    break
+            if kept:
+                yield offset, kept, number
+            offset += size
             number += 1
 
 
-def list_spans(path: Path, after: Span | None = None) -> Iterator[Span]:
+def list_spans(path: Path, after: Span | None, most: int) -> Iterator[Span]:
     with path.open("rb") as file:
-        window = Window(file, begin(file, path)) if after is None else window_behind(file, after)
+        window = Window(file, begin(file, path), most) if after is None else window_behind(file, after, most)
         try:
             if after is None:
                 open_list(window, path)
@@ -73,10 +87,12 @@ def list_spans(path: Path, after: Span | None = None) -> Iterator[Span]:
             raise DataError(f"{path}: the record at byte {at} is nested too deeply to be read; mend it") from error
 
 
-def window_behind(file: BinaryIO, after: Span) -> "Window":
+def window_behind(file: BinaryIO, after: Span, most: int) -> "Window":
     offset, size, line = after
     file.seek(offset)
-    return Window(file, offset + size, line=line + file.read(size).count(b"\n"))
+    for begin in range(0, size, BLOCK):
+        line += file.read(min(BLOCK, size - begin)).count(b"\n")
+    return Window(file, offset + size, most, line=line)
 
 
 def check_head(head: bytes, path: Path) -> None:
@@ -116,6 +132,8 @@ class Window:
     file: BinaryIO
     base: int
     """The byte of the file at which `text` begins."""
+    most: int = MOST_BYTES
+    """Bytes of a value that is parsed."""
     text: str = ""
     at: int = 0
     """What is before it in `text` is done with."""
@@ -153,24 +171,59 @@ class Window:
                 return ""
             self.more()
 
-    def value_end(self) -> int:
-        """The place behind the value that begins here, once it is certain that the value ends there.
+    def pass_value(self) -> tuple[int, int]:
+        """Go behind the value that begins here, once it is certain that it ends there; the file's bytes that it has,
+        [begin, end).
 
         A number may go on, and a value may be cut, where the window ends: only a sign behind it makes it certain.
         """
+        begin = self.base + self.at
         while True:
             try:
                 _, end = self.decoder.raw_decode(self.text, self.at)
                 behind = after_space(self.text, end)
                 if self.text[behind : behind + 1] in (",", "]") and behind < len(self.text):
-                    return end
-                wrong = "Expecting ',' delimiter", self.text, behind
+                    self.at = end
+                    return begin, self.base + end
+                wrong, ends = (
+                    ("Expecting ',' delimiter", behind),
+                    end - self.at <= self.most and behind == len(self.text),
+                )
             except json.JSONDecodeError as caught:  # which must not be kept: it holds this frame, and all the text
-                wrong = caught.msg, self.text, caught.pos
-            if self.ended or len(self.text) - self.at > MOST_BYTES:
-                raise json.JSONDecodeError(*wrong)
-            del wrong
+                wrong, ends = (caught.msg, caught.pos), False
+            if self.ended:
+                raise json.JSONDecodeError(wrong[0], "", wrong[1])
+            if len(self.text) - self.at > self.most and not ends:
+                return begin, self.pass_large(begin, wrong[0], self.base + wrong[1])
             self.more()
+
+    def pass_large(self, begin: int, wrong: str, where: int) -> int:
+        """Go behind a value of more than `most` bytes by its brackets and quotes alone; the file's byte where it ends.
+
+        Raises:
+            JSONDecodeError: what parsing has found, where the value does not end, or is not that large.
+        """
+        depth, in_text, is_closed = 0, False, False
+        while not is_closed:
+            found = (SIGNS_IN_TEXT if in_text else SIGNS).search(self.text, self.at)
+            if found is None:
+                if self.ended:
+                    break
+                self.at = max(self.at, len(self.text))  # an escape may have led behind it
+                self.more()
+                continue
+            sign = found[0]
+            if depth == 0 and not in_text and sign in (",", "]"):  # behind a number or a word
+                self.at = found.start()
+                break
+            self.at = found.end() + (sign == "\\")
+            in_text ^= sign == '"'
+            depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(sign, 0)
+            is_closed = depth <= 0 and not in_text
+        end = self.base + self.at
+        if depth or in_text or end - begin <= self.most or self.next_sign() not in (",", "]"):
+            raise json.JSONDecodeError(wrong, "", where - self.base)
+        return end
 
 
 def after_space(text: str, at: int) -> int:
@@ -201,9 +254,8 @@ def elements(window: Window, is_first: bool) -> Iterator[Span]:
             if window.next_sign() == "]":
                 raise json.JSONDecodeError("Illegal trailing comma before end of array", window.text, window.at)
         is_first = False
-        line, end = window.line_here(), window.value_end()
-        yield window.base + window.at, end - window.at, line
-        window.at = end
+        line, (begin, end) = window.line_here(), window.pass_value()
+        yield begin, end - begin, line
     window.at += 1
     if window.next_sign():
         raise json.JSONDecodeError("Extra data", window.text, window.at)

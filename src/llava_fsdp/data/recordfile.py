@@ -4,17 +4,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llava_fsdp.data import parquet
-from llava_fsdp.data.reading import spans
-from llava_fsdp.data.source import Record, parse_record, parse_text
+from llava_fsdp.data.reading import MOST_BYTES, spans
+from llava_fsdp.data.source import Record, check_bytes, name_place, parse_record, parse_text
 from llava_fsdp.errors import DataError
 
 
 class RecordFile:
     """Records of a file by number, parsed when asked for; a problem of one names the file, its index and its id."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, most: int = MOST_BYTES):
         self.path = path
-        self._texts = list(texts(path))
+        self._texts = list(texts(path, most))
         if not self._texts:
             raise DataError(f"{path} holds no records")
 
@@ -26,13 +26,21 @@ class RecordFile:
         return parse_record(self.path, index, parse_text(self.path, index, text, line), line)
 
 
-def texts(path: Path) -> Iterator[tuple[bytes, int | None]]:
-    """Every record's JSON, and the line where it begins."""
+def texts(path: Path, most: int) -> Iterator[tuple[bytes, int | None]]:
+    """Every record's JSON, and the line where it begins.
+
+    Args:
+        most: bytes of a record.
+
+    Raises:
+        DataError: the file is no list of records, or a record is larger.
+    """
     if parquet.is_parquet(path):
-        for row in parquet.lines(path, store=None):
+        for row in parquet.lines(path, store=None, most=most):
             yield row, None
         return
     with path.open("rb") as file:
-        for offset, size, line in spans(path):
+        for index, (offset, size, line) in enumerate(spans(path, most=most)):
+            check_bytes(size, most, name_place(path, index, line))
             file.seek(offset)
             yield file.read(size), line

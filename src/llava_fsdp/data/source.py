@@ -4,7 +4,7 @@ import contextlib
 import errno
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,15 @@ CURES = {
     errno.EISDIR: "name a file",
 }
 """What helps where asking again does not."""
+MEDIA_KEY = re.compile(
+    r"(?:images?|imgs?|pictures?|photos?|videos?|audios?|sounds?|medias?)(?:[_-]?(?:urls?|paths?|files?|bytes|list))?",
+    re.IGNORECASE,
+)
+"""Keys that name media. A record's own `image` alone is read."""
+MEDIA_TAG = re.compile(r"<(video|audio)>", re.IGNORECASE)
+"""What stands in a question for media that are not read."""
+TOO_LARGE = "llava_fsdp bytes of a row"
+"""The key of what stands for a Parquet row with too many bytes: how many it has, and how many it may have."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 JSON_NAMES = {
     dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number",
@@ -54,6 +63,8 @@ class Record:
     """Else its id is its index."""
     line: int | None = None
     """Of the file, where it begins; from 1, as editors count."""
+    unread: str | None = None
+    """What it says of media that are not read."""
 
     @property
     def signed_words(self) -> int:
@@ -147,6 +158,16 @@ def json_cure(text: bytes) -> str:
     return "mend it"
 
 
+def check_bytes(found: int, most: int, where: str) -> None:
+    """Raises DataError where a record has more bytes than it may have."""
+    if found > most:
+        raise DataError(
+            f"{where} has {found:,} bytes, over data.max_record_bytes={most}; make several records of it, or raise the "
+            "limit",
+            Kind.record_too_large,
+        )
+
+
 def parse_record(path: Path, index: int, raw: Any, line: int | None = None) -> Record:
     """Raises DataError where the record has not the form of LLaVA train.py:665-740."""
     if not isinstance(raw, dict):
@@ -156,6 +177,9 @@ def parse_record(path: Path, index: int, raw: Any, line: int | None = None) -> R
         raise DataError(f"{name_place(path, index, line)} is {what}; {cure}", Kind.bad_form)
     identity = id_of(raw)
     where = name_record(path, index, line, identity)
+    if TOO_LARGE in raw:
+        found, most = raw[TOO_LARGE]
+        check_bytes(found, most, where)
     image = raw.get("image")
     images = [] if image is None else image if isinstance(image, list) else [image]
     if not all(isinstance(name, str) and name for name in images):
@@ -175,7 +199,48 @@ def parse_record(path: Path, index: int, raw: Any, line: int | None = None) -> R
         )
     parsed = tuple(parse_turn(where, n, t) for n, t in enumerate(turns))
     known, name = identity is not None, str(index) if identity is None else identity
-    return Record(str(path), index, name, tuple(images), parsed, "image" in raw, has_id=known, line=line)
+    unread = unread_media(raw) or unread_tag(parsed)
+    return Record(str(path), index, name, tuple(images), parsed, "image" in raw, has_id=known, line=line, unread=unread)
+
+
+def unread_media(raw: dict[str, Any]) -> str | None:
+    """The first key of a record or of one of its turns that names media and is not read, as a message says it."""
+    turns = [turn for turn in raw["conversations"] if isinstance(turn, dict)] if "conversations" in raw else []
+    found = media_of({key: value for key, value in raw.items() if key != "image"})
+    found += [name for turn in turns for name in media_of(turn)]
+    return found[0] if found else None
+
+
+def media_of(raw: dict[str, Any]) -> list[str]:
+    """Keys that name media; one without a value names none."""
+    return [
+        f"the key {shown(key)}, {shown(value)}"
+        for key, value in raw.items()
+        if MEDIA_KEY.fullmatch(key) and not is_empty(value)
+    ]
+
+
+def unread_tag(turns: Sequence[Turn]) -> str | None:
+    """The first tag of video or audio in a question. With its closing tag in the same question it is HTML."""
+    for turn in turns:
+        found = MEDIA_TAG.search(turn.text) if turn.role == "human" else None
+        if found is not None and f"</{found[1].lower()}>" not in turn.text.lower():
+            return f"the tag {found[0]} in a question"
+    return None
+
+
+def is_empty(value: Any) -> bool:
+    """null, false, 0, and text, lists and objects without anything in them."""
+    if isinstance(value, dict | list):
+        return all(is_empty(own) for own in (value.values() if isinstance(value, dict) else value))
+    return not value
+
+
+def unread_reason(where: str, unread: str) -> str:
+    return (
+        f"{where} has {unread}, and media are read from the record's key image alone: name images there, with <image> "
+        "in the text, or take it out"
+    )
 
 
 def shown(value: Any) -> str:

@@ -17,7 +17,16 @@ from llava_fsdp.data import parquet
 from llava_fsdp.data.chunks import flush, open_column, write_column
 from llava_fsdp.data.reading import Span, spans
 from llava_fsdp.data.seal import DONE, damaged, read_column, read_json, seal
-from llava_fsdp.data.source import Record, id_of, name_place, name_record, parse_record, parse_text, reading
+from llava_fsdp.data.source import (
+    Record,
+    check_bytes,
+    id_of,
+    name_place,
+    name_record,
+    parse_record,
+    parse_text,
+    reading,
+)
 from llava_fsdp.errors import ConfigError, DataError, SourceError
 
 SPAN = "offset", "size", "line"
@@ -90,6 +99,7 @@ class Texts:
             self.parts = [Part(**p) for p in facts["parts"]]
             self.fingerprint: str = facts["fingerprint"]
             """Of the sources' content."""
+            self.most: int = facts["max_record_bytes"]
         except (KeyError, TypeError) as error:
             raise damaged(folder / DONE, "it is not what was written") from error
         self.offset, self.size, self.lines = (open_column(folder, name) for name in SPAN)
@@ -127,12 +137,15 @@ class Texts:
         """The record's bytes.
 
         Raises:
+            DataError: they are more than a record may have.
             SourceError: the file cannot be read, or has changed.
             DamagedError: the index says what cannot be.
         """
         text, size, offset = self.part(number).text, int(self.size[number]), int(self.offset[number])
         if size <= 0 or offset < 0:
             raise damaged(self.folder / "offset.npy", f"{size} bytes at {offset} are no record")
+        source, index = self.place(number)
+        check_bytes(size, self.most, name_place(source.path, index, self.line(number)))
         with reading(Path(text)):
             try:
                 if text not in self._open:
@@ -151,8 +164,12 @@ class Texts:
 
     def raw(self, number: int) -> Any:
         """The JSON value of a record."""
+        return self.parse(number, self.read(number))
+
+    def parse(self, number: int, text: bytes) -> Any:
+        """The JSON value of a record's bytes."""
         source, index = self.place(number)
-        return parse_text(self._paths[source][0], index, self.read(number), self.line(number))
+        return parse_text(self._paths[source][0], index, text, self.line(number))
 
     def line(self, number: int) -> int | None:
         """Where a record begins in its source; None where that is no text."""
@@ -194,22 +211,30 @@ class Texts:
             reason = reason.replace(f"{self.place(number)[0].images}/{name}", f"{called} (in the row itself)")
         return reason.replace("copy it again", "put a whole one into the file")
 
-    def record(self, number: int) -> Record:
-        """Raises DataError, of a kind, where it is none."""
+    def record(self, number: int, text: bytes | None = None) -> Record:
+        """
+        Args:
+            text: its bytes, where they have been read.
+
+        Raises:
+            DataError: of a kind, where it is none.
+        """
         source, index = self.place(number)
         path, folder = self._paths[source]
-        record = parse_record(path, index, self.raw(number), self.line(number))
+        raw = self.raw(number) if text is None else self.parse(number, text)
+        record = parse_record(path, index, raw, self.line(number))
         return record if folder is None else replace(record, folder=folder)
 
 
 def split(
-    sources: list[SourceFile], folder: Path, texts: list[Path], fingerprint: str, check: Callable[[], None]
+    sources: list[SourceFile], folder: Path, texts: list[Path], fingerprint: str, most: int, check: Callable[[], None]
 ) -> None:
     """Find every record of every text file, and write their places as a `Texts` folder.
 
     Args:
         texts: the text file of each source.
         fingerprint: of the sources' content.
+        most: bytes of a record.
         check: called before the folder gets its name; may raise.
 
     Raises:
@@ -219,7 +244,7 @@ def split(
     found: list[Path] = []
     first = 0
     for source, path in enumerate(texts):
-        pieces = split_file(path, folder.with_name(f"{folder.name}.parts") / str(source))
+        pieces = split_file(path, folder.with_name(f"{folder.name}.parts") / str(source), most)
         count = sum(len(read_column(p)) for p in pieces)
         if not count:
             raise DataError(f"{sources[source].path} holds no records")
@@ -229,19 +254,21 @@ def split(
     staged = folder.with_name(f"{folder.name}.tmp")
     staged.mkdir(exist_ok=True)
     for place, (name, dtype) in enumerate(zip(SPAN, (np.int64, np.int32, np.int32), strict=True)):
-        write_column(staged / f"{name}.npy", (read_column(p)[:, place].astype(dtype) for p in found), np.dtype(dtype))
-    facts = {"sources": [asdict(s) for s in sources], "parts": [asdict(p) for p in parts], "fingerprint": fingerprint}
+        pieces = (np.minimum(read_column(p)[:, place], np.iinfo(dtype).max).astype(dtype) for p in found)
+        write_column(staged / f"{name}.npy", pieces, np.dtype(dtype))
+    facts = {"sources": [asdict(s) for s in sources], "parts": [asdict(p) for p in parts]}
+    facts |= {"fingerprint": fingerprint, "max_record_bytes": most}
     seal(staged, facts)
     check()
     os.replace(staged, folder)
 
 
-def split_file(path: Path, folder: Path) -> list[Path]:
+def split_file(path: Path, folder: Path, most: int) -> list[Path]:
     """The places of a file's records in pieces, int64 [records, 3]; goes on behind the pieces that are there."""
     folder.mkdir(parents=True, exist_ok=True)
     pieces = sorted(folder.glob("*.npy"))
     after = tuple(read_column(pieces[-1])[-1].tolist()) if pieces else None
-    found = spans(path, after)
+    found = spans(path, after, most)
     while piece := take(found, path):
         target = folder / f"{len(pieces):08d}.npy"
         staged = target.with_suffix(".tmp")

@@ -7,7 +7,9 @@ SentencePiece itself (transformers 5's conversion of such files gives wrong ids 
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -19,13 +21,15 @@ from tokenizers import Tokenizer as FastTokenizer
 from llava_fsdp.errors import ModelError
 from llava_fsdp.untrusted import LARGE, foreign, read_json, refuse_model_code
 
+Stretch = tuple[int, int]
+"""Characters [begin, end) of a text."""
 LLAMA_CLASSES = (None, "LlamaTokenizer", "LlamaTokenizerFast", "TokenizersBackend", "PreTrainedTokenizerFast")
 """What `tokenizer_class` says of Llama tokenizers, in transformers 4 and 5."""
 SPACE = "▁"
 """What SentencePiece writes for a space."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Token:
     id: int
     begin: int
@@ -43,8 +47,17 @@ class Tokenizer(Protocol):
     fingerprint: str
     """Of the file that it was read from."""
 
-    def encode(self, text: str) -> list[Token]:
-        """Tokens of a text, special tokens in it included, nothing added."""
+    def encode(self, text: str, special: list[Stretch] | None = None) -> list[Token]:
+        """Tokens of a text, nothing added.
+
+        Args:
+            special: where special tokens stand that are read as such, in their order; any other is text. None: all
+                that the text has are.
+        """
+        ...
+
+    def find_special(self, text: str) -> list[Stretch]:
+        """Where a text has special tokens."""
         ...
 
     def decode(self, ids: list[int]) -> str:
@@ -125,7 +138,9 @@ class JsonTokenizer:
         text = json.dumps(frozen)
         self._fast = FastTokenizer.from_str(text)
         self._fast.add_special_tokens([t for t in extra if t not in present])
-        self._special = {t.content: i for i, t in self._fast.get_added_tokens_decoder().items() if t.special}
+        self._added = {t.content: (i, t) for i, t in self._fast.get_added_tokens_decoder().items() if t.special}
+        self._special = {content: i for content, (i, _) in self._added.items()}
+        self._find = any_of(self._special)
         self.fingerprint = hashlib.sha256(json.dumps([text, extra]).encode()).hexdigest()
         self._fast.no_truncation()
         self._fast.no_padding()
@@ -136,24 +151,65 @@ class JsonTokenizer:
         self.bos = bos_id if config.get("add_bos_token", begins) else None
         self.size = max(self._fast.get_vocab(with_added_tokens=True).values()) + 1
 
-    def encode(self, text: str) -> list[Token]:
+    def encode(self, text: str, special: list[Stretch] | None = None) -> list[Token]:
+        if special is not None and special != self.find_special(text):
+            return self._encode_between(text, special)
         if not self._prefixes:
-            found = self._fast.encode(text, add_special_tokens=False)
-            return [Token(i, begin, end) for i, (begin, end) in zip(found.ids, found.offsets, strict=True)]
+            return encode_fast(self._fast, text)
         if not text:
             return []
-        found = self._fast.encode(SPACE + text.replace(SPACE, " "), add_special_tokens=False)
-        tokens = [
-            Token(i, max(begin - 1, 0), max(end - 1, 0))
-            for i, (begin, end) in zip(found.ids, found.offsets, strict=True)
-        ]
+        tokens = encode_fast(self._fast, SPACE + text.replace(SPACE, " "), at=-1)
         return without_lone_prefix(tokens, self._fast.token_to_id(SPACE), set(self._special.values()))
+
+    @cached_property
+    def _plain(self) -> FastTokenizer:
+        """The same, to which special tokens are text."""
+        plain = FastTokenizer.from_str(self._fast.to_str())
+        plain.encode_special_tokens = True
+        return plain
+
+    def _encode_between(self, text: str, special: list[Stretch]) -> list[Token]:
+        """As the tokenizer splits a text itself: at special tokens, which may take the spaces beside them along."""
+        tokens: list[Token] = []
+        at = 0
+        for begin, end in [*special, (len(text), len(text))]:
+            token, flags = self._added.get(text[begin:end], (None, None))
+            before, behind = begin, end
+            if flags is not None and flags.lstrip:
+                before = at + len(text[at:begin].rstrip())
+            if flags is not None and flags.rstrip:
+                behind = end + len(text[end:]) - len(text[end:].lstrip())
+            part = text[at:before]
+            if self._prefixes and part:
+                part = part.replace(SPACE, " ")
+                part, at = (SPACE + part, -1) if at == 0 else (part, at)
+            tokens += encode_fast(self._plain, part, at)
+            tokens += [] if token is None else [Token(token, before, behind)]
+            at = behind
+        return tokens
+
+    def find_special(self, text: str) -> list[Stretch]:
+        return [found.span() for found in self._find.finditer(text)]
 
     def decode(self, ids: list[int]) -> str:
         return self._fast.decode(ids, skip_special_tokens=True).removeprefix(" " if self._prefixes else "")
 
     def special(self, text: str) -> int | None:
         return self._special.get(text)
+
+
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Any of some texts, the longest that there is."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(re.escape(text) for text in longest_first) or "(?!)")
+
+
+def encode_fast(tokenizer: FastTokenizer, text: str, at: int = 0) -> list[Token]:
+    """Tokens of a part of a text that begins at character `at`; what stands before the text's begin is not of it."""
+    found = tokenizer.encode(text, add_special_tokens=False)
+    return [
+        Token(i, max(at + begin, 0), max(at + end, 0)) for i, (begin, end) in zip(found.ids, found.offsets, strict=True)
+    ]
 
 
 def without_prefix(path: Path) -> bytes:
@@ -212,24 +268,24 @@ class LlamaTokenizer:
             )
         facts = json.dumps([self.legacy, self._special], sort_keys=True).encode()
         self.fingerprint = hashlib.sha256(path.read_bytes() + facts).hexdigest()
-        longest_first = sorted(self._special, key=len, reverse=True)
-        self._split = re.compile("(" + "|".join(re.escape(s) for s in longest_first) + ")")
+        self._find = any_of(self._special)
         self.bos = self._pieces.bos_id() if config.get("add_bos_token", True) else None
         self.size = self._next_id()
 
     def _next_id(self) -> int:
         return max(self._pieces.get_piece_size(), *(i + 1 for i in self._special.values()))
 
-    def encode(self, text: str) -> list[Token]:
+    def encode(self, text: str, special: list[Stretch] | None = None) -> list[Token]:
         tokens: list[Token] = []
-        at = 0  # in the text
-        for part in self._split.split(text):
-            if part in self._special:
-                tokens.append(Token(self._special[part], at, at + len(part)))
-            elif part:
-                tokens += self._encode_part(part, at)
-            at += len(part)
+        at = 0
+        for begin, end in [*(self.find_special(text) if special is None else special), (len(text), len(text))]:
+            tokens += self._encode_part(text[at:begin], at) if at < begin else []
+            tokens += [Token(self._special[text[begin:end]], begin, end)] if begin < end else []
+            at = end
         return tokens
+
+    def find_special(self, text: str) -> list[Stretch]:
+        return [found.span() for found in self._find.finditer(text)]
 
     def _encode_part(self, part: str, at: int) -> list[Token]:
         prefix = 1 if at == 0 or self.legacy else 0

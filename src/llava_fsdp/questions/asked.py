@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from llava_fsdp.config import Task
-from llava_fsdp.data.source import check_name, shown
+from llava_fsdp.data.problems import Kind
+from llava_fsdp.data.source import check_name, shown, unread_reason
 from llava_fsdp.data.templates import IMAGE_TAG
 from llava_fsdp.errors import ConfigError, DataError
 from llava_fsdp.log import log
@@ -58,6 +59,12 @@ def picture_names(raw: object, where: str) -> tuple[str, ...]:
     for name in found:
         check_name(name, where)
     return found
+
+
+def check_unread(where: str, unread: str | None) -> None:
+    """Raises DataError where a question names media that are not read."""
+    if unread is not None:
+        raise DataError(unread_reason(where, unread), Kind.media_not_read)
 
 
 def with_suffix(asked: list[Asked], task: Task, wanted: bool) -> list[Asked]:

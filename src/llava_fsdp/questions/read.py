@@ -7,11 +7,23 @@ from typing import Any
 
 from llava_fsdp.config import EvaluateConfig, Task
 from llava_fsdp.data.conversation import opening_question
+from llava_fsdp.data.reading import MOST_BYTES
 from llava_fsdp.data.recordfile import RecordFile, texts
-from llava_fsdp.data.source import BYTE_ORDER_MARK, Record, check_text, name_place, name_record, parse_text, shown
+from llava_fsdp.data.source import (
+    BYTE_ORDER_MARK,
+    Record,
+    Turn,
+    check_text,
+    name_place,
+    name_record,
+    parse_text,
+    shown,
+    unread_media,
+    unread_tag,
+)
 from llava_fsdp.data.texts import sources_of
 from llava_fsdp.errors import ConfigError, DataError
-from llava_fsdp.questions.asked import CATEGORY, Asked, picture_names, with_pictures, with_suffix
+from llava_fsdp.questions.asked import CATEGORY, Asked, check_unread, picture_names, with_pictures, with_suffix
 from llava_fsdp.questions.pope import annotate_yes_no
 from llava_fsdp.questions.scienceqa import annotate_problems, read_choice_record, read_problems
 from llava_fsdp.questions.values import own_answers
@@ -39,7 +51,7 @@ def read_asked(cfg: EvaluateConfig) -> list[Asked]:
     path = Path(cfg.questions)
     if not path.is_file():
         raise ConfigError(f"questions={path} is not a file")
-    asked = list(read_questions(path, cfg.task, cfg.split))
+    asked = list(read_questions(path, cfg.task, cfg.split, cfg.data.max_record_bytes))
     if not asked:
         raise DataError(f"questions={path} holds no questions")
     if cfg.annotations is not None:
@@ -58,23 +70,25 @@ def read_conversations(cfg: EvaluateConfig) -> list[Asked]:
     if cfg.data.sources:
         raise ConfigError("evaluate asks the questions of one file: name it with data.path, without data.sources")
     [source] = sources_of(cfg.data)
-    records = RecordFile(Path(source.path))
+    records = RecordFile(Path(source.path), cfg.data.max_record_bytes)
     return [first_question(records[n], n) for n in range(min(len(records), cfg.limit or len(records)))]
 
 
 def first_question(record: Record, number: int = 0) -> Asked:
     """Raises DataError where the record does not begin with a question and its answer."""
+    check_unread(record.where, record.unread)
     text, pictures, answer = opening_question(record)
     return Asked(number, record.id, text, text, record.images[:pictures], record.where, references=(answer,))
 
 
-def read_questions(path: Path, task: Task, split: str) -> Iterator[Asked]:
+def read_questions(path: Path, task: Task, split: str, most: int = MOST_BYTES) -> Iterator[Asked]:
     """All questions of a file.
 
     Args:
         path: JSON Lines, or a JSON list, of `question_id`, `text`, `image` and `category`, or of LLaVA records
             (multiple choice); VQAv2's questions; or ScienceQA's problems.
         split: of ScienceQA's problems: test, val, minival, ...
+        most: bytes of one question in its file.
 
     Raises:
         DataError: it is none of these, naming file and record.
@@ -82,7 +96,7 @@ def read_questions(path: Path, task: Task, split: str) -> Iterator[Asked]:
     if path.suffix.lower() == ".json" and begins_with_object(path):
         yield from read_object(path, task, split)
         return
-    for number, (content, line) in enumerate(texts(path)):
+    for number, (content, line) in enumerate(texts(path, most)):
         raw = parse_text(path, number, content, line)
         if not isinstance(raw, dict):
             raise DataError(f"{name_place(path, number, line)} is {shown(raw)}, not an object")
@@ -119,6 +133,7 @@ def read_row(path: Path, number: int, line: int | None, raw: dict[str, Any], tas
     if not isinstance(text, str) or not text.strip():
         raise DataError(f"{where}: text is {shown(text)}; it must be the question, and the keys are {shown(list(raw))}")
     check_text(text, where)
+    check_unread(where, unread_media(raw) or unread_tag([Turn("human", text)]))
     images = picture_names(raw.get("image"), where)
     category = raw.get("category")
     groups = () if category in (None, "default") else ((CATEGORY, str(category)),)

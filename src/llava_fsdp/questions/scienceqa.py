@@ -7,7 +7,7 @@ from typing import Any
 
 from llava_fsdp.data.source import parse_record, shown
 from llava_fsdp.errors import ConfigError, DataError
-from llava_fsdp.questions.asked import Asked, picture_names, with_pictures
+from llava_fsdp.questions.asked import Asked, check_unread, picture_names, with_pictures
 from llava_fsdp.questions.values import count_choices, letter_of
 from llava_fsdp.scoring import chosen
 from llava_fsdp.scoring.choice import LETTERS
@@ -74,6 +74,7 @@ def answered(asked: Asked, problem: dict[str, Any]) -> Asked:
 def read_choice_record(path: Path, number: int, line: int | None, raw: dict[str, Any]) -> Asked:
     """A LLaVA record; its answer is right, where it names a letter. As in the original the picture comes first."""
     record = parse_record(path, number, raw, line)
+    check_unread(record.where, record.unread)
     if not record.turns or record.turns[0].role != "human":
         raise DataError(f"{record.where}: it must begin with a question (from human)")
     text = with_pictures(record.turns[0].text.replace("<image>", "").strip(), record.images)
