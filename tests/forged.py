@@ -1,4 +1,4 @@
-"""Checkpoints changed by somebody who knows the format: what their digests do not show."""
+"""Checkpoints and exports changed by somebody who knows the format: what their digests do not show."""
 
 import json
 from collections.abc import Callable
@@ -7,7 +7,9 @@ from typing import Any
 
 from xxhash import xxh3_128
 
-from llava_fsdp.checkpoint.manifest import AFTER, BEFORE, MANIFEST_FILE, STATE_FILE, digest_of
+from llava_fsdp.checkpoint.manifest import MANIFEST_FILE, STATE_FILE
+from llava_fsdp.digests import sealed
+from llava_fsdp.notes import NOTES, seal
 
 
 def forge_facts(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -26,4 +28,9 @@ def forge_manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> No
     manifest.pop("digest")
     change(manifest)
     body = json.dumps(manifest).encode()[:-1]
-    (folder / MANIFEST_FILE).write_bytes(body + BEFORE + digest_of(body) + AFTER)
+    (folder / MANIFEST_FILE).write_bytes(sealed(body))
+
+
+def forge_notes(folder: Path, **said: object) -> None:
+    """Other notes in an export or an adapter's folder, which agree with all of its files as they are."""
+    seal(folder, json.loads((folder / NOTES).read_text()) | said)

@@ -8,14 +8,14 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from forged import forge_facts
+from forged import forge_facts, forge_notes
 from reference import EXPORTED
 from safetensors.torch import load_file
 from small import config_of, conversion, make_config, write_json, write_parts
 
 from llava_fsdp import adapters, train
 from llava_fsdp.config import Quantizer
-from llava_fsdp.errors import CheckpointError, ConfigError, ModelError
+from llava_fsdp.errors import CheckpointError, ConfigError, DamagedModel, ModelError
 from llava_fsdp.export import export
 from llava_fsdp.model.adapter import open_adapter
 from llava_fsdp.model.quantized import Packing, packed_of
@@ -53,21 +53,26 @@ def change(file: Path, **values: object) -> None:
 def test_the_path_of_the_base_may_be_corrected(copied: Path, parts: Path) -> None:
     """What adapter_config.json says beside it may not: the weights would mean something else."""
     settings = copied / "adapter" / "adapter_config.json"
+    accepted = conversion(copied / "adapter", copied, "to=null", f"accept=[{settings.name}]")
     change(settings, base_model_name_or_path=str(parts / "language"))
+    with pytest.raises(DamagedModel):
+        open_adapter(copied / "adapter")
+    export(accepted)
     assert open_adapter(copied / "adapter").modules
     change(settings, lora_alpha=24)
+    export(accepted)
     with pytest.raises(ModelError, match=r"says alpha 24.0, and the adapter was trained with 12.0"):
         open_adapter(copied / "adapter")
 
 
 def test_an_export_of_an_earlier_step_is_not_taken_for_the_adapter(copied: Path, tmp_path: Path) -> None:
     """A run that went on with export.merge=false, and whose checkpoints are gone."""
-    change(copied / "export" / "llava_fsdp.json", step=1)
+    forge_notes(copied / "export", step=1)
     marked = copied / "export" / "model.safetensors"
     marked.write_bytes(b"of an earlier step")
     shutil.rmtree(copied / "checkpoints")
     assert open_source(conversion(copied, tmp_path / "to")).folder == copied / "adapter"
-    change(copied / "export" / "llava_fsdp.json", step=2)
+    forge_notes(copied / "export", step=2)
     with pytest.raises(ModelError, match=r"model\.safetensors"):
         open_source(conversion(copied, tmp_path / "to"))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from forged import forge_notes
 from harness import CPU, RankPool, single_world
 from PIL import Image
 from reference import EXPORTED, open_steps, outcome, run_ranks
@@ -326,6 +327,7 @@ def test_weights_from_another_model(exported: Path, parts: Path, dataset: Path, 
     for file in (exported / "export").iterdir():
         if file.name != "config.json":
             (folder / file.name).write_bytes(file.read_bytes())
+    forge_notes(folder)
     start = [f"model.checkpoint={folder}", "model.random_weights=false"]
     with pytest.raises(
         ModelError, match=r"mlp\.gate_proj\.weight has shape \[50, 36\] in .*model\.safetensors.*\[51, 36\]"
@@ -335,6 +337,7 @@ def test_weights_from_another_model(exported: Path, parts: Path, dataset: Path, 
     del tensors["language_model.model.norm.weight"]
     save_file(tensors, folder / "model.safetensors")
     write_json(folder / "config.json", json.loads((exported / "export" / "config.json").read_text()))
+    forge_notes(folder)
     with pytest.raises(ModelError, match=r"other has no weights for language_model\.norm\.weight"):
         train.train(make_config(parts, dataset, tmp_path / "run", *start))
 

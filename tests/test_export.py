@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forged import forge_facts
+from forged import forge_facts, forge_notes
 from harness import RankPool
 from reference import EXPORTED, outcome, run_ranks
 from safetensors.torch import load_file, save_file
@@ -52,10 +52,11 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def changed(folder: Path, to: Path, **keys: object) -> Path:
-    """A copy with other keys in its config.json; None removes one."""
+    """A copy with other keys in its config.json, as if it had been written so; None removes one."""
     shutil.copytree(folder, to)
     config = json.loads((to / "config.json").read_text()) | keys
     write_json(to / "config.json", {k: v for k, v in config.items() if v is not None})
+    forge_notes(to)
     return to
 
 
@@ -86,11 +87,11 @@ def test_run_means_its_newest_state(run: Path, tmp_path: Path) -> None:
     tensors = weights(copied / "export")
     marked = {**tensors, "language_model.model.norm.weight": tensors["language_model.model.norm.weight"] + 1}
     save_file(marked, copied / "export" / "model.safetensors", metadata={"format": "pt"})
+    forge_notes(copied / "export")
     assert same(weights(export(conversion(copied, tmp_path / "a"))), marked)
-    notes = json.loads((copied / "export" / "llava_fsdp.json").read_text())
-    write_json(copied / "export" / "llava_fsdp.json", {**notes, "dtype": "bf16"})
+    forge_notes(copied / "export", dtype="bf16")
     assert same(weights(export(conversion(copied, tmp_path / "b", "dtype=fp32"))), tensors)
-    write_json(copied / "export" / "llava_fsdp.json", {**notes, "step": 1})
+    forge_notes(copied / "export", dtype="fp32", step=1)
     assert same(weights(export(conversion(copied, tmp_path / "c"))), tensors)
     shutil.rmtree(copied / "checkpoints")
     assert same(weights(export(conversion(copied, tmp_path / "d"))), marked)
@@ -268,12 +269,15 @@ def test_tower_outside(llava: Path, run: Path, tmp_path: Path) -> None:
     inside = {n.removeprefix(prefix): t for n, t in whole.items() if n.startswith(prefix)}
     save_file(inside, tmp_path / "models" / "tower" / "model.safetensors")
     save_file({n: t for n, t in whole.items() if n.removeprefix(prefix) not in inside}, folder / "model.safetensors")
+    forge_notes(folder)
     told = export(conversion(folder, tmp_path / "told", f"vision={tmp_path / 'models' / 'tower'}"))
     assert same(weights(told), weights(run / "export"))
     config = json.loads((folder / "config.json").read_text())
     write_json(folder / "config.json", {**config, "mm_vision_tower": "tower"})
+    forge_notes(folder)
     assert same(weights(export(conversion(folder, tmp_path / "beside"))), weights(run / "export"))
     write_json(folder / "config.json", {**config, "mm_vision_tower": "nowhere"})
+    forge_notes(folder)
     with pytest.raises(ConfigError, match="mm_vision_tower=nowhere, which is no folder here; give the tower with vis"):
         export(conversion(folder, tmp_path / "none"))
 
@@ -286,6 +290,7 @@ def test_tower_inside_wins(llava: Path, run: Path, tmp_path: Path) -> None:
     prefix = "model.vision_tower.vision_tower."
     other = {n.removeprefix(prefix): t + 1 for n, t in weights(llava).items() if n.startswith(prefix)}
     save_file(other, tmp_path / "tower" / "model.safetensors")
+    forge_notes(folder)
     made = export(conversion(folder, tmp_path / "made", f"vision={tmp_path / 'tower'}"))
     assert same(weights(made), weights(run / "export"))
 
@@ -348,6 +353,7 @@ def test_a_weight_without_a_place_is_refused(llava: Path, tmp_path: Path) -> Non
     folder = tmp_path / "other"
     shutil.copytree(llava, folder)
     save_file({**weights(llava), "model.image_newline": torch.zeros(36)}, folder / "model.safetensors")
+    forge_notes(folder)
     with pytest.raises(ModelError, match=r"1 weights that this model has no place for, image_newline"):
         export(conversion(folder, tmp_path / "made"))
 

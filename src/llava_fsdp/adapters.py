@@ -28,12 +28,10 @@ from llava_fsdp.log import log
 from llava_fsdp.model.adapter import (
     ADAPTER_CONFIG,
     ADAPTER_FILES,
-    NOTES,
     OTHERS_FILES,
     adapter_folders,
     find_adapter,
     open_adapter,
-    xxh128_of,
 )
 from llava_fsdp.model.draw import Drawn
 from llava_fsdp.model.files import StoredTensor, open_file
@@ -41,9 +39,9 @@ from llava_fsdp.model.lora import is_adapter, module_of, without_base
 from llava_fsdp.model.names import in_adapter, original
 from llava_fsdp.model.original import write_json
 from llava_fsdp.model.weights import NEWLINE, PROJECTOR_PREFIX, Stored, base_fingerprint
+from llava_fsdp.notes import NOTES, read_notes
 from llava_fsdp.saved import saved_weights
 from llava_fsdp.state import TrainState
-from llava_fsdp.untrusted import read_json
 
 ROOM = 512
 """Bytes for what the files say of each tensor."""
@@ -98,14 +96,12 @@ class AdapterWriter:
         write_json(folder / ADAPTER_CONFIG, self.settings)
         self.write_adapters(folder, {n: t for n, t in tensors.items() if not is_projector(n)})
         self.write_others(folder, {n: t for n, t in tensors.items() if is_projector(n)})
-        files = (ADAPTER_FILES[0], *OTHERS_FILES)  # without adapter_config.json: people correct its path of the base
         notes = {
             "dtype": dtype.value,
             "lora": plain(asdict(self.lora)),
             "model": plain(asdict(self.base.model)),
             "seed": self.base.seed,
             "base": self.base.fingerprint,
-            "files": {name: xxh128_of(folder / name) for name in files},
         }
         write_notes(replace(self.subject, history=said), folder, notes)
 
@@ -212,8 +208,7 @@ def check_base(model: nn.Module, cfg: ModelConfig, digests: Mapping[str, str]) -
     if cfg.lora.checkpoint is None:
         return
     found = open_adapter(find_adapter(cfg.lora.checkpoint, "model.lora.checkpoint"))
-    notes = found.folder / NOTES
-    said = read_json(notes).get("base") if notes.is_file() else None
+    said = read_notes(found.folder).get("base")
     own = {without_base(name) for name in found.tensors}
     base = {without_base(name) for name, _ in model.named_parameters() if not is_adapter(name)} - own
     if said is None or not base <= {without_base(name) for name in digests}:
@@ -222,8 +217,8 @@ def check_base(model: nn.Module, cfg: ModelConfig, digests: Mapping[str, str]) -
     if there != said:
         raise ModelError(
             f"model.lora.checkpoint={cfg.lora.checkpoint} is for another base: the weights of "
-            f"{cfg.checkpoint or cfg.language} have the fingerprint {there}, and {notes} says {said}; give the base "
-            "that it was trained on, to the bit. A model that the adapter is merged into already is none"
+            f"{cfg.checkpoint or cfg.language} have the fingerprint {there}, and {found.folder / NOTES} says {said}; "
+            "give the base that it was trained on, to the bit. A model that the adapter is merged into already is none"
         )
 
 

@@ -15,14 +15,15 @@ from llava_fsdp.adapters import whole as whole_rows
 from llava_fsdp.checkpoint import make_empty, on_first_rank, sync_folder, sync_tree
 from llava_fsdp.config import Config, DType, FolderFormat, LinearKind, Quantizer
 from llava_fsdp.data.batch import MicroBatch
-from llava_fsdp.errors import LlavaFsdpError, ModelError
+from llava_fsdp.errors import DamagedModel, LlavaFsdpError, ModelError
 from llava_fsdp.formats import history, subject_of, write_folder
 from llava_fsdp.log import log
 from llava_fsdp.model.adapter import FOLDER, check_changed
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.lora import is_adapter, module_of
-from llava_fsdp.model.parts import EXPORT, NOTES
+from llava_fsdp.model.parts import EXPORT
 from llava_fsdp.model.weights import Stored
+from llava_fsdp.notes import check_folder, read_notes
 from llava_fsdp.proof import (
     CLOSE,
     CLOSE_BF16,
@@ -37,7 +38,6 @@ from llava_fsdp.proof import (
 from llava_fsdp.sharding.precision import DTYPES
 from llava_fsdp.sharding.shards import whole
 from llava_fsdp.state import TrainState
-from llava_fsdp.untrusted import read_json
 from llava_fsdp.writing import Weights
 
 
@@ -130,15 +130,24 @@ def reader(state: TrainState, adapted: Adapted | None, is_first_rank: bool) -> C
 
 
 def is_current(state: TrainState, cfg: Config) -> bool:
-    """Whether what is in `output_dir` is this run's, at this step and in this dtype. A collective."""
+    """Whether what is in `output_dir` is this run's, at this step and in this dtype, and what was written, to the last
+    bit. A collective."""
     wanted = {"run": state.run, "step": state.step}
     folders = {FOLDER: wanted} if cfg.model.lora.enabled else {}
     if cfg.export.merge or not cfg.model.lora.enabled:
         folders[EXPORT] = {**wanted, "dtype": cfg.export.dtype.value}
 
     def look() -> bool:
-        files = {Path(cfg.output_dir) / name / NOTES: said for name, said in folders.items()}
-        return all(path.is_file() and said.items() <= read_json(path).items() for path, said in files.items())
+        for name, said in folders.items():
+            folder = Path(cfg.output_dir) / name
+            try:
+                if not said.items() <= read_notes(folder).items():
+                    return False
+                check_folder(folder)
+            except DamagedModel as error:
+                log().warning("%s\nIt is written anew", error)
+                return False
+        return True
 
     return on_first_rank(look, f"cannot read {cfg.output_dir}/{EXPORT}")
 

@@ -7,13 +7,14 @@ import torch
 from llava_fsdp.checkpoint_names import FOLDER, list_checkpoints, step_of
 from llava_fsdp.config import ConversionConfig, FolderFormat, KeptDType
 from llava_fsdp.data.images import preprocessor_fields
-from llava_fsdp.errors import ConfigError, ModelError
+from llava_fsdp.errors import ConfigError, DamagedModel, ModelError
 from llava_fsdp.log import log
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.original import is_original
-from llava_fsdp.model.parts import EXPORT, NOTES, read_json
+from llava_fsdp.model.parts import EXPORT, read_json
+from llava_fsdp.notes import NOTES, read_notes
 from llava_fsdp.proof import bytes_in_fp32, fits_in_fp32
-from llava_fsdp.subject import Opened, open_source, read_notes
+from llava_fsdp.subject import Opened, open_source
 
 
 def open_asked(checkpoint: str, form: str) -> Opened:
@@ -27,11 +28,13 @@ def open_asked(checkpoint: str, form: str) -> Opened:
     if source != checkpoint:
         warn_of_later(Path(checkpoint))
     cfg = ConversionConfig(
-        source=source, to="", format=FolderFormat.hf, dtype=KeptDType.keep, merge=True, base=None, language=None,
-        vision=None, template=form, image_aspect_ratio=None, overwrite=False, verify=False,
+        source=source, to=None, accept=[], format=FolderFormat.hf, dtype=KeptDType.keep, merge=True, base=None,
+        language=None, vision=None, template=form, image_aspect_ratio=None, overwrite=False, verify=False,
     )  # fmt: skip
     try:
         return open_source(cfg)
+    except DamagedModel:  # it says what to do, in words of `export`
+        raise
     except (ConfigError, ModelError) as error:
         said = str(error).replace("source=", "model.checkpoint=")
         cures = ("base=", "vision=", "language=", "image_aspect_ratio=")

@@ -1397,7 +1397,10 @@ class ConversionConfig:
 
     source: str
     """A run, one of its checkpoints, or a model folder: ours, transformers' or the original's."""
-    to: str
+    to: str | None
+    """The folder to make."""
+    accept: list[str]
+    """Paths in `source` of files that were changed there on purpose: nothing is written but their digests, anew."""
     format: FolderFormat
     dtype: KeptDType
     """keep: every weight as the source has it."""

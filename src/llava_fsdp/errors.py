@@ -102,6 +102,10 @@ class ModelError(LlavaFsdpError):
     ending = "model"
 
 
+class DamagedModel(ModelError):
+    """A file of a model or adapter that we wrote is not what was written, is missing, or cannot be read."""
+
+
 class DataError(LlavaFsdpError):
     """A dataset file or a record is wrong."""
 

@@ -30,9 +30,9 @@ from llava_fsdp.checkpoint_names import FOLDER, list_checkpoints
 from llava_fsdp.config import EvaluateConfig, Format, Task
 from llava_fsdp.data.source import Turn, reading
 from llava_fsdp.data.templates import IMAGE_TAG
+from llava_fsdp.digests import digest_of_file
 from llava_fsdp.errors import ConfigError, LlavaFsdpError
 from llava_fsdp.model.adapter import FOLDER as ADAPTER
-from llava_fsdp.model.adapter import xxh128_of
 from llava_fsdp.model.parts import EXPORT, resolve_model
 from llava_fsdp.opening import draw_shapes
 from llava_fsdp.questions.answers import Answers, Place, blank_file, check_answers_file, storing
@@ -186,10 +186,12 @@ def model_digest(checkpoint: str) -> str:
         folder = resolve_model(checkpoint, "model.checkpoint")
     if (folder / MANIFEST_FILE).is_file():
         with reading(folder):
-            return xxh128_of(folder / MANIFEST_FILE)
+            return digest_of_file(folder / MANIFEST_FILE).xxh128
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     with reading(folder):
-        return xxh3_128_hexdigest("\n".join(f"{p.relative_to(folder)} {xxh128_of(p)}" for p in files).encode())
+        return xxh3_128_hexdigest(
+            "\n".join(f"{p.relative_to(folder)} {digest_of_file(p).xxh128}" for p in files).encode()
+        )
 
 
 def shown_progress(starts: range, questions: int, blank: bool) -> Iterable[int]:

@@ -27,10 +27,12 @@ from llava_fsdp.config import ConversionConfig, DType, FolderFormat, KeptDType
 from llava_fsdp.data.templates import template
 from llava_fsdp.errors import ConfigError, ModelError
 from llava_fsdp.formats import write_folder
+from llava_fsdp.intact import accept
 from llava_fsdp.metrics import watch_loading
 from llava_fsdp.model.adapter import ADAPTER_CONFIG
-from llava_fsdp.model.parts import NOTES, PACKAGE
+from llava_fsdp.model.parts import PACKAGE
 from llava_fsdp.model.weights import Stored
+from llava_fsdp.notes import NOTES
 from llava_fsdp.proof import Rounded, prove, prove_merge
 from llava_fsdp.sharding.precision import DTYPES
 from llava_fsdp.subject import Opened, open_source, rows_of
@@ -44,13 +46,23 @@ def main() -> None:
 
 @torch.no_grad()
 def export(cfg: ConversionConfig) -> Path:
-    """Write `to`, read it back and compare; it has its name only once the logits agree.
+    """Write `to`, read it back and compare; it has its name only once the logits agree. With `accept` nothing of the
+    kind: files of `source` that were changed on purpose get new digests in its notes.
 
     Raises:
         ConfigError: a key is wrong, or `to` is taken.
         ModelError: the source cannot be read, the format has no such model, or the logits differ.
         CheckpointError: a checkpoint cannot be read, or `to` cannot be written.
     """
+    if cfg.accept:
+        if cfg.to is not None:
+            raise ConfigError(
+                f"accept= changes the notes of source={cfg.source} and makes no folder: leave it out, or to="
+            )
+        accept(Path(cfg.source), cfg.accept)
+        return Path(cfg.source)
+    if cfg.to is None:
+        raise ConfigError("to is not set; give the folder to make on the command line: to=FOLDER")
     template(cfg.template)
     final = Path(cfg.to).resolve()
     staged = final.with_name(final.name + ".tmp")

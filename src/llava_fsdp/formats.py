@@ -1,7 +1,6 @@
 """A model as a folder that others load: transformers, the original LLaVA, or the original's second stage."""
 
 import copy
-import json
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -31,8 +30,9 @@ from llava_fsdp.model.original import (
     original_config,
     write_json,
 )
-from llava_fsdp.model.parts import NOTES, PACKAGE, Parts, read_json
+from llava_fsdp.model.parts import PACKAGE, Parts, read_json
 from llava_fsdp.model.weights import PROJECTOR_PREFIX
+from llava_fsdp.notes import seal
 from llava_fsdp.processor import (
     check_template,
     has_tokenizer,
@@ -129,7 +129,7 @@ def write_folder(form: FolderFormat, subject: Subject, weights: Weights, staged:
 
 
 def write_notes(subject: Subject, staged: Path, notes: dict[str, Any]) -> None:
-    """`llava_fsdp.json`: what no other program's files say."""
+    """`llava_fsdp.json`: what no other program's files say, and the digests of all that is there; written last."""
     said = {
         **subject.history,
         **notes,
@@ -144,7 +144,7 @@ def write_notes(subject: Subject, staged: Path, notes: dict[str, Any]) -> None:
         "language": subject.language,
         "vision": subject.vision,
     }
-    (staged / NOTES).write_text(json.dumps(said, indent=1) + "\n")
+    seal(staged, said)
 
 
 def begin_hf(subject: Subject, dtype: torch.dtype, staged: Path) -> int:

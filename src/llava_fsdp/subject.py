@@ -23,8 +23,10 @@ from llava_fsdp.config import (
     load,
 )
 from llava_fsdp.data.images import preprocessor_fields
-from llava_fsdp.errors import CheckpointError, ConfigError, ModelError
+from llava_fsdp.errors import CheckpointError, ConfigError, DamagedModel, ModelError
 from llava_fsdp.formats import Subject, subject_of
+from llava_fsdp.intact import check_artifacts
+from llava_fsdp.log import log
 from llava_fsdp.model import adapter
 from llava_fsdp.model.adapter import AdapterFolder, is_adapter_folder, open_adapter
 from llava_fsdp.model.asis import read_base, read_model
@@ -32,7 +34,7 @@ from llava_fsdp.model.draw import Drawn
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.lora import BASE, is_adapter, module_of, without_base
 from llava_fsdp.model.original import is_original
-from llava_fsdp.model.parts import EXPORT, NOTES, find_parts, find_projector, read_json, resolve
+from llava_fsdp.model.parts import EXPORT, artifacts_of, find_parts, find_projector, read_json, resolve
 from llava_fsdp.model.weights import (
     NEWLINE,
     PROJECTOR_PREFIX,
@@ -42,8 +44,10 @@ from llava_fsdp.model.weights import (
     fingerprint,
     frozen_digests,
 )
+from llava_fsdp.notes import NOTES, check_folder, read_notes
 from llava_fsdp.proof import Adapted
 from llava_fsdp.saved import saved_weights
+from llava_fsdp.untrusted import SMALL
 
 
 @dataclass(frozen=True)
@@ -97,8 +101,30 @@ def refuse_base(cfg: ConversionConfig, what: str) -> None:
 
 
 def open_run(run: Path, cfg: ConversionConfig) -> Opened:
-    """The newest checkpoint of a run that verifies, or its export where that is as new and has the wanted dtype."""
+    """The newest checkpoint of a run that verifies, or its export where that is as new, whole, and has the wanted
+    dtype."""
     newest = newest_alone(run / FOLDER)
+    try:
+        exported = open_export(run, newest, cfg)
+    except DamagedModel as error:
+        if newest is None:
+            raise
+        log().warning("%s\nThe checkpoint %s is taken instead", error, newest.folder)
+        exported = None
+    if exported is not None:
+        return exported
+    if newest is None:
+        raise ConfigError(f"merge=false writes the folder of an adapter, and source={run} has none")
+    return open_checkpoint(newest, cfg)
+
+
+def open_export(run: Path, newest: Checkpoint | None, cfg: ConversionConfig) -> Opened | None:
+    """What a run wrote at its end; None where its newest checkpoint is to be taken.
+
+    Raises:
+        CheckpointError: there is neither.
+        DamagedModel: a file of it is not what was written.
+    """
     notes = read_notes(run / EXPORT)
     own = read_notes(run / adapter.FOLDER)
     merged = bool(notes) and all(own.get(key) == notes.get(key) for key in ("run", "step"))  # of this very adapter
@@ -110,9 +136,7 @@ def open_run(run: Path, cfg: ConversionConfig) -> Opened:
     has_dtype = newest is None or cfg.dtype.value in (KeptDType.keep.value, notes.get("dtype"))
     if notes and current and cfg.merge and has_dtype:
         return open_model(run / EXPORT, cfg)
-    if newest is None:
-        raise ConfigError(f"merge=false writes the folder of an adapter, and source={run} has none")
-    return open_checkpoint(newest, cfg)
+    return None
 
 
 def open_checkpoint(found: Checkpoint, cfg: ConversionConfig) -> Opened:
@@ -129,6 +153,7 @@ def open_checkpoint(found: Checkpoint, cfg: ConversionConfig) -> Opened:
     trained = saved_weights(found)
     learned = all(n in trained for n, _ in model.named_parameters() if n.startswith(PROJECTOR_PREFIX))
     projector = None if learned else find_projector(run)
+    check_artifacts(artifacts_of(parts, projector, run.model))
     sources = find_weights(model, parts, run.model, projector, run.seed)
     digests = frozen_digests(model, sources)
     if fingerprint(model, digests) != facts["fingerprints"]["model"] or set(facts["trainable"]) - trained.keys():
@@ -167,6 +192,7 @@ def open_adapted(folder: Path, cfg: ConversionConfig) -> Opened:
     model_config = read_base(found, cfg.base or cfg.language, cfg.vision)
     seed = notes.get("seed", 0)
     parts = find_parts(model_config)
+    check_artifacts([folder, *artifacts_of(parts, None, model_config)])
     model = build_llava(parts, model_config, torch.float32)
     model.requires_grad_(False)  # all of the base counts as what the adapter is for
     where = model_config.checkpoint or model_config.language
@@ -222,10 +248,12 @@ def with_adapters(base: dict[str, Stored], found: AdapterFolder) -> dict[str, St
 
 def open_model(folder: Path, cfg: ConversionConfig) -> Opened:
     """A model folder of ours, transformers' or the original's; or a projector with the parts it was made for."""
+    check_folder(folder, SMALL)
     model_config = read_model(folder, cfg.language, cfg.vision)
     parts = find_parts(model_config)
-    model = build_llava(parts, model_config, torch.float32)
     projector = None if model_config.checkpoint else folder
+    check_artifacts(artifacts_of(parts, projector, model_config))
+    model = build_llava(parts, model_config, torch.float32)
     sources = find_weights(model, parts, model_config, projector, 0)
     return Opened(subject_of_folder(folder, model, model_config, cfg), sources, folder)
 
@@ -277,10 +305,6 @@ def aspect_of(folder: Path, raw: dict[str, Any], notes: dict[str, Any]) -> Aspec
             f"{folder / 'config.json'} has image_aspect_ratio={said}; give image_aspect_ratio=square or pad"
         )
     return AspectRatio(said)
-
-
-def read_notes(folder: Path) -> dict[str, Any]:
-    return read_json(folder / NOTES, str(folder)) if (folder / NOTES).is_file() else {}
 
 
 def rows_of(sources: dict[str, Stored]) -> Callable[[str], torch.Tensor]:

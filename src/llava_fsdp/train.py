@@ -26,6 +26,7 @@ from llava_fsdp.data.loader import Loader, build_loader
 from llava_fsdp.dry_run import dry_run
 from llava_fsdp.errors import ConfigError, DataError, StorageError
 from llava_fsdp.heartbeats import Phase
+from llava_fsdp.intact import check_artifacts
 from llava_fsdp.keeper import Keeper
 from llava_fsdp.life import Life
 from llava_fsdp.live_page import rewrite_page
@@ -33,7 +34,7 @@ from llava_fsdp.log import log
 from llava_fsdp.loop import fit
 from llava_fsdp.metrics import Reporter, watch_loading
 from llava_fsdp.model.llava import Llava, build_llava
-from llava_fsdp.model.parts import find_parts, find_projector
+from llava_fsdp.model.parts import artifacts_of, find_parts, find_projector
 from llava_fsdp.model.quantized import quantized_weights
 from llava_fsdp.model.weights import find_weights, fingerprint, frozen_digests, load_weights
 from llava_fsdp.opening import build_model, draw_shapes, shape_of
@@ -169,6 +170,7 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
     cfg.check_profile(loader.total_steps)
     check_same_records(loader)
     held_out = open_held_out_data(cfg, world, model) if cfg.val.every is not None else None
+    check_artifacts(artifacts_of(parts, projector, cfg.model), world.local_rank, world.local_size, world.is_first)
     sources = find_weights(model, parts, cfg.model, projector, cfg.seed)
     watch = watch_loading(world.is_first, "fingerprint of frozen weights")
     digests = frozen_digests(model, sources, world.rank, world.size, gather_lists, watch)

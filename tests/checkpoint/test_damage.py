@@ -16,9 +16,10 @@ from harness import RankPool, single_world
 from saves import loaded, loaded_alone, save_steps
 from xxhash import xxh3_128
 
-from llava_fsdp.checkpoint import manifest, verify
+from llava_fsdp.checkpoint import verify
 from llava_fsdp.checkpoint.manifest import MANIFEST_FILE, STATE_FILE
 from llava_fsdp.checkpoint.verify import newest_together
+from llava_fsdp.digests import TAIL, sealed
 from llava_fsdp.errors import CheckpointError
 from llava_fsdp.sharding.mesh import World
 
@@ -248,8 +249,7 @@ def mutate(content: bytes, dice: random.Random) -> bytes:
 def agree_if_possible(folder: Path, name: str, content: bytes) -> None:
     """A manifest with the digest of what was mutated: what reads behind it must hold out alone."""
     if name == MANIFEST_FILE:
-        body = content[: -(len(manifest.BEFORE) + 32 + len(manifest.AFTER))]
-        (folder / name).write_bytes(body + manifest.BEFORE + manifest.digest_of(body) + manifest.AFTER)
+        (folder / name).write_bytes(sealed(content[:-TAIL]))
         return
     own = {"bytes": len(content), "xxh128": xxh3_128(content).hexdigest()}
     forge_manifest(folder, lambda m: m["files"].update({name: own}))

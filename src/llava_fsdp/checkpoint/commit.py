@@ -46,10 +46,11 @@ from llava_fsdp.checkpoint.manifest import (
     rank_file,
     render,
 )
-from llava_fsdp.checkpoint.tensorfile import Digest, write_tensors
+from llava_fsdp.checkpoint.tensorfile import write_tensors
 from llava_fsdp.checkpoint.verify import Checkpoint, digest_of_file, verify
 from llava_fsdp.checkpoint_names import folder_name
 from llava_fsdp.config import CheckpointConfig
+from llava_fsdp.digests import Digest
 from llava_fsdp.errors import CheckpointError, LlavaFsdpError
 from llava_fsdp.log import log
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from xxhash import xxh3_128
 
-from llava_fsdp.checkpoint.tensorfile import CODES, DTYPES, LARGEST_DIMENSION, Digest
+from llava_fsdp.checkpoint.tensorfile import CODES, DTYPES, LARGEST_DIMENSION
+from llava_fsdp.digests import Digest, sealed, unsealed
 from llava_fsdp.errors import CheckpointError
 from llava_fsdp.model import adapter
 
@@ -26,7 +26,6 @@ BESIDE = adapter.FOLDER
 BESIDE_FILE = re.compile(rf"{BESIDE}(/[A-Za-z0-9]\w*)?/[A-Za-z0-9][\w.-]*")
 LARGEST = 1 << 30
 """Bytes: 2000 tensors of 10,000 ranks."""
-BEFORE, AFTER = b',\n"digest": "', b'"}\n'
 OLDER = re.compile(rb'\{"format": ([1-5]),.*"digest": "[0-9a-f]{64}"\}\n', re.DOTALL)
 """Manifests before format 6 ended in a SHA-256."""
 HEX = re.compile(r"[0-9a-f]{32}")
@@ -88,8 +87,7 @@ def render(manifest: Manifest) -> bytes:
         },
     }
     lines = ",\n".join(f"{json.dumps(key)}: {one_a_line(value)}" for key, value in described.items())
-    body = b"{" + lines.encode()
-    return body + BEFORE + digest_of(body) + AFTER
+    return sealed(b"{" + lines.encode())
 
 
 def one_a_line(value: Any) -> str:
@@ -98,19 +96,14 @@ def one_a_line(value: Any) -> str:
     return "{\n" + ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items()) + "\n}"
 
 
-def digest_of(body: bytes) -> bytes:
-    return xxh3_128(body).hexdigest().encode()
-
-
 def parse(content: bytes) -> Manifest:
     """A manifest that agrees with itself.
 
     Raises:
         CheckpointError: it does not, whatever the bytes are.
     """
-    length = len(BEFORE) + 32 + len(AFTER)
-    body, tail = content[:-length], content[-length:]
-    if tail != BEFORE + digest_of(body) + AFTER:
+    body = unsealed(content)
+    if body is None:
         older = OLDER.fullmatch(content)
         if older is not None:
             raise CheckpointError(wrong_format(int(older[1])))

@@ -18,6 +18,7 @@ import torch
 from xxhash import xxh3_128
 
 from llava_fsdp.checkpoint.disk import READ, new_file, write_all
+from llava_fsdp.digests import CHUNK, Digest
 from llava_fsdp.errors import CheckpointError, NumericError
 
 CODES = {
@@ -27,8 +28,6 @@ CODES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
 }  # fmt: skip
 DTYPES = {code: dtype for dtype, code in CODES.items()}
-CHUNK = 8 << 20
-"""Bytes at a time: what is written, digested and looked through stays in the cache."""
 WRITEBACK = 64 << 20
 """Bytes after which the kernel is told to begin writing; it would wait for a tenth of the memory, and fsync for all."""
 LARGEST_HEADER = 100 << 20
@@ -44,14 +43,6 @@ class Stretch:
     shape: tuple[int, ...]
     begin: int
     end: int
-
-
-@dataclass(frozen=True)
-class Digest:
-    """What a file must be."""
-
-    bytes: int
-    xxh128: str
 
 
 def size_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from xxhash import xxh3_128
 
 from llava_fsdp.checkpoint.agree import on_all_ranks, on_first_rank
 from llava_fsdp.checkpoint.facts import parse_facts
@@ -27,13 +26,11 @@ from llava_fsdp.checkpoint.manifest import (
     parse,
     wrong_format,
 )
-from llava_fsdp.checkpoint.tensorfile import CHUNK, Digest, open_file, read_header
+from llava_fsdp.checkpoint.tensorfile import open_file, read_header
 from llava_fsdp.checkpoint_names import list_checkpoints, step_of
+from llava_fsdp.digests import THREADS, Digest, digest_of, share
 from llava_fsdp.errors import CheckpointError
 from llava_fsdp.log import log
-
-THREADS = 4
-"""That digest files at once, in each process."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ def verify_together(folder: Path) -> Checkpoint:
 
     def digest() -> None:
         with naming(folder):
-            digest_files(found, share(found.manifest, rank, size))
+            digest_files(found, share(found.manifest.files, rank, size))
 
     on_all_ranks(digest, f"{folder} cannot be verified")
     return found
@@ -200,24 +197,8 @@ def digest_of_file(path: Path) -> Digest:
     Raises:
         CheckpointError: it is a link, no file, or cannot be opened.
     """
-    digest, size, buffer = xxh3_128(), 0, bytearray(CHUNK)
     with os.fdopen(open_file(path), "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(memoryview(buffer)[:count])
-            size += count
-    return Digest(size, digest.hexdigest())
-
-
-def share(manifest: Manifest, rank: int, size: int) -> list[str]:
-    """The files that a rank digests: the largest first, each to the rank with the fewest bytes."""
-    load = [0] * size
-    mine = []
-    for name in sorted(manifest.files, key=lambda n: (-manifest.files[n].bytes, n)):
-        least = load.index(min(load))
-        load[least] += manifest.files[name].bytes
-        if least == rank:
-            mine.append(name)
-    return mine
+        return digest_of(file)
 
 
 def newest_together(parent: Path, strict: bool) -> Checkpoint | None:

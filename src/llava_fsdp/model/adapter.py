@@ -6,7 +6,6 @@ A folder holds `adapter_config.json` and `adapter_model.safetensors` (or `.bin`)
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from xxhash import xxh3_128
 
 from llava_fsdp.config import LoraBias, LoraConfig
 from llava_fsdp.errors import ConfigError, ModelError
@@ -24,15 +22,14 @@ from llava_fsdp.log import log
 from llava_fsdp.model.files import StoredTensor, open_file
 from llava_fsdp.model.lora import LORA_A, LORA_B, MAGNITUDE, is_adapter, module_of, without_base
 from llava_fsdp.model.names import ours_in_adapter
-from llava_fsdp.untrusted import beside, foreign, read_json
+from llava_fsdp.notes import NOTES, check_folder, read_notes
+from llava_fsdp.untrusted import foreign, read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 OTHERS_FILES = ("non_lora_trainables.safetensors", "non_lora_trainables.bin")
 FOLDER = "adapter"
 """In a run, and in each of its checkpoints."""
-NOTES = "llava_fsdp.json"
-"""What our folders add to others' files: how the model was trained and what it is made of."""
 TOWER = "vision_tower."
 OTHER_MEANINGS = (
     "rank_pattern", "alpha_pattern", "fan_in_fan_out", "modules_to_save", "layer_replication", "lora_bias",
@@ -94,11 +91,12 @@ def open_adapter(folder: Path) -> AdapterFolder:
     Raises:
         ModelError: it is no LoRA adapter, a file of it is missing or damaged, or it adapts what has no adapters here.
     """
+    check_folder(folder)
     settings = read_json(folder / ADAPTER_CONFIG)
     with foreign(f"{folder / ADAPTER_CONFIG} is damaged"):
         check_kind(settings, folder)
         lora = read_lora(settings, folder)
-    check_files(folder, lora)
+    check_meaning(folder, lora)
     file = next((folder / n for n in ADAPTER_FILES if (folder / n).is_file()), None)
     if file is None:
         raise ModelError(f"{folder} has an {ADAPTER_CONFIG}, but none of {', '.join(ADAPTER_FILES)}; copy it there")
@@ -111,33 +109,21 @@ def open_adapter(folder: Path) -> AdapterFolder:
     return found
 
 
-def check_files(folder: Path, lora: LoraConfig) -> None:
-    """Where our notes say what the files are, that they still are. In adapter_config.json the path of the base may have
-    been corrected, and what the weights mean may not.
+def check_meaning(folder: Path, lora: LoraConfig) -> None:
+    """Where our notes say how the adapter was trained, adapter_config.json says the same: its path of the base may be
+    corrected, and what the weights mean may not.
 
     Raises:
-        ModelError: one is missing, or another.
+        ModelError: it says something else.
     """
-    notes = read_json(folder / NOTES) if (folder / NOTES).is_file() else {}
+    trained = read_notes(folder).get("lora", {})
     with foreign(f"{folder / NOTES} is not what was written"):
-        for name, digest in notes.get("files", {}).items():
-            path = beside(folder / NOTES, name)
-            if not path.is_file():
-                raise ModelError(f"{path} is missing; the {NOTES} beside it names it: copy the whole folder")
-            if xxh128_of(path) != digest:
-                raise ModelError(f"{path} is not what was written: its digest differs; copy it again")
-        trained = notes.get("lora", {})
         for key in ("alpha", "use_dora", "use_rslora"):  # of another r the shapes tell
             if key in trained and trained[key] != getattr(lora, key):
                 raise ModelError(
                     f"{folder / ADAPTER_CONFIG} says {key} {getattr(lora, key)}, and the adapter was trained with "
                     f"{trained[key]}, as {NOTES} beside it says; copy it again"
                 )
-
-
-def xxh128_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, xxh3_128).hexdigest()
 
 
 def check_kind(settings: dict[str, Any], folder: Path) -> None:

@@ -11,7 +11,8 @@ from llava_fsdp.errors import ConfigError, ModelError
 from llava_fsdp.model.adapter import ADAPTER_CONFIG, AdapterFolder
 from llava_fsdp.model.files import PROJECTOR, WHOLE_MODEL
 from llava_fsdp.model.original import TOWER, Selection, is_original, read_selection
-from llava_fsdp.model.parts import HUB_NAME, NOTES, PACKAGE, read_json, read_llava_config, resolve_model
+from llava_fsdp.model.parts import HUB_NAME, PACKAGE, read_json, read_llava_config, resolve_model
+from llava_fsdp.notes import NOTES, read_notes
 from llava_fsdp.untrusted import foreign
 
 
@@ -39,8 +40,7 @@ def read_model(folder: Path, language: str | None, vision: str | None) -> ModelC
         tower = vision or find_tower(raw, folder)
     else:
         config = read_llava_config(folder, "source")
-        notes = read_json(folder / NOTES, str(folder)) if (folder / NOTES).is_file() else {}
-        start_end = bool(notes.get("image_start_end", False))
+        start_end = bool(read_notes(folder).get("image_start_end", False))
         feature = Feature.patch if config.vision_feature_select_strategy == "default" else Feature.full
         said = Selection("mlp2x_gelu", config.vision_feature_layer, feature, PatchMerge.flat, start_end)
         whole, base, tower = True, "", vision or ""
@@ -67,7 +67,7 @@ def read_base(found: AdapterFolder, base: str | None, vision: str | None) -> Mod
         ConfigError: nothing says what the base is, or it is not here.
         ModelError: it is none that an adapter could be for.
     """
-    notes = read_json(found.folder / NOTES, str(found.folder)) if (found.folder / NOTES).is_file() else {}
+    notes = read_notes(found.folder)
     if "model" in notes:
         with foreign(f"{found.folder / NOTES} is not what was written"):
             cfg = load(ModelConfig, OmegaConf.create(dict(notes["model"]))).plain

@@ -10,15 +10,16 @@ from transformers import AutoConfig, LlavaConfig, PretrainedConfig
 from llava_fsdp.config import Config, Feature, ModelConfig
 from llava_fsdp.errors import ConfigError, ModelError
 from llava_fsdp.log import log
-from llava_fsdp.model.adapter import NOTES, is_adapter_folder
+from llava_fsdp.model.adapter import find_adapter, is_adapter_folder
 from llava_fsdp.model.files import WHOLE_MODEL
 from llava_fsdp.model.original import TOWER, check_agrees, is_original, language_config
-from llava_fsdp.untrusted import foreign, is_open_to_others, refuse_model_code
+from llava_fsdp.notes import NOTES, check_folder, read_notes
+from llava_fsdp.untrusted import SMALL, foreign, is_open_to_others, refuse_model_code
 from llava_fsdp.untrusted import read_json as read_any_json
 
 PACKAGE = "package:"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-HUB_FILES = ["*.json", "*.model", "*.safetensors", "*.bin"]
+HUB_FILES = ["*.json", "*.model", "*.safetensors", "*.bin", "*.jinja", "*.txt"]
 CHECKPOINT_FILE = "manifest.json"
 """Every checkpoint of a run has it."""
 EXPORT = "export"
@@ -72,6 +73,18 @@ def find_parts(cfg: ModelConfig) -> Parts:
     language: Any = config.text_config
     language.vocab_size = trained_vocabulary(folder, config)
     return Parts(folder, folder, language, vision_config(config), folder)
+
+
+def artifacts_of(parts: Parts, projector: Path | None, cfg: ModelConfig) -> list[Path]:
+    """All that a model's weights, tokenizer and preprocessing are read from: folders, and maybe a projector's file.
+
+    Args:
+        projector: as `find_projector` has found it.
+    """
+    found = [parts.whole, parts.language_folder, parts.vision_folder, projector]
+    if cfg.lora.checkpoint is not None:
+        found.append(find_adapter(cfg.lora.checkpoint, "model.lora.checkpoint"))
+    return list(dict.fromkeys(path for path in found if path is not None))
 
 
 def refuse_unread_weights(folders: dict[str, Path]) -> None:
@@ -144,8 +157,9 @@ def trained_vocabulary(folder: Path, config: Any) -> int:
 
     A row too many would take part in every softmax, so they are cut on the way back.
     """
-    if (folder / NOTES).is_file():
-        rows = read_json(folder / NOTES, str(folder)).get("vocab_size")
+    notes = read_notes(folder)
+    if notes:
+        rows = notes.get("vocab_size")
         if type(rows) is not int or not 1 <= rows <= config.text_config.vocab_size:
             raise ModelError(
                 f"{folder / NOTES} has vocab_size={rows!r}, and the model has {config.text_config.vocab_size}"
@@ -165,12 +179,20 @@ def vision_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def resolve(name: str, key: str) -> Path:
-    """A folder: shipped with the package, on this machine, or downloaded from the hub.
+    """A folder: shipped with the package, on this machine, or downloaded from the hub. Of one that we wrote the small
+    files are compared with its notes, and the sizes of all; `intact.check_artifacts` reads the weights too.
 
     Raises:
         ConfigError: it is none of these.
         ModelError: the hub could not be read.
+        DamagedModel: a file is not what was written.
     """
+    folder = find_folder(name, key)
+    check_folder(folder, SMALL)
+    return folder
+
+
+def find_folder(name: str, key: str) -> Path:
     if name.startswith(PACKAGE):
         folder = Path(__file__).parents[1] / "assets" / name.removeprefix(PACKAGE)
         if not folder.is_dir():
@@ -204,8 +226,8 @@ def download(name: str, key: str) -> Path:
 def resolve_model(name: str, key: str) -> Path:
     """A folder with a whole model; a run's folder stands for its export."""
     folder = Path(name)
-    if (folder / EXPORT / "config.json").is_file():
-        return folder / EXPORT
+    if (folder / EXPORT / "config.json").is_file() or read_notes(folder / EXPORT):
+        return resolve(str(folder / EXPORT), key)
     if is_adapter_folder(folder):
         raise ModelError(
             f"{key}={name} is an adapter, not a whole model; merge it into its base: python -m llava_fsdp.export "
@@ -301,7 +323,7 @@ def find_projector(cfg: Config) -> Path | None:
 
 
 def check_same_model(folder: Path, cfg: Config) -> None:
-    notes = read_json(folder / NOTES, "model.projector=auto")
+    notes = read_notes(folder)
     for key, ours in (("language", cfg.model.language), ("vision", cfg.model.vision)):
         if notes.get(key) != ours:
             raise ConfigError(
