@@ -23,13 +23,23 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from llava_fsdp.config import SOURCES, config_dir, did_you_mean, load, schema_keys
-from llava_fsdp.errors import ENDINGS, ConfigError, ExitCode, FolderInUse, LlavaFsdpError, Stopped
+from llava_fsdp.errors import ENDINGS, ConfigError, ExitCode, FolderLost, LlavaFsdpError, Stopped
 from llava_fsdp.guard import FOLDER_FLAGS, NAME_FLAGS, PATH_FLAGS, check_command_line
 from llava_fsdp.heartbeats import read_beat
 from llava_fsdp.log import leave_noise_out, log, setup_logging
 from llava_fsdp.parent import end_torchrun, end_with
 from llava_fsdp.redact import redact, secrets_of
-from llava_fsdp.rundir import PATIENCE, Outcome, attempt, env_rank, is_one_node, is_others, settled
+from llava_fsdp.rundir import (
+    PATIENCE,
+    Outcome,
+    attempt,
+    env_rank,
+    is_absent,
+    is_one_node,
+    is_others,
+    last_word,
+    settled,
+)
 
 T = TypeVar("T")
 # Keys whose values are text or paths: taken as they are typed, without Hydra's grammar for lists and functions.
@@ -109,7 +119,7 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
     """
     setup_logging()
     folder = typed_output_dir()
-    everywhere, stopped_by_others = False, False
+    everywhere, ends_torchrun = False, False
     try:
         with until_reader_leaves():
             node = compose(config_name, schema)
@@ -124,8 +134,11 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
     except LlavaFsdpError as error:
         outcome = Outcome(ENDINGS[error.ending], str(error), error.culprit)
         said, everywhere = f"{type(error).__name__}: {error}", error.on_every_rank
-        stopped_by_others = isinstance(error, Stopped) and not error.asked_here
-        folder = None if isinstance(error, FolderInUse) else folder  # what is in it is not ours
+        ends_torchrun = isinstance(error, Stopped) and not error.asked_here
+        if not error.leaves_word:
+            folder = None
+            # restarts could not know why this one ended, and would begin in whatever is there now
+            ends_torchrun |= isinstance(error, FolderLost)
     except KeyboardInterrupt:
         outcome, said = Outcome(ENDINGS["interrupted"], "interrupted"), "interrupted"
     except BaseException as error:
@@ -135,12 +148,12 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
         time.sleep(PATIENCE)  # rank 0 says it, writes it, and ends first
     if folder is not None and (beat := read_beat(folder, env_rank())) is not None and beat.pid == os.getpid():
         outcome = replace(outcome, step=beat.step)
-    first = None if folder is None or is_others(folder) else on_exit(folder, outcome)
+    first = leave_word(folder, outcome, on_exit)
     code = outcome.ending.exit_code
     if code == ExitCode.DONE:
         return
     # rank 0 did not meet the error after all, or later: this rank is the first then
-    is_first = on_exit is not no_status and folder is not None and folder.is_dir()
+    is_first = on_exit is not no_status and folder is not None and not is_absent(folder)
     if first is None and (is_first or not silent):
         log().log(logging.INFO if code == ExitCode.STOPPED else logging.ERROR, said)
         tell_torchrun(said)
@@ -150,10 +163,18 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
         sys.stderr.flush()
-    if stopped_by_others:
+    if ends_torchrun:
         time.sleep(PATIENCE)  # torchrun stops ranks as well to start them again with more machines
         end_torchrun()
     os._exit(code)
+
+
+def leave_word(folder: Path | None, outcome: Outcome, on_exit: Status) -> dict[str, Any] | None:
+    """What `on_exit` gives, unless there is no folder or another launch's run is in it. Raises nothing."""
+    if folder is not None and not is_others(folder):
+        with last_word(folder):
+            return on_exit(folder, outcome)
+    return None
 
 
 def is_later_rank() -> bool:

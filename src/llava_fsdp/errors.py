@@ -57,6 +57,8 @@ class LlavaFsdpError(Exception):
     ending = "bug"
     """A name of `ENDINGS`."""
     on_every_rank = True  # every rank finds it alike, so that rank 0 alone need say it
+    leaves_word = True
+    """Whether it may be written into `output_dir`: what lies there may be another run's."""
     culprit: dict[str, Any] = {}  # noqa: RUF012  never changed in place: `about` gives an error its own
 
     @property
@@ -159,6 +161,7 @@ class FolderInUse(ConfigError):
     """Another run is under way in `output_dir`; rank 0 alone looks."""
 
     on_every_rank = False
+    leaves_word = False
 
 
 class BuildError(ConfigError):
@@ -177,6 +180,18 @@ class CheckpointError(LlavaFsdpError):
     """A checkpoint cannot be written, read, or continued with this configuration."""
 
     ending = "checkpoint"
+
+
+class FolderLost(CheckpointError):
+    """`output_dir` was deleted, moved, replaced or taken by another run while this one was under way."""
+
+    def __init__(self, message: str, leaves_word: bool):
+        """
+        Args:
+            leaves_word: the folder of that name is this run's again.
+        """
+        super().__init__(message)
+        self.leaves_word = leaves_word
 
 
 class OffloadError(ConfigError):

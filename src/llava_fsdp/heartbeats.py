@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
+from llava_fsdp.rows import write_new
+
 FOLDER = ".heartbeats"
 
 
@@ -71,7 +73,7 @@ def make_beat(rank: int, step: int, phase: Phase, work: int, detail: str, count:
 def put_beat(folder: Path, beat: Beat) -> None:
     path = folder / FOLDER / f"rank-{beat.rank}.json"
     staged = path.with_suffix(".tmp")
-    staged.write_text(json.dumps(asdict(beat)))
+    write_new(staged, json.dumps(asdict(beat)).encode(), 0o666)
     os.replace(staged, path)
 
 

@@ -1,12 +1,15 @@
 """What happens between two steps: saving, stopping, and giving up on numbers that are none. On every rank alike."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from llava_fsdp import checkpoint
 from llava_fsdp.checkpoint import Saver
 from llava_fsdp.config import Config
-from llava_fsdp.errors import NumericError, Stopped
+from llava_fsdp.errors import CheckpointError, FolderLost, ModelError, NumericError, Stopped
 from llava_fsdp.heartbeats import Phase
+from llava_fsdp.holding import Hold, Loss
 from llava_fsdp.life import Life
 from llava_fsdp.sharding.mesh import gather_lists, own_rank
 from llava_fsdp.state import StepResult, TrainState
@@ -19,11 +22,21 @@ SHOWN = 8
 class Keeper:
     """Keeps a run's state: when it is due, when it is asked for, and never in the middle of steps that were skipped."""
 
-    def __init__(self, state: TrainState, saver: Saver | None, cfg: Config, last_step: int, life: Life):
+    def __init__(
+        self,
+        state: TrainState,
+        saver: Saver | None,
+        cfg: Config,
+        last_step: int,
+        life: Life,
+        hold: Hold | None = None,
+    ):
         """
         Args:
             saver: None: there is no step left.
+            hold: on rank 0, what knows of the run's folder.
         """
+        self.hold = hold
         self.state = state
         self.saver = saver
         self.cfg = cfg
@@ -43,6 +56,7 @@ class Keeper:
 
         Raises:
             NumericError: more steps in a row than `numeric.max_consecutive_skips` had gradients that are not finite.
+            CheckpointError: it could not be written.
         """
         state = self.state
         if state.consecutive > self.cfg.numeric.max_consecutive_skips:
@@ -57,12 +71,16 @@ class Keeper:
 
         Raises:
             Stopped: the state is on disk, unless `checkpoint.on_save_error` allows otherwise.
+            FolderLost: the run's folder is not there any more, or not the run's.
         """
         asked = Votes(
             stop=self.life.wants_stop(),
             save=self.life.wants_save(),
             failed=self.saver is not None and self.saver.failed,
+            lost=self.loss() is not None,
         ).agreed()
+        if asked.lost:
+            self.stop_if_lost()
         if asked.failed:
             self.finish()
         if (asked.stop or asked.save) and not self.is_kept:
@@ -77,7 +95,8 @@ class Keeper:
     def save(self) -> None:
         self.life.at(Phase.CHECKPOINT)
         assert self.saver is not None
-        self.saver.save()
+        with self.explained():
+            self.saver.save()
         self.owed = False
 
     def finish(self) -> None:
@@ -88,7 +107,8 @@ class Keeper:
         """
         if self.saver is not None:
             self.life.at(Phase.CHECKPOINT)
-            self.saver.raise_if_failed()
+            with self.explained():
+                self.saver.raise_if_failed()
 
     def close(self) -> None:
         """After the last step: all of it is on disk.
@@ -99,12 +119,79 @@ class Keeper:
         """
         if self.saver is None:
             return
-        self.life.at(Phase.CHECKPOINT)
+        self.finish()
+        if Votes(lost=self.loss() is not None).agreed().lost:
+            self.stop_if_lost()
         self.saver.close()
+        self.saver = None
         if Votes(stop=self.life.wants_stop()).agreed().stop and self.cfg.export.enabled:
             raise Stopped(
                 f"{self.asker}: stopped after the last step; the same command exports the model", bool(self.life.stop)
             )
+
+    def loss(self) -> Loss | None:
+        """What has become of the run's folder, where that is bad; only rank 0 knows. Not a collective."""
+        return self.hold.look() if self.hold is not None else None
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Within it something is written into the run's folder by all ranks together: where that fails because the
+        folder is gone, that is what is said.
+
+        Raises:
+            FolderLost
+        """
+        try:
+            yield
+        except (CheckpointError, ModelError) as error:
+            if not isinstance(error, FolderLost):
+                self.stop_if_lost()
+            raise
+
+    def stop_if_lost(self) -> None:
+        """A collective.
+
+        A state that is still in memory is saved into a new folder of the same name, unless something else is there.
+
+        Raises:
+            FolderLost: saying what is lost and what is not.
+        """
+        failing = f"cannot look at {self.cfg.output_dir}"
+        loss = checkpoint.on_first_rank(self.loss, failing)
+        if loss is None:
+            return
+        step = self.state.step
+        said = f"output_dir={self.cfg.output_dir} {loss.what}, as found after step {step}"
+        if not loss.can_be_remade:
+            raise FolderLost(
+                f"{said}. Nothing more was written there, and no checkpoint of step {step}; the run's own folder, put "
+                "back in its place, continues from its last checkpoint",
+                leaves_word=False,
+            )
+        try:
+            checkpoint.on_first_rank(self.remake, failing)
+            if self.saver is not None:
+                self.life.at(Phase.CHECKPOINT)
+                self.saver.forget()
+                self.saver.save()
+                self.saver.raise_if_failed()
+        except (CheckpointError, NumericError) as error:
+            raise FolderLost(f"{said}; it was to be made again, and that failed: {error}", leaves_word=True) from error
+        saved = (
+            f"A checkpoint of step {step} has been saved into a new folder of that name, and the same command "
+            "continues from it"
+            if self.saver is not None
+            else "The run's last checkpoint was in it; the same command starts anew"
+        )
+        raise FolderLost(
+            f"{said}, with its checkpoints, its metrics and what was exported. {saved}. If the folder was moved, put "
+            "it back in place of the new one",
+            leaves_word=True,
+        )
+
+    def remake(self) -> None:
+        assert self.hold is not None
+        self.hold.remake()
 
     @property
     def asker(self) -> str:

@@ -24,11 +24,12 @@ from typing import TextIO
 
 from llava_fsdp.config import CommConfig
 from llava_fsdp.deaths import ending_of
-from llava_fsdp.errors import ENDINGS, CommunicationError
+from llava_fsdp.errors import ENDINGS, CommunicationError, StorageError
 from llava_fsdp.heartbeats import FOLDER, Beat, Late, Phase, Watcher, beat_age, make_beat, put_beat
 from llava_fsdp.log import log
 from llava_fsdp.parent import end_torchrun
-from llava_fsdp.rundir import PATIENCE, Outcome, first_failure, note_steps, put_status, write_ending
+from llava_fsdp.refusals import why
+from llava_fsdp.rundir import PATIENCE, Outcome, first_failure, last_word, note_steps, put_status, write_ending
 
 BEAT = 1.0
 """Seconds between two heartbeats."""
@@ -36,6 +37,9 @@ FROZEN = 5.0
 """Seconds without one after which a process counts as stopped."""
 HEARING = 3.0
 """Seconds that a signal may take to be heard where the machine is busy."""
+ONE_WISH = 0.5
+"""Seconds within which a second Ctrl-C counts as the first: a key pressed twice, or a launcher that passes on what the
+terminal has sent to all."""
 SETTLE = 0.3
 """Seconds until a SIGTERM is taken for a wish: torchrun sends it as well where another rank has failed."""
 STACKS = "stacks"
@@ -58,6 +62,8 @@ class Life:
         """Seconds that a collective may wait."""
         self.stop = ""
         """The signal that asked this rank to stop; empty: none did."""
+        self.interrupted_at: float | None = None
+        """When the first SIGINT was heard, on the monotonic clock."""
         self.told = False
         """SIGTERM or SIGINT has come here, whatever became of it."""
         self.saves = 0
@@ -74,6 +80,10 @@ class Life:
         """Shows and tells how the run ended, where the process ends from here; it must take no more than seconds."""
         self.size = 1
         self.stepping = False
+        self.has_stepped = False
+        """A step of this start is over."""
+        self.look: Callable[[], object] = lambda: None
+        """Looks after the folder of the run, every second."""
         self.is_attending = False
         """A step of this start is over, and the last one is not."""
         self.count = 0
@@ -124,7 +134,7 @@ class Life:
         if not self.stepping and self.is_attending and self.rank == 0:
             with contextlib.suppress(OSError):
                 note_steps(self.folder)
-        self.stepping = True
+        self.stepping = self.has_stepped = True
 
     def __enter__(self) -> "Life":
         self.ending = threading.Event()
@@ -132,10 +142,12 @@ class Life:
         self.pipe = os.pipe()
         for end in self.pipe:
             os.set_blocking(end, False)
-        self.interrupts = 0
-        for name in (FOLDER, STACKS):  # stacks and records are nobody else's business
-            (self.folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.stacks = fresh(self.folder / STACKS / f"rank-{self.rank}.txt")
+        try:
+            for name in (FOLDER, STACKS):  # stacks and records are nobody else's business
+                (self.folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.stacks = fresh(self.folder / STACKS / f"rank-{self.rank}.txt")
+        except OSError as error:
+            raise StorageError(f"output_dir={self.folder} cannot be written ({why(error, self.folder)})") from error
         self.watcher = Watcher(self.folder, FROZEN)
         self.handlers = {}
         if threading.current_thread() is threading.main_thread():
@@ -162,9 +174,11 @@ class Life:
         for handle in (*self.pipe, *self.peers):
             os.close(handle)
         self.peers = {}
-        self.stacks.close()
-        if not os.path.getsize(self.stacks.name):
-            os.unlink(self.stacks.name)
+        with last_word(Path(self.stacks.name)):
+            is_empty = not os.fstat(self.stacks.fileno()).st_size
+            self.stacks.close()
+            if is_empty:
+                Path(self.stacks.name).unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def among(self, ranks: list[tuple[int, str, int]]) -> Iterator[None]:
@@ -221,18 +235,22 @@ class Life:
             return
         self.told = True
         name = signal.Signals(number).name
-        self.interrupts += number == signal.SIGINT
-        if self.interrupts > 1:
+        if number == signal.SIGINT and self.is_second_wish():
             self.end(Outcome(ENDINGS["interrupted"], f"interrupted at step {self.step + 1}, without a checkpoint"))
         until = time.monotonic() + SETTLE
         while self.size > 1 and time.monotonic() < until:
             if first_failure(self.folder) is not None:
                 return  # torchrun ends us because another rank has failed; `beat` does the rest
             self.listen(0.05)
+        if self.stop:
+            return  # what was asked for is being done, and asking again changes nothing
         if not self.stepping:
             ending = ENDINGS["stopped" if number == signal.SIGTERM else "interrupted"]
-            outside = self.phase in (Phase.LOADING, Phase.EXPORT)
-            where = "outside of the steps" if outside else "before the first step was over"
+            where = "before the first step was over"
+            if self.phase in (Phase.LOADING, Phase.EXPORT):
+                where = "outside of the steps"
+            elif self.has_stepped:
+                where = "after the last step"
             self.end(Outcome(ending, f"{name} {where}, {self.phase.value}: nothing was lost"))
         if not self.stop:
             self.stop = name
@@ -240,6 +258,12 @@ class Life:
             if self.rank == 0:
                 with contextlib.suppress(OSError):
                     put_status(self.folder, "stopping", Outcome(ENDINGS["stopped"], name, step=self.step))
+
+    def is_second_wish(self) -> bool:
+        """Whether a Ctrl-C came before, long enough ago to have been another."""
+        first, now = self.interrupted_at, time.monotonic()
+        self.interrupted_at = now if first is None else first
+        return first is not None and now - first > ONE_WISH
 
     def lost(self, pidfd: int, rank: int, pid: int) -> None:
         """Another rank on this machine has ended. Its own word is there already, if it left one."""
@@ -258,6 +282,7 @@ class Life:
         return beat
 
     def beat(self) -> None:
+        self.look()
         beat = self.tell()
         if self.comm is None:
             return
@@ -348,7 +373,7 @@ def has_others() -> bool:
 
 def fresh(path: Path) -> TextIO:
     """A new file of the owner's; what a start before left under its name is kept as `NAME.N.txt`."""
-    if path.is_file() and path.stat().st_size:
+    if os.path.lexists(path) and path.lstat().st_size:
         number = next(n for n in itertools.count(1) if not path.with_suffix(f".{n}.txt").exists())
         os.replace(path, path.with_suffix(f".{number}.txt"))
-    return open(path, "w", opener=lambda name, flags: os.open(name, flags, 0o600))
+    return open(path, "w", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600))

@@ -124,7 +124,7 @@ class LivePage:
 
 def rewrite_page(folder: Path) -> None:
     """Of a start that ended before its first step: what an earlier one left is shown with how this one ended."""
-    if not (folder / STARTS_FILE).is_file() and not (folder / METRICS_FILE).is_file():
+    if not os.path.isfile(folder / STARTS_FILE) and not os.path.isfile(folder / METRICS_FILE):
         return
     try:
         put_page(folder / REPORT_FILE, report_page(read_run(folder, is_own=True), Thumbnails()), folder)

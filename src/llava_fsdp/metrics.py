@@ -28,6 +28,7 @@ from llava_fsdp.errors import StorageError
 from llava_fsdp.live_page import LivePage
 from llava_fsdp.log import log
 from llava_fsdp.planning.utilization import Utilization
+from llava_fsdp.refusals import why
 from llava_fsdp.rows import Rows, replace_lines
 from llava_fsdp.runs import METRICS_FILE
 from llava_fsdp.spikes import Spikes
@@ -86,7 +87,7 @@ class Reporter:
             cut_back(self.metrics.path, first_step)
             begin_quarantine(self.quarantine.path, first_step, left_out)
         except OSError as error:
-            raise StorageError(f"output_dir={cfg.output_dir} cannot be written ({error}); make room there") from error
+            raise StorageError(f"output_dir={cfg.output_dir} cannot be written ({why(error, self.folder)})") from error
         about = {**(about or {}), "run": run, "total_steps": total_steps}
         self.page = LivePage(cfg, first_step, about)
         self.trackers = Trackers(cfg, first_step, run, about, self.page.run.config)

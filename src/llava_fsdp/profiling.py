@@ -20,6 +20,7 @@ from llava_fsdp.errors import StorageError
 from llava_fsdp.log import log
 from llava_fsdp.profile_page import write_page
 from llava_fsdp.profile_times import RANGE, TraceError, times_of
+from llava_fsdp.refusals import why
 
 T = TypeVar("T")
 FOLDER = "profile"
@@ -140,7 +141,7 @@ class Recorder(Unrecorded):
             title = f"steps {self.first} to {self.last} of this start, rank {self.rank}"
             page = write_page(times_of(trace), self.folder / name, title, self.first)
         except OSError as error:
-            raise StorageError(f"{self.folder} cannot be written ({error}); make room there") from error
+            raise StorageError(f"{self.folder} cannot be written ({why(error, self.folder)})") from error
         except TraceError as error:
             raise StorageError(f"{trace} {error}: is there room? profile=false goes without") from error
         finally:

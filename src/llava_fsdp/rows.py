@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llava_fsdp.log import log
+from llava_fsdp.refusals import why
 
 MOST_WAITING = 200_000
 """Rows that are kept in memory, a few hundred bytes each."""
@@ -34,8 +35,9 @@ class Rows:
         error = self.write()
         if error is not None and not failing:
             log().warning(
-                "%s cannot be written (%s); the run goes on, and its rows wait in memory until it can", self.path, error
-            )
+                "%s cannot be written (%s); the run goes on, and its rows wait in memory until it can",
+                self.path, why(error, self.path),
+            )  # fmt: skip
         elif error is None and failing:
             log().warning("%s can be written again, and has the rows that waited", self.path)
 
@@ -43,24 +45,10 @@ class Rows:
         """All rows that wait, or none of them: a line that a full disk cut short would spoil the next."""
         if not self.waiting:
             return None
-        data = "".join(self.waiting).encode()
         try:
-            handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            append(self.path, "".join(self.waiting).encode())
         except OSError as error:
             return error
-        try:
-            before = os.fstat(handle).st_size
-            try:
-                written = 0
-                while written < len(data):
-                    written += os.write(handle, data[written:])
-            except OSError as error:
-                with contextlib.suppress(OSError):
-                    os.ftruncate(handle, before)
-                return error
-        finally:
-            with contextlib.suppress(OSError):  # what a network's disk tells only now has been told before, or will be
-                os.close(handle)
         self.waiting.clear()
         return None
 
@@ -69,17 +57,52 @@ class Rows:
         error = self.write()
         if error is not None or self.lost:
             lost = self.lost + len(self.waiting)
-            log().warning("%s lacks %d rows, which could not be written: %s", self.path, lost, error)
+            said = why(error, self.path) if error is not None else "too many waited"
+            log().warning("%s lacks %d rows, which could not be written: %s", self.path, lost, said)
+
+
+def append(path: Path, data: bytes) -> None:
+    """Add all of it to a file, or nothing; not through a symbolic link.
+
+    Raises:
+        OSError
+    """
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        before = os.fstat(handle).st_size
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[os.write(handle, left) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(handle, before)
+            raise
+    finally:
+        with contextlib.suppress(OSError):  # what a network's disk tells only now has been told before, or will be
+            os.close(handle)
 
 
 def replace_lines(path: Path, lines: Iterable[str]) -> None:
     """Write a file anew, beside it first."""
     staged = path.with_suffix(".tmp")
-    with staged.open("w") as file:
-        file.writelines(line + "\n" for line in lines)
-        file.flush()
-        os.fsync(file.fileno())  # else a loss of power may leave neither the old lines nor these
+    write_new(staged, "".join(line + "\n" for line in lines).encode(), 0o666, is_forced=True)
     os.replace(staged, path)
+
+
+def write_new(path: Path, content: bytes, mode: int, is_forced: bool = False) -> None:
+    """A new file: what is there under the name goes, as it may be readable by others, or a link.
+
+    Args:
+        is_forced: it is on the disk when this returns; else a loss of power after it replaced another file may leave
+            neither the old content nor this.
+    """
+    path.unlink(missing_ok=True)
+    with open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_EXCL | os.O_NOFOLLOW, mode)) as file:
+        file.write(content)
+        if is_forced:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -21,6 +21,8 @@ from llava_fsdp.errors import ENDINGS, ConfigError, Ending, FolderInUse
 from llava_fsdp.heartbeats import read_beat
 from llava_fsdp.log import log
 from llava_fsdp.redact import redact, secrets_of
+from llava_fsdp.refusals import why
+from llava_fsdp.rows import write_new
 from llava_fsdp.untrusted import is_open_to_others
 
 STATUS_FILE = "run_status.json"
@@ -35,6 +37,12 @@ KILLED = "killed"
 STEPPED_FILE = ".stepped"
 """Is there once the last start in the folder has taken a step."""
 BEGUN_FILE = ".begun"
+WRITTEN = frozenset({
+    LOCK_FILE, STATUS_FILE, FIRST_FAILURE, STEPPED_FILE, BEGUN_FILE, "config.yaml", "metrics.jsonl",
+    "validation.jsonl", "quarantine.jsonl", "starts.jsonl", "report.html", ".heartbeats", "stacks", "checkpoints",
+    "export", "adapter", "tensorboard", "profile", "profile.html",
+})  # fmt: skip
+"""Files and folders of `output_dir` that a training writes."""
 PATIENCE = 2
 """Seconds that a rank waits which has nothing of its own to say: torchrun ends all ranks as soon as one has failed, and
 takes the first one's word for the cause."""
@@ -98,7 +106,7 @@ def started(pid: int) -> float:
 
 
 @contextlib.contextmanager
-def claimed(folder: Path, rank: int, private: bool = True) -> Iterator[None]:
+def claimed(folder: Path, rank: int, private: bool = True) -> Iterator[int | None]:
     """Hold the folder against other runs, make it, and say in it that a run is under way: rank 0, for all.
 
     The others wait until it has: where it is refused, none of them may leave a word in what is another run's.
@@ -110,14 +118,17 @@ def claimed(folder: Path, rank: int, private: bool = True) -> Iterator[None]:
     Args:
         private: a folder that is made is its owner's alone, and so is what says how the run ended.
 
+    Yields:
+        On rank 0 the descriptor of the locked file, which is closed at the end.
+
     Raises:
-        ConfigError: the folder cannot be written, or another run has it (FolderInUse).
+        ConfigError: the folder cannot be written, has links where a run writes, or another run has it (FolderInUse).
     """
     if rank != 0:
         await_claim(folder)
         with contextlib.suppress(OSError):  # rank 0 says what is wrong with it
             make_run_folder(folder, private)
-        yield
+        yield None
         return
     if is_open_to_others(folder):
         log().warning(
@@ -126,9 +137,10 @@ def claimed(folder: Path, rank: int, private: bool = True) -> Iterator[None]:
         )  # fmt: skip
     try:
         make_run_folder(folder, private)
-        handle = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        refuse_links(folder)
+        handle = open_lock(folder)
     except OSError as error:
-        raise ConfigError(f"output_dir={folder} cannot be written ({error}); give another folder") from error
+        raise cannot_write(folder, error) from error
     try:
         try:
             lock(handle, folder)
@@ -138,10 +150,33 @@ def claimed(folder: Path, rank: int, private: bool = True) -> Iterator[None]:
             put_status(folder, "running", mode=0o600 if private else 0o666, before=before)
             (folder / STEPPED_FILE).unlink(missing_ok=True)
         except OSError as error:
-            raise ConfigError(f"output_dir={folder} cannot be written ({error}); give another folder") from error
-        yield
+            raise cannot_write(folder, error) from error
+        yield handle
     finally:
         os.close(handle)
+
+
+def cannot_write(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"output_dir={folder} cannot be written ({why(error, folder)}); give another folder")
+
+
+def open_lock(folder: Path) -> int:
+    return os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def refuse_links(folder: Path) -> None:
+    """
+    Raises:
+        ConfigError: something that a run writes into the folder is a symbolic link.
+        OSError: the folder cannot be read.
+    """
+    links = sorted(entry.name for entry in os.scandir(folder) if entry.name in WRITTEN and entry.is_symlink())
+    if links:
+        raise ConfigError(
+            f"output_dir={folder} has links where a run writes: {', '.join(links)}. A run renames and replaces what is "
+            "in its folder, which takes one file system and must change nothing outside it. Remove the links; to keep "
+            "a run on another disk, give a folder there as output_dir, or make output_dir itself the link"
+        ).about(file=str(folder / links[0]))
 
 
 @contextlib.contextmanager
@@ -189,6 +224,11 @@ def lock(handle: int, folder: Path) -> None:
         except OSError as error:  # a file system without locks
             log().warning("output_dir=%s cannot be locked (%s): see to it that no second run uses it", folder, error)
             break
+    sign_lock(handle)
+
+
+def sign_lock(handle: int) -> None:
+    """Say in the locked file who holds it."""
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "launch": launch_id()}
     os.ftruncate(handle, 0)
@@ -220,7 +260,9 @@ def is_known_free(folder: Path) -> bool:
 def look_at_lock(folder: Path) -> tuple[bool | None, dict[str, Any]]:
     """Whether the folder is held, and by whom; None: the lock is another user's, or the file system has none."""
     try:
-        handle = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)  # also below a mount that cannot be written
+        handle = os.open(
+            folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        )  # also below a mount that cannot be written
     except FileNotFoundError:
         return False, {}
     except OSError:
@@ -276,14 +318,14 @@ def came_before(folder: Path, is_claiming: bool = False) -> dict[str, Any] | Non
         if own and not is_claiming:
             return None
         status = KILLED
-    kept = {name: said.get(name) for name in ("class", "exit_code", "step", "time")}
-    return {"status": status, **kept, "reason": str(said.get("reason") or "")[:LONGEST_BEFORE]}
+    kept = {name: value for name, value in said.items() if name not in ("before", "refused")}
+    return {**kept, "status": status, "reason": str(said.get("reason") or "")[:LONGEST_BEFORE]}
 
 
 def note_steps(folder: Path) -> None:
     """A step was taken: how this start ends is how the run does, whatever came before. In a file of its own, because
     another rank may write its last word into `run_status.json` in this very moment."""
-    (folder / STEPPED_FILE).touch(mode=0o600)
+    os.close(os.open(folder / STEPPED_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
 
 
 def put_status(
@@ -311,19 +353,34 @@ def put_status(
         "attempt": attempt(),
         "launch": launch_id(),
         "time": time.time(),
-        "before": before,
     }
+    if outcome is not None and status != "done" and before is not None and before.get("status") == "done":
+        said = {**before, "before": None, "refused": said}  # a finished run stays finished
+    else:
+        said["before"] = before
     text = (json.dumps(said) + "\n").encode()
     staged, path = folder / f"{STATUS_FILE}.{os.getpid()}.tmp", folder / STATUS_FILE
     try:
         write_new(staged, text.ljust(RESERVED), mode_of(path) if mode is None else mode)
         os.replace(staged, path)
     except OSError:
-        staged.unlink(missing_ok=True)
-        if path.stat().st_size < max(RESERVED, len(text)):
+        with contextlib.suppress(OSError):
+            staged.unlink(missing_ok=True)
+        size = path.lstat().st_size
+        if size < max(RESERVED, len(text)):
             raise
-        with path.open("r+b") as file:  # a full disk has room for what is there already
-            file.write(text.ljust(path.stat().st_size))
+        handle = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with open(handle, "wb") as file:  # a full disk has room for what is there already
+            file.write(text.ljust(size))
+
+
+def own_word(said: dict[str, Any]) -> dict[str, Any]:
+    """What the last start said of itself, by a status that was read: one that was refused in the folder of a finished
+    run leaves that run's status as it is, and its own words beside it."""
+    refused = said.get("refused")
+    if not isinstance(refused, dict):
+        return said
+    return {**refused, "before": {name: value for name, value in said.items() if name != "refused"}}
 
 
 def mode_of(path: Path) -> int:
@@ -334,17 +391,10 @@ def mode_of(path: Path) -> int:
         return 0o600
 
 
-def write_new(path: Path, content: bytes, mode: int) -> None:
-    """What is there under the name goes: it may be readable by others."""
-    path.unlink(missing_ok=True)
-    with open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_EXCL, mode)) as file:
-        file.write(content)
-
-
 def read_status(folder: Path) -> dict[str, Any] | None:
     """What the last run in a folder said, or None; `before` only where it has taken no step."""
     said = read_object(folder / STATUS_FILE)
-    if said is not None and said.get("before") and (folder / STEPPED_FILE).exists():
+    if said is not None and said.get("before") and os.path.exists(folder / STEPPED_FILE):
         return {**said, "before": None}
     return said
 
@@ -375,17 +425,28 @@ def await_first_failure(folder: Path, seconds: float) -> dict[str, Any] | None:
     return found
 
 
+@contextlib.contextmanager
+def last_word(path: Path) -> Iterator[None]:
+    """Within it a file is written that says how the run ended, or shows it. Whatever stands in the way is said, and
+    changes neither the exit code nor what else is written."""
+    try:
+        yield
+    except Exception as error:
+        said = why(error, path) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        log().warning("how the run ended cannot be written to %s: %s", path, said)
+
+
 def write_ending(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
     """Say in `run_status.json` how the run ended, unless another rank has said so.
 
-    A rank that lost another waits for that one's word.
+    A rank that lost another waits for that one's word. What cannot be written is warned of, and raises nothing.
 
     Returns:
         The first failure, where another rank was it.
     """
     rank, ending = env_rank(), outcome.ending
     is_done = ending.name == "done"
-    if not folder.is_dir() or (is_done and rank != 0):
+    if is_absent(folder) or (is_done and rank != 0):
         return None
     if ending.name == "communication" and (first := await_first_failure(folder, PATIENCE)) is not None:
         return first
@@ -394,17 +455,23 @@ def write_ending(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
         culprit["key"] = key[1]
     outcome = replace(outcome, culprit={**culprit, **outcome.culprit})
     status = ending.name if ending.name in ("done", "stopped", "interrupted") else "failed"
-    try:
+    with last_word(folder / FIRST_FAILURE):
         if not is_done and not fail_first(folder, outcome):
             first = first_failure(folder)
             return first if first and first["rank"] != rank else None
-    except OSError as error:
-        log().warning("cannot write %s: %s", folder / FIRST_FAILURE, error)
-    try:
+    with last_word(folder / STATUS_FILE):
         put_status(folder, status, outcome, before=came_before(folder))
-    except OSError as error:
-        log().warning("cannot write %s: %s", folder / STATUS_FILE, error)
     return None
+
+
+def is_absent(folder: Path) -> bool:
+    """Whether there is no such folder; where that cannot be told, there may be one."""
+    try:
+        return not stat.S_ISDIR(os.stat(folder).st_mode)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return True
+    except OSError:
+        return False
 
 
 def fail_first(folder: Path, outcome: Outcome) -> bool:
@@ -426,13 +493,16 @@ def fail_first(folder: Path, outcome: Outcome) -> bool:
         return False
     except OSError:  # a file system without links
         with contextlib.suppress(FileExistsError):
-            created = os.open(folder / FIRST_FAILURE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+            created = os.open(
+                folder / FIRST_FAILURE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode
+            )
             with open(created, "wb") as file:
                 file.write(text)
             return True
         return False
     finally:
-        staged.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            staged.unlink(missing_ok=True)
     return True
 
 
@@ -448,7 +518,8 @@ def mark_begun(folder: Path, wish: str, step: int) -> None:
     if launch_id() is None or begun_at(folder, wish) is not None:
         return
     staged = folder / f"{BEGUN_FILE}.tmp"
-    staged.write_text(json.dumps({"wish": wish, "step": step, "launch": launch_id(), "time": time.time()}) + "\n")
+    said = {"wish": wish, "step": step, "launch": launch_id(), "time": time.time()}
+    write_new(staged, (json.dumps(said) + "\n").encode(), 0o666)
     os.replace(staged, folder / BEGUN_FILE)
 
 
@@ -469,6 +540,7 @@ def begun_at(folder: Path, wish: str) -> int | None:
 def settled(folder: Path) -> dict[str, Any] | None:
     """How an earlier attempt of this very launch ended, where starting again cannot help or is not wanted."""
     said = read_status(folder)
+    said = own_word(said) if said is not None else None
     if said is None or not is_of_this_launch(said):
         return None
     ending = ENDINGS.get(said.get("class") or "")

@@ -75,9 +75,10 @@ class Run:
     def reason(self) -> str:
         """Why it ended, and why it did not go on."""
         reason = str(self.end.get("reason") or "")
-        if self.end is self.status:
+        refused = self.status.get("refused") if self.end is self.status else self.status
+        if not isinstance(refused, dict):
             return reason
-        later = f"{self.status.get('status')} before its first step: {self.status.get('reason') or ''}"
+        later = f"{refused.get('status')} before its first step: {refused.get('reason') or ''}"
         return f"{reason + '; ' if reason else ''}a later start: {later}"
 
 

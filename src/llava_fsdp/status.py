@@ -14,13 +14,14 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from llava_fsdp import cli
 from llava_fsdp.checkpoint_names import FOLDER, list_checkpoints, step_of
 from llava_fsdp.config import Config
 from llava_fsdp.errors import ConfigError, ExitCode
 from llava_fsdp.log import log, setup_logging
-from llava_fsdp.rundir import STATUS_FILE, held_by, is_known_free, is_without_end, read_status, started
+from llava_fsdp.rundir import STATUS_FILE, held_by, is_known_free, is_without_end, own_word, read_status, started
 
 
 def newest_step(output_dir: Path) -> int:
@@ -56,6 +57,8 @@ def main() -> None:
         print(newest_step(path.parent))
         return
     said = read_status(path.parent)
+    if since and said is not None:
+        said = own_word(said)  # how this launch ended, not the run that it found finished
     if said is None or said.get("time", 0.0) < since:
         log().error("%s: nothing from this run; it ended before it could say why", path)
         if likely is not None:
@@ -74,10 +77,17 @@ def main() -> None:
         log().error("%s: %s, without a word about its end: %s", path, said["status"], end)
     else:
         log().info("%s: %s (exit code %d) %s", path, said["status"], said["exit_code"], said["reason"])
-    if isinstance(before := said.get("before"), dict) and said["status"] != "done":
+    say_other_start(path, said)
+    sys.exit(ExitCode.BUG if said["exit_code"] is None else said["exit_code"])
+
+
+def say_other_start(path: Path, said: dict[str, Any]) -> None:
+    """Of a start that took no step, what the run was before it; of a finished run, why a later start was refused."""
+    if isinstance(refused := said.get("refused"), dict):
+        log().info("%s: a later start was refused: %s", path, refused.get("reason") or "")
+    elif isinstance(before := said.get("before"), dict) and said["status"] != "done":
         how = f"{before.get('status')} {before.get('reason') or ''}"
         log().info("%s: that start has taken no step; before it, the run was: %s", path, how)
-    sys.exit(ExitCode.BUG if said["exit_code"] is None else said["exit_code"])
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from llava_fsdp.dry_run import dry_run
 from llava_fsdp.errors import ConfigError, DataError, StorageError
 from llava_fsdp.heartbeats import Phase
 from llava_fsdp.intact import check_artifacts
+from llava_fsdp.holding import Hold
 from llava_fsdp.keeper import Keeper
 from llava_fsdp.life import Life
 from llava_fsdp.live_page import rewrite_page
@@ -43,7 +44,10 @@ from llava_fsdp.planning.auto import Decision, decide
 from llava_fsdp.planning.samples import samples_in
 from llava_fsdp.planning.utilization import utilization_of
 from llava_fsdp.profiling import open_recorder
-from llava_fsdp.rundir import Outcome, claimed, restored_umask, write_ending
+from llava_fsdp.refusals import why
+from llava_fsdp.rows import write_new
+from llava_fsdp.rundir import Outcome, claimed, last_word, restored_umask, write_ending
+from llava_fsdp.runs import CONFIG_FILE, REPORT_FILE
 from llava_fsdp.screen import show_run
 from llava_fsdp.sharding import mesh as ranks
 from llava_fsdp.sharding.mesh import World, distributed, first_rank_first, gather_lists, make_mesh
@@ -69,10 +73,11 @@ def main() -> None:
 
     def on_exit(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
         first = write_ending(folder, outcome)
-        if at_end.show is not None:
-            at_end.show()
-        elif ranks.own_rank() == 0:
-            rewrite_page(folder)
+        with last_word(folder / REPORT_FILE):
+            if at_end.show is not None:
+                at_end.show()
+            elif ranks.own_rank() == 0:
+                rewrite_page(folder)
         return first
 
     cli.run("train", Config, partial(train, at_end=at_end), on_exit)
@@ -87,15 +92,19 @@ def train(cfg: Config, at_end: AtEnd | None = None) -> None:
         raise ConfigError("format=json is for dry_run=N; a training writes metrics.jsonl into output_dir")
     check_places(cfg)
     check_installed(cfg.track)
+    checkpoint.check_settings(cfg)
     folder, rank = Path(cfg.output_dir), ranks.own_rank()
     with (
-        claimed(folder, rank, cfg.private),
+        claimed(folder, rank, cfg.private) as lock,
         restored_umask(),
         Life(folder, rank, cfg.comm) as life,
         distributed(cfg) as world,
         life.among(ranks.meet()),
         clear_memory_errors(cfg, world.device),
     ):
+        hold = Hold(folder, lock, cfg.private) if lock is not None else None
+        if hold is not None:
+            life.look = hold.look
         if world.is_first:
             life.last_words = partial(rewrite_page, folder)
         check_same_settings(cfg, gather_lists)
@@ -121,14 +130,15 @@ def train(cfg: Config, at_end: AtEnd | None = None) -> None:
         at_end.show, life.last_words = reporter.end, reporter.last_words
 
         recorder = open_recorder(cfg, world.rank, world.device, state.step, last_step)
-        keeper = Keeper(state, saver, cfg, last_step, life)
+        keeper = Keeper(state, saver, cfg, last_step, life, hold)
         validation = open_validation(state, cfg, last_step, life, keeper.between_steps, reporter.note)
         life.detail = lambda: state.loader.watch.late(state.step)
         first_step = state.step
 
         def after_step(result: StepResult) -> None:
             life.step_done()
-            reporter(result)
+            if keeper.loss() is None:  # what lies there else is not ours to write into
+                reporter(result)
             keeper.after_step(result)
             if state.step == first_step + 1:  # weights are loaded and kernels compiled
                 ranks.shorten_timeout(mesh, cfg.comm.timeout)
@@ -141,8 +151,10 @@ def train(cfg: Config, at_end: AtEnd | None = None) -> None:
             keeper.close()
         reporter.close()
         life.at(Phase.EXPORT)
-        if cfg.export.enabled and not artifact.is_current(state, cfg):
-            log().info("exported to %s", artifact.export(state, cfg, world.is_first))
+        with keeper.explained():
+            if cfg.export.enabled and not artifact.is_current(state, cfg):
+                log().info("exported to %s", artifact.export(state, cfg, world.is_first))
+        keeper.stop_if_lost()
 
 
 def settle_auto(cfg: Config, world: World) -> Config:
@@ -245,11 +257,13 @@ def check_same_records(loader: Loader, keys: str = "data.path, data.images") -> 
 
 def write_config(cfg: Config, world: World) -> None:
     if world.is_first:
-        path = Path(cfg.output_dir) / "config.yaml"
+        path = Path(cfg.output_dir) / CONFIG_FILE
+        staged = path.with_name(f".{path.name}.tmp")
         try:
-            path.write_text(OmegaConf.to_yaml(OmegaConf.structured(cfg)))
+            write_new(staged, OmegaConf.to_yaml(OmegaConf.structured(cfg)).encode(), 0o666)
+            os.replace(staged, path)
         except OSError as error:
-            raise StorageError(f"{path} cannot be written ({error}); make room there") from error
+            raise StorageError(f"{path} cannot be written ({why(error, path)})") from error
 
 
 if __name__ == "__main__":

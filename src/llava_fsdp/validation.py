@@ -27,6 +27,7 @@ from llava_fsdp.life import Life
 from llava_fsdp.log import log
 from llava_fsdp.metrics import cut_back, finite, rows_of
 from llava_fsdp.model.answering import check_answers
+from llava_fsdp.refusals import why
 from llava_fsdp.rows import Rows
 from llava_fsdp.runs import VALIDATION_FILE
 from llava_fsdp.sharding.evaluating import evaluating
@@ -98,7 +99,7 @@ class Validation(NoValidation):
         try:
             cut_back(self.rows.path, self.state.step)
         except OSError as error:
-            raise StorageError(f"{self.rows.path} cannot be written ({error}); make room there") from error
+            raise StorageError(f"{self.rows.path} cannot be written ({why(error, self.rows.path)})") from error
         return self.rows.path.is_file() and bool(rows_of(self.rows.path, range(self.state.step, self.state.step + 1)))
 
     def is_due(self) -> bool:

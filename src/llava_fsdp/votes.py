@@ -14,10 +14,12 @@ class Votes:
     save: bool = False
     failed: bool = False
     """A checkpoint that is being written in the background could not be."""
+    lost: bool = False
+    """The run's folder is not where it was, as rank 0 alone knows."""
 
     def agreed(self) -> "Votes":
         """A collective."""
-        return Votes(*any_rank(self.stop, self.save, self.failed))
+        return Votes(*any_rank(self.stop, self.save, self.failed, self.lost))
 
 
 def any_rank(*flags: bool) -> tuple[bool, ...]:

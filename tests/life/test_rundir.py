@@ -247,7 +247,14 @@ def test_a_start_without_a_step_keeps_what_the_run_was(tmp_path: Path, monkeypat
     start("done", 0)
     assert found() == ("done", ("failed", "nan"))
     start("checkpoint", 0, "written with other settings")
-    assert found() == ("failed", ("done", ""))
+    said = read_status(tmp_path) or {}
+    assert (said["status"], said["exit_code"], said["before"]) == ("done", 0, None), "a finished run stays finished"
+    assert (said["refused"]["status"], said["refused"]["exit_code"]) == ("failed", 3)
+    own = rundir.own_word(said)
+    assert (own["status"], own["reason"], own["before"]["status"]) == ("failed", "written with other settings", "done")
+    start("config", 0, "no such key")
+    said = read_status(tmp_path) or {}
+    assert (said["status"], said["refused"]["class"], said["refused"].get("refused")) == ("done", "config", None)
     put_status(tmp_path, "running")
     monkeypatch.setattr(rundir.os, "getpid", lambda: 1)
     assert (rundir.came_before(tmp_path) or {})["status"] == rundir.KILLED

@@ -10,13 +10,13 @@ from llava_fsdp.checkpoint.disk import make_empty, sync_folder, sync_tree
 from llava_fsdp.checkpoint.facts import plain
 from llava_fsdp.checkpoint.layout import tensors
 from llava_fsdp.checkpoint.manifest import STATE_FILE
-from llava_fsdp.checkpoint.resume import continues, resume
+from llava_fsdp.checkpoint.resume import check_settings, continues, resume
 from llava_fsdp.checkpoint.saver import Saver, is_due, open_saver
 from llava_fsdp.checkpoint.verify import Checkpoint, newest_alone, verify
 from llava_fsdp.checkpoint_names import FOLDER, list_checkpoints
 
 __all__ = [
-    "FOLDER", "STATE_FILE", "Beside", "Checkpoint", "Saver", "continues", "is_due", "list_checkpoints", "make_empty",
-    "newest_alone", "on_all_ranks", "on_first_rank", "open_saver", "plain", "resume", "sync_folder",
-    "sync_tree", "tensors", "verify",
+    "FOLDER", "STATE_FILE", "Beside", "Checkpoint", "Saver", "check_settings", "continues", "is_due",
+    "list_checkpoints", "make_empty", "newest_alone", "on_all_ranks", "on_first_rank", "open_saver", "plain", "resume",
+    "sync_folder", "sync_tree", "tensors", "verify",
 ]  # fmt: skip

@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from llava_fsdp.checkpoint.disk import why
 from llava_fsdp.errors import CheckpointError, LlavaFsdpError
+from llava_fsdp.refusals import why
 
 R = TypeVar("R")
 Failure = tuple[type[LlavaFsdpError], str]

@@ -1,4 +1,4 @@
-"""Files that outlive a crash, and what is said where the disk refuses."""
+"""Files that outlive a crash, and whether a disk has room for them."""
 
 import contextlib
 import errno
@@ -8,54 +8,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llava_fsdp.errors import CheckpointError
+from llava_fsdp.refusals import free_bytes, free_inodes
 from llava_fsdp.words import readable
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
-FORBIDDEN = (errno.EACCES, errno.EPERM)
 NO_FOLDERS = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
 """What file systems say that force files to the disk and know nothing of the kind for folders: SMB, some of FUSE."""
+FILES = 16
+"""Inodes that a checkpoint needs, at least."""
 READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
-def why(error: OSError, path: Path) -> str:
-    """A system's refusal in words, with the path and what can be done."""
-    where = error.filename or path
-    said = error.strerror or str(error)
-    if error.errno in FULL:
-        return f"{said}: the disk of {path} is full, {readable(free_bytes(path))} are free"
-    if error.errno in FORBIDDEN:
-        return f"{said}: {where} is not open to this user (uid {os.getuid()})"
-    if error.errno == errno.EROFS:
-        return f"{said}: {where} is mounted read-only"
-    if error.errno in (errno.ENOTDIR, errno.EEXIST):
-        return f"{said}: {where}, or a folder above it, is a file"
-    if error.errno == errno.ENOENT:
-        return f"{said}: {where}; is output_dir one folder that all machines see?"
-    if error.errno == errno.EFBIG:
-        return f"{said}: {where} is larger than this process may write (ulimit -f)"
-    return f"{said}: {where}"
-
-
-def existing(path: Path) -> Path:
-    """The folder itself, or the nearest above it that exists."""
-    path = path.absolute()
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
-
-
-def free_bytes(path: Path) -> int:
-    """What this user may still write where `path` is, or will be."""
-    try:
-        found = os.statvfs(existing(path))
-    except OSError:
-        return 0
-    return found.f_bavail * found.f_frsize
-
-
 def require_room(folder: Path, needed: int) -> None:
-    """Raises CheckpointError where fewer bytes are free."""
+    """Raises CheckpointError where fewer bytes are free, or the disk takes no more files."""
+    inodes = free_inodes(folder)
+    if inodes is not None and inodes < FILES:
+        raise CheckpointError(
+            f"No space left for a checkpoint in {folder}: {inodes} inodes are left on that disk (df -i), and a "
+            "checkpoint is several files; delete files there, or give an output_dir on another disk"
+        )
     free = free_bytes(folder)
     if free < needed:
         raise CheckpointError(
@@ -65,8 +36,7 @@ def require_room(folder: Path, needed: int) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """The folder, for its owner alone, and those above it."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    """The folder, for its owner alone, in one that is there: a run whose own was deleted must not make it again."""
     folder.mkdir(mode=0o700, exist_ok=True)
 
 

@@ -1,6 +1,7 @@
 """`state.json`: everything of a run that is no tensor, and what of it must be the same when a run continues."""
 
 import json
+import os
 import re
 from dataclasses import asdict
 from enum import Enum
@@ -11,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from llava_fsdp import __version__
-from llava_fsdp.checkpoint.manifest import FORMAT, STATE_FILE, Manifest, unique
+from llava_fsdp.checkpoint.manifest import FORMAT, LARGEST, STATE_FILE, Manifest, unique
+from llava_fsdp.checkpoint.tensorfile import open_file
 from llava_fsdp.config import Config, LoraConfig, QuantizeConfig
-from llava_fsdp.errors import CheckpointError
+from llava_fsdp.errors import CheckpointError, ConfigError
 from llava_fsdp.log import log
 from llava_fsdp.state import TrainState
 
@@ -120,14 +122,8 @@ def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder
     Raises:
         CheckpointError: listing every key that differs, and what to do.
     """
-    now = flat(plain(asdict(cfg)))
-    added = {"model": {"lora": asdict(LoraConfig()), "quantize": asdict(QuantizeConfig())}}
-    then = flat(plain(added)) | flat(facts["config"])  # an older run had neither, and no keys for them
-    differing = [
-        f"{key}: {then.get(key)} -> {now.get(key)}"
-        for key in sorted(then.keys() | now.keys())
-        if is_fixed(key) and then.get(key) != now.get(key)
-    ]
+    then, now = settings_then(facts["config"]), flat(plain(asdict(cfg)))
+    differing = changed_settings(then, now)
     moved = f"{then.get('data.path')} -> {now.get('data.path')}"
     meanings = {
         "dataset": f"data.path: the dataset is another one, has changed, or has other wrong records now ({moved})",
@@ -145,12 +141,51 @@ def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder
     if trainable:
         differing.append(f"model.train: {len(trainable)} parameters differ, {min(trainable)} for one")
     if differing:
-        raise CheckpointError(
-            f"{folder} was written by a run with other settings:\n  "
-            + "\n  ".join(differing)
-            + "\nSet them back, give another output_dir, or start over with checkpoint.resume=never"
-        )
+        raise CheckpointError(other_settings(folder, differing))
     say_recomputed_schedule(then, now)
+
+
+def other_settings(folder: Path, differing: list[str]) -> str:
+    return (
+        f"{folder} was written by a run with other settings:\n  "
+        + "\n  ".join(differing)
+        + "\nSet them back, give another output_dir, or start over with checkpoint.resume=never"
+    )
+
+
+def settings_then(config: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint says that its run was configured as, by dotted key."""
+    added = {"model": {"lora": asdict(LoraConfig()), "quantize": asdict(QuantizeConfig())}}
+    return flat(plain(added)) | flat(config)  # an older run had neither, and no keys for them
+
+
+def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Every key that a run which continues must leave as it was, and that has another value now: `key: old -> new`."""
+    return [
+        f"{key}: {then.get(key)} -> {now.get(key)}"
+        for key in sorted(then.keys() | now.keys())
+        if is_fixed(key) and then.get(key) != now.get(key)
+    ]
+
+
+def refuse_other_settings(folder: Path, cfg: Config) -> None:
+    """Compare the configuration with the one that a checkpoint says, before anything is loaded. What cannot be read of
+    it is left to those who verify it.
+
+    Raises:
+        ConfigError: listing every key that differs, and what to do.
+    """
+    try:
+        with os.fdopen(open_file(folder / STATE_FILE), "rb") as file:
+            config = json.loads(file.read(LARGEST))["config"]
+        if not isinstance(config, dict) or depth(config) > DEEPEST:
+            return
+        differing = changed_settings(settings_then(config), flat(plain(asdict(cfg))))
+    except (CheckpointError, OSError, ValueError, TypeError, KeyError, RecursionError):
+        return
+    if differing:
+        keys = [said.partition(":")[0] for said in differing]
+        raise ConfigError(other_settings(folder, differing)).about(key=keys[0], keys=keys)
 
 
 def say_recomputed_schedule(then: dict[str, Any], now: dict[str, Any]) -> None:

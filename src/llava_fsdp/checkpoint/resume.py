@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from llava_fsdp.checkpoint.agree import on_all_ranks, on_first_rank
-from llava_fsdp.checkpoint.facts import refuse_changes
+from llava_fsdp.checkpoint.facts import refuse_changes, refuse_other_settings
 from llava_fsdp.checkpoint.folders import leave_branch, set_aside
 from llava_fsdp.checkpoint.layout import Part, held_parts, row_bytes, tensors
 from llava_fsdp.checkpoint.manifest import BESIDE, MANIFEST_FILE, STATE_FILE, Manifest, Saved
@@ -94,6 +94,21 @@ def continues(cfg: Config) -> bool:
     """Whether there is something that this run would continue."""
     named = cfg.checkpoint.resume not in ("auto", "never")
     return named or (cfg.checkpoint.resume == "auto" and bool(list_checkpoints(Path(cfg.output_dir) / FOLDER)))
+
+
+def check_settings(cfg: Config) -> None:
+    """Whether what the run would continue was written with these settings, as far as they tell without a model.
+
+    Raises:
+        ConfigError: naming the keys that differ.
+    """
+    try:
+        wanted = wish_of(cfg)
+        newest = list_checkpoints(Path(cfg.output_dir) / FOLDER)[-1:]
+    except OSError:  # said by whoever needs it
+        return
+    for folder in newest if wanted == "auto" else [Path(wanted)] if wanted != "never" else []:
+        refuse_other_settings(folder, cfg)
 
 
 def require_checkpoint(folder: Path) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from llava_fsdp.checkpoint.agree import gathered, on_first_rank
 from llava_fsdp.checkpoint.commit import Beside, Committer, nowhere
-from llava_fsdp.checkpoint.disk import free_bytes, make_folder, require_room
+from llava_fsdp.checkpoint.disk import make_folder, require_room
 from llava_fsdp.checkpoint.facts import facts_of
 from llava_fsdp.checkpoint.folders import recover, sweep
 from llava_fsdp.checkpoint.layout import estimated_bytes, tensors, written_parts
@@ -26,6 +26,7 @@ from llava_fsdp.config import CheckpointConfig, Config, OffloadMode, OnSaveError
 from llava_fsdp.errors import CheckpointError, LlavaFsdpError
 from llava_fsdp.log import log
 from llava_fsdp.optim import prepare_moments
+from llava_fsdp.refusals import free_bytes
 from llava_fsdp.state import TrainState
 from llava_fsdp.words import readable
 
@@ -179,6 +180,11 @@ class Saver:
         """Whether a save's error ends the run. A full disk need not; weights that are not finite and lost ranks do."""
         forgiven = self.cfg.on_save_error is OnSaveError.warn and type(error) is CheckpointError
         return error is not None and not forgiven
+
+    def forget(self) -> None:
+        """What was saved is gone, and so is what it failed of: the next save begins anew. A collective."""
+        self.wait()
+        self.error = self.saved_step = None
 
     def raise_if_failed(self) -> None:
         """Wait for the save that is under way, and raise what it met, on every rank alike.

@@ -15,6 +15,7 @@ from llava_fsdp.health.findings import Finding, Level, fail, output_of, said_of,
 from llava_fsdp.health.ranks import LIMIT, try_ranks
 from llava_fsdp.health.subject import Subject
 from llava_fsdp.places import exists, places_read
+from llava_fsdp.refusals import existing
 
 USUAL = 30.0
 """Seconds that a probe may take."""
@@ -87,7 +88,7 @@ def limits(subject: Subject) -> Iterator[Finding]:
 
 
 def output(subject: Subject) -> Iterator[Finding]:
-    place = disk.nearest(subject.output_dir)
+    place = existing(subject.output_dir)
     refused = list(disk.check_writable("output_dir", place))
     if refused:
         yield from refused
@@ -104,7 +105,7 @@ def output(subject: Subject) -> Iterator[Finding]:
 
 
 def output_speed(subject: Subject) -> Iterator[Finding]:
-    place = disk.nearest(subject.output_dir)
+    place = existing(subject.output_dir)
     if place.is_dir() and os.access(place, os.W_OK):
         yield from disk.judge_speed("speed of output_dir", place, subject.checkpoint)
 
@@ -122,7 +123,7 @@ def nvme(subject: Subject) -> Iterator[Finding]:
     needed = 0 if subject.known_needs is None else subject.known_needs.row.disk * subject.ranks
     if not needed:
         return
-    place = disk.nearest(subject.output_dir if folder is None else Path(folder))
+    place = existing(subject.output_dir if folder is None else Path(folder))
     found = os.statvfs(place)
     free = found.f_bavail * found.f_frsize
     cure = "make room, or give an offload.folder on a larger disk"

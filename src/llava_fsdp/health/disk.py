@@ -1,7 +1,6 @@
 """Room and speed of the folders that a training writes to and reads from; a few seconds at most."""
 
 import contextlib
-import errno
 import os
 import tempfile
 import time
@@ -11,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from llava_fsdp.health.findings import Finding, fail, ok, warn
+from llava_fsdp.refusals import FULL, existing, free_inodes, full
 from llava_fsdp.words import readable
 
 MIB = 1 << 20
@@ -19,8 +19,6 @@ MOST = 256 * MIB
 SECONDS = 2.0
 """That each measurement may take, but for what is under way when they are over."""
 PICTURES = 64
-FULL = (errno.ENOSPC, errno.EDQUOT)
-"""A disk, or a user's part of it, that has no room: no mistake of a probe."""
 SLOW_SAVE = 600
 """Seconds from which writing a checkpoint is called slow."""
 SLOW_READ = 20 * MIB
@@ -64,14 +62,6 @@ def read_speed(handle: int, most: int = MOST) -> float:
     return count / max(time.monotonic() - start, 1e-6)
 
 
-def nearest(path: Path) -> Path:
-    """The folder itself, or the nearest above it that exists."""
-    path = path.absolute()
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
-
-
 def judge_room(name: str, folder: Path, free: int, needed: int, what: str, cure: str) -> Iterator[Finding]:
     """
     Args:
@@ -80,6 +70,8 @@ def judge_room(name: str, folder: Path, free: int, needed: int, what: str, cure:
     said = f"{folder}: {readable(free)} free" + (f", {what} {readable(needed)}" if needed else "")
     if needed > free:
         yield fail(name, said, cure)
+    elif free_inodes(folder) == 0:
+        yield fail(name, f"{said}, but no inodes: the disk takes no new file (df -i)", "delete files there")
     else:
         yield ok(name, said)
 
@@ -94,9 +86,9 @@ def judge_speed(
     try:
         speed = measured(folder)
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in FULL:  # which is no mistake of a probe
             raise
-        said = f"not measured: {folder} has no room for the {readable(MOST)} that this would write ({error.strerror})"
+        said = f"not measured: this would write {readable(MOST)}, and {full(folder)}"
         yield warn(name, said, "make room there, or give a folder on another disk")
         return
     said = f"writes {readable(speed.write)}/s to the disk, reads {readable(speed.read)}/s"
@@ -110,7 +102,7 @@ def judge_speed(
 
 def check_writable(name: str, folder: Path) -> Iterator[Finding]:
     """Whether a file can be made where the folder is, or will be."""
-    place = nearest(folder)
+    place = existing(folder)
     try:
         with tempfile.TemporaryFile(dir=place):
             pass

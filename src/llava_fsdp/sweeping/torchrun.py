@@ -15,7 +15,7 @@ from typing import Any
 from llava_fsdp.errors import ExitCode, LlavaFsdpError
 from llava_fsdp.log import log
 from llava_fsdp.parent import without_launcher
-from llava_fsdp.rundir import read_status
+from llava_fsdp.rundir import own_word, read_status
 
 LOG_FILE = "train.log"
 PROGRESS_SECONDS = 10
@@ -122,7 +122,7 @@ def ending(code: int) -> str:
 def status_after(folder: Path, earlier: dict[str, Any] | None) -> dict[str, Any]:
     """What this start has said of itself; an earlier run's word, which `before` is made of, stays where it is."""
     said = read_status(folder)
-    return {} if said is None or said == earlier else said
+    return {} if said is None or said == earlier else own_word(said)
 
 
 def took_steps(status: dict[str, Any]) -> bool:
