@@ -48,6 +48,7 @@ from llava_fsdp.refusals import why
 from llava_fsdp.rows import write_new
 from llava_fsdp.rundir import Outcome, claimed, last_word, restored_umask, write_ending
 from llava_fsdp.runs import CONFIG_FILE, REPORT_FILE
+from llava_fsdp.same_software import check_same_software
 from llava_fsdp.screen import show_run
 from llava_fsdp.sharding import mesh as ranks
 from llava_fsdp.sharding.mesh import World, distributed, first_rank_first, gather_lists, make_mesh
@@ -107,6 +108,7 @@ def train(cfg: Config, at_end: AtEnd | None = None) -> None:
             life.look = hold.look
         if world.is_first:
             life.last_words = partial(rewrite_page, folder)
+        check_same_software(cfg, world.device, gather_lists)
         check_same_settings(cfg, gather_lists)
         cfg = settle_auto(cfg, world)
         plan = SHARD_PLANS[cfg.sharding.strategy]
