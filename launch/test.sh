@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Every check of the project: launch/test.sh [--full|--faults] [pytest's own arguments]
+# Every check of the project: launch/test.sh [--full|--faults|--mutants] [pytest's own arguments]
 #   default   the fast tier of the tests
 #   --full    all tests that this machine can run
 #   --faults  tests/faults alone, with its full tier: crashes, corruption, bad input and hostile files, for real
+#   --mutants [PATTERN]  bugs that are planted in copies of the tree, one at a time (tests/mutants): the test that each
+#             names must fail; alone, without the other checks. PATTERN, a regular expression, chooses some of them
 # Sets up .venv on first use. Runs everything, says what could not run here, and fails if anything failed.
 set -euo pipefail
 
@@ -21,6 +23,12 @@ case "${1:-}" in
         faults=yes
         shift
         set -- tests/faults "$@"
+        ;;
+    --mutants)
+        shift
+        set_up "dev,bench"
+        say "planted bugs"
+        exec env OMP_NUM_THREADS=1 python tests/mutants/planted.py "$@"
         ;;
 esac
 set_up "dev,bench"

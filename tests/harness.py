@@ -33,6 +33,11 @@ def single_world() -> World:
 class RanksFailed(AssertionError):
     """One rank raised, or did not answer in time."""
 
+    def __init__(self, message: str, kinds: list[list[str]]):
+        super().__init__(message)
+        self.kinds = kinds
+        """By rank that raised: the names of its error's class and of the classes above it."""
+
 
 class RankPool:
     """`size` forked processes that form one gloo process group."""
@@ -55,6 +60,7 @@ class RankPool:
         deadline = time.monotonic() + timeout
         results: dict[int, Any] = {}
         errors: list[str] = []
+        kinds: list[list[str]] = []
         while len(results) + len(errors) < self.size and not (errors and time.monotonic() > deadline):
             for rank, pipe in enumerate(self.pipes):
                 if rank not in results and pipe.poll(0.01):
@@ -62,14 +68,16 @@ class RankPool:
                     if good:
                         results[rank] = value
                     else:
-                        errors.append(f"rank {rank}:\n{value}")
+                        kind, text = value
+                        kinds.append(kind)
+                        errors.append(f"rank {rank}:\n{text}")
                         deadline = min(deadline, time.monotonic() + 3)  # the others may wait for it forever
             if time.monotonic() > deadline:
                 break
         if errors or len(results) < self.size:
             silent = [r for r in range(self.size) if r not in results]
             self.close()
-            raise RanksFailed("\n".join(errors) or f"ranks {silent} did not answer within {timeout} s")
+            raise RanksFailed("\n".join(errors) or f"ranks {silent} did not answer within {timeout} s", kinds)
         return [results[rank] for rank in range(self.size)]
 
     def _start(self) -> None:
@@ -108,5 +116,6 @@ def serve(rank: int, size: int, store: Path, pipe: Any) -> None:
             with contextlib.redirect_stderr(io.StringIO()):
                 value = function(world, *args)
             pipe.send((True, value))
-        except BaseException:  # whatever it is, the test must see it
-            pipe.send((False, traceback.format_exc()))
+        except BaseException as error:  # whatever it is, the test must see it
+            kind = [one.__name__ for one in type(error).__mro__]
+            pipe.send((False, (kind, traceback.format_exc())))

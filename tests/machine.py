@@ -16,6 +16,7 @@ case "$*" in
   "-m pip "*) echo "pip: $*" >>"$NOTES"; exit 0 ;;
   "-m pytest "*) echo "pytest: $*" >>"$NOTES"; echo "SKIPPED [1] tests/test_x.py:3: no Slurm here"
                  echo "===== 3 passed, 1 skipped in 0.12s ====="; exit "${{PYTEST_STATUS:-0}}" ;;
+  "tests/mutants/"*) echo "planted: $* OMP_NUM_THREADS=$OMP_NUM_THREADS" >>"$NOTES"; exit 0 ;;
   *torch.cuda.is_available*) exit "${{NO_CUDA:-1}}" ;;
 esac
 exec {sys.executable} "$@"

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from small import make_config, write_json, write_parts
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
-from llava_fsdp import artifact, train
+from llava_fsdp import artifact, train, writing
 from llava_fsdp.config import Config
 from llava_fsdp.data.collate import Collator
 from llava_fsdp.data.conversation import prompt
@@ -38,6 +38,7 @@ from llava_fsdp.sharding.parallelize import materialize
 from llava_fsdp.sharding.precision import MasterWeights
 from llava_fsdp.sharding.shards import local_shards
 from llava_fsdp.sharding.zero import SHARD_PLANS
+from llava_fsdp.writing import Vocabulary, Weights
 
 
 def load_ours(cfg: Config, checkpoint: Path) -> torch.nn.Module:
@@ -321,18 +322,20 @@ def test_tower_without_cls_refuses_to_drop_one(parts: Path, dataset: Path, tmp_p
 def test_weights_from_another_model(exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
     """A file whose shapes or names do not fit: the message has the parameter, the file and both shapes."""
     config = json.loads((exported / "export" / "config.json").read_text())
-    config["text_config"]["intermediate_size"] = 51
     folder = tmp_path / "other"
-    write_json(folder / "config.json", config)
+    folder.mkdir()
     for file in (exported / "export").iterdir():
         if file.name != "config.json":
             (folder / file.name).write_bytes(file.read_bytes())
     forge_notes(folder)
     start = [f"model.checkpoint={folder}", "model.random_weights=false"]
-    with pytest.raises(
-        ModelError, match=r"mlp\.gate_proj\.weight has shape \[50, 36\] in .*model\.safetensors.*\[51, 36\]"
-    ):
-        train.train(make_config(parts, dataset, tmp_path / "run", *start))
+    for rows in (51, 49):  # more than the file has, and fewer, which would be cut off
+        config["text_config"]["intermediate_size"] = rows
+        write_json(folder / "config.json", config)
+        with pytest.raises(
+            ModelError, match=rf"mlp\.gate_proj\.weight has shape \[50, 36\] in .*model\.safetensors.*\[{rows}, 36\]"
+        ):
+            train.train(make_config(parts, dataset, tmp_path / "run", *start))
     tensors = load_file(exported / "export" / "model.safetensors")
     del tensors["language_model.model.norm.weight"]
     save_file(tensors, folder / "model.safetensors")
@@ -350,8 +353,6 @@ def test_export_in_several_files(
     exported: Path, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model of more than one file: an index that transformers reads, and the same logits."""
-    from llava_fsdp import writing
-
     monkeypatch.setattr(writing, "SHARD_BYTES", 40_000)
     cfg = make_config(parts, dataset, tmp_path, *EXPORTED, "export.verify=true", "max_steps=2")
     train.train(cfg)
@@ -363,6 +364,23 @@ def test_export_in_several_files(
     for name, file in index.items():
         assert torch.equal(load_file(tmp_path / "export" / file)[name], single[name]), name
     assert_same_as_transformers(make_config(parts, dataset, tmp_path / "none"), tmp_path / "export")
+
+
+def test_files_of_weights_are_filled_up_to_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file is larger, unless one weight alone is."""
+    monkeypatch.setattr(writing, "SHARD_BYTES", 100)
+    shapes = {"a": (10,), "b": (15,), "c": (1,), "d": (30,), "e": (24,), "f": (2,)}
+    weights = Weights(shapes, dict.fromkeys(shapes, torch.float32), torch.zeros)
+    assert writing.plan_shards(weights) == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
+
+
+def test_rows_that_were_not_trained_are_the_mean_of_those_that_were() -> None:
+    """Of the vocabulary alone; rows behind it, which no token has, are left out first."""
+    held = torch.tensor([[1.0, 2.0], [3.0, 6.0], [99.0, 99.0]])
+    expected = torch.tensor([[1.0, 2.0], [3.0, 6.0], [2.0, 4.0], [2.0, 4.0]])
+    for name in ("lm_head.weight", "language_model.embed_tokens.weight"):
+        assert torch.equal(writing.with_rows(name, held, Vocabulary(trained=2, rows=4)), expected)
+    assert writing.with_rows("language_model.norm.weight", held, Vocabulary(2, 4)) is held
 
 
 @pytest.mark.parametrize("notes", [True, False])

@@ -331,6 +331,14 @@ def test_the_faults_suite_alone(machine: Machine) -> None:
     assert "NOT RUN: tests outside tests/faults: launch/test.sh runs their fast tier" in done.stdout
 
 
+def test_planted_bugs_alone(machine: Machine) -> None:
+    machine.venv()
+    done = machine.bash("launch/test.sh", "--mutants", "checkpoint.*digest")
+    assert done.returncode == 0, done.stderr
+    assert machine.noted("planted") == ["planted: tests/mutants/planted.py checkpoint.*digest OMP_NUM_THREADS=1"]
+    assert machine.noted("pytest") == []
+
+
 @pytest.mark.parametrize(("no_cuda", "marks"), [("1", "not gpu"), ("0", "")])
 def test_full_runs_all_that_the_machine_can(machine: Machine, no_cuda: str, marks: str) -> None:
     machine.venv()

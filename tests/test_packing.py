@@ -8,6 +8,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from harness import CPU, RankPool
@@ -17,6 +18,9 @@ from small import make_config
 
 from llava_fsdp import train
 from llava_fsdp.data.batch import MicroBatch
+from llava_fsdp.data.collate import boundaries, packed
+from llava_fsdp.data.encode import Sample
+from llava_fsdp.data.vocabulary import IGNORE
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.parts import find_parts
 from llava_fsdp.sharding.mesh import World
@@ -193,6 +197,23 @@ class Leak:
 
 def count_pictures(leak: Leak) -> list[int]:
     return [sum(name.startswith("picture") for name in leak.changes(n)) for n in range(len(leak.bounds))]
+
+
+def test_positions_begin_anew_with_every_sample() -> None:
+    held = boundaries((3, 1, 4))
+    assert held["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1, 2, 3]]
+    assert held["cu_seqlens"].tolist() == [0, 3, 4, 8] and held["lengths"] == (3, 1, 4)
+
+
+def test_no_position_predicts_the_token_of_another_sample() -> None:
+    """Whatever is packed: each label is the next token of its own sample, and a sample's last position has none."""
+    samples = []
+    for first, length in ((10, 4), (20, 1), (30, 3)):
+        ids = np.arange(first, first + length)
+        samples.append(Sample(ids, ids, (), (), 0, 0))
+    ids, labels = packed(samples)
+    assert ids.tolist() == [[10, 11, 12, 13, 20, 30, 31, 32]]
+    assert labels.tolist() == [[11, 12, 13, IGNORE, IGNORE, 31, 32, IGNORE]]
 
 
 LEAKS = [

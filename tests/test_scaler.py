@@ -10,15 +10,17 @@ import pytest
 import torch
 from harness import RankPool, single_world
 from small import make_config
+from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from llava_fsdp import train
 from llava_fsdp.config import Config, ScalerConfig
 from llava_fsdp.errors import NumericError
-from llava_fsdp.loop import train_step
+from llava_fsdp.loop import clip_gradients, train_step
 from llava_fsdp.metrics import Reporter
 from llava_fsdp.scaler import build_scaler
 from llava_fsdp.sharding.mesh import World, make_mesh
+from llava_fsdp.sharding.precision import MasterWeights
 from llava_fsdp.sharding.shards import whole
 from llava_fsdp.sharding.zero import SHARD_PLANS
 from llava_fsdp.state import StepResult, TrainState
@@ -158,6 +160,19 @@ def test_every_setting_by_a_forced_overflow(name: str, parts: Path, dataset: Pat
     moved = [not torch.equal(p, first.masters.named[n]) for n, p in state.masters.named.items()]
     assert any(moved) if good > 1 else not any(moved)
     assert all(("step" not in s) or int(s["step"]) == good for s in state.optimizer.state.values())
+
+
+@pytest.mark.parametrize(
+    ("largest", "expected"), [(None, [3.0, 0.0, 4.0]), (9.0, [3.0, 0.0, 4.0]), (1.0, [0.6, 0.0, 0.8])]
+)
+def test_gradients_are_divided_by_the_scale_and_then_clipped(largest: float | None, expected: list[float]) -> None:
+    """AdamW hardly notices a constant factor, so gradients themselves are looked at."""
+    parameter = nn.Parameter(torch.zeros(3))
+    masters = MasterWeights({"a": parameter})
+    parameter.grad = 1024 * torch.tensor([3.0, 0.0, 4.0])
+    assert clip_gradients(masters, largest, 1024.0).item() == 5
+    assert parameter.grad is not None
+    torch.testing.assert_close(parameter.grad, torch.tensor(expected))
 
 
 def test_the_scale_is_undone_before_norm_and_clipping(parts: Path, dataset: Path, tmp_path: Path) -> None:

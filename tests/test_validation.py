@@ -15,6 +15,7 @@ from harness import RankPool, single_world
 from packed import write_every_kind
 from reference import TOLERANCE, open_steps, run_ranks, trained_weights
 from small import config_of, make_config, write_json
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from transformers import LlavaConfig, LlavaForConditionalGeneration
@@ -236,6 +237,21 @@ def leave_nothing(world: World, cfg: Config) -> None:
         assert not own._comm_ctx.post_forward_order
         group = own._fsdp_param_group
         assert group is None or (not group._post_forward_indices and group.is_sharded)
+
+
+def test_a_model_in_the_middle_of_its_training_is_only_looked_at() -> None:
+    """No gradients, no dropout, random numbers of its own; and then it trains as if nothing had been."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).train()
+    torch.manual_seed(1)
+    expected = torch.rand(4)
+    torch.manual_seed(1)
+    with evaluating(model, torch.device("cpu")):
+        assert not any(module.training for module in model.modules())
+        assert not model(torch.rand(2, 3)).requires_grad
+        with pytest.raises(ZeroDivisionError), evaluating(model, torch.device("cpu")):
+            raise ZeroDivisionError
+    assert all(module.training for module in model.modules()) and torch.is_grad_enabled()
+    assert torch.equal(torch.rand(4), expected)
 
 
 @pytest.mark.ranks

@@ -26,8 +26,8 @@ from llava_fsdp.data.loader import Loader, build_loader
 from llava_fsdp.dry_run import dry_run
 from llava_fsdp.errors import ConfigError, DataError, StorageError
 from llava_fsdp.heartbeats import Phase
-from llava_fsdp.intact import check_artifacts
 from llava_fsdp.holding import Hold
+from llava_fsdp.intact import check_artifacts
 from llava_fsdp.keeper import Keeper
 from llava_fsdp.life import Life
 from llava_fsdp.live_page import rewrite_page

@@ -12,11 +12,11 @@ from small import ASSETS
 
 from llava_fsdp.config import SpecialTokens, TooLong
 from llava_fsdp.data.conversation import IM_END, IM_START, prompt
-from llava_fsdp.data.encode import ExactEncoder, OriginalEncoder, Sample, encode_prompt
+from llava_fsdp.data.encode import ExactEncoder, OriginalEncoder, Sample, are_supervised, encode_prompt
 from llava_fsdp.data.llava_v1_5 import Original
 from llava_fsdp.data.source import Record, Turn, parse_record
 from llava_fsdp.data.templates import CURIOUS_USER, TEMPLATES, template
-from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
+from llava_fsdp.data.tokenizer import Token, Tokenizer, open_tokenizer
 from llava_fsdp.data.vocabulary import IGNORE, IMAGE_ID
 from llava_fsdp.errors import ConfigError, DataError, ModelError
 
@@ -85,6 +85,14 @@ def test_every_answer_and_nothing_else_is_supervised(tokenizer: Tokenizer, llama
         assert sample.input_ids.tolist() == [1, *(t.id for t in each.encode(text))]
 
 
+def test_a_token_is_supervised_by_any_of_its_characters() -> None:
+    """Characters 2 to 4 are; a token that has no character counts as the one at its place."""
+    before = np.array([0, 0, 0, 1, 2, 3, 3])
+    spans = [(0, 2), (1, 3), (2, 5), (4, 6), (5, 6), (3, 3), (1, 1)]
+    found = are_supervised([Token(7, begin, end) for begin, end in spans], before)
+    assert found == [False, True, True, True, False, True, False]
+
+
 def test_digit_after_the_space_of_an_answer(llama_folder: Path) -> None:
     """Digits are split from the space before them; the original supervises that space as well."""
     each = open_tokenizer(llama_folder)
@@ -117,6 +125,16 @@ def test_several_pictures_stay_where_they_are(tokenizer: Tokenizer) -> None:
     starts = np.flatnonzero(np.diff((sample.input_ids == IMAGE_ID).astype(int), prepend=0) == 1)
     assert len(starts) == 3 and (sample.input_ids == IMAGE_ID).sum() == 12
     assert supervised(sample, tokenizer) == ["a", "b"]
+
+
+def test_every_image_takes_as_many_positions_as_it_has(tokenizer: Tokenizer) -> None:
+    lengths = (2, 5, 3)
+    each = ExactEncoder(tokenizer, template("v1"), lambda _, n: np.arange(lengths[n]), 999, TooLong.fail)
+    sample = each(record("<image> a <image> b <image>", "red", images=("1", "2", "3")))
+    assert sample is not None
+    places = np.flatnonzero(sample.input_ids == IMAGE_ID)
+    runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+    assert [len(run) for run in runs] == [len(rows) for rows in sample.image_rows] == list(lengths)
 
 
 def test_tag_without_a_picture_is_text(tokenizer: Tokenizer) -> None:

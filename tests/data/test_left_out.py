@@ -12,7 +12,7 @@ from reference import EXPORTED, TOLERANCE, difference, outcome, plain_loop, run_
 from small import make_config, write_json
 
 from llava_fsdp import train
-from llava_fsdp.config import Config
+from llava_fsdp.config import Config, Normalize
 from llava_fsdp.data.batch import LeftOut, Step
 from llava_fsdp.data.loader import Loader, ModelShape, build_loader
 from llava_fsdp.errors import DataError
@@ -82,6 +82,17 @@ def one_epoch(world: World, parts: Path, dataset: Path, breaks: bool) -> tuple[l
             first = next(n for n in later if steps.records.images[n])
             (dataset / "images" / steps.records[first].images[0]).unlink()
     return [steps.records[n].id for n in loader.seen], samples, left_out
+
+
+def test_the_loss_is_of_the_labels_that_remain(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    cfg = make_config(parts, dataset, tmp_path, "micro_batch_size=5", "pack=false")
+    steps = build_loader(cfg, parts / "language", parts / "vision", SHAPE, 0, 1, CPU).steps
+    step, lacks = steps.prepare(0), steps.facts(0, steps.order.samples(0)[:2])
+    assert 0 < lacks.label_tokens < step.facts.label_tokens
+    out = LeftOut(0, "a record", "image_missing", "it is gone", lacks)
+    left = step.facts.label_tokens - lacks.label_tokens
+    assert {micro.scale for micro in step.without([out], Normalize.step).micro_batches} == {1 / left}
+    assert {micro.scale for micro in step.without([], Normalize.step).micro_batches} == {1 / step.facts.label_tokens}
 
 
 @pytest.mark.ranks

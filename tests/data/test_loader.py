@@ -41,6 +41,26 @@ def test_same_samples_in_a_step_on_any_number_of_ranks(pack: str, parts: Path, d
         assert step(size, micro) == expected, (size, micro)
 
 
+@pytest.mark.parametrize("pack", ["pack=true", "pack=false"])
+def test_dropout_is_keyed_by_sample_on_any_number_of_ranks(pack: str, parts: Path, dataset: Path) -> None:
+    lora = "model.lora.enabled=true", "model.lora.dropout=0.1"
+    found = []
+    for size in (1, 2, 3):
+        loaders = [open_loader(parts, dataset, pack, *lora, rank=r, size=size) for r in range(size)]
+        micros = [micro for loader in loaders for micro in loader.steps.prepare(1).micro_batches]
+        found.append(sorted(seed for micro in micros for seed in micro.seeds.tolist()))
+        assert len(set(found[-1])) == 12, "a sample each"
+    assert found[0] == found[1] == found[2]
+    assert sorted(loaders[0].steps.prepare(2).micro_batches[0].seeds.tolist()) != found[0], "another in each step"
+
+
+def test_every_image_shows_its_own_features(parts: Path, dataset: Path) -> None:
+    """Rows of features are counted over all images of a micro-batch, in the order of their positions."""
+    for pack in ("pack=true", "pack=false"):
+        for micro in open_loader(parts, dataset, pack, "micro_batch_size=5").steps.prepare(0).micro_batches:
+            assert len(micro.images) > 1 and micro.image_rows.tolist() == list(range(4 * len(micro.images)))
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_iterates_from_any_step(workers: int, parts: Path, dataset: Path) -> None:
     loader = open_loader(parts, dataset, f"data.workers={workers}", "max_steps=5")

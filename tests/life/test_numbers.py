@@ -311,3 +311,4 @@ def test_losses_that_stand_out() -> None:
     found = calm.stands_out(3.0)
     assert found is not None and found[0] == pytest.approx(2, abs=0.05) and found[1] == pytest.approx(0.1, abs=0.03)
     assert calm.stands_out(float("nan")) is None and Spikes(None).stands_out(1e9) is None
+    assert calm.stands_out(3.0) is not None, "a loss that is no number is not one of those before"

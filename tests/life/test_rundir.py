@@ -120,6 +120,15 @@ def test_several_nodes_know_an_attempt_by_its_store(tmp_path: Path, launched) ->
     assert first_failure(tmp_path) is None
 
 
+def test_every_ending_has_its_exit_code() -> None:
+    """Schedulers are told these numbers (docs/running.md)."""
+    codes = {
+        "done": 0, "bug": 1, "config": 2, "model": 2, "data": 2, "memory": 2, "checkpoint": 3, "numeric": 4,
+        "communication": 5, "stopped": 75, "interrupted": 130,
+    }  # fmt: skip
+    assert {name: int(own.exit_code) for name, own in ENDINGS.items()} == codes
+
+
 @pytest.mark.parametrize("name", ENDINGS)
 def test_only_what_a_restart_may_mend_is_started_again(name: str, tmp_path: Path, launched) -> None:
     launched(rank=0)

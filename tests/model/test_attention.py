@@ -7,17 +7,22 @@ import pytest
 import torch
 from harness import CPU
 from small import config_of, make_config
-from transformers import AutoConfig, AutoModel, PretrainedConfig
+from torch import nn
+from transformers import AutoConfig, AutoModel, DynamicCache, PretrainedConfig
 
 from llava_fsdp import train
 from llava_fsdp.config import Attention
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.model.attention import (
     NAMES,
+    Continued,
     Kernel,
+    Lengths,
+    Row,
     check_full_attention,
     check_reaches_all_layers,
     choose_kernel,
+    each_alone,
     flash_kernel_missing,
     register_attention,
     told,
@@ -174,3 +179,31 @@ def test_defaults() -> None:
     assert cfg.pack and cfg.attention is Attention.auto and cfg.row_tokens == 400
     assert not config_of(["compat=llava_v1_5"]).pack
     assert config_of(["compat=llava_v1_5", "pack=true"]).pack, "its micro-batches may be laid out without padding"
+
+
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_a_packed_row_attends_as_its_samples_alone(key_heads: int) -> None:
+    """To the bit, and causally, within each sample."""
+    torch.manual_seed(0)
+    lengths = (5, 1, 3)
+    query, key, value = (torch.randn(1, heads, sum(lengths), 8) for heads in (4, key_heads, key_heads))
+    module = nn.Module()
+    module.num_key_value_groups, module.is_causal = 4 // key_heads, True
+    bounds = torch.tensor([0, 5, 6, 9], dtype=torch.int32)
+    found = each_alone(module, query, key, value, Row(bounds, Lengths(lengths, 5), None, 0.0))
+    whole = [part.repeat_interleave(4 // key_heads, dim=1) for part in (key, value)]
+    begin = 0
+    for length in lengths:
+        own = slice(begin, begin + length)
+        k, v = (part[:, :, own] for part in whole)
+        scores = query[:, :, own] @ k.transpose(2, 3) / 8**0.5
+        scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf)
+        torch.testing.assert_close(found[:, own], (scores.softmax(-1) @ v).transpose(1, 2))
+        begin += length
+
+
+def test_what_goes_on_sees_what_was_read_and_no_padding() -> None:
+    """Two rows of three positions kept and two new ones; the second row has two of padding on its left."""
+    mask = torch.tensor([[True] * 5, [False, False, True, True, True]])
+    allowed = Continued(torch.zeros(2, 2, dtype=torch.int64), mask, DynamicCache()).allowed
+    assert allowed.int().tolist() == [[[[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]], [[[0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]]]

@@ -1,5 +1,6 @@
 """Which modules get adapters, what of them trains, and dropout that depends on the sample alone."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -7,10 +8,12 @@ import torch
 from small import make_config
 from torch import nn
 
+from llava_fsdp.data.collate import boundaries
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.model.dropout import SampleDropout, TokenKeys
 from llava_fsdp.model.llava import Llava, build_llava
-from llava_fsdp.model.lora import check_gradients, is_adapter, module_of
+from llava_fsdp.model.lora import ADAPTER, check_gradients, is_adapter, module_of
+from llava_fsdp.model.merge import Merged
 from llava_fsdp.model.parts import find_parts
 
 LORA = ("model.lora.enabled=true", "model.lora.r=4")
@@ -138,3 +141,54 @@ def test_one_graph_serves_more_blocks_than_the_compiler_would_compile(tmp_path: 
     assert all(torch.equal(out, block(x)) for out, block in zip(outputs, blocks, strict=True))
     assert len(graphs) == 1
     assert len({out.numpy().tobytes() for out in outputs}) == len(blocks)
+
+
+@pytest.mark.parametrize(("rslora", "scaling"), [("false", 12 / 4), ("true", 12 / 4**0.5)])
+def test_what_an_adapter_adds_is_scaled(
+    rslora: str, scaling: float, parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    model = built(parts, dataset, tmp_path, "model.lora.alpha=12", f"model.lora.use_rslora={rslora}")
+    assert {model.get_submodule(name).scaling[ADAPTER] for name in model.adapted} == {scaling}
+
+
+def test_masks_are_those_of_the_sample_wherever_it_is_packed() -> None:
+    seeds, lengths, none = torch.tensor([5, 6, 7]), (4, 1, 6), torch.zeros(0, dtype=torch.int64)
+    alone, together = TokenKeys(), TokenKeys()
+    held = boundaries(lengths)
+    segments = held["position_ids"], held["cu_seqlens"], held["lengths"]
+    together.set(seeds, none, torch.Size((1, 11)), segments, 1)
+    alone.set(seeds, none, torch.Size((3, 6)), None, 1)
+    assert together.language is not None and alone.language is not None
+    for own, row, length in zip(together.language[0].split(lengths), alone.language, lengths, strict=True):
+        assert torch.equal(own, row[:length])
+
+
+@dataclass(frozen=True)
+class Held:
+    """Values in memory, as a file would hold them."""
+
+    values: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    def rows(self, begin: int, end: int) -> torch.Tensor:
+        return self.values[begin:end]
+
+
+def test_merged_weights_are_base_and_scaled_product() -> None:
+    """W + scaling * B A in whole numbers, of any rows; with magnitudes each row has its own length."""
+    dice = torch.Generator().manual_seed(0)
+    weight, a, b = (torch.randint(-4, 5, size, generator=dice).float() for size in ((7, 5), (2, 5), (7, 2)))
+    own = Merged(Held(weight), Held(a), Held(b), None, 3.0)
+    summed = weight + 3 * (b @ a)
+    assert torch.equal(own.rows(0, 7), summed) and torch.equal(own.rows(2, 5), summed[2:5])
+    lengths = torch.arange(1.0, 8.0)
+    found = Merged(Held(weight), Held(a), Held(b), Held(lengths), 3.0).rows(2, 7)
+    torch.testing.assert_close(found.norm(dim=1), lengths[2:])
+    torch.testing.assert_close(found / lengths[2:, None], summed[2:] / summed[2:].norm(dim=1, keepdim=True))

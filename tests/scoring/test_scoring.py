@@ -96,16 +96,17 @@ def test_what_says_yes(answer: str, expected: bool) -> None:
 
 
 def test_yes_and_no_are_counted() -> None:
-    said = [True, True, True, False, False]
-    right = [True, True, False, False, True]
+    """No two counts and no two rates are alike, so that none can stand for another."""
+    said = [True] * 4 + [True] * 2 + [False] * 3 + [False]
+    right = [True] * 4 + [False] * 2 + [False] * 3 + [True]
     scores = score_yes_no(said, right)
-    assert scores == YesNoScores(true_yes=2, false_yes=1, true_no=1, false_no=1)
+    assert scores == YesNoScores(true_yes=4, false_yes=2, true_no=3, false_no=1)
     assert (scores.accuracy, scores.precision, scores.recall, scores.f1, scores.yes_ratio) == (
-        3 / 5,
-        2 / 3,
-        2 / 3,
-        2 / 3,
-        3 / 5,
+        7 / 10,
+        4 / 6,
+        4 / 5,
+        8 / 11,
+        6 / 10,
     )
 
 

@@ -1,5 +1,6 @@
 """The planner's bytes are the bytes that ranks hold, to the byte, for every row of the table."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from llava_fsdp.config import Config
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.parts import find_parts
 from llava_fsdp.model.quantized import quantized_weights
-from llava_fsdp.sharding.memory import Bytes, bytes_per_rank
+from llava_fsdp.sharding.memory import Bytes, Weight, bytes_per_rank
 from llava_fsdp.sharding.mesh import World, make_mesh
 from llava_fsdp.sharding.parallelize import weights_of
 from llava_fsdp.sharding.precision import DTYPES, MasterWeights
@@ -153,3 +154,11 @@ def test_whole_model_is_gathered_between_no_micro_batches_of_zero3(parts: Path, 
     assert rows["zero1"].gradients_between == total > 3 * rows["zero2"].gradients_between
     assert rows["zero1"].parameters_between == rows["zero2"].parameters_between + total
     assert rows["hybrid"].optimizer > 1.9 * rows["zero3"].optimizer
+
+
+def test_shards_are_those_of_torch_chunk() -> None:
+    for rows, shards in itertools.product((1, 2, 5, 7, 8, 9), (1, 2, 3, 4, 8)):
+        weight = Weight((rows, 3), trainable=True, whole=False, fp32=False)
+        chunks = [chunk.numel() for chunk in torch.zeros(rows, 3).chunk(shards)]
+        found = [weight.local(shards, rank) for rank in range(shards)]
+        assert found == chunks + [0] * (shards - len(chunks)), (rows, shards)

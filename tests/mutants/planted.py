@@ -1,0 +1,342 @@
+"""Planted bugs: each row of `bugs.toml` is put into a copy of the tree, and the test that it names must fail.
+
+    python tests/mutants/planted.py [PATTERN]
+
+PATTERN chooses rows by a regular expression over their area, path, test and words. The working tree is only read.
+Two rows run at a time, each in a copy of its own and in a process that is forked after torch and transformers have been
+imported, and before anything of this project. A row passes when its test fails while it runs, by an assertion or by one
+of the project's own errors: a syntax error, a failing import or a timeout tells nothing about the test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import compileall
+import contextlib
+import importlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from py_compile import PycInvalidationMode
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = Path(__file__).with_name("bugs.toml")
+AT_ONCE = 2
+LONGEST = 240
+"""Seconds that the tests of a row, or of a file without any bug, may take."""
+WARM = (
+    "numpy", "PIL.Image", "torch.distributed.fsdp", "torch.distributed.tensor", "hydra",
+    "transformers.models.llama.modeling_llama", "transformers.models.clip.modeling_clip",
+)  # fmt: skip
+"""Imported once, before any copy of the tree is on the path."""
+
+
+@dataclass(frozen=True)
+class Bug:
+    """One row: `new` in place of `old`, and the test that must fail."""
+
+    area: str
+    bug: str
+    """What it does wrong, in words; no two rows have the same."""
+    path: str
+    old: str
+    """Exactly once in the file."""
+    new: str
+    test: str
+    """pytest's node id; without brackets, one of its cases must fail."""
+
+    @property
+    def test_file(self) -> str:
+        return self.test.partition("::")[0]
+
+
+def read_bugs(path: Path = TABLE) -> list[Bug]:
+    """The table, area by area."""
+    areas = tomllib.loads(path.read_text(encoding="utf-8"))
+    return [Bug(area, **row) for area, rows in areas.items() for row in rows]
+
+
+def planted(content: str, bug: Bug) -> str:
+    """A file's content with the bug in it.
+
+    Raises:
+        ValueError: the row's old text is not in the file exactly once.
+    """
+    found = content.count(bug.old)
+    if found != 1:
+        raise ValueError(f"{bug.path} holds the old text {found} times, not once")
+    return content.replace(bug.old, bug.new)
+
+
+class Recorder:
+    """A plugin of pytest that notes how every test went."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+        report = yield
+        if report.when == "call" or report.outcome != "passed":
+            self.note(item.nodeid, report.when, report.outcome, call.excinfo)
+        return report
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.seen.append(
+                {"node": report.nodeid, "phase": "collect", "outcome": "failed", "right": False,
+                 "why": last_line(str(report.longrepr))}
+            )  # fmt: skip
+
+    def note(self, node: str, phase: str, outcome: str, raised: pytest.ExceptionInfo | None) -> None:
+        error = raised.value if raised is not None and outcome == "failed" else None
+        self.seen.append(
+            {"node": node, "phase": phase, "outcome": outcome,
+             "right": phase == "call" and error is not None and is_right(error),
+             "why": "" if error is None else f"{type(error).__name__}: {last_line(str(error))}"}
+        )  # fmt: skip
+
+
+def is_right(error: BaseException) -> bool:
+    """Whether a test failed by what it asserts, or by an error that the project raises on purpose."""
+    kinds = getattr(error, "kinds", None)  # of the ranks of tests/harness.py, each the names of an error's classes
+    if kinds is not None:
+        return bool(kinds) and all(is_named_right(names) for names in kinds)
+    if isinstance(error, pytest.fail.Exception):  # by pytest.raises and pytest.warns, or by pytest-timeout
+        return str(error).startswith("DID NOT")
+    return is_named_right([kind.__name__ for kind in type(error).__mro__])
+
+
+def is_named_right(classes: list[str]) -> bool:
+    return "AssertionError" in classes or "LlavaFsdpError" in classes
+
+
+def last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:160] if lines else ""
+
+
+@dataclass
+class Job:
+    """Tests to run in one process: of a row, or all that are named in a file, without any bug."""
+
+    nodes: list[str]
+    bug: Bug | None = None
+    seen: list[dict[str, Any]] = field(default_factory=list)
+    too_long: bool = False
+    seconds: float = 0.0
+    broken: str = ""
+    """Why the row could not be planted."""
+
+    @property
+    def name(self) -> str:
+        return f"[{self.bug.area}] {self.bug.bug}" if self.bug else self.nodes[0].partition("::")[0]
+
+    def trouble(self) -> str:
+        """Why this is not as it should be; empty where it is."""
+        if self.broken:
+            return f"BROKEN ROW: {self.broken}"
+        if self.too_long:
+            return f"FAILED THE WRONG WAY: over {LONGEST} s"
+        wrong = [one for one in self.seen if one["outcome"] == "failed" and not one["right"]]
+        failed = [one for one in self.seen if one["outcome"] == "failed"]
+        if self.bug is None:
+            passed = {one["node"] for one in self.seen if one["outcome"] == "passed"}
+            passed |= {node.partition("[")[0] for node in passed}
+            lost = [node for node in self.nodes if node not in passed]
+            return told(failed) if failed else f"did not pass: {', '.join(lost)}" if lost else ""
+        if wrong or not self.seen:
+            return f"FAILED THE WRONG WAY: {told(wrong) or 'no test ran'}"
+        return "" if failed else f"NOT CAUGHT by {self.bug.test}"
+
+
+def told(failed: list[dict[str, Any]]) -> str:
+    return "; ".join(f"{one['node']} ({one['phase']}): {one['why']}" for one in failed)
+
+
+def copy_tree(into: Path) -> Path:
+    """A copy of what git tracks or would track; its bytecode is checked against the source's content.
+
+    Python tells a changed file by its time in seconds and its size: too coarse for a bug of the same length.
+    """
+    listed = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, check=True, capture_output=True, text=True).stdout.split("\0")
+    for name in filter(None, names):
+        source = ROOT / name
+        if source.is_file():  # neither a file that was deleted nor a link to a folder
+            (into / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, into / name)
+    compileall.compile_dir(into / "src", quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
+    return into
+
+
+@contextlib.contextmanager
+def changed(copy: Path, bug: Bug) -> Iterator[None]:
+    """A copy of the tree with a bug in it."""
+    file = copy / bug.path
+    if not file.is_file():
+        raise ValueError(f"{bug.path} is no file")
+    content = file.read_text(encoding="utf-8")
+    file.write_text(planted(content, bug), encoding="utf-8")
+    try:
+        yield
+    finally:
+        file.write_text(content, encoding="utf-8")
+
+
+def serve(copy: Path, job: Job, found: Path, log: Path) -> None:
+    """What a forked process does: run the tests of the copy, and write how they went."""
+    os.setsid()  # it ends with all its ranks
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(copy)
+    sys.dont_write_bytecode = True
+    scratch = copy.with_suffix(".scratch")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    tempfile.tempdir = str(scratch)
+    os.environ |= {"PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(scratch)}
+    sys.path[:] = [str(copy / "src"), *(p for p in sys.path if Path(p or ".").resolve() != TABLE.parent)]
+    recorder = Recorder()
+    options = ["-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", str(copy), "-c", str(copy / "pyproject.toml")]
+    options += ["--basetemp", str(scratch / "pytest"), "-x"] if job.bug else ["--basetemp", str(scratch / "pytest")]
+    pytest.main([*options, *job.nodes], plugins=[recorder])
+    found.write_text(json.dumps(recorder.seen))
+
+
+class Slot:
+    """A copy of the tree and the process that runs in it."""
+
+    def __init__(self, copy: Path):
+        self.copy = copy
+        self.found, self.log = copy.with_suffix(".json"), copy.with_suffix(".log")
+        self.job: Job | None = None
+        self.process = 0
+        self.began = 0.0
+        self.planted = contextlib.ExitStack()
+
+    def begin(self, job: Job) -> bool:
+        """Whether it could begin."""
+        if job.bug is not None:
+            try:
+                self.planted.enter_context(changed(self.copy, job.bug))
+            except ValueError as error:
+                job.broken = str(error)
+                return False
+        self.found.unlink(missing_ok=True)
+        self.job, self.began = job, time.monotonic()
+        sys.stdout.flush()
+        self.process = os.fork()
+        if self.process == 0:
+            status = 1
+            try:
+                serve(self.copy, job, self.found, self.log)
+                status = 0
+            finally:
+                os._exit(status)
+        return True
+
+    def finished(self) -> Job | None:
+        """The job, once its process has ended or has run too long."""
+        job = self.job
+        assert job is not None
+        ended = os.waitpid(self.process, os.WNOHANG)[0] != 0
+        job.too_long = not ended and time.monotonic() - self.began > LONGEST
+        if not ended and not job.too_long:
+            return None
+        self.close(ended)
+        job.seconds = time.monotonic() - self.began
+        if self.found.is_file():
+            job.seen = json.loads(self.found.read_text())
+        return job
+
+    def close(self, ended: bool = False) -> None:
+        """End what runs, and take the bug out."""
+        if self.job is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process, signal.SIGKILL)
+        if not ended:
+            os.waitpid(self.process, 0)
+        self.planted.close()
+        self.job = None
+
+
+def run_all(jobs: list[Job], slots: list[Slot]) -> list[str]:
+    """Run jobs side by side, say how each went, and return what is wrong."""
+    waiting, troubles = deque(jobs), []
+
+    def report(job: Job) -> None:
+        trouble = job.trouble()
+        if trouble:
+            troubles.append(f"{job.name}: {trouble}")
+        print(f"{trouble or ('caught' if job.bug else 'passes')}  {job.name}  ({job.seconds:.1f} s)", flush=True)
+
+    try:
+        while waiting or any(slot.job for slot in slots):
+            for slot in slots:
+                if slot.job is None and waiting:
+                    job = waiting.popleft()
+                    if not slot.begin(job):
+                        report(job)
+                elif slot.job is not None and (done := slot.finished()) is not None:
+                    report(done)
+            time.sleep(0.05)
+    finally:
+        for slot in slots:
+            slot.close()
+    return troubles
+
+
+def warm_up() -> None:
+    for name in WARM:
+        with contextlib.suppress(ImportError):  # an extra that is not installed
+            importlib.import_module(name)
+    torch = importlib.import_module("torch")
+    torch.set_num_threads(1)
+    assert not [name for name in sys.modules if name.split(".")[0] == "llava_fsdp"], "it would hide the copy"
+
+
+def main(pattern: str) -> int:
+    bugs = [bug for bug in read_bugs() if re.search(pattern, f"{bug.area} {bug.path} {bug.test} {bug.bug}")]
+    if not bugs:
+        print(f"no row of {TABLE} has {pattern!r} in it", file=sys.stderr)
+        return 2
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    warm_up()
+    started = time.monotonic()
+    files: dict[str, set[str]] = {}
+    for bug in bugs:
+        files.setdefault(bug.test_file, set()).add(bug.test)
+    with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
+        slots = [Slot(copy_tree(Path(scratch, str(number)))) for number in range(AT_ONCE)]
+        troubles = run_all([Job(sorted(nodes)) for nodes in files.values()], slots)
+        if troubles:
+            print(f"{len(troubles)} files of tests do not pass without any bug; no bug was planted")
+        else:
+            troubles = run_all([Job([bug.test], bug) for bug in bugs], slots)
+    for trouble in troubles:
+        print(f"WRONG: {trouble}")
+    print(f"{len(bugs)} planted bugs, {len(troubles)} wrong, {time.monotonic() - started:.0f} s")
+    return 1 if troubles else 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Plant bugs, and see the tests fail.")
+    parser.add_argument("pattern", nargs="?", default="", help="a regular expression that chooses rows")
+    sys.exit(main(parser.parse_args().pattern))
