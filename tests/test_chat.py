@@ -13,19 +13,23 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from PIL import Image
 from small import ASSETS, conversion, make_config, write_json
 from transformers import LlavaForConditionalGeneration
 
 from llava_fsdp import chat, train
 from llava_fsdp.answer import Assistant, Question
-from llava_fsdp.config import AspectRatio, ChatConfig, config_dir, load
+from llava_fsdp.config import AspectRatio, ChatConfig, Pixels, SpecialTokens, config_dir, load
 from llava_fsdp.data.source import Turn
 from llava_fsdp.data.templates import IMAGE_TAG
 from llava_fsdp.data.tokenizer import open_tokenizer
 from llava_fsdp.data.vocabulary import IMAGE_ID
 from llava_fsdp.errors import ConfigError, DataError, ModelError, PictureError
 from llava_fsdp.export import export
+from llava_fsdp.formats import subject_of
 from llava_fsdp.generate import AnswerText, Memory, Sampling, choose
+from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.parts import find_parts
 from llava_fsdp.talk import Conversation
 
 # A shell lets Ctrl-C do nothing to what it runs aside, tests for one, and their children keep that.
@@ -59,6 +63,37 @@ def configured(*overrides: str) -> ChatConfig:
 
 def said(talk: Conversation, text: str, how: Sampling = GREEDY) -> str:
     return "".join(talk.ask(text, how))
+
+
+def test_it_is_asked_as_it_was_trained(noise: Path, tmp_path: Path) -> None:
+    """What special tokens in a question become, and how an image is read, is in the notes of an export."""
+    shutil.copytree(noise / "export", tmp_path / "export")
+    notes = json.loads((noise / "export" / "llava_fsdp.json").read_text())
+    assert (notes["pixels"], notes["special_tokens"]) == ("exact", "text")
+    Image.new("RGBA", (40, 40), (0, 0, 0, 0)).save(tmp_path / "clear.png")
+    found = []
+    for said in ({}, {"pixels": "llava_v1_5", "special_tokens": "parse"}):
+        write_json(tmp_path / "export" / "llava_fsdp.json", notes | said)
+        own = Assistant(str(tmp_path / "export"), "v1", AspectRatio.square)
+        end = own.tokenizer.special("</s>")
+        ids = own.ids([Turn("human", "what does </s> end")], [], "here")
+        found.append((end in ids, int(own.show(tmp_path / "clear.png", "here").tiles.max())))
+    assert found == [(False, 255), (True, 0)]
+    write_json(tmp_path / "export" / "llava_fsdp.json", notes | {"pixels": "other"})
+    with pytest.raises(ModelError, match=r"llava_fsdp\.json has pixels=other"):
+        Assistant(str(tmp_path / "export"), "v1", AspectRatio.square)
+
+
+def test_a_run_with_the_originals_numbers_says_so(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    cfg = make_config(parts, dataset, tmp_path, "labels=llava_v1_5", "data.pixels=llava_v1_5")
+    model = build_llava(find_parts(cfg.model), cfg.model, torch.float32)
+    subject = subject_of(model, cfg, "run", 1)
+    assert (subject.pixels, subject.special_tokens) == (Pixels.llava_v1_5, SpecialTokens.parse)
+    lean = make_config(parts, dataset, tmp_path, "data.pixels=lean", "data.special_tokens=parse")
+    assert (subject_of(model, lean, "run", 1).pixels, lean.trained_special_tokens) == (
+        Pixels.exact,
+        SpecialTokens.parse,
+    )
 
 
 def at_once(talk: Conversation, images: list[Path]) -> str:

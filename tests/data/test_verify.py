@@ -36,24 +36,18 @@ def test_a_letter_of_an_answer(suffix: str, parts: Path, tmp_path: Path, monkeyp
     write_dataset(tmp_path)
     path = tmp_path / f"a.{suffix}"
 
-    def content(rows: list[dict]) -> bytes:
-        if suffix == "json":
-            return json.dumps(rows, indent=1).encode()
-        if suffix == "jsonl":
-            return "".join(json.dumps(row) + "\n" for row in rows).encode()
-        sink = pyarrow.BufferOutputStream()
-        parquet.write_table(pyarrow.Table.from_pylist(rows), sink, compression="none", use_dictionary=False)
-        return sink.getvalue().to_pybytes()
-
     rows = json.loads((tmp_path / "mixed.json").read_text())
-    path.write_bytes(content(rows))
+    rows[17]["conversations"][1]["value"] = "a red circle of its own"
+    if suffix == "parquet":
+        table = pyarrow.Table.from_pylist(rows)
+        parquet.write_table(table, path, compression="none", use_dictionary=False, write_statistics=False)
+    else:
+        path.write_text(json.dumps(rows) if suffix == "json" else "".join(json.dumps(row) + "\n" for row in rows))
     cfg = make_config(parts, tmp_path, tmp_path, f"data.path={path}")
     before = open_again(cfg, parts)
     whole = sum(isinstance(row.get("image"), str) for row in rows)
     assert verify(cfg, parts) == (44, whole)
-    answer = rows[17]["conversations"][1]
-    answer["value"] = ("x" if answer["value"][0] != "x" else "y") + answer["value"][1:]
-    put(path, content(rows))
+    put(path, path.read_bytes().replace(b"a red circle of its own", b"a bed circle of its own"))
     assert open_again(cfg, parts).fingerprint == before.fingerprint, "a training does not see it"
     with pytest.raises(
         DataError, match=r"^1 records or images (.|\n)*record 17 \(id r17\) is not what it was"

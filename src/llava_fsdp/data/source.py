@@ -21,7 +21,7 @@ CURES = {
 }
 """What helps where asking again does not."""
 MEDIA_KEY = re.compile(
-    r"(?:images?|imgs?|pictures?|photos?|videos?|audios?|sounds?|medias?)(?:[_-]?(?:urls?|paths?|files?|bytes|list))?",
+    r"(?:images?|imgs?|pictures?|photos?|videos?|audios?|sounds?|media)(?:[_-]?(?:urls?|paths?|files?|bytes|list))?",
     re.IGNORECASE,
 )
 """Keys that name media. A record's own `image` alone is read."""
