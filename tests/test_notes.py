@@ -301,7 +301,9 @@ def test_what_was_changed_on_purpose_is_accepted_by_name(copied: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     with pytest.raises(DamagedModel):
         open_source(conversion(folder, copied / "to"))
+    (folder / NOTES).chmod(0o640)
     export(command(folder, "accept=[generation_config.json]"))
+    assert (folder / NOTES).stat().st_mode & 0o777 == 0o640
     with pytest.raises(DamagedModel, match=r"'accept=\[chat_template\.jinja\]'"):
         open_source(conversion(folder, copied / "to"))
     export(command(folder, "accept=[chat_template.jinja]"))
@@ -331,7 +333,7 @@ def test_notes_that_were_changed_are_accepted_by_their_own_name(copied: Path) ->
 def test_accept_refuses_what_it_cannot_mean(copied: Path, parts: Path) -> None:
     folder = copied / "merged"
     for source, name, said in (
-        (folder, "confg.json", "has no such file"),
+        (folder, "other.json", "has no such file"),
         (folder, "../merged/config.json", "no file's path"),
         (folder, "/etc/passwd", "no file's path"),
         (parts / "language", "config.json", f"has no {NOTES}"),
@@ -405,7 +407,7 @@ def test_a_disk_that_cannot_be_read_is_an_error_of_ours(copied: Path, monkeypatc
         open_source(conversion(copied / "merged", copied / "to"))
 
 
-@pytest.mark.parametrize("name", [WEIGHTS, "config.json", "tokenizer.json", "preprocessor_config.json"])
+@pytest.mark.parametrize("name", [WEIGHTS, "tokenizer.json", "preprocessor_config.json"])
 def test_a_file_that_goes_after_it_was_compared_is_an_error_of_ours(
     name: str, copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

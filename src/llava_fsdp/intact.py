@@ -16,10 +16,11 @@ from llava_fsdp.notes import (
     checked_name,
     digests,
     files_of,
-    has_no_digests,
+    is_older,
     listed,
     parse,
     read_bytes,
+    read_notes,
     render,
 )
 from llava_fsdp.words import readable
@@ -66,7 +67,8 @@ def tell(wanted: dict[Path, tuple[Path, Digest]], is_first: bool) -> None:
 
 def warn_of_older(paths: Iterable[Path]) -> None:
     for folder in (path.parent if path.is_file() else path for path in paths):
-        if has_no_digests(folder):
+        found = read_notes(folder)
+        if found and is_older(found):
             log().warning(
                 "%s is of an earlier version of llava_fsdp, without digests: whether its files are what was written "
                 "cannot be told; to give it digests as it is: python -m llava_fsdp.export source=%s 'accept=[%s]'",
@@ -91,7 +93,7 @@ def accept(folder: Path, names: list[str]) -> None:
         raise ConfigError(f"source={folder} has no {NOTES}, so nothing in it is compared; of a run, give its export/")
     said = parse(content, folder, is_accepted=NOTES in names)
     files = files_of(said, folder)
-    if NOTES in names and has_no_digests(folder):
+    if NOTES in names and is_older(said):
         names = [*names, *(p.relative_to(folder).as_posix() for p in sorted(folder.rglob("*")) if p.is_file())]
     chosen = [name for name in dict.fromkeys(names) if name != NOTES]
     for name in chosen:
@@ -104,7 +106,9 @@ def accept(folder: Path, names: list[str]) -> None:
     try:
         kept = {name: digest for name, digest in files.items() if name not in chosen}
         found = kept | digests(folder, [name for name in chosen if (folder / name).is_file()])
+        mode = (folder / NOTES).stat().st_mode
         replace_durably(folder / NOTES, render(said, dict(sorted(found.items()))))
+        (folder / NOTES).chmod(mode)
     except OSError as error:
         raise CheckpointError(f"{folder / NOTES} cannot be written: {why(error, folder)}") from error
     log().info("%s has the digests of %s as they are now", folder / NOTES, ", ".join(chosen) or "no file, but its own")

@@ -54,11 +54,17 @@ def parse(content: bytes, folder: Path, is_accepted: bool = False) -> dict[str, 
     """
     with foreign(f"{folder / NOTES} is not what was written; {cure(folder, NOTES)}", DamagedModel):
         found = json.loads(content)
-        files = found.get(FILES, {})
-        is_older = DIGEST not in found and not any(isinstance(own, dict) for own in files.values())
-        if not is_older and not is_accepted and unsealed(content) is None:
-            raise ValueError("its digest of itself differs")
+        if not is_older(found) and not is_accepted and unsealed(content) is None:
+            raise DamagedModel(
+                f"{folder / NOTES} is not what was written: its digest of itself differs; {cure(folder, NOTES)}"
+            )
     return found
+
+
+def is_older(notes: Mapping[str, Any]) -> bool:
+    """Whether an earlier version wrote the notes, so that there is nothing to compare with, or an adapter's tensors
+    alone."""
+    return DIGEST not in notes and not any(isinstance(own, dict) for own in notes.get(FILES, {}).values())
 
 
 def read_bytes(path: Path) -> bytes | None:
@@ -72,12 +78,6 @@ def read_bytes(path: Path) -> bytes | None:
         if isinstance(error, FileNotFoundError | NotADirectoryError) and not path.is_symlink():
             return None
         raise DamagedModel(f"{path} cannot be read: {error.strerror}; {cure(path.parent, path.name)}") from error
-
-
-def has_no_digests(folder: Path) -> bool:
-    """Whether an earlier version wrote the folder, so that there is nothing to compare with."""
-    found = read_notes(folder)
-    return bool(found) and DIGEST not in found
 
 
 def listed(folder: Path) -> dict[str, Digest]:
@@ -122,7 +122,7 @@ def check_folder(folder: Path, largest: int | None = None) -> None:
     notes = read_notes(folder)
     files = files_of(notes, folder)
     check_sizes(folder, files)
-    if DIGEST in notes:
+    if notes and not is_older(notes):
         refuse_strangers(folder, files)
     check_digests({folder / n: d for n, d in files.items() if largest is None or d.bytes <= largest}, folder)
 
