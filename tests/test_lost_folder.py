@@ -126,8 +126,15 @@ def test_a_checkpoint_that_was_deleted_does_not_count_as_kept(
     """All of them go after step 3, or a file of one: the next save makes the folder again, and the run goes on."""
     folder = tmp_path / "out"
     after(3, lambda: shutil.rmtree(folder / "checkpoints"), monkeypatch)
-    train.train(configured(parts, dataset, folder))
+    train.train(configured(parts, dataset, folder, "checkpoint.asynchronous=false"))
     assert [p.name for p in checkpoint.list_checkpoints(folder / "checkpoints")] == ["step-000004"]
+    assert "step-000002 was deleted or moved away while the run is under way" in caplog.text
+    monkeypatch.undo()
+    (folder / "metrics.jsonl").write_text("")
+    after(5, (folder / "checkpoints" / "step-000004" / "rank-00000.safetensors").unlink, monkeypatch)
+    train.train(configured(parts, dataset, folder, "max_steps=8"))
+    assert "rank-00000.safetensors is missing; it does not count as kept" in caplog.text
+    assert "metrics.jsonl lacks the rows of 4 of 4 steps (1 to 4)" in caplog.text
 
 
 @pytest.mark.slow

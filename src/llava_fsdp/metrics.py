@@ -27,6 +27,7 @@ from llava_fsdp.config import Config
 from llava_fsdp.errors import StorageError
 from llava_fsdp.live_page import LivePage
 from llava_fsdp.log import log
+from llava_fsdp.lost_rows import QUARANTINE_FILE, lost_rows
 from llava_fsdp.planning.utilization import Utilization
 from llava_fsdp.refusals import why
 from llava_fsdp.rows import Rows, replace_lines
@@ -35,8 +36,6 @@ from llava_fsdp.spikes import Spikes
 from llava_fsdp.state import StepResult
 from llava_fsdp.tracking import HURRY, PATIENCE, Trackers
 from llava_fsdp.words import duration
-
-QUARANTINE_FILE = "quarantine.jsonl"
 
 
 def watch_loading(is_first_rank: bool, what: str = "weights") -> Callable[[Iterable[str]], Iterable[str]]:
@@ -84,6 +83,10 @@ class Reporter:
             return
         self.metrics, self.quarantine = Rows(self.folder / METRICS_FILE), Rows(self.folder / QUARANTINE_FILE)
         try:
+            for said in lost_rows(self.folder, first_step) if first_step else ():
+                log().warning(
+                    "%s: %s: it was cut or damaged, and what it had is in no curve and no sum", self.folder, said
+                )
             cut_back(self.metrics.path, first_step)
             begin_quarantine(self.quarantine.path, first_step, left_out)
         except OSError as error:

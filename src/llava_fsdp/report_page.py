@@ -47,6 +47,8 @@ def header(run: Run) -> str:
         lines.append(f"<p class='{kind}'>{escape(shortened(run.reason))}</p>")
     for name, count in run.unread.items():
         lines.append(f"<p class='note'>{count:,} lines of {escape(name)} could not be read and are left out.</p>")
+    if lost := run.num_lost:
+        lines.append(f"<p class='note'>{lost:,} of {run.history.step:,} steps have no row in metrics.jsonl.</p>")
     lines.append(f"<p class='note'>As of {moment(time.time())}.</p>")
     return (
         f"<header><h1>{escape(run.name)}<span class='state {escape(state)}'>{escape(state)}</span></h1>"

@@ -61,6 +61,12 @@ class Run:
         return self.starts[-1] if self.starts else {}
 
     @property
+    def num_lost(self) -> int:
+        """Steps that were taken and have no row: metrics.jsonl was cut or damaged."""
+        first = min((start["step"] for start in self.starts), default=0)
+        return max(0, self.history.step - first - self.history.steps) if self.starts else 0
+
+    @property
     def end(self) -> dict[str, Any]:
         """Of the last start that took steps: where a later one was refused, the run is what it was."""
         before = self.status.get("before")

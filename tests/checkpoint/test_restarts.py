@@ -57,6 +57,7 @@ def test_a_requeued_job_goes_on_with_what_it_began(
 
 def test_a_branch_begins_once(launch: None, parts: Path, dataset: Path, tmp_path: Path) -> None:
     """From another run's step 4: what is older here is of another branch, and not continued from."""
+    (tmp_path / "out").mkdir()
     save_steps(single_world(), tmp_path / "other", [4])
     save_steps(single_world(), tmp_path / "out" / FOLDER, [2, 6])
     wish = tmp_path / "other" / "step-000004"

@@ -4,18 +4,20 @@ import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from llava_fsdp import cli, rundir
 from llava_fsdp.errors import ENDINGS, ConfigError, ExitCode, FolderLost
+from llava_fsdp.heartbeats import Phase
 from llava_fsdp.holding import Hold
-from llava_fsdp.life import Life
+from llava_fsdp.life import ONE_WISH, Life
 from llava_fsdp.live_page import rewrite_page
 from llava_fsdp.log import setup_logging
 from llava_fsdp.refusals import why
@@ -191,6 +193,45 @@ def test_what_is_written_last_goes_on_behind_what_fails(tmp_path: Path, monkeypa
     assert write_ending(tmp_path, Outcome(ENDINGS["data"], "record 7")) is None
     said = read_status(tmp_path) or {}
     assert (said["class"], said["exit_code"]) == ("data", 2) and first_failure(tmp_path) is None
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Life, list[Outcome]]]:
+    """A process's life between two steps, and how it would have ended by a signal."""
+    with claimed(tmp_path, 0), Life(tmp_path, 0) as life:
+        ended: list[Outcome] = []
+        monkeypatch.setattr(life, "end", ended.append)
+        life.at(Phase.COMPUTE, 11)
+        life.step_done()
+        yield life, ended
+
+
+def test_a_stop_that_is_asked_for_often_is_one(asked: tuple[Life, list[Outcome]]) -> None:
+    """Also when the steps are over because of the first."""
+    life, ended = asked
+    for number in range(60):
+        life.stepping = number < 30
+        life.heard(signal.SIGTERM)
+    assert not ended and life.wants_stop() and life.stop == "SIGTERM"
+
+
+def test_a_signal_behind_the_last_step_says_so(asked: tuple[Life, list[Outcome]]) -> None:
+    life, ended = asked
+    life.stepping = False
+    life.heard(signal.SIGTERM)
+    assert [own.ending.name for own in ended] == ["stopped"] and "after the last step" in ended[0].reason
+
+
+def test_two_interrupts_at_once_are_one_wish(asked: tuple[Life, list[Outcome]]) -> None:
+    """A later one ends the run at once."""
+    life, ended = asked
+    for _ in range(3):
+        life.heard(signal.SIGINT)
+    assert not ended and life.stop == "SIGINT"
+    assert life.interrupted_at is not None
+    life.interrupted_at -= 2 * ONE_WISH
+    life.heard(signal.SIGINT)
+    assert [own.ending.exit_code for own in ended] == [ExitCode.INTERRUPTED]
 
 
 LINKS = sorted(rundir.WRITTEN)

@@ -47,8 +47,8 @@ from llava_fsdp.checkpoint.manifest import (
     render,
 )
 from llava_fsdp.checkpoint.tensorfile import write_tensors
-from llava_fsdp.checkpoint.verify import Checkpoint, digest_of_file, verify
-from llava_fsdp.checkpoint_names import folder_name
+from llava_fsdp.checkpoint.verify import Checkpoint, check_files, digest_of_file, naming, verify
+from llava_fsdp.checkpoint_names import folder_name, list_checkpoints
 from llava_fsdp.config import CheckpointConfig
 from llava_fsdp.digests import Digest
 from llava_fsdp.errors import CheckpointError, LlavaFsdpError
@@ -158,6 +158,7 @@ class Committer:
         self.at("renamed")
         sync_folder(self.parent)
         self.at("parent synced")
+        self.warn_of_deleted()
         self.good.add(final.name)
         try:
             point_to(final)
@@ -167,6 +168,7 @@ class Committer:
         if replaced.exists():
             shutil.rmtree(replaced, ignore_errors=True)
         prune(self.parent, self.cfg.keep, self.cfg.keep_every, self.is_good, self.at)
+        self.good &= {folder.name for folder in list_checkpoints(self.parent)}
 
     def write_beside(self, beside: Beside, found: Checkpoint) -> dict[str, Digest]:
         """The digests of its files, by their paths in the checkpoint."""
@@ -177,14 +179,26 @@ class Committer:
         return {path.relative_to(found.folder).as_posix(): digest_of_file(path) for path in files}
 
     def is_good(self, folder: Path) -> bool:
-        if folder.name not in self.good:
-            try:
+        """By all its bytes where this process has not seen it whole yet, else by names and sizes of its files."""
+        try:
+            if folder.name in self.good:
+                with naming(folder):
+                    check_files(folder)
+            else:
                 verify(folder)
-            except CheckpointError as error:
-                log().warning("%s; it does not count as kept", error)
-                return False
-            self.good.add(folder.name)
+        except CheckpointError as error:
+            log().warning("%s; it does not count as kept", error)
+            self.good.discard(folder.name)
+            return False
+        self.good.add(folder.name)
         return True
+
+    def warn_of_deleted(self) -> None:
+        """Say which checkpoints this process has seen whole, has not deleted, and does not find any more."""
+        gone = sorted(self.good - {folder.name for folder in list_checkpoints(self.parent)})
+        if gone:
+            log().warning("%s: %s was deleted or moved away while the run is under way", self.parent, ", ".join(gone))
+        self.good.difference_update(gone)
 
 
 def joined(ranks: list[Rows]) -> dict[str, Saved]:

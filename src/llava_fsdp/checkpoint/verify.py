@@ -86,6 +86,22 @@ def naming(folder: Path) -> Iterator[None]:
 
 def inspect(folder: Path) -> Checkpoint:
     """All but the digests of the tensors' files: names, sizes, formats, and that rows lie where the manifest says."""
+    manifest = check_files(folder)
+    step = step_of(folder)
+    if step is not None and step != manifest.step:
+        raise CheckpointError(f"it holds step {manifest.step}: it was renamed")
+    check_digest(folder, STATE_FILE, manifest)
+    facts = parse_facts(read_small(folder / STATE_FILE, LARGEST), manifest)
+    check_headers(folder, manifest)
+    return Checkpoint(folder, manifest, facts)
+
+
+def check_files(folder: Path) -> Manifest:
+    """What the manifest says, with the names and sizes of the files compared.
+
+    Raises:
+        CheckpointError: a file is missing, foreign or of another size.
+    """
     require_plain_folder(folder)
     entries = {entry.name: entry for entry in os.scandir(folder)}
     if MANIFEST_FILE not in entries:
@@ -105,13 +121,7 @@ def inspect(folder: Path) -> Checkpoint:
             raise CheckpointError(f"{name} is no regular file")
         if found.st_size != expected.bytes:
             raise CheckpointError(f"{name} has {found.st_size} bytes, {expected.bytes} were written")
-    step = step_of(folder)
-    if step is not None and step != manifest.step:
-        raise CheckpointError(f"it holds step {manifest.step}: it was renamed")
-    check_digest(folder, STATE_FILE, manifest)
-    facts = parse_facts(read_small(folder / STATE_FILE, LARGEST), manifest)
-    check_headers(folder, manifest)
-    return Checkpoint(folder, manifest, facts)
+    return manifest
 
 
 def entries_beside(beside: os.DirEntry[str] | None) -> dict[str, os.DirEntry[str]]:

@@ -1,0 +1,85 @@
+"""Rows that a run's files had and have no more, as found when the run continues: they were cut, emptied or damaged."""
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from llava_fsdp.checkpoint_names import FOLDER, folder_name
+from llava_fsdp.rows import read_rows
+from llava_fsdp.rundir import read_object
+from llava_fsdp.runs import METRICS_FILE, STARTS_FILE, VALIDATION_FILE
+
+QUARANTINE_FILE = "quarantine.jsonl"
+MOST_STRETCHES = 8
+"""Stretches of steps that a sentence names."""
+
+
+def lost_rows(folder: Path, step: int) -> list[str]:
+    """A sentence about each file that lacks rows of the steps until `step`, where the run continues.
+
+    A run that continues another folder's checkpoint has no rows of the steps before. That of a validation is known to
+    be missing since the last start alone, for which `val.every` is known, and not at `step` itself, where it may
+    be owed.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    checkpoint = folder / FOLDER / folder_name(step)
+    starts = steps_in(folder / STARTS_FILE, step - 1)
+    if not starts and not checkpoint.is_dir():
+        return []
+    begin = min(starts, default=0)
+    said = []
+    if not starts:
+        said.append(f"{STARTS_FILE} has no start before step {step}")
+    rows = {row["step"]: row for row in of_steps(folder / METRICS_FILE, step)}
+    steps = range(begin + 1, step + 1)
+    if missing := [own for own in steps if own not in rows]:
+        said.append(f"{METRICS_FILE} lacks the rows of {len(missing)} of {len(steps)} steps ({stretches(missing)})")
+    listed = Counter(row["step"] for row in of_steps(folder / QUARANTINE_FILE, step))
+    if short := [own for own in steps if listed[own] < faults_of(rows.get(own, {}))]:
+        said.append(f"{QUARANTINE_FILE} lacks records that {METRICS_FILE} counts, of steps {stretches(short)}")
+    measured = set(steps_in(folder / VALIDATION_FILE, step))
+    due = due_between(max(starts, default=step), step, read_object(checkpoint / "state.json") or {})
+    if missing := [own for own in due if own not in measured]:
+        said.append(f"{VALIDATION_FILE} lacks the rows of steps {stretches(missing)}")
+    return said
+
+
+def due_between(begin: int, end: int, facts: dict[str, Any]) -> range:
+    """Steps behind `begin` and before `end` that were measured, by what a checkpoint says of its run."""
+    config = facts.get("config")
+    val = config.get("val") if isinstance(config, dict) else None
+    every = val.get("every") if isinstance(val, dict) else None
+    if type(every) is not int or every < 1:
+        return range(0)
+    return range((begin // every + 1) * every, end, every)
+
+
+def faults_of(row: dict[str, Any]) -> int:
+    """How many lines of its own a step has in the list of records that were left out."""
+    counts = [row.get(name) for name in ("quarantined", "unlabelled")]
+    return sum(count for count in counts if type(count) is int)
+
+
+def of_steps(path: Path, last: int) -> list[dict[str, Any]]:
+    """Rows of steps until the last one."""
+    return [row for row in read_rows(path) if type(row.get("step")) is int and row["step"] <= last]
+
+
+def steps_in(path: Path, last: int) -> list[int]:
+    return [row["step"] for row in of_steps(path, last)]
+
+
+def stretches(steps: Iterable[int]) -> str:
+    """Sorted steps in words: `1 to 16, 20`."""
+    found: list[list[int]] = []
+    for step in steps:
+        if found and step == found[-1][1] + 1:
+            found[-1][1] = step
+        else:
+            found.append([step, step])
+    said = [f"{first} to {last}" if last > first else str(first) for first, last in found[:MOST_STRETCHES]]
+    more = len(found) - MOST_STRETCHES
+    return ", ".join(said) + (f" and {more} more stretches" if more > 0 else "")
