@@ -1,8 +1,9 @@
 """Planted bugs: each row of `bugs.toml` is put into a copy of the tree, and the test that it names must fail.
 
-    python tests/mutants/planted.py [PATTERN]
+    python tests/mutants/planted.py [PATTERN] [--table FILE]
 
-PATTERN chooses rows by a regular expression over their area, path, test and words. The working tree is only read.
+PATTERN chooses rows by a regular expression over their area, path, test and words; FILE is another table.
+The working tree is only read.
 Two rows run at a time, each in a copy of its own and in a process that is forked after torch and transformers have been
 imported, and before anything of this project. A row passes when its test fails while it runs, by an assertion or by one
 of the project's own errors: a syntax error, a failing import or a timeout tells nothing about the test.
@@ -36,7 +37,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).with_name("bugs.toml")
 AT_ONCE = 2
-LONGEST = 240
+LONGEST = 300
 """Seconds that the tests of a row, or of a file without any bug, may take."""
 WARM = (
     "numpy", "PIL.Image", "torch.distributed.fsdp", "torch.distributed.tensor", "hydra",
@@ -201,6 +202,7 @@ def changed(copy: Path, bug: Bug) -> Iterator[None]:
 def serve(copy: Path, job: Job, found: Path, log: Path) -> None:
     """What a forked process does: run the tests of the copy, and write how they went."""
     os.setsid()  # it ends with all its ranks
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -312,12 +314,13 @@ def warm_up() -> None:
     assert not [name for name in sys.modules if name.split(".")[0] == "llava_fsdp"], "it would hide the copy"
 
 
-def main(pattern: str) -> int:
-    bugs = [bug for bug in read_bugs() if re.search(pattern, f"{bug.area} {bug.path} {bug.test} {bug.bug}")]
+def main(pattern: str, table: Path) -> int:
+    bugs = [bug for bug in read_bugs(table) if re.search(pattern, f"{bug.area} {bug.path} {bug.test} {bug.bug}")]
     if not bugs:
-        print(f"no row of {TABLE} has {pattern!r} in it", file=sys.stderr)
+        print(f"no row of {table} has {pattern!r} in it", file=sys.stderr)
         return 2
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what was forked, and takes the copies away
     warm_up()
     started = time.monotonic()
     files: dict[str, set[str]] = {}
@@ -339,4 +342,6 @@ def main(pattern: str) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Plant bugs, and see the tests fail.")
     parser.add_argument("pattern", nargs="?", default="", help="a regular expression that chooses rows")
-    sys.exit(main(parser.parse_args().pattern))
+    parser.add_argument("--table", type=Path, default=TABLE)
+    given = parser.parse_args()
+    sys.exit(main(given.pattern, given.table))
