@@ -7,8 +7,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from bugs import ROOT, TABLE, Bug, planted, read_bugs
 from harness import RanksFailed
-from planted import ROOT, TABLE, Bug, is_right, planted, read_bugs
+from outcomes import is_right
 
 from llava_fsdp.errors import DataError
 
