@@ -1,8 +1,9 @@
 """Planted bugs: each row of `bugs.toml` is put into a copy of the tree, and the test that it names must fail.
 
-    python tests/mutants/planted.py [PATTERN]
+    python tests/mutants/planted.py [PATTERN] [--table FILE]
 
-PATTERN chooses rows by a regular expression over their area, path, test and words. The working tree is only read.
+PATTERN chooses rows by a regular expression over their area, path, test and words; FILE is another table.
+The working tree is only read.
 Two rows run at a time, each in a copy of its own and in a process that is forked after torch and transformers have been
 imported, and before anything of this project. A row passes when its test fails while it runs, by an assertion or by one
 of the project's own errors: a syntax error, a failing import or a timeout tells nothing about the test.
@@ -23,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -32,102 +32,17 @@ from py_compile import PycInvalidationMode
 from typing import Any
 
 import pytest
+from bugs import ROOT, TABLE, Bug, planted, read_bugs
+from outcomes import Recorder
 
-ROOT = Path(__file__).resolve().parents[2]
-TABLE = Path(__file__).with_name("bugs.toml")
 AT_ONCE = 2
-LONGEST = 240
+LONGEST = 300
 """Seconds that the tests of a row, or of a file without any bug, may take."""
 WARM = (
     "numpy", "PIL.Image", "torch.distributed.fsdp", "torch.distributed.tensor", "hydra",
     "transformers.models.llama.modeling_llama", "transformers.models.clip.modeling_clip",
 )  # fmt: skip
 """Imported once, before any copy of the tree is on the path."""
-
-
-@dataclass(frozen=True)
-class Bug:
-    """One row: `new` in place of `old`, and the test that must fail."""
-
-    area: str
-    bug: str
-    """What it does wrong, in words; no two rows have the same."""
-    path: str
-    old: str
-    """Exactly once in the file."""
-    new: str
-    test: str
-    """pytest's node id; without brackets, one of its cases must fail."""
-
-    @property
-    def test_file(self) -> str:
-        return self.test.partition("::")[0]
-
-
-def read_bugs(path: Path = TABLE) -> list[Bug]:
-    """The table, area by area."""
-    areas = tomllib.loads(path.read_text(encoding="utf-8"))
-    return [Bug(area, **row) for area, rows in areas.items() for row in rows]
-
-
-def planted(content: str, bug: Bug) -> str:
-    """A file's content with the bug in it.
-
-    Raises:
-        ValueError: the row's old text is not in the file exactly once.
-    """
-    found = content.count(bug.old)
-    if found != 1:
-        raise ValueError(f"{bug.path} holds the old text {found} times, not once")
-    return content.replace(bug.old, bug.new)
-
-
-class Recorder:
-    """A plugin of pytest that notes how every test went."""
-
-    def __init__(self) -> None:
-        self.seen: list[dict[str, Any]] = []
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
-        report = yield
-        if report.when == "call" or report.outcome != "passed":
-            self.note(item.nodeid, report.when, report.outcome, call.excinfo)
-        return report
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            self.seen.append(
-                {"node": report.nodeid, "phase": "collect", "outcome": "failed", "right": False,
-                 "why": last_line(str(report.longrepr))}
-            )  # fmt: skip
-
-    def note(self, node: str, phase: str, outcome: str, raised: pytest.ExceptionInfo | None) -> None:
-        error = raised.value if raised is not None and outcome == "failed" else None
-        self.seen.append(
-            {"node": node, "phase": phase, "outcome": outcome,
-             "right": phase == "call" and error is not None and is_right(error),
-             "why": "" if error is None else f"{type(error).__name__}: {last_line(str(error))}"}
-        )  # fmt: skip
-
-
-def is_right(error: BaseException) -> bool:
-    """Whether a test failed by what it asserts, or by an error that the project raises on purpose."""
-    kinds = getattr(error, "kinds", None)  # of the ranks of tests/harness.py, each the names of an error's classes
-    if kinds is not None:
-        return bool(kinds) and all(is_named_right(names) for names in kinds)
-    if isinstance(error, pytest.fail.Exception):  # by pytest.raises and pytest.warns, or by pytest-timeout
-        return str(error).startswith("DID NOT")
-    return is_named_right([kind.__name__ for kind in type(error).__mro__])
-
-
-def is_named_right(classes: list[str]) -> bool:
-    return "AssertionError" in classes or "LlavaFsdpError" in classes
-
-
-def last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:160] if lines else ""
 
 
 @dataclass
@@ -201,6 +116,7 @@ def changed(copy: Path, bug: Bug) -> Iterator[None]:
 def serve(copy: Path, job: Job, found: Path, log: Path) -> None:
     """What a forked process does: run the tests of the copy, and write how they went."""
     os.setsid()  # it ends with all its ranks
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -312,12 +228,13 @@ def warm_up() -> None:
     assert not [name for name in sys.modules if name.split(".")[0] == "llava_fsdp"], "it would hide the copy"
 
 
-def main(pattern: str) -> int:
-    bugs = [bug for bug in read_bugs() if re.search(pattern, f"{bug.area} {bug.path} {bug.test} {bug.bug}")]
+def main(pattern: str, table: Path) -> int:
+    bugs = [bug for bug in read_bugs(table) if re.search(pattern, f"{bug.area} {bug.path} {bug.test} {bug.bug}")]
     if not bugs:
-        print(f"no row of {TABLE} has {pattern!r} in it", file=sys.stderr)
+        print(f"no row of {table} has {pattern!r} in it", file=sys.stderr)
         return 2
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what was forked, and takes the copies away
     warm_up()
     started = time.monotonic()
     files: dict[str, set[str]] = {}
@@ -339,4 +256,6 @@ def main(pattern: str) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Plant bugs, and see the tests fail.")
     parser.add_argument("pattern", nargs="?", default="", help="a regular expression that chooses rows")
-    sys.exit(main(parser.parse_args().pattern))
+    parser.add_argument("--table", type=Path, default=TABLE)
+    given = parser.parse_args()
+    sys.exit(main(given.pattern, given.table))

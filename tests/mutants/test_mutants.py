@@ -1,9 +1,17 @@
 """The table of planted bugs fits the tree; `./launch/test.sh --mutants` plants them."""
 
 import ast
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
-from planted import ROOT, Bug, planted, read_bugs
+import pytest
+from bugs import ROOT, TABLE, Bug, planted, read_bugs
+from harness import RanksFailed
+from outcomes import is_right
+
+from llava_fsdp.errors import DataError
 
 BUGS = read_bugs()
 
@@ -30,3 +38,49 @@ def test_every_test_that_is_named_exists() -> None:
 
 def function_of(bug: Bug) -> str:
     return bug.test.partition("::")[2].partition("[")[0]
+
+
+def raised(error: type[BaseException]) -> list[str]:
+    return [kind.__name__ for kind in error.__mro__]
+
+
+def test_what_counts_as_caught() -> None:
+    """An assertion or an error of the project's own, also of a rank; nothing that any broken line would raise."""
+    with pytest.raises(pytest.fail.Exception) as nothing_raised, pytest.raises(ValueError):
+        pass
+    right = [AssertionError("1 != 2"), DataError("a record"), nothing_raised.value]
+    right += [RanksFailed("rank 1", [raised(AssertionError)]), RanksFailed("both", [raised(DataError)] * 2)]
+    wrong = [NameError("x"), TypeError("x"), ImportError("x"), pytest.fail.Exception("Timeout >600.0s")]
+    wrong += [RanksFailed("no answer", []), RanksFailed("rank 0", [raised(AssertionError), raised(NameError)])]
+    assert all(map(is_right, right)) and not any(map(is_right, wrong))
+
+
+ROW = """
+[[rows]]
+bug = "{0}"
+path = "src/llava_fsdp/scoring/yes_no.py"
+old = "{1}"
+new = "{2}"
+test = "tests/scoring/test_scoring.py::test_rates_of_nothing_are_zero"
+"""
+
+
+@pytest.mark.slow
+def test_rows_that_are_wrong_are_told(tmp_path: Path) -> None:
+    rows = [
+        ("another rate", "if whole else 0.0", "if whole else 1.0"),
+        ("nothing", "if whole else 0.0", "if whole else 0.00"),
+        ("no such name", "if whole else 0.0", "if whole else nothing"),
+        ("no import", "from dataclasses import dataclass", "from dataclasses import data"),
+        ("twice there", "self.true_yes + self.false_yes", "0"),
+    ]
+    table = tmp_path / "bugs.toml"
+    table.write_text("".join(ROW.format(*row) for row in rows))
+    before = (ROOT / "src/llava_fsdp/scoring/yes_no.py").read_bytes()
+    command = [sys.executable, str(TABLE.with_name("planted.py")), "--table", str(table)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    said = [line for line in done.stdout.splitlines() if "[rows]" in line and not line.startswith("WRONG")]
+    starts = sorted(line.replace("FAILED THE WRONG WAY", "WRONG WAY").split()[0] for line in said)
+    assert starts == ["BROKEN", "NOT", "WRONG", "WRONG", "caught"], done.stdout + done.stderr
+    assert done.returncode == 1 and "5 planted bugs, 4 wrong" in done.stdout
+    assert (ROOT / "src/llava_fsdp/scoring/yes_no.py").read_bytes() == before

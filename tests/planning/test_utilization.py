@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from harness import CPU
 from packed import build, write_every_kind
 from small import make_config
@@ -71,6 +72,16 @@ def test_shares_of_the_peak() -> None:
 def test_only_devices_of_the_table_have_a_peak(name: str, dtype: DType, peak: float | None) -> None:
     found, source = peak_of(name, dtype)
     assert found == peak and name in source and ("unknown hardware: no MFU" in source) == (peak is None)
+
+
+def test_the_peak_is_that_of_all_devices(
+    parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    cfg = make_config(parts, dataset, tmp_path, "precision=bf16")
+    model = build(make_config(parts, dataset, tmp_path)).model
+    assert isinstance(model, Llava)
+    assert utilization_of(model, cfg, torch.device("cuda"), 3).peak == 3 * 989e12
 
 
 def test_selective_recompute_runs_no_product_again() -> None:

@@ -50,8 +50,9 @@ def reduced(world: World, cfg: Config) -> tuple[dict[str, torch.Tensor], float, 
     for micro in range(MICRO_BATCHES):
         begin_micro_batch(model, plan, is_last=micro == MICRO_BATCHES - 1)
         model(inputs(world.rank, micro)).backward()
-    norm = clip_gradients(masters, None)
     gradients = {name: whole(parameter.grad) for name, parameter in masters.named.items() if parameter.grad is not None}
+    assert gradients.keys() == masters.named.keys()
+    norm = clip_gradients(masters, None)
     return gradients, float(norm), float(summed(torch.tensor(world.rank + 1.0)))
 
 
@@ -74,3 +75,42 @@ def test_gradients_are_sums_over_micro_batches_and_ranks(
         for name, gradient in gradients.items():
             assert torch.equal(gradient, expected[name]), name
         assert norm == pytest.approx(float(torch.stack([g.norm() for g in expected.values()]).norm()), rel=1e-6)
+
+
+class Alone(nn.Module):
+    """One block, whose weight's gradient is the sum of its inputs' rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(5, 7, bias=False)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](x).sum()
+
+
+def added_in_bf16(world: World, cfg: Config) -> torch.Tensor:
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    with torch.device("meta"):
+        model = Alone()
+    masters = parallelize(model, [model.blocks], make_mesh(world, plan, cfg), plan, cfg, Offload(cfg, world.device), [])
+    with torch.no_grad():
+        masters.named["blocks.0.weight"].zero_()
+    for micro in range(MICRO_BATCHES):
+        begin_micro_batch(model, plan, is_last=micro == MICRO_BATCHES - 1)
+        value = 256.0 if (world.rank, micro) == (0, 0) else 1.0
+        model(torch.full((1, 5), value, dtype=torch.bfloat16)).backward()
+    gradient = masters.named["blocks.0.weight"].grad
+    assert gradient is not None and gradient.dtype == torch.float32
+    return whole(gradient)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("row", [plan.zero for plan in SHARD_PLANS.values()])
+def test_gradients_in_bf16_are_added_in_fp32(
+    row: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """256 + 1 is 256 in bf16, and here it is 256 and eleven times 1, over ranks and micro-batches."""
+    size = 2 if row.startswith("hybrid") else "null"
+    cfg = make_config(parts, dataset, tmp_path, "precision=bf16", f"sharding={row}", f"sharding.shard_size={size}")
+    for gradient in pools[4].run(added_in_bf16, cfg):
+        assert torch.equal(gradient, torch.full((7, 5), 267.0))
