@@ -67,7 +67,7 @@ def test_every_problem_is_listed(parts: Path, tmp_path: Path, monkeypatch: pytes
     for kind, own in report["problems"].items():
         assert own["records"] == sum(r["kind"] == kind for r in rows) == len(own["first"]) + own["not_shown"]
         assert len(own["first"]) <= 2
-        assert own["kept"] is (kind in ("duplicate_id", "too_long"))
+        assert own["kept"] is (kind in ("duplicate_id", "special_token", "too_long"))
     assert {"source", "file", "line", "index", "id", "reason"} == set(report["problems"]["url"]["first"][0])
 
 
