@@ -83,7 +83,7 @@ class Reporter:
             return
         self.metrics, self.quarantine = Rows(self.folder / METRICS_FILE), Rows(self.folder / QUARANTINE_FILE)
         try:
-            for said in lost_rows(self.folder, first_step) if first_step else ():
+            for said in self.lost(first_step):
                 log().warning(
                     "%s: %s: it was cut or damaged, and what it had is in no curve and no sum", self.folder, said
                 )
@@ -107,6 +107,11 @@ class Reporter:
             )
             self.task = self.progress.add_task(cfg.stage.name, total=total_steps, completed=first_step, shown="")
             self.progress.start()
+
+    def lost(self, first_step: int) -> list[str]:
+        with contextlib.suppress(OSError):  # whoever writes there says it, where it matters
+            return lost_rows(self.folder, first_step) if first_step else []
+        return []
 
     def close(self) -> None:
         if self.enabled:

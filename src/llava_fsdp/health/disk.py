@@ -88,7 +88,7 @@ def judge_speed(
     except OSError as error:
         if error.errno not in FULL:  # which is no mistake of a probe
             raise
-        said = f"not measured: this would write {readable(MOST)}, and {full(folder)}"
+        said = f"not measured: no room for the {readable(MOST)} that this would write ({full(folder)})"
         yield warn(name, said, "make room there, or give a folder on another disk")
         return
     said = f"writes {readable(speed.write)}/s to the disk, reads {readable(speed.read)}/s"
