@@ -43,6 +43,7 @@ ENDINGS = {
         Ending("memory", ExitCode.USER, True),
         Ending("checkpoint", ExitCode.CHECKPOINT, True),
         Ending("numeric", ExitCode.NUMERIC, True),
+        Ending("corruption", ExitCode.NUMERIC, False),  # the last checkpoint is from before it
         Ending("communication", ExitCode.COMMUNICATION, False),
         Ending("bug", ExitCode.BUG, False),
         Ending("stopped", ExitCode.STOPPED, True),
@@ -211,3 +212,9 @@ class NumericError(LlavaFsdpError):
     """The loss or a gradient is not finite."""
 
     ending = "numeric"
+
+
+class ReplicaError(LlavaFsdpError):
+    """Ranks that must hold the same numbers hold others; every rank knows which."""
+
+    ending = "corruption"

@@ -21,6 +21,7 @@ from llava_fsdp.profiling import Unrecorded
 from llava_fsdp.seeds import derive
 from llava_fsdp.sharding.compiled import is_of_compiler
 from llava_fsdp.sharding.precision import MasterWeights
+from llava_fsdp.sharding.replicas import same_on_every_rank
 from llava_fsdp.sharding.zero import ShardPlan, begin_micro_batch
 from llava_fsdp.state import StepResult, TrainState
 
@@ -198,7 +199,7 @@ def clip_gradients(masters: MasterWeights, largest: float | None, scale: float =
     gradients = [p.grad for p in masters.named.values() if p.grad is not None]
     # bf16 gradients too are added up in fp32, and the norm is no bf16 number
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    norm = same_on_every_rank(norm) if isinstance(norm, DTensor) else norm
     if scale != 1.0:
         norm = norm / scale
         torch._foreach_mul_(gradients, 1 / scale)

@@ -119,6 +119,7 @@ def train(cfg: Config, at_end: AtEnd | None = None) -> None:
             os.umask(0o077)
         last_step = state.loader.total_steps
         resumed = checkpoint.resume(state, cfg)
+        checkpoint.check_replicas(state, folder / checkpoint.FOLDER)
         if state.step >= last_step:
             log().info("this run has finished after step %d; a larger max_steps or epochs continues it", state.step)
         elif resumed:

@@ -134,7 +134,7 @@ def test_only_what_a_restart_may_mend_is_started_again(name: str, tmp_path: Path
     launched(rank=0)
     write_ending(tmp_path, ending(name))
     launched(rank=1, attempt=1)
-    worth_it = name in ("communication", "bug")
+    worth_it = name in ("communication", "bug", "corruption")
     assert (settled(tmp_path) is None) == worth_it
     launched(rank=1, attempt=0)
     assert (settled(tmp_path) is None) == (worth_it or name == "stopped"), "more nodes have come"

@@ -8,6 +8,7 @@ all of it.
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from llava_fsdp.checkpoint.disk import make_folder, require_room
 from llava_fsdp.checkpoint.facts import facts_of
 from llava_fsdp.checkpoint.folders import recover, sweep
 from llava_fsdp.checkpoint.layout import estimated_bytes, tensors, written_parts
+from llava_fsdp.checkpoint.replicated import check_replicas
 from llava_fsdp.checkpoint.staging import Staging, fits
 from llava_fsdp.checkpoint_names import FOLDER, list_checkpoints, step_of
 from llava_fsdp.config import CheckpointConfig, Config, OffloadMode, OnSaveError
@@ -61,6 +63,7 @@ def open_saver(state: TrainState, cfg: Config, resumed: Path | None = None, besi
         in_place=cfg.offload.mode is OffloadMode.nvme,
         good=[resumed] if resumed is not None and resumed.parent.resolve() == parent.resolve() else [],
         beside=beside,
+        check=partial(check_replicas, state, parent),
     )
     state.optimizer.register_step_pre_hook(lambda *_: saver.before_update())
     return saver
@@ -79,6 +82,7 @@ class Saver:
         good: Collection[Path] = (),
         at: Callable[[str], None] = nowhere,
         beside: Beside | None = None,
+        check: Callable[[], None] = lambda: None,
     ):
         """
         Args:
@@ -89,10 +93,12 @@ class Saver:
             good: checkpoints that are known to be whole.
             at: called at the named points of `commit.py`.
             beside: on rank 0, what each checkpoint holds for other programs.
+            check: a collective that raises where what is there must not be saved.
 
         Raises:
             CheckpointError: there is no room for a checkpoint, or no permission.
         """
+        self.check = check
         self.cfg, self.tensors, self.facts = cfg, tensors, facts
         self.group = own_group()
         parts = written_parts(tensors())
@@ -128,11 +134,13 @@ class Saver:
 
         Raises:
             CheckpointError, NumericError: the one before, or this one where it is synchronous, could not be written.
+            ReplicaError: ranks hold other numbers where they must hold the same.
         """
         self.raise_if_failed()
         facts = self.facts()
         if facts["step"] == self.saved_step:
             return
+        self.check()
         parts = written_parts(self.tensors())
         self.saved_step = facts["step"]  # taken back where it fails
         if self.staging is None:

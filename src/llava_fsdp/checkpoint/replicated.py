@@ -1,0 +1,72 @@
+"""A run's replicated numbers, compared between ranks before they are trained on and before they are saved."""
+
+import json
+import socket
+from pathlib import Path
+
+import torch
+
+from llava_fsdp.checkpoint.layout import tensors
+from llava_fsdp.checkpoint_names import list_checkpoints
+from llava_fsdp.errors import ReplicaError
+from llava_fsdp.sharding.mesh import gather_lists
+from llava_fsdp.sharding.recompute import clean_name
+from llava_fsdp.sharding.replicas import Difference, find_differences, held_by_this_rank
+from llava_fsdp.state import TrainState
+
+SHOWN = 3
+
+
+def check_replicas(state: TrainState, parent: Path) -> None:
+    """Compare what several ranks hold of weights, moments, frozen weights, buffers and counters. A collective.
+
+    Args:
+        parent: the folder of the checkpoints, which the message tells of.
+
+    Raises:
+        ReplicaError: on every rank alike, with the ranks and tensors that differ.
+    """
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return
+    found = find_differences(held_by_this_rank(all_tensors(state), counters(state)), gather_lists)
+    if found:
+        raise describe(found, gather_lists([socket.gethostname()]), state.step, parent)
+
+
+def all_tensors(state: TrainState) -> dict[str, torch.Tensor]:
+    """What is saved, and beside it frozen weights and buffers."""
+    found = tensors(state)
+    for name, tensor in (*state.model.named_parameters(), *state.model.named_buffers()):
+        found.setdefault(f"model.{clean_name(name)}", tensor)
+    return found
+
+
+def counters(state: TrainState) -> dict[str, str]:
+    """What is no tensor, decides on what comes, and is counted by each rank for itself."""
+    return {
+        "step, samples": f"{state.step} {state.samples}",
+        "skipped steps": f"{state.skipped} {state.consecutive}",
+        "loss scale": json.dumps(state.scaler.state() if state.scaler is not None else None),
+        "records left out": json.dumps(sorted(state.loader.broken)),
+    }
+
+
+def describe(found: list[Difference], hosts: list[str], step: int, parent: Path) -> ReplicaError:
+    """
+    Args:
+        hosts: by rank.
+    """
+    ranks = sorted({rank for difference in found for rank in difference.ranks})
+    named = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in ranks[:SHOWN])
+    named += f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
+    verb = "differ from their replicas" if all(each.is_told for each in found) else "differ from each other"
+    verb = verb.replace("differ from their", "differs from its") if len(ranks) == 1 else verb
+    saved = list_checkpoints(parent)
+    error = ReplicaError(
+        f"after step {step}, {named} {verb} in {len(found)} of the tensors and counters that must be the same to the "
+        f"bit: {', '.join(each.name for each in found[:SHOWN])}. Memory or a device has changed them, or a rank has "
+        f"computed other sums; nothing of it was saved, and the last checkpoint is {saved[-1] if saved else 'none'}. "
+        "The same command continues from there; where it comes again, test that machine's memory and GPUs "
+        "(nvidia-smi -q -d ECC, dmesg), or leave it out"
+    )
+    return error.about(rank=ranks[0], host=hosts[ranks[0]], tensors=[each.name for each in found])

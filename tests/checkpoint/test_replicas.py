@@ -1,0 +1,206 @@
+"""Replicas that differ in a bit: which rank and tensor, under every strategy, and nothing of it is saved."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from harness import RankPool
+from small import make_config
+
+from llava_fsdp import checkpoint, train
+from llava_fsdp.checkpoint.replicated import all_tensors, check_replicas
+from llava_fsdp.config import Config
+from llava_fsdp.errors import ENDINGS, ExitCode, ReplicaError
+from llava_fsdp.loop import train_step
+from llava_fsdp.sharding.mesh import World, make_mesh
+from llava_fsdp.sharding.replicas import (
+    Difference,
+    Held,
+    checksums,
+    compare,
+    digest_on_host,
+    find_differences,
+    shared_tensors,
+    weighted_sum,
+)
+from llava_fsdp.sharding.shards import local
+from llava_fsdp.sharding.zero import SHARD_PLANS
+
+WEIGHT = "language_model.layers.1.mlp.down_proj.weight"
+FROZEN = "model.vision_tower."
+SHARDED = (f"model.{WEIGHT}", f"optim.{WEIGHT}.exp_avg", f"optim.{WEIGHT}.exp_avg_sq")
+WHOLE = (f"optim.{WEIGHT}.step",)
+
+
+def flip(tensor: torch.Tensor, bit: int) -> None:
+    """One bit of this rank's rows; the same again mends it."""
+    content = local(tensor).view(-1).view(torch.uint8)
+    content[(len(content) // 2) // 4 * 4 + bit // 8] ^= 1 << bit % 8
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a ReplicaError says, on one rank."""
+
+    culprit: dict
+    message: str
+    ending: str
+
+
+def flipped(world: World, cfg: Config, flips: list[tuple[str, int]], rank: int) -> list[Told | None]:
+    """What the comparison says of each flip on one rank, and then a save with the last of them.
+
+    Args:
+        flips: tensors and bits; an ending of a name will do.
+    """
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+    parent = Path(cfg.output_dir) / checkpoint.FOLDER
+    check_replicas(state, parent)
+    saver = checkpoint.open_saver(state, cfg)
+    steps = state.loader.from_step(0)
+    state.model.train()
+    train_step(state, next(steps), plan, cfg, 0.0)
+    saver.save()
+    train_step(state, next(steps), plan, cfg, 0.0)
+    saver.wait()
+    said: list[Told | None] = []
+    tensors = all_tensors(state)
+    for name, bit in flips:
+        wrong = tensors[name] if name in tensors else next(t for n, t in tensors.items() if n.startswith(name))
+        if world.rank == rank:
+            flip(wrong, bit)
+        said.append(told(lambda: check_replicas(state, parent)))
+        if world.rank == rank:
+            flip(wrong, bit)
+    check_replicas(state, parent)
+    state.skipped += world.rank == rank
+    said.append(told(saver.save))
+    state.skipped -= world.rank == rank
+    names = [path.name for path in parent.iterdir() if path.name.startswith("step-")]
+    assert names == ["step-000001"], names
+    saver.save()
+    saver.close()
+    return said
+
+
+def told(action) -> Told | None:
+    try:
+        action()
+    except ReplicaError as error:
+        return Told(error.culprit, str(error), error.ending)
+    return None
+
+
+STRATEGIES = [
+    (2, "zero0", True), (4, "zero0", True), (2, "zero1", False), (2, "zero2", False), (2, "zero3", False),
+    (4, "hybrid", True), (4, "hybrid2", True),
+]  # fmt: skip
+SLOWER = ((2, "zero0"), (2, "zero1"), (2, "zero2"), (4, "hybrid2"))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("size", "sharding", "has_replicas"),
+    [pytest.param(*each, marks=pytest.mark.slow if each[:2] in SLOWER else ()) for each in STRATEGIES],
+)
+def test_a_flipped_bit_is_found_wherever_it_is(
+    size: int, sharding: str, has_replicas: bool,
+    parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path,
+) -> None:  # fmt: skip
+    """Weights and moments where they have replicas; what every rank has whole, under every strategy."""
+    own = ["sharding.shard_size=2"] if sharding.startswith("hybrid") else []
+    cfg = make_config(
+        parts, dataset, tmp_path, f"sharding={sharding}", "max_steps=9", "global_batch_size=4", "micro_batch_size=1",
+        *own, stage="finetune",
+    )  # fmt: skip
+    flips = [(name, bit) for name in (*SHARDED, *WHOLE, FROZEN) for bit in (24, 0)]
+    said = pools[size].run(flipped, cfg, flips, 1, timeout=120)
+    assert all(each == said[0] for each in said), "every rank ends alike"
+    for (name, _), one in zip([*flips, ("skipped steps", 0)], said[0], strict=True):
+        if name in SHARDED and not has_replicas:
+            assert one is None, "a shard that nobody else has"
+            continue
+        assert one is not None and one.ending == "corruption"
+        assert len(one.culprit["tensors"]) == 1 and one.culprit["tensors"][0].startswith(name)
+        among = [1, 3] if name in SHARDED and sharding != "zero0" else list(range(size))
+        assert (one.culprit["rank"], "rank 1 (" in one.message) == (1 if len(among) > 2 else among[0], True)
+        assert ("rank 0 (" in one.message) == (len(among) == 2 and among[0] == 0)
+        assert "step-000001" in one.message, "where the run goes on"
+
+
+def test_the_ending_is_worth_a_restart() -> None:
+    ending = ENDINGS["corruption"]
+    assert (ending.exit_code, ending.is_permanent) == (ExitCode.NUMERIC, False)
+
+
+@pytest.mark.parametrize("checksum", [lambda t: int(weighted_sum(t)), digest_on_host], ids=["GPU", "CPU"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64])
+def test_every_bit_and_every_place_counts(checksum, dtype: torch.dtype) -> None:
+    values = torch.arange(1, 40).to(dtype) if dtype is not torch.bfloat16 else torch.linspace(-3, 3, 39).to(dtype)
+    right = checksum(values)
+    content = values.view(torch.uint8)
+    for byte in range(len(content)):
+        for bit in range(8):
+            content[byte] ^= 1 << bit
+            assert checksum(values) != right
+            content[byte] ^= 1 << bit
+    for one in range(len(values)):
+        for other in range(one):
+            swapped = values.clone()
+            swapped[[one, other]] = values[[other, one]]
+            assert checksum(swapped) != right
+    assert checksum(values.clone()) == right
+    assert checksum(values[:0]) == checksum(values[:0].clone())
+
+
+def test_signs_and_zeros_count() -> None:
+    """-0.0 equals 0.0, NaN equals nothing, and a sign is the highest bit of a word."""
+    nan, zero = torch.tensor([float("nan"), 0.0, 1.5, -1.5]), torch.tensor([0.0, -0.0])
+    for checksum in (lambda t: int(weighted_sum(t)), digest_on_host):
+        assert checksum(nan) == checksum(nan.clone())
+        assert checksum(zero) != checksum(zero.abs()) and checksum(zero) != checksum(zero.flip(0))
+        assert checksum(nan) != checksum(nan[[0, 1, 3, 2]])
+
+
+def test_a_tensor_is_summed_in_pieces_as_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(1000)
+    whole = int(weighted_sum(values))
+    words = values.view(torch.int32).tolist()
+    exact = sum(word * (2 * place + 1) for place, word in enumerate(words))
+    assert (whole - exact) % (1 << 64) == 0
+    monkeypatch.setattr("llava_fsdp.sharding.replicas.CHUNK", 37)
+    assert int(weighted_sum(values)) == whole
+
+
+def test_shards_without_replicas_are_not_read() -> None:
+    """Only what several ranks hold costs anything."""
+    plain = torch.zeros(3)
+    of_mesh, everywhere = shared_tensors({"a": plain})
+    assert not of_mesh and list(everywhere) == ["a"] and everywhere["a"].data_ptr() == plain.data_ptr()
+    assert checksums({}) == {}
+
+
+def test_most_replicas_outvote_one() -> None:
+    right, wrong = Held(0, {"w": 1, "m": 2}, {"f": 3}), Held(0, {"w": 1, "m": 9}, {"f": 3})
+    assert compare([right, right, wrong]) == [Difference("m", (2,), True)]
+    assert compare([right, wrong]) == [Difference("m", (0, 1), False)]
+    other = Held(1, {"w": 7, "m": 8}, {"f": 3})
+    assert compare([right, other, right, other]) == []
+    assert compare([right, other, wrong, other]) == [Difference("m", (0, 2), False)]
+    assert compare([right, Held(1, {"w": 7, "m": 8}, {"f": 4}), right, other]) == [Difference("f", (1,), True)]
+    assert compare([right, Held(0, {"w": 1, "m": 2}, {})]) == [Difference("f", (0, 1), False)], "one lacks it"
+
+
+@pytest.mark.parametrize("wrong", [Held(0, {"w": 9}, {}), Held(0, {"w": 1}, {"f": 1})])
+def test_checksums_travel_only_where_they_differ(wrong: Held) -> None:
+    right, sent = Held(0, {"w": 1}, {}), []
+
+    def gather(items: list, other: Held = right) -> list:
+        sent.append(items[0])
+        return [*items, other.totals if items == [right.totals] else other]
+
+    assert find_differences(right, gather) == [] and sent == [right.totals]
+    assert find_differences(right, lambda items: gather(items, wrong))
+    assert sent[1:] == [right.totals, right]
