@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from llava_fsdp.checkpoint.agree import on_all_ranks
-from llava_fsdp.checkpoint.disk import replace_durably, why
+from llava_fsdp.checkpoint.disk import replace_durably
 from llava_fsdp.digests import Digest, share
 from llava_fsdp.errors import CheckpointError, ConfigError
 from llava_fsdp.log import log
@@ -23,6 +23,7 @@ from llava_fsdp.notes import (
     read_notes,
     render,
 )
+from llava_fsdp.refusals import why
 from llava_fsdp.words import readable
 
 TOLD = 1 << 30
