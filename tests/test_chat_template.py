@@ -214,6 +214,21 @@ def test_prompt_ends_where_the_answer_begins(name: str, tmp_path: Path) -> None:
         assert asked.endswith("USER: how many? ASSISTANT:") and closed.endswith("USER: how many? ")
 
 
+@pytest.mark.parametrize("kind", ["tiny", "hf4_legacy_false"])
+def test_no_bos_where_training_had_none(kind: str, tmp_path: Path) -> None:
+    """`add_bos_token=false`: none from the template, and none from a tokenizer that is asked for special tokens."""
+    source = write_source(kind, tmp_path / "source")
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    write_json(source / "tokenizer_config.json", {**config, "add_bos_token": False})
+    ours = exported(source, tmp_path / "export")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "export")
+    texts = ["a <image> b", "c"]
+    whole, _ = trained_ids(encoder_of(ours, TEMPLATES["v1"], False), texts, theirs.convert_tokens_to_ids(IMAGE_TAG))
+    rendered = theirs.apply_chat_template(as_text(texts), tokenize=False)
+    assert theirs(rendered)["input_ids"] == theirs(rendered, add_special_tokens=False)["input_ids"] == whole
+    assert theirs.bos_token_id not in whole
+
+
 def test_an_answer_before_the_first_question_is_left_out(tmp_path: Path) -> None:
     """As in training."""
     exported(write_source("tiny", tmp_path / "source"), tmp_path / "export")

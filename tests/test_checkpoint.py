@@ -17,7 +17,7 @@ from llava_fsdp import checkpoint, train
 from llava_fsdp.checkpoint.layout import Part
 from llava_fsdp.checkpoint.staging import Staging
 from llava_fsdp.config import Config
-from llava_fsdp.errors import CheckpointError
+from llava_fsdp.errors import CheckpointError, ConfigError
 from llava_fsdp.model.names import ours
 from llava_fsdp.sharding.mesh import World, make_mesh
 from llava_fsdp.sharding.zero import SHARD_PLANS
@@ -136,7 +136,7 @@ CHANGES = {
 @pytest.mark.parametrize("key", CHANGES)
 def test_another_recipe_is_refused(key: str, whole_run: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
     cfg = make_config(parts, dataset, interrupted(whole_run, tmp_path, 4), *OFTEN, *CHANGES[key].split())
-    with pytest.raises(CheckpointError, match=key.replace(".", r"\.")) as caught:
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.")) as caught:
         train.train(cfg)
     assert "checkpoint.resume=never" in str(caught.value) and "output_dir" in str(caught.value)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 6, "a refused run must not touch anything"
@@ -156,15 +156,21 @@ def test_another_dataset_is_refused_and_a_moved_one_is_not(
     assert outcome(folder).losses == outcome(whole_run).losses
 
 
-def test_another_model_is_refused(whole_run: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+def test_another_model_is_refused(
+    whole_run: Path, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Frozen weights are in no checkpoint, so another tower of the same shape must be noticed."""
     first = tmp_path / "first"
     values = ["max_steps=2", *EXPORTED]
     train.train(make_config(parts, dataset, first, *values, stage="pretrain"))
     shutil.rmtree(first / "export")
     other = ["model.random_weights=false", f"model.checkpoint={whole_run / 'export'}", "max_steps=3"]
+    cfg = make_config(parts, dataset, first, *values, *other, stage="pretrain")
+    with pytest.raises(ConfigError, match=r"model\.random_weights: True -> False"):
+        train.train(cfg)
+    monkeypatch.setattr(checkpoint, "check_settings", lambda _: None)  # as of a folder that was filled with another
     with pytest.raises(CheckpointError, match="the model is another one"):
-        train.train(make_config(parts, dataset, first, *values, *other, stage="pretrain"))
+        train.train(cfg)
 
 
 def test_never_starts_over_and_loses_nothing(whole_run: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:

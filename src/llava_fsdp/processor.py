@@ -50,6 +50,8 @@ def write_tokenizer(
         tokenizer.add_special_tokens({"pad_token": PAD_TOKEN})
     tokenizer.chat_template = None
     tokenizer.save_pretrained(staged)
+    if own.bos is None:
+        leave_bos_out(staged)
     if (folder / "tokenizer.model").is_file():
         keep_llama(folder, staged)
     if isinstance(own, LlamaTokenizer):
@@ -63,6 +65,16 @@ def write_tokenizer(
     needed = max(image_id, pad_id) + 1
     rows = vocab_size if needed <= vocab_size else -(-needed // ROW_MULTIPLE) * ROW_MULTIPLE
     return image_id, pad_id, rows
+
+
+def leave_bos_out(staged: Path) -> None:
+    """Training had no BOS. transformers forgets `add_bos_token=false` and adds what the `tokenizer.json` says."""
+    path = staged / "tokenizer.json"
+    frozen = read_json(path, largest=LARGE)
+    if (frozen.get("post_processor") or {}).get("type") == "TemplateProcessing":
+        path.write_text(json.dumps(frozen | {"post_processor": None}, ensure_ascii=False))
+    path = staged / "tokenizer_config.json"
+    path.write_text(json.dumps(read_json(path) | {"add_bos_token": False}, indent=2) + "\n")
 
 
 def their_tokenizer(folder: Path, language: PretrainedConfig) -> Any:

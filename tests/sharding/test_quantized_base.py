@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from llava_fsdp import train
 from llava_fsdp.config import Config, DType
-from llava_fsdp.errors import CheckpointError
+from llava_fsdp.errors import ConfigError
 from llava_fsdp.model.quantized import quantized_weights
 from llava_fsdp.sharding.mesh import World, make_mesh
 from llava_fsdp.sharding.precision import DTYPES
@@ -103,7 +103,7 @@ def test_a_run_over_a_packed_base_continues_on_another_number_of_ranks(
     got = run(settings(parts, dataset, folder, "nf4", *steps, "sharding=zero2", "micro_batch_size=4"), 4, pools)
     assert got.losses == pytest.approx(whole_run.losses, rel=TOLERANCE)
     assert difference(got.weights, whole_run.weights, EVERY_ROW) < TOLERANCE
-    with pytest.raises(CheckpointError, match=r"model\.quantize\.mode: nf4 -> int8"):
+    with pytest.raises(ConfigError, match=r"model\.quantize\.mode: nf4 -> int8"):
         train.train(settings(parts, dataset, folder, "nf4", *steps, "model.quantize.mode=int8"))
 
 
