@@ -16,7 +16,7 @@ from harness import RankPool, single_world
 from small import make_config
 from torch._inductor.exc import InductorError
 
-from llava_fsdp import loop, train
+from llava_fsdp import checkpoint, loop, train
 from llava_fsdp.checkpoint import Saver
 from llava_fsdp.checkpoint.commit import Committer
 from llava_fsdp.config import Config
@@ -148,6 +148,44 @@ def test_too_many_in_a_row_stop_with_their_samples(
     assert [row["skipped_steps"] for row in rows] == [0, 0, 0, 1, 2, 2, 2, 2]
     facts = json.loads((tmp_path / "goes on" / "checkpoints" / "step-000008" / "state.json").read_text())
     assert (facts["skipped"], facts["samples"]) == (2, sum(row["samples"] for row in rows))
+
+
+def test_a_resume_continues_behind_skipped_steps(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """To the bit as if there had been no end: the schedule waited for skipped steps, and the loss scale was lowered."""
+    values = ["max_steps=6", "precision=fp16", "precision.scaler.initial_power=4", "precision.scaler.hysteresis=1"]
+    values += ["checkpoint.every=3", "numeric.max_consecutive_skips=9"]
+    whole, rest = tmp_path / "whole", tmp_path / "rest"
+    assert train_poisoned(single_world(), make_config(parts, dataset, whole, *values), range(1, 3)) == ("", {})
+    begun = whole / "checkpoints" / "step-000003"
+    train.train(make_config(parts, dataset, rest, *values, f"checkpoint.resume={begun}"))
+    names = "step", "loss", "lr", "grad_norm", "loss_scale", "skipped_steps"
+    expected, found = (
+        [[json.loads(line)[name] for name in names] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in (whole, rest)
+    )
+    assert found == expected[3:] and [row[-1] for row in expected] == [0, 1, 2, 2, 2, 2]
+    assert expected[3][2] == expected[1][2] > expected[4][2] and expected[3][4] == expected[0][4] / 4
+    facts = [json.loads((folder / "checkpoints/step-000006/state.json").read_text()) for folder in (whole, rest)]
+    for name in ("step", "samples", "skipped", "scaler", "broken", "run"):
+        assert facts[0][name] == facts[1][name], name
+
+
+def test_a_resume_knows_the_records_that_broke(
+    parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They count against the limit on bad records, and none of them twice."""
+
+    def breaking(state: TrainState, *rest: object) -> StepResult:
+        state.loader.broken |= {3, 5}
+        return do_step(state, *rest)
+
+    cfg = make_config(parts, dataset, tmp_path, "max_steps=2")
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", breaking)
+        train.train(cfg)
+    state = train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
+    assert checkpoint.resume(state, cfg) is not None
+    assert state.loader.broken == {3, 5}
 
 
 def saved(folder: Path) -> list[str]:
