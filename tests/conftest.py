@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def pools() -> Iterator[dict[int, RankPool]]:
     """Ranks by their number, started when first used and kept to the end of the session."""
-    made = {size: RankPool(size) for size in (2, 4)}
+    made = {size: RankPool(size) for size in (2, 3, 4)}
     yield made
     for pool in made.values():
         pool.close()

@@ -9,9 +9,11 @@ from torch import nn
 
 from llava_fsdp.config import Config, MasterDType, MomentDType, OptimConfig, PrecisionConfig, Schedule
 from llava_fsdp.errors import ConfigError
+from llava_fsdp.sharding.fused import build_fused_adamw
 from llava_fsdp.sharding.lowbit import LowBitAdamW
 from llava_fsdp.sharding.precision import MasterWeights
 from llava_fsdp.sharding.recompute import clean_name
+from llava_fsdp.sharding.shards import local
 
 
 def cosine(step: int, total: int, warmup: int) -> float:
@@ -82,6 +84,8 @@ def build_optimizer(
     decayed = decayed_names(model)
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for name, parameter in masters.named.items():
+        own = local(parameter)
+        assert own.is_contiguous(), f"{name}: {tuple(own.shape)} with strides {own.stride()} cannot be trained"
         groups.setdefault((name not in decayed, base_lr(name, optim)), []).append(parameter)
     if not groups:
         raise ConfigError("model.train leaves nothing to train")
@@ -91,7 +95,7 @@ def build_optimizer(
     ]
     betas = optim.beta1, optim.beta2
     if is_full(cfg.precision):
-        optimizer = torch.optim.AdamW(settings, betas=betas, eps=optim.eps, fused=True)
+        optimizer = build_fused_adamw(settings, betas, optim.eps)
     else:
         optimizer = LowBitAdamW(settings, cfg.precision.moment_dtype, betas, optim.eps, cfg.seed)
     warmup = math.ceil(optim.warmup_ratio * total_steps) if optim.warmup_steps is None else optim.warmup_steps

@@ -38,7 +38,7 @@ def held_parts(tensors: dict[str, torch.Tensor]) -> dict[str, Part]:
     """What this rank holds of every tensor."""
     found = {}
     for name, tensor in tensors.items():
-        begin, end = local_rows(tensor) if tensor.ndim else (0, 1)
+        begin, end = local_rows(tensor)
         values = local(tensor)
         assert values.ndim == 0 or len(values) == end - begin, f"{name}: {tuple(values.shape)}, rows {begin} to {end}"
         found[name] = Part(values.dtype, tuple(tensor.shape), begin, end, values)

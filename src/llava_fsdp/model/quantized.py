@@ -120,7 +120,8 @@ class QuantizedLinear(nn.Module):
         """
         assert tuple(weight.shape) == self.shape, f"{tuple(weight.shape)} is not {self.shape}"
         dtype = self.weight.dtype
-        packed, statistics = packed_of(self.packing, weight.to(self.statistics[0].device, dtype), dtype)
+        weight = weight.to(self.statistics[0].device, dtype).contiguous()  # kernels read it without strides
+        packed, statistics = packed_of(self.packing, weight, dtype)
         for own, made in zip(self.statistics, statistics, strict=True):
             own.copy_(made)
         return packed

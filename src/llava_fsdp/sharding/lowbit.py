@@ -20,13 +20,13 @@ from torch.nn import functional
 
 from llava_fsdp.config import MomentDType
 from llava_fsdp.seeds import derive
+from llava_fsdp.sharding.fused import MOMENTS, fused_adamw
 from llava_fsdp.sharding.shards import local, local_rows
 
 BLOCK = 256
 """Elements of a row that share a scale."""
 STRETCH = 1 << 22
 """Elements at a time: 16 MiB for each fp32 tensor of the computation."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
 SCALE = "_scale"
 
 
@@ -82,21 +82,16 @@ class LowBitAdamW(torch.optim.Optimizer):
         state["step"] += 1
         step = int(state["step"])
         assert parameter.grad is not None
-        weights, gradients = local(parameter), local(parameter.grad)
+        weights, gradients = as_rows(parameter), as_rows(parameter.grad)
         stored = [Stored.of(state, name) for name in MOMENTS]
         begin, _ = local_rows(parameter)
         dice = torch.Generator(weights.device).manual_seed(derive("rounding", self.seed, step, number, begin))
         steps = torch.full((), float(step), device=weights.device)
         for rows in stretches(weights):
-            held = [weights[rows], *(one.codes[rows] for one in stored)]
-            values = [held[0].float(), *(one.read(rows) for one in stored)]
-            torch._fused_adamw_(
-                [values[0]], [gradients[rows].float()], [values[1]], [values[2]], [], [steps],
-                lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"],
-                eps=group["eps"], amsgrad=False, maximize=False,
-            )  # fmt: skip
-            store(values[0], held[0], dice)
-            for one, value in zip(stored, values[1:], strict=True):
+            weight, moments = weights[rows].float(), [one.read(rows) for one in stored]
+            fused_adamw([weight, gradients[rows].float(), *moments], steps, group)
+            store(weight, weights[rows], dice)
+            for one, value in zip(stored, moments, strict=True):
                 one.write(rows, value, dice)
 
 
@@ -121,8 +116,14 @@ def zero_scales(parameter: nn.Parameter) -> torch.Tensor:
     )
 
 
+def as_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of it; a single number is one row."""
+    own = local(tensor)
+    return own if own.ndim else own.view(1)
+
+
 def stretches(tensor: torch.Tensor) -> Iterator[slice]:
-    """Rows that make about `STRETCH` elements, one after the other; all of a scalar."""
+    """Rows that make about `STRETCH` elements, one after the other; none of a rank that holds no rows."""
     if tensor.numel() == 0:
         return
     rows = max(1, STRETCH // (tensor.numel() // tensor.shape[0]))
@@ -138,7 +139,7 @@ class Stored:
 
     @classmethod
     def of(cls, state: dict[str, torch.Tensor], name: str) -> "Stored":
-        codes, scales = local(state[name]), state.get(name + SCALE)
+        codes, scales = as_rows(state[name]), state.get(name + SCALE)
         if scales is None:
             return cls(codes, None, None)
         signed = name == MOMENTS[0]
@@ -200,9 +201,9 @@ def quantise(value: torch.Tensor, map_: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, map_: torch.Tensor) -> torch.Tensor:
-    """float32 [shape of the codes]"""
-    values = into_blocks(map_[codes.int()]) * scales[..., None]
-    return values.flatten(1)[:, : codes[0].numel()].reshape(codes.shape)
+    """float32 [shape of the codes], contiguous: the fused kernel updates it where it lies."""
+    values = map_[codes.flatten(1).int()]
+    return values.mul_(scales.repeat_interleave(BLOCK, 1)[:, : values.shape[1]]).view(codes.shape)
 
 
 def into_blocks(value: torch.Tensor) -> torch.Tensor:

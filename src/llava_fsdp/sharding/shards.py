@@ -34,7 +34,9 @@ def local_shards(model: nn.Module, masters: MasterWeights) -> dict[str, Shard]:
 
 
 def local_rows(tensor: torch.Tensor) -> tuple[int, int]:
-    """Rows of dimension 0 that this rank holds."""
+    """Rows of dimension 0 that this rank holds; a single number is one row, on every rank."""
+    if not tensor.ndim:
+        return 0, 1
     if not isinstance(tensor, DTensor):
         return 0, tensor.shape[0]
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -21,7 +21,7 @@ class Copied:
     def __init__(self, optimizer: StreamedOptimizer, device: torch.device):
         self.optimizer = optimizer
         self.device = device
-        self.bytes = max(sum(map(self.bytes_of, bucket)) for bucket in optimizer.buckets)
+        self.bytes = max((sum(map(self.bytes_of, bucket)) for bucket in optimizer.buckets), default=0)
         self.lanes: Lanes | None = Lanes(device) if device.type == "cuda" else None
         self.buffers: list[torch.Tensor] = []
         self.staged: dict[int, list[State]] = {}

@@ -33,7 +33,9 @@ class Piece:
     end: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        return local(tensor).reshape(-1)[self.begin : self.end]
+        own = local(tensor)
+        assert own.is_contiguous(), f"{tuple(own.shape)} with strides {own.stride()}: an update of a copy would be lost"
+        return own.view(-1)[self.begin : self.end]
 
     @property
     def is_whole(self) -> bool:
