@@ -12,6 +12,12 @@ from llava_fsdp.loop import train_step
 from llava_fsdp.sharding.zero import SHARD_PLANS
 
 
+def added(own: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor | None:
+    if own is None or new is None:
+        return new if own is None else own
+    return own + new
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_pure"])
 def test_gradients_are_gone_after_a_step(precision: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
     """Of masters and of working copies."""
@@ -49,8 +55,7 @@ def test_two_steps_are_adamw_over_the_gradients_of_each(parts: Path, dataset: Pa
         for micro in map(theirs.loader.to_device, step.micro_batches):
             loss = micro.scale * theirs.model(*micro.inputs)
             found = torch.autograd.grad(loss, weights, allow_unused=True)
-            pairs = zip(total, found, strict=True)
-            total = [new if own is None else own if new is None else own + new for own, new in pairs]
+            total = [added(own, new) for own, new in zip(total, found, strict=True)]
         for weight, gradient in zip(weights, total, strict=True):
             weight.grad = gradient
         optimizer.step()

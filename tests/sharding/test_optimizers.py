@@ -32,8 +32,6 @@ SMALL = ((), (1,), (7,), (300,), (0,), (0, 7), (7, 0))
 """Single numbers, vectors, and what a rank without rows holds."""
 KINDS = [(master, moments) for master in (torch.float32, torch.bfloat16) for moments in MomentDType]
 FULL = (torch.float32, MomentDType.fp32)
-ROUNDED = {"rtol": STEPS / 128, "atol": 0.05}
-"""bf16 has steps of at most 1/128 of a number, and rounding at random is off by less than one in each step."""
 BEYOND = {MomentDType.fp32: 1.1, MomentDType.bf16: 1.6, MomentDType.int8: 1.4}
 """So many times torchao's error are allowed. It rounds moments in bf16 to nearest, which has half the variance of
 rounding at random and loses what is small. In rows of one element -1 has no code, and the nearest is -0.993."""
@@ -136,7 +134,7 @@ def test_numbers_vectors_and_empty_shards(dtype: torch.dtype, moments: MomentDTy
         if dtype is torch.float32 and moments is not MomentDType.bf16:
             assert torch.equal(found, exact), shape
         else:
-            assert torch.allclose(found, exact, **ROUNDED), shape
+            assert torch.allclose(found, exact, rtol=STEPS / 128, atol=0.02), shape
 
 
 @pytest.mark.parametrize("moments", [MomentDType.fp32, MomentDType.int8])
@@ -192,7 +190,8 @@ def trained_by_ranks(world: World, folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_ranks_have_the_bits_of_one(size: int, pools: dict[int, RankPool], tmp_path: Path) -> None:
-    """Of three the last has no rows of 4, and one of 7. What is rounded at random is drawn anew for each cut."""
+    """Of three the last has no rows of 4, and one of 7. What is rounded at random is drawn anew for each cut, and a
+    step of it errs by less than a step of bf16, 1/128."""
     found, *others = pools[size].run(trained_by_ranks, tmp_path)
     assert all(torch.equal(own, found[name]) for other in others for name, own in other.items())
     for shape in [*((4, width) for width in WIDTHS), (2,), (7,)]:
@@ -202,7 +201,7 @@ def test_ranks_have_the_bits_of_one(size: int, pools: dict[int, RankPool], tmp_p
             if dtype is torch.float32 and moments is not MomentDType.bf16:
                 assert_same(own, trained(low_bit(moments), given, dtype), (shape, moments))
             else:
-                assert torch.allclose(own, exact, **ROUNDED), (shape, dtype, moments)
+                assert torch.allclose(own, exact, rtol=STEPS / 128, atol=0.02), (shape, dtype, moments)
         for kind in ("optimizer", "nvme"):
             assert_same(found[f"{kind} {shape}"], trained(full, problem(shape, FULL[0]), FULL[0]), (shape, kind))
 
@@ -218,7 +217,7 @@ def with_gaps(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("changed", [across, with_gaps, lambda t: t[:, :-1].contiguous(), torch.Tensor.double])
 def test_the_fused_kernel_is_handed_nothing_that_it_would_misread(changed: Callable) -> None:
-    """Weights, gradient or a moment whose strides, shape or dtype are others, of which torch's kernel sees none."""
+    """Weights, gradient or a moment whose strides, shape or dtype are others."""
     for place in range(4):
         tensors = [torch.ones(4, 6) for _ in range(4)]
         tensors[place] = changed(tensors[place])

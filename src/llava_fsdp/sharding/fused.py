@@ -1,6 +1,6 @@
 """The only calls of torch's fused AdamW, each behind a check of how its tensors lie in memory.
 
-The kernel takes addresses and a number of elements. On a CPU it looks at neither strides nor shapes (torch 2.13). A
+The kernel takes addresses and a number of elements. On a CPU it looks at neither strides nor shapes (torch 2.13): a
 view with gaps, or a gradient whose dimensions lie in another order, is read as if it were contiguous, and a moment that
 is too small is written beyond its end.
 """
