@@ -332,6 +332,7 @@ def test_weights_from_another_model(exported: Path, parts: Path, dataset: Path, 
     for rows in (51, 49):  # more than the file has, and fewer, which would be cut off
         config["text_config"]["intermediate_size"] = rows
         write_json(folder / "config.json", config)
+        forge_notes(folder)
         with pytest.raises(
             ModelError, match=rf"mlp\.gate_proj\.weight has shape \[50, 36\] in .*model\.safetensors.*\[{rows}, 36\]"
         ):

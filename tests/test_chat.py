@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forged import forge_notes
 from hydra import compose, initialize_config_dir
 from PIL import Image
 from small import ASSETS, conversion, make_config, write_json
@@ -73,13 +74,13 @@ def test_it_is_asked_as_it_was_trained(noise: Path, tmp_path: Path) -> None:
     Image.new("RGBA", (40, 40), (0, 0, 0, 0)).save(tmp_path / "clear.png")
     found = []
     for said in ({}, {"pixels": "llava_v1_5", "special_tokens": "parse"}):
-        write_json(tmp_path / "export" / "llava_fsdp.json", notes | said)
+        forge_notes(tmp_path / "export", **said)
         own = Assistant(str(tmp_path / "export"), "v1", AspectRatio.square)
         end = own.tokenizer.special("</s>")
         ids = own.ids([Turn("human", "what does </s> end")], [], "here")
         found.append((end in ids, int(own.show(tmp_path / "clear.png", "here").tiles.max())))
     assert found == [(False, 255), (True, 0)]
-    write_json(tmp_path / "export" / "llava_fsdp.json", notes | {"pixels": "other"})
+    forge_notes(tmp_path / "export", pixels="other")
     with pytest.raises(ModelError, match=r"llava_fsdp\.json has pixels=other"):
         Assistant(str(tmp_path / "export"), "v1", AspectRatio.square)
 

@@ -1,6 +1,5 @@
 """The software of every rank, compared before a model is loaded: what changes numbers must be the same everywhere."""
 
-import importlib
 import importlib.metadata
 import os
 import platform
@@ -8,9 +7,13 @@ import socket
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import PIL
+import tokenizers
 import torch
+import transformers
 from xxhash import xxh3_128
 
 from llava_fsdp import __version__
@@ -60,7 +63,6 @@ def check_same_software(cfg: Config, device: torch.device, gather: Gather) -> No
 
 def must_agree(cfg: Config) -> dict[str, Callable[[], str]]:
     """THE table of what is refused where it differs: what computes, tokenizes, decodes or lays out a run's numbers."""
-    packages = {"transformers": "transformers", "tokenizers": "tokenizers", "pillow": "PIL"}
     used = {
         "peft": cfg.model.lora.enabled,
         "bitsandbytes": cfg.model.quantize.mode is not Quantizer.none,
@@ -72,7 +74,9 @@ def must_agree(cfg: Config) -> dict[str, Callable[[], str]]:
         FILES: package_digest,
         "Python": lambda: ".".join(platform.python_version_tuple()[:2]),
         "torch": torch_build,
-        **{name: partial(loaded_version, module) for name, module in packages.items()},
+        "transformers": partial(loaded_version, transformers),
+        "tokenizers": partial(loaded_version, tokenizers),
+        "pillow": partial(loaded_version, PIL),
         **{name: partial(installed_version, name) for name, is_used in used.items() if is_used},
     }
 
@@ -98,9 +102,9 @@ def torch_build() -> str:
     return f"{torch.__version__} (git {str(torch.version.git_version)[:12]}, CUDA {torch.version.cuda})"
 
 
-def loaded_version(module: str) -> str:
+def loaded_version(module: ModuleType) -> str:
     """The version of the module that this process imports, which may lie before the installed one on its path."""
-    return str(importlib.import_module(module).__version__)
+    return str(module.__version__)
 
 
 def installed_version(package: str) -> str:

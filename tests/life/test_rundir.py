@@ -124,7 +124,7 @@ def test_every_ending_has_its_exit_code() -> None:
     """Schedulers are told these numbers (docs/running.md)."""
     codes = {
         "done": 0, "bug": 1, "config": 2, "model": 2, "data": 2, "memory": 2, "checkpoint": 3, "numeric": 4,
-        "communication": 5, "stopped": 75, "interrupted": 130,
+        "corruption": 4, "communication": 5, "stopped": 75, "interrupted": 130,
     }  # fmt: skip
     assert {name: int(own.exit_code) for name, own in ENDINGS.items()} == codes
 

@@ -51,6 +51,7 @@ class Trace:
 def steps(world: World, cfg: Config) -> Trace:
     """From where the run is to its end, with a checkpoint after the third step."""
     state, losses = built(world, cfg), []
+    Path(cfg.output_dir).mkdir(parents=True, exist_ok=True)
     saver = checkpoint.open_saver(state, cfg, checkpoint.resume(state, cfg))
     for step in state.loader.from_step(state.step):
         losses.append(train_step(state, step, SHARD_PLANS[cfg.sharding.strategy], cfg, 0.0).loss)
