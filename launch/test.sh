@@ -28,7 +28,7 @@ case "${1:-}" in
         shift
         set_up "dev,bench"
         say "planted bugs"
-        exec env OMP_NUM_THREADS=1 python tests/mutants/planted.py "$@"
+        exec env OMP_NUM_THREADS=1 python tests/mutants/run_bugs.py "$@"
         ;;
 esac
 set_up "dev,bench"

@@ -335,7 +335,7 @@ def test_planted_bugs_alone(machine: Machine) -> None:
     machine.venv()
     done = machine.bash("launch/test.sh", "--mutants", "checkpoint.*digest")
     assert done.returncode == 0, done.stderr
-    assert machine.noted("planted") == ["planted: tests/mutants/planted.py checkpoint.*digest OMP_NUM_THREADS=1"]
+    assert machine.noted("planted") == ["planted: tests/mutants/run_bugs.py checkpoint.*digest OMP_NUM_THREADS=1"]
     assert machine.noted("pytest") == []
 
 

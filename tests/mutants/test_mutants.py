@@ -77,7 +77,7 @@ def test_rows_that_are_wrong_are_told(tmp_path: Path) -> None:
     table = tmp_path / "bugs.toml"
     table.write_text("".join(ROW.format(*row) for row in rows))
     before = (ROOT / "src/llava_fsdp/scoring/yes_no.py").read_bytes()
-    command = [sys.executable, str(TABLE.with_name("planted.py")), "--table", str(table)]
+    command = [sys.executable, str(TABLE.with_name("run_bugs.py")), "--table", str(table)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     said = [line for line in done.stdout.splitlines() if "[rows]" in line and not line.startswith("WRONG")]
     starts = sorted(line.replace("FAILED THE WRONG WAY", "WRONG WAY").split()[0] for line in said)

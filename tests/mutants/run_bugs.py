@@ -1,6 +1,6 @@
 """Planted bugs: each row of `bugs.toml` is put into a copy of the tree, and the test that it names must fail.
 
-    python tests/mutants/planted.py [PATTERN] [--table FILE]
+    python tests/mutants/run_bugs.py [PATTERN] [--table FILE]
 
 PATTERN chooses rows by a regular expression over their area, path, test and words; FILE is another table.
 The working tree is only read.
