@@ -19,7 +19,7 @@ from llava_fsdp.state import StepResult, TrainState
 
 do_step = loop.train_step
 FACTS: dict[str, Any] = {"step": 3, "samples": 35, "skipped": 2, "run": "an earlier start's", "broken": [4, 17]}
-"""None is what a new run has, nor what another of them implies."""
+"""Each is another than a new run's, and cannot be computed from the others."""
 SCALER = {"scale": 32.0, "hysteresis": 1, "steps": 9, "last_overflow": 5}
 
 

@@ -11,6 +11,7 @@ A stretch of rows at a time is brought to fp32, updated by torch's own fused Ada
 
 import math
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -174,7 +175,8 @@ def store(value: torch.Tensor, target: torch.Tensor, dice: torch.Generator) -> N
     target.copy_(value)
 
 
-def dynamic_map(signed: bool) -> list[float]:
+@cache
+def dynamic_map(signed: bool) -> tuple[float, ...]:
     """256 values from -1 (or 0) to 1 in ascending order: seven decades, each cut twice as finely as the one below.
 
     Within a decade they are the middles of equal stretches from a tenth to the whole of it; 0 and 1 are added.
@@ -185,7 +187,7 @@ def dynamic_map(signed: bool) -> list[float]:
         edges = torch.linspace(0.1, 1, parts + 1)
         middles = (10.0 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)).tolist()
         values += middles + ([-m for m in middles] if signed else [])
-    return sorted(values)
+    return tuple(sorted(values))
 
 
 def quantise(value: torch.Tensor, map_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
