@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,19 @@ import numpy as np
 import pytest
 from jinja2.exceptions import TemplateError
 from PIL import Image
-from small import ASSETS, write_json
+from small import ASSETS, make_config, write_json
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, CLIPImageProcessorPil, LlamaConfig, LlavaProcessor
 
+from llava_fsdp import train
 from llava_fsdp.chat_template import as_parts, as_text, chat_template, find_gap, rehearse, trained_ids
 from llava_fsdp.config import TooLong
 from llava_fsdp.data.conversation import IM_END, IM_START
 from llava_fsdp.data.encode import UNLIMITED, ExactEncoder
 from llava_fsdp.data.templates import IMAGE_TAG, TEMPLATES, Template
 from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
-from llava_fsdp.processor import check_template, write_tokenizer
+from llava_fsdp.processor import check_template, rehearse_tokenizer, write_tokenizer
 
 OPEN = Path(__file__).parent / "golden" / "open" / "tokenizer"
 CORPUS = [
@@ -255,13 +257,13 @@ def test_what_training_refuses_the_template_refuses(messages: list[dict[str, Any
         theirs.apply_chat_template(messages)
 
 
-def test_rehearsal_names_what_differs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rehearsal_names_what_differs(tmp_path: Path) -> None:
     """It passes as written, and finds a lost BOS, a lost gap and a moved image."""
     ours = exported(write_source("tiny", tmp_path / "source"), tmp_path / "export")
     form, path = TEMPLATES["v1"], tmp_path / "export" / "chat_template.jinja"
     written = path.read_text()
-    assert rehearse(tmp_path / "export", ours, form, False) and not caplog.records
-    assert not rehearse(tmp_path / "export", ours, form, True)
+    assert rehearse(tmp_path / "export", ours, form, False) is None
+    assert rehearse(tmp_path / "export", ours, form, True) is not None
     for old, new in (
         ("{{- bos_token -}}", ""),
         ("{{- ' ' -}}", ""),
@@ -269,17 +271,58 @@ def test_rehearsal_names_what_differs(tmp_path: Path, caplog: pytest.LogCaptureF
     ):
         assert old in written
         path.write_text(written.replace(old, new))
-        caplog.clear()
-        assert not rehearse(tmp_path / "export", ours, form, False)
-        assert [r.levelname for r in caplog.records] == ["WARNING"] and "'role': 'user'" in caplog.text
+        differs = rehearse(tmp_path / "export", ours, form, False)
+        assert differs is not None and "'role': 'user'" in differs
 
 
-def test_a_tokenizer_that_no_rule_serves_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One that begins every stretch with a space in transformers, and the text alone in training."""
-    source = write_source("v5_legacy_false", tmp_path / "source")
+def write_unserved(folder: Path) -> Path:
+    """A tokenizer that begins every stretch with a space in transformers, and the text alone in training."""
+    source = write_source("v5_legacy_false", folder)
     frozen = json.loads((source / "tokenizer.json").read_text())
     frozen["pre_tokenizer"]["prepend_scheme"] = "always"
     write_json(source / "tokenizer.json", frozen)
-    ours = exported(source, tmp_path / "export")
-    check_template(source, tmp_path / "export", LlamaConfig(vocab_size=ours.size), "v1", False)
-    assert "does not make the ids of training" in caplog.text
+    return source
+
+
+def test_a_tokenizer_that_no_rule_serves_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By the rehearsal before the first step, which leaves nothing behind, and by the export."""
+    source = write_unserved(tmp_path / "source")
+    language = LlamaConfig(vocab_size=open_tokenizer(source).size)
+    with pytest.MonkeyPatch.context() as patched:
+        (tmp_path / "scratch").mkdir()
+        patched.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+        rehearse_tokenizer(source, language, "v1", False)
+    assert [(r.levelname, str(source) in r.getMessage()) for r in caplog.records] == [("WARNING", True)]
+    assert not list((tmp_path / "scratch").iterdir())
+    caplog.clear()
+    exported(source, tmp_path / "export")
+    check_template(source, tmp_path / "export", language, "v1", False)
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+
+
+@pytest.mark.parametrize(("more", "warnings"), [(("export.enabled=true",), 1), ((), 0)])
+def test_a_run_says_it_before_its_first_step(
+    more: tuple[str, ...],
+    warnings: int,
+    parts: Path,
+    dataset: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Where it will write an export, and not where it will not."""
+    shutil.copytree(parts, tmp_path / "parts")
+    language = tmp_path / "parts" / "language"
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(write_unserved(tmp_path / file) / file, language / file)
+    config = json.loads((language / "config.json").read_text())
+    write_json(language / "config.json", {**config, "vocab_size": open_tokenizer(language).size})
+
+    def no_step(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "fit", no_step)
+    with pytest.raises(KeyboardInterrupt):
+        train.train(make_config(tmp_path / "parts", dataset, tmp_path / "out", *more))
+    said = [r for r in caplog.records if r.levelname == "WARNING" and "chat template" in r.getMessage()]
+    assert len(said) == warnings

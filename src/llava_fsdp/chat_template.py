@@ -22,7 +22,6 @@ from llava_fsdp.data.source import Record, Turn
 from llava_fsdp.data.templates import IMAGE_TAG, Template
 from llava_fsdp.data.tokenizer import Tokenizer
 from llava_fsdp.data.vocabulary import IMAGE_ID
-from llava_fsdp.log import log
 
 STRETCHES = ("What is it?", "\nx", " and  ", "  two", ", a", "12 b", "größe 中文 🙂", "\t\n a", "###", "[INST] x", "▁x")
 """Texts behind an image, or at the beginning, on which tokenizers that differ have differed."""
@@ -170,14 +169,15 @@ def refuse(why: str) -> str:
     return f"{{{{- raise_exception({quoted(why)}) -}}}}"
 
 
-def rehearse(folder: Path, ours: Tokenizer, form: Template, start_end: bool) -> bool:
-    """Whether the exported template makes the ids of training, of whole conversations and of prompts.
-
-    What differs is a warning: the weights are what was trained, and our own programs do not read the template.
+def rehearse(folder: Path, ours: Tokenizer, form: Template, start_end: bool) -> str | None:
+    """What an exported chat template makes other than training did, of whole conversations and of prompts.
 
     Args:
         folder: the export, with its `config.json`, by which transformers chooses the tokenizer's class.
         ours: the tokenizer of the training.
+
+    Returns:
+        The first conversation whose ids differ, with both; None: all have the ids of training.
     """
     theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     encoder = ExactEncoder(ours, form, lambda *_: np.zeros(1, dtype=np.int64), UNLIMITED, TooLong.fail, start_end)
@@ -188,12 +188,8 @@ def rehearse(folder: Path, ours: Tokenizer, form: Template, start_end: bool) -> 
             asked = theirs.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
             for said, ids, own in ((messages, made, whole), (messages[:-1], asked, begun)):
                 if ids != own:
-                    log().warning(
-                        "the chat template of %s does not make the ids of training: of %r transformers makes %s, and "
-                        "training made %s; ask the model with our own programs", folder, said, ids, own,
-                    )  # fmt: skip
-                    return False
-    return True
+                    return f"of {said!r} transformers makes {ids}, and training makes {own}"
+    return None
 
 
 def trained_ids(encoder: ExactEncoder, texts: Sequence[str], image_id: int) -> tuple[list[int], list[int]]:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from transformers import AutoTokenizer, LlavaConfig, PretrainedConfig, PreTrainedTokenizerFast
@@ -105,13 +106,38 @@ def keep_llama(folder: Path, staged: Path) -> None:
 def check_template(folder: Path, staged: Path, language: PretrainedConfig, form: str, start_end: bool) -> None:
     """Try the chat template that `write_tokenizer` wrote, once `config.json` is there: it decides who reads it.
 
+    A template that makes other ids than training is a warning: the weights are what was trained, and our own programs
+    do not read the template.
+
     Raises:
         ModelError: transformers cannot read what was written.
     """
     if not has_tokenizer(folder):
         return
     with foreign(f"{staged}: transformers cannot read the tokenizer that was written"):
-        rehearse(staged, open_tokenizer(folder, language.vocab_size), template(form), start_end)
+        differs = rehearse(staged, open_tokenizer(folder, language.vocab_size), template(form), start_end)
+    if differs is not None:
+        log().warning(
+            "the chat template that an export has for the tokenizer of %s does not make the ids of training: %s; "
+            "ask the exported model with llava_fsdp.chat and llava_fsdp.evaluate", folder, differs,
+        )  # fmt: skip
+
+
+def rehearse_tokenizer(folder: Path, language: PretrainedConfig, form: str, start_end: bool) -> None:
+    """Write the tokenizer of an export into a folder that is deleted again, and try its chat template.
+
+    Done before the first step: behind the last one it is too late to choose another model or template.
+
+    Raises:
+        ModelError: the export could not be written.
+    """
+    if not has_tokenizer(folder):
+        return
+    with TemporaryDirectory(prefix="llava_fsdp-") as made:
+        staged = Path(made)
+        write_tokenizer(folder, staged, language, form, start_end)
+        (staged / "config.json").write_text(json.dumps({"model_type": "llava"}))
+        check_template(folder, staged, language, form, start_end)
 
 
 def write_llama(staged: Path, legacy: bool) -> None:

@@ -43,6 +43,7 @@ from llava_fsdp.places import check_places, check_same_settings
 from llava_fsdp.planning.auto import Decision, decide
 from llava_fsdp.planning.samples import samples_in
 from llava_fsdp.planning.utilization import utilization_of
+from llava_fsdp.processor import rehearse_tokenizer
 from llava_fsdp.profiling import open_recorder
 from llava_fsdp.refusals import why
 from llava_fsdp.rows import write_new
@@ -181,6 +182,9 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
     parts = find_parts(cfg.model)
     projector = find_projector(cfg)
     model = build_model(cfg, parts, world.device)
+    if cfg.exports_model:
+        said = parts.language_folder, parts.language, cfg.trained_template, cfg.model.image_start_end
+        checkpoint.on_first_rank(lambda: rehearse_tokenizer(*said), "cannot write the tokenizer of an export")
     loader = open_data(cfg, world, model)
     cfg.check_profile(loader.total_steps)
     check_same_records(loader)
