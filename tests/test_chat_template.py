@@ -189,10 +189,10 @@ def test_processor_gives_every_image_its_tokens(kind: str, tmp_path: Path) -> No
                     part["image"] = next(left)
             call: dict[str, Any] = {"tokenize": True, "return_dict": True}
             beside = {} if parts else {"images": pictures}
-            made = processor.apply_chat_template(messages, **call, processor_kwargs={**beside})
+            made: Any = processor.apply_chat_template(messages, **call, processor_kwargs={**beside})
             assert made["input_ids"] == [whole], messages
             call["add_generation_prompt"] = True
-            asked = processor.apply_chat_template(messages[:-1], **call, processor_kwargs={**beside})
+            asked: Any = processor.apply_chat_template(messages[:-1], **call, processor_kwargs={**beside})
             assert asked["input_ids"] == [prompt], messages
             shown = made.get("pixel_values", [])
             assert len(shown) == num
