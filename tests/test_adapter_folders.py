@@ -369,7 +369,7 @@ def test_logits_in_full_are_the_runs_own(made: Callable[[str], Made], dataset: P
     assert apart(artifact.logits_in_full(state.model, {}, run.opened.adapter.adapted, micro), live) < 1e-5
 
 
-@pytest.mark.parametrize("mode", ["nf4", "int8"])
+@pytest.mark.parametrize("mode", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_quantised_run_merges_into_the_base_in_full(mode: str, dataset: Path, tmp_path: Path) -> None:
     """What it is proven against is that base with the adapters: the run's own logits are further off."""
     parts = write_wide_parts(tmp_path / "parts")

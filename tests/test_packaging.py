@@ -58,7 +58,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-@pytest.mark.parametrize("source", ["checkout", "sdist"])
+@pytest.mark.parametrize("source", ["checkout", pytest.param("sdist", marks=pytest.mark.slow)])
 def test_every_stage_and_model_composes_from_an_installed_wheel(
     source: str, wheels: dict[str, Path], tmp_path: Path
 ) -> None:

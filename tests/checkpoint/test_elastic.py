@@ -28,7 +28,7 @@ KINDS = {
     "in files": ("pretrain", "precision=bf16 offload=nvme"),
 }
 
-QUICK = ("fp32", "int8 moments", "offloaded weights")
+QUICK = ("int8 moments", "offloaded weights")
 RANKS = ((2, "zero2"), (4, "zero3"), (1, "zero3"), (2, "zero0"), (4, "hybrid"))
 
 

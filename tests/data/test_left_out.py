@@ -96,7 +96,9 @@ def test_the_loss_is_of_the_labels_that_remain(parts: Path, dataset: Path, tmp_p
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("size", "breaks"), [(1, True), (2, True), (4, True), (4, False)])
+@pytest.mark.parametrize(
+    ("size", "breaks"), [(1, True), pytest.param(2, True, marks=pytest.mark.slow), (4, True), (4, False)]
+)
 def test_every_sample_once_an_epoch(
     size: int, breaks: bool, long_epoch: Path, parts: Path, dataset: Path, pools: dict[int, RankPool]
 ) -> None:

@@ -49,7 +49,7 @@ def trace(world: World, cfg: Config) -> Trace:
 
 
 CASES = [
-    pytest.param(1, ["pack=false"], id="one rank, padded"),
+    pytest.param(1, ["pack=false"], id="one rank, padded", marks=pytest.mark.slow),
     pytest.param(2, ["pack=true", "tokens_per_micro_batch=512"], id="two ranks, packed", marks=pytest.mark.slow),
     pytest.param(1, ["pack=true", "recompute=full"], id="one rank, packed, full", marks=pytest.mark.slow),
     pytest.param(2, ["pack=false", "recompute=selective"], id="two ranks, padded, selective", marks=pytest.mark.slow),

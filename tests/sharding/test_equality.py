@@ -41,24 +41,25 @@ def references(
 
 
 CASES = [(s, w) for s in SHARDED for w in (1, 2, 4)] + [(s, 4) for s in HYBRID]
-
+FEW_CASES = [(s, 2) for s in SHARDED] + [("zero2", 1), ("hybrid", 4)]
 
 ALL = (1, 2, 4)
 TABLES = [
-    pytest.param("finetune", (2,), id="finetune"),
-    pytest.param("pretrain", (2,), id="pretrain"),
-    pytest.param("finetune-tower", (2,), id="finetune-tower", marks=pytest.mark.slow),
-    pytest.param("finetune", ALL, id="finetune-all", marks=pytest.mark.slow),
-    pytest.param("pretrain", ALL, id="pretrain-all", marks=pytest.mark.slow),
-    pytest.param("finetune-tower", ALL, id="finetune-tower-all", marks=pytest.mark.slow),
+    pytest.param("finetune", (2,), CASES, id="finetune"),
+    pytest.param("pretrain", (2,), FEW_CASES, id="pretrain"),
+    pytest.param("finetune-tower", (2,), CASES, id="finetune-tower", marks=pytest.mark.slow),
+    pytest.param("finetune", ALL, CASES, id="finetune-all", marks=pytest.mark.slow),
+    pytest.param("pretrain", ALL, CASES, id="pretrain-all", marks=pytest.mark.slow),
+    pytest.param("finetune-tower", ALL, CASES, id="finetune-tower-all", marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("variant", "accumulations"), TABLES)
+@pytest.mark.parametrize(("variant", "accumulations", "cases"), TABLES)
 def test_table_equals_plain_loop(
     variant: str,
     accumulations: tuple[int, ...],
+    cases: list[tuple[str, int]],
     references: dict[str, tuple[Outcome, Outcome]],
     parts: Path,
     dataset: Path,
@@ -73,7 +74,7 @@ def test_table_equals_plain_loop(
     stage, overrides = VARIANTS[variant]
     reference, start = references[variant]
     by_order_of_sums: dict[object, Outcome] = {}
-    for strategy, size in CASES:
+    for strategy, size in cases:
         for accumulation in accumulations:
             # both settings of recompute meet every strategy, number of ranks and accumulation over the table
             recomputes = ("none", "full") if (SHARDED + HYBRID).index(strategy) % 2 == accumulation % 2 else ("full",)
@@ -107,7 +108,7 @@ def test_table_equals_plain_loop(
                 first = by_order_of_sums.setdefault(key, got)
                 assert first.losses == got.losses, folder.name
                 assert all(torch.equal(first.weights[n], got.weights[n]) for n in got.weights), folder.name
-    assert len(by_order_of_sums) >= 5
+    assert len(by_order_of_sums) >= (5 if cases is CASES else 4)
 
 
 def order_of_sums(strategy: str, size: int, accumulation: int) -> object:

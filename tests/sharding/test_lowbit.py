@@ -86,6 +86,15 @@ def test_a_row_is_quantised_by_itself() -> None:
     assert ((back - value).abs() <= 0.0071 * largest).all()  # half a step at the top of the map, 0.9 / 64 of the scale
 
 
+def test_small_values_keep_their_codes() -> None:
+    """Second moments of small gradients, about 1e-10, are stored as exactly as large ones."""
+    value, small = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)), 2.0**-33
+    map_ = torch.tensor(dynamic_map(True))
+    codes, scales = quantise(value.clone(), map_)
+    small_codes, small_scales = quantise(value * small, map_)
+    assert torch.equal(small_codes, codes) and torch.equal(small_scales, scales * small)
+
+
 def test_rounding_at_random_is_right_on_average() -> None:
     """To one of the two neighbours, with the probability of the distance; what bf16 has stays as it is."""
     value = torch.tensor([1.0 + 1 / 512, -3.0 - 1 / 256, 1e-40, 0.75, -0.0, 3e38]).repeat(100_000, 1)

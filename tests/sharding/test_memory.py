@@ -83,12 +83,16 @@ ROWS = {"zero0": 4, "zero1": 4, "zero2": 4, "zero3": 4, "hybrid": 2, "hybrid2": 
 
 INT8 = "bf16 precision.moment_dtype=int8"
 PURE = "bf16_pure precision.reduce_dtype=fp32"
-CASES = [(s, p, tuple(ROWS)) for s in ("pretrain", "finetune") for p in ("bf16", "fp32")]
+CASES = [("pretrain", "bf16", tuple(ROWS)), ("finetune", "fp32", tuple(ROWS))]
 CASES += [("finetune", "bf16_pure", ("zero0", "zero1", "hybrid")), ("finetune", INT8, ("zero3", "hybrid2"))]
 CASES += [("finetune", PURE, ("zero1", "zero2"))]
 NF4, INT8_BASE = "bf16 model.quantize.mode=nf4", "bf16 model.quantize.mode=int8"
 CASES += [("finetune_qlora", NF4, ("zero2", "zero3", "hybrid"))]
 CASES = [pytest.param(*case, id="-".join(case[:2])) for case in CASES]
+CASES += [
+    pytest.param(s, p, tuple(ROWS), id=f"{s}-{p}-all", marks=pytest.mark.slow)
+    for s, p in (("pretrain", "fp32"), ("finetune", "bf16"))
+]
 CASES += [
     pytest.param("finetune", p, tuple(ROWS), id=f"{p}-all", marks=pytest.mark.slow)
     for p in ("bf16_pure", PURE, "fp16", INT8)

@@ -96,7 +96,9 @@ def test_what_is_set_is_on_the_screen(parts: Path, dataset: Path, tmp_path: Path
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("row", "recompute"), [("zero3", "full"), ("zero2", "none")])
+@pytest.mark.parametrize(
+    ("row", "recompute"), [("zero3", "full"), pytest.param("zero2", "none", marks=pytest.mark.slow)]
+)
 def test_units_change_no_bit(
     row: str, recompute: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
