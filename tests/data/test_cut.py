@@ -125,3 +125,15 @@ def test_room_is_found_where_cost_and_length_pull_apart() -> None:
     for costs in itertools.permutations([1, 5, 9, 20, 80]):
         cut = pack_step(lengths, list(costs), 2, 100)
         assert [len(rank) for rank in cut] == [1, 1], costs
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_rows_hold_no_more_where_short_samples_cost_most(seed: int) -> None:
+    """As with images of many tiles: swapping to even out costs must look at the room on both sides."""
+    dice = random.Random(seed)
+    lengths = [dice.randrange(10, 400) for _ in range(60)]
+    costs = [dice.randrange(1, 1000) for _ in lengths]
+    cut = pack_step(lengths, costs, 3, 1000)
+    rows = [micro for rank in cut for micro in rank]
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in row) <= 1000 for row in rows)

@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 from small import config_of
+from torch.utils.data import RandomSampler
 
 from llava_fsdp.config import SourceConfig
 from llava_fsdp.data.order import Shuffle, open_order, shares_of
-from llava_fsdp.data.samplers import OriginalOrder
+from llava_fsdp.data.samplers import ACCELERATE_SEED, OriginalOrder
 from llava_fsdp.errors import ConfigError
 
 
@@ -90,6 +91,15 @@ def test_original_order_is_one_stream_of_micro_batches(world_size: int, accumula
     seen = {i for rank in order.epoch(0) for batch in rank for i in batch}
     assert seen == set(range(50))
     assert OriginalOrder(LENGTHS, 4, accumulation, world_size, seed=1, grouped=grouped).cuts(3) == steps[3]
+
+
+def test_original_order_draws_every_epoch_as_torchs_sampler_does() -> None:
+    """On several ranks accelerate gives torch's RandomSampler one generator for all epochs."""
+    order = OriginalOrder(LENGTHS, 5, 1, 2, seed=1, grouped=False)
+    sampler = RandomSampler(range(50), generator=torch.Generator().manual_seed(ACCELERATE_SEED))
+    for number in range(3):
+        ranks = order.epoch(number)
+        assert [i for pair in zip(*ranks, strict=True) for batch in pair for i in batch] == list(sampler)
 
 
 def test_original_order_needs_whole_micro_batches() -> None:

@@ -1,6 +1,5 @@
 """Which modules get adapters, what of them trains, and dropout that depends on the sample alone."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 from small import make_config
 from torch import nn
 
+from llava_fsdp.adapters import Held
 from llava_fsdp.data.collate import boundaries
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.model.dropout import SampleDropout, TokenKeys
@@ -161,24 +161,6 @@ def test_masks_are_those_of_the_sample_wherever_it_is_packed() -> None:
     assert together.language is not None and alone.language is not None
     for own, row, length in zip(together.language[0].split(lengths), alone.language, lengths, strict=True):
         assert torch.equal(own, row[:length])
-
-
-@dataclass(frozen=True)
-class Held:
-    """Values in memory, as a file would hold them."""
-
-    values: torch.Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.values.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.values.dtype
-
-    def rows(self, begin: int, end: int) -> torch.Tensor:
-        return self.values[begin:end]
 
 
 def test_merged_weights_are_base_and_scaled_product() -> None:
