@@ -152,10 +152,15 @@ def test_an_index_is_made_once_and_again_when_the_file_has_changed(parts: Path, 
     assert other.encoded != changed.index.encoded and other.records == changed.index.records
 
 
+TILED = "data.image_aspect_ratio=anyres", "model.patch_merge=spatial_unpad", "data.max_length=512"
+
+
 @pytest.mark.usefixtures("chunks")
-def test_mended_pictures_are_found_when_looking_again(parts: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tiles", [(), TILED], ids=["one tile", "tiles"])
+def test_mended_pictures_are_found_when_looking_again(tiles: tuple[str, ...], parts: Path, tmp_path: Path) -> None:
+    """Also where their sizes decide how long a record is."""
     path, planted = write_planted(tmp_path, lines=False)
-    here = f"data.path={path}", f"data.images={tmp_path / 'images'}"
+    here = f"data.path={path}", f"data.images={tmp_path / 'images'}", *tiles
     cfg = make_config(parts, tmp_path, tmp_path, *here)
     before = open_again(cfg, parts)
     (tmp_path / "images" / "gone.jpg").write_bytes((tmp_path / "images" / "good.jpg").read_bytes())
@@ -170,8 +175,7 @@ def test_mended_pictures_are_found_when_looking_again(parts: Path, tmp_path: Pat
 
 def test_sizes_come_from_the_index(parts: Path, dataset: Path, tmp_path: Path) -> None:
     """With tiles, lengths depend on the pictures: known without opening one."""
-    tiled = "data.image_aspect_ratio=anyres", "model.patch_merge=spatial_unpad", "data.max_length=512"
-    cfg = make_config(parts, dataset, tmp_path, *tiled, f"data.index={tmp_path / 'index'}")
+    cfg = make_config(parts, dataset, tmp_path, *TILED, f"data.index={tmp_path / 'index'}")
     records, encoder = open_again(cfg, parts), plan_of(cfg, parts).encoder
     by_hand = []
     for number in range(len(records)):

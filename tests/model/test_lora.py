@@ -1,15 +1,18 @@
 """Which modules get adapters, what of them trains, and dropout that depends on the sample alone."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from small import make_config
+from small import make_config, write_json
 from torch import nn
 
 from llava_fsdp.adapters import Held
+from llava_fsdp.config import LoraConfig
 from llava_fsdp.data.collate import boundaries
-from llava_fsdp.errors import ConfigError
+from llava_fsdp.errors import ConfigError, ModelError
+from llava_fsdp.model.adapter import AdapterFolder, check_meaning, started_from
 from llava_fsdp.model.dropout import SampleDropout, TokenKeys
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.lora import ADAPTER, check_gradients, is_adapter, module_of
@@ -174,3 +177,23 @@ def test_merged_weights_are_base_and_scaled_product() -> None:
     found = Merged(Held(weight), Held(a), Held(b), Held(lengths), 3.0).rows(2, 7)
     torch.testing.assert_close(found.norm(dim=1), lengths[2:])
     torch.testing.assert_close(found / lengths[2:, None], summed[2:] / summed[2:].norm(dim=1, keepdim=True))
+
+
+OTHERWISE = {"r": 5, "alpha": 3.0, "use_dora": True, "use_rslora": True}
+
+
+@pytest.mark.parametrize("key", OTHERWISE)
+def test_an_adapter_of_another_meaning_is_refused(key: str, tmp_path: Path) -> None:
+    """By a training that goes on from it, and where its own configuration differs from how it was trained."""
+    trained = LoraConfig(enabled=True)
+    assert getattr(trained, key) != OTHERWISE[key]
+    other = replace(trained, **{key: OTHERWISE[key]})
+    found = AdapterFolder(tmp_path, {}, other, {})
+    assert started_from(found, nn.Module(), other) == {}
+    with pytest.raises(ConfigError, match=key):
+        started_from(found, nn.Module(), trained)
+    if key != "r":  # the shapes of the weights tell of it
+        write_json(tmp_path / "llava_fsdp.json", {"lora": {key: OTHERWISE[key]}})
+        check_meaning(tmp_path, other)
+        with pytest.raises(ModelError, match=key):
+            check_meaning(tmp_path, trained)
