@@ -39,6 +39,14 @@ def test_a_long_curve_is_bounded_and_loses_no_spike(steps: int) -> None:
     assert len(curve.points(100)) <= 100 and max(p.most for p in curve.points(100)) == 100.0
 
 
+def test_fewer_points_leave_the_curve_as_it_is() -> None:
+    curve = Curve()
+    for step in range(1, 101):
+        curve.add(step, float(step))
+    before = curve.points()
+    assert len(curve.points(9)) <= 9 and curve.points() == before
+
+
 def test_a_curve_depends_on_its_steps_alone() -> None:
     """One that is read from the file after a resume is the one that was kept: stretches begin at fixed steps."""
     whole, later = Curve(64), Curve(64)

@@ -143,17 +143,27 @@ def test_training_goes_on_without_what_broke(
     assert all(json.loads(line)["kind"] == "image_truncated" for line in lists[0])
 
 
+@pytest.mark.parametrize(("missing", "budget", "wrong"), [((), 1, 2), (("5.png",), 3, 4)])
 def test_the_budget_stops_every_rank_alike(
-    dataset: Path, parts: Path, pools: dict[int, RankPool], tmp_path: Path
+    missing: tuple[str, ...],
+    budget: int,
+    wrong: int,
+    dataset: Path,
+    parts: Path,
+    pools: dict[int, RankPool],
+    tmp_path: Path,
 ) -> None:
+    """Records that the examination left out count too."""
     own = Path(shutil.copytree(dataset, tmp_path / "dataset"))
-    common = ["data.bad=quarantine", "data.bad_budget=1", "micro_batch_size=1"]
+    common = ["data.bad=quarantine", f"data.bad_budget={budget}", "micro_batch_size=1"]
+    for name in missing:
+        (own / "images" / name).unlink()
     make = lambda name: make_config(parts, own, tmp_path / name, *common)  # noqa: E731
     train.train(make("whole"))
     (own / "images" / "3.png").unlink()
     said = pools[2].run(run_and_say, make("broken"))
     assert said[0] == said[1]
-    assert "2 of 44 records are wrong, more than the 1 of data.bad_budget=1" in said[0]
+    assert f"{wrong} of 44 records are wrong, more than the {budget} of data.bad_budget={budget}" in said[0]
     assert "picture" in said[0] and "3.png" in said[0]
 
 

@@ -39,9 +39,11 @@ def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path: Path) -> None
     assert holder.stdout is not None
     child = int(holder.stdout.readline())
     before = read_status(tmp_path)
+    began = time.monotonic()
     with pytest.raises(FolderInUse, match=rf"under way: process {holder.pid} on .*, since \d{{4}}-"):
         with claimed(tmp_path, 0):
             pass
+    assert time.monotonic() - began < rundir.HANDOVER / 2, "only a launch's own restart waits for the one before it"
     assert is_others(tmp_path)
     assert before is not None and before["status"] == "running" and read_status(tmp_path) == before
     holder.kill()

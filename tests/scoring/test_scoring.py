@@ -33,6 +33,12 @@ def test_normalize_vqa(text: str, expected: str) -> None:
     assert normalize_vqa(text) == expected
 
 
+@pytest.mark.parametrize(("text", "expected"), [("x;-y-z", "x y z"), ("x;- y-z", "x yz"), ("p/q(-r", "p q r")])
+def test_several_signs(text: str, expected: str) -> None:
+    """Which signs go is decided by the text as it came, not by what the signs before have left of it."""
+    assert normalize_vqa(text) == expected
+
+
 @pytest.mark.parametrize(("text", "expected"), WORDS["prepare_submission"])
 def test_prepare_submission(text: str, expected: str) -> None:
     assert prepare_submission(text) == expected
