@@ -50,8 +50,9 @@ class Outbox:
 
         def write(values: torch.Tensor) -> torch.Tensor:
             nonlocal size
-            data = values.contiguous().flatten().view(torch.uint8)
-            each_byte(data, lambda rest, done: os.pwrite(file, rest, size + done))
+            if values.nbytes:  # an empty tensor may have a stride of 0, and then no view as bytes
+                data = values.contiguous().flatten().view(torch.uint8)
+                each_byte(data, lambda rest, done: os.pwrite(file, rest, size + done))
             size += room(values)
             return values.to("meta")
 
