@@ -105,7 +105,7 @@ def each_byte(values: torch.Tensor, move: Callable[[memoryview, int], int]) -> N
     Args:
         move: (the bytes that remain, how many went before) -> how many of them were moved.
     """
-    data, done = memoryview(values.numpy()), 0
+    data, done = values.numpy().data, 0
     while done < len(data):
         moved = move(data[done:], done)
         assert moved > 0, "files have the bytes that were written"

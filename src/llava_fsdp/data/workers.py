@@ -29,7 +29,9 @@ POLL = 1
 """Seconds between two looks at workers that are waited for."""
 IDLE = -1
 LESS = "fewer data.workers or a smaller data.prefetch take less memory"
-KILLED = f"the kernel kills processes when memory runs out (see dmesg): {LESS}; and a decoder may crash on a broken file"
+KILLED = (
+    f"the kernel kills processes when memory runs out (see dmesg): {LESS}; and a decoder may crash on a broken file"
+)
 CURES = {
     errno.ENOSPC: "Their locks lie in /dev/shm, which is full: docker run --shm-size=1g, or --ipc=host",
     errno.EMFILE: "More open files: ulimit -n 65536",
@@ -191,39 +193,38 @@ def start_workers(
     """What workers prepare, in order; None where the system has no room for them, which a warning says."""
     before = multiprocessing.active_children()
     try:
-        # what the DataLoader asks for, tried at once: where it fails half-way, it complains at length
-        del [multiprocessing.Lock() for _ in range(num_locks(watch.workers))][:]
-        return iter(
-            DataLoader(
-                WatchedSteps(steps, watch, prefetch),
-                batch_size=None,
-                sampler=numbers,
-                num_workers=watch.workers,
-                prefetch_factor=prefetch,
-                pin_memory=pin_memory,
-                worker_init_fn=StartWorker(watch),
-                timeout=min(POLL, stall),
-            )
+        loader = DataLoader(
+            WatchedSteps(steps, watch, prefetch),
+            batch_size=None,
+            sampler=numbers,
+            num_workers=watch.workers,
+            prefetch_factor=prefetch,
+            pin_memory=pin_memory,
+            worker_init_fn=StartWorker(watch),
+            timeout=min(POLL, stall),
         )
+        # tried here first: where the DataLoader fails half-way, its destructor prints a traceback
+        del [multiprocessing.Queue() for _ in range(num_queues(watch.workers))][:]
+        return iter(loader)
     except OSError as error:
         for child in set(multiprocessing.active_children()).difference(before):
             child.kill()
         watch.forget()
         log().warning(
             "data.workers=%d cannot be started (%s): steps are prepared between steps, as with data.workers=0. %s",
-            watch.workers, error, CURES.get(error.errno or 0, LESS),
+            watch.workers, str(error), CURES.get(error.errno or 0, LESS),
         )  # fmt: skip
         return None
 
 
-def num_locks(workers: int) -> int:
-    """Locks of a DataLoader: for each of its queues, for an event, and some to spare. Each is a page of /dev/shm."""
-    return 3 * (workers + 1) + 8
+def num_queues(workers: int) -> int:
+    """Twice as many as a DataLoader has, which makes an event and a handle of each process as well."""
+    return 2 * (workers + 1)
 
 
 def lock_bytes(workers: int) -> int:
-    """Bytes of /dev/shm that a training's workers take, with those of a validation beside them."""
-    return 2 * num_locks(workers) * PAGE if workers else 0
+    """Bytes of /dev/shm that a training's workers take: three locks a queue, a page each; and those of a validation."""
+    return 2 * 3 * num_queues(workers) * PAGE if workers else 0
 
 
 def next_step(
