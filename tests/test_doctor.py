@@ -14,6 +14,7 @@ from commands import command
 from hydra import compose, initialize_config_dir
 
 from llava_fsdp.config import DoctorConfig, config_dir, load
+from llava_fsdp.data.workers import lock_bytes
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.health import disk, gpus, host, network, ranks, settings, software
 from llava_fsdp.health.checks import CHECKS, Check, run_check
@@ -223,11 +224,12 @@ def test_limits_of_control_groups(tmp_path: Path) -> None:
 
 
 def test_shared_memory_and_limits() -> None:
-    small = only(host.judge_shared(64 << 20, 60 << 20, 100 << 20, several=False), Level.FAIL)
-    assert "--shm-size" in small.cure and "data.workers=0" in small.cure
+    small = only(host.judge_shared(64 << 10, 60 << 10, 2 * lock_bytes(2), several=False), Level.WARN)
+    assert "--shm-size" in small.cure and "data.workers=0" in small.said
+    only(host.judge_shared(64 << 10, 60 << 10, lock_bytes(0), several=False), Level.OK)
+    only(host.judge_shared(64 << 20, 60 << 20, lock_bytes(8), several=False), Level.OK)
     only(host.judge_shared(64 << 20, 60 << 20, 0, several=True), Level.WARN)
-    only(host.judge_shared(8 * GIB, 8 * GIB, GIB, several=True), Level.OK)
-    assert "take" not in only(host.judge_shared(8 * GIB, 8 * GIB, None, several=True), Level.OK).said
+    only(host.judge_shared(8 * GIB, 8 * GIB, lock_bytes(4), several=True), Level.OK)
     limits = {"nofile": 1024, "hard": 1 << 20, "memlock": 8 << 20}
     found = list(host.judge_limits(limits, has_infiniband=True))
     assert levels(found) == {"open files": "WARN", "locked memory": "WARN"}
@@ -381,7 +383,7 @@ def test_a_folder_without_a_model_is_one_row(tmp_path: Path) -> None:
     ) and "model folder" in failed.cure
     found = {row.name: row for row in rows}
     assert found["memory by the plan"].cure == "mend model.checkpoint first" and "attention" not in found
-    assert "checkpoints" not in found["room in output_dir"].said and "take" not in found["shared memory"].said
+    assert "checkpoints" not in found["room in output_dir"].said and "takes" not in found["memory"].said
 
     (tmp_path / "shapes" / "config.json").write_text('{"model_type": "llama"}')
     (row,) = settings.judge_model(subject.cfg, {}, tmp_path)

@@ -7,7 +7,6 @@ import torch
 from harness import CPU
 from small import make_config, write_json
 
-from llava_fsdp.data.batch import FlatStep
 from llava_fsdp.data.conversation import asked_turns
 from llava_fsdp.data.loader import Loader, ModelShape, build_loader
 from llava_fsdp.data.recordfile import RecordFile
@@ -239,22 +238,3 @@ def test_first_answer_to_nothing_is_dropped(tmp_path: Path) -> None:
 def test_pictures_without_a_folder_are_refused_at_the_door(parts: Path, dataset: Path) -> None:
     with pytest.raises(DataError, match=r"has picture .*, and data\.images is not set"):
         open_loader(parts, dataset, "data.images=null")
-
-
-def test_packing_for_the_way_from_a_worker_changes_nothing(parts: Path, dataset: Path) -> None:
-    """One tensor a field, however many micro-batches, and every value where it was."""
-    for overrides in (
-        ["pack=false", "micro_batch_size=1"],
-        ["pack=false", "micro_batch_size=5"],
-        ["micro_batch_size=1"],
-        [f"data.path={dataset / 'text.json'}"],
-    ):
-        steps = open_loader(parts, dataset, *overrides).steps
-        whole, packed = steps.prepare(0), steps[0]
-        assert isinstance(packed, FlatStep) and len(packed.fields) == 11
-        again = packed.unpack()
-        assert again.facts == whole.facts and len(again.micro_batches) == len(whole.micro_batches)
-        for a, b in zip(again.micro_batches, whole.micro_batches, strict=True):
-            assert a.scale == b.scale and a.lengths == b.lengths
-            for name in packed.fields:
-                assert torch.equal(getattr(a, name), getattr(b, name)), name

@@ -1,4 +1,4 @@
-"""A step as tensors: the micro-batches that a rank runs, what the whole step holds, and its way between processes."""
+"""A step as tensors: the micro-batches that a rank runs, and what the whole step holds."""
 
 from __future__ import annotations
 
@@ -135,45 +135,10 @@ class Step:
             return Step(facts, self.micro_batches)
         return Step(facts, [replace(m, scale=1 / max(1, facts.label_tokens)) for m in self.micro_batches])
 
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Step:
+        """The same with every tensor changed, in the order of micro-batches and their fields."""
+        return Step(self.facts, [micro.map(function) for micro in self.micro_batches])
 
-@dataclass
-class FlatStep:
-    """A step on its way from a worker: one tensor for each field, however many micro-batches there are.
-
-    Every tensor that crosses between processes takes a file descriptor until it is freed.
-    """
-
-    facts: StepFacts
-    fields: dict[str, torch.Tensor]
-    """All micro-batches' values laid end to end, by field."""
-    shapes: list[dict[str, torch.Size]]
-    scales: list[float]
-    lengths: list[tuple[int, ...]]
-
-    def pin_memory(self) -> FlatStep:
+    def pin_memory(self) -> Step:
         """In page-locked memory, so that copies to a GPU need not wait; the DataLoader calls this."""
-        return replace(self, fields={name: values.pin_memory() for name, values in self.fields.items()})
-
-    def unpack(self) -> Step:
-        cut = {
-            name: values.split([shapes[name].numel() for shapes in self.shapes]) for name, values in self.fields.items()
-        }
-        return Step(
-            self.facts,
-            [
-                MicroBatch(
-                    **{name: cut[name][n].view(shape) for name, shape in shapes.items()}, scale=scale, lengths=lengths
-                )
-                for n, (shapes, scale, lengths) in enumerate(zip(self.shapes, self.scales, self.lengths, strict=True))
-            ],
-        )
-
-
-def flatten(step: Step) -> FlatStep:
-    return FlatStep(
-        step.facts,
-        {name: torch.cat([getattr(m, name).flatten() for m in step.micro_batches]) for name in TENSORS},
-        [{name: getattr(m, name).shape for name in TENSORS} for m in step.micro_batches],
-        [m.scale for m in step.micro_batches],
-        [m.lengths for m in step.micro_batches],
-    )
+        return self.map(torch.Tensor.pin_memory)

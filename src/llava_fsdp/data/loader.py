@@ -15,7 +15,7 @@ import torch
 
 from llava_fsdp.config import Bad, Config, Parity
 from llava_fsdp.data.anyres import grid_sizes
-from llava_fsdp.data.batch import FlatStep, LeftOut, MicroBatch, Step
+from llava_fsdp.data.batch import LeftOut, MicroBatch, Step
 from llava_fsdp.data.chunks import cores
 from llava_fsdp.data.conversation import IM_END, IM_START
 from llava_fsdp.data.cost import CostModel
@@ -31,7 +31,7 @@ from llava_fsdp.data.steps import Steps
 from llava_fsdp.data.templates import template
 from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.data.workers import Watch, from_workers
-from llava_fsdp.errors import ConfigError, DataError
+from llava_fsdp.errors import ConfigError, DataError, LlavaFsdpError
 from llava_fsdp.log import log
 
 PAD_OF_V0 = "[PAD]"
@@ -210,6 +210,7 @@ class Loader:
 
         Raises:
             DataError: a record or a picture of the step is wrong; or a worker died or stalled (WorkerError).
+            OutOfMemory: a worker has no memory to hand a step over.
         """
         self.steps.order.draw(self.total_steps)
         if first < self.total_steps:  # what workers would each make for themselves is made before they are forked
@@ -217,10 +218,10 @@ class Loader:
         numbers, pin_memory = range(first, self.total_steps), self.device.type == "cuda"
         prefetch, stall = self.data.prefetch, self.data.stall
         for step in from_workers(self.steps, numbers, self.watch, prefetch, stall, pin_memory, give_up):
-            if isinstance(step, DataError):
+            if isinstance(step, LlavaFsdpError):
                 raise step
-            assert step is None or isinstance(step, FlatStep)
-            yield None if step is None else step.unpack()
+            assert step is None or isinstance(step, Step)
+            yield step
 
     def agree(self, step: Step) -> Step:
         """The step without what any rank had to leave out, on every rank alike.

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from llava_fsdp.config import Bad, Config
-from llava_fsdp.data.batch import FlatStep, LeftOut, MicroBatch, Step, StepFacts, flatten
+from llava_fsdp.data.batch import LeftOut, MicroBatch, Step, StepFacts
 from llava_fsdp.data.collate import Collator, Row
 from llava_fsdp.data.cost import CostModel
 from llava_fsdp.data.cut import Cuts, cut_step, pack_step
@@ -29,7 +29,7 @@ from llava_fsdp.seeds import derive
 
 
 class Steps(Dataset):
-    """Step number -> the step, flat, or the error that preparing it met."""
+    """Step number -> the step, or the error that preparing it met."""
 
     def __init__(
         self,
@@ -73,9 +73,9 @@ class Steps(Dataset):
             "order": self.order.shape,
         }
 
-    def __getitem__(self, step: int) -> FlatStep | DataError:
+    def __getitem__(self, step: int) -> Step | DataError:
         try:
-            return flatten(self.prepare(step))
+            return self.prepare(step)
         except DataError as error:  # a worker's exception would reach the user as a traceback within a message
             error.on_every_rank = False  # every rank reads its own samples
             return error

@@ -4,37 +4,51 @@ Workers write what they are at into memory that the main process shares, so that
 the kernel kills for memory and a file system that hangs are reported with the record and the picture.
 """
 
+import ctypes
+import errno
 import gc
+import mmap
 import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
+from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from llava_fsdp.errors import WorkerError, WorkerLost
+from llava_fsdp.data.batch import Step
+from llava_fsdp.data.crossing import HAS_MEMORY_FILES, Outbox, Sent
+from llava_fsdp.errors import OutOfMemory, WorkerError, WorkerLost
+from llava_fsdp.log import log
 from llava_fsdp.parent import end_with
 
 PLACE_BYTES = 2000
 POLL = 1
 """Seconds between two looks at workers that are waited for."""
 IDLE = -1
+LESS = "fewer data.workers or a smaller data.prefetch take less memory"
 KILLED = (
-    "the kernel kills processes when memory runs out (see dmesg): fewer data.workers or a smaller data.prefetch take "
-    "less; and a decoder may crash on a broken file"
+    f"the kernel kills processes when memory runs out (see dmesg): {LESS}; and a decoder may crash on a broken file"
 )
+CURES = {
+    errno.ENOSPC: "Their locks lie in /dev/shm, which is full: docker run --shm-size=1g, or --ipc=host",
+    errno.EMFILE: "More open files: ulimit -n 65536",
+    errno.EAGAIN: "More processes: ulimit -u, or docker run --pids-limit",
+}
+"""What helps, by the system's error."""
+PAGE = 4096
 
 
 class Watch:
     """What each worker is at: its process, its step, its record or picture. In the main process marks do nothing."""
 
     def __init__(self, workers: int = 0):
-        self.pids = RawArray("q", workers)
-        self.steps = RawArray("q", [IDLE] * workers)
-        self.places = [RawArray("c", PLACE_BYTES) for _ in range(workers)]
+        self.pids = shared(ctypes.c_int64 * workers)
+        self.steps = shared(ctypes.c_int64 * workers)
+        self.steps[:] = [IDLE] * workers
+        self.places = [shared(ctypes.c_char * PLACE_BYTES) for _ in range(workers)]
 
     @property
     def workers(self) -> int:
@@ -87,18 +101,41 @@ class Watch:
             self.pids[worker] = 0
 
 
-class WatchedSteps(Dataset):
-    """Steps that say when they begin and end."""
+def shared(kind: Any) -> Any:
+    """A ctypes array of zeros that forked processes share.
 
-    def __init__(self, steps: Dataset, watch: Watch):
+    multiprocessing's own lie in /dev/shm, where a process dies that writes to them once others have filled it.
+    """
+    return kind.from_buffer(mmap.mmap(-1, max(1, ctypes.sizeof(kind))))
+
+
+class WatchedSteps(Dataset):
+    """Steps that say when they begin and end, and leave a worker through its files."""
+
+    def __init__(self, steps: Dataset, watch: Watch, prefetch: int):
+        """
+        Raises:
+            OSError: too many files are open.
+        """
         self.steps = steps
         self.watch = watch
+        # one more than is prepared ahead: the rank asks for the next step before it has taken this one
+        self.outboxes = [Outbox(prefetch + 1) for _ in range(watch.workers)] if HAS_MEMORY_FILES else []
 
     def __getitem__(self, step: int) -> object:
         self.watch.begin(step)
-        made = self.steps[step]
+        made, worker = self.steps[step], get_worker_info()
+        if isinstance(made, Step) and worker is not None and self.outboxes:
+            made = self.send(made, worker.id)
         self.watch.end()
         return made
+
+    def send(self, step: Step, worker: int) -> Sent | OutOfMemory:
+        try:
+            return self.outboxes[worker].put(step)
+        except OSError as error:
+            said = f"data worker {worker} cannot hand step {step.facts.step + 1} over ({error}); {LESS}"
+            return OutOfMemory(said)
 
 
 class StartWorker:
@@ -128,34 +165,66 @@ def from_workers(
 ) -> Iterator[object]:
     """`steps[n]` for every number, in order; without workers from this very process, where nobody watches.
 
+    Workers that cannot be started are done without, with a warning.
+
     Args:
         give_up: asked every second while a step is waited for; where it says yes, None comes instead, and no more.
 
     Raises:
         WorkerError: a worker died, or none moved on for `stall` seconds while the next step was waited for.
     """
-    if not watch.workers:
+    arriving = start_workers(steps, numbers, watch, prefetch, stall, pin_memory) if watch.workers else None
+    if arriving is None:
         yield from DataLoader(steps, batch_size=None, sampler=numbers, pin_memory=pin_memory)
         return
-    loader = DataLoader(
-        WatchedSteps(steps, watch),
-        batch_size=None,
-        sampler=numbers,
-        num_workers=watch.workers,
-        prefetch_factor=prefetch,
-        pin_memory=pin_memory,
-        worker_init_fn=StartWorker(watch),
-        timeout=min(POLL, stall),
-    )
-    arriving = iter(loader)
     try:
         for number in numbers:
             step = next_step(arriving, number, watch, stall, give_up)
-            yield step
+            yield step.receive() if isinstance(step, Sent) else step
             if step is None:
                 return
     finally:
         watch.forget()
+
+
+def start_workers(
+    steps: Dataset, numbers: range, watch: Watch, prefetch: int, stall: float, pin_memory: bool
+) -> Iterator[object] | None:
+    """What workers prepare, in order; None where the system has no room for them, which a warning says."""
+    before = multiprocessing.active_children()
+    try:
+        loader = DataLoader(
+            WatchedSteps(steps, watch, prefetch),
+            batch_size=None,
+            sampler=numbers,
+            num_workers=watch.workers,
+            prefetch_factor=prefetch,
+            pin_memory=pin_memory,
+            worker_init_fn=StartWorker(watch),
+            timeout=min(POLL, stall),
+        )
+        # tried here first: where the DataLoader fails half-way, its destructor prints a traceback
+        del [multiprocessing.Queue() for _ in range(num_queues(watch.workers))][:]
+        return iter(loader)
+    except OSError as error:
+        for child in set(multiprocessing.active_children()).difference(before):
+            child.kill()
+        watch.forget()
+        log().warning(
+            "data.workers=%d cannot be started (%s): steps are prepared between steps, as with data.workers=0. %s",
+            watch.workers, str(error), CURES.get(error.errno or 0, LESS),
+        )  # fmt: skip
+        return None
+
+
+def num_queues(workers: int) -> int:
+    """Twice as many as a DataLoader has, which makes an event and a handle of each process as well."""
+    return 2 * (workers + 1)
+
+
+def lock_bytes(workers: int) -> int:
+    """Bytes of /dev/shm that a training's workers take: three locks a queue, a page each; and those of a validation."""
+    return 2 * 3 * num_queues(workers) * PAGE if workers else 0
 
 
 def next_step(

@@ -68,18 +68,17 @@ def memory(subject: Subject) -> Iterator[Finding]:
     from llava_fsdp.planning.hardware import PROCESS  # which loads torch
 
     on_gpus, needed = bool(subject.torch.devices), 0
-    if subject.known_needs is not None:
-        row = subject.known_needs.row
-        needed = (row.host if on_gpus else row.bytes["total"] + PROCESS) * subject.ranks
-    what = "what is offloaded" if on_gpus else f"the training on {subject.ranks} ranks"
+    if (known := subject.known_needs) is not None:
+        held = known.row.host if on_gpus else known.row.bytes["total"] + PROCESS
+        needed = subject.ranks * (held + subject.workers * subject.cfg.data.prefetch * known.step)
+    what = "what is offloaded, with steps on their way," if on_gpus else f"the training on {subject.ranks} ranks"
     yield from host.judge_memory(subject.host, needed, what)
 
 
 def shared(subject: Subject) -> Iterator[Finding]:
-    data, most = subject.cfg.data, max(0, min(4, subject.host.usable_cores // subject.ranks - 1))
-    workers = most if data.workers is None else data.workers
-    known = subject.known_needs
-    needed = None if known is None else subject.ranks * workers * data.prefetch * known.step
+    from llava_fsdp.data.workers import lock_bytes  # which loads torch
+
+    needed = subject.ranks * lock_bytes(subject.workers)
     yield from host.judge_shared(*host.read_shared(), needed, len(subject.torch.devices) > 1)
 
 
@@ -187,7 +186,7 @@ CHECKS = (
     Check("configuration", "memory by the plan", plan, SLOW),
     Check("machine", "cores", cores),
     Check("machine", "memory", memory),
-    Check("machine", "shared memory", shared),
+    Check("machine", "shared memory", shared, SLOW),
     Check("machine", "limits", limits),
     Check("disks", "output_dir", output),
     Check("disks", "speed of output_dir", output_speed),

@@ -162,20 +162,20 @@ def read_shared(path: Path = Path("/dev/shm")) -> tuple[int, int]:
     return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
 
-def judge_shared(total: int, free: int, needed: int | None, several: bool) -> Iterator[Finding]:
-    """Shared memory, through which steps come from workers, and NCCL's data between processes.
+def judge_shared(total: int, free: int, needed: int, several: bool) -> Iterator[Finding]:
+    """Shared memory: where the locks of data workers lie, and NCCL's data between processes.
 
     Args:
-        needed: bytes of steps on their way; None: not known.
+        needed: bytes of locks.
         several: there are several GPUs.
     """
     said = f"/dev/shm of {readable(total)}, {readable(free)} free"
-    said += f"; steps on their way take {readable(needed)}" if needed is not None else ""
     cure = "docker run --ipc=host, or --shm-size=16g; Kubernetes: an emptyDir of medium Memory at /dev/shm"
-    if needed is not None and needed > free:
-        yield fail("shared memory", said, f"{cure}; data.workers=0 needs none")
+    if needed > free:
+        less = f"data workers take {readable(needed)}: steps will be prepared between steps, as with data.workers=0"
+        yield warn("shared memory", f"{said}; {less}", cure)
     elif several and free < GIB:
-        yield warn("shared memory", f"{said}; NCCL takes it too, where GPUs have no access to each other", cure)
+        yield warn("shared memory", f"{said}; NCCL takes it, where GPUs have no access to each other", cure)
     else:
         yield ok("shared memory", said)
 

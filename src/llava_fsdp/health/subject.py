@@ -26,7 +26,7 @@ class Needs:
     """Bytes."""
     export: int
     step: int
-    """Bytes of a rank's part of a step, as its workers send it."""
+    """Bytes of a rank's part of a step, in memory until the rank takes it."""
 
 
 class Subject:
@@ -58,6 +58,12 @@ class Subject:
     def ranks(self) -> int:
         """On this machine."""
         return self.cfg.gpus or len(self.torch.devices) or CPU_RANKS
+
+    @property
+    def workers(self) -> int:
+        """Data workers of each rank."""
+        asked = self.cfg.data.workers
+        return max(0, min(4, self.host.usable_cores // self.ranks - 1)) if asked is None else asked
 
     @property
     def output_dir(self) -> Path:

@@ -1,0 +1,173 @@
+"""A step crosses from a worker unchanged, whatever room there is in /dev/shm."""
+
+import errno
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import time
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+
+import pytest
+import torch
+from small import write_json
+from test_loader import open_loader
+from xxhash import xxh3_64_hexdigest
+
+from llava_fsdp.data.batch import TENSORS, Step
+from llava_fsdp.data.crossing import ALIGNMENT, Outbox, each_byte
+from llava_fsdp.errors import ExitCode, OutOfMemory
+
+
+def assert_same(a: Step, b: Step) -> None:
+    assert a.facts == b.facts and len(a.micro_batches) == len(b.micro_batches)
+    for one, other in zip(a.micro_batches, b.micro_batches, strict=True):
+        assert (one.scale, one.lengths) == (other.scale, other.lengths)
+        for name in TENSORS:
+            left, right = getattr(one, name), getattr(other, name)
+            assert left.dtype == right.dtype and torch.equal(left, right), name
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [("pack=false", "micro_batch_size=1"), ("pack=false", "micro_batch_size=5"), ("micro_batch_size=1",), ("text",)],
+)
+def test_crossing_changes_nothing(overrides: tuple[str, ...], parts: Path, dataset: Path) -> None:
+    """Every tensor is what it was and begins where torch's own would, and the file is free for the next step."""
+    overrides = (f"data.path={dataset / 'text.json'}",) if overrides == ("text",) else overrides
+    steps, outbox = open_loader(parts, dataset, *overrides).steps, Outbox(1)
+    for number in (0, 1):
+        step = steps.prepare(number)
+        sent = outbox.put(step)
+        assert len(ForkingPickler.dumps(sent)) < 100_000, "its tensors are in the file"
+        arrived = sent.receive()
+        assert_same(arrived, step)
+        starts = [getattr(m, name).data_ptr() for m in arrived.micro_batches for name in TENSORS]
+        assert not any(start % ALIGNMENT for start in starts)
+        assert os.fstat(sent.file).st_size == 0
+
+
+def test_all_bytes_are_moved_where_the_system_moves_some_at_once() -> None:
+    moved: list[bytes] = []
+
+    def seven(rest: memoryview, done: int) -> int:
+        assert done == 7 * len(moved)
+        moved.append(bytes(rest[:7]))
+        return len(moved[-1])
+
+    each_byte(torch.arange(20, dtype=torch.uint8), seven)
+    assert b"".join(moved) == bytes(range(20))
+
+
+def test_files_are_closed_with_their_outbox() -> None:
+    outbox = Outbox(2)
+    files = list(outbox.files)
+    del outbox
+    for file in files:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(file)
+
+
+def refuse(*_: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_worker_without_memory_for_a_step(parts: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = open_loader(parts, dataset, "data.workers=1")
+    monkeypatch.setattr(os, "pwrite", refuse)
+    began = time.monotonic()
+    with pytest.raises(OutOfMemory, match="fewer data") as caught:
+        list(loader.from_step(0))
+    assert caught.value.exit_code is ExitCode.USER and time.monotonic() - began < 15
+    outbox, step = Outbox(1), loader.steps.prepare(0)
+    with pytest.raises(OSError, match="No space"):
+        outbox.put(step)
+    monkeypatch.undo()
+    assert_same(outbox.put(step).receive(), step)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the DataLoader's own, half made
+@pytest.mark.parametrize("what", ["queues", "processes"])
+def test_workers_that_cannot_be_started_are_done_without(
+    what: str, parts: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same steps, and one warning. Of two processes the first is there when the second fails."""
+    expected = list(open_loader(parts, dataset).from_step(0))
+    loader = open_loader(parts, dataset, "data.workers=2")
+    if what == "queues":
+        monkeypatch.setattr(multiprocessing, "Queue", refuse)
+    else:
+        fork, forked = os.fork, iter([True, False])
+        monkeypatch.setattr(os, "fork", lambda: fork() if next(forked) else refuse())
+    with caplog.at_level(logging.WARNING):
+        arrived = list(loader.from_step(0))
+    monkeypatch.undo()
+    assert len(caplog.records) == 1 and "data.workers=2" in caplog.text and "--shm-size" in caplog.text
+    for a, b in zip(arrived, expected, strict=True):
+        assert_same(a, b)
+    assert not multiprocessing.active_children()
+
+
+SMALL = """
+import os, sys
+sys.path[:0] = sys.argv[1:3]
+from test_crossing import digest, fill
+from test_loader import open_loader
+from pathlib import Path
+
+def steps(workers):
+    overrides = f"data.workers={workers}", "data.stall=10", "global_batch_size=2", "max_steps=8"
+    loader = open_loader(Path(sys.argv[3]), Path(sys.argv[4]), *overrides, image_size=1148)
+    return loader.from_step(0)
+
+def digests(found):
+    return [digest(step) for step in found]
+
+expected, crossing = digests(steps(0)), steps(2)
+first = digest(next(crossing))
+fill(Path("/dev/shm"))
+assert [first, *digests(crossing)] == expected, "filled after the start"
+assert digests(steps(2)) == expected, "filled before the start"
+print("the same")
+"""
+
+
+def fill(folder: Path) -> None:
+    with open(folder / "full", "wb", buffering=0) as file:
+        try:
+            while file.write(bytes(4096)):
+                pass
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+
+
+def digest(step: Step) -> str:
+    sums = [xxh3_64_hexdigest(getattr(m, name).numpy()) for m in step.micro_batches for name in TENSORS]
+    return f"{step.facts} {sums}"
+
+
+MOUNT = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"'
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "-m", "sh", "-c", MOUNT, "sh", "true"], check=False, capture_output=True).returncode
+    != 0,
+    reason="a small /dev/shm needs the right to mount one",
+)
+def test_steps_larger_than_shared_memory(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Pictures of 4 MB, and a /dev/shm of 1 MiB that others fill while steps arrive."""
+    shutil.copytree(parts, tmp_path / "parts")
+    file = tmp_path / "parts" / "vision" / "preprocessor_config.json"
+    write_json(file, json.loads(file.read_text()) | {"size": 1148, "crop_size": 1148})
+    here = Path(__file__).parent
+    run = subprocess.run(
+        ["unshare", "-m", "sh", "-c", MOUNT, "sh", sys.executable, "-c", SMALL, str(here), str(here.parent),
+         str(tmp_path / "parts"), str(dataset)],
+        check=False, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert run.stdout == "the same\n", run.stderr
+    assert run.stderr.count("cannot be started") == 1, run.stderr
