@@ -103,10 +103,8 @@ def is_flat(tree: Any) -> bool:
     inside = [tree]
     for _ in range(DEEPEST):
         nested = [own for own in inside if isinstance(own, dict | list)]
-        if not nested:
-            return True
         inside = [value for own in nested for value in (own.values() if isinstance(own, dict) else own)]
-    return False
+    return not any(isinstance(own, dict | list) for own in inside)
 
 
 def read_object(path: Path, kinds: Mapping[str, Kinds] | None = None, largest: int = LARGEST) -> dict[str, Any]:
