@@ -23,6 +23,7 @@ from llava_fsdp.errors import ConfigError, DataError, LlavaFsdpError
 from llava_fsdp.redact import redact_values, secrets_of
 from llava_fsdp.rundir import KILLED, is_known_free, is_without_end, mode_of, status_of, write_new
 from llava_fsdp.small_json import BadJson, Kinds, MissingJson, read_object
+from llava_fsdp.terminal import shown_text
 from llava_fsdp.untrusted import refuse_yaml_bombs
 from llava_fsdp.words import moment
 
@@ -336,7 +337,7 @@ def put_page(path: Path, page: str, *folders: Path) -> None:
     modes = [mode_of(folder / METRICS_FILE) for folder in folders]
     staged = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        write_new(staged, page.encode(errors="replace"), functools.reduce(operator.and_, modes))
+        write_new(staged, shown_text(page).encode(), functools.reduce(operator.and_, modes))
         os.replace(staged, path)
     finally:
         staged.unlink(missing_ok=True)

@@ -23,6 +23,7 @@ from llava_fsdp.errors import ConfigError, ExitCode
 from llava_fsdp.log import log, setup_logging
 from llava_fsdp.rundir import STATUS_FILE, held_by, is_known_free, is_without_end, own_word, started, status_of
 from llava_fsdp.small_json import BadJson, MissingJson
+from llava_fsdp.terminal import shown_name
 
 
 def newest_step(output_dir: Path) -> int:
@@ -63,7 +64,7 @@ def main() -> None:
             log().error("%s", likely[1])
         sys.exit(without_word)
     if is_without_end(said) and (holder := held_by(path.parent)) is not None:
-        where = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}"
+        where = shown_name(f"process {holder.get('pid', '?')} on {holder.get('host', '?')}")
         log().info("%s: %s: %s is under way", path, said["status"], where)
     elif said["status"] == "stopping":
         log().error(

@@ -21,6 +21,7 @@ from llava_fsdp.data.source import Record, unread_reason
 from llava_fsdp.data.templates import IMAGE_TAG
 from llava_fsdp.data.texts import Texts
 from llava_fsdp.errors import DataError
+from llava_fsdp.terminal import shown_name
 
 T = TypeVar("T")
 Tell = Callable[[str, str], None]
@@ -46,7 +47,7 @@ class Findings:
         def tell(kind: str, reason: str) -> None:
             bit = BITS[Kind(kind)]
             if not self.flags[at] & bit:
-                self.rows.append({"record": number, "id": identity, "kind": str(kind), "reason": reason})
+                self.rows.append({"record": number, "id": identity, "kind": str(kind), "reason": shown_name(reason)})
             self.flags[at] |= bit
 
         return tell

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from llava_fsdp.errors import WorkerError, WorkerLost
 from llava_fsdp.parent import end_with
+from llava_fsdp.terminal import shown_name
 
 PLACE_BYTES = 2000
 POLL = 1
@@ -52,7 +53,7 @@ class Watch:
         worker = get_worker_info()
         if worker is not None and self.workers:
             place = record if picture is None else f"{record}, picture {picture}"
-            self.places[worker.id].value = place.encode(errors="replace")[: PLACE_BYTES - 1]
+            self.places[worker.id].value = shown_name(place).encode()[: PLACE_BYTES - 1]
 
     def end(self) -> None:
         self.begin(IDLE)
