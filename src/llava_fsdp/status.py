@@ -63,9 +63,10 @@ def main() -> None:
         if likely is not None:
             log().error("%s", likely[1])
         sys.exit(without_word)
+    status = shown_name(said["status"])
     if is_without_end(said) and (holder := held_by(path.parent)) is not None:
         where = shown_name(f"process {holder.get('pid', '?')} on {holder.get('host', '?')}")
-        log().info("%s: %s: %s is under way", path, said["status"], where)
+        log().info("%s: %s: %s is under way", path, status, where)
     elif said["status"] == "stopping":
         log().error(
             "%s: stopping, without a word about its end: it was asked to stop (%s), and killed before it had; the same "
@@ -73,9 +74,9 @@ def main() -> None:
         )  # fmt: skip
     elif said.get("exit_code") is None:
         end = "it was killed" if is_known_free(path.parent) else "killed, or going on: its lock cannot be read"
-        log().error("%s: %s, without a word about its end: %s", path, said["status"], end)
+        log().error("%s: %s, without a word about its end: %s", path, status, end)
     else:
-        log().info("%s: %s (exit code %d) %s", path, said["status"], said["exit_code"], said.get("reason") or "")
+        log().info("%s: %s (exit code %d) %s", path, status, said["exit_code"], said.get("reason") or "")
     say_other_start(path, said)
     sys.exit(ExitCode.BUG if said.get("exit_code") is None else said["exit_code"])
 
@@ -101,7 +102,7 @@ def say_other_start(path: Path, said: dict[str, Any]) -> None:
     if isinstance(refused := said.get("refused"), dict):
         log().info("%s: a later start was refused: %s", path, refused.get("reason") or "")
     elif isinstance(before := said.get("before"), dict) and said["status"] != "done":
-        how = f"{before.get('status')} {before.get('reason') or ''}"
+        how = f"{shown_name(before.get('status'))} {before.get('reason') or ''}"
         log().info("%s: that start has taken no step; before it, the run was: %s", path, how)
 
 

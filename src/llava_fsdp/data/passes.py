@@ -206,7 +206,7 @@ class ExaminePictures(Pass):
                 picture = seen[key]
                 if isinstance(picture, Wrong):
                     record = self.texts.record(number)
-                    reason = f"{record.where}: {picture.reason.removeprefix(f'{name}: ')}"
+                    reason = f"{record.where}: {picture.reason.removeprefix(f'{shown_name(name)}: ')}"
                     reason = self.texts.own_picture(number, reason)
                     found.of(number, record.known_id)(picture.kind, reason)
                     picture = Picture(0, 0, 0)
