@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -429,8 +430,12 @@ def test_what_is_drawn_repeats_with_a_seed(
     assert answers[0] == answers[1] and len(set(answers)) == 3
 
 
-def test_an_answer_cannot_steer_the_terminal() -> None:
-    assert chat.visible("a\x1b[2J\x07\tb\n\x9b1mé🙂") == "a\ufffd[2J\ufffd\tb\n\ufffd1mé🙂"
+def test_an_answer_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where it comes in pieces, each of them written at once."""
+    pieces = ["a", "\x1b", "[2J", "\r", "\tb\n", "\x9b1mé🙂"]
+    talk = SimpleNamespace(assistant=SimpleNamespace(device="cpu"), ask=lambda *_: pieces, was_cut=False)
+    chat.Terminal(talk, configured()).answer("what is it")
+    assert capsys.readouterr().out == "a\\u001b[2J\\u000d\tb\n\\u009b1mé🙂\n"
 
 
 def test_keys_that_are_wrong(tmp_path: Path, dataset: Path) -> None:

@@ -24,6 +24,7 @@ from llava_fsdp.config import AspectRatio, ChatConfig
 from llava_fsdp.errors import ConfigError, DataError, OutOfMemory
 from llava_fsdp.generate import Sampling
 from llava_fsdp.talk import Conversation
+from llava_fsdp.terminal import shown_name, shown_text
 
 HELP = """\
 /image FILE   show a picture with the next question
@@ -104,7 +105,7 @@ class Terminal:
         """Written as it comes, on standard output."""
         is_stopped = stopped.is_set if stopped is not None else lambda: False
         for piece in self.conversation.ask(question, self.how, self.dice, is_stopped):
-            print(visible(piece) if sys.stdout.isatty() else piece, end="", flush=True)
+            print(shown_text(piece), end="", flush=True)
         print(flush=True)
         if stopped is not None and stopped.is_set():
             log().info("(stopped)")
@@ -133,15 +134,10 @@ class Terminal:
                 if not name:
                     raise DataError("/image needs the name of a file: /image cat.jpg")
                 self.conversation.add(Path(name).expanduser(), command)
-                log().info("shown with the next question: %s", name)
+                log().info("shown with the next question: %s", shown_name(name))
             case _:
                 raise DataError(f"{command} is not known; /help lists what is. Begin a question like this with a space")
         return False
-
-
-def visible(text: str) -> str:
-    """Without what would steer a terminal: a model may write anything."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 @contextlib.contextmanager

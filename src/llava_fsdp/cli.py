@@ -40,6 +40,7 @@ from llava_fsdp.rundir import (
     last_word,
     settled,
 )
+from llava_fsdp.terminal import shown_text
 
 T = TypeVar("T")
 # Keys whose values are text or paths: taken as they are typed, without Hydra's grammar for lists and functions.
@@ -195,7 +196,7 @@ def tell_torchrun(what: str) -> None:
     torch's own `@record` would put a traceback around a user's mistake.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    what = redact(what, secrets_of())
+    what = shown_text(redact(what, secrets_of()))
     if path:
         info = {"py_callstack": what, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError), open(path, "w") as file:

@@ -9,10 +9,10 @@ import sys
 from collections import Counter
 from dataclasses import asdict
 
-from rich.console import Console
 from rich.table import Table
 
 from llava_fsdp import cli
+from llava_fsdp.consoles import TextConsole
 from llava_fsdp.log import leave_noise_out
 
 if __name__ == "__main__":  # before transformers is imported
@@ -39,7 +39,7 @@ def doctor(cfg: DoctorConfig) -> None:
     """
     subject = Subject(cfg)
     found: list[tuple[str, Finding]] = []
-    with Console(stderr=True).status("looking") as status:  # silent where there is no terminal
+    with TextConsole(on_stderr=True).status("looking") as status:  # silent where there is no terminal
         for check in CHECKS:
             status.update(f"looking at {check.name}")
             found += [(check.group, finding) for finding in run_check(check, subject)]
@@ -60,7 +60,7 @@ def as_object(found: list[tuple[str, Finding]]) -> dict:
 
 def show(found: list[tuple[str, Finding]]) -> None:
     """A table, with the cure below what it cures."""
-    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False, markup=False)
+    console = TextConsole(width=None if sys.stdout.isatty() else 140)
     table = Table("", "what", "found", title="this machine, for this training", title_justify="left")
     for column in table.columns:
         column.overflow = "fold"

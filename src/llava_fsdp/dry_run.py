@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from llava_fsdp.config import Config, DType, Format, OffloadMode, ScalerConfig
+from llava_fsdp.consoles import TextConsole
 from llava_fsdp.data.synthetic import Contents, SyntheticLoader, fullest, micro_batches_of, synthetic_step
 from llava_fsdp.errors import NumericError
 from llava_fsdp.log import log
@@ -181,7 +181,7 @@ def device_name(device: torch.device) -> str:
 
 
 def show(report: dict[str, Any]) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    console = TextConsole(width=None if sys.stdout.isatty() else 120)
     micro = report["micro_batch"]
     plural = "es" if report["micro_batches"] > 1 else ""
     console.print(

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Self
 
+from llava_fsdp.terminal import shown_name
+
 
 class ExitCode(IntEnum):
     """What a worker process returns. torchrun itself always returns 1, so launchers read `run_status.json`."""
@@ -117,9 +119,10 @@ class DataError(LlavaFsdpError):
     def __init__(self, message: str, kind: str | None = None):
         """
         Args:
-            kind: of a record's problem, as the table in `data/problems.py` has it.
+            kind: of a record's problem, as the table in `data/problems.py` has it; the message, which has names and
+                values of the record, is then one line.
         """
-        super().__init__(message)
+        super().__init__(message if kind is None else shown_name(message))
         self.kind = kind
 
 
@@ -129,8 +132,8 @@ class PictureError(DataError):
     on_every_rank = False
 
     def __init__(self, message: str, kind: str = "image_unreadable"):
-        super().__init__(message)
-        self.kind = kind
+        super().__init__(message, kind)
+        self.kind: str = kind
         """image_missing, image_empty, image_truncated, image_unreadable, image_bomb or image_shape"""
 
 

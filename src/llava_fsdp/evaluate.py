@@ -12,11 +12,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import track
 
 from llava_fsdp import cli
+from llava_fsdp.consoles import TextConsole
 from llava_fsdp.log import leave_noise_out, log
+from llava_fsdp.terminal import shown_name
 
 if __name__ == "__main__":  # before transformers is imported
     leave_noise_out()
@@ -199,7 +200,7 @@ def shown_progress(starts: range, questions: int, blank: bool) -> Iterable[int]:
     if cli.is_later_rank():
         return starts
     if sys.stderr.isatty():
-        return track(starts, description=label, console=Console(stderr=True), transient=True)
+        return track(starts, description=label, console=TextConsole(on_stderr=True), transient=True)
     log().info("%s: %d questions", label, questions)
     return told(starts, questions, label)
 
@@ -218,16 +219,17 @@ def told(starts: range, questions: int, label: str) -> Iterator[int]:
 
 def show(cfg: EvaluateConfig, asked: list[Asked], answers: list[str], result: dict[str, Any]) -> None:
     for question, answer in list(zip(asked, answers, strict=True))[: cfg.show]:
-        picture = question.images[0] if question.images else "no picture"
-        print(f"{picture}: {question.text.replace(IMAGE_TAG, '').strip()}\n  answer: {answer}")
+        picture = shown_name(question.images[0]) if question.images else "no picture"
+        text, said = (own.strip().replace("\n", "\n    ") for own in (question.text.replace(IMAGE_TAG, ""), answer))
+        print(f"{picture}: {text}\n  answer: {said}")
         if question.references:
-            print(f"  right:  {' | '.join(dict.fromkeys(question.references))}")
+            print(f"  right:  {' | '.join(map(shown_name, dict.fromkeys(question.references)))}")
     if "accuracy" not in result:
         print(f"{len(asked)} questions asked; without right answers there are no scores")
     elif cfg.task is Task.conversations:
         print(f"held-out accuracy with pictures:       {result['accuracy']:.1%} of {len(asked)} questions")
     else:
-        Console(highlight=False, width=None if sys.stdout.isatty() else 120).print(table_of(result))
+        TextConsole(width=None if sys.stdout.isatty() else 120).print(table_of(result))
     if "mean_f1" in result:
         print(f"mean F1 of the categories: {result['mean_f1']:.2%}")
     if "accuracy_blank_pictures" in result:

@@ -11,10 +11,10 @@ from functools import reduce
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from llava_fsdp import cli
+from llava_fsdp.consoles import TextConsole
 from llava_fsdp.log import leave_noise_out, log
 
 if __name__ == "__main__":  # before transformers is imported
@@ -157,7 +157,7 @@ def check_target(final: Path, staged: Path, cfg: ConversionConfig) -> None:
 
 def show(opened: Opened, final: Path, cfg: ConversionConfig) -> None:
     """What was written, as a table and one line."""
-    console = Console(file=sys.stderr, width=None if sys.stderr.isatty() else 120, highlight=False)
+    console = TextConsole(on_stderr=True, width=None if sys.stderr.isatty() else 120)
     table = Table("file", "size")
     for path in sorted(p for p in final.rglob("*") if p.is_file()):
         table.add_row(str(path.relative_to(final)), readable(path.stat().st_size))

@@ -13,6 +13,7 @@ from enum import Enum
 from pathlib import Path
 
 from llava_fsdp.rows import write_new
+from llava_fsdp.small_json import BadJson, kinds_of, read_object
 
 FOLDER = ".heartbeats"
 
@@ -79,8 +80,8 @@ def put_beat(folder: Path, beat: Beat) -> None:
 
 def read_beat(folder: Path, rank: int) -> Beat | None:
     try:
-        return Beat(**json.loads((folder / FOLDER / f"rank-{rank}.json").read_text()))
-    except (OSError, ValueError, TypeError):
+        return Beat(**read_object(folder / FOLDER / f"rank-{rank}.json", kinds_of(Beat)))
+    except (BadJson, TypeError):  # a TypeError: it has more keys
         return None
 
 

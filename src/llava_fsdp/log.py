@@ -5,6 +5,7 @@ import os
 import sys
 
 from llava_fsdp.redact import redact, secrets_of
+from llava_fsdp.terminal import guard_streams
 
 LOGGER = "llava_fsdp"
 
@@ -28,7 +29,8 @@ class WithoutNoise(logging.Filter):
 
 
 def leave_noise_out() -> None:
-    """Called by an entry before it imports those libraries."""
+    """Called by an entry before it imports those libraries, which may keep the streams for messages of their own."""
+    guard_streams()
     for name, start in NOISE.items():
         logging.getLogger(name).addFilter(WithoutNoise(start))
 
@@ -42,6 +44,7 @@ class WithoutSecrets(logging.Formatter):
 
 def setup_logging() -> None:
     """INFO on rank 0, WARNING elsewhere, on standard error. Called by entries, never by an import."""
+    guard_streams()
     rank = int(os.environ.get("RANK", "0"))
     handler = logging.StreamHandler(sys.stderr)
     prefix = f"[rank {rank}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 and rank else ""

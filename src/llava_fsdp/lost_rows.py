@@ -7,8 +7,9 @@ from typing import Any
 
 from llava_fsdp.checkpoint_names import FOLDER, folder_name
 from llava_fsdp.rows import read_rows
-from llava_fsdp.rundir import read_object
 from llava_fsdp.runs import METRICS_FILE, STARTS_FILE, VALIDATION_FILE
+from llava_fsdp.small_json import object_or_none
+from llava_fsdp.untrusted import SMALL
 
 QUARANTINE_FILE = "quarantine.jsonl"
 MOST_STRETCHES = 8
@@ -41,7 +42,7 @@ def lost_rows(folder: Path, step: int) -> list[str]:
     if short := [own for own in steps if listed[own] < faults_of(rows.get(own, {}))]:
         said.append(f"{QUARANTINE_FILE} lacks records that {METRICS_FILE} counts, of steps {stretches(short)}")
     measured = set(steps_in(folder / VALIDATION_FILE, step))
-    due = due_between(max(starts, default=step), step, read_object(checkpoint / "state.json") or {})
+    due = due_between(max(starts, default=step), step, object_or_none(checkpoint / "state.json", largest=SMALL) or {})
     if missing := [own for own in due if own not in measured]:
         said.append(f"{VALIDATION_FILE} lacks the rows of steps {stretches(missing)}")
     return said

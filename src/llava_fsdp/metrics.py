@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -24,6 +23,7 @@ from rich.progress import (
 )
 
 from llava_fsdp.config import Config
+from llava_fsdp.consoles import TextConsole
 from llava_fsdp.errors import StorageError
 from llava_fsdp.live_page import LivePage
 from llava_fsdp.log import log
@@ -44,7 +44,7 @@ def watch_loading(is_first_rank: bool, what: str = "weights") -> Callable[[Itera
     def watch(names: Iterable[str]) -> Iterable[str]:
         if not (is_first_rank and sys.stderr.isatty()):
             return names
-        return track(list(names), description=what, console=Console(stderr=True), transient=True)
+        return track(list(names), description=what, console=TextConsole(on_stderr=True), transient=True)
 
     return watch
 
@@ -103,7 +103,7 @@ class Reporter:
                 TextColumn("{task.fields[shown]}"),
                 TimeElapsedColumn(),
                 TimeRemainingColumn(),
-                console=Console(stderr=True),
+                console=TextConsole(on_stderr=True),
             )
             self.task = self.progress.add_task(cfg.stage.name, total=total_steps, completed=first_step, shown="")
             self.progress.start()

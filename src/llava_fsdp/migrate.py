@@ -5,7 +5,6 @@ does the same, and a table of every key: what it became, or why nothing. Runs no
 transformers.
 """
 
-import io
 import json
 import math
 import re
@@ -13,10 +12,10 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from llava_fsdp.cli import until_reader_leaves
+from llava_fsdp.consoles import TextConsole
 from llava_fsdp.errors import ConfigError, ExitCode, LlavaFsdpError
 from llava_fsdp.log import log, setup_logging
 from llava_fsdp.moving.command import Migration, lines, migrate
@@ -57,8 +56,6 @@ class Request:
 
 def main() -> None:
     setup_logging()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names in a file may be anything
     if not sys.argv[1:] or {"-h", "--help"} & set(sys.argv[1:]):
         print(USAGE, end="")
         sys.exit(ExitCode.DONE if sys.argv[1:] else ExitCode.USER)
@@ -193,7 +190,7 @@ def show(migration: Migration) -> None:
         if "compile" not in migration.decided:
             print(f"# {COMPILED}")
     print()
-    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False, markup=False)
+    console = TextConsole(width=None if sys.stdout.isatty() else 140)
     console.print(table(migration.rows, console.width))
     counts = ", ".join(f"{migration.count(v)} {v.value}" for v in Verdict if migration.count(v))
     print(f"{len(migration.rows)} keys: {counts}")

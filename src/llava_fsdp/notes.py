@@ -17,10 +17,23 @@ from typing import Any
 
 from llava_fsdp.digests import THREADS, Digest, digest_of_file, sealed, unsealed
 from llava_fsdp.errors import DamagedModel
+from llava_fsdp.small_json import Kinds, parse_object
 from llava_fsdp.untrusted import SMALL, foreign
 
 NOTES = "llava_fsdp.json"
 FILES, DIGEST = "files", "digest"
+KINDS: dict[str, Kinds] = {
+    key: (kind, type(None))
+    for kind, keys in {
+        str: ("run", "stage", "dtype", "template", "image_aspect_ratio", "pixels", "special_tokens", "base", DIGEST,
+              "language", "vision"),
+        int: ("step", "seed", "max_length"),
+        list: ("train", "grid_pinpoints"),
+        dict: ("lora", FILES),
+    }.items()
+    for key in keys
+}  # fmt: skip
+"""Of what programs read from the notes."""
 RELATIVE = re.compile(r"[\w+=-][\w.+= -]*(/[\w+=-][\w.+= -]*)*")
 """A listed file's path in the folder."""
 HEX = re.compile(r"[0-9a-f]{32}")
@@ -53,7 +66,7 @@ def parse(content: bytes, folder: Path, is_accepted: bool = False) -> dict[str, 
         is_accepted: what the notes say was changed on purpose.
     """
     with foreign(f"{folder / NOTES} is not what was written; {cure(folder, NOTES)}", DamagedModel):
-        found = json.loads(content)
+        found = parse_object(content, KINDS)
         if not is_older(found) and not is_accepted and unsealed(content) is None:
             raise DamagedModel(
                 f"{folder / NOTES} is not what was written: its digest of itself differs; {cure(folder, NOTES)}"

@@ -12,9 +12,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
 from llava_fsdp import cli
+from llava_fsdp.consoles import TextConsole
 from llava_fsdp.log import leave_noise_out
 
 if __name__ == "__main__":  # before transformers is imported
@@ -62,7 +61,7 @@ def plan(cfg: PlanConfig, typed: Sequence[str] = ()) -> None:
     if cfg.format is Format.json:
         print(json.dumps(as_object(planner, rows, best, more)))
         return
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = TextConsole(width=None if sys.stdout.isatty() else 160)
     show_plan(console, planner, rows, cfg.rows, best)
     if more:
         console.print(f"tokens/s against nodes: {more['picture']}")

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from llava_fsdp import cli
+from llava_fsdp.consoles import TextConsole
 from llava_fsdp.log import leave_noise_out, log
 
 if __name__ == "__main__":  # before transformers is imported
@@ -99,7 +99,7 @@ def examine(cfg: PrepareConfig, encoding: tuple[Encoder, PictureReader], folder:
 
 
 def show(report: dict[str, Any], folder: Path) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    console = TextConsole(width=None if sys.stdout.isatty() else 120)
     names = ["records", "left_out", "text_only", "pictures", "tokens", "label_tokens"]
     title = "records; tokens as cut at data.max_length, those of pictures included"
     sources = Table("source", *(name.replace("_", " ") for name in names), title=title, title_justify="left")
@@ -121,7 +121,7 @@ def show(report: dict[str, Any], folder: Path) -> None:
         problems.add_row(kind, f"{own['records']:,}", "kept" if own["kept"] else "left out", own["meaning"])
     console.print(problems if report["problems"] else "no problems")
     for kind, own in report["problems"].items():
-        console.print(f"{kind}, for example: {own['first'][0]['reason']}", markup=False, soft_wrap=True)
+        console.print(f"{kind}, for example: {own['first'][0]['reason']}", soft_wrap=True)
     console.print(f"{report['kept']:,} of {report['records']:,} records are kept; everything is in {folder / PAGE}")
 
 

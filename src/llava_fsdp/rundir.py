@@ -23,6 +23,7 @@ from llava_fsdp.log import log
 from llava_fsdp.redact import redact, secrets_of
 from llava_fsdp.refusals import why
 from llava_fsdp.rows import write_new
+from llava_fsdp.small_json import BadJson, Kinds, MissingJson, object_or_none, parse_object, read_object, require_kinds
 from llava_fsdp.untrusted import is_open_to_others
 
 STATUS_FILE = "run_status.json"
@@ -43,6 +44,18 @@ WRITTEN = frozenset({
     "export", "adapter", "tensorboard", "profile", "profile.html",
 })  # fmt: skip
 """Files and folders of `output_dir` that a training writes."""
+NONE = type(None)
+LOCK: dict[str, Kinds] = {"pid": (int,), "host": (str,), "since": (str,), "launch": (str, NONE)}
+WORD: dict[str, Kinds] = {
+    "status": (str,), "class": (str, NONE), "exit_code": (int, NONE), "reason": (str, NONE), "culprit": (dict, NONE),
+    "step": (int, NONE), "rank": (int, NONE), "pid": (int, NONE), "host": (str, NONE), "attempt": (int, NONE),
+    "launch": (str, NONE), "time": (float, NONE),
+}  # fmt: skip
+"""Of `run_status.json`, and of each status within it."""
+FAILURE: dict[str, Kinds] = {
+    "incarnation": (str,), "rank": (int,), "class": (str,), "exit_code": (int,), "reason": (str,),
+}  # fmt: skip
+BEGUN: dict[str, Kinds] = {"wish": (str,), "step": (int,), "launch": (str,), "time": (float,)}
 PATIENCE = 2
 """Seconds that a rank waits which has nothing of its own to say: torchrun ends all ranks as soon as one has failed, and
 takes the first one's word for the cause."""
@@ -201,7 +214,7 @@ def await_claim(folder: Path) -> None:
     """Until rank 0 of this launch has the folder, but not for long: a folder on a network may show it late."""
     until = time.monotonic() + CLAIMING
     while launch_id() is not None and time.monotonic() < until:
-        if (read_object(folder / LOCK_FILE) or {}).get("launch") == launch_id():
+        if (object_or_none(folder / LOCK_FILE, LOCK) or {}).get("launch") == launch_id():
             return
         time.sleep(0.05)
 
@@ -237,10 +250,9 @@ def sign_lock(handle: int) -> None:
 
 def holder_of(handle: int) -> dict[str, Any]:
     try:
-        found = json.loads(os.pread(handle, 4096, 0))
-    except ValueError:
+        return parse_object(os.pread(handle, 4096, 0), LOCK)
+    except BadJson:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def held_by(folder: Path) -> dict[str, Any] | None:
@@ -291,12 +303,18 @@ def is_without_end(said: dict[str, Any]) -> bool:
 
 def warn_of_killed(folder: Path) -> None:
     """Say of the run before that it was killed, and at what; for the process that holds the folder."""
-    said = read_status(folder)
-    if said is None or not is_without_end(said):
+    try:
+        said = status_of(folder)
+    except MissingJson:
+        return
+    except BadJson as error:
+        log().warning("%s; how the run before ended is not known", error)
+        return
+    if not is_without_end(said):
         return
     beat = read_beat(folder, 0)
     after = f" after step {beat.step}" if beat is not None and beat.pid == said.get("pid") else ""
-    asked = f", asked to by {said['reason']}" if said["status"] == "stopping" else ""
+    asked = f", asked to by {said.get('reason')}" if said["status"] == "stopping" else ""
     log().warning("the run before in %s was killed while it was %s%s%s", folder, said["status"], after, asked)
 
 
@@ -392,30 +410,67 @@ def mode_of(path: Path) -> int:
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:
-    """What the last run in a folder said, or None; `before` only where it has taken no step."""
-    said = read_object(folder / STATUS_FILE)
-    if said is not None and said.get("before") and os.path.exists(folder / STEPPED_FILE):
+    """`status_of`, or None where there is no status that can be read."""
+    try:
+        return status_of(folder)
+    except BadJson:
+        return None
+
+
+def status_of(folder: Path) -> dict[str, Any]:
+    """What the last run in a folder said; `before` only where it has taken no step.
+
+    Raises:
+        BadJson: its status cannot be read; MissingJson: there is none.
+    """
+    path = folder / STATUS_FILE
+    said = read_object(path, WORD)
+    for own in (said, said.get("before"), said.get("refused")):
+        if own is not None:
+            check_word(own, path)
+    if said.get("before") and os.path.exists(folder / STEPPED_FILE):
         return {**said, "before": None}
     return said
 
 
-def read_object(path: Path) -> dict[str, Any] | None:
+def check_word(said: Any, path: Path) -> None:
+    """Raises BadJson where a part of a status is none."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
+        require_kinds(said, WORD)
+    except BadJson as error:
+        raise BadJson(f"{path} cannot be read: {error}") from error
+    if not 0 <= (said.get("exit_code") or 0) <= 255:
+        raise BadJson(f"{path} cannot be read: its 'exit_code' is no number from 0 to 255")
 
 
 def drop_stale_failure(folder: Path) -> None:
-    if first_failure(folder) is None:
-        (folder / FIRST_FAILURE).unlink(missing_ok=True)
+    """Remove what a rank of another start has said, or what cannot be read."""
+    try:
+        if failure_of(folder)["incarnation"] == incarnation():
+            return
+    except MissingJson:
+        return
+    except BadJson as error:
+        log().warning("%s; it is removed", error)
+    (folder / FIRST_FAILURE).unlink(missing_ok=True)
+
+
+def failure_of(folder: Path) -> dict[str, Any]:
+    """Raises BadJson where there is no failure that can be read."""
+    path = folder / FIRST_FAILURE
+    said = read_object(path, FAILURE)
+    if not 0 < said["exit_code"] <= 255:
+        raise BadJson(f"{path} cannot be read: its 'exit_code' is no number from 1 to 255")
+    return said
 
 
 def first_failure(folder: Path) -> dict[str, Any] | None:
     """What the rank said that failed first, in this start of the ranks."""
-    said = read_object(folder / FIRST_FAILURE)
-    return said if said is not None and said.get("incarnation") == incarnation() else None
+    try:
+        said = failure_of(folder)
+    except BadJson:
+        return None
+    return said if said["incarnation"] == incarnation() else None
 
 
 def await_first_failure(folder: Path, seconds: float) -> dict[str, Any] | None:
@@ -510,7 +565,7 @@ def is_of_this_launch(said: dict[str, Any]) -> bool:
     """Whether an earlier attempt of this very launch has written that."""
     if launch_id() is None or said.get("launch") != launch_id():
         return False
-    return said.get("time", 0.0) >= started(os.getppid())  # else by a job of that name that was requeued
+    return (said.get("time") or 0.0) >= started(os.getppid())  # else by a job of that name that was requeued
 
 
 def mark_begun(folder: Path, wish: str, step: int) -> None:
@@ -529,12 +584,18 @@ def begun_at(folder: Path, wish: str) -> int | None:
     A scheduler that starts a job again gives it the same name (RDZV_ID), and so does what was begun count there. Where
     the name is torchrun's own, another launch may come to the same one.
     """
-    said = read_object(folder / BEGUN_FILE)
-    if said is None or said.get("wish") != wish or launch_id() is None or said.get("launch") != launch_id():
+    try:
+        said = read_object(folder / BEGUN_FILE, BEGUN)
+    except MissingJson:
+        return None
+    except BadJson as error:
+        log().warning("%s; whether an earlier attempt has begun as asked is not known", error)
+        return None
+    if said["wish"] != wish or launch_id() is None or said["launch"] != launch_id():
         return None
     if os.environ["TORCHELASTIC_RUN_ID"] == "none" and not is_of_this_launch(said):
         return None
-    return int(said.get("step", 0))
+    return said["step"]
 
 
 def settled(folder: Path) -> dict[str, Any] | None:
@@ -547,4 +608,4 @@ def settled(folder: Path) -> dict[str, Any] | None:
     if ending is None or not ending.is_permanent:
         return None
     # torchrun sends SIGTERM as well to start again with more nodes, which is no restart that it counts
-    return said if ending.name != "stopped" or attempt() > said.get("attempt", 0) else None
+    return said if ending.name != "stopped" or attempt() > (said.get("attempt") or 0) else None

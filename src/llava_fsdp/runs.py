@@ -21,7 +21,9 @@ import yaml
 from llava_fsdp.curves import History
 from llava_fsdp.errors import ConfigError, DataError, LlavaFsdpError
 from llava_fsdp.redact import redact_values, secrets_of
-from llava_fsdp.rundir import KILLED, is_known_free, is_without_end, mode_of, read_status, write_new
+from llava_fsdp.rundir import KILLED, is_known_free, is_without_end, mode_of, status_of, write_new
+from llava_fsdp.small_json import BadJson, Kinds, MissingJson, read_object
+from llava_fsdp.terminal import shown_text
 from llava_fsdp.untrusted import refuse_yaml_bombs
 from llava_fsdp.words import moment
 
@@ -31,6 +33,11 @@ STARTS_FILE = "starts.jsonl"
 CONFIG_FILE = "config.yaml"
 REPORT_FILE = "report.html"
 JOB_FILE = "job.json"
+JOB: dict[str, Kinds] = {
+    "number": (int,), "overrides": (list,), "exit_code": (int, type(None)), "reason": (str, type(None)),
+    "has_own_run": (bool, type(None)),
+}  # fmt: skip
+"""What a page takes from that of a job."""
 LONGEST_LINE = 1 << 22
 """Characters of a line that is read: a validation with its answers has some thousand."""
 MOST_VALIDATIONS = 2000
@@ -111,11 +118,22 @@ def read_run(folder: Path, name: str | None = None, is_own: bool = False) -> Run
     read_metrics(run)
     run.starts = read_rows(run, STARTS_FILE, check_start)
     run.validations = thinned(validations_until(read_rows(run, VALIDATION_FILE, check_validation), run.history.step))
-    run.status = read_status(folder) or {}
+    with contextlib.suppress(MissingJson):
+        run.status = status_or_why(folder)
     if not is_own and is_without_end(run.status) and is_known_free(folder):
         run.status = {**run.status, "status": KILLED}
     run.config = read_config(folder / CONFIG_FILE)
     return run
+
+
+def status_or_why(folder: Path) -> dict[str, Any]:
+    """How a run ended, or why that is unknown. Raises MissingJson where there is no status."""
+    try:
+        return status_of(folder)
+    except MissingJson:
+        raise
+    except BadJson as error:
+        return {"status": "unknown", "reason": str(error)}
 
 
 def runs_in(folder: Path) -> list[Run]:
@@ -137,12 +155,14 @@ def job_files(folder: Path) -> Iterator[Path]:
 def read_job(path: Path) -> dict[str, Any]:
     """Raises ConfigError where it is not what a sweep writes."""
     try:
-        job = json.loads(path.read_text())
-        if type(job["number"]) is int and all(isinstance(word, str) for word in job["overrides"]):
-            return job
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        pass
-    raise ConfigError(f"{path} is not what a sweep writes of a job; remove its folder, or name the runs one by one")
+        job = read_object(path, JOB)
+        if not all(isinstance(word, str) for word in job["overrides"]):
+            raise BadJson(f"{path} cannot be read: its 'overrides' are not texts")
+        return job
+    except BadJson as error:
+        raise ConfigError(
+            f"{error}; it is not what a sweep writes of a job: remove its folder, or name the runs one by one"
+        ) from error
 
 
 def run_of_job(job: dict[str, Any], folder: Path, name: str) -> Run:
@@ -317,7 +337,7 @@ def put_page(path: Path, page: str, *folders: Path) -> None:
     modes = [mode_of(folder / METRICS_FILE) for folder in folders]
     staged = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        write_new(staged, page.encode(errors="replace"), functools.reduce(operator.and_, modes))
+        write_new(staged, shown_text(page).encode(), functools.reduce(operator.and_, modes))
         os.replace(staged, path)
     finally:
         staged.unlink(missing_ok=True)

@@ -5,7 +5,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 
-from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
@@ -25,6 +24,7 @@ from llava_fsdp.config import (
     RecomputeMode,
     Source,
 )
+from llava_fsdp.consoles import TextConsole
 from llava_fsdp.data.heldout import HeldOut
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.data.records import Records
@@ -77,7 +77,7 @@ def show_run(
     Args:
         peak: what MFU is a share of, in words.
     """
-    console = Console(file=sys.stderr, width=None if sys.stderr.isatty() else 120, highlight=False)
+    console = TextConsole(on_stderr=True, width=None if sys.stderr.isatty() else 120)
     toys = ["a model with random weights"] if cfg.model.random_weights and cfg.model.checkpoint is None else []
     toys += ["the embedded pictures of shapes"] if cfg.data.source is Source.shapes else []
     if toys:

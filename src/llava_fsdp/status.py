@@ -21,7 +21,9 @@ from llava_fsdp.checkpoint_names import FOLDER, list_checkpoints, step_of
 from llava_fsdp.config import Config
 from llava_fsdp.errors import ConfigError, ExitCode
 from llava_fsdp.log import log, setup_logging
-from llava_fsdp.rundir import STATUS_FILE, held_by, is_known_free, is_without_end, own_word, read_status, started
+from llava_fsdp.rundir import STATUS_FILE, held_by, is_known_free, is_without_end, own_word, started, status_of
+from llava_fsdp.small_json import BadJson, MissingJson
+from llava_fsdp.terminal import shown_name
 
 
 def newest_step(output_dir: Path) -> int:
@@ -56,29 +58,43 @@ def main() -> None:
     if asks_saved:
         print(newest_step(path.parent))
         return
-    said = read_status(path.parent)
-    if since and said is not None:
-        said = own_word(said)  # how this launch ended, not the run that it found finished
-    if said is None or said.get("time", 0.0) < since:
-        log().error("%s: nothing from this run; it ended before it could say why", path)
+    said = word_of(path, since)
+    if said is None:
         if likely is not None:
             log().error("%s", likely[1])
         sys.exit(without_word)
+    status = shown_name(said["status"])
     if is_without_end(said) and (holder := held_by(path.parent)) is not None:
-        where = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}"
-        log().info("%s: %s: %s is under way", path, said["status"], where)
+        where = shown_name(f"process {holder.get('pid', '?')} on {holder.get('host', '?')}")
+        log().info("%s: %s: %s is under way", path, status, where)
     elif said["status"] == "stopping":
         log().error(
             "%s: stopping, without a word about its end: it was asked to stop (%s), and killed before it had; the same "
-            "command continues from the last checkpoint", path, said["reason"],
+            "command continues from the last checkpoint", path, said.get("reason"),
         )  # fmt: skip
-    elif said["exit_code"] is None:
+    elif said.get("exit_code") is None:
         end = "it was killed" if is_known_free(path.parent) else "killed, or going on: its lock cannot be read"
-        log().error("%s: %s, without a word about its end: %s", path, said["status"], end)
+        log().error("%s: %s, without a word about its end: %s", path, status, end)
     else:
-        log().info("%s: %s (exit code %d) %s", path, said["status"], said["exit_code"], said["reason"])
+        log().info("%s: %s (exit code %d) %s", path, status, said["exit_code"], said.get("reason") or "")
     say_other_start(path, said)
-    sys.exit(ExitCode.BUG if said["exit_code"] is None else said["exit_code"])
+    sys.exit(ExitCode.BUG if said.get("exit_code") is None else said["exit_code"])
+
+
+def word_of(path: Path, since: float) -> dict[str, Any] | None:
+    """What a run has said since then, in seconds since 1970; None: nothing that can be read, which is told."""
+    try:
+        said = status_of(path.parent)
+        said = own_word(said) if since else said  # how this launch ended, not the run that it found finished
+        if (said.get("time") or 0.0) >= since:
+            return said
+    except MissingJson:
+        pass
+    except BadJson as error:
+        log().error("%s", error)
+        return None
+    log().error("%s: nothing from this run; it ended before it could say why", path)
+    return None
 
 
 def say_other_start(path: Path, said: dict[str, Any]) -> None:
@@ -86,7 +102,7 @@ def say_other_start(path: Path, said: dict[str, Any]) -> None:
     if isinstance(refused := said.get("refused"), dict):
         log().info("%s: a later start was refused: %s", path, refused.get("reason") or "")
     elif isinstance(before := said.get("before"), dict) and said["status"] != "done":
-        how = f"{before.get('status')} {before.get('reason') or ''}"
+        how = f"{shown_name(before.get('status'))} {before.get('reason') or ''}"
         log().info("%s: that start has taken no step; before it, the run was: %s", path, how)
 
 

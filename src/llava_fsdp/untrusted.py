@@ -53,7 +53,7 @@ def read_json(path: Path, error: type[LlavaFsdpError] = ModelError, largest: int
     """
     text = read_text(path, error, largest)
     try:
-        found = json.loads(text)
+        found = json.loads(text)  # as transformers does: with NaN, and the last of a key's values
     except ValueError as problem:
         raise error(f"{path} cannot be read: it is not JSON: {problem}; was the download interrupted?") from problem
     except RecursionError as problem:

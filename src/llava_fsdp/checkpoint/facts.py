@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 from llava_fsdp import __version__
-from llava_fsdp.checkpoint.manifest import FORMAT, LARGEST, STATE_FILE, Manifest, unique
+from llava_fsdp.checkpoint.manifest import FORMAT, LARGEST, STATE_FILE, Manifest
 from llava_fsdp.checkpoint.tensorfile import open_file
 from llava_fsdp.config import Config, LoraConfig, QuantizeConfig
 from llava_fsdp.errors import CheckpointError, ConfigError
 from llava_fsdp.log import log
+from llava_fsdp.small_json import parse_object
 from llava_fsdp.state import TrainState
 
 TYPES: dict[str, tuple[type, ...]] = {
@@ -27,8 +28,6 @@ TYPES: dict[str, tuple[type, ...]] = {
 SCALER: dict[str, tuple[type, ...]] = {
     "scale": (float,), "hysteresis": (int,), "steps": (int,), "last_overflow": (int,),
 }  # fmt: skip
-DEEPEST = 20
-"""Levels of a configuration."""
 FINGERPRINTS = ("dataset", "encoding", "order", "model")
 
 
@@ -66,32 +65,20 @@ def parse_facts(content: bytes, manifest: Manifest) -> dict[str, Any]:
         CheckpointError: they are something else, whatever the bytes are.
     """
     try:
-        facts = json.loads(content, object_pairs_hook=unique)
+        facts = parse_object(content)
         require_types(facts, TYPES)
         if facts["scaler"] is not None:
             require_types(facts["scaler"], SCALER)
         require_types(facts["fingerprints"], dict.fromkeys(FINGERPRINTS, (str,)))
         if not all(type(name) is str for name in facts["trainable"]):
             raise TypeError("trainable holds more than names")
-        if depth(facts["config"]) > DEEPEST:
-            raise ValueError("config has more levels than any that was written")
         if not all(type(number) is int for number in facts["broken"]):
             raise TypeError("broken holds more than numbers of records")
         if min(facts["step"], facts["samples"], facts["skipped"]) < 0 or facts["step"] != manifest.step:
             raise ValueError(f"step {facts['step']}, and the manifest says {manifest.step}")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{STATE_FILE} cannot be understood: {type(error).__name__}: {error}") from error
     return facts
-
-
-def depth(tree: Any) -> int:
-    """Levels of nested objects and lists; those beyond the deepest allowed are not looked at."""
-    levels, inside = 0, [tree]
-    while inside and levels <= DEEPEST:
-        nested = [own for own in inside if isinstance(own, dict | list)]
-        inside = [value for own in nested for value in (own.values() if isinstance(own, dict) else own)]
-        levels += 1
-    return levels
 
 
 def require_types(found: dict[str, Any], types: dict[str, tuple[type, ...]]) -> None:
@@ -177,11 +164,9 @@ def refuse_other_settings(folder: Path, cfg: Config) -> None:
     """
     try:
         with os.fdopen(open_file(folder / STATE_FILE), "rb") as file:
-            config = json.loads(file.read(LARGEST))["config"]
-        if not isinstance(config, dict) or depth(config) > DEEPEST:
-            return
+            config = parse_object(file.read(LARGEST), {"config": (dict,)})["config"]
         differing = changed_settings(settings_then(config), flat(plain(asdict(cfg))))
-    except (CheckpointError, OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (CheckpointError, OSError, ValueError, TypeError):
         return
     if differing:
         keys = [said.partition(":")[0] for said in differing]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from llava_fsdp import small_json
 from llava_fsdp.checkpoint.tensorfile import CODES, DTYPES, LARGEST_DIMENSION
 from llava_fsdp.digests import Digest, sealed, unsealed
 from llava_fsdp.errors import CheckpointError
@@ -109,7 +110,7 @@ def parse(content: bytes) -> Manifest:
             raise CheckpointError(wrong_format(int(older[1])))
         raise CheckpointError(f"{MANIFEST_FILE} is not what was written: its digest of itself differs")
     try:
-        described = json.loads(body + b"}", object_pairs_hook=unique)
+        described = small_json.parse(body + b"}")
         if described["format"] != FORMAT:
             raise CheckpointError(wrong_format(described["format"]))
         found = Manifest(
@@ -117,7 +118,7 @@ def parse(content: bytes) -> Manifest:
             {file_name(k): Digest(number(v["bytes"]), hexadecimal(v["xxh128"])) for k, v in described["files"].items()},
             {name: saved_of(own) for name, own in described["tensors"].items()},
         )
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{MANIFEST_FILE} cannot be understood: {type(error).__name__}: {error}") from error
     for name, saved in found.tensors.items():
         require_coverage(name, saved)
@@ -139,13 +140,6 @@ def wrong_format(found: object) -> str:
         f"it has format {found}, and this version of llava_fsdp reads format {FORMAT}; the version that wrote it "
         "continues and exports it"
     )
-
-
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key comes twice")
-    return found
 
 
 def saved_of(described: dict[str, Any]) -> Saved:

@@ -1,7 +1,6 @@
 """Whether a checkpoint is what was written: its manifest, its files to the last bit, and every row of every tensor."""
 
 import contextlib
-import json
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
@@ -31,6 +30,7 @@ from llava_fsdp.checkpoint_names import list_checkpoints, step_of
 from llava_fsdp.digests import THREADS, Digest, digest_of, share
 from llava_fsdp.errors import CheckpointError
 from llava_fsdp.log import log
+from llava_fsdp.small_json import parse_object
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,7 @@ def without_manifest(folder: Path, entries: dict[str, Any]) -> str:
 
 
 def older_format(content: bytes) -> object:
-    found = json.loads(content)
-    return found.get("format") if isinstance(found, dict) else None
+    return parse_object(content).get("format")
 
 
 def read_small(path: Path, largest: int) -> bytes:

@@ -206,7 +206,7 @@ def opened(folder: Path, state: Path, pictures: Path, encoded: Path) -> Index:
     facts = read_json(encoded / DONE)
     try:
         limits, losses = facts["limits"], np.array(facts["losses"], dtype=np.int64)
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, OverflowError) as error:
         raise damaged(encoded / DONE, "it is not what was written") from error
     return Index(folder, texts, state / "records", pictures, encoded, limits, losses)
 

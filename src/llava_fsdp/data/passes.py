@@ -21,6 +21,7 @@ from llava_fsdp.data.source import Record, unread_reason
 from llava_fsdp.data.templates import IMAGE_TAG
 from llava_fsdp.data.texts import Texts
 from llava_fsdp.errors import DataError
+from llava_fsdp.terminal import shown_name
 
 T = TypeVar("T")
 Tell = Callable[[str, str], None]
@@ -46,7 +47,7 @@ class Findings:
         def tell(kind: str, reason: str) -> None:
             bit = BITS[Kind(kind)]
             if not self.flags[at] & bit:
-                self.rows.append({"record": number, "id": identity, "kind": str(kind), "reason": reason})
+                self.rows.append({"record": number, "id": identity, "kind": str(kind), "reason": shown_name(reason)})
             self.flags[at] |= bit
 
         return tell
@@ -205,7 +206,7 @@ class ExaminePictures(Pass):
                 picture = seen[key]
                 if isinstance(picture, Wrong):
                     record = self.texts.record(number)
-                    reason = f"{record.where}: {picture.reason.removeprefix(f'{name}: ')}"
+                    reason = f"{record.where}: {picture.reason.removeprefix(f'{shown_name(name)}: ')}"
                     reason = self.texts.own_picture(number, reason)
                     found.of(number, record.known_id)(picture.kind, reason)
                     picture = Picture(0, 0, 0)

@@ -5,9 +5,9 @@ import sys
 import time
 from collections.abc import Iterator
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from llava_fsdp.consoles import TextConsole
 from llava_fsdp.data.chunks import Advance
 from llava_fsdp.log import log
 
@@ -33,7 +33,7 @@ def watch_silently(_label: str, _chunks: int) -> Iterator[Advance]:
 @contextlib.contextmanager
 def show_bar(label: str, chunks: int) -> Iterator[Advance]:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, TimeRemainingColumn(), console=TextConsole(on_stderr=True), transient=True) as progress:
         task = progress.add_task(label, total=chunks)
         yield lambda count: progress.advance(task, count)
 

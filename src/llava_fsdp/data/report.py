@@ -16,6 +16,7 @@ from llava_fsdp.data.measure import LOSSES
 from llava_fsdp.data.page import write_page
 from llava_fsdp.data.problems import PROBLEMS
 from llava_fsdp.data.records import Records
+from llava_fsdp.terminal import shown_text
 
 SHOWN = 1000
 """Records of a kind that report.json lists; problems.jsonl lists all."""
@@ -167,7 +168,7 @@ def write_report(records: Records, cfg: Config, folder: Path) -> dict[str, Any]:
     report = make_report(records, cfg)
     folder.mkdir(parents=True, exist_ok=True)
     put(folder / LIST, (json.dumps(row) + "\n" for row in problem_rows(records)))
-    put(folder / PAGE, write_page(report))
+    put(folder / PAGE, map(shown_text, write_page(report)))
     put(folder / TABLE, [json.dumps(report, indent=1) + "\n"])
     return report
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from llava_fsdp.data.source import reading
 from llava_fsdp.errors import DamagedError
+from llava_fsdp.small_json import parse_object
 
 DONE = "done.json"
 FILES = "files"
@@ -42,15 +43,12 @@ def from_index(path: Path) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises DamagedError where it is none."""
+    """Raises DamagedError where it holds no object of JSON."""
     with from_index(path):
         try:
-            value = json.loads(path.read_bytes())
+            return parse_object(path.read_bytes())
         except ValueError as error:
-            raise damaged(path, "it is not JSON") from error
-    if not isinstance(value, dict):
-        raise damaged(path, "it is not what was written")
-    return value
+            raise damaged(path, str(error)) from error
 
 
 def read_column(path: Path, mmap_mode: str | None = "r") -> np.ndarray:
@@ -72,10 +70,10 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     with from_index(path), path.open("rb") as file:
         for line in file:
             try:
-                row = json.loads(line)
+                row = parse_object(line)
             except ValueError as error:
-                raise damaged(path, "it is not JSON Lines") from error
-            if not isinstance(row, dict) or not {"record", "id", "kind", "reason"} <= set(row):
+                raise damaged(path, f"in a line, {error}") from error
+            if not {"record", "id", "kind", "reason"} <= set(row):
                 raise damaged(path, "it is not what was written")
             yield row
 
@@ -98,7 +96,7 @@ def check_sum(path: Path) -> int:
 def check_part(folder: Path, whole: bool) -> None:
     """Raises DamagedError where a file of the part is missing or has another size, or with `whole` another content."""
     files = read_json(folder / DONE).get(FILES)
-    if not isinstance(files, dict):
+    if not isinstance(files, dict) or not all(isinstance(own, list) and len(own) == 2 for own in files.values()):
         raise damaged(folder / DONE, "it is not what was written")
     for name, (size, known) in files.items():
         path = folder / name

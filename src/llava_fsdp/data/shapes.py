@@ -19,6 +19,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw
 
 from llava_fsdp.errors import DataError
+from llava_fsdp.small_json import parse_object
 
 FORMAT_VERSION = 1
 """Raised whenever the same seed would give other pictures or texts."""
@@ -126,7 +127,7 @@ def _is_complete(root: Path, recipe: Recipe) -> bool:
     if not root.exists() or (root.is_dir() and not any(root.iterdir())):
         return False
     try:
-        found = json.loads((root / MARKER).read_text(encoding="utf-8"))
+        found = parse_object((root / MARKER).read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(f"data.root={root} exists but is no shapes data set: {MARKER}: {error}") from error
     if found != asdict(recipe):

@@ -11,6 +11,7 @@ from typing import Any
 
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.errors import DataError, SourceError
+from llava_fsdp.terminal import shown_name
 
 ADDRESS = re.compile(r"(?:[a-z][a-z0-9+.-]*://|data:)", re.IGNORECASE)
 CURES = {
@@ -84,11 +85,12 @@ class Record:
 
 def name_place(file: str | Path, index: int, line: int | None) -> str:
     """Where a record is: its line as editors count, its index from 0."""
-    return f"{file}, record {index}" if line is None else f"{file}, line {line}, record {index}"
+    place = f"record {index}" if line is None else f"line {line}, record {index}"
+    return f"{shown_name(file)}, {place}"
 
 
 def name_record(file: str | Path, index: int, line: int | None, identity: str | None) -> str:
-    return f"{name_place(file, index, line)} ({'without an id' if identity is None else f'id {identity}'})"
+    return f"{name_place(file, index, line)} ({'without an id' if identity is None else f'id {shown_name(identity)}'})"
 
 
 def id_of(raw: dict[str, Any]) -> str | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from llava_fsdp.data.chunks import Watch
 from llava_fsdp.data.texts import SourceFile, digest
 from llava_fsdp.errors import SourceError
+from llava_fsdp.small_json import parse_object
 
 FORMAT = 4
 """Raised whenever the columns change, or what is found in a record."""
@@ -50,7 +51,7 @@ def read_known(folder: Path) -> dict[str, dict[str, str]]:
     """What is known; nothing where the file is not what was written: all of it can be found out again."""
     path = folder / KNOWN
     try:
-        known = json.loads(path.read_bytes()) if path.is_file() else {}
+        known = parse_object(path.read_bytes()) if path.is_file() else {}
         return {key: {name: own[name] for name in ("key", "fingerprint")} for key, own in known.items()}
     except (ValueError, TypeError, KeyError, AttributeError):
         return {}

@@ -28,6 +28,7 @@ from llava_fsdp.data.source import (
     reading,
 )
 from llava_fsdp.errors import ConfigError, DataError, SourceError
+from llava_fsdp.small_json import BadJson, kinds_of, require_kinds
 
 SPAN = "offset", "size", "line"
 PIECE = 65_536
@@ -95,12 +96,13 @@ class Texts:
         self.folder = folder
         facts = read_json(folder / DONE)
         try:
-            self.sources = [SourceFile(**s) for s in facts["sources"]]
-            self.parts = [Part(**p) for p in facts["parts"]]
+            require_kinds(facts, {"fingerprint": (str,), "max_record_bytes": (int,)})
+            self.sources = [SourceFile(**require_kinds(s, kinds_of(SourceFile))) for s in facts["sources"]]
+            self.parts = [Part(**require_kinds(p, kinds_of(Part))) for p in facts["parts"]]
             self.fingerprint: str = facts["fingerprint"]
             """Of the sources' content."""
             self.most: int = facts["max_record_bytes"]
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, BadJson) as error:
             raise damaged(folder / DONE, "it is not what was written") from error
         self.offset, self.size, self.lines = (open_column(folder, name) for name in SPAN)
         self._firsts = [p.first for p in self.parts]

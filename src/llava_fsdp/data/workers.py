@@ -23,6 +23,7 @@ from llava_fsdp.data.crossing import HAS_MEMORY_FILES, Outbox, Sent
 from llava_fsdp.errors import OutOfMemory, WorkerError, WorkerLost
 from llava_fsdp.log import log
 from llava_fsdp.parent import end_with
+from llava_fsdp.terminal import shown_name
 
 PLACE_BYTES = 2000
 POLL = 1
@@ -66,7 +67,7 @@ class Watch:
         worker = get_worker_info()
         if worker is not None and self.workers:
             place = record if picture is None else f"{record}, picture {picture}"
-            self.places[worker.id].value = place.encode(errors="replace")[: PLACE_BYTES - 1]
+            self.places[worker.id].value = shown_name(place).encode()[: PLACE_BYTES - 1]
 
     def end(self) -> None:
         self.begin(IDLE)

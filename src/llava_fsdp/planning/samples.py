@@ -1,9 +1,9 @@
 """What a sample is like: of the dataset, where it has been examined, else LLaVA's means."""
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +11,8 @@ from llava_fsdp.config import Config, OrderName, Part, Source
 from llava_fsdp.data.records import Records
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.planning.activations import MicroBatch
+from llava_fsdp.small_json import read_object
+from llava_fsdp.untrusted import SMALL
 
 REPORT = "report.json"
 """What `python -m llava_fsdp.prepare` leaves in the index."""
@@ -52,15 +54,17 @@ def of_report(cfg: Config) -> Samples | None:
         return None
     path = Path(cfg.data.index_folder) / REPORT
     try:
-        report = json.loads(path.read_text())
-        kept, bars = report["kept"], report["lengths"]["histogram"]
-        sums = {name: sum(own[name] for own in report["sources"]) for name in ("tokens", "pictures", "label_tokens")}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # a plan needs none
-    if not kept:
-        return None
+        return samples_said(read_object(path, {"kept": (int,)}, SMALL), path, cfg.data.max_length)
+    except (ArithmeticError, ValueError, KeyError, TypeError):
+        return None  # a plan needs no report
+
+
+def samples_said(report: dict[str, Any], path: Path, max_length: int) -> Samples:
+    """By the report of an index; whatever a report raises that says something else."""
+    kept, bars = report["kept"], report["lengths"]["histogram"]
+    sums = {name: sum(own[name] for own in report["sources"]) for name in ("tokens", "pictures", "label_tokens")}
     mean = sums["tokens"] / kept
-    middles = [(min((bar["from"] + bar["to"]) / 2, cfg.data.max_length), bar["records"]) for bar in bars]
+    middles = [(min((bar["from"] + bar["to"]) / 2, max_length), bar["records"]) for bar in bars]
     variance = sum(n * (middle - mean) ** 2 for middle, n in middles) / max(1, sum(n for _, n in middles))
     tiles, labels = sums["pictures"] / kept, sums["label_tokens"] / kept
     return Samples(mean, tiles, labels, math.sqrt(variance), f"{kept:,} samples of {path}")

@@ -41,8 +41,8 @@ def serve(cfg: ChatConfig) -> None:
             largest = cfg.max_images * (cfg.max_upload_mb * MiB + FORM)
             app = Guard(make_app(talks, cfg), cfg.host, Path(folder), largest)
             settings = uvicorn.Config(
-                app, log_level="error", access_log=False, server_header=False, proxy_headers=False, ws="none",
-                timeout_graceful_shutdown=GRACE,
+                app, log_level="error", access_log=False, use_colors=False, server_header=False, proxy_headers=False,
+                ws="none", timeout_graceful_shutdown=GRACE,
             )  # fmt: skip
 
             class Server(uvicorn.Server):

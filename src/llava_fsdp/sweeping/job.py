@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -18,8 +18,9 @@ from llava_fsdp.cli import quoted
 from llava_fsdp.config import Devices, SweepConfig, SweepMetric, at_least, load
 from llava_fsdp.errors import ConfigError, ExitCode, LlavaFsdpError
 from llava_fsdp.log import log, setup_logging
-from llava_fsdp.rundir import STATUS_FILE, make_run_folder, read_object, write_new
-from llava_fsdp.runs import JOB_FILE, job_files
+from llava_fsdp.rundir import STATUS_FILE, make_run_folder, write_new
+from llava_fsdp.runs import JOB, JOB_FILE, job_files
+from llava_fsdp.small_json import BadJson, kinds_of, read_object, require_kinds
 from llava_fsdp.sweeping.devices import check_devices, devices_here, lent
 from llava_fsdp.sweeping.numbers import Numbers, numbers_of, value_of
 from llava_fsdp.sweeping.stopping import Wishes, leave_signals
@@ -74,11 +75,13 @@ def read_jobs(folder: Path) -> list[Job]:
     """Those of a sweep's folder, by number. One that is still said to run was killed with its launcher's worker."""
     jobs = []
     for path in job_files(folder):
-        said = read_object(path)
-        names = {own.name for own in fields(Job)}
-        if said is None or names - {"has_own_run"} != set(said) - {"has_own_run"}:  # of another version
+        try:
+            said = {"has_own_run": True, **read_object(path, JOB)}
+            numbers = Numbers(**require_kinds(said.pop("numbers", None), kinds_of(Numbers)))
+            job = Job(**require_kinds({**said, "numbers": numbers}, kinds_of(Job)))
+        except (BadJson, TypeError) as error:  # a TypeError: keys of another version
+            log().warning("%s is left out of the results: %s", path, error)
             continue
-        job = Job(**{**said, "numbers": Numbers(**said["numbers"])})
         if job.status == RUNNING:
             job.status, job.reason = "lost", "the process that ran it was killed before the job ended"
         jobs.append(job)

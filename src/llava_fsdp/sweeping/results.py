@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from llava_fsdp.comparison_page import comparison_page
+from llava_fsdp.consoles import TextConsole
 from llava_fsdp.errors import ExitCode, LlavaFsdpError
 from llava_fsdp.log import log
 from llava_fsdp.rows import read_rows, replace_lines
@@ -94,7 +94,7 @@ def show(jobs: Sequence[Job]) -> None:
     for place, (job, differs) in enumerate(zip(jobs, differing(jobs), strict=True)):
         values = [own[place] or "-" for own in said.values()]
         table.add_row(f"{job.number}", " ".join(differs), status(job, job is best), *values, job.folder)
-    console = Console(width=wide, highlight=False, markup=False)
+    console = TextConsole(width=wide)
     console.print(table)
     if best is not None and len(jobs) > 1:
         differs = " ".join(differing(jobs)[jobs.index(best)])

@@ -1,0 +1,149 @@
+"""Small JSON files, read whole: whatever is in one, there is an object of the right types or one typed error.
+
+Imports nothing of ours, so that the file of a heartbeat and the notes of an export have the same reader.
+"""
+
+import json
+import math
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin
+
+LARGEST = 1 << 20
+"""Bytes of a file that says how something is: our own have a few thousand."""
+DEEPEST = 40
+"""Levels of nested objects and lists of such a file. Python's own functions fail at a few hundred."""
+Kinds = tuple[type, ...]
+
+
+class BadJson(ValueError):
+    """A file, or a text, is not the JSON that it should be. The message says why, and of a file which."""
+
+
+class MissingJson(BadJson):
+    """There is no such file."""
+
+
+def parse(content: bytes | str) -> Any:
+    """A value of strict JSON in UTF-8: no NaN, no infinity (1e999 is one), no key twice.
+
+    Raises:
+        BadJson
+    """
+    try:
+        text = content.decode() if isinstance(content, bytes) else content
+        return json.loads(text, parse_constant=finite, parse_float=finite, object_pairs_hook=unique)
+    except RecursionError as error:
+        raise BadJson("it is nested too deeply") from error
+    except ValueError as error:
+        raise BadJson(f"it is not JSON: {error}") from error
+
+
+def finite(text: str) -> float:
+    found = float(text)
+    if not math.isfinite(found):
+        raise ValueError(f"{text[:50]} is no finite number")
+    return found
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key comes twice")
+    return found
+
+
+def parse_object(content: bytes | str, kinds: Mapping[str, Kinds] | None = None) -> dict[str, Any]:
+    """An object of few levels, whose values of the keys in `kinds` have one of the types named there.
+
+    A key that may be missing has `type(None)` among its types. A whole number is a float too, and has at most 63 bits;
+    True and False are no numbers.
+
+    Raises:
+        BadJson
+    """
+    found = require_kinds(parse(content), kinds or {})
+    if not is_flat(found):
+        raise BadJson(f"it has more than {DEEPEST} levels")
+    return found
+
+
+def require_kinds(found: Any, kinds: Mapping[str, Kinds]) -> dict[str, Any]:
+    """The same, as an object with values of these types.
+
+    Raises:
+        BadJson: naming the key.
+    """
+    if not isinstance(found, dict):
+        raise BadJson(f"it holds a {type(found).__name__}, not an object")
+    for key, allowed in kinds.items():
+        value = found.get(key)
+        is_allowed = type(value) in allowed or (type(value) is int and float in allowed)
+        if not is_allowed or (type(value) is int and abs(value) >= 1 << 63):
+            wanted = " or ".join(own.__name__ for own in allowed if own is not type(None))
+            raise BadJson(f"its {key!r} is no {wanted}")
+    return found
+
+
+def kinds_of(schema: type) -> dict[str, Kinds]:
+    """Of a dataclass's fields, by their annotations: `int`, `float | None`, `list[str]` (any list)."""
+    found = {}
+    for own in fields(schema):
+        choices = get_args(own.type) if isinstance(own.type, UnionType) else (own.type,)
+        found[own.name] = tuple(get_origin(choice) or choice for choice in choices)
+    return found
+
+
+def is_flat(tree: Any) -> bool:
+    """Whether a value has at most `DEEPEST` levels. Looks without recursion."""
+    inside = [tree]
+    for _ in range(DEEPEST):
+        nested = [own for own in inside if isinstance(own, dict | list)]
+        inside = [value for own in nested for value in (own.values() if isinstance(own, dict) else own)]
+    return not any(isinstance(own, dict | list) for own in inside)
+
+
+def read_object(path: Path, kinds: Mapping[str, Kinds] | None = None, largest: int = LARGEST) -> dict[str, Any]:
+    """The object that a file holds, as of `parse_object`.
+
+    Raises:
+        BadJson: naming the file; MissingJson where there is none.
+    """
+    try:
+        return parse_object(read_bytes(path, largest), kinds)
+    except BadJson as error:
+        raise type(error)(f"{path} cannot be read: {error}") from error
+
+
+def read_bytes(path: Path, largest: int) -> bytes:
+    """A pipe or a device of that name is not waited for.
+
+    Raises:
+        BadJson: without the file's name.
+    """
+    try:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise BadJson("it is no regular file")
+            if found.st_size > largest:
+                raise BadJson(f"it has {found.st_size:,} bytes, and no more than {largest:,} make sense here")
+            return file.read(largest + 1)
+    except FileNotFoundError as error:
+        raise MissingJson("there is no such file") from error
+    except OSError as error:
+        raise BadJson(error.strerror or str(error)) from error
+
+
+def object_or_none(
+    path: Path, kinds: Mapping[str, Kinds] | None = None, largest: int = LARGEST
+) -> dict[str, Any] | None:
+    """`read_object` for files that only inform; None where there is none that can be read."""
+    try:
+        return read_object(path, kinds, largest)
+    except BadJson:
+        return None
