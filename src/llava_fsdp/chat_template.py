@@ -1,9 +1,9 @@
-"""The conversation template of an export in transformers' Jinja form, and the proof that it makes training's ids.
+"""Write an export's chat template (Jinja, for transformers), and check that it gives the token ids of training.
 
-Training tokenizes every stretch of text between two images by itself. transformers tokenizes the whole conversation, in
-which special tokens stand before these stretches. The template therefore writes the conversation first, splits it at
-its image tags as training does, and puts a space in front of a stretch where the tokenizer needs one to begin it as
-training begins it.
+Training tokenizes each stretch of text between two images on its own. transformers tokenizes the whole conversation at
+once, and some tokenizers encode text after an image's special token differently. The template therefore splits the
+conversation at its image tags, and puts a space in front of a stretch where the tokenizer needs one to give the ids of
+training.
 """
 
 import json
@@ -24,7 +24,7 @@ from llava_fsdp.data.tokenizer import Tokenizer
 from llava_fsdp.data.vocabulary import IMAGE_ID
 
 STRETCHES = ("What is it?", "\nx", " and  ", "  two", ", a", "12 b", "größe 中文 🙂", "\t\n a", "###", "[INST] x", "▁x")
-"""Texts behind an image, or at the beginning, on which tokenizers that differ have differed."""
+"""Texts that some tokenizers encode differently after an image or at the beginning than on their own."""
 PROBES: tuple[tuple[str, ...], ...] = (
     ("what colour is it?", "red"),
     ("<image>\nwhat colour  is it?", "red", " and now ", " blue\n", "", ""),
@@ -34,23 +34,23 @@ PROBES: tuple[tuple[str, ...], ...] = (
     ("first <image> , then<image>\n<image>", "two", "text", "c", "x <image>y <image> z", "d"),
     ("what?", "nothing", "<image>\nand here?", "a  circle"),
 )
-"""Questions and answers in turn, of conversations in which templates that differ have differed."""
+"""Conversations (question, answer, question, ...) for which wrong templates have given other ids than training."""
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Where a stretch of text needs a space in front to be tokenized behind a special token as by itself."""
+    """Which stretches of text need a space in front, to get the same ids after a special token as on their own."""
 
     everywhere: bool
     but_before: tuple[str, ...] = ()
-    """No space stands in front of a stretch that begins with one of these."""
+    """A stretch that begins with one of these gets no space."""
 
     def before(self, stretch: str) -> str:
         return " " if self.everywhere and stretch and not stretch.startswith(self.but_before) else ""
 
     @property
     def jinja(self) -> str:
-        """The same for a stretch that is called `stretch` in the template."""
+        """Jinja code that writes this space in front of the template's variable `stretch`."""
         if not self.everywhere:
             return ""
         unless = "".join(f" and not stretch.startswith({quoted(text)})" for text in self.but_before)
@@ -58,13 +58,13 @@ class Gap:
 
 
 def find_gap(theirs: Any, ours: Tokenizer) -> Gap:
-    """What makes transformers' tokenizer begin a stretch behind a special token as training begins it.
+    """Find the spaces with which transformers' tokenizer gives a stretch after a special token the ids of training.
 
-    A Llama tokenizer with `legacy=false` puts one space before every text that it is given. transformers gives it the
-    whole conversation at once. A tokenizer for which no rule serves gets none; `rehearse` says what differs then.
+    A Llama tokenizer with `legacy=false` puts one space before every text that it is given, and transformers gives it
+    the whole conversation as one text. If no rule fits, no spaces are added; `rehearse` then reports what differs.
 
     Args:
-        theirs: transformers' tokenizer, with the image tag.
+        theirs: transformers' tokenizer, in which the image tag is one token.
     """
     added = (str(token) for token in theirs.added_tokens_decoder.values())
     special = tuple(t for t in added if [i.id for i in ours.encode(f"{t}x")][:1] == [theirs.convert_tokens_to_ids(t)])
@@ -80,20 +80,20 @@ def behind_image(theirs: Any, text: str) -> list[int]:
 
 
 def quoted(text: str) -> str:
-    """A text literal of Jinja; its escapes are those of JSON."""
+    """A Jinja string literal of a text; Jinja understands the escapes of JSON."""
     return json.dumps(text)
 
 
 def chat_template(form: Template, start_end: bool, begins: bool, gap: Gap) -> str:
-    """The conversation template in transformers' Jinja form.
+    """The chat template of a conversation template, in Jinja for transformers.
 
-    A message's content is text with image tags in it, or a list of parts of type `image` and `text`, whose image stands
-    where its part does. As in training, a single image of a message moves to its front, and an answer before the first
-    question is left out.
+    The content of a message is text with image tags in it, or a list of parts of type `image` and `text`; an `image`
+    part counts as an image tag. As in training, the only image of a message moves to its front, and an answer before
+    the first question is left out.
 
     Args:
-        start_end: `<im_start>` and `<im_end>` stand around every image.
-        begins: training began every sequence with the tokenizer's BOS.
+        start_end: put `<im_start>` and `<im_end>` around every image.
+        begins: begin with the BOS token, as training did.
     """
     pattern = form.pattern
     return "\n".join(
@@ -139,18 +139,18 @@ CONTENT = (
     "{%- if message['content'] is string -%}",
     "{%- set said.text = message['content'] -%}",
     "{%- else -%}",
-    "{%- for part in message['content'] -%}",  # servers find out by this loop that parts may be handed over
+    "{%- for part in message['content'] -%}",  # servers look for this loop to see whether they may pass a list
     "{%- if part['type'] == 'image' -%}{%- set said.text = said.text ~ '<image>' -%}",
     "{%- elif part['type'] == 'text' -%}{%- set said.text = said.text ~ part['text'] -%}",
     "{%- else -%}{{- raise_exception('a part of a message has type image or text') -}}{%- endif -%}",
     "{%- endfor -%}",
     "{%- endif -%}",
 )
-"""A message's content as one text, called `said.text` in the template."""
+"""Jinja code that sets `said.text` to a message's content as one text."""
 
 
 def question(form: Template, start_end: bool) -> list[str]:
-    """A question as training writes it, from `said.text` and in its place (`conversation.image_first`)."""
+    """Jinja code that rewrites `said.text` as training writes a question (see `conversation.image_first`)."""
     pieces, tag = "{%- set pieces = said.text.split('<image>') -%}", quoted(image_tag(form, start_end))
     if form.image_only:
         return [pieces, "{%- set said.text = '<image>' * (pieces|length - 1) -%}"]
@@ -170,33 +170,33 @@ def refuse(why: str) -> str:
 
 
 def rehearse(folder: Path, ours: Tokenizer, form: Template, start_end: bool) -> str | None:
-    """What an exported chat template makes other than training did, of whole conversations and of prompts.
+    """Compare the ids that an exported chat template gives with those of training, for conversations and prompts.
 
     Args:
         folder: the export, with its `config.json`, by which transformers chooses the tokenizer's class.
         ours: the tokenizer of the training.
 
     Returns:
-        The first conversation whose ids differ, with both; None: all have the ids of training.
+        The first conversation whose ids differ and both lists of ids, in words; None if all ids are equal.
     """
     theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     encoder = ExactEncoder(ours, form, lambda *_: np.zeros(1, dtype=np.int64), UNLIMITED, TooLong.fail, start_end)
     for texts in PROBES:
-        whole, begun = trained_ids(encoder, texts, theirs.convert_tokens_to_ids(IMAGE_TAG))
+        whole, prompted = trained_ids(encoder, texts, theirs.convert_tokens_to_ids(IMAGE_TAG))
         for messages in (as_text(texts), as_parts(texts)):
-            made = theirs.apply_chat_template(messages, return_dict=False)
-            asked = theirs.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
-            for said, ids, own in ((messages, made, whole), (messages[:-1], asked, begun)):
-                if ids != own:
-                    return f"of {said!r} transformers makes {ids}, and training makes {own}"
+            full_ids = theirs.apply_chat_template(messages, return_dict=False)
+            prompt_ids = theirs.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
+            for given, ids, trained in ((messages, full_ids, whole), (messages[:-1], prompt_ids, prompted)):
+                if ids != trained:
+                    return f"for {given!r} transformers makes {ids}, and training makes {trained}"
     return None
 
 
 def trained_ids(encoder: ExactEncoder, texts: Sequence[str], image_id: int) -> tuple[list[int], list[int]]:
-    """Ids of a conversation as training makes them, and those of its prompt: up to where the last answer begins.
+    """The ids of a conversation in training, and of its prompt, which ends where the last answer begins.
 
     Args:
-        image_id: stands once for every image.
+        image_id: the id that the result has, once, for every image.
     """
     turns = [Turn("gpt" if n % 2 else "human", text) for n, text in enumerate(texts)]
     images = ("image",) * sum(turn.text.count(IMAGE_TAG) for turn in turns)
@@ -204,17 +204,17 @@ def trained_ids(encoder: ExactEncoder, texts: Sequence[str], image_id: int) -> t
     assert sample is not None
     asked = prompt(turns[:-1], encoder.template, encoder.start_end, bool(images))
     both = sample.input_ids, encode_prompt(asked, encoder.tokenizer, [1] * len(images))
-    whole, begun = (np.where(ids == IMAGE_ID, image_id, ids).tolist() for ids in both)
-    return whole, begun
+    whole, prompted = (np.where(ids == IMAGE_ID, image_id, ids).tolist() for ids in both)
+    return whole, prompted
 
 
 def as_text(texts: Iterable[str]) -> list[dict[str, Any]]:
-    """Messages of transformers' form, each with its image tags in its text."""
+    """Messages as transformers takes them, with image tags in their text."""
     return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
 
 
 def as_parts(texts: Iterable[str]) -> list[dict[str, Any]]:
-    """Messages of transformers' form, each a list of images and texts in their order."""
+    """Messages as transformers takes them, with their images and texts as a list of parts."""
     return [{**message, "content": parts_of(message["content"])} for message in as_text(texts)]
 
 

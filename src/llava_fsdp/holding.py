@@ -1,4 +1,4 @@
-"""Whether a run's folder is still the one that it began in, and still locked for it alone. Imports no torch."""
+"""Check that a run's folder is still the one that it began in, and still locked by the run. Imports no torch."""
 
 import contextlib
 import fcntl
@@ -12,27 +12,27 @@ from llava_fsdp.log import log
 from llava_fsdp.rundir import LOCK_FILE, make_run_folder, open_lock, put_status, sign_lock
 
 AGAIN = 0.2
-"""Seconds until a folder that was not there is looked for once more: a network's file system may be a moment behind."""
+"""Seconds before a missing folder is looked for once more: a network file system may show it late."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What has become of a run's folder."""
+    """What happened to a run's folder that is lost."""
 
     what: str
-    """In words, which go on from `output_dir=...`."""
+    """The words that follow `output_dir=...` in the message."""
     can_be_remade: bool = False
-    """Nothing is in its place, and the file system that it was on is still there."""
+    """Nothing else has its name now, and its file system is still mounted."""
 
 
 class Hold:
-    """Rank 0's hold on the folder. Looked at by two threads."""
+    """Rank 0's lock on the run's folder. Two threads call `look`."""
 
     def __init__(self, folder: Path, handle: int, private: bool = True):
         """
         Args:
-            handle: of the locked file, as `claimed` gives it; a lock that is taken again is held by the same number.
-            private: as of `claimed`.
+            handle: descriptor of the locked file, from `claimed`; its number stays the same when the file is replaced.
+            private: see `claimed`.
         """
         self.folder, self.handle, self.private = folder, handle, private
         self.content = os.pread(handle, 4096, 0)
@@ -41,10 +41,10 @@ class Hold:
         self.is_warned = False
 
     def look(self) -> Loss | None:
-        """None: all is well, or was made well again, or cannot be told. Two calls of stat where nothing has happened.
+        """What happened to the folder; None if it is intact, was repaired here, or cannot be checked.
 
-        A file system that gives out numbers of its own (FUSE, overlays) may give another one to the same folder, so
-        that the content of the locked file decides.
+        It costs two calls of stat if nothing has happened. Some file systems (FUSE, overlays) may change the inode
+        number of the same folder. After such a change the content of the locked file decides.
         """
         with self.one_at_a_time:
             try:
@@ -58,7 +58,7 @@ class Hold:
                     is_same = os.stat(self.folder.absolute().parent).st_dev == self.place[0]
                     return Loss("was deleted or moved away", can_be_remade=is_same)
                 return Loss("is gone, with the folder around it")
-            except OSError:  # whoever writes there next says what is wrong
+            except OSError:  # the next write reports what is wrong
                 return None
 
     def found(self) -> tuple[int, int]:
@@ -69,7 +69,7 @@ class Hold:
             return identity(os.stat(self.folder))
 
     def look_closer(self, found: tuple[int, int]) -> Loss | None:
-        """The folder, or the locked file in it, is not the one that it was."""
+        """Check by content, as the folder or its locked file may be another one, and lock the file again."""
         if found != self.place and not self.says_ours():
             return Loss("is another folder now than the one that this run began in")
         if os.path.islink(self.folder / LOCK_FILE):
@@ -79,11 +79,11 @@ class Hold:
         except FileNotFoundError:
             raise
         except OSError as error:
-            self.warn(f"{LOCK_FILE} cannot be made again ({error}): see to it that no second run uses the folder")
+            self.warn(f"{LOCK_FILE} cannot be locked again ({error}): make sure that no second run uses the folder")
             return None
 
     def says_ours(self) -> bool:
-        """Whether the file that stands there now has what this run has written into its own."""
+        """Whether the lock file that is there now has the content that this run wrote."""
         with contextlib.suppress(OSError):
             handle = os.open(self.folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
@@ -93,8 +93,8 @@ class Hold:
         return False
 
     def lock_again(self) -> Loss | None:
-        """Lock the file that stands there now, under the number of the one before; to close another descriptor of it
-        would let it go."""
+        """Lock the file that is there now, with the same descriptor number as before. The second descriptor is closed
+        first: closing any descriptor of a file releases its POSIX locks."""
         handle = open_lock(self.folder)
         os.dup2(handle, self.handle, inheritable=False)
         os.close(handle)
@@ -102,17 +102,17 @@ class Hold:
             fcntl.lockf(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             return Loss(f"has another run in it, which began when {LOCK_FILE} had been deleted or replaced")
-        except OSError:  # a file system without locks, of which the start has warned
+        except OSError:  # a file system without locks; the start has warned of it
             pass
         if os.pread(self.handle, 4096, 0) != self.content:
-            self.warn(f"{LOCK_FILE} was deleted or replaced while the run is under way; it has been made again")
+            self.warn(f"{LOCK_FILE} was deleted or replaced during the run; it has been made again")
             sign_lock(self.handle)
-            put_status(self.folder, "running")  # a start that was quick may have said something else
+            put_status(self.folder, "running")  # another start may have changed it meanwhile
         self.remember()
         return None
 
     def remake(self) -> None:
-        """The folder anew, empty, and held.
+        """Make the folder again, empty and locked.
 
         Raises:
             OSError
@@ -133,7 +133,7 @@ class Hold:
         self.place, self.lock_place = identity(os.stat(self.folder)), identity(os.fstat(self.handle))
 
     def warn(self, said: str) -> None:
-        """Once: whatever does this may do it again and again."""
+        """Log a warning, the first time only: the cause may recur at every look."""
         if not self.is_warned:
             log().warning("output_dir=%s: %s", self.folder, said)
         self.is_warned = True

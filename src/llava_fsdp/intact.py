@@ -1,5 +1,5 @@
-"""Whether the models, projectors and adapters of ours that a start reads are what was written, by the digests in their
-notes; and how a file that was changed on purpose gets a new digest."""
+"""Compare the models, projectors and adapters that a run loads with the digests in their notes; write new digests for
+files that a user changed on purpose."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,18 +26,18 @@ from llava_fsdp.notes import (
 from llava_fsdp.refusals import why
 from llava_fsdp.words import readable
 
-TOLD = 1 << 30
-"""Bytes from which on the reading is told: it takes seconds."""
+LOGGED = 1 << 30
+"""Bytes from which on a comparison is logged before it begins: it takes seconds."""
 
 
 def check_artifacts(paths: Iterable[Path], local_rank: int = 0, local_size: int = 1, is_first: bool = True) -> None:
-    """Every file of these folders is what was written; of a single file, that one. A collective of ranks.
+    """Check that these files, and all files of these folders, are what was written. A collective.
 
-    The ranks of a machine share the files out: each machine may have a copy of its own. What has no notes of ours is
-    taken as it is.
+    The ranks of one machine divide the files between them; each machine reads all, as it may have its own copy.
+    Folders without our notes are not checked.
 
     Raises:
-        DamagedModel: a file is another, is missing or cannot be read; on every rank alike.
+        DamagedModel: a file has changed, is missing or cannot be read; raised on every rank.
     """
     paths = list(paths)
 
@@ -50,20 +50,20 @@ def check_artifacts(paths: Iterable[Path], local_rank: int = 0, local_size: int 
             own = {folder / name: digest for name, digest in listed(folder).items()}
             wanted |= {file: (folder, own[file]) for file in own if path in (folder, file)}
         mine = share({file: digest for file, (_, digest) in wanted.items()}, local_rank, local_size)
-        tell(wanted, is_first)
+        log_comparison(wanted, is_first)
         for folder in sorted({wanted[file][0] for file in mine}):
             check_digests({file: wanted[file][1] for file in mine if wanted[file][0] == folder}, folder)
 
-    on_all_ranks(check, "what the run starts from cannot be compared with what was written")
+    on_all_ranks(check, "the files that the run loads cannot be compared with their digests")
     if is_first:
         warn_of_older(paths)
 
 
-def tell(wanted: dict[Path, tuple[Path, Digest]], is_first: bool) -> None:
+def log_comparison(wanted: dict[Path, tuple[Path, Digest]], is_first: bool) -> None:
     nbytes = sum(digest.bytes for _, digest in wanted.values())
-    if is_first and nbytes >= TOLD:
+    if is_first and nbytes >= LOGGED:
         folders = ", ".join(sorted({str(folder) for folder, _ in wanted.values()}))
-        log().info("comparing %s of %s with their digests", readable(nbytes), folders)
+        log().info("comparing %s in %s with the digests of what was written", readable(nbytes), folders)
 
 
 def warn_of_older(paths: Iterable[Path]) -> None:
@@ -71,27 +71,27 @@ def warn_of_older(paths: Iterable[Path]) -> None:
         found = read_notes(folder)
         if found and is_older(found):
             log().warning(
-                "%s is of an earlier version of llava_fsdp, without digests: whether its files are what was written "
-                "cannot be told; to give it digests as it is: python -m llava_fsdp.export source=%s 'accept=[%s]'",
+                "%s was written by an earlier version of llava_fsdp, without digests: whether its files have changed "
+                "cannot be told. To add digests of the files now: python -m llava_fsdp.export source=%s 'accept=[%s]'",
                 folder, folder, NOTES,
             )  # fmt: skip
 
 
 def accept(folder: Path, names: list[str]) -> None:
-    """Take the digests of files anew that were changed, added or removed on purpose. Nothing else is looked at.
+    """Write new digests of files that were changed, added or removed on purpose. No other file is looked at.
 
     Args:
-        names: paths in the folder. That of the notes stands for what these say themselves; where they are of an earlier
-            version, without digests, for all files.
+        names: relative paths of these files. The path of the notes accepts the notes as they are now; if an earlier
+            version wrote them, without digests, it stands for all files.
 
     Raises:
-        ConfigError: the folder has no notes, or a name is no file of it.
-        DamagedModel: the notes themselves are another, and are not among the names.
-        CheckpointError: they cannot be written.
+        ConfigError: the folder has no notes, or a name is not a file of it.
+        DamagedModel: the notes themselves were changed, and are not among the names.
+        CheckpointError: the notes cannot be written.
     """
     content = read_bytes(folder / NOTES)
     if content is None:
-        raise ConfigError(f"source={folder} has no {NOTES}, so nothing in it is compared; of a run, give its export/")
+        raise ConfigError(f"source={folder} has no {NOTES}, so it has no digests to renew; for a run, give its export/")
     said = parse(content, folder, is_accepted=NOTES in names)
     files = files_of(said, folder)
     if NOTES in names and is_older(said):
@@ -103,7 +103,7 @@ def accept(folder: Path, names: list[str]) -> None:
         except ValueError as error:
             raise ConfigError(f"accept={name} is no file's path in {folder}") from error
         if name not in files and not (folder / name).is_file():
-            raise ConfigError(f"accept={name}: {folder} has no such file, and never had; give a file's path in it")
+            raise ConfigError(f"accept={name}: {folder} has no such file, nor do its notes list one; give a path in it")
     try:
         kept = {name: digest for name, digest in files.items() if name not in chosen}
         found = kept | digests(folder, [name for name in chosen if (folder / name).is_file()])
@@ -112,4 +112,4 @@ def accept(folder: Path, names: list[str]) -> None:
         (folder / NOTES).chmod(mode)
     except OSError as error:
         raise CheckpointError(f"{folder / NOTES} cannot be written: {why(error, folder)}") from error
-    log().info("%s has the digests of %s as they are now", folder / NOTES, ", ".join(chosen) or "no file, but its own")
+    log().info("%s: wrote new digests of %s", folder / NOTES, ", ".join(chosen) or "the notes alone")

@@ -1,4 +1,4 @@
-"""What happens between two steps: saving, stopping, and giving up on numbers that are none. On every rank alike."""
+"""What all ranks do between two steps: save, stop on request, and give up after too many skipped steps."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ from llava_fsdp.state import StepResult, TrainState
 from llava_fsdp.votes import Votes
 
 SHOWN = 8
-"""Records that a message names; run_status.json has them all."""
+"""How many records a message names at most; run_status.json has them all."""
 
 
 class Keeper:
-    """Keeps a run's state: when it is due, when it is asked for, and never in the middle of steps that were skipped."""
+    """Saves a run's state on request and when a checkpoint is due; one that is due waits while steps are skipped."""
 
     def __init__(
         self,
@@ -33,8 +33,8 @@ class Keeper:
     ):
         """
         Args:
-            saver: None: there is no step left.
-            hold: on rank 0, what knows of the run's folder.
+            saver: None if no step is left.
+            hold: the lock on the run's folder; None on other ranks than 0.
         """
         self.hold = hold
         self.state = state
@@ -42,36 +42,36 @@ class Keeper:
         self.cfg = cfg
         self.last_step = last_step
         self.life = life
-        self.first_step = state.step  # what was resumed is on disk, and at step 0 there is nothing to keep
+        self.first_step = state.step  # a resumed state is on disk already; at step 0 there is nothing to save
         self.owed = False
 
     @property
     def is_kept(self) -> bool:
-        """Whether what there is now is on disk, or is being written."""
+        """Whether the current state is on disk, or is being written."""
         saved = self.saver.saved_step if self.saver is not None else None
         return self.state.step in (self.first_step, saved)
 
     def after_step(self, result: StepResult) -> None:
-        """Save where it is due.
+        """Save if a checkpoint is due.
 
         Raises:
             NumericError: more steps in a row than `numeric.max_consecutive_skips` had gradients that are not finite.
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
         """
         state = self.state
         if state.consecutive > self.cfg.numeric.max_consecutive_skips:
             self.give_up(result)
         self.owed |= checkpoint.is_due(state.step, self.last_step, self.cfg.checkpoint)
-        # what was saved before the first of several bad steps must not make room for what was saved among them
+        # saves delete old checkpoints, and the one from before a series of skipped steps must not be deleted
         if self.owed and (not state.consecutive or state.step == self.last_step):
             self.save()
 
     def between_steps(self) -> None:
-        """Do what any rank was asked for. A collective.
+        """Save or stop if any rank was asked to, or if the run's folder is lost. A collective.
 
         Raises:
-            Stopped: the state is on disk, unless `checkpoint.on_save_error` allows otherwise.
-            FolderLost: the run's folder is not there any more, or not the run's.
+            Stopped: a stop was asked for; the state is on disk, unless `checkpoint.on_save_error` allows otherwise.
+            FolderLost: the run's folder was deleted or moved, or is not the run's any more.
         """
         asked = Votes(
             stop=self.life.wants_stop(),
@@ -100,7 +100,7 @@ class Keeper:
         self.owed = False
 
     def finish(self) -> None:
-        """Wait for what is being saved.
+        """Wait for the checkpoint that is being written.
 
         Raises:
             CheckpointError, NumericError: it could not be written.
@@ -111,11 +111,11 @@ class Keeper:
                 self.saver.raise_if_failed()
 
     def close(self) -> None:
-        """After the last step: all of it is on disk.
+        """Wait, after the last step, until the last checkpoint is on disk.
 
         Raises:
             CheckpointError, NumericError: it could not be written.
-            Stopped: that was asked for during the last step, and there is a model left to export.
+            Stopped: a stop was asked for during the last step, and the model is still to be exported.
         """
         if self.saver is None:
             return
@@ -130,13 +130,13 @@ class Keeper:
             )
 
     def loss(self) -> Loss | None:
-        """What has become of the run's folder, where that is bad; only rank 0 knows. Not a collective."""
+        """What happened to the run's folder if it is lost; always None on other ranks than 0. Not a collective."""
         return self.hold.look() if self.hold is not None else None
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Within it something is written into the run's folder by all ranks together: where that fails because the
-        folder is gone, that is what is said.
+        """A context in which all ranks write into the run's folder. If that fails because the folder is lost, the
+        error says so.
 
         Raises:
             FolderLost
@@ -149,12 +149,12 @@ class Keeper:
             raise
 
     def stop_if_lost(self) -> None:
-        """A collective.
+        """Raise an error if the run's folder is lost, after saving the state into a new one. A collective.
 
-        A state that is still in memory is saved into a new folder of the same name, unless something else is there.
+        The new folder has the same name. It is not made if something else has that name now.
 
         Raises:
-            FolderLost: saying what is lost and what is not.
+            FolderLost: with what is lost and what is not.
         """
         failing = f"cannot look at {self.cfg.output_dir}"
         loss = checkpoint.on_first_rank(self.loss, failing)
@@ -164,8 +164,8 @@ class Keeper:
         said = f"output_dir={self.cfg.output_dir} {loss.what}, as found after step {step}"
         if not loss.can_be_remade:
             raise FolderLost(
-                f"{said}. Nothing more was written there, and no checkpoint of step {step}; the run's own folder, put "
-                "back in its place, continues from its last checkpoint",
+                f"{said}. Nothing was written there after that, and step {step} was not saved. To continue from the "
+                "last checkpoint, put the run's own folder back in its place",
                 leaves_word=False,
             )
         try:
@@ -176,15 +176,15 @@ class Keeper:
                 self.saver.save()
                 self.saver.raise_if_failed()
         except (CheckpointError, NumericError) as error:
-            raise FolderLost(f"{said}; it was to be made again, and that failed: {error}", leaves_word=True) from error
+            raise FolderLost(f"{said}; making it again failed: {error}", leaves_word=True) from error
         saved = (
             f"A checkpoint of step {step} has been saved into a new folder of that name, and the same command "
             "continues from it"
             if self.saver is not None
-            else "The run's last checkpoint was in it; the same command starts anew"
+            else "The run's last checkpoint was in it; the same command starts from the beginning"
         )
         raise FolderLost(
-            f"{said}, with its checkpoints, its metrics and what was exported. {saved}. If the folder was moved, put "
+            f"{said}, with its checkpoints, its metrics and its exports. {saved}. If the folder was moved, put "
             "it back in place of the new one",
             leaves_word=True,
         )
@@ -195,12 +195,13 @@ class Keeper:
 
     @property
     def asker(self) -> str:
-        return self.life.stop or "another rank was asked to"
+        return self.life.stop or "a signal on another rank"
 
     def give_up(self, result: StepResult) -> None:
+        """Raise NumericError, with the records of the last step as suspects."""
         self.finish()
         state, step = self.state, self.state.step
-        # gradients are sums over all ranks; a loss that is not finite already tells whose samples made it so
+        # gradients are sums over all ranks, but a rank whose own loss is not finite had the bad samples
         suspects = gather_lists([] if result.own_loss_is_finite else [own_rank()])
         records = state.loader.steps.records_of(step - 1, suspects)
         named = ", ".join(records[:SHOWN]) + (f" and {len(records) - SHOWN} more" if len(records) > SHOWN else "")

@@ -1,4 +1,4 @@
-"""Rows that a run's files had and have no more, as found when the run continues: they were cut, emptied or damaged."""
+"""Find rows that a run's files have lost when the run continues: the files were cut, emptied or damaged."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -13,15 +13,15 @@ from llava_fsdp.untrusted import SMALL
 
 QUARANTINE_FILE = "quarantine.jsonl"
 MOST_STRETCHES = 8
-"""Stretches of steps that a sentence names."""
+"""How many stretches of steps a sentence names at most."""
 
 
 def lost_rows(folder: Path, step: int) -> list[str]:
-    """A sentence about each file that lacks rows of the steps until `step`, where the run continues.
+    """A sentence about each file that lacks rows of steps up to `step`, from which the run continues.
 
-    A run that continues another folder's checkpoint has no rows of the steps before. That of a validation is known to
-    be missing since the last start alone, for which `val.every` is known, and not at `step` itself, where it may
-    be owed.
+    Steps before the folder's first start are not checked: a run that continues another folder's checkpoint has no rows
+    of them. Validation is checked after the last start, for which `val.every` is known, and before `step`, whose own
+    validation may still be due.
 
     Raises:
         OSError: a file cannot be read.
@@ -49,7 +49,7 @@ def lost_rows(folder: Path, step: int) -> list[str]:
 
 
 def due_between(begin: int, end: int, facts: dict[str, Any]) -> range:
-    """Steps behind `begin` and before `end` that were measured, by what a checkpoint says of its run."""
+    """Steps after `begin` and before `end` at which validation was due, by the configuration in `state.json`."""
     config = facts.get("config")
     val = config.get("val") if isinstance(config, dict) else None
     every = val.get("every") if isinstance(val, dict) else None
@@ -59,13 +59,13 @@ def due_between(begin: int, end: int, facts: dict[str, Any]) -> range:
 
 
 def faults_of(row: dict[str, Any]) -> int:
-    """How many lines of its own a step has in the list of records that were left out."""
+    """How many rows of `quarantine.jsonl` a step must have, by its row of metrics."""
     counts = [row.get(name) for name in ("quarantined", "unlabelled")]
     return sum(count for count in counts if type(count) is int)
 
 
 def of_steps(path: Path, last: int) -> list[dict[str, Any]]:
-    """Rows of steps until the last one."""
+    """The rows of a file whose step is at most `last`."""
     return [row for row in read_rows(path) if type(row.get("step")) is int and row["step"] <= last]
 
 

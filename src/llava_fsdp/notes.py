@@ -1,8 +1,8 @@
-"""`llava_fsdp.json`, the notes in every folder that we write for others to load: how the model came to be, which no
-other program's file says, and the size and digest of every file beside it.
+"""Read, write and check `llava_fsdp.json`, the notes in each folder of a model or adapter that this package writes.
 
-The file ends in a digest of itself. Who starts from such a folder compares first; docs/artifacts.md says what is
-promised. Folders of other programs have no such file, and nothing to compare with.
+Notes hold what no other file says of how the model was made, and the size and digest of every file in the folder. They
+end in a digest of themselves. Programs that load such a folder first compare its files with the notes
+(docs/artifacts.md). Folders that other programs wrote have no notes, and are not compared.
 """
 
 import json
@@ -35,7 +35,7 @@ KINDS: dict[str, Kinds] = {
 }  # fmt: skip
 """Of what programs read from the notes."""
 RELATIVE = re.compile(r"[\w+=-][\w.+= -]*(/[\w+=-][\w.+= -]*)*")
-"""A listed file's path in the folder."""
+"""The path of a listed file, relative to the folder."""
 HEX = re.compile(r"[0-9a-f]{32}")
 LOADED = (
     "config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
@@ -45,25 +45,26 @@ LOADED = (
     "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "preprocessor_config.json",
     "processor_config.json",
 )  # fmt: skip
-"""What programs read by its name wherever it lies: one more of them beside the files that were written makes another
-model of these."""
+"""Files that programs load because of their names. One that is added to a folder later may change the model that is
+loaded from it."""
 
 
 def read_notes(folder: Path) -> dict[str, Any]:
-    """What the notes of a folder say; nothing where there are none. Those of earlier versions, which have no digest of
-    themselves, are taken as they are.
+    """The notes of a folder; empty if it has none. Notes of earlier versions, which have no digest of themselves, are
+    not checked.
 
     Raises:
-        DamagedModel: they are not what was written, or cannot be read.
+        DamagedModel: the notes are not what was written, or cannot be read.
     """
     content = read_bytes(folder / NOTES)
     return {} if content is None else parse(content, folder)
 
 
 def parse(content: bytes, folder: Path, is_accepted: bool = False) -> dict[str, Any]:
-    """
+    """Parse the content of a notes file, and check it against its digest of itself.
+
     Args:
-        is_accepted: what the notes say was changed on purpose.
+        is_accepted: a user changed the notes on purpose; do not check their digest.
     """
     with foreign(f"{folder / NOTES} is not what was written; {cure(folder, NOTES)}", DamagedModel):
         found = parse_object(content, KINDS)
@@ -75,9 +76,8 @@ def parse(content: bytes, folder: Path, is_accepted: bool = False) -> dict[str, 
 
 
 def is_older(notes: Mapping[str, Any]) -> bool:
-    """Whether an earlier version wrote the notes, so that there is nothing to compare with, or an adapter's tensors
-    alone."""
-    return DIGEST not in notes and not any(isinstance(own, dict) for own in notes.get(FILES, {}).values())
+    """Whether an earlier version wrote the notes. They then list no files, or only an adapter's tensor files."""
+    return DIGEST not in notes and not any(isinstance(entry, dict) for entry in notes.get(FILES, {}).values())
 
 
 def read_bytes(path: Path) -> bytes | None:
@@ -85,7 +85,7 @@ def read_bytes(path: Path) -> bytes | None:
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode) or found.st_size > SMALL:
-            raise DamagedModel(f"{path} is not what was written: it is no regular file of at most {SMALL:,} bytes")
+            raise DamagedModel(f"{path} is not what was written: it is not a regular file of at most {SMALL:,} bytes")
         return path.read_bytes()
     except OSError as error:
         if isinstance(error, FileNotFoundError | NotADirectoryError) and not path.is_symlink():
@@ -94,7 +94,7 @@ def read_bytes(path: Path) -> bytes | None:
 
 
 def listed(folder: Path) -> dict[str, Digest]:
-    """What the files of a folder must be, by their paths in it, as its notes say; nothing without notes.
+    """The size and digest of each file that a folder's notes list, by relative path; empty if it has no notes.
 
     Raises:
         DamagedModel: the notes are not what was written.
@@ -110,27 +110,27 @@ def files_of(notes: Mapping[str, Any], folder: Path) -> dict[str, Digest]:
 
 def checked_name(name: str) -> str:
     if not RELATIVE.fullmatch(name):
-        raise ValueError(f"{name[:200]!r} is no file beside it")
+        raise ValueError(f"{name[:200]!r} is not the path of a file in this folder")
     return name
 
 
 def read_digest(path: Path, said: Any) -> Digest:
-    """Earlier versions wrote the digests of an adapter's tensors alone, without their files' sizes."""
+    """The size and digest in an entry of the notes. If an earlier version left the size out, it is the file's own."""
     said = {"bytes": path.stat().st_size if path.is_file() else 0, "xxh128": said} if isinstance(said, str) else said
     found = Digest(said["bytes"], said["xxh128"])
     if type(found.bytes) is not int or found.bytes < 0 or not HEX.fullmatch(found.xxh128):
-        raise ValueError(f"{str(said)[:100]} is no size and digest")
+        raise ValueError(f"{str(said)[:100]} is not a size and a digest")
     return found
 
 
 def check_folder(folder: Path, largest: int | None = None) -> None:
-    """Every file that the notes list is what was written, and none is there that would be read beside them.
+    """Check that all files that the notes list are what was written, and that no other file would be loaded with them.
 
     Args:
-        largest: files of more bytes are looked at by their sizes alone; None: there are none such.
+        largest: of larger files, in bytes, only the size is checked; None: all files are read.
 
     Raises:
-        DamagedModel: naming the file, and what can be done.
+        DamagedModel: with the file, and what the user can do.
     """
     notes = read_notes(folder)
     files = files_of(notes, folder)
@@ -141,7 +141,7 @@ def check_folder(folder: Path, largest: int | None = None) -> None:
 
 
 def check_sizes(folder: Path, files: Mapping[str, Digest]) -> None:
-    """What can be seen without reading."""
+    """Check, without reading them, that the files exist and have the right sizes."""
     for name, expected in files.items():
         path = folder / name
         try:
@@ -160,16 +160,16 @@ def refuse_strangers(folder: Path, files: Mapping[str, Digest]) -> None:
     strangers = [name for name in LOADED if name not in files and (folder / name).exists()]
     if strangers:
         raise DamagedModel(
-            f"{folder / strangers[0]} is no file that was written here, and programs read it with, or instead of, "
-            f"those that were: take it out; {cure(folder, strangers[0])}"
+            f"{folder / strangers[0]} is no file that was written here, and programs would load it with the files "
+            f"that were, or instead of them: take it out; {cure(folder, strangers[0])}"
         )
 
 
 def check_digests(files: Mapping[Path, Digest], folder: Path) -> None:
-    """Read files whole, several at once.
+    """Read files whole, several at a time, and compare their digests.
 
     Args:
-        folder: of the notes that list them.
+        folder: the folder whose notes list these files.
     """
     with ThreadPoolExecutor(THREADS) as threads:
         list(threads.map(partial(check_digest, folder=folder), files, files.values()))
@@ -186,7 +186,7 @@ def check_digest(path: Path, expected: Digest, folder: Path) -> None:
 
 
 def cure(folder: Path, name: str) -> str:
-    """What can be done about a file that is another."""
+    """What the user can do about a file that is not what was written, in words."""
     is_of_run = (folder.parent / "config.yaml").is_file()
     again = (
         "start its run again, which writes it anew from its checkpoint" if is_of_run else "copy the whole folder again"
@@ -199,21 +199,21 @@ def seal(folder: Path, said: Mapping[str, Any]) -> None:
     """Write a folder's notes, with the digest of every file that is there.
 
     Args:
-        said: what else they say.
+        said: all other entries of the notes.
     """
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     (folder / NOTES).write_bytes(render(said, digests(folder, (name for name in names if name != NOTES))))
 
 
 def digests(folder: Path, names: Iterable[str]) -> dict[str, Digest]:
-    """Raises OSError where one cannot be read."""
+    """The size and digest of each of these files. Raises OSError if one cannot be read."""
     names = list(names)
     with ThreadPoolExecutor(THREADS) as threads:
         return dict(zip(names, threads.map(lambda name: digest_of_file(folder / name), names), strict=True))
 
 
 def render(said: Mapping[str, Any], files: Mapping[str, Digest]) -> bytes:
-    """The bytes of the notes."""
+    """The content of the notes file: what it says, the files' digests, and the digest of itself."""
     found = {name: {"bytes": own.bytes, "xxh128": own.xxh128} for name, own in files.items()}
     plain = {key: value for key, value in said.items() if key != DIGEST}
     return sealed(json.dumps({**plain, FILES: found}, indent=1).removesuffix("\n}").encode())

@@ -1,4 +1,4 @@
-"""What a file system's refusal means, in words, and the room that a disk has. Imports no torch."""
+"""Explain errors of a file system in words, and measure the free space of a disk. Imports no torch."""
 
 import errno
 import os
@@ -7,18 +7,18 @@ from pathlib import Path
 from llava_fsdp.words import readable
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""A disk, or a user's part of it, that has no room."""
+"""The disk or the user's quota is full."""
 FORBIDDEN = (errno.EACCES, errno.EPERM)
 
 
 def why(error: OSError, path: Path) -> str:
-    """A system's refusal in words, with the path and what can be done."""
+    """Explain an OSError in words, with the path and, where known, what to do."""
     where = error.filename or path
     said = error.strerror or str(error)
     if error.errno in FULL:
         return f"{said}: {full(path)}"
     if error.errno in FORBIDDEN:
-        return f"{said}: {where} is not open to this user (uid {os.getuid()})"
+        return f"{said}: {where} is not accessible to this user (uid {os.getuid()})"
     if error.errno == errno.EROFS:
         return f"{said}: {where} is mounted read-only"
     if error.errno in (errno.ENOTDIR, errno.EEXIST):
@@ -28,16 +28,16 @@ def why(error: OSError, path: Path) -> str:
     if error.errno == errno.EFBIG:
         return f"{said}: {where} is larger than this process may write (ulimit -f)"
     if error.errno == errno.ELOOP:
-        return f"{said}: {where} is a symbolic link, through which nothing is written"
+        return f"{said}: {where} is a symbolic link, and nothing is written through links"
     if error.errno == errno.ESTALE:
         return f"{said}: {where} was deleted or replaced on its server"
     if error.errno == errno.EIO:
-        return f"{said}: the disk of {where}, or the way to it, has failed (see dmesg)"
+        return f"{said}: the disk of {where}, or the connection to it, has failed (see dmesg)"
     return f"{said}: {where}"
 
 
 def full(path: Path) -> str:
-    """What a disk that takes no more has run out of."""
+    """Whether a full disk has run out of inodes or of bytes, in words."""
     free = readable(free_bytes(path))
     if free_inodes(path) == 0:
         return f"the disk of {path} has no inodes left and takes no new file (df -i), though {free} are free"
@@ -53,7 +53,7 @@ def existing(path: Path) -> Path:
 
 
 def free_bytes(path: Path) -> int:
-    """What this user may still write where `path` is, or will be."""
+    """Bytes that this user can still write on the disk of `path`, which need not exist yet."""
     try:
         found = os.statvfs(existing(path))
     except OSError:
@@ -62,7 +62,7 @@ def free_bytes(path: Path) -> int:
 
 
 def free_inodes(path: Path) -> int | None:
-    """How many files more the disk takes; None: it has no fixed number of them, or does not tell."""
+    """How many more files the disk can hold; None if it has no fixed number, or the number is unknown."""
     try:
         found = os.statvfs(existing(path))
     except OSError:

@@ -1,4 +1,4 @@
-"""The software of every rank, compared before a model is loaded: what changes numbers must be the same everywhere."""
+"""Compare the software of all ranks before a model is loaded: what changes results must be the same everywhere."""
 
 import importlib.metadata
 import os
@@ -29,40 +29,40 @@ VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
     "ATEN_CPU_CAPABILITY",
 )
-"""Variables of the environment with which the same kernels give other numbers."""
+"""Environment variables that make the same kernels give other results."""
 SHOWN = 3
-"""Hosts or files that a message names."""
+"""How many hosts or files a message names at most."""
 Gather = Callable[[list[Any]], list[Any]]
-"""This rank's items -> every rank's, in the order of ranks."""
+"""Takes this rank's items, and returns the items of all ranks in rank order."""
 
 
 def check_same_software(cfg: Config, device: torch.device, gather: Gather) -> None:
-    """Refuse ranks that run other code; warn of machines that compute with other kernels. A collective.
+    """Refuse to run with different software on the ranks; warn of different hardware or kernels. A collective.
 
     Raises:
-        ConfigError: on every rank alike, with each version, its ranks and their hosts.
+        ConfigError: with each version, its ranks and their hosts; raised on every rank.
     """
     own = {name: read() for name, read in must_agree(cfg).items()}
     may = {name: read() for name, read in may_differ(device).items()}
     found = gather([(socket.gethostname(), own, may)])
     hosts = [host for host, _, _ in found]
     wrong = differences(hosts, [facts for _, facts, _ in found])
-    if FILES in wrong:  # all ranks see it, so that this is a collective too
+    if FILES in wrong:  # the same on all ranks, so that all of them join this gather
         wrong[FILES] += f"; not the same: {listed(differing_files(gather([package_files()])))}"
     if wrong:
         said = "; ".join(f"{name}: {what}" for name, what in wrong.items())
         raise ConfigError(
-            f"the ranks run different software and would train different models together. {said}. Install the same "
-            "versions of all on every machine, from one checkout"
+            f"the ranks run different software and would compute different results. {said}. Install the same "
+            "versions on every machine, from one checkout"
         )
     unlike = differences(hosts, [facts for _, _, facts in found])
     if unlike and os.environ.get("RANK", "0") == "0":
         said = "; ".join(f"{name}: {what}" for name, what in unlike.items())
-        log().warning("the machines of this run are unlike, which changes roundings or speed. %s", said)
+        log().warning("the machines of this run differ, which changes rounding or speed. %s", said)
 
 
 def must_agree(cfg: Config) -> dict[str, Callable[[], str]]:
-    """THE table of what is refused where it differs: what computes, tokenizes, decodes or lays out a run's numbers."""
+    """THE table of software that must be the same on all ranks, since it changes results: name -> its version."""
     used = {
         "peft": cfg.model.lora.enabled,
         "bitsandbytes": cfg.model.quantize.mode is not Quantizer.none,
@@ -82,7 +82,7 @@ def must_agree(cfg: Config) -> dict[str, Callable[[], str]]:
 
 
 def may_differ(device: torch.device) -> dict[str, Callable[[], str]]:
-    """What a warning names where it differs: hardware, and packages that read files alike in every version."""
+    """What may differ, with a warning: hardware, and packages that read files alike in every version."""
     return {
         "device": lambda: device_name(device),
         "CPU": lambda: f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
@@ -98,12 +98,12 @@ def device_name(device: torch.device) -> str:
 
 
 def torch_build() -> str:
-    """The version with the commit and the CUDA that it was built of."""
+    """The version of torch, with the commit and the CUDA version of its build."""
     return f"{torch.__version__} (git {str(torch.version.git_version)[:12]}, CUDA {torch.version.cuda})"
 
 
 def loaded_version(module: ModuleType) -> str:
-    """The version of the module that this process imports, which may lie before the installed one on its path."""
+    """The version of the module that this process imported, which need not be the installed package."""
     return str(module.__version__)
 
 
@@ -115,12 +115,12 @@ def installed_version(package: str) -> str:
 
 
 def package_digest(files: dict[str, str] | None = None) -> str:
-    """32 hex digits of the names and contents of the package's own files.
+    """A digest of the names and contents of the package's own files, 32 hex digits.
 
-    The same for a checkout and a wheel of it, on every machine and whenever the files were written.
+    It is the same for a checkout and its wheel, on every machine, and whatever the files' times are.
 
     Args:
-        files: as `package_files` has them; None: those of the package that runs.
+        files: the result of `package_files`; None: that of the running package.
     """
     digest = xxh3_128()
     for name, content in sorted((package_files() if files is None else files).items()):
@@ -129,7 +129,7 @@ def package_digest(files: dict[str, str] | None = None) -> str:
 
 
 def package_files(package: Path = PACKAGE, conf: Path | None = None) -> dict[str, str]:
-    """Digests of the modules, `conf/` and what else the package brings, by names within the package."""
+    """Digests of all files of the package (modules, `conf/` and others), by their paths in the package."""
     roots = {"": package, "conf/": conf or config_dir().resolve()}  # a wheel has conf/ within the package already
     return {
         prefix + path.relative_to(root).as_posix(): xxh3_128(path.read_bytes()).hexdigest()
@@ -140,13 +140,13 @@ def package_files(package: Path = PACKAGE, conf: Path | None = None) -> dict[str
 
 
 def is_own(path: Path) -> bool:
-    """Whether a file is the package's: neither compiled, nor hidden, nor an editor's copy."""
+    """Whether a file belongs to the package: it is not compiled, hidden or an editor's copy."""
     hidden = any(part.startswith(".") or part == "__pycache__" for part in path.parts)
     return not hidden and not path.name.endswith((".pyc", "~", ".orig", ".rej"))
 
 
 def differing_files(found: list[dict[str, str]]) -> list[str]:
-    """Names of files that are not the same on all ranks, or not there on all."""
+    """Names of files that differ between ranks, or that some ranks lack."""
     names = {name for files in found for name in files}
     return sorted(name for name in names if len({files.get(name) for files in found}) > 1)
 
@@ -155,8 +155,8 @@ def differences(hosts: list[str], facts: list[dict[str, str]]) -> dict[str, str]
     """The facts that are not the same on all ranks: each value with its ranks and their hosts.
 
     Args:
-        hosts: by rank.
-        facts: by rank; a rank of another version of the package may have others.
+        hosts: the host of each rank.
+        facts: name -> version of each rank. Another version of the package may have other names.
     """
     found = {}
     for name in dict.fromkeys(name for own in facts for name in own):
@@ -171,7 +171,7 @@ def differences(hosts: list[str], facts: list[dict[str, str]]) -> dict[str, str]
 
 
 def describe(ranks: list[int], hosts: list[str]) -> str:
-    """As `ranks 8-15 (node1)`."""
+    """Ranks and their hosts in words, such as `ranks 8-15 (node1)`."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and spans[-1][-1] == rank - 1:

@@ -1,12 +1,12 @@
-"""Planted bugs: each row of `bugs.toml` is put into a copy of the tree, and the test that it names must fail.
+"""Plant each bug of `bugs.toml` in a copy of the tree, and check that the test that its row names fails.
 
     python tests/mutants/run_bugs.py [PATTERN] [--table FILE]
 
-PATTERN chooses rows by a regular expression over their area, path, test and words; FILE is another table.
+PATTERN chooses rows: a regular expression for their area, path, test and description. FILE is another table.
 The working tree is only read.
-Two rows run at a time, each in a copy of its own and in a process that is forked after torch and transformers have been
-imported, and before anything of this project. A row passes when its test fails while it runs, by an assertion or by one
-of the project's own errors: a syntax error, a failing import or a timeout tells nothing about the test.
+Two rows run at a time, each in its own copy of the tree and its own process. Processes are forked when torch and
+transformers are imported, and nothing of this project is. A bug is caught if the test fails by an assertion or by one
+of the project's own errors. A syntax error, a failing import or a timeout shows nothing about the test.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from outcomes import Recorder
 
 AT_ONCE = 2
 LONGEST = 300
-"""Seconds that the tests of a row, or of a file without any bug, may take."""
+"""Seconds that the tests of one job may take."""
 WARM = (
     "numpy", "PIL.Image", "torch.distributed.fsdp", "torch.distributed.tensor", "hydra",
     "transformers.models.llama.modeling_llama", "transformers.models.clip.modeling_clip",
 )  # fmt: skip
-"""Imported once, before any copy of the tree is on the path."""
+"""Modules that are imported once, before processes are forked."""
 
 
 @dataclass
 class Job:
-    """Tests to run in one process: of a row, or all that are named in a file, without any bug."""
+    """What one process runs: a row's test with its bug planted, or all tests that rows name in a file, with no bug."""
 
     nodes: list[str]
     bug: Bug | None = None
@@ -55,14 +55,14 @@ class Job:
     too_long: bool = False
     seconds: float = 0.0
     broken: str = ""
-    """Why the row could not be planted."""
+    """Why the bug could not be planted."""
 
     @property
     def name(self) -> str:
         return f"[{self.bug.area}] {self.bug.bug}" if self.bug else self.nodes[0].partition("::")[0]
 
     def trouble(self) -> str:
-        """Why this is not as it should be; empty where it is."""
+        """What is wrong with the outcome, in words; empty if nothing is."""
         if self.broken:
             return f"BROKEN ROW: {self.broken}"
         if self.too_long:
@@ -72,27 +72,27 @@ class Job:
         if self.bug is None:
             passed = {one["node"] for one in self.seen if one["outcome"] == "passed"}
             passed |= {node.partition("[")[0] for node in passed}
-            lost = [node for node in self.nodes if node not in passed]
-            return told(failed) if failed else f"did not pass: {', '.join(lost)}" if lost else ""
+            missing = [node for node in self.nodes if node not in passed]
+            return reasons(failed) if failed else f"did not pass: {', '.join(missing)}" if missing else ""
         if wrong or not self.seen:
-            return f"FAILED THE WRONG WAY: {told(wrong) or 'no test ran'}"
+            return f"FAILED THE WRONG WAY: {reasons(wrong) or 'no test ran'}"
         return "" if failed else f"NOT CAUGHT by {self.bug.test}"
 
 
-def told(failed: list[dict[str, Any]]) -> str:
+def reasons(failed: list[dict[str, Any]]) -> str:
     return "; ".join(f"{one['node']} ({one['phase']}): {one['why']}" for one in failed)
 
 
 def copy_tree(into: Path) -> Path:
-    """A copy of what git tracks or would track; its bytecode is checked against the source's content.
+    """Copy all files that git tracks or would track, with bytecode that is checked by the hash of the source.
 
-    Python tells a changed file by its time in seconds and its size: too coarse for a bug of the same length.
+    By default Python compares times in seconds and sizes, and would miss a bug of the same length as the old text.
     """
     listed = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, check=True, capture_output=True, text=True).stdout.split("\0")
     for name in filter(None, names):
         source = ROOT / name
-        if source.is_file():  # neither a file that was deleted nor a link to a folder
+        if source.is_file():  # neither deleted nor a link to a folder
             (into / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, into / name)
     compileall.compile_dir(into / "src", quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
@@ -101,10 +101,10 @@ def copy_tree(into: Path) -> Path:
 
 @contextlib.contextmanager
 def changed(copy: Path, bug: Bug) -> Iterator[None]:
-    """A copy of the tree with a bug in it."""
+    """Plant a bug in a copy of the tree, and take it out again at the end."""
     file = copy / bug.path
     if not file.is_file():
-        raise ValueError(f"{bug.path} is no file")
+        raise ValueError(f"{bug.path} is not a file")
     content = file.read_text(encoding="utf-8")
     file.write_text(planted(content, bug), encoding="utf-8")
     try:
@@ -114,8 +114,8 @@ def changed(copy: Path, bug: Bug) -> Iterator[None]:
 
 
 def serve(copy: Path, job: Job, found: Path, log: Path) -> None:
-    """What a forked process does: run the tests of the copy, and write how they went."""
-    os.setsid()  # it ends with all its ranks
+    """Run a job's tests in the forked process, and write their outcomes to `found`."""
+    os.setsid()  # one process group, so that all its ranks are killed with it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
@@ -147,7 +147,7 @@ class Slot:
         self.planted = contextlib.ExitStack()
 
     def begin(self, job: Job) -> bool:
-        """Whether it could begin."""
+        """Plant the job's bug and fork its process; False if the bug cannot be planted."""
         if job.bug is not None:
             try:
                 self.planted.enter_context(changed(self.copy, job.bug))
@@ -168,7 +168,7 @@ class Slot:
         return True
 
     def finished(self) -> Job | None:
-        """The job, once its process has ended or has run too long."""
+        """The job if its process has ended or has run too long; None while it runs."""
         job = self.job
         assert job is not None
         ended = os.waitpid(self.process, os.WNOHANG)[0] != 0
@@ -182,7 +182,7 @@ class Slot:
         return job
 
     def close(self, ended: bool = False) -> None:
-        """End what runs, and take the bug out."""
+        """Kill the job's processes, and take its bug out of the copy."""
         if self.job is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -194,7 +194,7 @@ class Slot:
 
 
 def run_all(jobs: list[Job], slots: list[Slot]) -> list[str]:
-    """Run jobs side by side, say how each went, and return what is wrong."""
+    """Run jobs side by side, print how each went, and return what is wrong."""
     waiting, troubles = deque(jobs), []
 
     def report(job: Job) -> None:
@@ -225,16 +225,16 @@ def warm_up() -> None:
             importlib.import_module(name)
     torch = importlib.import_module("torch")
     torch.set_num_threads(1)
-    assert not [name for name in sys.modules if name.split(".")[0] == "llava_fsdp"], "it would hide the copy"
+    assert not [name for name in sys.modules if name.split(".")[0] == "llava_fsdp"], "it would replace the copy"
 
 
 def main(pattern: str, table: Path) -> int:
     bugs = [bug for bug in read_bugs(table) if re.search(pattern, f"{bug.area} {bug.path} {bug.test} {bug.bug}")]
     if not bugs:
-        print(f"no row of {table} has {pattern!r} in it", file=sys.stderr)
+        print(f"no row of {table} matches {pattern!r}", file=sys.stderr)
         return 2
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what was forked, and takes the copies away
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes are killed and copies deleted
     warm_up()
     started = time.monotonic()
     files: dict[str, set[str]] = {}
@@ -244,7 +244,7 @@ def main(pattern: str, table: Path) -> int:
         slots = [Slot(copy_tree(Path(scratch, str(number)))) for number in range(AT_ONCE)]
         troubles = run_all([Job(sorted(nodes)) for nodes in files.values()], slots)
         if troubles:
-            print(f"{len(troubles)} files of tests do not pass without any bug; no bug was planted")
+            print(f"{len(troubles)} test files do not pass without a bug; no bug was planted")
         else:
             troubles = run_all([Job([bug.test], bug) for bug in bugs], slots)
     for trouble in troubles:
@@ -254,7 +254,7 @@ def main(pattern: str, table: Path) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Plant bugs, and see the tests fail.")
+    parser = argparse.ArgumentParser(description="Plant bugs, and check that tests fail.")
     parser.add_argument("pattern", nargs="?", default="", help="a regular expression that chooses rows")
     parser.add_argument("--table", type=Path, default=TABLE)
     given = parser.parse_args()

@@ -1,4 +1,4 @@
-"""`state.json`: everything of a run that is no tensor, and what of it must be the same when a run continues."""
+"""`state.json`: the state of a run besides its tensors, and which of it must be the same when the run continues."""
 
 import json
 import os
@@ -32,7 +32,7 @@ FINGERPRINTS = ("dataset", "encoding", "order", "model")
 
 
 def facts_of(state: TrainState, cfg: Config) -> dict[str, Any]:
-    """What a checkpoint holds beside tensors. `versions` and `written_by` are there to be read by people."""
+    """What a checkpoint holds besides tensors. `versions` and `written_by` are only read by people."""
     return {
         "format": FORMAT,
         "run": state.run,
@@ -59,10 +59,10 @@ def render_facts(facts: dict[str, Any]) -> bytes:
 
 
 def parse_facts(content: bytes, manifest: Manifest) -> dict[str, Any]:
-    """Facts of the types that a run relies on, which agree with the manifest.
+    """Parse `state.json`, and check its types and that it agrees with the manifest.
 
     Raises:
-        CheckpointError: they are something else, whatever the bytes are.
+        CheckpointError: it is invalid in any way, whatever its bytes are.
     """
     try:
         facts = parse_object(content)
@@ -71,11 +71,11 @@ def parse_facts(content: bytes, manifest: Manifest) -> dict[str, Any]:
             require_types(facts["scaler"], SCALER)
         require_types(facts["fingerprints"], dict.fromkeys(FINGERPRINTS, (str,)))
         if not all(type(name) is str for name in facts["trainable"]):
-            raise TypeError("trainable holds more than names")
+            raise TypeError("trainable has an item that is not a name")
         if not all(type(number) is int for number in facts["broken"]):
-            raise TypeError("broken holds more than numbers of records")
+            raise TypeError("broken has an item that is not the number of a record")
         if min(facts["step"], facts["samples"], facts["skipped"]) < 0 or facts["step"] != manifest.step:
-            raise ValueError(f"step {facts['step']}, and the manifest says {manifest.step}")
+            raise ValueError(f"it is of step {facts['step']}, and the manifest of step {manifest.step}")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{STATE_FILE} cannot be understood: {type(error).__name__}: {error}") from error
     return facts
@@ -85,12 +85,12 @@ def require_types(found: dict[str, Any], types: dict[str, tuple[type, ...]]) -> 
     wrong = [key for key, allowed in types.items() if type(found[key]) not in allowed]
     unknown = found.keys() - types.keys()
     if wrong or unknown:
-        raise TypeError(f"{(wrong or sorted(unknown))[0]} is not what it must be")
+        raise TypeError(f"{(wrong or sorted(unknown))[0]} is unknown or has the wrong type")
 
 
 FIXED_KEYS = ("seed", "global_batch_size", "model", "loss", "optim", "data", "labels", "order")
-STORED_AS = ("precision.master_dtype", "precision.moment_dtype")  # what a checkpoint's tensors are
-FREE_KEYS = {  # paths, how records are read from disk, and names that are no part of the result
+STORED_AS = ("precision.master_dtype", "precision.moment_dtype")  # the dtypes of a checkpoint's tensors
+FREE_KEYS = {  # paths, how records are read from disk, and names; none of them changes the result
     "data.path", "data.images", "data.root", "data.workers", "data.prefetch", "data.stall", "data.source",
     "data.index", "data.examine", "data.allow_links", "data.bad", "data.bad_budget",
     "model.name", "model.language", "model.vision", "model.checkpoint", "model.projector", "model.lora.checkpoint",
@@ -98,13 +98,13 @@ FREE_KEYS = {  # paths, how records are read from disk, and names that are no pa
 
 
 def is_fixed(key: str) -> bool:
-    """Whether a run that continues must have the value that it began with."""
+    """Whether the value of this key must stay the same when a run continues."""
     free = key in FREE_KEYS or re.fullmatch(r"data\.sources\.[^.]+\.(path|images)", key) is not None
     return key in STORED_AS or (key.partition(".")[0] in FIXED_KEYS and not free)
 
 
 def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder: Path) -> None:
-    """A run continues only as itself.
+    """Refuse to continue a run whose fixed settings, data or model have changed.
 
     Raises:
         CheckpointError: listing every key that differs, and what to do.
@@ -115,18 +115,18 @@ def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder
     meanings = {
         "dataset": f"data.path: the dataset is another one, has changed, or has other wrong records now ({moved})",
         "encoding": "model.language, model.vision: the tokenizer or the preprocessor is another one",
-        "order": "order: the original's order depends on micro_batch_size and on the number of ranks; one is another",
+        "order": "order: the original's order depends on micro_batch_size and on the number of ranks; one has changed",
         "model": "model: the model is another one: other shapes, or other frozen weights",
     }
     for what, meaning in meanings.items():
         drawn_anew = (
             what == "model" and now["model.random_weights"] and then.get("seed") != now["seed"]
-        )  # said by the seed
+        )  # the list has the seed already
         if facts["fingerprints"][what] != state.fingerprints[what] and not drawn_anew:
             differing.append(meaning)
     trainable = set(state.masters.named) ^ set(facts["trainable"])
     if trainable:
-        differing.append(f"model.train: {len(trainable)} parameters differ, {min(trainable)} for one")
+        differing.append(f"model.train: {len(trainable)} parameters were added or removed, such as {min(trainable)}")
     if differing:
         raise CheckpointError(other_settings(folder, differing))
     say_recomputed_schedule(then, now)
@@ -141,13 +141,13 @@ def other_settings(folder: Path, differing: list[str]) -> str:
 
 
 def settings_then(config: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint says that its run was configured as, by dotted key."""
+    """The configuration that a checkpoint records, by dotted key."""
     added = {"model": {"lora": asdict(LoraConfig()), "quantize": asdict(QuantizeConfig())}}
-    return flat(plain(added)) | flat(config)  # an older run had neither, and no keys for them
+    return flat(plain(added)) | flat(config)  # older checkpoints lack these keys; their runs used neither
 
 
 def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Every key that a run which continues must leave as it was, and that has another value now: `key: old -> new`."""
+    """`key: old -> new` for each key that must stay the same when a run continues, and has another value now."""
     return [
         f"{key}: {then.get(key)} -> {now.get(key)}"
         for key in sorted(then.keys() | now.keys())
@@ -156,8 +156,8 @@ def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def refuse_other_settings(folder: Path, cfg: Config) -> None:
-    """Compare the configuration with the one that a checkpoint says, before anything is loaded. What cannot be read of
-    it is left to those who verify it.
+    """Compare the configuration with that of a checkpoint before anything is loaded. A `state.json` that cannot be read
+    is passed over here: verifying the checkpoint reports it.
 
     Raises:
         ConfigError: listing every key that differs, and what to do.
@@ -190,7 +190,7 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Enums by value, so that JSON holds what YAML did."""
+    """Replace enums by their values, as YAML has them, so that JSON can hold them."""
     if isinstance(value, dict):
         return {k: plain(v) for k, v in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""A run's replicated numbers, compared between ranks before they are trained on and before they are saved."""
+"""Compare a run's replicated tensors and counters between ranks, before training begins and before each save."""
 
 import json
 import socket
@@ -21,10 +21,10 @@ def check_replicas(state: TrainState, parent: Path) -> None:
     """Compare what several ranks hold of weights, moments, frozen weights, buffers and counters. A collective.
 
     Args:
-        parent: the folder of the checkpoints, which the message tells of.
+        parent: the folder of the checkpoints; the message names the last one.
 
     Raises:
-        ReplicaError: on every rank alike, with the ranks and tensors that differ.
+        ReplicaError: with the ranks and tensors that differ; raised on every rank.
     """
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return
@@ -34,7 +34,7 @@ def check_replicas(state: TrainState, parent: Path) -> None:
 
 
 def all_tensors(state: TrainState) -> dict[str, torch.Tensor]:
-    """What is saved, and beside it frozen weights and buffers."""
+    """All tensors of a run by name: those that are saved, frozen weights, and buffers."""
     found = tensors(state)
     for name, tensor in (*state.model.named_parameters(), *state.model.named_buffers()):
         found.setdefault(f"model.{clean_name(name)}", tensor)
@@ -42,7 +42,7 @@ def all_tensors(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def counters(state: TrainState) -> dict[str, str]:
-    """What is no tensor, decides on what comes, and is counted by each rank for itself."""
+    """Values other than tensors that each rank computes for itself and that affect later steps, as text by name."""
     return {
         "step, samples": f"{state.step} {state.samples}",
         "skipped steps": f"{state.skipped} {state.consecutive}",
@@ -52,9 +52,10 @@ def counters(state: TrainState) -> dict[str, str]:
 
 
 def describe(found: list[Difference], hosts: list[str], step: int, parent: Path) -> ReplicaError:
-    """
+    """The error that names the ranks, their hosts and the tensors that differ.
+
     Args:
-        hosts: by rank.
+        hosts: the host of each rank.
     """
     ranks = sorted({rank for difference in found for rank in difference.ranks})
     named = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in ranks[:SHOWN])
@@ -65,8 +66,8 @@ def describe(found: list[Difference], hosts: list[str], step: int, parent: Path)
     error = ReplicaError(
         f"after step {step}, {named} {verb} in {len(found)} of the tensors and counters that must be the same to the "
         f"bit: {', '.join(each.name for each in found[:SHOWN])}. Memory or a device has changed them, or a rank has "
-        f"computed other sums; nothing of it was saved, and the last checkpoint is {saved[-1] if saved else 'none'}. "
-        "The same command continues from there; where it comes again, test that machine's memory and GPUs "
-        "(nvidia-smi -q -d ECC, dmesg), or leave it out"
+        f"computed other sums. They were not saved; the last checkpoint is {saved[-1] if saved else 'none'}, and the "
+        "same command continues from it. If this error comes again, test that machine's memory and GPUs "
+        "(nvidia-smi -q -d ECC, dmesg), or run without it"
     )
     return error.about(rank=ranks[0], host=hosts[ranks[0]], tensors=[each.name for each in found])

@@ -1,7 +1,7 @@
-"""An index compared with the records and images that it was made of, read again to the last byte.
+"""Compare an index with the records and images that it was made of, all of which are read again in full.
 
-A training recognises its files by size and time, and an image that was good is not looked at again; so a letter, or an
-image, that changed without changing either is found here alone.
+Training recognises files by size and modification time, and does not examine an image again once it was good. Only this
+check finds a change that leaves size and time as they were.
 """
 
 import json
@@ -23,16 +23,16 @@ from llava_fsdp.data.texts import Texts, sources_of
 from llava_fsdp.errors import ConfigError, DataError
 
 SHOWN = 20
-"""Differences that a message names."""
+"""How many differences a message names at most."""
 
 
 @dataclass(frozen=True)
 class CompareContent:
-    """Read every record of text files, and every image that was good. Column `rows`: what differs."""
+    """Compare a chunk: its records in text files, and its images that were good. Column `rows` has what differs."""
 
     texts: Texts
     size: int
-    """Records of a chunk."""
+    """Records in a chunk."""
     records_folder: Path
     pictures_folder: Path
 
@@ -42,7 +42,7 @@ class CompareContent:
 
     @cached_property
     def digests(self) -> tuple[np.ndarray, np.ndarray]:
-        """uint64, of records and of images."""
+        """Digests of records and of images, uint64."""
         return open_column(self.records_folder, "digest"), open_column(self.pictures_folder, "digest")
 
     def __call__(self, chunk: int) -> Columns:
@@ -51,7 +51,7 @@ class CompareContent:
         records, images = self.digests
         for number in range(chunk * self.size, min(len(self.texts), (chunk + 1) * self.size)):
             source, _ = self.texts.place(number)
-            in_text = self.texts.part(number).text == source.path  # of Parquet the index has a copy
+            in_text = self.texts.part(number).text == source.path  # not a copy of Parquet rows: `changed_rows`
             if in_text and records[number] and xxh3_64_intdigest(self.texts.read(number)) != records[number]:
                 changed.append(f"{self.texts.name(number)} is not what it was")
             first = int(self.names.first[number])
@@ -69,7 +69,7 @@ class CompareContent:
 
 
 def digest_of(path: Path) -> int | str:
-    """xxh3 of a file's bytes; what is wrong, where it cannot be read."""
+    """xxh3 of a file's bytes; if it cannot be read, the reason."""
     try:
         return xxh3_64_intdigest(read_file(path, "now"))
     except DataError as error:
@@ -77,19 +77,19 @@ def digest_of(path: Path) -> int | str:
 
 
 def verify_index(plan: Plan, watch: Watch) -> tuple[int, int]:
-    """How many records and images an index has, all of which are what they were.
+    """Check that all records and images of an index are unchanged, and return how many it has of each.
 
     Raises:
-        ConfigError: there is no whole index of these files.
-        DataError: some are not, naming them.
-        DamagedError: what is there of the index is not what was written.
+        ConfigError: there is no complete index of these files.
+        DataError: with the records and images that have changed.
+        DamagedError: a file of the index is not what was written.
     """
     folder = plan.cfg.index_folder
     index = find(plan, sources_of(plan.cfg), folder)
     if index is None:
         raise ConfigError(
-            f"verify=true: {folder} has no whole index of these files as their size and time are now; make it: run "
-            "llava_fsdp.prepare with the same keys, without verify"
+            f"verify=true: {folder} has no whole index of these files with their present size and time. To make it, "
+            "run llava_fsdp.prepare with the same keys, without verify"
         )
     for part in (index.texts.folder, index.records, index.pictures, index.encoded):
         check_part(part, whole=True)
@@ -105,7 +105,7 @@ def verify_index(plan: Plan, watch: Watch) -> tuple[int, int]:
 
 
 def compare(index: Index, workers: int, watch: Watch) -> list[str]:
-    """What differs, of records in text files and of images."""
+    """The records in text files and the images that have changed, in words."""
     task = CompareContent(index.texts, CHUNKS["pictures"], index.records, index.pictures)
     chunks = -(-len(index) // task.size)
     with tempfile.TemporaryDirectory(prefix="llava_fsdp_verify_") as made:
@@ -116,7 +116,7 @@ def compare(index: Index, workers: int, watch: Watch) -> list[str]:
 
 
 def changed_rows(index: Index) -> list[str]:
-    """What differs, of the rows of Parquet files."""
+    """The rows of Parquet files that have changed, in words."""
     known, texts = open_column(index.records, "digest"), index.texts
     changed = []
     for source, begin, end in zip(texts.sources, texts.firsts, texts.firsts[1:], strict=False):

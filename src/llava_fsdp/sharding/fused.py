@@ -1,8 +1,8 @@
-"""The only calls of torch's fused AdamW, each behind a check of how its tensors lie in memory.
+"""The only calls of torch's fused AdamW, each after a check of its tensors' layout in memory.
 
-The kernel takes addresses and a number of elements. On a CPU it looks at neither strides nor shapes (torch 2.13): a
-view with gaps, or a gradient whose dimensions lie in another order, is read as if it were contiguous, and a moment that
-is too small is written beyond its end.
+The kernel takes addresses and a number of elements. On a CPU it checks neither strides nor shapes (torch 2.13): it
+reads a view with gaps, or a gradient with another order of dimensions, as if it were contiguous, and writes beyond the
+end of a moment that is too small.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ def fused_adamw(tensors: list[torch.Tensor], step: torch.Tensor, group: dict[str
 
     Args:
         tensors: weights, gradient, first and second moment: contiguous, of one shape and dtype.
-        step: float32 [], on the device of the tensors; 1 for the first.
+        step: the number of this update, from 1: float32 [] on the device of the tensors.
         group: as in `torch.optim.AdamW.param_groups`.
     """
     check_layout(tensors)
@@ -33,7 +33,7 @@ def fused_adamw(tensors: list[torch.Tensor], step: torch.Tensor, group: dict[str
 
 
 def build_fused_adamw(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
-    """torch's own AdamW, which checks before every step what its fused kernel will read."""
+    """torch's own fused AdamW, with `check_before_step` before every step."""
     optimizer = torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)
     optimizer.register_step_pre_hook(check_before_step)
     return optimizer
@@ -41,11 +41,11 @@ def build_fused_adamw(groups: list[dict[str, Any]], betas: tuple[float, float], 
 
 @torch.no_grad()
 def check_before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """A hook of `torch.optim`; a few microseconds a parameter."""
+    """Check all tensors of a step (a hook of `torch.optim`); it takes a few microseconds a parameter."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
-                state = optimizer.state.get(parameter, {})  # empty before the first step, which makes it
+                state = optimizer.state.get(parameter, {})  # empty until the first step
                 tensors = parameter, parameter.grad, *(state[name] for name in MOMENTS if name in state)
                 check_layout([unwrapped(t.to_local() if isinstance(t, DTensor) else t) for t in tensors])
 

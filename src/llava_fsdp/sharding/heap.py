@@ -1,8 +1,8 @@
-"""What glibc does with memory that is freed; other systems' allocators are left as they are.
+"""Set what glibc's allocator does with freed memory, and how many kernels oneDNN keeps, for the life of a process.
 
-By itself it raises its threshold between its heap and pages of their own to the largest block that was ever freed, up
-to 32 MiB, keeps what is freed below that, and gives back what is free at the heap's end. What is set here holds for the
-life of a process.
+By default glibc maps blocks above a threshold one by one, and returns them to the system when they are freed. The
+threshold rises to the largest such block that was freed, up to 32 MiB. Smaller blocks are on the heap, of which glibc
+returns only free memory at the end. Other allocators are left as they are.
 """
 
 import ctypes
@@ -10,28 +10,28 @@ import os
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 SMALLEST, LARGEST = 128 * 2**10, 32 * 2**20
-"""glibc's own first threshold, and the most that it takes."""
+"""The threshold with which glibc begins, and the largest that it accepts, in bytes."""
 NEVER = -1
 KERNELS = 256
-"""More than a micro-batch of any model here needs: a block's products, forward and backward, are some 30 shapes."""
+"""Kernels that oneDNN keeps. A micro-batch has fewer shapes: a block's products, forward and backward, have some 30."""
 
 
 def return_freed_memory() -> None:
-    """Give large blocks back to the system as soon as they are freed.
+    """Return large blocks to the system as soon as they are freed.
 
-    Units of all sizes, gathered and freed in turn, leave holes in the heap: under zero3 half of what a process held,
-    where this was measured. Every large tensor then costs the system fresh pages, and some time.
+    FSDP's units of different sizes, gathered and freed in turn, leave holes in the heap: under zero3 half of the memory
+    of a process, as measured. The price is time: the system must provide new pages for every large tensor.
     """
     set_thresholds(SMALLEST, SMALLEST)
 
 
 def keep_freed_memory() -> None:
-    """Keep what is free at the heap's end.
+    """Keep free memory at the end of the heap, instead of returning it to the system.
 
-    Whether a step's memory lies there depends on what was allocated first. Where it does, glibc gives it back and gets
-    it anew in every step: up to 40,000 page faults and 5 % of the CPU seconds, where this was measured.
+    Whether a step's memory lies there depends on earlier allocations. If it does, glibc returns it and gets it again
+    in every step: up to 40,000 page faults and 5 % of the CPU time, as measured.
     """
-    set_thresholds(LARGEST, NEVER)  # to set either also ends the other's growing
+    set_thresholds(LARGEST, NEVER)  # setting either threshold stops glibc from raising both
 
 
 def set_thresholds(mmap: int, trim: int) -> None:
@@ -42,7 +42,7 @@ def set_thresholds(mmap: int, trim: int) -> None:
 
 
 def limit_kernel_cache() -> None:
-    """Let oneDNN keep at most `KERNELS` compiled kernels, unless the environment says how many.
+    """Let oneDNN keep at most `KERNELS` compiled kernels, unless the environment sets another number.
 
     It compiles one for every shape and keeps 1024 of them. Packed rows have new lengths in nearly every step: a process
     in bf16 on a CPU with AMX grew from 0.5 to 1.2 GB in 60 steps. Call it before the first operation: oneDNN reads the

@@ -1,12 +1,12 @@
-"""AdamW over weights and moments of fewer bits than it computes in.
+"""AdamW that computes in fp32 and stores weights and moments in fewer bits.
 
-A stretch of rows at a time is brought to fp32, updated by torch's own fused AdamW, and stored again:
+A few rows at a time are converted to fp32, updated by torch's own fused AdamW, and stored again:
 
-- bf16, weights and moments, is rounded at random in proportion to what is cut off (stochastic rounding, e.g. arXiv
-  2010.06192), so that updates below half a step of bf16 are not lost on average. Rounded to nearest, the second moment
-  would hardly move: beta2=0.999 changes it by 1/1000 a step, and bf16 has steps of 1/256.
-- int8 moments are codes of a map that is dense around zero, with a scale for every 256 of them (dynamic block-wise
-  quantisation, arXiv 2110.02861). Blocks never cross a row, so that no cut into shards changes them.
+- bf16 weights and moments are rounded stochastically (e.g. arXiv 2010.06192): the larger the part that is cut off, the
+  likelier they are rounded up, so that updates below half a step of bf16 are not lost on average. Rounding to nearest
+  would hardly move the second moment: beta2=0.999 changes it by 1/1000 a step, and bf16 has steps of 1/256.
+- int8 moments are indices into a map of 256 values, dense around zero, with one scale for each block of 256 elements
+  (dynamic block-wise quantisation, arXiv 2110.02861). A block lies in one row, so that sharding does not change it.
 """
 
 import math
@@ -27,7 +27,7 @@ from llava_fsdp.sharding.shards import local, local_rows
 BLOCK = 256
 """Elements of a row that share a scale."""
 STRETCH = 1 << 22
-"""Elements at a time: 16 MiB for each fp32 tensor of the computation."""
+"""Elements that are updated at a time: 16 MiB for each fp32 tensor of the computation."""
 SCALE = "_scale"
 
 
@@ -36,9 +36,9 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     Args:
         groups: as `torch.optim.AdamW` takes them, with lr and weight_decay in each.
-        moments: what they are stored in. With int8, parameters of one dimension keep fp32.
-        seed: of the rounding. What is drawn depends on the seed, the step, the parameter and its first row here, so
-            that replicas of a shard stay equal and a run that continues draws what it would have drawn.
+        moments: the dtype in which moments are stored. With int8, those of one-dimensional parameters are fp32.
+        seed: for the rounding. Random numbers depend on the seed, the step, the parameter and this rank's first row of
+            it: replicas of a shard stay equal, and a run that continues draws the same numbers.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         self.seed = seed
 
     def new_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Zero moments, cut as the parameter is, and the step on the host."""
+        """Zero moments, sharded as the parameter is, and the step, on the CPU."""
         state = {"step": torch.zeros((), dtype=torch.float32)}
         for name in MOMENTS:
             if is_quantised(parameter.shape, self.moments):
@@ -97,12 +97,12 @@ class LowBitAdamW(torch.optim.Optimizer):
 
 
 def is_quantised(shape: tuple[int, ...], moments: MomentDType) -> bool:
-    """Whether a parameter's moments are codes: norms and biases are too small to gain by it."""
+    """Whether a parameter's moments are stored in int8; norms and biases are too small to gain by it."""
     return moments is MomentDType.int8 and len(shape) > 1
 
 
 def zero_scales(parameter: nn.Parameter) -> torch.Tensor:
-    """float32 [rows, blocks of a row], cut as the parameter is."""
+    """Zero scales of a parameter's moments, float32 [rows, blocks per row], sharded as the parameter is."""
     rows, blocks = parameter.shape[0], math.ceil(math.prod(parameter.shape[1:]) / BLOCK)
     mine = torch.zeros((local(parameter).shape[0], blocks), dtype=torch.float32, device=parameter.device)
     if not isinstance(parameter, DTensor):
@@ -118,13 +118,13 @@ def zero_scales(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def as_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's rows of it; a single number is one row."""
+    """This rank's rows of a tensor; a scalar is one row."""
     own = local(tensor)
     return own if own.ndim else own.view(1)
 
 
 def stretches(tensor: torch.Tensor) -> Iterator[slice]:
-    """Rows that make about `STRETCH` elements, one after the other; none of a rank that holds no rows."""
+    """Consecutive slices of rows, about `STRETCH` elements each; no slices if this rank holds no rows."""
     if tensor.numel() == 0:
         return
     rows = max(1, STRETCH // (tensor.numel() // tensor.shape[0]))
@@ -133,7 +133,7 @@ def stretches(tensor: torch.Tensor) -> Iterator[slice]:
 
 
 class Stored:
-    """A moment as it is kept: numbers, or codes and their scales. Local rows of both."""
+    """This rank's rows of a moment as it is stored: as numbers, or as int8 codes with their scales."""
 
     def __init__(self, codes: torch.Tensor, scales: torch.Tensor | None, map_: torch.Tensor | None):
         self.codes, self.scales, self.map = codes, scales, map_
@@ -147,7 +147,7 @@ class Stored:
         return cls(codes, local(scales), torch.tensor(dynamic_map(signed), device=codes.device))
 
     def read(self, rows: slice) -> torch.Tensor:
-        """float32 values; the very tensor where it is kept in fp32, so that the update is in place."""
+        """float32 values; of a moment stored in fp32 a view, so that the update is in place."""
         if self.scales is None or self.map is None:
             return self.codes[rows].float()
         return dequantise(self.codes[rows], self.scales[rows], self.map)
@@ -162,13 +162,13 @@ class Stored:
 
 
 def store(value: torch.Tensor, target: torch.Tensor, dice: torch.Generator) -> None:
-    """Put fp32 values where they are kept: as they are in fp32, rounded at random in bf16. Overwrites `value`."""
+    """Store fp32 values: copied into fp32, stochastically rounded into bf16. Overwrites `value`."""
     if target.dtype == torch.float32:
         if target.data_ptr() != value.data_ptr():
             target.copy_(value)
         return
-    # The lower half of the bits is what bf16 has not. A random number of its size is added and the half cut off: the
-    # sum carries into the upper half, to the next larger magnitude, with the probability of what was there.
+    # bf16 is the upper 16 bits of fp32. A random 16-bit number is added to the lower 16 bits, which are then cut off.
+    # The probability that the sum carries, to the next larger magnitude of bf16, is the lower bits divided by 2**16.
     bits = value.view(torch.int32)
     bits.add_(torch.randint(1 << 16, value.shape, dtype=torch.int32, device=value.device, generator=dice))
     bits.bitwise_and_(-(1 << 16))
@@ -177,9 +177,9 @@ def store(value: torch.Tensor, target: torch.Tensor, dice: torch.Generator) -> N
 
 @cache
 def dynamic_map(signed: bool) -> tuple[float, ...]:
-    """256 values from -1 (or 0) to 1 in ascending order: seven decades, each cut twice as finely as the one below.
+    """256 ascending values up to 1, from 0 or (signed) almost -1: seven decades, each twice as fine as the one below.
 
-    Within a decade they are the middles of equal stretches from a tenth to the whole of it; 0 and 1 are added.
+    Within a decade, values are the midpoints of equal intervals; 0 and 1 are added.
     """
     values = [0.0, 1.0]
     for decade in range(7):
@@ -193,7 +193,7 @@ def dynamic_map(signed: bool) -> tuple[float, ...]:
 def quantise(value: torch.Tensor, map_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [shape] and scales [rows, blocks] of fp32 values.
 
-    A scale is the largest magnitude of a block, a code the place in the map that is nearest to value / scale.
+    A scale is the largest magnitude of a block. A code is the index in the map of the value nearest to value / scale.
     """
     blocks = into_blocks(value)
     scales = blocks.abs().amax(-1).clip_(min=1e-12)
@@ -203,12 +203,12 @@ def quantise(value: torch.Tensor, map_: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, map_: torch.Tensor) -> torch.Tensor:
-    """float32 [shape of the codes], contiguous: the fused kernel updates it where it lies."""
+    """Values of codes, float32 [shape of the codes], contiguous: the fused kernel updates them in place."""
     values = map_[codes.flatten(1).int()]
     return values.mul_(scales.repeat_interleave(BLOCK, 1)[:, : values.shape[1]]).view(codes.shape)
 
 
 def into_blocks(value: torch.Tensor) -> torch.Tensor:
-    """A copy, [rows, blocks, BLOCK], each row padded with zeros to whole blocks."""
+    """A copy of values as [rows, blocks, BLOCK]; rows are padded with zeros to whole blocks."""
     flat = value.flatten(1)
     return functional.pad(flat, (0, -flat.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))

@@ -1,7 +1,7 @@
-"""Replicas compared: ranks that hold the same rows of a tensor must hold the same bits.
+"""Compare replicas: ranks that hold the same rows of a tensor must hold the same bits.
 
-Nothing else would notice that they differ. A bit that flips in one rank's copy (memory, or a GPU that computes wrong
-sums) changes the gradients of all and is exported where that copy is the one that is written.
+Nothing else would notice a difference. A bit that flips in one rank's copy (by bad memory, or a GPU that computes wrong
+sums) changes the gradients of all ranks, and is exported if that copy is the one that is written.
 """
 
 from collections import Counter
@@ -22,11 +22,11 @@ WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 def shared_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Of some tensors by name, those of which other ranks hold the very rows that this rank holds.
+    """This rank's rows of the tensors for which other ranks hold the same rows, by name.
 
     Returns:
-        This rank's rows of DTensors that are replicated over a dimension of their mesh; and tensors that are no
-        DTensors, which every rank holds whole.
+        Those of DTensors that are replicated over a dimension of their mesh; and those of plain tensors, which every
+        rank holds whole.
     """
     of_mesh, everywhere = {}, {}
     for name, tensor in tensors.items():
@@ -40,7 +40,7 @@ def shared_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch
 
 
 def shard_number(tensors: Iterable[torch.Tensor]) -> int:
-    """Which shard of the mesh this rank holds: ranks with the same number are replicas of each other."""
+    """The number of this rank's shard of the mesh. Ranks with the same number are replicas of each other."""
     for tensor in tensors:
         if isinstance(tensor, DTensor):
             coordinate = tensor.device_mesh.get_coordinate()
@@ -53,7 +53,7 @@ def shard_number(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Unsigned 64 bits of each tensor's memory, by name, with one wait for the device at most."""
+    """Checksums of the tensors' memory by name, unsigned 64 bits each. Waits for the device once at most."""
     found = {name: digest_on_host(t) for name, t in tensors.items() if t.device.type == "cpu"}
     on_device = {name: weighted_sum(t) for name, t in tensors.items() if t.device.type != "cpu"}
     if on_device:
@@ -63,16 +63,16 @@ def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def digest_on_host(tensor: torch.Tensor) -> int:
-    """xxh3 of a CPU tensor's bytes where they lie; it hashes about as fast as memory is read."""
+    """xxh3 of a CPU tensor's bytes, about as fast as memory can be read."""
     return xxh3_64_intdigest(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """int64 []: the words of a tensor's memory, each times an odd number by its place, added up modulo 2**64.
+    """A checksum of a tensor's memory, int64 []: the sum modulo 2**64 of word i times 2i + 1.
 
-    Integers add up to the same in any order, so that it is the same on every rank. Word i, of at most 32 bits, is
-    multiplied with 2i + 1. One word that changes adds a number below 2**32 times an odd one, and two that are swapped
-    add their difference times 2(j - i), below 2**64 as long as there are fewer than 2**31 words: neither is 0.
+    A word has at most 32 bits. Sums of integers do not depend on the order, so that all ranks get the same one.
+    Changing a word changes the sum by a number below 2**32 times an odd one. Swapping words i and j changes it by their
+    difference times 2(j - i), which is below 2**64 for fewer than 2**31 words. Neither is 0 modulo 2**64.
     """
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     flat = flat.view(next(words for size, words in WORDS.items() if flat.numel() % size == 0))
@@ -85,21 +85,21 @@ def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor of which some replicas hold other bits than the rest."""
+    """A tensor or other fact that is not the same on all ranks that hold it."""
 
     name: str
     ranks: tuple[int, ...]
-    """Those that most of the replicas outvote; all of them where none of the values has a majority."""
+    """Ranks whose value is not the majority's; all ranks that hold it if no value has a majority."""
     is_told: bool
-    """A majority has told which ranks are wrong."""
+    """Whether a majority shows which ranks are wrong."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """What one rank has of what others have too."""
+    """Checksums, by name, of what a rank holds and other ranks hold too."""
 
     shard: int
-    """Its place on the mesh: ranks of one number hold the same rows of the mesh's tensors."""
+    """Its `shard_number`: ranks with the same number hold the same rows of the tensors in `of_mesh`."""
     of_mesh: dict[str, int]
     everywhere: dict[str, int]
 
@@ -110,10 +110,11 @@ class Held:
 
 
 def held_by_this_rank(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, str]) -> Held:
-    """
+    """Compute the checksums of what this rank holds and other ranks hold too.
+
     Args:
         tensors: by name, in the same order on every rank.
-        facts: what is no tensor and must be the same on every rank, as text by name.
+        facts: other values that must be the same on every rank, as text by name.
     """
     of_mesh, everywhere = shared_tensors(tensors)
     digests = {name: xxh3_64_intdigest(text.encode()) for name, text in facts.items()}
@@ -121,12 +122,12 @@ def held_by_this_rank(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, s
 
 
 def find_differences(own: Held, gather: Callable[[list[Any]], list[Any]]) -> list[Difference]:
-    """What differs between replicas, the same on every rank. A collective.
+    """Compare all ranks; return the same differences on each. A collective.
 
-    Ranks send three numbers; only where these differ does each send the checksum of every tensor.
+    Ranks send three numbers. Only if these differ do they send the checksum of every tensor.
 
     Args:
-        gather: every rank's items, in the order of ranks.
+        gather: takes this rank's items, and returns the items of all ranks in rank order.
     """
     totals = gather([own.totals])
     if len({(shard, total) for shard, total, _ in totals}) == len({shard for shard, *_ in totals}):
@@ -136,9 +137,10 @@ def find_differences(own: Held, gather: Callable[[list[Any]], list[Any]]) -> lis
 
 
 def compare(found: list[Held]) -> list[Difference]:
-    """
+    """Compare the checksums of all ranks, name by name.
+
     Args:
-        found: by rank.
+        found: those of each rank.
     """
     replicas: dict[int, list[int]] = {}
     for rank, held in enumerate(found):
@@ -157,9 +159,10 @@ def compare(found: list[Held]) -> list[Difference]:
 
 
 def outvoted(name: str, values: dict[int, int | None]) -> Difference | None:
-    """
+    """Compare the checksums that ranks have of one tensor; None if all are equal.
+
     Args:
-        values: by rank.
+        values: the checksum of each rank.
     """
     value, votes = Counter(values.values()).most_common(1)[0]
     if votes == len(values):
@@ -169,10 +172,10 @@ def outvoted(name: str, values: dict[int, int | None]) -> Difference | None:
 
 
 def same_on_every_rank(norm: DTensor) -> torch.Tensor:
-    """The whole of a number that shards have parts of, float32 [], to the bit the same on all ranks. A collective.
+    """The full value of a sharded norm, float32 [], with the same bits on all ranks. A collective.
 
-    Each replica adds up its own shards. Groups on machines with other links may add them in another order, and weights
-    that are clipped by the one's sum and by the other's would drift apart.
+    Each replica sums its own shards, and between machines with other links it may sum them in another order. Replicas
+    that clip by norms with other bits would drift apart, so that all ranks take the largest.
     """
     value = norm.full_tensor()
     if sum(size > 1 for size in norm.device_mesh.shape) > 1:
