@@ -170,6 +170,14 @@ def test_a_resume_continues_behind_skipped_steps(parts: Path, dataset: Path, tmp
         assert facts[0][name] == facts[1][name], name
 
 
+def test_a_checkpoint_that_is_due_at_a_skipped_step_is_saved_after_the_next(
+    parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    cfg = make_config(parts, dataset, tmp_path, "max_steps=6", "checkpoint.every=3", "checkpoint.keep=9")
+    assert train_poisoned(single_world(), cfg, range(2, 4)) == ("", {})
+    assert saved(tmp_path) == ["step-000005", "step-000006"]
+
+
 def test_a_resume_knows_the_records_that_broke(
     parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
