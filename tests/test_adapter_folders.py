@@ -45,7 +45,7 @@ KINDS = {
     "dora": ["model.lora.use_dora=true"],
     "rslora": ["model.lora.use_rslora=true"],
     "biases of adapted layers": ["model.lora.bias=lora_only"],
-    "all biases": ["model.lora.bias=all"],
+    "all biases": ["model.lora.bias=all", "model.lora.alpha=12.5"],
 }
 ADAPTER_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 OTHERS = ("non_lora_trainables.safetensors", "non_lora_trainables.bin")
