@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import TORCHRUN
 from small import write_json
 from test_loader import open_loader
 from xxhash import xxh3_64_hexdigest
@@ -150,24 +151,61 @@ def digest(step: Step) -> str:
     return f"{step.facts} {sums}"
 
 
-MOUNT = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"'
+UNSHARE = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size="${SHM:-1m}" tmpfs /dev/shm && exec "$@"', "sh"]
+"""Runs what follows with a /dev/shm of $SHM bytes."""
 
 
-@pytest.mark.skipif(
-    subprocess.run(["unshare", "-m", "sh", "-c", MOUNT, "sh", "true"], check=False, capture_output=True).returncode
-    != 0,
+needs_mount = pytest.mark.skipif(
+    subprocess.run([*UNSHARE, "true"], check=False, capture_output=True).returncode != 0,
     reason="a small /dev/shm needs the right to mount one",
 )
+
+
+def write_large_pictures(parts: Path, folder: Path) -> Path:
+    """Parts whose tower takes pictures of 4 MB, in 49 patches."""
+    shutil.copytree(parts, folder)
+    for name, sizes in (
+        ("config.json", {"image_size": 1148, "patch_size": 164}),
+        ("preprocessor_config.json", {"size": 1148, "crop_size": 1148}),
+    ):
+        file = folder / "vision" / name
+        write_json(file, json.loads(file.read_text()) | sizes)
+    return folder
+
+
+@needs_mount
 def test_steps_larger_than_shared_memory(parts: Path, dataset: Path, tmp_path: Path) -> None:
     """Pictures of 4 MB, and a /dev/shm of 1 MiB that others fill while steps arrive."""
-    shutil.copytree(parts, tmp_path / "parts")
-    file = tmp_path / "parts" / "vision" / "preprocessor_config.json"
-    write_json(file, json.loads(file.read_text()) | {"size": 1148, "crop_size": 1148})
+    large = write_large_pictures(parts, tmp_path / "parts")
     here = Path(__file__).parent
     run = subprocess.run(
-        ["unshare", "-m", "sh", "-c", MOUNT, "sh", sys.executable, "-c", SMALL, str(here), str(here.parent),
-         str(tmp_path / "parts"), str(dataset)],
+        [*UNSHARE, sys.executable, "-c", SMALL, str(here), str(here.parent),
+         str(large), str(dataset)],
         check=False, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert run.stdout == "the same\n", run.stderr
     assert run.stderr.count("cannot be started") == 1, run.stderr
+
+
+@pytest.mark.slow  # four trainings of two ranks
+@pytest.mark.e2e
+@needs_mount
+def test_trainings_in_containers_learn_the_same(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Two ranks of two workers with steps of 24 MB; of 64 KiB not even the locks of the workers take place."""
+    large = write_large_pictures(parts, tmp_path / "parts")
+    losses = {}
+    for size in ("1g", "64k", "1m", "64m"):
+        run = subprocess.run(
+            [*UNSHARE, *TORCHRUN, "2", "-m", "llava_fsdp.train", "stage=finetune", "model.random_weights=true",
+             f"model.language={large / 'language'}", f"model.vision={large / 'vision'}", "model.projector=random",
+             "data=llava_json", f"data.path={dataset / 'mixed.json'}", f"data.images={dataset / 'images'}",
+             "data.workers=2", "data.max_length=256", "precision=fp32", "export.enabled=false", "compile=false",
+             "global_batch_size=6", "micro_batch_size=3", "max_steps=3", f"output_dir={tmp_path / size}"],
+            check=False, capture_output=True, text=True, timeout=200,
+            env={**os.environ, "SHM": size, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert run.returncode == 0, run.stderr
+        assert ("data.workers=2 cannot be started" in run.stderr) == (size == "64k")
+        rows = (tmp_path / size / "metrics.jsonl").read_text().splitlines()
+        losses[size] = [json.loads(row)["loss"] for row in rows]
+    assert len(losses["1g"]) == 3 and all(found == losses["1g"] for found in losses.values()), losses

@@ -45,7 +45,8 @@ class Outbox:
         Raises:
             OSError: the system has no more memory to give.
         """
-        file = next(file for file in self.files if not os.fstat(file).st_size)
+        file = next((file for file in self.files if not os.fstat(file).st_size), None)
+        assert file is not None, "as many files as steps on their way"
         size = 0
 
         def write(values: torch.Tensor) -> torch.Tensor:
