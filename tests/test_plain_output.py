@@ -214,10 +214,9 @@ def test_a_status_and_a_page(
 @pytest.mark.slow  # three processes that import torch, one of them under torchrun
 @pytest.mark.parametrize("entry", ["prepare", "train"])
 def test_commands(entry: str, hostile: Path, parts: Path) -> None:
-    words = [
-        "model.random_weights=true", "data.max_length=256", f"model.language={parts / 'language'}",
-        f"model.vision={parts / 'vision'}", "data=llava_json", f"data.path={hostile / 'mixed.json'}", f"data.images={hostile / 'images'}",
-    ]  # fmt: skip
+    words = ["model.random_weights=true", "data.max_length=256", "data=llava_json"]
+    words += [f"model.{part}={parts / part}" for part in ("language", "vision")]
+    words += [f"data.path={hostile / 'mixed.json'}", f"data.images={hostile / 'images'}"]
     words += ["prepare.workers=2"] if entry == "prepare" else ["stage=finetune", f"output_dir={hostile / 'out'}"]
     ended = command(f"llava_fsdp.{entry}", *words, cwd=hostile, ranks=1)
     check(ended.stdout + ended.stderr)

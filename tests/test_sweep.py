@@ -198,7 +198,7 @@ def test_reason_of_a_failure(tmp_path: Path) -> None:
     assert "earlier" not in str(caught.value)
     assert caught.value.code is ExitCode.BUG and not caught.value.took_steps
 
-    status = json.dumps({"exit_code": 4, "reason": "step 7: loss nan"})
+    status = json.dumps({"status": "failed", "exit_code": 4, "reason": "step 7: loss nan"})
     code = f"open('{tmp_path}/run_status.json', 'w').write('''{status}'''); raise SystemExit(1)"
     with pytest.raises(torchrun.JobFailed, match=r"^step 7: loss nan$") as caught:
         torchrun.run_torchrun([sys.executable, "-c", code], tmp_path, "job 0")
