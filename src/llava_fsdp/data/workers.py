@@ -39,7 +39,6 @@ CURES = {
     errno.EAGAIN: "More processes: ulimit -u, or docker run --pids-limit",
 }
 """What helps, by the system's error."""
-PAGE = 4096
 
 
 class Watch:
@@ -225,7 +224,7 @@ def num_queues(workers: int) -> int:
 
 def lock_bytes(workers: int) -> int:
     """Bytes of /dev/shm that a training's workers take: three locks a queue, a page each; and those of a validation."""
-    return 2 * 3 * num_queues(workers) * PAGE if workers else 0
+    return 2 * 3 * num_queues(workers) * mmap.PAGESIZE if workers else 0
 
 
 def next_step(
