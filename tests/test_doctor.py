@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -269,6 +270,17 @@ def test_a_full_disk_is_no_bug_of_the_probe(number: int, tmp_path: Path, monkeyp
     (check,) = (own for own in CHECKS if own.name == "speed of output_dir")
     (row,) = run_check(check, subject)
     assert row.level is Level.WARN and "no room" in row.said and "report" not in row.said + row.cure
+
+
+@pytest.mark.parametrize(("part", "level"), [(3.5, Level.FAIL), (5, Level.OK)])
+def test_room_is_asked_for_one_checkpoint_more_than_are_kept(part: float, level: Level, tmp_path: Path) -> None:
+    """The next one is written before the oldest goes."""
+    subject = Subject(config(f"output_dir={tmp_path}", "checkpoint.keep=3"))
+    row: Any = None
+    subject.__dict__["known_needs"] = Needs(row, "", int(shutil.disk_usage(tmp_path).free / part), 0, 0)
+    (check,) = (own for own in CHECKS if own.name == "output_dir")
+    (found,) = (own for own in run_check(check, subject) if own.name == "room in output_dir")
+    assert found.level is level
 
 
 def test_the_dataset_is_read(tmp_path: Path) -> None:

@@ -330,6 +330,16 @@ def test_a_file_is_written_by_one(keys: list[str], tmp_path: Path) -> None:
         pass
 
 
+def test_a_line_that_is_being_written_is_read_once_it_is_whole(keys: list[str], tmp_path: Path) -> None:
+    asked = read_asked(config(*keys, "task=vqa", f"questions={questions(tmp_path)}"))
+    answers = Answers(tmp_path / "a.jsonl", asked, {}, "model")
+    lines = "".join(answers.line(question, "x") + "\n" for question in asked[:3]).encode()
+    for end in (len(lines) // 2, len(lines) - 1, len(lines)):
+        (tmp_path / "a.jsonl").write_bytes(lines[:end])
+        answers.look()
+        assert len(answers.texts) == lines[:end].count(b"\n")
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
