@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.box import SIMPLE
-from rich.markup import escape
 from rich.table import Table
 
 from llava_fsdp.config import Task
@@ -93,7 +92,7 @@ def table_of(result: Numbers) -> Table:
         rows += [(f"{kind}: {name}", numbers) for name, numbers in groups.items()]
     for name, numbers in rows:
         cells = [said(numbers[key]) for key in ("questions", *shown)]
-        table.add_row(escape(name), *cells, end_section=name == "all")
+        table.add_row(name, *cells, end_section=name == "all")
     return table
 
 
