@@ -17,9 +17,11 @@ from harness import RankPool, single_world
 from saves import cut, loaded, loaded_alone, save_steps, saver_of, whole_tensors
 
 from llava_fsdp.checkpoint import list_checkpoints, verify
+from llava_fsdp.checkpoint.folders import prune
 from llava_fsdp.checkpoint.layout import Part
 from llava_fsdp.checkpoint.saver import Saver
 from llava_fsdp.checkpoint.staging import Staging
+from llava_fsdp.checkpoint_names import folder_name, step_of
 from llava_fsdp.config import OnSaveError
 from llava_fsdp.errors import CheckpointError, NumericError
 from llava_fsdp.sharding.mesh import World, is_lost_peer
@@ -418,3 +420,14 @@ def test_what_a_lost_group_raised_is_kept(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         saver.raise_if_failed()
     assert is_lost_peer(caught.value)
+
+
+@pytest.mark.parametrize(("keep_every", "left"), [(None, [3, 4, 5, 6]), (2, [2, 3, 4, 5, 6])])
+def test_damaged_checkpoints_are_none_of_those_that_are_kept(
+    keep_every: int | None, left: list[int], tmp_path: Path
+) -> None:
+    for step in range(1, 7):
+        (tmp_path / folder_name(step)).mkdir()
+    damaged = folder_name(4), folder_name(5)
+    prune(tmp_path, 2, keep_every, lambda folder: folder.name not in damaged, lambda _: None)
+    assert [step_of(folder) for folder in list_checkpoints(tmp_path)] == left
