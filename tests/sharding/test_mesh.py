@@ -8,7 +8,7 @@ from llava_fsdp.config import Strategy
 from llava_fsdp.errors import ConfigError
 from llava_fsdp.sharding.heap import limit_kernel_cache
 from llava_fsdp.sharding.mesh import mesh_shape, read_world
-from llava_fsdp.sharding.zero import SHARD_PLANS
+from llava_fsdp.sharding.zero import SHARD_PLANS, Mesh, Sync
 
 SHAPES = {
     Strategy.NO_SHARD: (8, 1),
@@ -45,3 +45,15 @@ def test_a_cpu_keeps_few_kernels_unless_the_environment_says_how_many(monkeypatc
             monkeypatch.setenv(name, given)
         limit_kernel_cache()
         assert os.environ[name] == expected
+
+
+def test_the_table_is_zero_as_published() -> None:
+    """ZeRO-1 and -2 keep weights whole in a step, ZeRO-3 frees them; frozen weights cost rows that keep them whole no
+    communication; gradients are sharded from ZeRO-2 on."""
+    plans = list(SHARD_PLANS.values())
+    assert {p.zero for p in plans if p.reshard_after_forward} == {"zero3", "hybrid"}
+    assert {p.zero for p in plans if p.shards_frozen} == {"zero3", "hybrid"}
+    assert {p.zero for p in plans if not p.reshard_every_micro_batch} == {"zero0", "zero1"}
+    assert {p.zero for p in plans if p.gradient_sync is Sync.LAST_MICRO_BATCH} == {"zero0", "zero1"}
+    assert {p.zero for p in plans if p.gradient_sync is Sync.SCATTER_EVERY_REDUCE_LAST} == {"hybrid", "hybrid2"}
+    assert [p.mesh for p in plans] == [Mesh.REPLICATE, *[Mesh.SHARD] * 3, *[Mesh.HYBRID] * 2]
