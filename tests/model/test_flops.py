@@ -48,7 +48,7 @@ def causal_half(flops: Flops, samples: int, length: int) -> float:
     return flops.pair * samples * length**2
 
 
-@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("pack", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("train_parts", "recompute", "select_layer"), CASES)
 def test_every_product_is_counted_and_no_other(
     train_parts: str, recompute: str, select_layer: int, pack: bool, parts: Path, dataset: Path, tmp_path: Path

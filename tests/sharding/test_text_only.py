@@ -34,6 +34,8 @@ def sparse(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+ROWS = ("zero0", "null"), ("zero2", "null"), ("zero3", "null"), ("hybrid", "2")
+"""Strategies and their shard sizes."""
 STAGES = {
     "pretrain": ("pretrain", ["data.template=v1"]),
     "frozen tower": ("finetune", []),
@@ -43,10 +45,19 @@ STAGES = {
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n != "trainable tower" else []) for n in STAGES]
+    ("name", "strategies"),
+    [
+        pytest.param("trainable tower", (("zero0", "null"), ("zero3", "null")), id="trainable tower"),
+        *(pytest.param(n, ROWS, id=f"{n}, all", marks=pytest.mark.slow) for n in STAGES),
+    ],
 )
 def test_steps_with_few_or_no_pictures(
-    name: str, sparse: Path, parts: Path, pools: dict[int, RankPool], tmp_path: Path
+    name: str,
+    strategies: tuple[tuple[str, str], ...],
+    sparse: Path,
+    parts: Path,
+    pools: dict[int, RankPool],
+    tmp_path: Path,
 ) -> None:
     stage, overrides = STAGES[name]
     common = [f"global_batch_size={BATCH}", f"seed={SEED}", f"max_steps={len(PICTURES)}", *overrides]
@@ -57,7 +68,7 @@ def test_steps_with_few_or_no_pictures(
     rows = [json.loads(line) for line in (tmp_path / "start" / "metrics.jsonl").read_text().splitlines()]
     assert [row["images"] for row in rows] == PICTURES
 
-    for strategy, shard_size in (("zero0", "null"), ("zero2", "null"), ("zero3", "null"), ("hybrid", "2")):
+    for strategy, shard_size in strategies:
         folder = tmp_path / strategy
         cfg = make_config(
             parts,
