@@ -20,6 +20,7 @@ class TextConsole(Console):
             options: of rich's console.
         """
         stream = sys.stderr if on_stderr else sys.stdout
+        stream = getattr(stream, "rich_proxied_file", stream)  # while a bar is shown
         plain = stream.unguarded if isinstance(stream, Guarded) else stream
         super().__init__(file=plain, markup=False, emoji=False, highlight=False, **options)
 

@@ -118,8 +118,7 @@ def read_run(folder: Path, name: str | None = None, is_own: bool = False) -> Run
     read_metrics(run)
     run.starts = read_rows(run, STARTS_FILE, check_start)
     run.validations = thinned(validations_until(read_rows(run, VALIDATION_FILE, check_validation), run.history.step))
-    with contextlib.suppress(MissingJson):
-        run.status = status_or_why(folder)
+    run.status = status_or_why(folder)
     if not is_own and is_without_end(run.status) and is_known_free(folder):
         run.status = {**run.status, "status": KILLED}
     run.config = read_config(folder / CONFIG_FILE)
@@ -127,11 +126,11 @@ def read_run(folder: Path, name: str | None = None, is_own: bool = False) -> Run
 
 
 def status_or_why(folder: Path) -> dict[str, Any]:
-    """How a run ended, or why that is unknown. Raises MissingJson where there is no status."""
+    """How a run ended, or why that cannot be read; nothing where there is no status."""
     try:
         return status_of(folder)
     except MissingJson:
-        raise
+        return {}
     except BadJson as error:
         return {"status": "unknown", "reason": str(error)}
 

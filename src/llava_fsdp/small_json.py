@@ -103,6 +103,8 @@ def is_flat(tree: Any) -> bool:
     inside = [tree]
     for _ in range(DEEPEST):
         nested = [own for own in inside if isinstance(own, dict | list)]
+        if not nested:
+            return True
         inside = [value for own in nested for value in (own.values() if isinstance(own, dict) else own)]
     return not any(isinstance(own, dict | list) for own in inside)
 

@@ -10,15 +10,15 @@ import sys
 from typing import Any, TextIO
 
 OBEYED = (
-    "\x00-\x1f\x7f-\x9f"  # controls, C0 and C1, with newline, tab and escape among them
+    "\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f"  # controls, C0 and C1, but tab, newline and carriage return
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # direction
     "\u2028\u2029"  # separators of lines and paragraphs
     "\u00ad\u180e\u200b\u2060-\u2065\u206a-\u206f\ufeff\ufff9-\ufffb"  # no width
     "\U000e0000-\U000e0fff"  # tags
     "\ud800-\udfff"  # half a character, which no encoding takes
 )
-IN_NAMES = re.compile(f"[{OBEYED}\u200c\u200d]")
-IN_TEXTS = re.compile(rf"(?!\t|\r?\n)[{OBEYED}]")  # joiners are spelling in Persian and Hindi, and make emoji
+IN_NAMES = re.compile(f"[{OBEYED}\t\n\r\u200c\u200d]")
+IN_TEXTS = re.compile(rf"[{OBEYED}]|\r(?!\n)")  # joiners are spelling in Persian and Hindi, and make emoji
 MOVES = re.compile(r"\r|\n*(?:\x1b\[A)+\Z")
 """What bars of tqdm's write first, or alone: to the beginning of the line, or up a line where there are several."""
 

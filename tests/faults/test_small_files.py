@@ -161,7 +161,7 @@ def test_a_failure_that_cannot_be_read(content: bytes, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [0, -1, 256, "2", None, True])
-def test_a_failure_is_none_with_the_exit_code_of_none(code: object, tmp_path: Path) -> None:
+def test_a_failure_has_the_exit_code_of_one(code: object, tmp_path: Path) -> None:
     """Else a rank that follows it would end as if all were well."""
     (tmp_path / FIRST_FAILURE).write_text(json.dumps(FAILURE))
     assert first_failure(tmp_path) == FAILURE
