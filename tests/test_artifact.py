@@ -402,12 +402,21 @@ def test_vocabulary_without_a_row_to_spare(notes: bool, dataset: Path, tmp_path:
     assert all(torch.equal(one.weights[n], two.weights[n]) for n in one.weights)
 
 
-@pytest.mark.parametrize("aspect", ["square", "pad"])
-@pytest.mark.parametrize("tower", ["clip", "siglip"])
+@pytest.mark.parametrize(
+    ("tower", "aspect", "positions"),
+    [
+        ("clip", "square", 4),
+        ("clip", "pad", 4),
+        ("clip with CLS", "pad", 5),
+        ("siglip", "square", 4),
+        ("siglip", "pad", 4),
+    ],
+)
 def test_exported_processor_makes_our_pixels_and_positions(
-    tower: str, aspect: str, parts: Path, dataset: Path, tmp_path: Path
+    tower: str, aspect: str, positions: int, parts: Path, dataset: Path, tmp_path: Path
 ) -> None:
-    folder, overrides = (parts, []) if tower == "clip" else (qwen_and_siglip(parts, tmp_path / "parts"), OTHER)
+    folder = qwen_and_siglip(parts, tmp_path / "parts") if tower == "siglip" else parts
+    overrides = [] if tower == "clip" else OTHER
     values = [*EXPORTED, *overrides, f"data.image_aspect_ratio={aspect}", "max_steps=1"]
     cfg = make_config(folder, dataset, tmp_path / "run", *values)
     train.train(cfg)
@@ -419,7 +428,7 @@ def test_exported_processor_makes_our_pixels_and_positions(
     ours = load_image(tmp_path / "a.png", loader.steps.pictures.preprocessor, cfg.data.image_aspect_ratio, "x")
     assert torch.equal(normalize(torch.from_numpy(ours)[None], loader.table), inputs["pixel_values"])
     image_id = processor.tokenizer.convert_tokens_to_ids("<image>")
-    assert int((inputs["input_ids"] == image_id).sum()) == loader.steps.pictures.image_tokens == 4
+    assert int((inputs["input_ids"] == image_id).sum()) == loader.steps.pictures.image_tokens == positions
 
 
 def test_checkpoint_brings_its_projector(exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
