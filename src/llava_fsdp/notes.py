@@ -66,7 +66,8 @@ def parse(content: bytes, folder: Path, is_accepted: bool = False) -> dict[str, 
     Args:
         is_accepted: a user changed the notes on purpose; do not check their digest.
     """
-    with foreign(f"{folder / NOTES} is not what was written; {cure(folder, NOTES)}", DamagedModel):
+    advice = "copy the whole folder again" if is_accepted else cure(folder, NOTES)
+    with foreign(f"{folder / NOTES} is not what was written; {advice}", DamagedModel):
         found = parse_object(content, KINDS)
         if not is_older(found) and not is_accepted and unsealed(content) is None:
             raise DamagedModel(

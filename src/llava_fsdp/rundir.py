@@ -451,7 +451,8 @@ def drop_stale_failure(folder: Path) -> None:
     except MissingJson:
         return
     except BadJson as error:
-        log().warning("%s; it is removed", error)
+        (folder / FIRST_FAILURE).unlink(missing_ok=True)
+        log().warning("%s; it has been removed", error)
     (folder / FIRST_FAILURE).unlink(missing_ok=True)
 
 

@@ -202,7 +202,12 @@ MEDIA = {
     "a struct": ({"image_url": {"url": "https://example.org"}}, True),
     "beside its image": ({"image": "0.jpg", "images": ["0.jpg", "1.png"]}, True),
     "null": ({"video": None, "images": [], "audio": "", "image_url": {"url": None}, "videos": [None]}, False),
-    "about it": ({"image_id": 7, "video_length": 3, "imagery": "x", "image_size": [3, 4]}, False),
+    "about it": ({"image_id": 7, "video_length": 3, "imagery": "x", "image_sizes": [3, 4], "imageCaption": "x"}, False),
+    "a number": ({"image_2": "0.jpg"}, True),
+    "base64": ({"imageBase64": "aGVsbG8="}, True),
+    "frames": ({"video_frames": ["0.jpg"]}, True),
+    "wide letters": ({"\uff36ideo\0": "a.mp4"}, True),
+    "other words": ({"PNG-path": "0.png"}, True),
 }
 
 

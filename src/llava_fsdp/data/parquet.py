@@ -22,7 +22,7 @@ import numpy as np
 from llava_fsdp.data.chunks import BLOCK, Columns, chunk_file, columns_of, flush
 from llava_fsdp.data.reading import MOST_BYTES, check_head
 from llava_fsdp.data.seal import read_json
-from llava_fsdp.data.source import MEDIA_KEY, TOO_LARGE, is_empty, reading
+from llava_fsdp.data.source import TOO_LARGE, is_empty, names_media, reading
 from llava_fsdp.errors import ConfigError, DataError
 
 SUFFIX = ".parquet"
@@ -248,7 +248,7 @@ def lines(path: Path, store: Store | None, groups: list[int] | None = None, most
     if store is None and is_embedded(file.schema_arrow):
         raise DataError(f"{path} holds pictures; only llava_fsdp.prepare and training read them: give paths instead")
     names = file.schema_arrow.names
-    unread = [name for name in names if name not in COLUMNS and MEDIA_KEY.fullmatch(name)]
+    unread = [name for name in names if name not in COLUMNS and names_media(name)]
     present = [name for name in COLUMNS if name in names] + unread
     rows = 1 if unread else ROWS_AT_ONCE
     for batch in read_on(path, file.iter_batches(rows, row_groups=groups, columns=present)):
@@ -296,5 +296,5 @@ def plain_turn(turn: dict[str, Any] | None) -> dict[str, Any] | None:
     """What a turn says, and whether it names media: what else it has may be no JSON."""
     if turn is None:
         return None
-    held = {name: HELD for name, value in turn.items() if MEDIA_KEY.fullmatch(name) and not is_empty(value)}
+    held = {name: HELD for name, value in turn.items() if names_media(name) and not is_empty(value)}
     return {name: turn[name] for name in TURN} | held

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +22,18 @@ CURES = {
     errno.EISDIR: "name a file",
 }
 """What helps where asking again does not."""
-MEDIA_KEY = re.compile(
-    r"(?:images?|imgs?|pictures?|photos?|videos?|audios?|sounds?|media)(?:[_-]?(?:urls?|paths?|files?|bytes|list))?",
-    re.IGNORECASE,
+WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+"""A word of a key: `image` and `url` of `image_url`, `imageUrl2` and `IMAGE-URL`."""
+MEDIA = frozenset(
+    "image img picture pic photo screenshot thumbnail frame jpg jpeg png gif "
+    "video vid movie clip audio sound speech voice wav media".split()
 )
-"""Keys that name media. A record's own `image` alone is read."""
+ABOUT = frozenset(
+    "id index idx has is num number count size width height shape ratio resolution length duration fps format type "
+    "source dataset split caption title description alt text label category quality score hash md5 sha license "
+    "author".split()
+)
+"""With one of these words a key says something about media."""
 MEDIA_TAG = re.compile(r"<(video|audio)>", re.IGNORECASE)
 """What stands in a question for media that are not read."""
 TOO_LARGE = "llava_fsdp bytes of a row"
@@ -218,8 +226,15 @@ def media_of(raw: dict[str, Any]) -> list[str]:
     return [
         f"the key {shown(key)}, {shown(value)}"
         for key, value in raw.items()
-        if MEDIA_KEY.fullmatch(key) and not is_empty(value)
+        if names_media(key) and not is_empty(value)
     ]
+
+
+def names_media(key: str) -> bool:
+    """Whether a key's words say that its value is an image, a video or sound. Of all keys, `image` alone is read."""
+    words = {word.lower() for word in WORD.findall(unicodedata.normalize("NFKC", key))}
+    words |= {word.removesuffix("s") for word in words}
+    return not words.isdisjoint(MEDIA) and words.isdisjoint(ABOUT)
 
 
 def unread_tag(turns: Sequence[Turn]) -> str | None:
