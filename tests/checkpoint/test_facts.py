@@ -1,6 +1,7 @@
 """A run that continues knows of itself what it knew when it was saved: every fact of a checkpoint that is no tensor."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from reference import outcome
 from small import make_config
 
 from llava_fsdp import checkpoint, loop, train
-from llava_fsdp.checkpoint.facts import facts_of
+from llava_fsdp.checkpoint.facts import facts_of, is_fixed
+from llava_fsdp.config import SourceConfig
 from llava_fsdp.data.batch import Step
 from llava_fsdp.optim import prepare_moments
 from llava_fsdp.sharding.zero import SHARD_PLANS
@@ -71,3 +73,9 @@ def test_a_run_with_skipped_steps_continues_as_if_it_had_not_stopped(
             assert row[key] == wanted[key], (row["step"], key)
     found, wanted = (outcome(tmp_path / name).weights for name in ("cut", "whole"))
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_of_a_source_only_its_places_may_change() -> None:
+    """A run continues with the same mixture of records, wherever their files lie now."""
+    keys = {f"data.sources.a.{field.name}" for field in fields(SourceConfig)}
+    assert {key for key in keys if not is_fixed(key)} == {"data.sources.a.path", "data.sources.a.images"} < keys

@@ -1,5 +1,6 @@
 """Which modules get adapters, what of them trains, and dropout that depends on the sample alone."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -177,6 +178,14 @@ def test_merged_weights_are_base_and_scaled_product() -> None:
     found = Merged(Held(weight), Held(a), Held(b), Held(lengths), 3.0).rows(2, 7)
     torch.testing.assert_close(found.norm(dim=1), lengths[2:])
     torch.testing.assert_close(found / lengths[2:, None], summed[2:] / summed[2:].norm(dim=1, keepdim=True))
+
+
+@pytest.mark.parametrize(("base", "a", "b"), itertools.product((torch.bfloat16, torch.float32), repeat=3))
+def test_a_merged_weight_has_the_widest_dtype_of_its_parts(base: torch.dtype, a: torch.dtype, b: torch.dtype) -> None:
+    own = Merged(
+        Held(torch.ones(3, 5, dtype=base)), Held(torch.ones(2, 5, dtype=a)), Held(torch.ones(3, 2, dtype=b)), None, 1
+    )
+    assert own.dtype == (torch.float32 if torch.float32 in (base, a, b) else torch.bfloat16)
 
 
 OTHERWISE = {"r": 5, "alpha": 3.0, "use_dora": True, "use_rslora": True}
