@@ -266,11 +266,11 @@ def test_leaves_nothing_behind(
 
 def test_continued_run_does_what_is_owed_once(parts: Path, dataset: Path, held: Path, tmp_path: Path) -> None:
     """The run died in the validation of step 4, whose checkpoint was there, or behind it; or before step 4's was."""
-    common = ["max_steps=6", "checkpoint.every=2", "checkpoint.keep=9", *keys(held, "val.every=2", "val.answers=2")]
+    common = ["max_steps=7", "checkpoint.every=2", "checkpoint.keep=9", *keys(held, "val.every=2", "val.answers=2")]
     whole = tmp_path / "whole"
     train.train(make_config(parts, dataset, whole, *common))
     expected = rows(whole)
-    assert [row["step"] for row in expected] == [2, 4, 6]
+    assert [row["step"] for row in expected] == [2, 4, 6, 7], "also after the last step"
     for at, left in ((4, [2]), (4, [2, 4]), (2, [2, 4, 6])):
         folder = tmp_path / f"{at}-{len(left)}"
         shutil.copytree(whole / "checkpoints" / f"step-{at:06d}", folder / "checkpoints" / f"step-{at:06d}")
@@ -279,12 +279,12 @@ def test_continued_run_does_what_is_owed_once(parts: Path, dataset: Path, held: 
         (folder / "validation.jsonl").write_text("\n".join(torn) + "\n")
         train.train(make_config(parts, dataset, folder, *common))
         got = rows(folder)
-        assert [row["step"] for row in got] == [2, 4, 6]
-        assert [row["seconds"] < 0 for row in got] == [step in left and step <= at for step in (2, 4, 6)]
+        assert [row["step"] for row in got] == [2, 4, 6, 7]
+        assert [row["seconds"] < 0 for row in got] == [step in left and step <= at for step in (2, 4, 6, 7)]
         for own, other in zip(got, expected, strict=True):
             assert own | {"seconds": 0} == other | {"seconds": 0}
     train.train(make_config(parts, dataset, whole, *common, "checkpoint.resume=never", "val.every=null"))
-    assert not (whole / "validation.jsonl").exists() and len(rows(whole / "old-1")) == 3
+    assert not (whole / "validation.jsonl").exists() and len(rows(whole / "old-1")) == 4
 
 
 def test_every_source_has_a_loss_of_its_own(parts: Path, dataset: Path, held: Path, tmp_path: Path) -> None:
