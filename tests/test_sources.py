@@ -48,6 +48,14 @@ def test_the_parts_are_the_whole(parts: Path, dataset: Path, tmp_path: Path) -> 
     json.dumps(rows)
 
 
+def test_every_record_is_of_the_file_that_it_lies_in(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    cfg = make_config(parts, dataset, tmp_path, *sources(dataset), *SEVERAL)
+    steps = build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None).loader.steps
+    numbers = range(len(steps.records))
+    found = [steps.sources[source] for source in steps.sources_of([*numbers])]
+    assert found == [Path(steps.records[number].file).stem for number in numbers] and len(set(found)) == 3
+
+
 def test_asking_changes_no_bit(parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = run(single_world(), parts, dataset, tmp_path / "a", True, *SEVERAL, "loss.chunk_tokens=7")
     monkeypatch.setattr("llava_fsdp.loop.SourceSums.each", lambda self: None)
