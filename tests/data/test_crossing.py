@@ -97,6 +97,7 @@ def test_workers_that_cannot_be_started_are_done_without(
     what: str, parts: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The same steps, and one warning. Of two processes the first is there when the second fails."""
+    before = set(multiprocessing.active_children())
     expected = list(open_loader(parts, dataset).from_step(0))
     loader = open_loader(parts, dataset, "data.workers=2")
     if what == "queues":
@@ -110,7 +111,7 @@ def test_workers_that_cannot_be_started_are_done_without(
     assert len(caplog.records) == 1 and "data.workers=2" in caplog.text and "--shm-size" in caplog.text
     for a, b in zip(arrived, expected, strict=True):
         assert_same(a, b)
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= before
 
 
 SMALL = """
