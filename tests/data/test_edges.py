@@ -328,7 +328,8 @@ def test_words_that_say_something_about_media() -> None:
     ("name", "kind"),
     [
         ("HTTPS://a/b.jpg", Kind.url), ("s3://a/b.jpg", Kind.url), ("DATA:image/png", Kind.url),
-        ("a/..", Kind.path_outside), ("/a.jpg", Kind.path_outside), ("a/b/", Kind.bad_form), ("a\0b", Kind.bad_form), ("\ud83d.jpg", Kind.bad_form),
+        ("a/..", Kind.path_outside), ("/a.jpg", Kind.path_outside), ("a/b/", Kind.bad_form),
+        ("a\0b", Kind.bad_form), ("\ud83d.jpg", Kind.bad_form),
         ("a/data:b.jpg", None), ("a:b.jpg", None), ("..a/b..jpg", None), ("x/http://y.jpg", None),
         ("größe/a b.jpg", None),
     ],
