@@ -22,8 +22,8 @@ CURES = {
     errno.EISDIR: "name a file",
 }
 """What helps where asking again does not."""
-WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
-"""A word of a key: `image` and `url` of `image_url`, `imageUrl2` and `IMAGE-URL`."""
+WORD = re.compile(r"(?i:md5)|[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+"""A word of a key: `image` and `url` of `image_url`, `imageUrl2` and `IMAGE-URL`. `md5` alone has a digit."""
 MEDIA = frozenset(
     "image img picture pic photo screenshot thumbnail frame jpg jpeg png gif "
     "video vid movie clip audio sound speech voice wav media".split()

@@ -11,7 +11,7 @@ from llava_fsdp.data.texts import SourceFile, digest
 from llava_fsdp.errors import SourceError
 from llava_fsdp.small_json import parse_object
 
-FORMAT = 4
+FORMAT = 5
 """Raised whenever the columns change, or what is found in a record."""
 KNOWN = "known.json"
 

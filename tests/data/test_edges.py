@@ -1,0 +1,462 @@
+"""Numbers at their bounds, and tables row by row, of what makes samples, steps and pictures."""
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+import torch
+from PIL import Image
+
+from llava_fsdp.config import AspectRatio, Normalize, Parity, Pixels, SourceConfig, TooLong
+from llava_fsdp.data import examine, ids, images, loader
+from llava_fsdp.data.anyres import feature_rows
+from llava_fsdp.data.batch import LeftOut, MicroBatch, Step, StepFacts
+from llava_fsdp.data.collate import Collator, drawn_from
+from llava_fsdp.data.encode import ExactEncoder, OriginalEncoder, Sample
+from llava_fsdp.data.images import PictureReader, Preprocessor, check_enlarged, parse_preprocessor
+from llava_fsdp.data.lean import Decoded
+from llava_fsdp.data.llava_v1_5 import Original
+from llava_fsdp.data.measure import EncodeRecords
+from llava_fsdp.data.order import Shuffle, amounts, shares_of
+from llava_fsdp.data.parquet import check_types, line
+from llava_fsdp.data.problems import BITS, Kind, is_kept
+from llava_fsdp.data.records import Records
+from llava_fsdp.data.report import describe_lengths
+from llava_fsdp.data.seal import read_rows
+from llava_fsdp.data.source import TOO_LARGE, Record, Turn, check_name, names_media
+from llava_fsdp.data.templates import ALIASES, template
+from llava_fsdp.data.texts import SourceFile, Texts, split
+from llava_fsdp.data.tokenizer import Tokenizer, any_of, open_tokenizer
+from llava_fsdp.data.vocabulary import IGNORE
+from llava_fsdp.errors import DamagedError, DataError, ModelError, PictureError
+
+TINY = Path(examine.__file__).parents[1] / "assets" / "tiny-llama"
+TURNS = (Turn("human", "what colour"), Turn("gpt", "red blue green circle"))
+RECORD = Record("data.json", 3, "abc", (), TURNS, False)
+CLIP = Preprocessor(28, True, Image.Resampling.BICUBIC, (0.5, 0.4, 0.3), (0.5, 0.4, 0.3))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return open_tokenizer(TINY)
+
+
+def exact(tokenizer: Tokenizer, max_length: int, too_long: TooLong, start_end: bool = False) -> ExactEncoder:
+    return ExactEncoder(tokenizer, template("v1"), lambda *_: np.arange(4), max_length, too_long, start_end)
+
+
+def original(tokenizer: Tokenizer, max_length: int) -> OriginalEncoder:
+    return OriginalEncoder(Original(tokenizer, template("v1"), max_length), lambda *_: np.arange(4))
+
+
+@pytest.mark.parametrize("too_long", TooLong)
+def test_a_sample_of_exactly_the_maximum_length_is_not_too_long(tokenizer: Tokenizer, too_long: TooLong) -> None:
+    whole = exact(tokenizer, 999, too_long)(RECORD)
+    assert whole is not None
+    fits = exact(tokenizer, len(whole.input_ids), too_long)(RECORD)
+    assert fits is not None and fits.input_ids.tolist() == whole.input_ids.tolist() and not fits.positions_cut
+
+
+def test_what_other_maximum_lengths_would_cost(tokenizer: Tokenizer) -> None:
+    """One that the sample just fits in costs nothing; the whole is never a cut one."""
+    whole = exact(tokenizer, 999, TooLong.truncate)(RECORD)
+    assert whole is not None
+    length = len(whole.input_ids)
+    for make in (lambda n: exact(tokenizer, n, TooLong.truncate), lambda n: original(tokenizer, n)):
+        made = make(length - 2).measure(RECORD, [length - 5, length - 1, length, length + 1])
+        assert sorted(made.at) == [length - 5, length - 2, length - 1]
+        assert len(made.whole.input_ids) == length and not made.whole.positions_cut
+        assert len(made.sample.input_ids) == length - 2
+        for limit, cut in made.at.items():
+            expected = make(limit)(RECORD)
+            assert expected is not None and cut.labels.tolist() == expected.labels.tolist()
+
+
+def test_a_label_at_the_first_position_is_never_predicted() -> None:
+    labels = np.array([7, IGNORE, 9, 9])
+    assert Sample(np.array([7, 8, 9, 9]), labels, (), (), 0, 0).num_labels == 2
+
+
+def test_tokens_around_neighbouring_images_are_special() -> None:
+    each = open_tokenizer(TINY, extra=("<im_start>", "<im_end>"))
+    turns = (Turn("human", "<image><image> a"), TURNS[1])
+    sample = exact(each, 999, TooLong.fail, True)(dataclasses.replace(RECORD, images=("a", "b"), turns=turns))
+    assert sample is not None
+    assert [(sample.input_ids == each.special(t)).sum() for t in ("<im_start>", "<im_end>")] == [2, 2]
+
+
+def test_only_a_sample_that_had_labels_can_be_left_without(tokenizer: Tokenizer) -> None:
+    encoder = exact(tokenizer, 6, TooLong.truncate)
+    task = EncodeRecords(
+        Path(), 1, Path(), Path(), encoder, PictureReader(None, CLIP, AspectRatio.pad, Pixels.exact, 4)
+    )
+    made = encoder.measure(RECORD, [6])
+    assert task.losses(made)[0, 3] == 1
+    unlabelled = dataclasses.replace(made.whole, labels=np.full_like(made.whole.labels, IGNORE))
+    assert task.losses(dataclasses.replace(made, whole=unlabelled))[0, 3] == 0
+
+
+def test_every_count_of_a_step_is_without_what_is_left_out() -> None:
+    names = [f.name for f in dataclasses.fields(StepFacts) if f.type == "int" and f.name != "step"]
+    assert len(names) == 8
+    whole = StepFacts(
+        5, **{name: 100 + n for n, name in enumerate(names)}, unlabelled=["a", "b"], source_labels={"x": 9}
+    )
+    lacks = StepFacts(0, **{name: n + 1 for n, name in enumerate(names)}, unlabelled=["b"], source_labels={"x": 2})
+    out = [LeftOut(n, "r", "url", "", lacks) for n in range(2)]
+    rest = whole.without(out)
+    assert [getattr(rest, name) for name in names] == [100 + n - 2 * (n + 1) for n in range(8)]
+    assert (rest.step, rest.unlabelled, rest.source_labels, rest.left_out) == (5, ["a"], {"x": 5}, out)
+
+
+def test_a_step_without_labels_has_a_scale() -> None:
+    none = torch.zeros(0)
+    micro = MicroBatch(none, none, none, none, none, none, scale=0.25)
+    step = Step(StepFacts(0, label_tokens=4), [micro])
+    out = [LeftOut(0, "r", "url", "", StepFacts(0, label_tokens=4))]
+    assert step.without(out, Normalize.step).micro_batches[0].scale == 1
+    assert step.without(out, Normalize.micro_batch).micro_batches[0].scale == 0.25
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_a_micro_batch_of_nothing_is_one_position_without_a_label(pack: bool) -> None:
+    reader = PictureReader(None, CLIP, AspectRatio.pad, Pixels.exact, 4)
+    made = Collator(reader, Normalize.micro_batch, pack)([], StepFacts(0), 2)
+    assert made.input_ids.tolist() == [[0]] and not len(made.label_ids) and not len(made.label_positions)
+    assert (made.lengths, made.cu_seqlens.tolist()) == (((1,), [0, 1]) if pack else ((), []))
+    assert made.scale == 0.5 and made.images.shape == (0, 3, 28, 28)
+
+
+def test_tiles_have_seeds_of_their_own_below_the_bound() -> None:
+    sample = Sample(np.zeros(1), np.zeros(1), (), (), 0, 0)
+    rows = [(sample, [np.zeros((2, 1)), np.zeros((1, 1))]), (sample, []), (sample, [np.zeros((3, 1))])]
+    made = drawn_from([10, 20, 2**31 - 2], rows)
+    assert made["seeds"].tolist() == [10, 20, 2**31 - 2]
+    assert made["tile_seeds"].tolist() == [11, 12, 13, 2**31 - 1, 0, 1]
+
+
+def sources(**own: dict[str, Any]) -> dict[str, SourceConfig]:
+    return {name: SourceConfig(path=f"{name}.json", **keys) for name, keys in own.items()}
+
+
+@pytest.mark.parametrize(
+    ("epochs", "count", "samples"), [(0.7, 5, 4), (0.5, 5, 3), (1.1, 4, 4), (0.29, 100, 29), (0.1, 4, 0)]
+)
+def test_a_fraction_of_a_source_is_rounded(epochs: float, count: int, samples: int) -> None:
+    """Halves up, and as the fraction is written: 0.7 of 5 is 3.5 and not 3.4999."""
+    assert amounts(sources(a={"epochs": epochs}, b={}), [count, 7]) == [samples, 7]
+
+
+def test_sources_and_passes_are_shuffled_apart() -> None:
+    """Which records come first is not the same in two sources of one size, nor in two passes over one."""
+    shares = shares_of(sources(a={"epochs": 0.25}, b={"epochs": 0.25}), [40, 40])
+    order = Shuffle(80, 1, 8, shares)
+    first, second = (order.members(share, 0) - share.first for share in shares)
+    assert sorted(first.tolist()) != sorted(second.tolist())
+    assert sorted(order.members(shares[0], 0).tolist()) != sorted(order.members(shares[0], 4).tolist())
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "workers"), [(1, 1, 0), (2, 1, 1), (5, 1, 4), (64, 1, 4), (16, 8, 1), (3, 8, 0)]
+)
+def test_workers_leave_a_rank_its_own_core(
+    cores: int, ranks: int, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "cores", lambda: cores)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert loader.loading_workers() == workers
+
+
+def test_which_problems_are_trained_on() -> None:
+    always = {Kind.duplicate_id, Kind.special_token}
+    like_original = {Kind.media_not_read, Kind.empty_answer, Kind.tag_without_picture, Kind.no_labels}
+    for labels in Parity:
+        for too_long in TooLong:
+            kept = {kind for kind in Kind if is_kept(kind, labels, too_long)}
+            expected = always | (like_original if labels is Parity.llava_v1_5 else set())
+            assert kept == expected | ({Kind.too_long} if too_long is TooLong.truncate else set())
+    assert sorted(BITS.values()) == [1 << n for n in range(len(Kind))]
+
+
+def test_what_is_left_out_for_its_length_is_not_wrong() -> None:
+    """A long record has lost its labels to a cut that is never made; one without labels of its own is wrong."""
+    long, bare, url = (BITS[kind] for kind in (Kind.too_long, Kind.no_labels, Kind.url))
+    flags = np.array([0, long, long | bare, bare, long | url, url | bare], dtype=np.uint32)
+    found = {}
+    for too_long in TooLong:
+        records: Any = object.__new__(Records)
+        records.index = FakeIndex(flags)
+        records.dropping = [kind for kind in Kind if not is_kept(kind, Parity.exact, too_long)]
+        records.counts, records.out, records.long = dict.fromkeys(Kind, 0), 0, 0
+        found[too_long] = records._choose().tolist(), records.out, records.long
+        assert (records.counts[Kind.too_long], records.counts[Kind.no_labels]) == (3, 3)
+    assert found[TooLong.truncate] == ([0, 1], 4, 0)
+    assert found[TooLong.quarantine] == found[TooLong.fail] == ([0], 3, 2)
+
+
+class FakeIndex:
+    """Flags of records, in blocks of two."""
+
+    def __init__(self, flags: np.ndarray):
+        self.flags = flags
+
+    def __len__(self) -> int:
+        return len(self.flags)
+
+    def blocks(self):
+        return [(at, self.flags[at : at + 2]) for at in range(0, len(self.flags), 2)]
+
+
+def test_places_add_up_over_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ids, "BLOCK", 3)
+    counts = np.array([2, 0, 1, 5, 0, 0, 4, 1], dtype=np.int32)
+    assert np.concatenate(list(ids.running_sum(counts))).tolist() == [0, *np.cumsum(counts).tolist()]
+
+
+def test_percentiles_of_lengths(tmp_path: Path) -> None:
+    """The least length that so many samples do not exceed; a record that is no sample has none."""
+    np.save(tmp_path / "full.npy", np.array([0, *range(1, 101), 0], dtype=np.int32))
+    index: Any = SimpleNamespace(encoded=tmp_path)
+    found = describe_lengths(index)
+    assert found["percentiles"] == {str(p): p for p in (1, 5, 25, 50, 75, 95, 99, 100)}
+    assert (found["samples"], found["mean"]) == (100, 50.5)
+    assert [bar["records"] for bar in found["histogram"]] == [4, *[5] * 19, 1]
+
+
+@pytest.mark.parametrize("key", ["record", "id", "kind", "reason"])
+def test_a_problem_without_one_of_its_keys_is_damage(key: str, tmp_path: Path) -> None:
+    row = dict.fromkeys(("record", "id", "kind", "reason"), 1)
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row))
+    assert list(read_rows(path)) == [row]
+    del row[key]
+    path.write_text(json.dumps(row))
+    with pytest.raises(DamagedError):
+        list(read_rows(path))
+
+
+def test_a_record_of_exactly_the_most_bytes_is_read(tmp_path: Path) -> None:
+    """And one without bytes is none."""
+    (tmp_path / "a.json").write_text('[{"a": 1}, {"b": 23}]')
+    for most, fits in ((8, False), (9, True)):
+        folder = tmp_path / str(most)
+        source = SourceFile("a", str(tmp_path / "a.json"), None)
+        split([source], folder, [tmp_path / "a.json"], "f", most, lambda: None)
+        texts = Texts(folder)
+        assert texts.read(0) == b'{"a": 1}'
+        if fits:
+            assert texts.read(1) == b'{"b": 23}'
+            continue
+        with pytest.raises(DataError) as caught:
+            texts.read(1)
+        assert caught.value.kind == Kind.record_too_large
+    texts = Texts(folder)
+    texts.size = np.array([0, 9], dtype=np.int32)
+    with pytest.raises(DamagedError):
+        texts.read(0)
+
+
+def row_of(**columns: Any) -> pyarrow.RecordBatch:
+    return pyarrow.RecordBatch.from_pylist([columns])
+
+
+def test_a_row_of_exactly_the_most_bytes_is_made_json() -> None:
+    row = row_of(id="i" * 300, conversations=[{"from": "human", "value": "a"}])
+    made = line(row, None, 9999)
+    assert line(row, None, len(made)) == made
+    assert json.loads(line(row, None, len(made) - 1)) == {"id": "i" * 300, TOO_LARGE: [len(made), len(made) - 1]}
+
+
+TEXT = pyarrow.string()
+LISTS = {"list": pyarrow.list_, "large list": pyarrow.large_list, "fixed list": lambda one: pyarrow.list_(one, 2)}
+TEXTS = {
+    "text": TEXT,
+    "large text": pyarrow.large_string(),
+    "dictionary": pyarrow.dictionary(pyarrow.int32(), TEXT),
+    "nulls": pyarrow.null(),
+}
+DATA = {"bytes": pyarrow.binary(), "large bytes": pyarrow.large_binary(), "no bytes": pyarrow.null()}
+
+
+@pytest.mark.parametrize("kind", LISTS)
+@pytest.mark.parametrize("text", TEXTS)
+def test_every_form_of_lists_and_texts_is_read(kind: str, text: str) -> None:
+    turns = LISTS[kind](pyarrow.struct([("from", TEXTS[text]), ("value", TEXTS[text])]))
+    for own in (TEXTS[text], LISTS[kind](TEXTS[text])):
+        check_types(Path("a"), pyarrow.schema([("conversations", turns), ("id", TEXTS[text]), ("image", own)]))
+
+
+@pytest.mark.parametrize("data", DATA)
+def test_every_form_of_images_in_rows_is_read(data: str) -> None:
+    turns = pyarrow.list_(pyarrow.struct([("from", TEXT), ("value", TEXT)]))
+    image = pyarrow.struct([("bytes", DATA[data]), ("path", TEXT)])
+    for own in (image, pyarrow.list_(image)):
+        for identity in (pyarrow.int64(), pyarrow.float64()):
+            check_types(Path("a"), pyarrow.schema([("conversations", turns), ("id", identity), ("image", own)]))
+    for wrong in (pyarrow.struct([("bytes", DATA[data])]), pyarrow.struct([("bytes", TEXT), ("path", TEXT)])):
+        with pytest.raises(DataError):
+            check_types(Path("a"), pyarrow.schema([("conversations", turns), ("image", wrong)]))
+
+
+@pytest.mark.parametrize("words", [
+    "image img picture pic photo screenshot thumbnail frame jpg jpeg png gif",
+    "video vid movie clip audio sound speech voice wav media",
+])  # fmt: skip
+def test_words_of_media(words: str) -> None:
+    """Alone, as several, and beside another word; not as a part of a longer word."""
+    for word in words.split():
+        assert names_media(word) and names_media(f"{word}s") and names_media(f"main_{word.upper()}"), word
+        assert not names_media(f"{word}ry")
+
+
+def test_words_that_say_something_about_media() -> None:
+    words = (
+        "id index idx has is num number count size width height shape ratio resolution length duration fps format type "
+        "source dataset split caption title description alt text label category quality score hash md5 sha license "
+        "author"
+    )
+    for word in words.split():
+        assert not names_media(f"image_{word}"), word
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("HTTPS://a/b.jpg", Kind.url), ("s3://a/b.jpg", Kind.url), ("DATA:image/png", Kind.url),
+        ("a/..", Kind.path_outside), ("/a.jpg", Kind.path_outside), ("a/b/", Kind.bad_form),
+        ("a\0b", Kind.bad_form), ("\ud83d.jpg", Kind.bad_form),
+        ("a/data:b.jpg", None), ("a:b.jpg", None), ("..a/b..jpg", None), ("x/http://y.jpg", None),
+        ("größe/a b.jpg", None),
+    ],
+)  # fmt: skip
+def test_names_of_images(name: str, kind: Kind | None) -> None:
+    if kind is None:
+        check_name(name, "here")
+        return
+    with pytest.raises(DataError) as caught:
+        check_name(name, "here")
+    assert caught.value.kind == kind
+
+
+def test_other_names_of_templates() -> None:
+    assert ALIASES == {
+        "v0_plain": "plain", "default": "v0", "llava_v0": "v0", "vicuna_v1": "v1", "v0.5": "v1",
+        "chatml_direct": "chatml", "mistral_direct": "chatml",
+    }  # fmt: skip
+    assert all(template(alias) is template(name) for alias, name in ALIASES.items())
+
+
+def test_the_longest_special_token_is_found() -> None:
+    assert any_of(["<a>", "<a><b>", "b", "+"]).findall("<a><b>b+<a>") == ["<a><b>", "b", "+", "<a>"]
+
+
+def test_tokens_that_the_model_has_no_rows_for_are_text() -> None:
+    frozen = json.loads((TINY / "tokenizer.json").read_text())
+    last = max(frozen["added_tokens"], key=lambda token: token["id"])
+    assert open_tokenizer(TINY, last["id"] + 1).special(last["content"]) == last["id"]
+    assert open_tokenizer(TINY, last["id"]).special(last["content"]) is None
+
+
+CONFIG: dict[str, Any] = {
+    "size": {"shortest_edge": 30}, "crop_size": {"height": 28, "width": 28}, "do_center_crop": True,
+    "image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.4, 0.3], "resample": 2,
+}  # fmt: skip
+
+
+def test_what_a_preprocessor_says() -> None:
+    """A crop counts where the short side is resized; without one the short side is the square."""
+    read = parse_preprocessor(CONFIG, Path("a"))
+    assert (read.size, read.keep_ratio, read.resample) == (28, True, Image.Resampling.BILINEAR)
+    assert (read.mean, read.std) == ((0.5, 0.4, 0.3), (0.5, 0.4, 0.3))
+    assert parse_preprocessor(CONFIG | {"do_center_crop": False}, Path("a")).size == 30
+    squeezed = parse_preprocessor(CONFIG | {"size": {"height": 32, "width": 32}}, Path("a"))
+    assert (squeezed.size, squeezed.keep_ratio) == (32, False)
+    silent = {key: value for key, value in CONFIG.items() if key != "resample"}
+    assert parse_preprocessor(silent, Path("a")).resample is Image.Resampling.BICUBIC
+    assert parse_preprocessor({**CONFIG, "crop_size": 8192}, Path("a")).size == 8192
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"crop_size": {"height": 28, "width": 30}}, {"crop_size": {"height": 30, "width": 28}}, {"size": None},
+        {"crop_size": 0}, {"crop_size": 8193}, {"crop_size": {"height": 28.0, "width": 28.0}},
+        {"image_mean": [0.5, 0.4]}, {"image_std": [0.5] * 4}, {"image_mean": [0.5, float("nan"), 0.5]},
+        {"image_std": [0.5, float("inf"), 0.5]}, {"image_std": [0.5, 0.0, 0.5]}, {"image_std": [0.5, 0.5, -1.0]},
+    ],
+)  # fmt: skip
+def test_preprocessors_that_are_none(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ModelError):
+        parse_preprocessor(CONFIG | wrong, Path("a"))
+
+
+def test_as_many_pixels_as_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the file, of the square around it, and of what it is enlarged to before it is cut."""
+    monkeypatch.setattr(examine, "MAX_PIXELS", 12)
+    examine.check_pixels(Image.new("L", (3, 4)), Path("a"), "x")
+    with pytest.raises(PictureError):
+        examine.check_pixels(Image.new("L", (13, 1)), Path("a"), "x")
+    for aspect, most in ((AspectRatio.pad, 50 * 50), (AspectRatio.square, 28 * 28 * 50 // 10)):
+        monkeypatch.setattr(images, "MAX_PIXELS", most)
+        for shape in ((10, 50), (50, 10)):
+            check_enlarged(shape, CLIP, aspect, "x")
+        monkeypatch.setattr(images, "MAX_PIXELS", most - 1)
+        with pytest.raises(PictureError):
+            check_enlarged((50, 10), CLIP, aspect, "x")
+
+
+@pytest.mark.parametrize("kind", ["PPM", "TGA", "ICO", "PCX"])
+def test_formats_that_are_not_read(kind: str, tmp_path: Path) -> None:
+    assert examine.FORMATS == ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+    Image.new("RGB", (32, 32)).save(tmp_path / "a.png", kind)
+    with pytest.raises(PictureError) as caught:
+        examine.examine(tmp_path / "a.png", "x", full=True)
+    assert caught.value.kind == Kind.image_unreadable
+
+
+@pytest.mark.parametrize(
+    ("mode", "least", "most", "white"),
+    [
+        ("I;16", 0, 9, 65535), ("I;16B", 0, 65535, 65535), ("F", 0, 1, 1), ("F", 0, 1.5, 255), ("F", 0, 255, 255),
+        ("F", 0, 256, 65535), ("I", 0, 1, 255), ("I", 0, 255, 255), ("I", 3, 256, 65535), ("I", 0, 65535, 65535),
+        ("I", 0, 65536, None), ("I", -1, 9, None), ("F", -0.1, 0.5, None), ("F", 0, 65535.5, None),
+    ],
+)  # fmt: skip
+def test_the_value_that_is_white(mode: str, least: float, most: float, white: float | None) -> None:
+    values = np.array([least, most])
+    if white is not None:
+        assert examine.white_of(mode, values, "x") == white
+        return
+    with pytest.raises(PictureError):
+        examine.white_of(mode, values, "x")
+
+
+@pytest.mark.parametrize("size", [(28, 56), (56, 56), (84, 28), (28, 84)])
+def test_tiles_are_counted_by_what_they_show(size: tuple[int, int]) -> None:
+    """The ends of lines are of none; one tile where nothing is shown in tiles."""
+    reader = PictureReader(None, CLIP, AspectRatio.anyres, Pixels.exact, 4, (size,))
+    for merge in (images.PatchMerge.flat, images.PatchMerge.spatial, images.PatchMerge.spatial_unpad):
+        rows = feature_rows(size, [size], 28, 2, merge)
+        assert reader.count_tiles(rows) == 1 + size[0] * size[1] // 28**2
+        assert dataclasses.replace(reader, merge=merge).most_positions == len(rows)
+    assert reader.count_tiles(np.arange(4)) == 1
+    assert dataclasses.replace(reader, aspect=AspectRatio.pad).most_positions == 4
+
+
+@pytest.mark.parametrize(("wide", "narrower"), [(124, False), (125, True), (250, True), (100, False), (90, False)])
+def test_the_narrower_filter_from_a_quarter_on(wide: int, narrower: bool) -> None:
+    """By the side that is reduced least; a filter that is not the bicubic one stays."""
+    noise = np.random.default_rng(0).integers(0, 256, (400, wide, 3), dtype=np.uint8)
+    picture = Image.fromarray(noise)
+    lean = Decoded(picture, picture.size, 1, 0, 0)
+    for given, used in (
+        (Image.Resampling.BICUBIC, Image.Resampling.HAMMING if narrower else Image.Resampling.BICUBIC),
+        (Image.Resampling.BILINEAR, Image.Resampling.BILINEAR),
+    ):
+        plain = picture.resize((100, 100), used, (0, 0, wide, 400), 2.0)
+        assert np.array_equal(np.asarray(lean.resize((100, 100), given)), np.asarray(plain))
