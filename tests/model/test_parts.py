@@ -83,5 +83,5 @@ def test_a_projector_is_for_one_language_model_and_one_tower(tmp_path: Path) -> 
 
     check("a", "b")
     for language, vision in (("a", "c"), ("c", "b")):
-        with pytest.raises(ConfigError, match="model.projector=auto"):
+        with pytest.raises(ConfigError, match=r"model\.projector=auto"):
             check(language, vision)
