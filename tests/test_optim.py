@@ -43,6 +43,18 @@ def test_warmup_decay_is_logarithmic_then_linear() -> None:
     values = [SCHEDULES[Schedule.warmup_decay](step, 20, 5) for step in range(20)]
     assert values[:5] == [math.log(s + 1) / math.log(5) for s in range(5)]
     assert values[5:] == pytest.approx([(20 - s) / 15 for s in range(5, 20)])
+    for warmup in (0, 1, 2):  # it is at least two steps long there
+        values = [SCHEDULES[Schedule.warmup_decay](step, 5, warmup) for step in range(5)]
+        assert values == pytest.approx([0.0, 1.0, 1.0, 2 / 3, 1 / 3])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_learning_rate_is_never_negative(name: Schedule) -> None:
+    """Not even behind the last step, nor where the warm-up is as long as the run or longer."""
+    for total, warmup in ((5, 2), (3, 3), (2, 7), (1, 0)):
+        values = [SCHEDULES[name](step, total, warmup) for step in range(total + 3)]
+        assert all(0 <= value <= 1 + 1e-12 or step < warmup for step, value in enumerate(values)), values
+        assert min(values) >= 0
 
 
 def test_warmup_log_is_logarithmic_then_constant() -> None:

@@ -24,6 +24,8 @@ from llava_fsdp.model.attention import (
     choose_kernel,
     each_alone,
     flash_kernel_missing,
+    not_for_flash,
+    refuse_other_attention,
     register_attention,
     told,
 )
@@ -207,3 +209,70 @@ def test_what_goes_on_sees_what_was_read_and_no_padding() -> None:
     mask = torch.tensor([[True] * 5, [False, False, True, True, True]])
     allowed = Continued(torch.zeros(2, 2, dtype=torch.int64), mask, DynamicCache()).allowed
     assert allowed.int().tolist() == [[[[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]], [[[0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]]]
+
+
+def test_what_a_layer_may_hand_to_its_attention() -> None:
+    """Nothing that changes what attends to what, or how much."""
+    causal, other = nn.Module(), nn.Module()
+    causal.is_causal, other.is_causal = True, False
+    names = ("sliding_window", "softcap", "s_aux", "position_bias", "sinks")
+    refuse_other_attention(nn.Module(), dict.fromkeys(names), None)
+    refuse_other_attention(causal, {"is_causal": True, "output_attentions": False}, None)
+    for name in names:
+        with pytest.raises(ConfigError, match=name):
+            refuse_other_attention(causal, {name: 0}, None)
+    for module, others, mask in (
+        (other, {}, None),
+        (causal, {"is_causal": False}, None),
+        (causal, {}, torch.zeros(1, 1, 3, 3)),
+    ):
+        with pytest.raises(ConfigError):
+            refuse_other_attention(module, others, mask)
+
+
+@pytest.mark.parametrize(
+    ("head", "dtype", "runs"),
+    [
+        (256, torch.bfloat16, True),
+        (8, torch.float16, True),
+        (264, torch.bfloat16, False),
+        (252, torch.bfloat16, False),
+        (64, torch.float32, False),
+    ],
+)
+def test_heads_and_dtypes_of_flash_kernels(head: int, dtype: torch.dtype, runs: bool) -> None:
+    """Heads of a multiple of 8 up to 256, in 16 bits."""
+    language = AutoConfig.for_model("llama", **SMALL, head_dim=head)
+    assert (not_for_flash(language, dtype, "flash-attn") is None) is runs
+
+
+@pytest.mark.parametrize(("capability", "runs"), [((7, 9), False), ((8, 0), True), ((8, 6), True), ((12, 0), True)])
+def test_gpus_of_flash_kernels(capability: tuple[int, int], runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert (flash_kernel_missing(LANGUAGE, CUDA, torch.bfloat16, "flash-attn") is None) is runs
+
+
+@pytest.mark.parametrize(
+    ("values", "full"),
+    [
+        ({}, True),
+        ({"sliding_window": 9, "use_sliding_window": False}, True),
+        ({"layer_types": ["full_attention"] * 2}, True),
+        ({"sliding_window": 9}, False),
+        ({"sliding_window": 0}, False),
+        ({"attention_chunk_size": 9}, False),
+        ({"alibi": True}, False),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, False),
+        ({"rope_parameters": {"rope_type": "longrope"}}, False),
+    ],
+)
+def test_what_a_configuration_says_of_attention(values: dict[str, object], full: bool) -> None:
+    """Of a kind that attends in full if nothing is said."""
+    language = AutoConfig.for_model("llama", **SMALL)
+    for name, value in values.items():
+        setattr(language, name, value)
+    if full:
+        check_full_attention(language)
+        return
+    with pytest.raises(ConfigError):
+        check_full_attention(language)

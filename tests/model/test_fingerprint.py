@@ -1,10 +1,13 @@
 """What a run continues with is the base that it began with, to the last bit."""
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
 from llava_fsdp.adapters import Held
-from llava_fsdp.model.weights import Stored, base_fingerprint, fingerprint, frozen_digests
+from llava_fsdp.model.draw import Drawn, DrawRule, Rule
+from llava_fsdp.model.weights import Stored, base_fingerprint, digest_of, fingerprint, frozen_digests
 
 
 def test_every_bit_of_a_frozen_weight_counts_and_ranks_do_not() -> None:
@@ -27,3 +30,41 @@ def test_every_bit_of_a_frozen_weight_counts_and_ranks_do_not() -> None:
         assert fingerprint(model, changed) != first, (name, place)
         assert base_fingerprint(changed, []) != base_fingerprint(digests, []), (name, place)
         assert base_fingerprint(changed, [name]) == base_fingerprint(digests, [name]), "it comes with the adapter"
+
+
+def test_names_shapes_and_what_trains_count() -> None:
+    """Of models without any frozen weight, so that nothing else tells them apart."""
+
+    def of(model: nn.Module, trains: bool = True) -> str:
+        return fingerprint(model.requires_grad_(trains), {})
+
+    one = of(nn.ModuleDict({"a": nn.Linear(3, 5, bias=False)}))
+    assert of(nn.ModuleDict({"a": nn.Linear(3, 5, bias=False)})) == one
+    others = [
+        of(nn.ModuleDict({"b": nn.Linear(3, 5, bias=False)})),
+        of(nn.ModuleDict({"a": nn.Linear(5, 3, bias=False)})),
+        of(nn.ModuleDict({"a": nn.Linear(3, 5)})),
+        of(nn.ModuleDict({"a": nn.Linear(3, 5, bias=False)}), trains=False),
+    ]
+    assert len({one, *others}) == 5
+
+
+def test_a_digest_is_of_bits_and_dtype_and_of_what_weights_are_drawn_by() -> None:
+    bits = torch.arange(15, dtype=torch.int16).view(5, 3)
+    half, brain = Held(bits.view(torch.float16)), Held(bits.view(torch.bfloat16))
+    assert digest_of(half, (5, 3)) != digest_of(brain, (5, 3))
+    assert digest_of(half, (5, 3)) == digest_of(Held(half.tensor.t().contiguous().t()), (5, 3))
+    drawn = Drawn("a", (5, 3), DrawRule(Rule.NORMAL, 0.5), 1)
+    others = [replace(drawn, rule=DrawRule(Rule.UNIFORM, 0.5)), replace(drawn, rule=DrawRule(Rule.NORMAL, 0.25))]
+    others.append(replace(drawn, seed=2))
+    assert len({digest_of(own, (5, 3)) for own in (drawn, *others)}) == 4
+    assert digest_of(replace(drawn), (5, 3)) == digest_of(drawn, (5, 3))
+
+
+def test_a_base_is_told_by_names_without_adapters() -> None:
+    digests = {"a.weight": "1", "b.weight": "2"}
+    adapted = {"a.base_layer.weight": "1", "b.weight": "2"}
+    assert base_fingerprint(digests, []) == base_fingerprint(adapted, [])
+    assert base_fingerprint(digests, []) != base_fingerprint({"a.weight": "2", "b.weight": "1"}, [])
+    assert base_fingerprint(adapted, ["a.weight"]) == base_fingerprint({"b.weight": "2"}, [])
+    assert base_fingerprint(digests, ["a.base_layer.weight"]) == base_fingerprint({"b.weight": "2"}, [])
