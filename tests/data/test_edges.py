@@ -104,10 +104,9 @@ def test_only_a_sample_that_had_labels_can_be_left_without(tokenizer: Tokenizer)
 def test_every_count_of_a_step_is_without_what_is_left_out() -> None:
     names = [f.name for f in dataclasses.fields(StepFacts) if f.type == "int" and f.name != "step"]
     assert len(names) == 8
-    whole = StepFacts(
-        5, **{name: 100 + n for n, name in enumerate(names)}, unlabelled=["a", "b"], source_labels={"x": 9}
-    )
-    lacks = StepFacts(0, **{name: n + 1 for n, name in enumerate(names)}, unlabelled=["b"], source_labels={"x": 2})
+    counts: list[dict[str, Any]] = [{name: base + n for n, name in enumerate(names)} for base in (100, 1)]
+    whole = StepFacts(5, **counts[0], unlabelled=["a", "b"], source_labels={"x": 9})
+    lacks = StepFacts(0, **counts[1], unlabelled=["b"], source_labels={"x": 2})
     out = [LeftOut(n, "r", "url", "", lacks) for n in range(2)]
     rest = whole.without(out)
     assert [getattr(rest, name) for name in names] == [100 + n - 2 * (n + 1) for n in range(8)]
@@ -230,7 +229,7 @@ def test_percentiles_of_lengths(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["record", "id", "kind", "reason"])
 def test_a_problem_without_one_of_its_keys_is_damage(key: str, tmp_path: Path) -> None:
-    row = dict.fromkeys(("record", "id", "kind", "reason"), 1)
+    row: dict[str, int] = dict.fromkeys(("record", "id", "kind", "reason"), 1)
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row))
     assert list(read_rows(path)) == [row]

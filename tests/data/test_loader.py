@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from harness import CPU
 from small import make_config, write_json
 
+from llava_fsdp.data.batch import LeftOut
 from llava_fsdp.data.conversation import asked_turns
 from llava_fsdp.data.loader import Loader, ModelShape, build_loader
 from llava_fsdp.data.recordfile import RecordFile
@@ -134,6 +136,48 @@ def test_lean_pixels_are_another_encoding(parts: Path, dataset: Path) -> None:
     assert exact.images.shape == lean.images.shape and not torch.equal(exact.images, lean.images)
     fingerprints = [s.fingerprints() for s in steps]
     assert [key for key in fingerprints[0] if fingerprints[0][key] != fingerprints[1][key]] == ["encoding"]
+
+
+def test_the_budget_is_of_different_records_over_all_steps(parts: Path, dataset: Path) -> None:
+    """As many as it allows may be wrong, and one that was left out before is no other one."""
+    loader = open_loader(parts, dataset, "data.bad=quarantine", "data.bad_budget=2")
+    step = loader.steps.prepare(0)
+    lacks = loader.steps.facts(0, loader.steps.order.samples(0)[:1])
+    told: list[int] = []
+    loader.gather = lambda _: [LeftOut(number, "r", "url", "it is gone", lacks) for number in told]
+    for told[:] in ([7], [9], [7], [9, 7], []):
+        assert loader.agree(step).facts.samples == 12 - len(told)
+    told[:] = [8]
+    with pytest.raises(DataError):
+        loader.agree(step)
+
+
+@pytest.mark.parametrize("column", ["lengths", "labels"])
+def test_a_sample_that_is_not_what_was_examined(column: str, parts: Path, dataset: Path) -> None:
+    """It is nobody's fault that may be left out, whichever of the two differs."""
+    steps = open_loader(parts, dataset, "data.bad=quarantine", "data.bad_budget=9").steps
+    steps.read(0)
+    setattr(steps.records, column, getattr(steps.records, column) + 1)
+    with pytest.raises(DataError) as caught:
+        steps.read(0)
+    assert caught.value.kind is None
+
+
+def test_pairs_of_long_samples_do_not_overflow(parts: Path, dataset: Path) -> None:
+    steps = open_loader(parts, dataset).steps
+    steps.records.lengths = np.full(44, 60_001, dtype=np.int32)
+    assert steps.facts(0, [0, 5, 5]).pairs == 3 * 60_001**2
+
+
+def test_what_just_fits_is_let_in(parts: Path, dataset: Path) -> None:
+    cut = "data.bad=quarantine", "data.bad_budget=44"
+    size = open_loader(parts, dataset, *cut, image_tokens=255, max_length=256).steps.encoder.tokenizer.size
+    open_loader(parts, dataset, vocab_size=size)
+    for wrong in ({"image_tokens": 256}, {"max_length": 255}, {"vocab_size": size - 1}):
+        with pytest.raises(ConfigError):
+            open_loader(parts, dataset, **wrong)
+    with pytest.raises(ConfigError, match=r"data\.grid_pinpoints"):
+        open_loader(parts, dataset, "data.image_aspect_ratio=anyres", "data.grid_pinpoints=[[30,28]]")
 
 
 MISFITS = {
