@@ -1,20 +1,30 @@
 """A run that continues knows of itself what it knew when it was saved: every fact of a checkpoint that is no tensor."""
 
+import contextlib
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from harness import single_world
 from reference import outcome
+from saves import CONFIG as CHECKPOINTS
 from small import make_config
 
 from llava_fsdp import checkpoint, loop, train
-from llava_fsdp.checkpoint.facts import facts_of, is_fixed
-from llava_fsdp.config import SourceConfig
+from llava_fsdp.checkpoint import disk, staging
+from llava_fsdp.checkpoint.commit import joined
+from llava_fsdp.checkpoint.disk import FILES
+from llava_fsdp.checkpoint.facts import changed_settings, facts_of, is_fixed, parse_facts, render_facts, settings_then
+from llava_fsdp.checkpoint.manifest import Manifest
+from llava_fsdp.checkpoint.replicated import counters
+from llava_fsdp.checkpoint.resume import start_over
+from llava_fsdp.config import Config, SourceConfig, schema_keys
 from llava_fsdp.data.batch import Step
+from llava_fsdp.errors import CheckpointError
 from llava_fsdp.optim import prepare_moments
 from llava_fsdp.sharding.zero import SHARD_PLANS
 from llava_fsdp.state import StepResult, TrainState
@@ -79,3 +89,139 @@ def test_of_a_source_only_its_places_may_change() -> None:
     """A run continues with the same mixture of records, wherever their files lie now."""
     keys = {f"data.sources.a.{field.name}" for field in fields(SourceConfig)}
     assert {key for key in keys if not is_fixed(key)} == {"data.sources.a.path", "data.sources.a.images"} < keys
+
+
+FREE = {
+    "data.path", "data.images", "data.root", "data.workers", "data.prefetch", "data.stall", "data.source", "data.index",
+    "data.examine", "data.allow_links", "data.bad", "data.bad_budget", "model.name", "model.language", "model.vision",
+    "model.checkpoint", "model.projector", "model.lora.checkpoint",
+}  # fmt: skip
+"""Keys of the groups that fix a run's results, and that say no more than where something lies or how it is read."""
+
+
+def test_which_keys_a_run_must_continue_with() -> None:
+    every = schema_keys(Config)
+    keys = {key for key in every if not any(other.startswith(f"{key}.") for other in every)}
+    fixed = {key for key in keys if is_fixed(key)}
+    groups = {key.partition(".")[0] for key in fixed} - {"precision"}
+    assert groups == {"seed", "global_batch_size", "model", "loss", "optim", "data", "labels", "order"}
+    assert {key for key in fixed if key.startswith("precision.")} == {
+        "precision.master_dtype",
+        "precision.moment_dtype",
+    }
+    assert {key for key in keys - fixed if key.partition(".")[0] in groups} == FREE
+    assert is_fixed("data.sources.path.weight") and not is_fixed("data.sources.path.path")
+    assert is_fixed("data.sources.a.path.more") and is_fixed("data.sources.a.b.images")
+
+
+def test_a_key_of_one_side_alone_has_changed() -> None:
+    """What a newer version has added, or has taken away, is a change as another value is."""
+    now = {"seed": 1, "optim.lr": 0.5, "model.new": True, "log_every": 3}
+    then = {"seed": 1, "optim.lr": 0.25, "data.old": "x", "log_every": 4, "epochs": 2}
+    changed = [line.partition(":")[0] for line in changed_settings(then, now)]
+    assert changed == ["data.old", "model.new", "optim.lr"]
+    older = settings_then({"model": {"name": "a", "lora": {"r": 7}}})
+    assert (
+        older["model.lora.r"] == 7 and older["model.lora.enabled"] is False and older["model.quantize.mode"] == "none"
+    )
+
+
+WHOLE: dict[str, Any] = {
+    "format": 6, "run": "r", "step": 3, "samples": 24, "skipped": 0, "seed": 5, "scaler": SCALER, "broken": [4],
+    "fingerprints": dict.fromkeys(("dataset", "encoding", "order", "model"), "f"), "trainable": ["a"], "versions": {},
+    "written_by": {}, "config": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", [
+    {"step": 4}, {"step": 3.0}, {"step": True}, {"samples": -1}, {"skipped": -1}, {"seed": "5"}, {"run": None},
+    {"broken": [4, "5"]}, {"broken": [True]}, {"trainable": ["a", 7]}, {"more": 1}, {"scaler": {**SCALER, "more": 1}},
+    {"scaler": {**SCALER, "scale": 32}}, {"scaler": {k: v for k, v in SCALER.items() if k != "last_overflow"}},
+    *({"fingerprints": {k: v for k, v in WHOLE["fingerprints"].items() if k != name}}
+      for name in WHOLE["fingerprints"]),
+    {"fingerprints": {**WHOLE["fingerprints"], "more": "f"}},
+], ids=str)  # fmt: skip
+def test_facts_of_another_form_are_refused(change: dict[str, Any]) -> None:
+    manifest = Manifest(3, {}, {})
+    assert parse_facts(render_facts(WHOLE), manifest) == WHOLE
+    assert parse_facts(render_facts(WHOLE | {"scaler": None}), manifest)["scaler"] is None
+    with pytest.raises(CheckpointError):
+        parse_facts(render_facts(WHOLE | change), manifest)
+    for key in WHOLE:
+        with pytest.raises(CheckpointError):
+            parse_facts(render_facts({k: v for k, v in WHOLE.items() if k != key}), manifest)
+
+
+def test_every_counter_is_compared_between_ranks() -> None:
+    def state(**values: Any) -> Any:
+        own: dict[str, Any] = {"step": 3, "samples": 35, "skipped": 2, "consecutive": 1, "scaler": None} | values
+        broken = own.pop("broken", {4, 17})
+        return SimpleNamespace(**own, loader=SimpleNamespace(broken=broken))
+
+    def scaler(**values: Any) -> Any:
+        return SimpleNamespace(state=lambda: SCALER | values)
+
+    same = counters(state())
+    assert counters(state(broken={17, 4})) == same
+    for name in ("step", "samples", "skipped", "consecutive"):
+        assert counters(state(**{name: 9})) != same, name
+    assert counters(state(broken={4})) != same
+    whole = counters(state(scaler=scaler()))
+    assert whole != same
+    assert all(counters(state(scaler=scaler(**{name: 7}))) != whole for name in SCALER)
+
+
+@pytest.mark.parametrize(("step", "every", "due"), [
+    (7, None, True), (6, None, False), (7, 3, True), (6, 3, True), (5, 3, False), (3, 3, True), (1, 1, True),
+])  # fmt: skip
+def test_when_a_checkpoint_is_due(step: int, every: int | None, due: bool) -> None:
+    assert checkpoint.is_due(step, 7, replace(CHECKPOINTS, every=every)) is due
+
+
+def test_pieces_of_all_ranks_are_in_the_order_of_rows() -> None:
+    """Whatever rank has written the first of them."""
+    kind = torch.bfloat16, (7, 2)
+    found = joined([{"b": (*kind, 5, 7), "a": (torch.float32, (), 0, 1)}, {"b": (*kind, 0, 3)}, {"b": (*kind, 3, 5)}])
+    places = [(piece.file, piece.begin, piece.end) for piece in found["b"].pieces]
+    names = [f"rank-0000{n}.safetensors" for n in range(3)]
+    assert list(found) == ["a", "b"] and places == [(names[1], 0, 3), (names[2], 3, 5), (names[0], 5, 7)]
+    assert (found["b"].dtype, found["b"].shape, found["a"].rows) == (*kind, 1)
+
+
+def test_room_for_exactly_one_checkpoint_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for bytes_, inodes, fits in ((100, None, True), (99, None, False), (100, FILES, True), (100, FILES - 1, False)):
+        monkeypatch.setattr(disk, "free_bytes", lambda _, n=bytes_: n)
+        monkeypatch.setattr(disk, "free_inodes", lambda _, n=inodes: n)
+        with contextlib.nullcontext() if fits else pytest.raises(CheckpointError):
+            disk.require_room(tmp_path, 100)
+
+
+def test_the_copy_must_fit_into_what_the_container_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least of the host's memory and of every control group's, where what a cache holds is given up."""
+    inner, outer = tmp_path / "job", tmp_path
+    inner.mkdir()
+    for group, limit, used, cached in ((inner, "900", 500, 50), (outer, "max", 0, 0)):
+        (group / "memory.max").write_text(f"{limit}\n")
+        (group / "memory.current").write_text(f"{used}\n")
+        (group / "memory.stat").write_text(f"anon 3\ninactive_file {cached}\nactive_file 7\n")
+    monkeypatch.setattr(staging, "cgroups", lambda: [inner, outer])
+    assert staging.available_bytes() == 450
+    assert staging.fits(360, None) and not staging.fits(361, None)
+    (outer / "memory.max").write_text("400\n")
+    assert staging.available_bytes() == 400
+    (inner / "memory.current").write_text("2000\n")
+    assert staging.available_bytes() == 0
+
+
+def test_starting_over_leaves_nothing_of_the_run_but_its_configuration(tmp_path: Path) -> None:
+    files = ("metrics.jsonl", "quarantine.jsonl", "validation.jsonl", "starts.jsonl", "report.html")
+    folders = ("checkpoints", "export", "adapter", "tensorboard")
+    for name in (*files, "config.yaml", "train.log"):
+        (tmp_path / name).write_text("of the run before")
+    for name in folders:
+        (tmp_path / name).mkdir()
+    (tmp_path / "old-1").mkdir()
+    start_over(tmp_path)
+    assert {path.name for path in (tmp_path / "old-2").iterdir()} == {*files, *folders}
+    assert {"config.yaml", "train.log"} <= {path.name for path in tmp_path.iterdir()}
+    assert not list((tmp_path / "old-1").iterdir())

@@ -54,3 +54,16 @@ def test_a_torn_file_is_as_good_as_the_one_before(tmp_path: Path) -> None:
     assert len(watcher.late(BEAT, [1])) == 1
     (tmp_path / FOLDER / "rank-1.json").write_text('{"rank": 1, ')
     assert len(watcher.late(BEAT, [1])) == 1
+
+
+def test_phases_are_in_the_order_of_a_step() -> None:
+    """A rank's place grows through a step, and from step to step; collectives count within a phase."""
+    order = [
+        Phase.LOADING, Phase.REPORT, Phase.CHECKPOINT, Phase.VALIDATION, Phase.DATA, Phase.AGREEING, Phase.COMPUTE,
+        Phase.OPTIMIZER, Phase.EXPORT,
+    ]  # fmt: skip
+    beats = [
+        replace(BEAT, step=step, phase=phase.value, work=work) for step in (4, 5) for phase in order for work in (8, 9)
+    ]
+    places = [beat.place for beat in beats]
+    assert places == sorted(set(places)) and len(order) == len(Phase)

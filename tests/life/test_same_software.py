@@ -16,7 +16,16 @@ from test_nodes import free_port
 
 from llava_fsdp import same_software
 from llava_fsdp.errors import ConfigError
-from llava_fsdp.same_software import FILES, check_same_software, differing_files, package_digest, package_files
+from llava_fsdp.same_software import (
+    FILES,
+    check_same_software,
+    differences,
+    differing_files,
+    is_own,
+    must_agree,
+    package_digest,
+    package_files,
+)
 
 PACKAGE, CONF = ROOT / "src" / "llava_fsdp", ROOT / "conf"
 CPU = torch.device("cpu")
@@ -125,3 +134,33 @@ def test_two_processes_of_different_software_end_before_a_model_is_loaded(
     assert not runs[0].checkpoints and not runs[0].rows
     beats = list((runs[0].output / ".heartbeats").glob("rank-?.json"))
     assert all('"step": 0' in beat.read_text() for beat in beats)
+
+
+def test_which_software_must_be_the_same(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """What computes, and what is used only where it is switched on."""
+    always = {"llava_fsdp", FILES, "Python", "torch", "transformers", "tokenizers", "pillow"}
+
+    def more(*values: str) -> set[str]:
+        found = must_agree(make_config(parts, dataset, tmp_path, *values)).keys()
+        assert always <= found
+        return found - always
+
+    packed = ("pack=true", "tokens_per_micro_batch=null")
+    assert more("pack=false") == set() and more(*packed, "attention=sdpa") == set()
+    assert more(*packed, "attention=auto") == more(*packed, "attention=flash") == {"flash-attn"}
+    adapters = ("pack=false", "model.lora.enabled=true")
+    assert more(*adapters) == {"peft"}
+    assert more(*adapters, "model.quantize.mode=nf4") == {"peft", "bitsandbytes"}
+    assert more("pack=false", "precision=fp8") == {"torchao"}
+
+
+def test_which_files_are_the_packages_own() -> None:
+    own = {"train.py", "a/b.json", "a.pyc/b.py", "origin.py", "conf/a.yaml"}
+    others = {"a.pyc", ".a.py.swp", "a/.hidden/b.py", "__pycache__/a.py", "a.py~", "a.py.orig", "a.py.rej", ".git/a"}
+    assert {name for name in own | others if is_own(Path(name))} == own
+
+
+def test_a_name_that_a_rank_lacks_differs() -> None:
+    found = differences(["h0", "h1", "h2"], [{"a": "1", "b": "2"}, {"a": "1"}, {"a": "1", "b": "2", "c": "3"}])
+    assert list(found) == ["b", "c"]
+    assert differing_files([{"a": "1", "b": "2"}, {"a": "1", "c": "2"}]) == ["b", "c"]
