@@ -9,6 +9,7 @@ from small import make_config
 
 from llava_fsdp import train
 from llava_fsdp.loop import train_step
+from llava_fsdp.seeds import derive
 from llava_fsdp.sharding.zero import SHARD_PLANS
 
 
@@ -28,6 +29,7 @@ def test_gradients_are_gone_after_a_step(precision: str, parts: Path, dataset: P
     before = {name: master.detach().clone() for name, master in state.masters.named.items()}
     for number in range(2):
         train_step(state, state.loader.steps.prepare(number), plan, cfg, 0.0)
+        assert torch.initial_seed() == derive("step", cfg.seed, number, 0), "for a model that has dropout of its own"
         held = [*state.model.parameters(), *state.masters.named.values()]
         assert all(parameter.grad is None or not parameter.grad.any() for parameter in held)
     assert any(not torch.equal(before[name], master) for name, master in state.masters.named.items())

@@ -60,9 +60,9 @@ def test_what_is_no_rank_and_no_scale_is_refused(values: dict[str, Any], tmp_pat
         read_lora({**PLAIN, **values}, tmp_path)
 
 
-def found(folder: Path, use_dora: bool = True, **others: tuple[int, ...]) -> AdapterFolder:
+def found(folder: Path, others: dict[str, tuple[int, ...]] | None = None, use_dora: bool = True) -> AdapterFolder:
     """An adapter of rank 3 for a weight of 7 x 5, with its magnitude."""
-    shapes = {A: (3, 5), B: (7, 3), MAGNITUDE: (7,), f"{MODULE}.base_layer.bias": (7,)} | others
+    shapes = {A: (3, 5), B: (7, 3), MAGNITUDE: (7,), f"{MODULE}.base_layer.bias": (7,)} | (others or {})
     tensors: Any = {name: Held(torch.zeros(shape)) for name, shape in shapes.items() if shape != (0,)}
     return AdapterFolder(folder, {}, LoraConfig(enabled=True, r=3, use_dora=use_dora), tensors)
 
@@ -78,9 +78,9 @@ def test_every_tensor_of_an_adapter_fits_its_base(others: dict[str, tuple[int, .
     """A shape of (0,) stands for a tensor that is missing."""
     base = {f"{MODULE}.weight": (7, 5), f"{MODULE}.bias": (7,)}
     check_fits(found(tmp_path), base, "base")
-    check_fits(found(tmp_path, use_dora=False, **{MAGNITUDE: (0,)}), base, "base")
+    check_fits(found(tmp_path, {MAGNITUDE: (0,)}, use_dora=False), base, "base")
     with pytest.raises(ModelError):
-        check_fits(found(tmp_path, **others), base, "base")
+        check_fits(found(tmp_path, others), base, "base")
     for lacks in ({}, {f"{MODULE}.weight": (35,), f"{MODULE}.bias": (7,)}):
         with pytest.raises(ModelError):
             check_fits(found(tmp_path), lacks, "base")

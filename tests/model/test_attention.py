@@ -214,7 +214,8 @@ def test_what_goes_on_sees_what_was_read_and_no_padding() -> None:
 def test_what_a_layer_may_hand_to_its_attention() -> None:
     """Nothing that changes what attends to what, or how much."""
     causal, other = nn.Module(), nn.Module()
-    causal.is_causal, other.is_causal = True, False
+    for module in (causal, other):
+        setattr(module, "is_causal", module is causal)  # noqa: B010  no field of nn.Module
     names = ("sliding_window", "softcap", "s_aux", "position_bias", "sinks")
     refuse_other_attention(nn.Module(), dict.fromkeys(names), None)
     refuse_other_attention(causal, {"is_causal": True, "output_attentions": False}, None)

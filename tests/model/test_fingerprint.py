@@ -1,13 +1,18 @@
 """What a run continues with is the base that it began with, to the last bit."""
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from llava_fsdp.adapters import Held
+from llava_fsdp.errors import ModelError
 from llava_fsdp.model.draw import Drawn, DrawRule, Rule
-from llava_fsdp.model.weights import Stored, base_fingerprint, digest_of, fingerprint, frozen_digests
+from llava_fsdp.model.weights import Stored, base_fingerprint, check_shape, digest_of, fingerprint, frozen_digests
 
 
 def test_every_bit_of_a_frozen_weight_counts_and_ranks_do_not() -> None:
@@ -68,3 +73,29 @@ def test_a_base_is_told_by_names_without_adapters() -> None:
     assert base_fingerprint(digests, []) != base_fingerprint({"a.weight": "2", "b.weight": "1"}, [])
     assert base_fingerprint(adapted, ["a.weight"]) == base_fingerprint({"b.weight": "2"}, [])
     assert base_fingerprint(digests, ["a.base_layer.weight"]) == base_fingerprint({"b.weight": "2"}, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "whole", "fits"),
+    [
+        ("lm_head.weight", (7, 5), False, True),
+        ("lm_head.weight", (9, 5), True, True),
+        ("language_model.embed_tokens.weight", (9, 5), True, True),
+        ("lm_head.weight", (6, 5), True, False),
+        ("lm_head.weight", (9, 6), True, False),
+        ("lm_head.weight", (9, 5), False, False),
+        ("language_model.layers.0.mlp.up_proj.weight", (9, 5), True, False),
+        ("lm_head_weight", (9, 5), True, False),
+    ],
+)
+def test_more_rows_are_those_of_a_whole_models_vocabulary(
+    name: str, stored: tuple[int, ...], whole: bool, fits: bool
+) -> None:
+    """Where seven rows of five are needed."""
+    parts: Any = SimpleNamespace(whole=Path("whole") if whole else None)
+    source = Held(torch.zeros(stored))
+    if fits:
+        check_shape(name, (7, 5), source, parts)
+        return
+    with pytest.raises(ModelError):
+        check_shape(name, (7, 5), source, parts)

@@ -206,3 +206,29 @@ def test_an_adapter_of_another_meaning_is_refused(key: str, tmp_path: Path) -> N
         check_meaning(tmp_path, other)
         with pytest.raises(ModelError, match=key):
             check_meaning(tmp_path, trained)
+
+
+MASKS = {
+    "language_model.layers.0.mlp.up_proj": ["100010111111000", "000011000110011"],
+    "vision_tower.encoder.layers.1.mlp.fc1": ["00010101000001110010", "10001001100010101010", "10011111100010101111"],
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_are_those_of_every_version(name: str) -> None:
+    """A run that another version began draws on as it would have. Of three positions of two samples, and of four
+    positions of three tiles, five channels each; the largest seeds are among them."""
+    keys = TokenKeys()
+    keys.set(torch.tensor([5, 2**31 - 1]), torch.tensor([9, 8, 2**31 - 2]), torch.Size((2, 3)), None, 4)
+    shape = (3, 4, 5) if name.startswith("vision") else (2, 3, 5)
+    stays = SampleDropout(0.5, name, keys)(torch.ones(shape)) != 0
+    assert ["".join(map(str, row)) for row in stays.int().flatten(1).tolist()] == MASKS[name]
+
+
+def test_a_tower_without_a_picture_has_one_blank_tile() -> None:
+    keys = TokenKeys()
+    keys.set(torch.tensor([5]), torch.zeros(0, dtype=torch.int64), torch.Size((1, 3)), None, 4)
+    assert keys.vision is not None and keys.vision.shape == (1, 4)
+    blank = keys.vision
+    keys.set(torch.tensor([6]), torch.zeros(1, dtype=torch.int64), torch.Size((1, 3)), None, 4)
+    assert torch.equal(blank, keys.vision)

@@ -134,7 +134,7 @@ def test_which_folders_are_the_originals(raw: dict[str, Any], expected: bool) ->
 
 
 def test_a_tower_is_llava_1_5s_only_if_all_its_sizes_are() -> None:
-    sizes = {
+    sizes: dict[str, Any] = {
         "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
         "image_size": 336, "patch_size": 14,
     }  # fmt: skip
