@@ -30,7 +30,7 @@ COLUMNS = ("id", "image", "conversations")
 TURN = ("from", "value")
 ROWS_AT_ONCE = 256
 """Few, because rows may hold pictures."""
-OWN_NAMES = "llava_fsdp image names"
+OWN_NAMES = "llava_fsdp own names"
 """A key of what is written: the rows' own names of pictures that were in them."""
 HELD = "..."
 """Stands for media that are not read."""
