@@ -59,7 +59,7 @@ def due_between(begin: int, end: int, facts: dict[str, Any]) -> range:
 
 
 def faults_of(row: dict[str, Any]) -> int:
-    """How many rows of `quarantine.jsonl` a step must have, by its row of metrics."""
+    """How many rows a step must have in `quarantine.jsonl`, according to its row in the metrics file."""
     counts = [row.get(name) for name in ("quarantined", "unlabelled")]
     return sum(count for count in counts if type(count) is int)
 

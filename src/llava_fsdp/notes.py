@@ -33,7 +33,7 @@ KINDS: dict[str, Kinds] = {
     }.items()
     for key in keys
 }  # fmt: skip
-"""Of what programs read from the notes."""
+"""The types of the values that programs read from the notes."""
 RELATIVE = re.compile(r"[\w+=-][\w.+= -]*(/[\w+=-][\w.+= -]*)*")
 """The path of a listed file, relative to the folder."""
 HEX = re.compile(r"[0-9a-f]{32}")

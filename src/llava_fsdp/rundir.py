@@ -51,7 +51,7 @@ WORD: dict[str, Kinds] = {
     "step": (int, NONE), "rank": (int, NONE), "pid": (int, NONE), "host": (str, NONE), "attempt": (int, NONE),
     "launch": (str, NONE), "time": (float, NONE),
 }  # fmt: skip
-"""Of `run_status.json`, and of each status within it."""
+"""The types of the values in `run_status.json`, and in each status within it."""
 FAILURE: dict[str, Kinds] = {
     "incarnation": (str,), "rank": (int,), "class": (str,), "exit_code": (int,), "reason": (str,),
 }  # fmt: skip
@@ -421,7 +421,7 @@ def status_of(folder: Path) -> dict[str, Any]:
     """What the last run in a folder said; `before` only where it has taken no step.
 
     Raises:
-        BadJson: its status cannot be read; MissingJson: there is none.
+        BadJson: its status cannot be read; MissingJson: the file is missing.
     """
     path = folder / STATUS_FILE
     said = read_object(path, WORD)
@@ -445,15 +445,17 @@ def check_word(said: Any, path: Path) -> None:
 
 def drop_stale_failure(folder: Path) -> None:
     """Remove what a rank of another start has said, or what cannot be read."""
+    unreadable = None
     try:
         if failure_of(folder)["incarnation"] == incarnation():
             return
     except MissingJson:
         return
     except BadJson as error:
-        (folder / FIRST_FAILURE).unlink(missing_ok=True)
-        log().warning("%s; it has been removed", error)
+        unreadable = error
     (folder / FIRST_FAILURE).unlink(missing_ok=True)
+    if unreadable is not None:
+        log().warning("%s; it has been removed", unreadable)
 
 
 def failure_of(folder: Path) -> dict[str, Any]:

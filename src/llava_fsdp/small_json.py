@@ -73,7 +73,7 @@ def parse_object(content: bytes | str, kinds: Mapping[str, Kinds] | None = None)
 
 
 def require_kinds(found: Any, kinds: Mapping[str, Kinds]) -> dict[str, Any]:
-    """The same, as an object with values of these types.
+    """Check that a value is an object whose values have the types in `kinds` (see `parse_object`), and return it.
 
     Raises:
         BadJson: naming the key.
@@ -90,7 +90,7 @@ def require_kinds(found: Any, kinds: Mapping[str, Kinds]) -> dict[str, Any]:
 
 
 def kinds_of(schema: type) -> dict[str, Kinds]:
-    """Of a dataclass's fields, by their annotations: `int`, `float | None`, `list[str]` (any list)."""
+    """`kinds` for the fields of a dataclass, from their annotations: `int`, `float | None`, `list[str]` (any list)."""
     found = {}
     for own in fields(schema):
         choices = get_args(own.type) if isinstance(own.type, UnionType) else (own.type,)

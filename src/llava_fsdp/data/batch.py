@@ -136,7 +136,7 @@ class Step:
         return Step(facts, [replace(m, scale=1 / max(1, facts.label_tokens)) for m in self.micro_batches])
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Step:
-        """The same with every tensor changed, in the order of micro-batches and their fields."""
+        """This step with `function` applied to every tensor, in the order of micro-batches and their fields."""
         return Step(self.facts, [micro.map(function) for micro in self.micro_batches])
 
     def pin_memory(self) -> Step:

@@ -31,7 +31,8 @@ TURN = ("from", "value")
 ROWS_AT_ONCE = 256
 """Few, because rows may hold pictures."""
 OWN_NAMES = "llava_fsdp own names"
-"""A key of what is written: the rows' own names of pictures that were in them."""
+"""Key under which a row's JSON keeps the names that its embedded images had. It has no word that names media
+(`source.names_media`): a record with an unread media key is refused."""
 HELD = "..."
 """Stands for media that are not read."""
 NOT_UTF8 = b"\xff"

@@ -7,6 +7,7 @@ import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ ABOUT = frozenset(
     "source dataset split caption title description alt text label category quality score hash md5 sha license "
     "author".split()
 )
-"""With one of these words a key says something about media."""
+"""Words of keys that describe media, as `image_id` and `video_length` do, and do not name a file of them."""
 MEDIA_TAG = re.compile(r"<(video|audio)>", re.IGNORECASE)
 """What stands in a question for media that are not read."""
 TOO_LARGE = "llava_fsdp bytes of a row"
@@ -230,8 +231,9 @@ def media_of(raw: dict[str, Any]) -> list[str]:
     ]
 
 
+@lru_cache(1024)  # records repeat a few keys millions of times
 def names_media(key: str) -> bool:
-    """Whether a key's words say that its value is an image, a video or sound. Of all keys, `image` alone is read."""
+    """Whether the words of a key say that its value is an image, a video or sound."""
     words = {word.lower() for word in WORD.findall(unicodedata.normalize("NFKC", key))}
     words |= {word.removesuffix("s") for word in words}
     return not words.isdisjoint(MEDIA) and words.isdisjoint(ABOUT)
