@@ -28,10 +28,10 @@ import torch.distributed as dist
 import transformers
 from provenance import commit, machine
 
-from llava_fsdp.errors import OutOfMemory
-from llava_fsdp.sharding.heap import return_freed_memory
-from llava_fsdp.sharding.mesh import World
-from llava_fsdp.sharding.offload import NO_ROOM
+from llava_fsdp.distributed.malloc import return_freed_memory
+from llava_fsdp.distributed.mesh import World
+from llava_fsdp.distributed.offload import NO_ROOM
+from llava_fsdp.runtime.errors import OutOfMemory
 
 MIB = 1 << 20
 RANKS = 2

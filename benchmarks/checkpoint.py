@@ -30,12 +30,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from xxhash import xxh3_128
 
-from llava_fsdp.checkpoint import tensorfile
-from llava_fsdp.checkpoint.agree import on_all_ranks
-from llava_fsdp.checkpoint.resume import load
+from llava_fsdp.checkpoint import safetensors_stream
+from llava_fsdp.checkpoint.reader import load
 from llava_fsdp.checkpoint.saver import Saver
 from llava_fsdp.checkpoint.verify import Checkpoint, newest_together, verify_together
 from llava_fsdp.config import CheckpointConfig, OnSaveError
+from llava_fsdp.distributed.consensus import on_all_ranks
 
 QUESTION = "what does a checkpoint cost, beside a raw write of the same bytes and PyTorch's distributed checkpoint?"
 RANKS = 2
@@ -164,12 +164,12 @@ class Case:
         self.step = number + 2
         self.timed("synchronous save", saver.save)
         saver.close()
-        digest, tensorfile.xxh3_128 = tensorfile.xxh3_128, Undigested  # type: ignore[assignment]
+        digest, safetensors_stream.xxh3_128 = safetensors_stream.xxh3_128, Undigested  # type: ignore[assignment]
         saver = self.saver("undigested", False)
         self.step = number + 2
         self.timed("the same without digests", saver.save)
         saver.close()
-        tensorfile.xxh3_128 = digest
+        safetensors_stream.xxh3_128 = digest
         self.timed("plain DCP save", lambda: dcp.save(self.tensors, checkpoint_id=self.folder / "dcp"))
         found: Checkpoint = self.timed("verify", lambda: verify_together(self.newest()))
         into = {name: torch.zeros_like(t) for name, t in self.tensors.items()}

@@ -35,7 +35,7 @@ from rich.table import Table
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from llava_fsdp.config import AspectRatio, Config, Pixels, config_dir, load
-from llava_fsdp.data.images import Preprocessor, load_image, pad_to_square, read_preprocessor
+from llava_fsdp.data.images.preprocess import Preprocessor, load_image, pad_to_square, read_preprocessor
 from llava_fsdp.data.loader import Loader, ModelShape, build_loader, normalize
 
 GOALS = {"exact": 120, "lean": 240}

@@ -25,10 +25,10 @@ from provenance import REPOSITORY
 from strategies import Case, Run, build, configure, specialize, write_language_model
 
 from llava_fsdp.config import Config
-from llava_fsdp.data.batch import MicroBatch, Step
-from llava_fsdp.data.shapes import ensure_shapes
-from llava_fsdp.sharding.mesh import World
-from llava_fsdp.train import open_data
+from llava_fsdp.data.batching.batch import MicroBatch, Step
+from llava_fsdp.data.toy_shapes import ensure_shapes
+from llava_fsdp.distributed.mesh import World
+from llava_fsdp.train.main import open_data
 
 QUESTION = "how large a batch fits under one limit on memory, and how long does an epoch take at it?"
 VARIANTS = ("ddp", "zero2", "zero3")

@@ -39,7 +39,7 @@ from torchruns import deepspeed_missing, launch
 from zero_json import deepspeed_config
 
 from llava_fsdp.config import Config, DType, config_dir, load
-from llava_fsdp.data.shapes import ensure_shapes
+from llava_fsdp.data.toy_shapes import ensure_shapes
 
 ASSETS = REPOSITORY / "src" / "llava_fsdp" / "assets"
 RANKS = 2

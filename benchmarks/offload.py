@@ -25,13 +25,13 @@ from provenance import REPOSITORY
 from strategies import Case, build, configure, specialize, write_language_model
 
 from llava_fsdp.config import OffloadConfig, OffloadMode
-from llava_fsdp.data.shapes import ensure_shapes
-from llava_fsdp.errors import OutOfMemory
-from llava_fsdp.loop import train_step
-from llava_fsdp.sharding.mesh import World, distributed, make_mesh
-from llava_fsdp.sharding.offload import clear_memory_errors
-from llava_fsdp.sharding.zero import SHARD_PLANS
-from llava_fsdp.train import build_state
+from llava_fsdp.data.toy_shapes import ensure_shapes
+from llava_fsdp.distributed.mesh import World, distributed, make_mesh
+from llava_fsdp.distributed.offload import clear_memory_errors
+from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.runtime.errors import OutOfMemory
+from llava_fsdp.train.loop import train_step
+from llava_fsdp.train.main import build_state
 
 QUESTION = "what trains under a limit on memory that DDP, or sharding alone, does not fit into?"
 STEPS = 2

@@ -33,16 +33,16 @@ from rich.console import Console
 from rich.table import Table
 
 from llava_fsdp.config import Config, Normalize, config_dir, load
-from llava_fsdp.data.batch import MicroBatch, Step, StepFacts
-from llava_fsdp.data.collate import Collator, Row
-from llava_fsdp.data.cut import Cuts, cut_step, pack_step
-from llava_fsdp.data.samplers import modality_grouped, stretches
-from llava_fsdp.data.tokenizer import open_tokenizer
-from llava_fsdp.loop import train_step
-from llava_fsdp.sharding.mesh import World
-from llava_fsdp.sharding.zero import SHARD_PLANS
-from llava_fsdp.state import TrainState
-from llava_fsdp.train import build_state
+from llava_fsdp.data.batching.batch import MicroBatch, Step, StepFacts
+from llava_fsdp.data.batching.collate import Collator, Row
+from llava_fsdp.data.batching.llava_samplers import modality_grouped, stretches
+from llava_fsdp.data.batching.packing import Cuts, cut_step, pack_step
+from llava_fsdp.data.text.tokenizer import open_tokenizer
+from llava_fsdp.distributed.mesh import World
+from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.train.loop import train_step
+from llava_fsdp.train.main import build_state
+from llava_fsdp.train.state import TrainState
 
 ASSETS = REPOSITORY / "src" / "llava_fsdp" / "assets"
 PICTURE = 576

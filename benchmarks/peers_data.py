@@ -12,7 +12,7 @@ from packing import MEAN_TEXT, PICTURE, ROWS, grouped, write_model, write_record
 from starts import write_llava, write_samples
 
 from llava_fsdp.config import Config, config_dir, load
-from llava_fsdp.data.cut import Cuts
+from llava_fsdp.data.batching.packing import Cuts
 
 RANKS = 2
 SCALE = 4
@@ -34,7 +34,7 @@ class Fixed:
 
     steps: int
     layout: str
-    """grouped: as the original's sampler deals a step's samples; otherwise left to `cut.py`."""
+    """grouped: as the original's sampler deals a step's samples; otherwise left to `packing.py`."""
 
     @property
     def per_epoch(self) -> int:

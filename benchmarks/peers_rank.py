@@ -66,16 +66,15 @@ def floats(values: list[torch.Tensor | float]) -> list[float]:
 
 def run_ours(plan: dict[str, Any], pack: bool) -> None:
     """`fit` with everything that `train` gives it: reports, heartbeats, votes and a saver."""
-    from llava_fsdp import checkpoint
-    from llava_fsdp.keeper import Keeper
-    from llava_fsdp.life import Life
-    from llava_fsdp.loop import fit
-    from llava_fsdp.metrics import Reporter
-    from llava_fsdp.rundir import claimed
-    from llava_fsdp.sharding import mesh as ranks
-    from llava_fsdp.sharding.zero import SHARD_PLANS
-    from llava_fsdp.state import StepResult
-    from llava_fsdp.train import build_state
+    from llava_fsdp.distributed import mesh as ranks
+    from llava_fsdp.distributed.zero import SHARD_PLANS
+    from llava_fsdp.runtime.run_dir import claimed
+    from llava_fsdp.runtime.watchdog import Life
+    from llava_fsdp.train.loop import fit
+    from llava_fsdp.train.main import build_state
+    from llava_fsdp.train.metrics import Reporter
+    from llava_fsdp.train.save_and_stop import Keeper, open_saver
+    from llava_fsdp.train.state import StepResult
 
     cfg, cfgs = ours_configured(plan, pack)
     folder = Path(cfg.output_dir)
@@ -92,7 +91,7 @@ def run_ours(plan: dict[str, Any], pack: bool) -> None:
         line = Line(plan)
         state.loader = kept(state.loader, line.steps(steps))
         reporter = Reporter(cfg, 0, last, world.is_first)
-        keeper = Keeper(state, checkpoint.open_saver(state, cfg), cfg, last, life)
+        keeper = Keeper(state, open_saver(state, cfg), cfg, last, life)
 
         def after_step(result: StepResult) -> None:
             reporter(result)
@@ -120,7 +119,7 @@ def prepared_steps(cfgs: dict[str, Any], world: Any, model: Any, plan: dict[str,
     """Every data set's steps as our loader prepares them, out of what is timed."""
     from peers_data import Fixed
 
-    from llava_fsdp.train import open_data
+    from llava_fsdp.train.main import open_data
 
     prepared = {}
     for data, cfg in cfgs.items():
@@ -149,14 +148,14 @@ def kept(loader: Any, steps: Iterator[Any]) -> Any:
 
 def run_by_hand_ours(plan: dict[str, Any]) -> None:
     """Our model, our packed micro-batches, our weights, and a loop of ten lines: what the trainer adds is the rest."""
-    from llava_fsdp.model.draw import computed_buffers, restore_buffers
-    from llava_fsdp.model.parts import find_parts
-    from llava_fsdp.model.weights import find_weights, load_weights
-    from llava_fsdp.opening import build_model
-    from llava_fsdp.sharding.mesh import distributed
-    from llava_fsdp.sharding.precision import MasterWeights
-    from llava_fsdp.sharding.shards import local_shards
-    from llava_fsdp.train import open_data
+    from llava_fsdp.distributed.local_shards import local_shards
+    from llava_fsdp.distributed.mesh import distributed
+    from llava_fsdp.distributed.precision import MasterWeights
+    from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
+    from llava_fsdp.model.load_weights import find_weights, load_weights
+    from llava_fsdp.model.pretrained import find_parts
+    from llava_fsdp.train.build_model import build_model
+    from llava_fsdp.train.main import open_data
 
     cfg, cfgs = ours_configured(plan, pack=True)
     with distributed(cfg) as world:

@@ -33,18 +33,18 @@ from rich.table import Table
 from llava_fsdp.config import Config, RecomputeConfig, RecomputeMode, config_dir, load
 from llava_fsdp.data.loader import ModelShape
 from llava_fsdp.data.synthetic import SyntheticLoader, fullest, synthetic_step
-from llava_fsdp.dry_run import draw_shards, states
-from llava_fsdp.loop import train_step
+from llava_fsdp.distributed.comm_volume import Traffic
+from llava_fsdp.distributed.fake_collectives import imagine_collectives, is_imagined
+from llava_fsdp.distributed.malloc import return_freed_memory
+from llava_fsdp.distributed.mesh import World, distributed, make_mesh
+from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.llava import Llava
-from llava_fsdp.opening import build_model, shape_of
-from llava_fsdp.peak import PeakMeter
-from llava_fsdp.planning.shapes import shapes_of
-from llava_fsdp.sharding.fake import imagine_collectives, is_imagined
-from llava_fsdp.sharding.heap import return_freed_memory
-from llava_fsdp.sharding.mesh import World, distributed, make_mesh
-from llava_fsdp.sharding.traffic import Traffic
-from llava_fsdp.sharding.zero import SHARD_PLANS
-from llava_fsdp.state import TrainState, assemble
+from llava_fsdp.plan.model_shapes import shapes_of
+from llava_fsdp.train.build_model import build_model, shape_of
+from llava_fsdp.train.dry_run import draw_shards, states
+from llava_fsdp.train.loop import train_step
+from llava_fsdp.train.peak_memory import PeakMeter
+from llava_fsdp.train.state import TrainState, assemble
 
 RULE_OF_THUMB = {"memory": 0.5, "time": 1.2}
 """Of `none`: "half the memory, a fifth slower"."""

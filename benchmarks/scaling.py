@@ -30,22 +30,22 @@ from provenance import REPOSITORY
 from torchruns import launch
 
 from llava_fsdp.config import Config, config_dir, load
-from llava_fsdp.data.batch import Step, StepFacts
+from llava_fsdp.data.batching.batch import Step, StepFacts
 from llava_fsdp.data.synthetic import Contents, SyntheticLoader, synthetic_micro_batch
-from llava_fsdp.dry_run import draw_shards, states
-from llava_fsdp.loop import train_step
+from llava_fsdp.distributed.comm_volume import CollectiveBytes
+from llava_fsdp.distributed.fake_collectives import imagine_collectives, is_imagined
+from llava_fsdp.distributed.malloc import return_freed_memory
+from llava_fsdp.distributed.mesh import World, distributed, make_mesh
+from llava_fsdp.distributed.precision import DTYPES
+from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.llava import build_llava
-from llava_fsdp.model.parts import find_parts
-from llava_fsdp.opening import build_model, shape_of
-from llava_fsdp.peak import PeakMeter
-from llava_fsdp.sharding.fake import imagine_collectives, is_imagined
-from llava_fsdp.sharding.heap import return_freed_memory
-from llava_fsdp.sharding.mesh import World, distributed, make_mesh
-from llava_fsdp.sharding.precision import DTYPES
-from llava_fsdp.sharding.traffic import CollectiveBytes
-from llava_fsdp.sharding.zero import SHARD_PLANS
-from llava_fsdp.state import assemble
-from llava_fsdp.train import open_data
+from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.train.build_model import build_model, shape_of
+from llava_fsdp.train.dry_run import draw_shards, states
+from llava_fsdp.train.loop import train_step
+from llava_fsdp.train.main import open_data
+from llava_fsdp.train.peak_memory import PeakMeter
+from llava_fsdp.train.state import assemble
 
 QUESTION = "what does a step cost as sequences, pictures, the model, the ranks and the dataset grow?"
 SIDE, VOCABULARY, TEXT = 6, 2048, 64

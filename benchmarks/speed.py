@@ -39,18 +39,18 @@ from rich.table import Table
 from speed_peers import PEERS, Work, samples_of_steps, time_steps
 
 from llava_fsdp.config import Config, config_dir, load
-from llava_fsdp.data.batch import MicroBatch, Step, StepFacts
-from llava_fsdp.data.collate import boundaries
-from llava_fsdp.data.cut import pack_step
-from llava_fsdp.dry_run import settle_auto
-from llava_fsdp.loop import train_step
+from llava_fsdp.data.batching.batch import MicroBatch, Step, StepFacts
+from llava_fsdp.data.batching.collate import boundaries
+from llava_fsdp.data.batching.packing import pack_step
+from llava_fsdp.distributed.local_shards import local_shards
+from llava_fsdp.distributed.mesh import distributed
+from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.llava import Llava
-from llava_fsdp.opening import shape_of
-from llava_fsdp.planning.shapes import shapes_of
-from llava_fsdp.planning.utilization import utilization_of
-from llava_fsdp.sharding.mesh import distributed
-from llava_fsdp.sharding.shards import local_shards
-from llava_fsdp.sharding.zero import SHARD_PLANS
+from llava_fsdp.plan.mfu import utilization_of
+from llava_fsdp.plan.model_shapes import shapes_of
+from llava_fsdp.train.build_model import shape_of
+from llava_fsdp.train.dry_run import settle_auto
+from llava_fsdp.train.loop import train_step
 
 QUESTION = "how fast is a training step on one GPU, beside what others run?"
 LARGE = 130e9

@@ -12,16 +12,16 @@ from torch.nn import functional
 from transformers import LlavaConfig, PretrainedConfig
 
 from llava_fsdp.config import Config
-from llava_fsdp.data.batch import MicroBatch
-from llava_fsdp.data.order import Order
-from llava_fsdp.data.vocabulary import IGNORE
+from llava_fsdp.data.batching.batch import MicroBatch
+from llava_fsdp.data.batching.sampler import Order
+from llava_fsdp.data.text.constants import IGNORE
+from llava_fsdp.distributed.mesh import World
+from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.model.llava import build_llava
-from llava_fsdp.model.names import theirs
-from llava_fsdp.model.parts import NOTES, find_parts
-from llava_fsdp.model.weights import find_weights
-from llava_fsdp.sharding.mesh import World
-from llava_fsdp.sharding.precision import DTYPES
-from llava_fsdp.train import open_data
+from llava_fsdp.model.load_weights import find_weights
+from llava_fsdp.model.pretrained import NOTES, find_parts
+from llava_fsdp.model.weight_names import theirs
+from llava_fsdp.train.main import open_data
 
 
 def write_llava(folder: Path, cfg: Config, tokenizer: Path, preprocessor: Path) -> None:

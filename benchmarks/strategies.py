@@ -44,24 +44,24 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from llava_fsdp.config import Config, DType, ShardingConfig, Strategy, config_dir, load
-from llava_fsdp.data.batch import MicroBatch, Step
+from llava_fsdp.data.batching.batch import MicroBatch, Step
 from llava_fsdp.data.loader import Loader
-from llava_fsdp.data.shapes import ensure_shapes
-from llava_fsdp.loop import clip_gradients, summed, train_step
-from llava_fsdp.model.draw import computed_buffers, restore_buffers
+from llava_fsdp.data.toy_shapes import ensure_shapes
+from llava_fsdp.distributed.activation_checkpoint import apply_recompute, clean_name
+from llava_fsdp.distributed.comm_volume import KINDS, CollectiveBytes
+from llava_fsdp.distributed.local_shards import local_shards
+from llava_fsdp.distributed.mesh import World, distributed, make_mesh, read_world
+from llava_fsdp.distributed.precision import DTYPES, MasterWeights, store_weights
+from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh, ShardPlan
+from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import build_llava
-from llava_fsdp.model.parts import find_parts
-from llava_fsdp.model.weights import find_weights, load_weights
-from llava_fsdp.optim import build_optimizer
-from llava_fsdp.peak import forget_peak, of_process
-from llava_fsdp.sharding.mesh import World, distributed, make_mesh, read_world
-from llava_fsdp.sharding.precision import DTYPES, MasterWeights, store_weights
-from llava_fsdp.sharding.recompute import apply_recompute, clean_name
-from llava_fsdp.sharding.shards import local_shards
-from llava_fsdp.sharding.traffic import KINDS, CollectiveBytes
-from llava_fsdp.sharding.zero import SHARD_PLANS, Mesh, ShardPlan
-from llava_fsdp.state import TrainState
-from llava_fsdp.train import build_state, open_data
+from llava_fsdp.model.load_weights import find_weights, load_weights
+from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.train.loop import clip_gradients, summed, train_step
+from llava_fsdp.train.main import build_state, open_data
+from llava_fsdp.train.optimizer import build_optimizer
+from llava_fsdp.train.peak_memory import forget_peak, of_process
+from llava_fsdp.train.state import TrainState
 
 STRATEGIES = {plan.zero: strategy for strategy, plan in SHARD_PLANS.items()}
 EQUAL_WITHIN = 1e-5
@@ -142,7 +142,7 @@ def variants(world_size: int) -> list[str]:
     return ["ddp", *(z for z, s in STRATEGIES.items() if two_by_two or SHARD_PLANS[s].mesh is not Mesh.HYBRID)]
 
 
-# How it is built: the order of `llava_fsdp.train.build_state`
+# How it is built: the order of `llava_fsdp.train.main.build_state`
 
 
 def configure(case: Case, options: argparse.Namespace, work: Path, ranks: int) -> Config:

@@ -11,16 +11,16 @@ from pathlib import Path
 from make_recipes import GOLDEN
 from pages import DOCS, cell, code, replaced, table
 
-from llava_fsdp.moving.accelerate import ACCELERATE
-from llava_fsdp.moving.context import Context, Usual, outcome, written
-from llava_fsdp.moving.decide import decide
-from llava_fsdp.moving.deepspeed import DEEPSPEED
-from llava_fsdp.moving.deepspeed_rules import Switched
-from llava_fsdp.moving.flags import FLAGS
-from llava_fsdp.moving.inputs import read_json
-from llava_fsdp.moving.launch import Launch
-from llava_fsdp.moving.outcome import Outcome, Verdict
-from llava_fsdp.moving.run import AUTO, Block, Flag, Options, Run
+from llava_fsdp.migrate.accelerate import ACCELERATE
+from llava_fsdp.migrate.context import Context, Usual, outcome, written
+from llava_fsdp.migrate.deepspeed import DEEPSPEED
+from llava_fsdp.migrate.deepspeed_rules import Switched
+from llava_fsdp.migrate.inputs import read_json
+from llava_fsdp.migrate.key_outcome import Outcome, Verdict
+from llava_fsdp.migrate.launch_command import Launch
+from llava_fsdp.migrate.llava_flags import FLAGS
+from llava_fsdp.migrate.overrides import decide
+from llava_fsdp.migrate.source_run import AUTO, Block, Flag, Options, Run
 
 GPUS = 8
 HEAD = ("key", "example", "verdict", "here")

@@ -8,14 +8,14 @@ from hydra import compose, initialize_config_dir
 from pages import DOCS, replaced, table
 
 from llava_fsdp.config import Config, Strategy, config_dir, load
+from llava_fsdp.distributed.memory import Bytes, Weight, bytes_per_rank
+from llava_fsdp.distributed.mesh import mesh_shape
+from llava_fsdp.distributed.parallelize import weights_of
+from llava_fsdp.distributed.precision import DTYPES
+from llava_fsdp.distributed.zero import SHARD_PLANS, Sync
 from llava_fsdp.model.llava import build_llava
-from llava_fsdp.planning.shapes import shapes_of
-from llava_fsdp.planning.units import ROOT, units_of
-from llava_fsdp.sharding.memory import Bytes, Weight, bytes_per_rank
-from llava_fsdp.sharding.mesh import mesh_shape
-from llava_fsdp.sharding.parallelize import weights_of
-from llava_fsdp.sharding.precision import DTYPES
-from llava_fsdp.sharding.zero import SHARD_PLANS, Sync
+from llava_fsdp.plan.fsdp_units import ROOT, units_of
+from llava_fsdp.plan.model_shapes import shapes_of
 
 RANKS, SHARD_SIZE = 4, 2
 GB = 1e9

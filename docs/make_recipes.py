@@ -13,13 +13,13 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from llava_fsdp.config import config_dir
-from llava_fsdp.moving.command import assignments
-from llava_fsdp.moving.context import Context, outcome, written
-from llava_fsdp.moving.decide import decide
-from llava_fsdp.moving.flags import FLAGS
-from llava_fsdp.moving.inputs import flat, read_json
-from llava_fsdp.moving.launch import Launch
-from llava_fsdp.moving.run import Options, Run
+from llava_fsdp.migrate.command import assignments
+from llava_fsdp.migrate.context import Context, outcome, written
+from llava_fsdp.migrate.inputs import flat, read_json
+from llava_fsdp.migrate.launch_command import Launch
+from llava_fsdp.migrate.llava_flags import FLAGS
+from llava_fsdp.migrate.overrides import decide
+from llava_fsdp.migrate.source_run import Options, Run
 
 DOCS = Path(__file__).parent
 GOLDEN = DOCS.parent / "tests" / "golden" / "open"

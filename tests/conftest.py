@@ -47,7 +47,7 @@ def noise(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) 
     from reference import EXPORTED
     from small import make_config
 
-    from llava_fsdp import train
+    from llava_fsdp.train import main as train
 
     folder = tmp_path_factory.mktemp("noise")
     train.train(make_config(parts, dataset, folder, "max_steps=1", "checkpoint.every=1", *EXPORTED))

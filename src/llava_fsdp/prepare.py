@@ -10,30 +10,31 @@ from typing import Any
 
 from rich.table import Table
 
-from llava_fsdp import cli
-from llava_fsdp.consoles import TextConsole
-from llava_fsdp.log import leave_noise_out, log
+from llava_fsdp.config import cli
+from llava_fsdp.runtime.console import TextConsole
+from llava_fsdp.runtime.log import leave_noise_out, log
 
 if __name__ == "__main__":  # before transformers is imported
     leave_noise_out()
 
 from llava_fsdp.config import Format, PrepareConfig
-from llava_fsdp.data.chunks import cores
-from llava_fsdp.data.door import same_files
-from llava_fsdp.data.encode import Encoder
-from llava_fsdp.data.images import PictureReader
-from llava_fsdp.data.index import Plan, open_index
+from llava_fsdp.data.images.preprocess import PictureReader
+from llava_fsdp.data.index.bad_records import same_files
+from llava_fsdp.data.index.build import Plan, open_index
+from llava_fsdp.data.index.dataset import Records
+from llava_fsdp.data.index.record_store import sources_of
+from llava_fsdp.data.index.statistics import PAGE, write_report
+from llava_fsdp.data.index.verify import verify_index
+from llava_fsdp.data.index.worker_pool import cores
 from llava_fsdp.data.loader import open_encoding
-from llava_fsdp.data.progress import watch
-from llava_fsdp.data.records import Records
-from llava_fsdp.data.report import PAGE, write_report
-from llava_fsdp.data.texts import sources_of
-from llava_fsdp.data.verify import verify_index
-from llava_fsdp.errors import ConfigError
+from llava_fsdp.data.text.encode import Encoder
+from llava_fsdp.data.toy_shapes import draw_shapes
+from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.model.llava import build_llava
-from llava_fsdp.model.parts import find_parts
-from llava_fsdp.opening import draw_shapes, shape_of
-from llava_fsdp.sharding.precision import DTYPES
+from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.progress import watch
+from llava_fsdp.train.build_model import shape_of
 
 
 def main() -> None:

@@ -16,14 +16,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from llava_fsdp import cli
-from llava_fsdp.checkpoint_names import FOLDER, list_checkpoints, step_of
-from llava_fsdp.config import Config
-from llava_fsdp.errors import ConfigError, ExitCode
-from llava_fsdp.log import log, setup_logging
-from llava_fsdp.rundir import STATUS_FILE, held_by, is_known_free, is_without_end, own_word, started, status_of
-from llava_fsdp.small_json import BadJson, MissingJson
-from llava_fsdp.terminal import shown_name
+from llava_fsdp.config import Config, cli
+from llava_fsdp.runtime.errors import ConfigError, ExitCode
+from llava_fsdp.runtime.launch import started
+from llava_fsdp.runtime.log import log, setup_logging
+from llava_fsdp.runtime.run_dir import FOLDER, held_by, is_known_free, list_checkpoints, step_of
+from llava_fsdp.runtime.small_json import BadJson, MissingJson
+from llava_fsdp.runtime.status_file import STATUS_FILE, is_without_end, own_word, status_of
+from llava_fsdp.runtime.terminal_text import shown_name
 
 
 def newest_step(output_dir: Path) -> int:

@@ -13,8 +13,10 @@ import torch.distributed as dist
 from harness import CPU, single_world
 from saves import cut, loaded_alone, save_steps, saver_of, whole_tensors
 
-from llava_fsdp.checkpoint import commit, list_checkpoints, tensorfile, verify
-from llava_fsdp.sharding.mesh import World
+from llava_fsdp.checkpoint import commit, safetensors_stream
+from llava_fsdp.checkpoint.verify import verify
+from llava_fsdp.distributed.mesh import World
+from llava_fsdp.runtime.run_dir import list_checkpoints
 
 BEFORE = [
     "made", "file half", "file written", "agreed", "state written", "adapter half", "adapter written",
@@ -52,7 +54,7 @@ def save_and_crash(rank: int, parent: Path, crash: tuple[int, str]) -> None:
             os.write(descriptor, content[: len(content) // 2])
             os._exit(9)
 
-        tensorfile.write_all = write_some
+        safetensors_stream.write_all = write_some
     if crash == (rank, "adapter half"):
         commit.sync_tree = lambda folder: os._exit(9)
     saver, step = saver_of(parent, tensors, at=at, with_beside=True)

@@ -1,7 +1,6 @@
 """What is done to the files of a checkpoint is noticed, said, and the one before it is taken."""
 
 import contextlib
-import json
 import logging
 import os
 import random
@@ -16,12 +15,11 @@ from harness import RankPool, single_world
 from saves import loaded, loaded_alone, save_steps
 from xxhash import xxh3_128
 
-from llava_fsdp.checkpoint import verify
 from llava_fsdp.checkpoint.manifest import MANIFEST_FILE, STATE_FILE
-from llava_fsdp.checkpoint.verify import newest_together
-from llava_fsdp.digests import TAIL, sealed
-from llava_fsdp.errors import CheckpointError
-from llava_fsdp.sharding.mesh import World
+from llava_fsdp.checkpoint.verify import newest_together, verify
+from llava_fsdp.distributed.mesh import World
+from llava_fsdp.runtime.digests import TAIL, sealed
+from llava_fsdp.runtime.errors import CheckpointError
 
 BESIDE_FILE = "adapter/adapter_model.safetensors"
 FILES = ("rank-00000.safetensors", "rank-00001.safetensors", STATE_FILE, MANIFEST_FILE, BESIDE_FILE)
@@ -170,26 +168,6 @@ def test_the_pointer_decides_nothing(said: str, parent: Path) -> None:
     (parent / "latest").unlink()
     (parent / "latest").symlink_to("/nonexistent/step-000002")
     assert loaded_alone(parent) == 4
-
-
-def test_older_formats_are_named(parent: Path) -> None:
-    """PyTorch's distributed checkpoint, with our facts beside it."""
-    folder = parent / "step-000006"
-    folder.mkdir()
-    (folder / ".metadata").write_bytes(b"pickle")
-    (folder / STATE_FILE).write_text(json.dumps({"format": 4}))
-    with pytest.raises(CheckpointError, match="format 4, and this version of llava_fsdp reads format 6"):
-        verify(folder)
-    assert loaded_alone(parent) == 4
-
-
-def test_manifests_with_another_digest_are_named(parent: Path) -> None:
-    """Format 5 ended in a SHA-256."""
-    path = parent / "step-000004" / MANIFEST_FILE
-    path.write_text(path.read_text().replace('"format": 6', '"format": 5', 1)[: -len('"}\n')] + "0" * 32 + '"}\n')
-    with pytest.raises(CheckpointError, match="format 5, and this version of llava_fsdp reads format 6"):
-        verify(path.parent)
-    assert loaded_alone(parent) == 2
 
 
 def test_sixty_flips(parent: Path) -> None:

@@ -9,12 +9,15 @@ from harness import RankPool, single_world
 from small import make_config
 from torch.distributed.tensor import DTensor
 
-from llava_fsdp import checkpoint, train
 from llava_fsdp.config import Config
-from llava_fsdp.loop import train_step
-from llava_fsdp.sharding.mesh import World, make_mesh
-from llava_fsdp.sharding.zero import SHARD_PLANS
-from llava_fsdp.state import TrainState
+from llava_fsdp.distributed.mesh import World, make_mesh
+from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.train import main as train
+from llava_fsdp.train.checkpoint_contents import tensors
+from llava_fsdp.train.loop import train_step
+from llava_fsdp.train.resume import resume
+from llava_fsdp.train.save_and_stop import open_saver
+from llava_fsdp.train.state import TrainState
 
 Digests = dict[str, str]
 KINDS = {
@@ -35,7 +38,7 @@ RANKS = ((2, "zero2"), (4, "zero3"), (1, "zero3"), (2, "zero0"), (4, "hybrid"))
 def digests(state: TrainState) -> Digests:
     """Of every whole tensor, of the fp16 scale and of the position."""
     found = {"scaler": str(state.scaler and state.scaler.state()), "position": f"{state.step} {state.samples}"}
-    for name, tensor in checkpoint.tensors(state).items():
+    for name, tensor in tensors(state).items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         content = whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         found[name] = f"{whole.dtype} {tuple(whole.shape)} {hashlib.sha256(content).hexdigest()}"
@@ -46,7 +49,7 @@ def trained(world: World, cfg: Config, steps: int) -> tuple[Digests, Digests]:
     """What a run began with, and what it has after so many steps more, which it saves."""
     plan = SHARD_PLANS[cfg.sharding.strategy]
     state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
-    saver = checkpoint.open_saver(state, cfg, checkpoint.resume(state, cfg))
+    saver = open_saver(state, cfg, resume(state, cfg))
     began = digests(state)
     state.model.train()
     for number, step in enumerate(state.loader.from_step(state.step), start=1):

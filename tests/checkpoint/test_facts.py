@@ -14,20 +14,25 @@ from reference import outcome
 from saves import CONFIG as CHECKPOINTS
 from small import make_config
 
-from llava_fsdp import checkpoint, loop, train
-from llava_fsdp.checkpoint import disk, staging
+from llava_fsdp.checkpoint import snapshot
 from llava_fsdp.checkpoint.commit import joined
-from llava_fsdp.checkpoint.disk import FILES
-from llava_fsdp.checkpoint.facts import changed_settings, facts_of, is_fixed, parse_facts, render_facts, settings_then
 from llava_fsdp.checkpoint.manifest import Manifest
-from llava_fsdp.checkpoint.replicated import counters
-from llava_fsdp.checkpoint.resume import start_over
+from llava_fsdp.checkpoint.saver import Saver
+from llava_fsdp.checkpoint.state_json import parse_facts, render_facts
 from llava_fsdp.config import Config, SourceConfig, schema_keys
-from llava_fsdp.data.batch import Step
-from llava_fsdp.errors import CheckpointError
-from llava_fsdp.optim import prepare_moments
-from llava_fsdp.sharding.zero import SHARD_PLANS
-from llava_fsdp.state import StepResult, TrainState
+from llava_fsdp.data.batching.batch import Step
+from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.runtime import durable_files
+from llava_fsdp.runtime.durable_files import FILES
+from llava_fsdp.runtime.errors import CheckpointError
+from llava_fsdp.train import loop
+from llava_fsdp.train import main as train
+from llava_fsdp.train.checkpoint_contents import changed_settings, facts_of, is_fixed, settings_then
+from llava_fsdp.train.optimizer import prepare_moments
+from llava_fsdp.train.replica_check import counters
+from llava_fsdp.train.resume import resume, start_over
+from llava_fsdp.train.save_and_stop import is_due, open_saver
+from llava_fsdp.train.state import StepResult, TrainState
 
 do_step = loop.train_step
 FACTS: dict[str, Any] = {"step": 3, "samples": 35, "skipped": 2, "run": "an earlier start's", "broken": [4, 17]}
@@ -45,13 +50,34 @@ def test_every_fact_is_restored(parts: Path, dataset: Path, tmp_path: Path) -> N
     saved.scaler.restore(SCALER)
     prepare_moments(saved.optimizer)
     facts = facts_of(saved, cfg)
-    saver = checkpoint.open_saver(saved, cfg, None)
+    saver = open_saver(saved, cfg, None)
     saver.save()
     saver.close()
     before = facts_of(resumed, cfg)
     assert {name for name in facts if facts[name] != before[name]} == {*FACTS, "scaler"}
-    assert checkpoint.resume(resumed, cfg) is not None
+    assert resume(resumed, cfg) is not None
     assert facts_of(resumed, cfg) == facts
+
+
+def test_the_optimizer_waits_for_the_copy_of_a_save_before_it_changes_a_weight(
+    parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = make_config(parts, dataset, tmp_path, "checkpoint.every=1")
+    state = train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
+    seen = []
+    monkeypatch.setattr(Saver, "before_update", lambda _: seen.append(copy_of(state)))
+    saver = open_saver(state, cfg)
+    for weight in state.masters.named.values():
+        weight.grad = torch.ones_like(weight)
+    before = copy_of(state)
+    state.optimizer.step()
+    saver.close()
+    assert len(seen) == 1 and all(torch.equal(before[name], seen[0][name]) for name in before)
+    assert not any(torch.equal(before[name], value) for name, value in copy_of(state).items())
+
+
+def copy_of(state: TrainState) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in state.masters.named.items()}
 
 
 def test_a_run_with_skipped_steps_continues_as_if_it_had_not_stopped(
@@ -175,7 +201,7 @@ def test_every_counter_is_compared_between_ranks() -> None:
     (7, None, True), (6, None, False), (7, 3, True), (6, 3, True), (5, 3, False), (3, 3, True), (1, 1, True),
 ])  # fmt: skip
 def test_when_a_checkpoint_is_due(step: int, every: int | None, due: bool) -> None:
-    assert checkpoint.is_due(step, 7, replace(CHECKPOINTS, every=every)) is due
+    assert is_due(step, 7, replace(CHECKPOINTS, every=every)) is due
 
 
 def test_pieces_of_all_ranks_are_in_the_order_of_rows() -> None:
@@ -190,10 +216,10 @@ def test_pieces_of_all_ranks_are_in_the_order_of_rows() -> None:
 
 def test_room_for_exactly_one_checkpoint_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for bytes_, inodes, fits in ((100, None, True), (99, None, False), (100, FILES, True), (100, FILES - 1, False)):
-        monkeypatch.setattr(disk, "free_bytes", lambda _, n=bytes_: n)
-        monkeypatch.setattr(disk, "free_inodes", lambda _, n=inodes: n)
+        monkeypatch.setattr(durable_files, "free_bytes", lambda _, n=bytes_: n)
+        monkeypatch.setattr(durable_files, "free_inodes", lambda _, n=inodes: n)
         with contextlib.nullcontext() if fits else pytest.raises(CheckpointError):
-            disk.require_room(tmp_path, 100)
+            durable_files.require_room(tmp_path, 100)
 
 
 def test_the_copy_must_fit_into_what_the_container_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,13 +230,13 @@ def test_the_copy_must_fit_into_what_the_container_leaves(tmp_path: Path, monkey
         (group / "memory.max").write_text(f"{limit}\n")
         (group / "memory.current").write_text(f"{used}\n")
         (group / "memory.stat").write_text(f"anon 3\ninactive_file {cached}\nactive_file 7\n")
-    monkeypatch.setattr(staging, "cgroups", lambda: [inner, outer])
-    assert staging.available_bytes() == 450
-    assert staging.fits(360, None) and not staging.fits(361, None)
+    monkeypatch.setattr(snapshot, "cgroups", lambda: [inner, outer])
+    assert snapshot.available_bytes() == 450
+    assert snapshot.fits(360, None) and not snapshot.fits(361, None)
     (outer / "memory.max").write_text("400\n")
-    assert staging.available_bytes() == 400
+    assert snapshot.available_bytes() == 400
     (inner / "memory.current").write_text("2000\n")
-    assert staging.available_bytes() == 0
+    assert snapshot.available_bytes() == 0
 
 
 def test_starting_over_leaves_nothing_of_the_run_but_its_configuration(tmp_path: Path) -> None:

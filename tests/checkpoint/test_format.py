@@ -10,11 +10,12 @@ from safetensors import safe_open
 from saves import LAYOUTS, loaded, loaded_alone, save_steps, whole_tensors
 from xxhash import xxh3_128
 
-from llava_fsdp.checkpoint import verify
+from llava_fsdp.checkpoint import safetensors_stream
 from llava_fsdp.checkpoint.manifest import Manifest, Piece, Saved, parse, render
-from llava_fsdp.checkpoint.resume import saved_rows
-from llava_fsdp.checkpoint.tensorfile import CHUNK, CODES, Digest, write_tensors
-from llava_fsdp.errors import CheckpointError, NumericError
+from llava_fsdp.checkpoint.reader import saved_rows
+from llava_fsdp.checkpoint.safetensors_stream import CHUNK, CODES, Digest, write_tensors
+from llava_fsdp.checkpoint.verify import verify
+from llava_fsdp.runtime.errors import CheckpointError, NumericError
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor]) -> Digest:
@@ -112,3 +113,17 @@ def test_rows_that_are_nowhere_or_twice_are_never_committed(pieces: list[tuple[i
     own = tuple(Piece("rank-00000.safetensors", *piece) for piece in pieces)
     with pytest.raises(CheckpointError, match="a: rows"):
         render(Manifest(3, GOOD.files, {"a": Saved(torch.float32, (4, 2), own)}))
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_more_is_read_than_one_call_reads(contiguous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three calls of 16 bytes and one of 4, from a place inside of the file."""
+    monkeypatch.setattr(safetensors_stream, "CHUNK", 2)
+    values = torch.arange(13, dtype=torch.int32)
+    (tmp_path / "file").write_bytes(b"head" + values.numpy().tobytes())
+    into = torch.zeros(13, dtype=torch.int32) if contiguous else torch.zeros(13, 2, dtype=torch.int32)[:, 0]
+    with (tmp_path / "file").open("rb") as file:
+        safetensors_stream.read_rows(file.fileno(), "file", 4, into)
+        assert torch.equal(into, values)
+        with pytest.raises(CheckpointError):
+            safetensors_stream.read_rows(file.fileno(), "file", 8, into)

@@ -8,13 +8,10 @@ import torch
 from harness import RankPool
 from small import make_config
 
-from llava_fsdp import checkpoint, train
-from llava_fsdp.checkpoint.replicated import all_tensors, check_replicas
 from llava_fsdp.config import Config
-from llava_fsdp.errors import ENDINGS, ExitCode, ReplicaError
-from llava_fsdp.loop import train_step
-from llava_fsdp.sharding.mesh import World, make_mesh
-from llava_fsdp.sharding.replicas import (
+from llava_fsdp.distributed.local_shards import local
+from llava_fsdp.distributed.mesh import World, make_mesh
+from llava_fsdp.distributed.replicas import (
     Difference,
     Held,
     checksums,
@@ -24,8 +21,13 @@ from llava_fsdp.sharding.replicas import (
     shared_tensors,
     weighted_sum,
 )
-from llava_fsdp.sharding.shards import local
-from llava_fsdp.sharding.zero import SHARD_PLANS
+from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.runtime.errors import ENDINGS, ExitCode, ReplicaError
+from llava_fsdp.runtime.run_dir import FOLDER
+from llava_fsdp.train import main as train
+from llava_fsdp.train.loop import train_step
+from llava_fsdp.train.replica_check import all_tensors, check_replicas
+from llava_fsdp.train.save_and_stop import open_saver
 
 WEIGHT = "language_model.layers.1.mlp.down_proj.weight"
 FROZEN = "model.vision_tower."
@@ -56,9 +58,9 @@ def flipped(world: World, cfg: Config, flips: list[tuple[str, int]], rank: int) 
     """
     plan = SHARD_PLANS[cfg.sharding.strategy]
     state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
-    parent = Path(cfg.output_dir) / checkpoint.FOLDER
+    parent = Path(cfg.output_dir) / FOLDER
     check_replicas(state, parent)
-    saver = checkpoint.open_saver(state, cfg)
+    saver = open_saver(state, cfg)
     steps = state.loader.from_step(0)
     state.model.train()
     train_step(state, next(steps), plan, cfg, 0.0)
@@ -170,7 +172,7 @@ def test_a_tensor_is_summed_in_pieces_as_in_one(monkeypatch: pytest.MonkeyPatch)
     words = values.view(torch.int32).tolist()
     exact = sum(word * (2 * place + 1) for place, word in enumerate(words))
     assert (whole - exact) % (1 << 64) == 0
-    monkeypatch.setattr("llava_fsdp.sharding.replicas.CHUNK", 37)
+    monkeypatch.setattr("llava_fsdp.distributed.replicas.CHUNK", 37)
     assert int(weighted_sum(values)) == whole
 
 

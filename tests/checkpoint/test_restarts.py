@@ -8,11 +8,10 @@ from harness import single_world
 from saves import save_steps
 from small import make_config
 
-from llava_fsdp import rundir
-from llava_fsdp.checkpoint import FOLDER
-from llava_fsdp.checkpoint.folders import leave_branch
-from llava_fsdp.checkpoint.resume import choose
-from llava_fsdp.rundir import mark_begun
+from llava_fsdp.checkpoint.retention import leave_branch
+from llava_fsdp.runtime import status_file
+from llava_fsdp.runtime.run_dir import FOLDER, mark_begun
+from llava_fsdp.train.resume import choose
 
 
 @pytest.fixture
@@ -50,7 +49,7 @@ def test_a_requeued_job_goes_on_with_what_it_began(
     cfg = make_config(parts, dataset, tmp_path, "checkpoint.resume=never")
     assert choose(cfg) is None
     save_steps(single_world(), tmp_path / FOLDER, [2])
-    monkeypatch.setattr(rundir, "started", lambda _: time.time() + 1)
+    monkeypatch.setattr(status_file, "started", lambda _: time.time() + 1)
     found = choose(cfg)
     assert (found is not None) == goes_on and (tmp_path / "old-1").exists() != goes_on
 

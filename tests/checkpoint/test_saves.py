@@ -16,15 +16,15 @@ import torch
 from harness import RankPool, single_world
 from saves import cut, loaded, loaded_alone, save_steps, saver_of, whole_tensors
 
-from llava_fsdp.checkpoint import list_checkpoints, verify
-from llava_fsdp.checkpoint.folders import prune
 from llava_fsdp.checkpoint.layout import Part
+from llava_fsdp.checkpoint.retention import prune
 from llava_fsdp.checkpoint.saver import Saver
-from llava_fsdp.checkpoint.staging import Staging
-from llava_fsdp.checkpoint_names import folder_name, step_of
+from llava_fsdp.checkpoint.snapshot import Staging
+from llava_fsdp.checkpoint.verify import verify
 from llava_fsdp.config import OnSaveError
-from llava_fsdp.errors import CheckpointError, NumericError
-from llava_fsdp.sharding.mesh import World, is_lost_peer
+from llava_fsdp.distributed.mesh import World, is_lost_peer
+from llava_fsdp.runtime.errors import CheckpointError, NumericError
+from llava_fsdp.runtime.run_dir import folder_name, list_checkpoints, step_of
 
 WARN = OnSaveError.warn
 
@@ -192,7 +192,7 @@ def test_a_checkpoint_that_cannot_be_deleted_stops_nothing(tmp_path: Path, monke
             raise PermissionError(1, "Operation not permitted", str(folder))
 
     with monkeypatch.context() as patched:
-        patched.setattr("llava_fsdp.checkpoint.folders.shutil.rmtree", refused)
+        patched.setattr("llava_fsdp.checkpoint.retention.shutil.rmtree", refused)
         save_steps(single_world(), tmp_path, [1, 2, 3])
     assert [p.name for p in list_checkpoints(tmp_path)] == ["step-000002", "step-000003"]
     save_steps(single_world(), tmp_path, [4])
@@ -269,7 +269,7 @@ def test_weights_that_are_not_finite_are_never_saved(pools: dict[int, RankPool],
 
 def test_no_room_is_said_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {"model.a": torch.zeros(1000)}
-    monkeypatch.setattr("llava_fsdp.checkpoint.disk.free_bytes", lambda _: 4799)
+    monkeypatch.setattr("llava_fsdp.runtime.durable_files.free_bytes", lambda _: 4799)
     with pytest.raises(CheckpointError) as caught:
         saver_of(tmp_path, tensors)
     assert "No space left" in str(caught.value) and str(tmp_path) in str(caught.value)

@@ -13,29 +13,31 @@ import torch
 from PIL import Image
 
 from llava_fsdp.config import AspectRatio, Normalize, Parity, Pixels, SourceConfig, TooLong
-from llava_fsdp.data import examine, ids, images, loader
-from llava_fsdp.data.anyres import feature_rows
-from llava_fsdp.data.batch import LeftOut, MicroBatch, Step, StepFacts
-from llava_fsdp.data.collate import Collator, drawn_from
-from llava_fsdp.data.encode import ExactEncoder, OriginalEncoder, Sample
-from llava_fsdp.data.images import PictureReader, Preprocessor, check_enlarged, parse_preprocessor
-from llava_fsdp.data.lean import Decoded
-from llava_fsdp.data.llava_v1_5 import Original
-from llava_fsdp.data.measure import EncodeRecords
-from llava_fsdp.data.order import Shuffle, amounts, shares_of
-from llava_fsdp.data.parquet import check_types, line
-from llava_fsdp.data.problems import BITS, Kind, is_kept
-from llava_fsdp.data.records import Records
-from llava_fsdp.data.report import describe_lengths
-from llava_fsdp.data.seal import read_rows
-from llava_fsdp.data.source import TOO_LARGE, Record, Turn, check_name, names_media
-from llava_fsdp.data.templates import ALIASES, template
-from llava_fsdp.data.texts import SourceFile, Texts, split
-from llava_fsdp.data.tokenizer import Tokenizer, any_of, open_tokenizer
-from llava_fsdp.data.vocabulary import IGNORE
-from llava_fsdp.errors import DamagedError, DataError, ModelError, PictureError
+from llava_fsdp.data import loader
+from llava_fsdp.data.batching.batch import LeftOut, MicroBatch, Step, StepFacts
+from llava_fsdp.data.batching.collate import Collator, drawn_from
+from llava_fsdp.data.batching.sampler import Shuffle, amounts, shares_of
+from llava_fsdp.data.images import check, preprocess
+from llava_fsdp.data.images.anyres import feature_rows
+from llava_fsdp.data.images.fast_resize import Decoded
+from llava_fsdp.data.images.preprocess import PictureReader, Preprocessor, check_enlarged, parse_preprocessor
+from llava_fsdp.data.index import duplicate_ids
+from llava_fsdp.data.index.dataset import Records
+from llava_fsdp.data.index.integrity import read_rows
+from llava_fsdp.data.index.record_store import SourceFile, Texts, split
+from llava_fsdp.data.index.statistics import describe_lengths
+from llava_fsdp.data.index.token_pass import EncodeRecords
+from llava_fsdp.data.records.parquet import check_types, line
+from llava_fsdp.data.records.problems import BITS, Kind, is_kept
+from llava_fsdp.data.records.record import TOO_LARGE, Record, Turn, check_name, names_media
+from llava_fsdp.data.text.constants import IGNORE
+from llava_fsdp.data.text.encode import ExactEncoder, OriginalEncoder, Sample
+from llava_fsdp.data.text.llava_v1_5 import Original
+from llava_fsdp.data.text.templates import ALIASES, template
+from llava_fsdp.data.text.tokenizer import Tokenizer, any_of, open_tokenizer
+from llava_fsdp.runtime.errors import DamagedError, DataError, ModelError, PictureError
 
-TINY = Path(examine.__file__).parents[1] / "assets" / "tiny-llama"
+TINY = Path(check.__file__).parents[2] / "assets" / "tiny-llama"
 TURNS = (Turn("human", "what colour"), Turn("gpt", "red blue green circle"))
 RECORD = Record("data.json", 3, "abc", (), TURNS, False)
 CLIP = Preprocessor(28, True, Image.Resampling.BICUBIC, (0.5, 0.4, 0.3), (0.5, 0.4, 0.3))
@@ -212,9 +214,9 @@ class FakeIndex:
 
 
 def test_places_add_up_over_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ids, "BLOCK", 3)
+    monkeypatch.setattr(duplicate_ids, "BLOCK", 3)
     counts = np.array([2, 0, 1, 5, 0, 0, 4, 1], dtype=np.int32)
-    assert np.concatenate(list(ids.running_sum(counts))).tolist() == [0, *np.cumsum(counts).tolist()]
+    assert np.concatenate(list(duplicate_ids.running_sum(counts))).tolist() == [0, *np.cumsum(counts).tolist()]
 
 
 def test_percentiles_of_lengths(tmp_path: Path) -> None:
@@ -396,25 +398,25 @@ def test_preprocessors_that_are_none(wrong: dict[str, Any]) -> None:
 
 def test_as_many_pixels_as_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the file, of the square around it, and of what it is enlarged to before it is cut."""
-    monkeypatch.setattr(examine, "MAX_PIXELS", 12)
-    examine.check_pixels(Image.new("L", (3, 4)), Path("a"), "x")
+    monkeypatch.setattr(check, "MAX_PIXELS", 12)
+    check.check_pixels(Image.new("L", (3, 4)), Path("a"), "x")
     with pytest.raises(PictureError):
-        examine.check_pixels(Image.new("L", (13, 1)), Path("a"), "x")
+        check.check_pixels(Image.new("L", (13, 1)), Path("a"), "x")
     for aspect, most in ((AspectRatio.pad, 50 * 50), (AspectRatio.square, 28 * 28 * 50 // 10)):
-        monkeypatch.setattr(images, "MAX_PIXELS", most)
+        monkeypatch.setattr(preprocess, "MAX_PIXELS", most)
         for shape in ((10, 50), (50, 10)):
             check_enlarged(shape, CLIP, aspect, "x")
-        monkeypatch.setattr(images, "MAX_PIXELS", most - 1)
+        monkeypatch.setattr(preprocess, "MAX_PIXELS", most - 1)
         with pytest.raises(PictureError):
             check_enlarged((50, 10), CLIP, aspect, "x")
 
 
 @pytest.mark.parametrize("kind", ["PPM", "TGA", "ICO", "PCX"])
 def test_formats_that_are_not_read(kind: str, tmp_path: Path) -> None:
-    assert examine.FORMATS == ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+    assert check.FORMATS == ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
     Image.new("RGB", (32, 32)).save(tmp_path / "a.png", kind)
     with pytest.raises(PictureError) as caught:
-        examine.examine(tmp_path / "a.png", "x", full=True)
+        check.examine(tmp_path / "a.png", "x", full=True)
     assert caught.value.kind == Kind.image_unreadable
 
 
@@ -429,17 +431,17 @@ def test_formats_that_are_not_read(kind: str, tmp_path: Path) -> None:
 def test_the_value_that_is_white(mode: str, least: float, most: float, white: float | None) -> None:
     values = np.array([least, most])
     if white is not None:
-        assert examine.white_of(mode, values, "x") == white
+        assert check.white_of(mode, values, "x") == white
         return
     with pytest.raises(PictureError):
-        examine.white_of(mode, values, "x")
+        check.white_of(mode, values, "x")
 
 
 @pytest.mark.parametrize("size", [(28, 56), (56, 56), (84, 28), (28, 84)])
 def test_tiles_are_counted_by_what_they_show(size: tuple[int, int]) -> None:
     """The ends of lines are of none; one tile where nothing is shown in tiles."""
     reader = PictureReader(None, CLIP, AspectRatio.anyres, Pixels.exact, 4, (size,))
-    for merge in (images.PatchMerge.flat, images.PatchMerge.spatial, images.PatchMerge.spatial_unpad):
+    for merge in (preprocess.PatchMerge.flat, preprocess.PatchMerge.spatial, preprocess.PatchMerge.spatial_unpad):
         rows = feature_rows(size, [size], 28, 2, merge)
         assert reader.count_tiles(rows) == 1 + size[0] * size[1] // 28**2
         assert dataclasses.replace(reader, merge=merge).most_positions == len(rows)

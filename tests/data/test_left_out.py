@@ -11,12 +11,12 @@ from harness import CPU, RankPool, single_world
 from reference import EXPORTED, TOLERANCE, difference, outcome, plain_loop, run_ranks, vocabulary
 from small import make_config, write_json
 
-from llava_fsdp import train
 from llava_fsdp.config import Config, Normalize
-from llava_fsdp.data.batch import LeftOut, Step
+from llava_fsdp.data.batching.batch import LeftOut, Step
 from llava_fsdp.data.loader import Loader, ModelShape, build_loader
-from llava_fsdp.errors import DataError
-from llava_fsdp.sharding.mesh import World, gather_lists
+from llava_fsdp.distributed.mesh import World, gather_lists
+from llava_fsdp.runtime.errors import DataError
+from llava_fsdp.train import main as train
 
 RECORDS = 10_007
 PICTURE_EVERY = 500

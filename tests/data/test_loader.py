@@ -8,11 +8,11 @@ import torch
 from harness import CPU
 from small import make_config, write_json
 
-from llava_fsdp.data.batch import LeftOut
-from llava_fsdp.data.conversation import asked_turns
+from llava_fsdp.data.batching.batch import LeftOut
 from llava_fsdp.data.loader import Loader, ModelShape, build_loader
-from llava_fsdp.data.recordfile import RecordFile
-from llava_fsdp.errors import ConfigError, DataError, PictureError
+from llava_fsdp.data.records.record_file import RecordFile
+from llava_fsdp.data.text.conversation import asked_turns
+from llava_fsdp.runtime.errors import ConfigError, DataError, PictureError
 
 
 def open_loader(parts: Path, dataset: Path, *overrides: str, rank: int = 0, size: int = 1, **shape: int) -> Loader:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from llava_fsdp import cli, train
-from llava_fsdp.config import Config, load
-from llava_fsdp.errors import ConfigError
-from llava_fsdp.places import check_places
+from llava_fsdp.config import Config, cli, load
+from llava_fsdp.config.paths import check_places
+from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.train import main as train
 
 WRONG = {
     "+x=1": "x is not a key",

@@ -14,10 +14,10 @@ from runs import Runs, metrics
 from small import conversion, make_config
 from traps import full_log
 
-from llava_fsdp import train
-from llava_fsdp.errors import CheckpointError, ConfigError
-from llava_fsdp.export import export
-from llava_fsdp.rows import Rows
+from llava_fsdp.export.main import export
+from llava_fsdp.runtime.errors import CheckpointError, ConfigError
+from llava_fsdp.runtime.jsonl import Rows
+from llava_fsdp.train import main as train
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from readers import READERS, Reader
 
-from llava_fsdp.errors import LlavaFsdpError
+from llava_fsdp.runtime.errors import LlavaFsdpError
 
 FAST, FULL = 20, 200
 SECONDS = 20

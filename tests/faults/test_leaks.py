@@ -1,6 +1,7 @@
 """A run of many saves holds as much at its end as after its first ones."""
 
 import json
+import statistics
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,9 @@ def nothing_grows(runs: Runs, folder: Path, steps: int, saves: int, bytes_a_step
     later = rows[steps // 4 :]  # allocators have what they want by then
     for what in ("files", "threads"):
         counts = [row[what] for row in later]
-        assert max(counts) - min(counts) <= 1 and counts[-1] <= counts[0] + 1, f"{what}: {counts}"
+        first, last = (statistics.median(part) for part in (counts[: len(counts) // 3], counts[-len(counts) // 3 :]))
+        # a save, a heartbeat and a row that are being written when it is looked hold a file each
+        assert last <= first and max(counts) - min(counts) <= 3, f"{what}: {counts}"
     growth = slope_of([row["memory"] for row in later])
     assert growth < bytes_a_step, f"{growth / MiB:.3f} MiB a step: {[row['memory'] // MiB for row in later]}"
     assert len(list((folder / "out" / "checkpoints").glob("step-*"))) == 2, "old checkpoints are gone"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 SOURCES = Path(__file__).parents[2] / "src" / "llava_fsdp"
-PIPES = {"data/chunks.py"}
+PIPES = {"data/index/worker_pool.py"}
 """Talks to its own child through a pipe that nobody else can write to."""
 OWN = {"pickle.dumps", "pickle.dump", "pickle.load", "pickle.UnpicklingError"}
 NEVER = {
@@ -25,7 +25,7 @@ NEEDED = {
     "LlavaForConditionalGeneration.from_pretrained": {"trust_remote_code": False, "local_files_only": True},
     "AutoModel.from_config": {"trust_remote_code": False},
 }
-OWN_COLUMN = ("data/ids.py", "np.load")
+OWN_COLUMN = ("data/index/duplicate_ids.py", "np.load")
 """Maps a file that this process wrote a moment ago, for writing; NumPy's own default is allow_pickle=False."""
 
 

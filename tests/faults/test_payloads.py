@@ -21,14 +21,13 @@ from saves import loaded_alone, save_steps
 from small import make_config, write_json, write_parts
 from xxhash import xxh3_128
 
-from llava_fsdp import cli
-from llava_fsdp.checkpoint import newest_alone, verify
-from llava_fsdp.config import Config, load
-from llava_fsdp.data.seal import read_column
-from llava_fsdp.errors import CheckpointError, ConfigError, LlavaFsdpError, ModelError
-from llava_fsdp.model.files import open_tensors
-from llava_fsdp.model.parts import find_parts
-from llava_fsdp.processor import write_tokenizer
+from llava_fsdp.checkpoint.verify import newest_alone, verify
+from llava_fsdp.config import Config, cli, load
+from llava_fsdp.data.index.integrity import read_column
+from llava_fsdp.export.processor import write_tokenizer
+from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.tensor_files import open_tensors
+from llava_fsdp.runtime.errors import CheckpointError, ConfigError, LlavaFsdpError, ModelError
 
 SECONDS = 10
 MEMORY = 1 << 30
@@ -149,7 +148,7 @@ def test_index_of_shards_stays_in_its_folder(name: object, tmp_path: Path, monke
         save_file(TENSORS, path)
     write_json(folder / "model.safetensors.index.json", {"weight_map": {"a.weight": name}})
     opened = []
-    monkeypatch.setattr("llava_fsdp.model.files.open_file", lambda path: opened.append(path) or {})
+    monkeypatch.setattr("llava_fsdp.model.tensor_files.open_file", lambda path: opened.append(path) or {})
     refused(lambda: open_tensors(folder), ModelError, "no file beside it")
     assert not opened
 

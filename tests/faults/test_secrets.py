@@ -10,10 +10,9 @@ import pytest
 from runs import Runs
 from traps import no_network
 
-from llava_fsdp import cli
-from llava_fsdp.config import Config, load
-from llava_fsdp.errors import ConfigError
-from llava_fsdp.redact import HIDDEN, has_secret, is_secret_name, is_secret_variable, redact
+from llava_fsdp.config import Config, cli, load
+from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.redact import HIDDEN, has_secret, is_secret_name, is_secret_variable, redact
 
 CANARY = "canary0123456789abcdef"
 SECRETS = {

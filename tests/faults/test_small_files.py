@@ -1,6 +1,5 @@
 """Small JSON files of a run, a sweep, a checkpoint, an export and an index, with everything in them that is none."""
 
-import contextlib
 import json
 import os
 import sys
@@ -10,35 +9,31 @@ from pathlib import Path
 import pytest
 from imagined import imagine
 
-from llava_fsdp import report, status
-from llava_fsdp.checkpoint.facts import parse_facts
+from llava_fsdp import status
 from llava_fsdp.checkpoint.manifest import Manifest
 from llava_fsdp.checkpoint.manifest import parse as parse_manifest
-from llava_fsdp.checkpoint.verify import older_format
-from llava_fsdp.data.seal import read_json
-from llava_fsdp.data.states import KNOWN, read_known
-from llava_fsdp.digests import sealed
-from llava_fsdp.errors import ENDINGS, CheckpointError, ConfigError, DamagedError, DamagedModel, ExitCode
-from llava_fsdp.heartbeats import read_beat
-from llava_fsdp.notes import NOTES, files_of, read_notes
-from llava_fsdp.rundir import (
-    BEGUN_FILE,
+from llava_fsdp.checkpoint.state_json import parse_facts
+from llava_fsdp.data.index.integrity import read_json
+from llava_fsdp.data.index.source_state import KNOWN, read_known
+from llava_fsdp.report import main as report
+from llava_fsdp.report.run_reader import JOB_FILE
+from llava_fsdp.runtime.digests import sealed
+from llava_fsdp.runtime.errors import ENDINGS, CheckpointError, ConfigError, DamagedError, DamagedModel, ExitCode
+from llava_fsdp.runtime.heartbeat import read_beat
+from llava_fsdp.runtime.provenance import NOTES, files_of, read_notes
+from llava_fsdp.runtime.run_dir import BEGUN_FILE, LOCK_FILE, begun_at, claimed, held_by
+from llava_fsdp.runtime.small_json import BadJson, MissingJson, parse_object, read_object
+from llava_fsdp.runtime.status_file import (
     FIRST_FAILURE,
-    LOCK_FILE,
     STATUS_FILE,
     Outcome,
-    begun_at,
-    claimed,
     first_failure,
-    held_by,
     read_status,
     settled,
     write_ending,
-)  # fmt: skip
-from llava_fsdp.runs import JOB_FILE
-from llava_fsdp.small_json import BadJson, MissingJson, parse_object, read_object
-from llava_fsdp.sweeping.job import Job, read_jobs
-from llava_fsdp.sweeping.results import write_page
+)
+from llava_fsdp.sweep.job import Job, read_jobs
+from llava_fsdp.sweep.results import write_page
 
 DEEP = 100_000
 HOSTILE = {
@@ -220,8 +215,6 @@ def test_files_that_are_trusted(content: bytes, tmp_path: Path) -> None:
             parse_manifest(own)
         with pytest.raises(CheckpointError, match=r"state\.json"):
             parse_facts(own, Manifest(1, {}, {}))
-        with contextlib.suppress(BadJson):
-            older_format(own)
     if content in (HOSTILE["no key"], HOSTILE["large"]):  # notes of an earlier version, which say nothing of that
         return
     (tmp_path / NOTES).write_bytes(content)

@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from folder import golden_folder
+from golden_folder import golden_folder
 from safetensors.torch import load_file
 from small import conversion
 from torch.nn import functional
 from transformers import LlavaForConditionalGeneration
 
-from llava_fsdp.data.tokenizer import open_tokenizer
-from llava_fsdp.export import export
-from llava_fsdp.model.asis import read_model
+from llava_fsdp.data.text.tokenizer import open_tokenizer
+from llava_fsdp.export.main import export
+from llava_fsdp.export.verify_logits import filled, quiet_transformers
 from llava_fsdp.model.llava import Llava, build_llava
-from llava_fsdp.model.parts import find_parts
-from llava_fsdp.model.weights import find_weights
-from llava_fsdp.proof import filled, quiet_transformers
+from llava_fsdp.model.load_weights import find_weights
+from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.pretrained_config import read_model
 
 MODELS = golden_folder() / "model"
 IMAGE, IGNORE = -200, -100

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from folder import golden_folder, read_json
+from golden_folder import golden_folder, read_json
 from safetensors.torch import load_file, save_file
 from small import config_of
 
 from llava_fsdp.config import Config, PatchMerge
-from llava_fsdp.data.anyres import NEWLINE_ROW, feature_rows, grid_sizes
-from llava_fsdp.data.encode import spliced
-from llava_fsdp.data.vocabulary import IGNORE, IMAGE_ID
-from llava_fsdp.model.draw import computed_buffers, restore_buffers
+from llava_fsdp.data.images.anyres import NEWLINE_ROW, feature_rows, grid_sizes
+from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
+from llava_fsdp.data.text.encode import spliced
+from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import Llava, build_llava
-from llava_fsdp.model.names import ours
-from llava_fsdp.model.parts import find_parts
-from llava_fsdp.model.weights import find_weights
+from llava_fsdp.model.load_weights import find_weights
+from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.weight_names import ours
 
 TOLERANCE = 1e-5
 VISION = next((golden_folder() / "model").glob("clip-*"))

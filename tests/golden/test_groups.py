@@ -4,13 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from folder import golden_folder, read_json
+from golden_folder import golden_folder, read_json
 from harness import single_world
 from small import config_of
 
-from llava_fsdp import train
-from llava_fsdp.model.names import ours_in_adapter
-from llava_fsdp.sharding.zero import SHARD_PLANS
+from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.model.weight_names import ours_in_adapter
+from llava_fsdp.train import main as train
 
 NOT_RUN = {
     "freeze_backbone": "debug only: it trains the projector and the head (LLaVA#736); model.train has whole parts",

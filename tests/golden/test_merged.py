@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from folder import golden_folder
+from golden_folder import golden_folder
 from safetensors.torch import load_file
 from small import conversion
 
 from llava_fsdp.config import ConversionConfig
-from llava_fsdp.errors import ConfigError, ModelError
-from llava_fsdp.export import export
-from llava_fsdp.model.adapter import OTHERS_FILES
+from llava_fsdp.export.main import export
+from llava_fsdp.model.lora_files import OTHERS_FILES
+from llava_fsdp.runtime.errors import ConfigError, ModelError
 
 ORIGINAL = golden_folder() / "training" / "lora"
 MODELS = golden_folder() / "model"

@@ -4,15 +4,15 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from folder import read_json
-from originals import COMPUTED, ZERO, records, rows, run_of, scripts
+from golden_folder import read_json
+from golden_scripts import COMPUTED, ZERO, records, rows, run_of, scripts
 from small import config_of
 
-from llava_fsdp.moving.command import assignments, migrate
-from llava_fsdp.moving.decide import decide
-from llava_fsdp.moving.deepspeed import rule_of
-from llava_fsdp.moving.flags import FLAGS
-from llava_fsdp.moving.inputs import flat
+from llava_fsdp.migrate.command import assignments, migrate
+from llava_fsdp.migrate.deepspeed import rule_of
+from llava_fsdp.migrate.inputs import flat
+from llava_fsdp.migrate.llava_flags import FLAGS
+from llava_fsdp.migrate.overrides import decide
 
 RECORDS, SCRIPTS = records(), scripts()
 GROUPS = ("model_args", "data_args", "training_args")

@@ -4,10 +4,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from folder import read_json
+from golden_folder import read_json
 
-from llava_fsdp.data.samplers import OriginalOrder, even_batches, even_chunks, length_grouped, modality_grouped
-from llava_fsdp.errors import ConfigError
+from llava_fsdp.data.batching.llava_samplers import (
+    OriginalOrder,
+    even_batches,
+    even_chunks,
+    length_grouped,
+    modality_grouped,
+)
+from llava_fsdp.runtime.errors import ConfigError
 
 
 def drawn(case: dict, lengths: list[int], process: torch.Generator) -> list[list[int]]:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from folder import golden_folder, read_json
+from golden_folder import golden_folder, read_json
 from safetensors.numpy import load_file
 
 from llava_fsdp.config import AspectRatio, Pixels
-from llava_fsdp.data.anyres import best_size, cut_tiles, grid_sizes
-from llava_fsdp.data.images import Preprocessor, load_image, open_picture, parse_preprocessor, to_bytes
-from llava_fsdp.errors import PictureError
+from llava_fsdp.data.images.anyres import best_size, cut_tiles, grid_sizes
+from llava_fsdp.data.images.preprocess import Preprocessor, load_image, open_picture, parse_preprocessor, to_bytes
+from llava_fsdp.runtime.errors import PictureError
 
 
 def preprocessors() -> dict[str, Preprocessor]:

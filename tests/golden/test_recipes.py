@@ -6,11 +6,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from folder import golden_folder, read_json
+from golden_folder import golden_folder, read_json
 from small import config_of
 
 from llava_fsdp.config import Config
-from llava_fsdp.optim import SCHEDULES
+from llava_fsdp.train.optimizer import SCHEDULES
 
 ROOT = Path(__file__).parents[2]
 STAGES = ("pretrain", "finetune", "finetune_lora", "finetune_task", "finetune_task_lora")

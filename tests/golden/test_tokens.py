@@ -7,17 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from folder import golden_folder, read_lines
+from golden_folder import golden_folder, read_lines
 
 from llava_fsdp.config import SpecialTokens, TooLong
-from llava_fsdp.data.conversation import asked_turns
-from llava_fsdp.data.encode import ExactEncoder, OriginalEncoder
-from llava_fsdp.data.llava_v1_5 import Original, Tokens, check_like_original, encode_like_original, encode_turns
-from llava_fsdp.data.source import Record, parse_record
-from llava_fsdp.data.templates import IMAGE_TAG, Style, template
-from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
-from llava_fsdp.data.vocabulary import IGNORE, IMAGE_ID
-from llava_fsdp.errors import ConfigError, DataError
+from llava_fsdp.data.records.record import Record, parse_record
+from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
+from llava_fsdp.data.text.conversation import asked_turns
+from llava_fsdp.data.text.encode import ExactEncoder, OriginalEncoder
+from llava_fsdp.data.text.llava_v1_5 import Original, Tokens, check_like_original, encode_like_original, encode_turns
+from llava_fsdp.data.text.templates import IMAGE_TAG, Style, template
+from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
+from llava_fsdp.runtime.errors import ConfigError, DataError
 
 FOLDERS = {
     "hf4_legacy_false": "legacy_false",

@@ -8,18 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from folder import golden_folder, read_json
+from golden_folder import golden_folder, read_json
 from harness import RankPool, single_world
 from reference import run_ranks
 from safetensors.torch import load_file, save_file
 from small import config_of
 
-from llava_fsdp import train
-from llava_fsdp.checkpoint import FOLDER, newest_alone
+from llava_fsdp.checkpoint.reader import saved_weights
+from llava_fsdp.checkpoint.verify import newest_alone
 from llava_fsdp.config import Config
-from llava_fsdp.model.names import ours, ours_in_adapter
-from llava_fsdp.saved import saved_weights
-from llava_fsdp.sharding.zero import SHARD_PLANS
+from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.model.weight_names import ours, ours_in_adapter
+from llava_fsdp.runtime.run_dir import FOLDER
+from llava_fsdp.train import main as train
 
 TOLERANCE = 1e-5
 FLAGS = {

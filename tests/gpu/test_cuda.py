@@ -1,4 +1,4 @@
-"""What only a CUDA GPU can show. The bodies also run on the CPU, in tests/test_working_copy.py.
+"""What only a CUDA GPU can show. The bodies also run on the CPU, in tests/distributed/test_working_copy.py.
 
 One GPU is enough for all of them; several ranks over NCCL need several.
 """
@@ -29,11 +29,11 @@ from test_working_copy import (
 from transformers import AttentionInterface, AutoConfig
 
 from llava_fsdp.config import Attention
-from llava_fsdp.data.batch import TENSORS
-from llava_fsdp.data.collate import boundaries
-from llava_fsdp.errors import ConfigError
+from llava_fsdp.data.batching.batch import TENSORS
+from llava_fsdp.data.batching.collate import boundaries
+from llava_fsdp.distributed.fp8 import check_fp8
 from llava_fsdp.model.attention import Kernel, Lengths, choose_kernel, register_attention
-from llava_fsdp.sharding.fp8 import check_fp8
+from llava_fsdp.runtime.errors import ConfigError
 
 pytestmark = [
     pytest.mark.gpu,

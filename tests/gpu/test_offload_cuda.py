@@ -1,4 +1,4 @@
-"""Offload where there is a device to take states off. Its arithmetic is tested in tests/sharding/test_offload.py."""
+"""Offload where there is a device to take states off. Its arithmetic is tested in tests/distributed/test_offload.py."""
 
 from pathlib import Path
 
@@ -10,14 +10,14 @@ from test_working_copy import BF16, Trace, assert_close_losses, assert_same_bits
 from torch import nn
 
 from llava_fsdp.config import Config, OffloadMode
-from llava_fsdp.sharding.arena import Arena
-from llava_fsdp.sharding.mesh import World
-from llava_fsdp.sharding.shards import local
-from llava_fsdp.sharding.staging import Copied
-from llava_fsdp.sharding.streamed import StreamedOptimizer
-from llava_fsdp.sharding.zero import SHARD_PLANS
-from llava_fsdp.state import TrainState
-from llava_fsdp.train import build_state
+from llava_fsdp.distributed.host_memory import Arena
+from llava_fsdp.distributed.local_shards import local
+from llava_fsdp.distributed.mesh import World
+from llava_fsdp.distributed.streamed_buffers import Copied
+from llava_fsdp.distributed.streamed_optimizer import StreamedOptimizer
+from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.train.main import build_state
+from llava_fsdp.train.state import TrainState
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,9 +8,9 @@ from reference import bitsandbytes_layer
 from test_quantized_base import embedded, trains_and_keeps_its_bits
 from torch import nn
 
-from llava_fsdp import train
 from llava_fsdp.config import QuantizeConfig, Quantizer
-from llava_fsdp.model.quantized import QuantizedLinear, check_quantizer, unpacked
+from llava_fsdp.model.quantization import QuantizedLinear, check_quantizer, unpacked
+from llava_fsdp.train import main as train
 
 pytestmark = [
     pytest.mark.gpu,

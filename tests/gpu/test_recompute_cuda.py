@@ -9,10 +9,10 @@ from test_working_copy import BF16, assert_same_bits, build_run, run_steps, trai
 from torch import nn
 
 from llava_fsdp.config import RecomputeConfig, RecomputeMode
+from llava_fsdp.distributed.activation_checkpoint import apply_recompute
+from llava_fsdp.distributed.activation_offload import Away
+from llava_fsdp.distributed.compile import choose_compiling
 from llava_fsdp.model.loss import chunked_loss, loss_bytes, whole_loss
-from llava_fsdp.sharding.compiled import choose_compiling
-from llava_fsdp.sharding.inputs_on_host import Away
-from llava_fsdp.sharding.recompute import apply_recompute
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,8 +8,8 @@ import torch
 from small import make_config
 from test_working_copy import build_run
 
-from llava_fsdp.loop import clip_gradients, train_step
-from llava_fsdp.sharding.zero import SHARD_PLANS
+from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.train.loop import clip_gradients, train_step
 
 pytestmark = [
     pytest.mark.gpu,

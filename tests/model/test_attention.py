@@ -10,9 +10,7 @@ from small import config_of, make_config
 from torch import nn
 from transformers import AutoConfig, AutoModel, DynamicCache, PretrainedConfig
 
-from llava_fsdp import train
 from llava_fsdp.config import Attention
-from llava_fsdp.errors import ConfigError
 from llava_fsdp.model.attention import (
     NAMES,
     Continued,
@@ -29,6 +27,8 @@ from llava_fsdp.model.attention import (
     register_attention,
     told,
 )
+from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.train import main as train
 
 SMALL = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -202,6 +202,22 @@ def test_a_packed_row_attends_as_its_samples_alone(key_heads: int) -> None:
         scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf)
         torch.testing.assert_close(found[:, own], (scores.softmax(-1) @ v).transpose(1, 2))
         begin += length
+
+
+def test_a_packed_row_drops_and_scales_as_its_samples_do() -> None:
+    """A model's own dropout and scale, drawn from the generator sample after sample."""
+    module = nn.Module()
+    module.is_causal = True  # type: ignore[assignment]
+    query, key, value = torch.randn(3, 1, 4, 8, 5, generator=torch.Generator().manual_seed(0)).unbind()
+    row = Row(torch.tensor([0, 3, 8], dtype=torch.int32), Lengths((3, 5), 5), 0.7, 0.5)
+    torch.manual_seed(1)
+    found = each_alone(module, query, key, value, row)
+    torch.manual_seed(1)
+    alone = [
+        nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.5, scale=0.7, is_causal=True)
+        for q, k, v in zip(*(part.split((3, 5), dim=2) for part in (query, key, value)), strict=True)
+    ]
+    assert torch.equal(found, torch.cat(alone, dim=2).transpose(1, 2))
 
 
 def test_what_goes_on_sees_what_was_read_and_no_padding() -> None:

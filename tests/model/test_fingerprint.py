@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from llava_fsdp.adapters import Held
-from llava_fsdp.errors import ModelError
-from llava_fsdp.model.draw import Drawn, DrawRule, Rule
-from llava_fsdp.model.weights import Stored, base_fingerprint, check_shape, digest_of, fingerprint, frozen_digests
+from llava_fsdp.model.init_weights import Drawn, DrawRule, Rule
+from llava_fsdp.model.load_weights import base_fingerprint, check_shape, digest_of, fingerprint, frozen_digests
+from llava_fsdp.model.tensor_files import Stored
+from llava_fsdp.runtime.errors import ModelError
+from llava_fsdp.train.final_export import Held
 
 
 def test_every_bit_of_a_frozen_weight_counts_and_ranks_do_not() -> None:

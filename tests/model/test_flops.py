@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from llava_fsdp.config import Part
-from llava_fsdp.data.collate import boundaries
+from llava_fsdp.data.batching.collate import boundaries
 from llava_fsdp.model.flops import Flops, count_flops
 from llava_fsdp.model.llava import Llava
 

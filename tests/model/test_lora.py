@@ -9,16 +9,17 @@ import torch
 from small import make_config, write_json
 from torch import nn
 
-from llava_fsdp.adapters import Held
 from llava_fsdp.config import LoraConfig
-from llava_fsdp.data.collate import boundaries
-from llava_fsdp.errors import ConfigError, ModelError
-from llava_fsdp.model.adapter import AdapterFolder, check_meaning, started_from
-from llava_fsdp.model.dropout import SampleDropout, TokenKeys
+from llava_fsdp.data.batching.collate import boundaries
 from llava_fsdp.model.llava import Llava, build_llava
-from llava_fsdp.model.lora import ADAPTER, check_gradients, is_adapter, module_of
-from llava_fsdp.model.merge import Merged
-from llava_fsdp.model.parts import find_parts
+from llava_fsdp.model.lora import check_gradients
+from llava_fsdp.model.lora_files import AdapterFolder, check_meaning, started_from
+from llava_fsdp.model.lora_merge import Merged
+from llava_fsdp.model.lora_names import ADAPTER, is_adapter, module_of
+from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.sample_dropout import SampleDropout, TokenKeys
+from llava_fsdp.runtime.errors import ConfigError, ModelError
+from llava_fsdp.train.final_export import Held
 
 LORA = ("model.lora.enabled=true", "model.lora.r=4")
 IN_LANGUAGE = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

@@ -9,8 +9,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llava_fsdp.config import LossConfig, LossKernel, Normalize
-from llava_fsdp.errors import ConfigError
 from llava_fsdp.model.loss import choose_loss, chunked_loss, loss_bytes, whole_loss
+from llava_fsdp.runtime.errors import ConfigError
 
 LABELS, VOCABULARY, WIDTH = 23, 57, 12
 

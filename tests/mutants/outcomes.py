@@ -38,7 +38,9 @@ class Recorder:
 
 def is_right(error: BaseException) -> bool:
     """Whether a test failed by what it asserts, or by an error that the project raises on purpose."""
-    kinds = getattr(error, "kinds", None)  # of the ranks of tests/harness.py, each the names of an error's classes
+    kinds = getattr(
+        error, "kinds", None
+    )  # of the ranks of tests/support/harness.py, each the names of an error's classes
     if kinds is not None:
         return bool(kinds) and all(is_named_right(names) for names in kinds)
     if isinstance(error, pytest.fail.Exception):  # by pytest.raises and pytest.warns, or by pytest-timeout

@@ -11,7 +11,7 @@ from bugs import ROOT, TABLE, Bug, planted, read_bugs
 from harness import RanksFailed
 from outcomes import is_right
 
-from llava_fsdp.errors import DataError
+from llava_fsdp.runtime.errors import DataError
 
 BUGS = read_bugs()
 
@@ -58,10 +58,10 @@ def test_what_counts_as_caught() -> None:
 ROW = """
 [[rows]]
 bug = "{0}"
-path = "src/llava_fsdp/scoring/yes_no.py"
+path = "src/llava_fsdp/evaluate/scoring/yes_no.py"
 old = "{1}"
 new = "{2}"
-test = "tests/scoring/test_scoring.py::test_rates_of_nothing_are_zero"
+test = "tests/evaluate/test_scoring.py::test_rates_of_nothing_are_zero"
 """
 
 
@@ -76,11 +76,11 @@ def test_rows_that_are_wrong_are_told(tmp_path: Path) -> None:
     ]
     table = tmp_path / "bugs.toml"
     table.write_text("".join(ROW.format(*row) for row in rows))
-    before = (ROOT / "src/llava_fsdp/scoring/yes_no.py").read_bytes()
+    before = (ROOT / "src/llava_fsdp/evaluate/scoring/yes_no.py").read_bytes()
     command = [sys.executable, str(TABLE.with_name("run_bugs.py")), "--table", str(table)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     said = [line for line in done.stdout.splitlines() if "[rows]" in line and not line.startswith("WRONG")]
     starts = sorted(line.replace("FAILED THE WRONG WAY", "WRONG WAY").split()[0] for line in said)
     assert starts == ["BROKEN", "NOT", "WRONG", "WRONG", "caught"], done.stdout + done.stderr
     assert done.returncode == 1 and "5 planted bugs, 4 wrong" in done.stdout
-    assert (ROOT / "src/llava_fsdp/scoring/yes_no.py").read_bytes() == before
+    assert (ROOT / "src/llava_fsdp/evaluate/scoring/yes_no.py").read_bytes() == before

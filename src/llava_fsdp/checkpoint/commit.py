@@ -31,10 +31,6 @@ import torch
 import torch.distributed as dist
 from xxhash import xxh3_128
 
-from llava_fsdp.checkpoint.agree import gathered_on_first, on_all_ranks, on_first_rank
-from llava_fsdp.checkpoint.disk import make_empty, make_folder, require_room, sync_folder, sync_tree, write_durably
-from llava_fsdp.checkpoint.facts import render_facts
-from llava_fsdp.checkpoint.folders import REPLACED, STAGED, point_to, prune
 from llava_fsdp.checkpoint.layout import Part
 from llava_fsdp.checkpoint.manifest import (
     BESIDE,
@@ -46,13 +42,24 @@ from llava_fsdp.checkpoint.manifest import (
     rank_file,
     render,
 )
-from llava_fsdp.checkpoint.tensorfile import write_tensors
+from llava_fsdp.checkpoint.retention import REPLACED, STAGED, point_to, prune
+from llava_fsdp.checkpoint.safetensors_stream import write_tensors
+from llava_fsdp.checkpoint.state_json import render_facts
 from llava_fsdp.checkpoint.verify import Checkpoint, check_files, digest_of_file, naming, verify
-from llava_fsdp.checkpoint_names import folder_name, list_checkpoints
 from llava_fsdp.config import CheckpointConfig
-from llava_fsdp.digests import Digest
-from llava_fsdp.errors import CheckpointError, LlavaFsdpError
-from llava_fsdp.log import log
+from llava_fsdp.distributed.consensus import gathered_on_first, on_all_ranks, on_first_rank
+from llava_fsdp.runtime.digests import Digest
+from llava_fsdp.runtime.durable_files import (
+    make_empty,
+    make_folder,
+    require_room,
+    sync_folder,
+    sync_tree,
+    write_durably,
+)
+from llava_fsdp.runtime.errors import CheckpointError, LlavaFsdpError
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.run_dir import folder_name, list_checkpoints
 
 Rows = dict[str, tuple[torch.dtype, tuple[int, ...], int, int]]
 

@@ -7,8 +7,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from llava_fsdp.checkpoint.manifest import rows_of
-from llava_fsdp.sharding.shards import local, local_rows, plain
-from llava_fsdp.state import TrainState
+from llava_fsdp.distributed.local_shards import local, local_rows
 
 
 @dataclass(frozen=True)
@@ -22,16 +21,6 @@ class Part:
     end: int
     values: torch.Tensor
     """[end - begin, ...]; a single number as it is"""
-
-
-def tensors(state: TrainState) -> dict[str, torch.Tensor]:
-    """Weights and moments by name: what a checkpoint holds, and what is filled from it."""
-    found: dict[str, torch.Tensor] = {}
-    for name, parameter in state.masters.named.items():
-        found[f"model.{name}"] = plain(parameter)
-        for moment, value in state.optimizer.state[parameter].items():
-            found[f"optim.{name}.{moment}"] = value
-    return found
 
 
 def held_parts(tensors: dict[str, torch.Tensor]) -> dict[str, Part]:

@@ -12,23 +12,21 @@ from typing import Any
 
 import torch
 
-from llava_fsdp import small_json
-from llava_fsdp.checkpoint.tensorfile import CODES, DTYPES, LARGEST_DIMENSION
-from llava_fsdp.digests import Digest, sealed, unsealed
-from llava_fsdp.errors import CheckpointError
-from llava_fsdp.model import adapter
+from llava_fsdp.checkpoint.safetensors_stream import CODES, DTYPES, LARGEST_DIMENSION
+from llava_fsdp.model import lora_files
+from llava_fsdp.runtime import small_json
+from llava_fsdp.runtime.digests import Digest, sealed, unsealed
+from llava_fsdp.runtime.errors import CheckpointError
 
 FORMAT = 6
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 RANK_FILE = re.compile(r"rank-\d{5}\.safetensors")
-BESIDE = adapter.FOLDER
+BESIDE = lora_files.FOLDER
 """In the checkpoints of a run that has adapters: a folder that other programs read."""
 BESIDE_FILE = re.compile(rf"{BESIDE}(/[A-Za-z0-9]\w*)?/[A-Za-z0-9][\w.-]*")
 LARGEST = 1 << 30
 """Bytes: 2000 tensors of 10,000 ranks."""
-OLDER = re.compile(rb'\{"format": ([1-5]),.*"digest": "[0-9a-f]{64}"\}\n', re.DOTALL)
-"""Manifests before format 6 ended in a SHA-256."""
 HEX = re.compile(r"[0-9a-f]{32}")
 
 
@@ -105,9 +103,6 @@ def parse(content: bytes) -> Manifest:
     """
     body = unsealed(content)
     if body is None:
-        older = OLDER.fullmatch(content)
-        if older is not None:
-            raise CheckpointError(wrong_format(int(older[1])))
         raise CheckpointError(f"{MANIFEST_FILE} is not what was written: its digest of itself differs")
     try:
         described = small_json.parse(body + b"}")

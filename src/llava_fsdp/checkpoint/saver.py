@@ -8,65 +8,29 @@ all of it.
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from llava_fsdp.checkpoint.agree import gathered, on_first_rank
 from llava_fsdp.checkpoint.commit import Beside, Committer, nowhere
-from llava_fsdp.checkpoint.disk import make_folder, require_room
-from llava_fsdp.checkpoint.facts import facts_of
-from llava_fsdp.checkpoint.folders import recover, sweep
-from llava_fsdp.checkpoint.layout import estimated_bytes, tensors, written_parts
-from llava_fsdp.checkpoint.replicated import check_replicas
-from llava_fsdp.checkpoint.staging import Staging, fits
-from llava_fsdp.checkpoint_names import FOLDER, list_checkpoints, step_of
-from llava_fsdp.config import CheckpointConfig, Config, OffloadMode, OnSaveError
-from llava_fsdp.errors import CheckpointError, LlavaFsdpError
-from llava_fsdp.log import log
-from llava_fsdp.optim import prepare_moments
-from llava_fsdp.refusals import free_bytes
-from llava_fsdp.state import TrainState
-from llava_fsdp.words import readable
+from llava_fsdp.checkpoint.layout import estimated_bytes, written_parts
+from llava_fsdp.checkpoint.retention import recover, sweep
+from llava_fsdp.checkpoint.snapshot import Staging, fits
+from llava_fsdp.config import CheckpointConfig, OnSaveError
+from llava_fsdp.distributed.consensus import gathered, on_first_rank
+from llava_fsdp.runtime.durable_files import make_folder, require_room
+from llava_fsdp.runtime.errors import CheckpointError, LlavaFsdpError
+from llava_fsdp.runtime.humanize import readable
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.os_errors import free_bytes
+from llava_fsdp.runtime.run_dir import list_checkpoints, step_of
 
 TIMEOUT = timedelta(seconds=1800)
 """Of the saver's group: as long as the slowest rank's disk may take."""
 MARGIN = 1.2
 """Room that a checkpoint needs, over its tensors."""
-
-
-def is_due(step: int, last_step: int, cfg: CheckpointConfig) -> bool:
-    """Whether to save after this step: at the end, and every `checkpoint.every`."""
-    return step == last_step or (cfg.every is not None and step % cfg.every == 0)
-
-
-def open_saver(state: TrainState, cfg: Config, resumed: Path | None = None, beside: Beside | None = None) -> "Saver":
-    """The saver of a run that is about to begin or to continue. A collective.
-
-    Args:
-        resumed: the checkpoint that it continues from, which has been verified.
-        beside: on rank 0, what each checkpoint holds for other programs.
-
-    Raises:
-        CheckpointError: there is no room for a checkpoint, or no permission.
-    """
-    prepare_moments(state.optimizer)
-    parent = Path(cfg.output_dir) / FOLDER
-    saver = Saver(
-        parent,
-        cfg.checkpoint,
-        lambda: tensors(state),
-        lambda: facts_of(state, cfg),
-        in_place=cfg.offload.mode is OffloadMode.nvme,
-        good=[resumed] if resumed is not None and resumed.parent.resolve() == parent.resolve() else [],
-        beside=beside,
-        check=partial(check_replicas, state, parent),
-    )
-    state.optimizer.register_step_pre_hook(lambda *_: saver.before_update())
-    return saver
 
 
 class Saver:

@@ -12,9 +12,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from llava_fsdp.checkpoint.agree import on_all_ranks, on_first_rank
-from llava_fsdp.checkpoint.facts import parse_facts
-from llava_fsdp.checkpoint.folders import recover, report_strangers, require_plain_folder
 from llava_fsdp.checkpoint.manifest import (
     BESIDE,
     LARGEST,
@@ -23,14 +20,15 @@ from llava_fsdp.checkpoint.manifest import (
     STATE_FILE,
     Manifest,
     parse,
-    wrong_format,
 )
-from llava_fsdp.checkpoint.tensorfile import open_file, read_header
-from llava_fsdp.checkpoint_names import list_checkpoints, step_of
-from llava_fsdp.digests import THREADS, Digest, digest_of, share
-from llava_fsdp.errors import CheckpointError
-from llava_fsdp.log import log
-from llava_fsdp.small_json import parse_object
+from llava_fsdp.checkpoint.retention import recover, report_strangers, require_plain_folder
+from llava_fsdp.checkpoint.safetensors_stream import open_file, read_header
+from llava_fsdp.checkpoint.state_json import parse_facts
+from llava_fsdp.distributed.consensus import on_all_ranks, on_first_rank
+from llava_fsdp.runtime.digests import THREADS, Digest, digest_of, share
+from llava_fsdp.runtime.errors import CheckpointError
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.run_dir import list_checkpoints, step_of
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ def check_files(folder: Path) -> Manifest:
     require_plain_folder(folder)
     entries = {entry.name: entry for entry in os.scandir(folder)}
     if MANIFEST_FILE not in entries:
-        raise CheckpointError(without_manifest(folder, entries))
+        raise CheckpointError(f"{MANIFEST_FILE} is missing" if entries else "it is empty")
     manifest = parse(read_small(folder / MANIFEST_FILE, LARGEST))
     if any(name.startswith(f"{BESIDE}/") for name in manifest.files):
         entries |= entries_beside(entries.pop(BESIDE, None))
@@ -139,18 +137,6 @@ def entries_beside(beside: os.DirEntry[str] | None) -> dict[str, os.DirEntry[str
         else:
             found[f"{BESIDE}/{entry.name}"] = entry
     return found
-
-
-def without_manifest(folder: Path, entries: dict[str, Any]) -> str:
-    """Empty, of an older format, or damaged."""
-    if STATE_FILE in entries and ".metadata" in entries:
-        with contextlib.suppress(CheckpointError, ValueError):
-            return wrong_format(older_format(read_small(folder / STATE_FILE, LARGEST)))
-    return f"{MANIFEST_FILE} is missing" if entries else "it is empty"
-
-
-def older_format(content: bytes) -> object:
-    return parse_object(content).get("format")
 
 
 def read_small(path: Path, largest: int) -> bytes:

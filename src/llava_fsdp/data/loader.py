@@ -14,25 +14,25 @@ from pathlib import Path
 import torch
 
 from llava_fsdp.config import Bad, Config, Parity
-from llava_fsdp.data.anyres import grid_sizes
-from llava_fsdp.data.batch import LeftOut, MicroBatch, Step
-from llava_fsdp.data.chunks import cores
-from llava_fsdp.data.conversation import IM_END, IM_START
-from llava_fsdp.data.cost import CostModel
-from llava_fsdp.data.cut import num_micro_batches
-from llava_fsdp.data.door import open_records, remarks
-from llava_fsdp.data.encode import Encoder, ExactEncoder, OriginalEncoder
-from llava_fsdp.data.images import PictureReader, Preprocessor, read_preprocessor
-from llava_fsdp.data.llava_v1_5 import Original
-from llava_fsdp.data.order import Order, open_order
-from llava_fsdp.data.progress import watch, watch_silently
-from llava_fsdp.data.records import Records
-from llava_fsdp.data.steps import Steps
-from llava_fsdp.data.templates import template
-from llava_fsdp.data.tokenizer import Tokenizer, open_tokenizer
-from llava_fsdp.data.workers import Watch, from_workers
-from llava_fsdp.errors import ConfigError, DataError, LlavaFsdpError
-from llava_fsdp.log import log
+from llava_fsdp.data.batching.batch import LeftOut, MicroBatch, Step
+from llava_fsdp.data.batching.cost_model import CostModel
+from llava_fsdp.data.batching.packing import num_micro_batches
+from llava_fsdp.data.batching.sampler import Order, open_order
+from llava_fsdp.data.batching.step_dataset import Steps
+from llava_fsdp.data.batching.workers import Watch, from_workers
+from llava_fsdp.data.images.anyres import grid_sizes
+from llava_fsdp.data.images.preprocess import PictureReader, Preprocessor, read_preprocessor
+from llava_fsdp.data.index.bad_records import open_records, remarks
+from llava_fsdp.data.index.dataset import Records
+from llava_fsdp.data.index.worker_pool import cores
+from llava_fsdp.data.text.conversation import IM_END, IM_START
+from llava_fsdp.data.text.encode import Encoder, ExactEncoder, OriginalEncoder
+from llava_fsdp.data.text.llava_v1_5 import Original
+from llava_fsdp.data.text.templates import template
+from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
+from llava_fsdp.runtime.errors import ConfigError, DataError, LlavaFsdpError
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.progress import watch, watch_silently
 
 PAD_OF_V0 = "[PAD]"
 Gather = Callable[[list[LeftOut]], list[LeftOut]]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from llava_fsdp.config import AspectRatio, Config
-from llava_fsdp.data.anyres import grid_sizes
-from llava_fsdp.data.batch import MicroBatch, Step, StepFacts
-from llava_fsdp.data.collate import boundaries
+from llava_fsdp.data.batching.batch import MicroBatch, Step, StepFacts
+from llava_fsdp.data.batching.collate import boundaries
+from llava_fsdp.data.images.anyres import grid_sizes
 from llava_fsdp.data.loader import Loader, ModelShape
 
 

@@ -21,7 +21,7 @@ from transformers import MODEL_MAPPING, AttentionInterface, Cache, PretrainedCon
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from llava_fsdp.config import Attention
-from llava_fsdp.errors import ConfigError
+from llava_fsdp.runtime.errors import ConfigError
 
 Segments = tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]
 """position_ids int64 [1, tokens], cu_seqlens int32 [samples + 1], lengths of the samples"""

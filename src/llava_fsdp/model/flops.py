@@ -9,7 +9,7 @@ from torch import nn
 from llava_fsdp.config import Part
 from llava_fsdp.model.attention import head_size
 from llava_fsdp.model.llava import Llava, find_stack
-from llava_fsdp.model.quantized import weight_shape
+from llava_fsdp.model.quantization import weight_shape
 
 
 class Flops(NamedTuple):

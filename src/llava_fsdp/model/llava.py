@@ -1,14 +1,10 @@
 """The model: a vision tower, a projector and a language model. Knows nothing of ranks."""
 
-import re
-
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers import AutoModel, PretrainedConfig
 
 from llava_fsdp.config import Feature, LossConfig, ModelConfig, Part, PatchMerge, Quantizer
-from llava_fsdp.errors import ConfigError
 from llava_fsdp.model.attention import (
     Continued,
     Kernel,
@@ -19,40 +15,14 @@ from llava_fsdp.model.attention import (
     register_attention,
     told,
 )
-from llava_fsdp.model.dropout import TokenKeys
 from llava_fsdp.model.lora import add_adapters, check_gradients, linear_layers, trained_with_adapters
 from llava_fsdp.model.loss import Each, LabelLoss, choose_loss, whole_loss
-from llava_fsdp.model.parts import Parts
-from llava_fsdp.model.quantized import quantize_layers
-from llava_fsdp.model.tower import hidden_state, probe_tower
-from llava_fsdp.untrusted import foreign
-
-
-class Projector(nn.Module):
-    """Picture features to the language model's embedding space: linear, mlp{N}x_gelu or identity.
-
-    LLaVA multimodal_projector/builder.py:33-51; layers are called linear_1, linear_2, ... as transformers does.
-    """
-
-    def __init__(self, kind: str, features: int, hidden: int):
-        super().__init__()
-        depth = {"identity": 0, "linear": 1}.get(kind) or int((re.findall(r"\d+", kind) or ["0"])[0])
-        if depth == 0 and features != hidden:
-            raise ConfigError(
-                f"model.projector_type=identity needs a tower as wide as the language model; here they are {features} "
-                f"and {hidden} wide: choose mlp2x_gelu"
-            )
-        self.depth = depth
-        for number in range(1, depth + 1):
-            self.add_module(f"linear_{number}", nn.Linear(features if number == 1 else hidden, hidden))
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """[..., features] -> [..., hidden]"""
-        for number in range(1, self.depth + 1):
-            if number > 1:
-                features = functional.gelu(features)
-            features = self.get_submodule(f"linear_{number}")(features)
-        return features
+from llava_fsdp.model.pretrained import Parts
+from llava_fsdp.model.projector import Projector
+from llava_fsdp.model.quantization import quantize_layers
+from llava_fsdp.model.sample_dropout import TokenKeys
+from llava_fsdp.model.vision_tower import hidden_state, probe_tower
+from llava_fsdp.runtime.safe_load import foreign
 
 
 class Llava(nn.Module):

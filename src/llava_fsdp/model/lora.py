@@ -8,47 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from llava_fsdp.config import LoraBias, LoraConfig, Part
-from llava_fsdp.errors import ConfigError
 from llava_fsdp.model.attention import told
-from llava_fsdp.model.dropout import SampleDropout, TokenKeys
-from llava_fsdp.model.tower import hidden_state
-
-if TYPE_CHECKING:
-    from llava_fsdp.model.llava import Llava
-
-ADAPTER = "default"
-"""peft's name for the one adapter that a model has here."""
-BASE = ".base_layer."
-"""What peft puts between an adapted module's name and its own parameters'."""
-LORA_A, LORA_B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
-MAGNITUDE = f".lora_magnitude_vector.{ADAPTER}.weight"
-"""DoRA's lengths of a weight's rows."""
-OWN = (LORA_A, LORA_B, MAGNITUDE)
-"""How the names of an adapter's parameters end."""
+from llava_fsdp.model.lora_names import ADAPTER, is_adapter
+from llava_fsdp.model.sample_dropout import SampleDropout, TokenKeys
+from llava_fsdp.model.vision_tower import hidden_state
+from llava_fsdp.runtime.errors import ConfigError
 
 
-def is_adapter(name: str) -> bool:
-    """Whether a parameter, by name, is an adapter's own."""
-    return name.endswith(OWN)
+class Adaptable(Protocol):
+    """What this module needs of a `Llava`, whose module imports this one."""
+
+    cfg: Any
+    parts: Any
+    probe: Any
+    kernel: Any
+    adapted: Any
+    language_model: Any
+    lm_head: Any
+    vision_tower: Any
+    training: bool
+
+    def stack_of(self, module: nn.Module) -> Any: ...
+    def get_submodule(self, target: str) -> nn.Module: ...
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+    def train(self, mode: bool) -> Any: ...
+    def eval(self) -> Any: ...
 
 
-def without_base(name: str) -> str:
-    """The name that an adapted module's own parameter has in a model without adapters."""
-    return name.replace(BASE, ".")
-
-
-def module_of(name: str) -> str:
-    """The adapted module of an adapter's parameter."""
-    return next(name.removesuffix(end) for end in OWN if name.endswith(end))
-
-
-def targets(model: Llava) -> list[str]:
+def targets(model: Adaptable) -> list[str]:
     """The linear layers that get adapters, by full path: those of the blocks of each adapted part that a gradient
     reaches. Heads, embeddings and the tower's layers behind `model.select_layer` are none.
     """
@@ -57,7 +50,7 @@ def targets(model: Llava) -> list[str]:
     return [name for name in found if f"{name}.weight" not in leftovers]
 
 
-def linear_layers(model: Llava, part: Part) -> list[str]:
+def linear_layers(model: Adaptable, part: Part) -> list[str]:
     """Those of a part's blocks, by full path, of a model without adapters."""
     root_name = {Part.language: "language_model", Part.vision: "vision_tower"}[part]
     root = model.get_submodule(root_name)
@@ -66,7 +59,7 @@ def linear_layers(model: Llava, part: Part) -> list[str]:
     return [f"{root_name}.{name}" for name in found]
 
 
-def add_adapters(model: Llava, cfg: LoraConfig, keys: TokenKeys) -> list[str]:
+def add_adapters(model: Adaptable, cfg: LoraConfig, keys: TokenKeys) -> list[str]:
     """Put adapters into a meta-device model, in place.
 
     Args:
@@ -92,7 +85,7 @@ def add_adapters(model: Llava, cfg: LoraConfig, keys: TokenKeys) -> list[str]:
     return names
 
 
-def put_adapters(model: nn.Module, cfg: LoraConfig, names: list[str]) -> None:
+def put_adapters(model: Any, cfg: LoraConfig, names: list[str]) -> None:
     """Put adapters into modules of a model, in place.
 
     Args:
@@ -127,7 +120,7 @@ def import_peft() -> Any:
     return peft
 
 
-def trained_with_adapters(model: Llava) -> list[nn.Parameter]:
+def trained_with_adapters(model: Adaptable) -> list[nn.Parameter]:
     """Of the parts that have adapters: these, and the biases that `model.lora.bias` names."""
     roots = {Part.language: (model.language_model, model.lm_head), Part.vision: (model.vision_tower,)}
     found = [p for n, p in model.named_parameters() if is_adapter(n)]
@@ -140,7 +133,7 @@ def trained_with_adapters(model: Llava) -> list[nn.Parameter]:
     return found
 
 
-def check_gradients(model: Llava) -> None:
+def check_gradients(model: Adaptable) -> None:
     """Run both parts on the meta device: whatever is to train must have a part in what comes out.
 
     Raises:

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from llava_fsdp.config import LossConfig, LossKernel
-from llava_fsdp.errors import ConfigError
+from llava_fsdp.runtime.errors import ConfigError
 
 
 class Each:

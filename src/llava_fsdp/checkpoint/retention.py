@@ -1,0 +1,124 @@
+"""The folders of a run's checkpoints: how one is pointed to, put aside or deleted."""
+
+import contextlib
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from llava_fsdp.runtime.durable_files import replace_durably, sync_folder
+from llava_fsdp.runtime.errors import CheckpointError
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.run_dir import FOLDER, list_checkpoints, step_of
+
+POINTER = "latest"
+"""Names the newest checkpoint, for people and scripts. A run looks for itself."""
+STAGED = ".tmp"
+REPLACED = ".replaced.tmp"
+
+
+def report_strangers(parent: Path) -> None:
+    """Warn of what looks like a checkpoint and bears no checkpoint's name, and of a pointer that leads nowhere."""
+    if not parent.is_dir():
+        return
+    for path in sorted(parent.glob("step-*")):
+        if step_of(path) is None and not path.name.endswith(STAGED):
+            log().warning("%s is ignored: checkpoints are named step-NNNNNN", path)
+    pointer = parent / POINTER
+    if not os.path.lexists(pointer):
+        return
+    try:
+        is_file = stat.S_ISREG(pointer.lstat().st_mode)  # to open a pipe would wait for somebody to write into it
+        said = pointer.read_bytes()[:200].decode(errors="replace").strip() if is_file else ""
+    except OSError:
+        said = ""
+    if step_of(Path(said)) is None or said != Path(said).name or not (parent / said).is_dir():
+        log().warning("%s is ignored: it names no checkpoint of this folder", pointer)
+
+
+def point_to(folder: Path) -> None:
+    replace_durably(folder.parent / POINTER, folder.name.encode() + b"\n")
+
+
+def delete(folder: Path) -> None:
+    """Take a checkpoint's name away at once, then its files: a half-deleted one is never taken for one.
+
+    A folder that cannot be deleted is said, and costs the run nothing but room.
+    """
+    doomed = folder.with_name(folder.name + ".deleted" + STAGED)
+    try:
+        if os.path.lexists(doomed):
+            shutil.rmtree(doomed)
+        os.rename(folder, doomed)
+        sync_folder(folder.parent)
+        shutil.rmtree(doomed)
+    except OSError as error:
+        log().warning("%s could not be deleted: %s", folder, error)
+
+
+def recover(parent: Path) -> None:
+    """Give back its name to a checkpoint that another of its step was about to take, when there was a crash."""
+    for path in parent.glob("step-*" + REPLACED) if parent.is_dir() else ():
+        if not os.path.lexists(named := path.with_name(path.name.removesuffix(REPLACED))):
+            os.rename(path, named)
+
+
+def sweep(parent: Path) -> None:
+    """Delete what an interrupted save, or an interrupted deletion, has left."""
+    for path in parent.glob("step-*" + STAGED) if parent.is_dir() else ():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def prune(
+    parent: Path, keep: int, keep_every: int | None, is_good: Callable[[Path], bool], at: Callable[[str], None]
+) -> None:
+    """Delete checkpoints that are older than the newest `keep` good ones; every `keep_every`-th step's stays.
+
+    Args:
+        is_good: whether a checkpoint verifies; asked of the newest until enough are found.
+    """
+    good = 0
+    for folder in reversed(list_checkpoints(parent)):
+        step = step_of(folder)
+        assert step is not None
+        if good >= keep:
+            if keep_every is None or step % keep_every:
+                delete(folder)
+                at("one deleted")
+        elif is_good(folder):
+            good += 1
+
+
+def set_aside(output: Path, paths: Iterable[Path]) -> None:
+    """Move what an earlier attempt left into `old-N`, so that nothing of it is lost or taken for this one's."""
+    present = [path for path in paths if os.path.lexists(path)]
+    if not present:
+        return
+    number = 1
+    while (kept := output / f"old-{number}").exists():
+        number += 1
+    for path in present:
+        target = kept / path.relative_to(output)
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.rename(path, target)
+    log().info("what this run does not continue from is now in %s: %s", kept, ", ".join(p.name for p in present))
+
+
+def leave_branch(output: Path, folder: Path, step: int) -> None:
+    """Going back to an earlier step starts a new branch; later checkpoints are of the old one, or are damaged."""
+    parent = output / FOLDER
+    later = [p for p in list_checkpoints(parent) if (step_of(p) or 0) > step and p.resolve() != folder.resolve()]
+    set_aside(output, later)
+    if later and folder.parent.resolve() == parent.resolve():
+        with contextlib.suppress(OSError):  # advice only
+            point_to(folder)
+
+
+def require_plain_folder(folder: Path) -> None:
+    """Raises CheckpointError for a link, or what is no folder."""
+    if folder.is_symlink():
+        raise CheckpointError("it is a link; give what it leads to as checkpoint.resume=DIR")
+    if not folder.is_dir():
+        raise CheckpointError("it is no folder")

@@ -1,0 +1,210 @@
+"""Tensors in a safetensors file: written as a stream, read a stretch of rows at a time, without mapping the file.
+
+The format: 8 bytes with the length of a JSON header, little-endian; the header, which gives every tensor its dtype,
+shape and place in the data; the data. `safetensors.safe_open` reads what is written here.
+"""
+
+import json
+import math
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from xxhash import xxh3_128
+
+from llava_fsdp.runtime.digests import CHUNK, Digest
+from llava_fsdp.runtime.durable_files import READ, new_file, write_all
+from llava_fsdp.runtime.errors import CheckpointError, NumericError
+
+CODES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+}  # fmt: skip
+DTYPES = {code: dtype for dtype, code in CODES.items()}
+WRITEBACK = 64 << 20
+"""Bytes after which the kernel is told to begin writing; it would wait for a tenth of the memory, and fsync for all."""
+LARGEST_HEADER = 100 << 20
+"""safetensors' own bound."""
+LARGEST_DIMENSION = 1 << 62
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A tensor's place in a file; begin and end are bytes from the file's first."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def size_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, list[str]]:
+    """The first bytes of a file with these tensors, and the order of their data: wide items first, so that each is
+    aligned."""
+    order = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
+    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name in order:
+        dtype, shape = tensors[name]
+        end = offset + size_of(dtype, shape)
+        described[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, order
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], hasher: Executor) -> Digest:
+    """Write a new file through to the disk and say what it is. A chunk of it is in host memory at a time.
+
+    Args:
+        hasher: digests a chunk while it is being written; both let other threads run.
+
+    Raises:
+        NumericError: a tensor holds a number that is not finite.
+        OSError: the disk refuses.
+    """
+    described = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+    return write_read_tensors(path, described, tensors.__getitem__, hasher)
+
+
+def write_read_tensors(
+    path: Path,
+    described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    read: Callable[[str], torch.Tensor],
+    hasher: Executor,
+) -> Digest:
+    """The same for tensors that are elsewhere: each is read, by name, when its turn comes."""
+    head, order = layout(described)
+    digest, written, told = xxh3_128(), 0, 0
+    with new_file(path) as descriptor:
+        for chunk in chunks(head, order, read):
+            digested = hasher.submit(digest.update, chunk)
+            try:
+                write_all(descriptor, chunk)
+            finally:
+                digested.result()  # even on an error: the buffer must not be written to meanwhile
+            written += len(chunk)
+            if written - told >= WRITEBACK:
+                begin_writing(descriptor, told, written - told)
+                told = written
+    return Digest(written, digest.hexdigest())
+
+
+def chunks(head: bytes, order: list[str], read: Callable[[str], torch.Tensor]) -> Iterator[memoryview]:
+    yield memoryview(head)
+    for name in order:
+        flat = read(name).detach().reshape(-1)
+        step = CHUNK // flat.dtype.itemsize
+        for begin in range(0, flat.numel(), step):
+            part = flat[begin : begin + step].cpu()
+            require_finite(name, part)
+            yield as_bytes(part)
+
+
+def require_finite(name: str, part: torch.Tensor) -> None:
+    """One pass: the extremes of what holds a NaN are NaN."""
+    if not part.is_floating_point():
+        return
+    part = part.float() if part.dtype.itemsize == 1 else part
+    least, largest = torch.aminmax(part)
+    if not (math.isfinite(least) and math.isfinite(largest)):
+        what = "the weights" if name.startswith("model.") else "the optimizer's state"
+        raise NumericError(
+            f"{name} holds numbers that are not finite, so that no checkpoint is written: {what} cannot be trained on; "
+            "continue from the checkpoint before, with a smaller optim.lr or optim.clip=1.0"
+        )
+
+
+def begin_writing(descriptor: int, begin: int, length: int) -> None:
+    """Let the kernel write these pages now, beside what we do; a hint, and none where the system has no such call."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, begin, length, os.POSIX_FADV_DONTNEED)
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def open_file(path: Path) -> int:
+    """A descriptor of a regular file that is no link.
+
+    Raises:
+        CheckpointError: it is something else, or cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, READ)
+    except OSError as error:
+        said = "it is a link" if path.is_symlink() else error.strerror
+        raise CheckpointError(f"{path.name} cannot be read: {said}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path.name} is no regular file")
+    return descriptor
+
+
+def read_header(descriptor: int, name: str) -> dict[str, Stretch]:
+    """Every tensor of a file by its name.
+
+    Raises:
+        CheckpointError: it is no safetensors file, or its data is not exactly what the header says.
+    """
+    size = os.fstat(descriptor).st_size
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    if size < 8 or not 2 <= length <= min(size - 8, LARGEST_HEADER):
+        raise CheckpointError(f"{name} is no safetensors file: {size} bytes with a header of {length}")
+    try:
+        described = json.loads(os.pread(descriptor, length, 8))
+        described.pop("__metadata__", None)
+        found = {key: stretch(own, 8 + length) for key, own in described.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{name} has no header that safetensors could read: {error}") from error
+    end = 8 + length
+    for key, own in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if own.begin != end or own.end - own.begin != size_of(own.dtype, own.shape):
+            raise CheckpointError(f"{name}: the place of {key} does not fit its shape and its neighbours")
+        end = own.end
+    if end != size:
+        raise CheckpointError(f"{name} has {size} bytes, and its tensors end at {end}")
+    return found
+
+
+def stretch(described: dict[str, Any], base: int) -> Stretch:
+    begin, end = described["data_offsets"]
+    shape = described["shape"]
+    numbers = [begin, end, *shape]
+    if not all(type(n) is int and 0 <= n < LARGEST_DIMENSION for n in numbers):
+        raise ValueError(f"{numbers} are no sizes")
+    return Stretch(DTYPES[described["dtype"]], tuple(shape), base + begin, base + end)
+
+
+def read_rows(descriptor: int, name: str, begin: int, into: torch.Tensor) -> None:
+    """Fill a tensor, on whatever device, with the bytes of a file from `begin` on.
+
+    Raises:
+        CheckpointError: the file ends before.
+    """
+    direct = into.device.type == "cpu" and into.is_contiguous()
+    flat = into.detach().reshape(-1) if direct else torch.empty(into.numel(), dtype=into.dtype)
+    if not flat.numel():
+        return
+    memory, done = as_bytes(flat), 0
+    while done < len(memory):
+        count = os.preadv(descriptor, [memory[done : done + (CHUNK << 3)]], begin + done)
+        if not count:
+            raise CheckpointError(f"{name} ends before byte {begin + len(memory)}")
+        done += count
+    if not direct:
+        into.detach().copy_(flat.view(into.shape))

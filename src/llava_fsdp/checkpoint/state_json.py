@@ -1,0 +1,62 @@
+"""`state.json`: the state of a run besides its tensors, and which of it must be the same when the run continues."""
+
+import json
+from enum import Enum
+from typing import Any
+
+from llava_fsdp.checkpoint.manifest import STATE_FILE, Manifest
+from llava_fsdp.runtime.errors import CheckpointError
+from llava_fsdp.runtime.small_json import parse_object
+
+TYPES: dict[str, tuple[type, ...]] = {
+    "format": (int,), "run": (str,), "step": (int,), "samples": (int,), "skipped": (int,), "seed": (int,),
+    "scaler": (dict, type(None)), "broken": (list,), "fingerprints": (dict,), "trainable": (list,),
+    "versions": (dict,), "written_by": (dict,), "config": (dict,),
+}  # fmt: skip
+SCALER: dict[str, tuple[type, ...]] = {
+    "scale": (float,), "hysteresis": (int,), "steps": (int,), "last_overflow": (int,),
+}  # fmt: skip
+FINGERPRINTS = ("dataset", "encoding", "order", "model")
+
+
+def render_facts(facts: dict[str, Any]) -> bytes:
+    return json.dumps(facts, indent=1).encode() + b"\n"
+
+
+def parse_facts(content: bytes, manifest: Manifest) -> dict[str, Any]:
+    """Parse `state.json`, and check its types and that it agrees with the manifest.
+
+    Raises:
+        CheckpointError: it is invalid in any way, whatever its bytes are.
+    """
+    try:
+        facts = parse_object(content)
+        require_types(facts, TYPES)
+        if facts["scaler"] is not None:
+            require_types(facts["scaler"], SCALER)
+        require_types(facts["fingerprints"], dict.fromkeys(FINGERPRINTS, (str,)))
+        if not all(type(name) is str for name in facts["trainable"]):
+            raise TypeError("trainable has an item that is not a name")
+        if not all(type(number) is int for number in facts["broken"]):
+            raise TypeError("broken has an item that is not the number of a record")
+        if min(facts["step"], facts["samples"], facts["skipped"]) < 0 or facts["step"] != manifest.step:
+            raise ValueError(f"it is of step {facts['step']}, and the manifest of step {manifest.step}")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{STATE_FILE} cannot be understood: {type(error).__name__}: {error}") from error
+    return facts
+
+
+def require_types(found: dict[str, Any], types: dict[str, tuple[type, ...]]) -> None:
+    wrong = [key for key, allowed in types.items() if type(found[key]) not in allowed]
+    unknown = found.keys() - types.keys()
+    if wrong or unknown:
+        raise TypeError(f"{(wrong or sorted(unknown))[0]} is unknown or has the wrong type")
+
+
+def jsonable(value: Any) -> Any:
+    """Replace enums by their values, as YAML has them, so that JSON can hold them."""
+    if isinstance(value, dict):
+        return {k: jsonable(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [jsonable(v) for v in value]
+    return value.value if isinstance(value, Enum) else value

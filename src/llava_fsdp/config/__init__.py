@@ -1,0 +1,100 @@
+"""The configuration: every key a user can set, its type, its meaning and its checks. Imports no torch.
+
+YAML under `conf/` picks the values, Hydra composes them, and `load` turns the result into these classes once. Nothing
+after it sees OmegaConf. Each file has the keys of one area; all of them are imported from here.
+"""
+
+from llava_fsdp.config.checks import AUTO, at_least
+from llava_fsdp.config.commands import (
+    AskedConfig,
+    ChatConfig,
+    ConversionConfig,
+    DoctorConfig,
+    EvaluateConfig,
+    LaunchConfig,
+    PlanConfig,
+    PrepareConfig,
+    PrepareKeys,
+    SweepConfig,
+    SweepKeys,
+)
+from llava_fsdp.config.data import (
+    HELDOUT,
+    MOST_EPOCHS,
+    DataConfig,
+    HeldOutConfig,
+    OrderConfig,
+    SourceConfig,
+    StageConfig,
+    ValConfig,
+)
+from llava_fsdp.config.distributed import (
+    CommConfig,
+    OffloadConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    ScalerConfig,
+    ShardingConfig,
+)
+from llava_fsdp.config.enums import (
+    AspectRatio,
+    Attention,
+    Bad,
+    CompatName,
+    Devices,
+    DType,
+    Examine,
+    Feature,
+    FolderFormat,
+    Format,
+    KeptDType,
+    LinearKind,
+    LoraBias,
+    LossKernel,
+    MasterDType,
+    Metric,
+    MomentDType,
+    Normalize,
+    OffloadMode,
+    OnSaveError,
+    OrderName,
+    Parity,
+    Part,
+    PatchMerge,
+    Pixels,
+    Quantizer,
+    RecomputeMode,
+    Schedule,
+    Source,
+    SpecialTokens,
+    Strategy,
+    SweepMetric,
+    Task,
+    TooLong,
+    WandbMode,
+)
+from llava_fsdp.config.load import (
+    NAMED,
+    SOURCES,
+    about_value,
+    config_dir,
+    did_you_mean,
+    load,
+    refuse_secret_values,
+    refuse_unknown_keys,
+    refuse_what_acts,
+    schema_keys,
+    value_at,
+    without_hydra,
+)
+from llava_fsdp.config.model import LoraConfig, ModelConfig, QuantizeConfig
+from llava_fsdp.config.train import (
+    CheckpointConfig,
+    CompatConfig,
+    Config,
+    ExportConfig,
+    LossConfig,
+    NumericConfig,
+    OptimConfig,
+    TrackConfig,
+)

@@ -1,0 +1,62 @@
+"""What the recipe files of a stage and a model say, and where a run goes another way. Imports no torch."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from llava_fsdp.config import Config, config_dir, without_hydra
+from llava_fsdp.config.hydra_guard import FOLDER_FLAGS, flag_values
+from llava_fsdp.config.tree import dotted, written
+from llava_fsdp.runtime.redact import redact_values, secrets_of
+
+Difference = list[str]
+"""key, the recipe's value, the run's"""
+
+
+def differences(cfg: Config, words: list[str]) -> list[Difference] | None:
+    """Every key whose value is not the one that its stage and its model have without a word more; secrets are hidden.
+
+    Args:
+        words: of the command line, for a folder of the user's own YAML files.
+
+    Returns:
+        None where there are no such files: a stage or a model by another name.
+    """
+    recipe = recipe_of(cfg, words)
+    if recipe is None:
+        return None
+    own = values_of(cfg)
+    keys = [*own, *(key for key in recipe if key not in own)]
+    keys = [key for key in keys if recipe.get(key) != own.get(key) and {} not in (recipe.get(key), own.get(key))]
+    theirs, ours = (redact_values({key: of.get(key) for key in keys}, secrets_of()) for of in (recipe, own))
+    return [[key, written(theirs[key]), written(ours[key])] for key in keys]
+
+
+def recipe_of(cfg: Config, words: list[str]) -> dict[str, Any] | None:
+    """Values by dotted key: of stage, model and kind of data alone."""
+    flags = flag_values(words)
+    folder = next((flags[flag] for flag in FOLDER_FLAGS if flag in flags), None)
+    chosen = [f"stage={cfg.stage.name}", f"model={cfg.model.name}", f"data={cfg.data.source.value}"]
+    if folder is not None:
+        chosen.append(f"hydra.searchpath=[{Path(folder).absolute().as_uri()}]")
+    try:
+        with initialize_config_dir(str(config_dir()), version_base="1.3"):
+            node = without_hydra(compose("train", chosen))
+        found = OmegaConf.merge(OmegaConf.structured(Config), node)
+        tree = OmegaConf.to_container(found, resolve=True, enum_to_str=True)
+    except (HydraException, OmegaConfBaseException):
+        return None
+    assert isinstance(tree, dict)
+    return dotted({str(key): value for key, value in tree.items()})
+
+
+def values_of(cfg: Config) -> dict[str, Any]:
+    """A typed configuration by dotted key."""
+    tree = OmegaConf.to_container(OmegaConf.create(asdict(cfg), flags={"allow_objects": True}), enum_to_str=True)
+    assert isinstance(tree, dict)
+    return dotted({str(key): value for key, value in tree.items()})

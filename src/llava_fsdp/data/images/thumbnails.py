@@ -1,0 +1,46 @@
+"""Pictures of a dataset, small, as addresses that hold them: a page that shows them needs no file beside it."""
+
+import base64
+import contextlib
+import io
+from pathlib import Path
+
+from PIL import ImageOps
+
+from llava_fsdp.data.images.check import opened, to_rgb
+from llava_fsdp.runtime.errors import DataError
+
+SIDE = 208
+"""Most pixels on a side: twice what a page gives it."""
+QUALITY = 72
+LARGEST = 24_000
+"""Bytes of a JPEG; a picture of noise is made smaller still."""
+MOST_KEPT = 200
+
+
+class Thumbnails:
+    """Each picture is opened once."""
+
+    def __init__(self) -> None:
+        self.made: dict[str, str | None] = {}
+
+    def __call__(self, path: str) -> str | None:
+        """A data: address; None where there is no picture, or none that can be read."""
+        if path not in self.made:
+            if len(self.made) >= MOST_KEPT:
+                self.made.clear()
+            self.made[path] = thumbnail(Path(path))
+        return self.made[path]
+
+
+def thumbnail(path: Path) -> str | None:
+    with contextlib.suppress(DataError, MemoryError), opened(path, "a sample answer") as picture:
+        picture.draft("RGB", (SIDE, SIDE))
+        small = to_rgb(ImageOps.exif_transpose(picture), str(path))
+        small.thumbnail((SIDE, SIDE))
+        for quality in (QUALITY, 40, 15):
+            held = io.BytesIO()
+            small.save(held, "JPEG", quality=quality)
+            if held.tell() <= LARGEST:
+                return f"data:image/jpeg;base64,{base64.b64encode(held.getvalue()).decode()}"
+    return None

@@ -1,0 +1,125 @@
+"""What becomes of records that cannot be trained on: decided once, before training, the same on every rank."""
+
+import itertools
+import os
+from pathlib import Path
+
+from llava_fsdp.config import Bad, Config, DataConfig, TooLong
+from llava_fsdp.data.images.preprocess import PictureReader
+from llava_fsdp.data.index.build import Plan, last_look, open_index
+from llava_fsdp.data.index.dataset import Records
+from llava_fsdp.data.index.statistics import PAGE, write_report
+from llava_fsdp.data.index.worker_pool import cores
+from llava_fsdp.data.records.problems import PROBLEMS, Kind
+from llava_fsdp.data.text.encode import Encoder
+from llava_fsdp.data.text.templates import IMAGE_TAG
+from llava_fsdp.runtime.errors import BuildError, DataError
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.progress import Watch
+
+SHOWN = 5
+NOTED = {
+    Kind.tag_without_picture: f"have {IMAGE_TAG} in their text and no picture, and train as text: is the key called "
+    "image?",
+    Kind.media_not_read: "name video, audio or images in a key or a tag that is not read, and train without them",
+    Kind.special_token: "have a special token in their text (data.special_tokens says what becomes of it)",
+    Kind.empty_answer: "have an answer without text",
+    Kind.no_labels: "have no label to learn from",
+    Kind.too_long: "are longer than data.max_length, and are cut",
+    Kind.duplicate_id: "have the id of an earlier one",
+}
+"""What is said of records that are trained on although they have a problem."""
+"""Records named in a message."""
+
+
+def open_records(cfg: Config, encoder: Encoder, reader: PictureReader, show: Watch) -> Records:
+    """The dataset's records, by its index, which is made where it is absent; and whether training may begin.
+
+    Raises:
+        DataError: by `data.bad`, `data.bad_budget` and `data.too_long`, it may not.
+        ConfigError: a path does not exist, or the index cannot be written.
+    """
+    plan = Plan(cfg.data, encoder, reader, cores())
+    since = last_look(plan)
+    records = Records(open_index(plan, show), cfg.labels, cfg.data.too_long)
+    try:
+        check_door(records, cfg.data)
+    except DataError:
+        records = look_again(plan, cfg, records, show, since)
+        report(records, cfg)
+        check_door(records, cfg.data)
+    return records
+
+
+def look_again(plan: Plan, cfg: Config, records: Records, show: Watch, since: str) -> Records:
+    """What was wrong when the index was made may have been mended since; of an index that is read only, as it was."""
+    try:
+        index = open_index(plan, show, look_again=True, since=since)
+    except BuildError as error:
+        log().warning("the pictures that are bad in the index were not looked at again: %s", error)
+        return records
+    return Records(index, cfg.labels, cfg.data.too_long)
+
+
+def report(records: Records, cfg: Config) -> None:
+    try:
+        write_report(records, cfg, cfg.data.index_folder)
+    except OSError as error:
+        log().warning("the report was not written: %s", error)
+
+
+def same_files(records: Records) -> str:
+    """Which sources are one file; empty where none are."""
+    names: dict[str, list[str]] = {}
+    for source in records.index.texts.sources:
+        names.setdefault(os.path.realpath(source.path), []).append(source.name)
+    found = [f"sources {' and '.join(own)} are the same file, {path}" for path, own in names.items() if len(own) > 1]
+    return "; ".join(found)
+
+
+def remarks(records: Records) -> str:
+    """What a user should know of records that are trained on; empty where there is nothing."""
+    said = [
+        f"{records.counts[kind]:,} {words}"
+        for kind, words in NOTED.items()
+        if kind not in records.dropping and records.counts[kind]
+    ]
+    found = [f"of {len(records.index):,} records, {'; '.join(said)} (llava_fsdp.prepare lists them)"] if said else []
+    ends = itertools.accumulate(records.source_counts)
+    for source, count, end in zip(records.index.texts.sources, records.source_counts, ends, strict=True):
+        if source.images is not None and count and not records.pictures[end - count : end].any():
+            found.append(
+                f"no record of {source.path} has a picture, and {source.images} is set: is the key called image?"
+            )
+    return "; ".join([*found, *filter(None, [same_files(records)])])
+
+
+def check_door(records: Records, cfg: DataConfig) -> None:
+    """Whether training may begin, by `data.bad` and `data.too_long`.
+
+    Raises:
+        DataError: naming the kinds, the first records and the way on.
+    """
+    report = cfg.index_folder / PAGE
+    if cfg.too_long is TooLong.fail and records.counts[Kind.too_long]:
+        how = "raise data.max_length, or set data.too_long=truncate or quarantine"
+        raise DataError(describe(records, [Kind.too_long], "too long", how, report))
+    kinds = [kind for kind in records.dropping if kind is not Kind.too_long and records.counts[kind]]
+    if records.out and cfg.bad is Bad.fail:
+        how = "mend them, or leave them out: data.bad=quarantine"
+        raise DataError(describe(records, kinds, "wrong", how, report))
+    if records.out > cfg.budget(len(records.index)):
+        how = f"mend them, or raise data.bad_budget={cfg.bad_budget}, which allows {cfg.budget(len(records.index))}"
+        raise DataError(describe(records, kinds, "wrong", how, report))
+    if not len(records):
+        raise DataError(f"{records.index.texts.sources[0].path}: no record is left to train on; see {report}")
+
+
+def describe(records: Records, kinds: list[Kind], what: str, how: str, report: Path) -> str:
+    files = ", ".join(source.path for source in records.index.texts.sources)
+    total = records.counts[Kind.too_long] if kinds == [Kind.too_long] else records.out
+    lines = [f"{files}: {total} of {len(records.index)} records are {what}"]
+    lines += [f"  {kind}: {records.counts[kind]} ({PROBLEMS[kind].meaning})" for kind in kinds]
+    reasons = (row["reason"] for row in records.index.rows() if row["kind"] in kinds)
+    lines += [reason for reason, _ in zip(reasons, range(SHOWN), strict=False)]
+    return "\n".join([*lines, f"All of them are in {report}; {how}"])

@@ -1,0 +1,357 @@
+"""The index of a dataset: a folder of .npy columns and JSON that is made once, and mapped by all who read it.
+
+    known.json               which state of the source files has which KEY, by their size and time
+    lock                     held by the one process that builds
+    pictures-KEY.looked      changes whenever all that was bad has been looked at
+    KEY/texts                where records are (`Texts`); KEY depends on the sources' content
+    KEY/records              what they say
+    KEY/pictures-KEY.N       what their pictures are; a new N where a bad one has been mended
+    KEY/encoded-KEY          what they are for one tokenizer, template and maximum length
+
+A folder has its name only once it is whole, so whoever sees one may read it. Nothing here needs ranks to meet: who
+comes first builds, under a lock that the system takes back when its holder dies; the next one goes on with what it
+left.
+"""
+
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from llava_fsdp.config import DataConfig, Pixels, TooLong
+from llava_fsdp.data.images.preprocess import PictureReader
+from llava_fsdp.data.index.duplicate_ids import DUPLICATES, read_facts
+from llava_fsdp.data.index.examine_passes import ExaminePictures, Pass, ReadRecords
+from llava_fsdp.data.index.integrity import DONE, check_part, damaged, read_json, read_rows
+from llava_fsdp.data.index.record_store import SourceFile, Texts, sources_of, split
+from llava_fsdp.data.index.source_state import check_unchanged, find_state, read_known, short, stamp
+from llava_fsdp.data.index.token_pass import LOSSES, EncodeRecords
+from llava_fsdp.data.index.worker_pool import BLOCK, ROWS, chunk_file, join, open_column, run_chunks
+from llava_fsdp.data.records import parquet
+from llava_fsdp.data.text.encode import Encoder, ExactEncoder
+from llava_fsdp.runtime.errors import BuildError, LlavaFsdpError, SourceError
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.progress import Watch
+
+LOCK = "lock"
+SILENT = 5.0
+"""Seconds for which a rank waits for another without a word."""
+CHUNKS = {"records": 8192, "pictures": 1024, "encoded": 1024}
+"""Records of a chunk, by pass: a few seconds' work."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an index is made from."""
+
+    cfg: DataConfig
+    encoder: Encoder
+    reader: PictureReader
+    workers: int
+
+    @property
+    def whole_encoder(self) -> Encoder:
+        """Too long records are cut, and flagged; what becomes of them is decided later."""
+        own = self.encoder
+        return replace(own, too_long=TooLong.truncate) if isinstance(own, ExactEncoder) else own
+
+
+@dataclass(frozen=True)
+class Index:
+    """A whole index, open."""
+
+    folder: Path
+    """The one that all states of the dataset share."""
+    texts: Texts
+    records: Path
+    pictures: Path
+    encoded: Path
+    limits: list[int]
+    losses: np.ndarray
+    """int64 [sources, limits, LOSSES]"""
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def flags(self, begin: int, end: int) -> np.ndarray:
+        """uint32 [end - begin]: every pass's findings."""
+        parts = [open_column(f, "flags")[begin:end] for f in (self.records, self.pictures, self.encoded)]
+        return parts[0] | parts[1] | parts[2]
+
+    def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
+        """(first record, its and the following ones' flags), a stretch at a time."""
+        for begin in range(0, len(self), BLOCK):
+            yield begin, self.flags(begin, begin + BLOCK)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Every problem: record, id, kind, reason; by pass, in the order of the records."""
+        for path in (self.records / ROWS, self.records / DUPLICATES, self.pictures / ROWS, self.encoded / ROWS):
+            yield from read_rows(path.with_suffix(".jsonl"))
+
+
+def open_index(plan: Plan, watch: Watch, look_again: bool = False, since: str | None = None) -> Index:
+    """The dataset's index, made or completed where it is not whole.
+
+    Args:
+        look_again: read the sources' whole content, and every picture that was bad: what was wrong may be mended.
+        since: what `last_look` said; where somebody has looked since then, that is enough. None: it is not.
+
+    Raises:
+        DataError: a source is no list of records.
+        ConfigError: a path does not exist.
+        BuildError: the index cannot be written.
+        SourceError: a source cannot be read, or changes meanwhile.
+        DamagedError: what is there of the index is not what was written.
+    """
+    sources = sources_of(plan.cfg)
+    folder = plan.cfg.index_folder
+
+    def look_up() -> Index | None:
+        looked = not look_again or (since is not None and last_look(plan) != since)
+        return find(plan, sources, folder) if looked else None
+
+    found = look_up()
+    if found is not None:
+        return found
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder / LOCK):
+            found = look_up()  # made while this process waited for the lock
+            return build(plan, sources, folder, watch, look_again) if found is None else found
+    except LlavaFsdpError as error:
+        error.on_every_rank = False  # whoever makes it meets this; the others may wait for the lock for long
+        raise
+    except OSError as error:
+        if is_foreign(error, folder):
+            raise SourceError(
+                f"{error.filename} cannot be read ({error}); what is done is kept: run it again"
+            ) from error
+        raise BuildError(
+            f"the index of the dataset cannot be written to {folder} ({error}); name another folder: data.index=DIR"
+        ) from error
+
+
+def is_foreign(error: OSError, folder: Path) -> bool:
+    """Whether the error is of a file outside a folder; one of writing to an open file names none."""
+    if not isinstance(error.filename, (str, bytes)):
+        return False
+    path, own = os.path.abspath(os.fsdecode(error.filename)), os.path.abspath(folder)
+    return not (path == own or path.startswith(f"{own}{os.sep}") or own.startswith(f"{path}{os.sep}"))
+
+
+def look_file(plan: Plan) -> Path:
+    return plan.cfg.index_folder / f"{pictures_name(plan)}.looked"
+
+
+def last_look(plan: Plan) -> str:
+    """Another text after everything that is bad has been looked at, by whomever."""
+    path = look_file(plan)
+    return path.read_text(errors="replace") if path.is_file() else ""
+
+
+def note_look(plan: Plan) -> None:
+    look_file(plan).write_text(secrets.token_hex(8))
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time; when it dies, the system opens the lock."""
+    with path.open("w") as file:
+        until = time.monotonic() + SILENT
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    log().info("the index is being made by another rank of this run, or by another run; waiting for it")
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                    break
+                time.sleep(0.02)
+        yield
+
+
+def find(plan: Plan, sources: list[SourceFile], folder: Path) -> Index | None:
+    """The whole index of these sources as their size and time say they are; None where there is none."""
+    known = read_known(folder).get(stamp(sources, plan.cfg.max_record_bytes))
+    if known is None:
+        return None
+    state = folder / known["key"]
+    pictures = newest(state / pictures_name(plan))
+    if pictures is None or not ((state / "texts").is_dir() and (state / "records").is_dir()):
+        return None
+    encoded = state / encoded_name(plan, pictures)
+    return opened(folder, state, pictures, encoded) if encoded.is_dir() else None
+
+
+def opened(folder: Path, state: Path, pictures: Path, encoded: Path) -> Index:
+    for part in (state / "texts", state / "records", pictures, encoded):
+        check_part(part, whole=False)
+    texts = Texts(state / "texts")
+    facts = read_json(encoded / DONE)
+    try:
+        limits, losses = facts["limits"], np.array(facts["losses"], dtype=np.int64)
+    except (KeyError, ValueError, TypeError, OverflowError) as error:
+        raise damaged(encoded / DONE, "it is not what was written") from error
+    return Index(folder, texts, state / "records", pictures, encoded, limits, losses)
+
+
+def build(plan: Plan, sources: list[SourceFile], folder: Path, watch: Watch, look_again: bool) -> Index:
+    """Every part that is not there yet. The caller holds the lock."""
+    most = plan.cfg.max_record_bytes
+    begun = stamp(sources, most)
+    known = find_state(sources, folder, most, watch, look_again)
+    state = folder / known["key"]
+    state.mkdir(exist_ok=True)
+    before = set(state.iterdir())
+    for part in before:
+        if part.is_dir() and is_part(part.name):
+            check_part(part, whole=look_again)
+
+    def check() -> None:
+        check_unchanged(sources, most, begun, lambda: undo(state, before))
+
+    if not (state / "texts").is_dir():
+        written = [write_texts(s, state / f"rows-{n}", plan, watch) for n, s in enumerate(sources)]
+        with watch("finding records", 1) as advance:
+            own = [source for source, _ in written]
+            split(own, state / "texts", [text for _, text in written], known["fingerprint"], most, check)
+            advance(1)
+    for parts in (state / "texts.parts", *state.glob("rows-*.parts")):
+        clear(parts)
+    reading = ReadRecords(state / "texts", CHUNKS["records"])
+    make(reading, state / "records", plan.workers, watch, "reading records", read_facts)
+    pictures = examine_pictures(plan, state, watch, look_again)
+    encoded = state / encoded_name(plan, pictures)
+    encoding = EncodeRecords(
+        state / "texts", CHUNKS["encoded"], state / "records", pictures, plan.whole_encoder, plan.reader
+    )
+    make(encoding, encoded, plan.workers, watch, "counting tokens", encoded_facts)
+    check()
+    return opened(folder, state, pictures, encoded)
+
+
+def is_part(name: str) -> bool:
+    """Of a folder of columns; others are on their way to be one."""
+    return name in ("texts", "records") or (
+        name.startswith(("pictures-", "encoded-")) and not name.endswith((".parts", ".tmp"))
+    )
+
+
+def undo(state: Path, before: set[Path]) -> None:
+    """Take away what was made of files that changed meanwhile: they may change back."""
+    for path in state.iterdir():
+        if path not in before or path.suffix == ".parts":
+            clear(path)
+
+
+def write_texts(source: SourceFile, folder: Path, plan: Plan, watch: Watch) -> tuple[SourceFile, Path]:
+    """The file in which a source's records are text, and where their pictures are."""
+    path = Path(source.path)
+    if not parquet.is_parquet(path):
+        return source, path
+    file = parquet.open_file(path)
+    task = parquet.WriteRows(path.absolute(), folder.absolute(), plan.cfg.max_record_bytes)
+    groups = file.num_row_groups
+    if not task.whole.is_file():
+        with watch("reading Parquet", groups) as advance:
+            run_chunks(task, parts_of(folder), groups, plan.workers, advance)
+        task.gather(groups, parts_of(folder))
+    task.drop_groups(groups)
+    images = task.images()
+    return source if images is None else replace(source, images=str(images)), task.whole
+
+
+P = TypeVar("P", bound=Pass)
+Finish = Callable[[P, Path, Path], dict[str, Any]]
+"""(pass, its chunks, the folder of joined columns) -> facts; may add to the folder."""
+
+
+def make(task: P, target: Path, workers: int, watch: Watch, label: str, finish: Finish[P], keep: bool = False) -> None:
+    if target.is_dir():
+        return
+    parts = parts_of(target)
+    with watch(label, task.chunks) as advance:
+        run_chunks(task, parts, task.chunks, workers, advance)
+    join(parts, task.chunks, target, lambda staged: finish(task, parts, staged))
+    if not keep:
+        clear(parts)
+
+
+def parts_of(target: Path) -> Path:
+    """Where the chunks of a pass are; versions of a pass share them."""
+    return target.with_name(f"{target.name.partition('.')[0]}.parts")
+
+
+def clear(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def scaled(plan: Plan) -> bool:
+    return plan.cfg.pixels is not Pixels.llava_v1_5
+
+
+def pictures_name(plan: Plan) -> str:
+    return f"pictures-{short(plan.cfg.examine.value, plan.cfg.allow_links, scaled(plan))}"
+
+
+def encoded_name(plan: Plan, pictures: Path) -> str:
+    """Lengths depend on the pictures' sizes with tiles, and without on whether they can be made square."""
+    reader = plan.reader
+    places = reader.fingerprint, reader.aspect.value, reader.pixels.value, pictures.name
+    return f"encoded-{short(plan.encoder.fingerprint, places)}"
+
+
+def newest(folder: Path) -> Path | None:
+    """The last version of a pass."""
+    versions = [p for p in folder.parent.glob(f"{folder.name}.*") if p.suffix[1:].isdigit()]
+    return max(versions, key=lambda p: int(p.suffix[1:]), default=None)
+
+
+def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) -> Path:
+    """The pictures' pass; its chunks are kept, so that those with a picture that has been mended can be done again."""
+    cfg = plan.cfg
+    looking = cfg.examine, scaled(plan), cfg.allow_links
+    task = ExaminePictures(state / "texts", CHUNKS["pictures"], state / "records", *looking)
+    base = state / pictures_name(plan)
+    last = newest(base)
+    if last is not None:
+        mended = mended_chunks(task, last) if look_again else []
+        if not mended:
+            if look_again:
+                note_look(plan)
+            return last
+        for chunk in mended:
+            chunk_file(parts_of(base), chunk).unlink(missing_ok=True)
+    is_new = last is not None or not parts_of(base).is_dir()  # else some chunks were left by who knows when
+    target = Path(f"{base}.{0 if last is None else int(last.suffix[1:]) + 1}")
+    make(task, target, plan.workers, watch, "looking at pictures", lambda *_: {}, keep=True)
+    if is_new:
+        note_look(plan)
+    return target
+
+
+def mended_chunks(task: ExaminePictures, folder: Path) -> list[int]:
+    """Chunks with a record whose pictures have other problems now than they had."""
+    flags = open_column(folder, "flags")
+    mended = {
+        number // task.size
+        for number in np.flatnonzero(flags).tolist()
+        if task.of(range(number, number + 1))["flags"][0] != flags[number]
+    }
+    return sorted(mended)
+
+
+def encoded_facts(task: EncodeRecords, parts: Path, staged: Path) -> dict[str, Any]:
+    shape = len(task.texts.sources), len(task.limits), len(LOSSES)
+    losses = open_column(staged, "losses").reshape(-1, *shape).sum(axis=0)
+    (staged / "losses.npy").unlink()
+    return {"limits": task.limits, "losses": losses.tolist()}

@@ -1,0 +1,132 @@
+"""The records that are trained on: those of an index that nothing speaks against."""
+
+import hashlib
+import itertools
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llava_fsdp.config import Parity, TooLong
+from llava_fsdp.data.index.build import Index
+from llava_fsdp.data.index.examine_passes import PictureSizes
+from llava_fsdp.data.index.worker_pool import open_column
+from llava_fsdp.data.records.problems import BITS, Kind, is_kept, mask
+from llava_fsdp.data.records.record import Record
+
+
+class Records:
+    """The records that are kept, by number; columns have the same numbers. Parsed when asked for.
+
+    The columns are mapped files, or, where records are left out, what is chosen from them.
+    """
+
+    def __init__(self, index: Index, labels: Parity, too_long: TooLong):
+        self.index = index
+        self.dropping = [kind for kind in Kind if not is_kept(kind, labels, too_long)]
+        self.counts: dict[Kind, int] = dict.fromkeys(Kind, 0)
+        """Records that have each problem."""
+        self.out = 0
+        """Records left out for what is wrong with them."""
+        self.long = 0
+        """Records left out for their length alone."""
+        self.numbers = self._choose()
+        self._sizes = PictureSizes(index.records, index.pictures)
+
+    def _choose(self) -> np.ndarray | None:
+        """int64: the numbers in the index of the records that are kept; None where all are."""
+        dropping = mask(*self.dropping)
+        long = dropping & BITS[Kind.too_long]
+        wrong = dropping & ~long
+        kept = []
+        for begin, flags in self.index.blocks():
+            for kind in Kind:
+                self.counts[kind] += int(np.count_nonzero(flags & BITS[kind]))
+            # what is left out for its length is not cut, and has lost no label
+            bits = np.where(flags & long, wrong & ~BITS[Kind.no_labels], wrong).astype(np.uint32)
+            self.out += int(np.count_nonzero(flags & bits))
+            kept.append(np.flatnonzero((flags & dropping) == 0) + begin)
+        numbers = np.concatenate(kept)
+        self.long = len(self.index) - len(numbers) - self.out
+        return None if len(numbers) == len(self.index) else numbers
+
+    def __len__(self) -> int:
+        return len(self.index) if self.numbers is None else len(self.numbers)
+
+    def at(self, number: int) -> int:
+        """A record's number in the index."""
+        return number if self.numbers is None else int(self.numbers[number])
+
+    def __getitem__(self, number: int) -> Record:
+        at = self.at(number)
+        return self._sizes.put(self.index.texts.record(at), at)
+
+    def where(self, number: int) -> str:
+        """What a message calls a record, whether or not it can be parsed."""
+        return self.index.texts.name(self.at(number))
+
+    def column(self, folder: Path, name: str) -> np.ndarray:
+        values = open_column(folder, name)
+        return values if self.numbers is None else values[self.numbers]
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """int32 [records]: positions of the sample, as cut."""
+        return self.column(self.index.encoded, "length")
+
+    @cached_property
+    def labels(self) -> np.ndarray:
+        """int32 [records]: label tokens of the sample, as cut."""
+        return self.column(self.index.encoded, "labels")
+
+    @cached_property
+    def images(self) -> np.ndarray:
+        """int32 [records]: pictures of the sample, as cut."""
+        return self.column(self.index.encoded, "images")
+
+    @cached_property
+    def pictures(self) -> np.ndarray:
+        """int32 [records]: pictures of the record."""
+        return self.column(self.index.records, "pictures")
+
+    @cached_property
+    def tiles(self) -> np.ndarray:
+        """int32 [records]: tiles of the sample's pictures, as cut."""
+        return self.column(self.index.encoded, "tiles")
+
+    @cached_property
+    def positions_cut(self) -> np.ndarray:
+        return self.column(self.index.encoded, "positions_cut")
+
+    @cached_property
+    def labels_cut(self) -> np.ndarray:
+        return self.column(self.index.encoded, "labels_cut")
+
+    @cached_property
+    def words(self) -> np.ndarray:
+        """int32 [records]: words of all messages, negative where there is no picture."""
+        return self.column(self.index.records, "words")
+
+    @cached_property
+    def source_counts(self) -> list[int]:
+        """Records of each source, whose numbers follow one another."""
+        firsts = self.index.texts.firsts
+        bounds = firsts if self.numbers is None else np.searchsorted(self.numbers, firsts).tolist()
+        return [end - begin for begin, end in itertools.pairwise(bounds)]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the sources' content, and of which records are kept where not all are."""
+        whole = self.index.texts.fingerprint
+        if self.numbers is None:
+            return whole
+        return hashlib.sha256(whole.encode() + self.numbers.tobytes()).hexdigest()[:32]
+
+    def left_out(self) -> Iterator[dict[str, Any]]:
+        """What is left out: record, kind and reason."""
+        for row in self.index.rows():
+            if row["kind"] in self.dropping:
+                where = self.index.texts.name(row["record"])
+                yield {"record": where, "kind": row["kind"], "reason": row["reason"]}

@@ -1,0 +1,69 @@
+"""What the first pass's columns make when all are there: where records' pictures begin, and ids that come twice."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llava_fsdp.data.index.examine_passes import ReadRecords
+from llava_fsdp.data.index.worker_pool import BLOCK, open_column, write_column
+from llava_fsdp.data.records.problems import BITS, Kind
+
+DUPLICATES = "duplicates"
+
+
+def read_facts(task: ReadRecords, _parts: Path, staged: Path) -> dict[str, Any]:
+    """Adds first_picture (int64 [records + 1]), name_end (int64 [pictures + 1]) and what ids are there twice."""
+    for name, counts in (("first_picture", "pictures"), ("name_end", "name_size")):
+        write_column(staged / f"{name}.npy", running_sum(open_column(staged, counts)), np.dtype(np.int64))
+    (staged / "name_size.npy").unlink()
+    flags = np.load(staged / "flags.npy", mmap_mode="r+")
+    hashes = open_column(staged, "id_hash")
+    with (staged / f"{DUPLICATES}.jsonl").open("w") as file:
+        for begin, end in itertools.pairwise(task.texts.firsts):
+            for number, first in duplicates(hashes, begin, end).tolist():
+                record = task.texts.record(number)
+                earlier, line = task.texts.place(first)[1], task.texts.line(first)
+                at = "" if line is None else f" on line {line}"
+                reason = f"{record.where}: record {earlier}{at} has the same id; give each its own"
+                row = {"record": number, "id": record.id, "kind": Kind.duplicate_id, "reason": reason}
+                file.write(json.dumps(row) + "\n")
+                flags[number] |= BITS[Kind.duplicate_id]
+    return {}
+
+
+def running_sum(counts: np.ndarray) -> Iterator[np.ndarray]:
+    total = 0
+    yield np.zeros(1, dtype=np.int64)
+    for begin in range(0, len(counts), BLOCK):
+        sums = total + np.cumsum(counts[begin : begin + BLOCK], dtype=np.int64)
+        total = int(sums[-1])
+        yield sums
+
+
+def duplicates(hashes: np.ndarray, begin: int, end: int) -> np.ndarray:
+    """int64 [duplicates, 2]: records of [begin, end) whose id an earlier one has, and the first one that has it.
+
+    A share of the hashes is looked at a time, so that memory does not grow with the records.
+    """
+    shares = -(-(end - begin) // BLOCK)
+    found = [np.zeros((0, 2), dtype=np.int64)]
+    for share in range(shares):
+        numbers, values = [], []
+        for first in range(begin, end, BLOCK):
+            block = hashes[first : min(end, first + BLOCK)]
+            at = np.flatnonzero((block % np.uint64(shares) == share) & (block != 0))
+            numbers.append(at + first)
+            values.append(block[at])
+        number, value = np.concatenate(numbers), np.concatenate(values)
+        order = np.argsort(value, kind="stable")
+        number, value = number[order], value[order]
+        starts = np.flatnonzero(np.r_[True, value[1:] != value[:-1]]) if len(value) else np.zeros(0, dtype=np.int64)
+        firsts = np.repeat(number[starts], np.diff(np.r_[starts, len(value)]))
+        later = number != firsts
+        found.append(np.stack([number[later], firsts[later]], axis=1))
+    pairs = np.concatenate(found)
+    return pairs[np.argsort(pairs[:, 0])]

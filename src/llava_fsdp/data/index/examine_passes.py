@@ -1,0 +1,256 @@
+"""The passes over a dataset that make an index: what its records say, its pictures, its records for one model."""
+
+import hashlib
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from llava_fsdp.config import Examine
+from llava_fsdp.data.images.check import Picture, look_at, real
+from llava_fsdp.data.index.record_store import Texts
+from llava_fsdp.data.index.worker_pool import ROWS, Columns, open_column, rows_column
+from llava_fsdp.data.records.problems import BITS, Kind
+from llava_fsdp.data.records.record import Record, unread_reason
+from llava_fsdp.data.text.templates import IMAGE_TAG
+from llava_fsdp.runtime.errors import DataError
+from llava_fsdp.runtime.terminal_text import shown_name
+
+T = TypeVar("T")
+Tell = Callable[[str, str], None]
+"""Takes the kind of a problem and its reason."""
+
+
+@dataclass
+class Findings:
+    """The problems of a chunk's records."""
+
+    numbers: range
+    flags: np.ndarray = field(init=False)
+    """uint32 [records]"""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.flags = np.zeros(len(self.numbers), dtype=np.uint32)
+
+    def of(self, number: int, identity: str | None) -> Tell:
+        """Takes one record's problems, each kind once."""
+        at = number - self.numbers.start
+
+        def tell(kind: str, reason: str) -> None:
+            bit = BITS[Kind(kind)]
+            if not self.flags[at] & bit:
+                self.rows.append({"record": number, "id": identity, "kind": str(kind), "reason": shown_name(reason)})
+            self.flags[at] |= bit
+
+        return tell
+
+    @property
+    def columns(self) -> Columns:
+        return {"flags": self.flags, ROWS: rows_column(self.rows)}
+
+
+def attempt(make: Callable[[], T], tell: Tell) -> T | None:
+    """What `make` makes; a problem of the record's is told. An error without a kind is none of the record's."""
+    try:
+        return make()
+    except DataError as error:
+        if error.kind is None:
+            raise
+        tell(error.kind, str(error))
+        return None
+
+
+@dataclass(frozen=True)
+class Pass(ABC):
+    """A pass over the records of `Texts`, a chunk of `size` at a time."""
+
+    folder: Path
+    size: int
+
+    @cached_property
+    def texts(self) -> Texts:
+        return Texts(self.folder)
+
+    @property
+    def chunks(self) -> int:
+        return -(-len(self.texts) // self.size)
+
+    def __reduce__(self) -> tuple:
+        return type(self), tuple(getattr(self, f.name) for f in fields(self))
+
+    def __call__(self, chunk: int) -> Columns:
+        return self.of(range(chunk * self.size, min(len(self.texts), (chunk + 1) * self.size)))
+
+    def of(self, numbers: range) -> Columns:
+        found = Findings(numbers)
+        return {**self.columns(numbers, found), **found.columns}
+
+    @abstractmethod
+    def columns(self, numbers: range, found: Findings) -> Columns:
+        """What the pass finds in these records, its columns; problems go to `found`."""
+
+    def records(self, numbers: range) -> Iterator[tuple[int, Record]]:
+        """Those that are records; what the others are is the first pass's finding."""
+        for number in numbers:
+            record = attempt(partial(self.texts.record, number), lambda *_: None)
+            if record is not None:
+                yield number, record
+
+
+@dataclass(frozen=True)
+class ReadRecords(Pass):
+    """Parse every record: its id, words and pictures.
+
+    Columns by record: id_hash (0: it has none), digest (xxh3 of its bytes; 0: they were not read), words, pictures; by
+    picture: name_size; `names` is all names' bytes.
+    """
+
+    def columns(self, numbers: range, found: Findings) -> Columns:
+        hashes, digests = (np.zeros(len(numbers), dtype=np.uint64) for _ in range(2))
+        words, pictures = (np.zeros(len(numbers), dtype=np.int32) for _ in range(2))
+        names: list[bytes] = []
+        for number in numbers:
+            try:
+                text = self.texts.read(number)
+                digests[number - numbers.start] = xxh3_64_intdigest(text)
+                record = self.texts.record(number, text)
+            except DataError as error:
+                if error.kind is None:
+                    raise
+                found.of(number, self.texts.id_of(number))(error.kind, str(error))
+                continue
+            at = number - numbers.start
+            hashes[at] = id_hash(record.id) if record.has_id else 0
+            words[at], pictures[at] = record.signed_words, len(record.images)
+            names += [name.encode() for name in record.images]
+            check_pictures_named(record, found.of(number, record.known_id))
+        return {
+            "id_hash": hashes,
+            "digest": digests,
+            "words": words,
+            "pictures": pictures,
+            "name_size": np.array([len(n) for n in names], dtype=np.int32),
+            "names": np.frombuffer(b"".join(names), dtype=np.uint8),
+        }
+
+
+def id_hash(identity: str) -> int:
+    """64 bits, never 0; that two of ten million ids share one is as likely as one in 300,000."""
+    digest = hashlib.blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") or 1
+
+
+def check_pictures_named(record: Record, tell: Tell) -> None:
+    if record.images and record.folder is None:
+        tell(
+            Kind.images_unset,
+            f"{record.where} has picture {record.images[0]}, and data.images is not set: set it to their folder",
+        )
+    if record.unread is not None:
+        tell(Kind.media_not_read, unread_reason(record.where, record.unread))
+    elif not record.images and any(IMAGE_TAG in turn.text for turn in record.turns):
+        tell(
+            Kind.tag_without_picture,
+            f"{record.where} has {IMAGE_TAG} in its text and no picture: is the key called image? name the picture "
+            "there, or take the tag out of the text",
+        )
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """What an error says, without the frames that it holds, and the file's bytes in them."""
+
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ExaminePictures(Pass):
+    """Look at every picture.
+
+    Columns by picture: width and height as shown, stored_height, and digest (uint64, xxh3 of its bytes, where all of it
+    was read); 0 where it has problems.
+    """
+
+    records_folder: Path
+    """Of `ReadRecords`."""
+    how: Examine
+    scaled: bool
+    """16-bit and floating point pictures are scaled to their white, which must be known (`data.pixels`)."""
+    allow_links: bool
+
+    @cached_property
+    def names(self) -> "PictureNames":
+        return PictureNames(self.records_folder)
+
+    @cached_property
+    def real_folders(self) -> dict[str, str]:
+        return {s.images: real(s.images) for s in self.texts.sources if s.images is not None}
+
+    def columns(self, numbers: range, found: Findings) -> Columns:
+        seen: dict[tuple[str | None, str], Picture | Wrong] = {}
+        pictures: list[Picture] = []
+        for number in numbers:
+            for name in self.names.of(number):
+                key = self.texts.place(number)[0].images, name
+                if key not in seen:
+                    seen[key] = self.look(*key)
+                picture = seen[key]
+                if isinstance(picture, Wrong):
+                    record = self.texts.record(number)
+                    reason = f"{record.where}: {picture.reason.removeprefix(f'{shown_name(name)}: ')}"
+                    reason = self.texts.own_picture(number, reason)
+                    found.of(number, record.known_id)(picture.kind, reason)
+                    picture = Picture(0, 0, 0)
+                pictures.append(picture)
+        values = {n: [getattr(p, n) for p in pictures] for n in ("width", "height", "stored_height")}
+        columns = {name: np.array(column, dtype=np.int32) for name, column in values.items()}
+        return {**columns, "digest": np.array([p.digest for p in pictures], dtype=np.uint64)}
+
+    def look(self, folder: str | None, name: str) -> "Picture | Wrong":
+        if folder is None:
+            return Picture(0, 0, 0)
+        try:
+            return look_at(Path(folder), name, self.real_folders[folder], self.how, self.scaled, self.allow_links)
+        except DataError as error:
+            assert error.kind is not None
+            return Wrong(error.kind, str(error))
+
+
+class PictureNames:
+    """Paths of records' pictures, from an index."""
+
+    def __init__(self, records: Path):
+        self.first, self.end = open_column(records, "first_picture"), open_column(records, "name_end")
+        self.names = open_column(records, "names")
+
+    def of(self, number: int) -> list[str]:
+        ends = self.end[int(self.first[number]) : int(self.first[number + 1]) + 1].tolist()
+        return [self.names[begin:end].tobytes().decode() for begin, end in itertools.pairwise(ends)]
+
+
+class PictureSizes:
+    """Sizes of records' pictures, from an index."""
+
+    def __init__(self, records: Path, pictures: Path):
+        self.first = open_column(records, "first_picture")
+        names = ("width", "height", "stored_height")
+        self.width, self.height, self.stored_height = (open_column(pictures, name) for name in names)
+
+    def of(self, number: int, place: int) -> tuple[int, int, int]:
+        """width, height and stored height of one of a record's pictures; 0 where it has problems."""
+        row = int(self.first[number]) + place
+        return int(self.width[row]), int(self.height[row]), int(self.stored_height[row])
+
+    def put(self, record: Record, number: int) -> Record:
+        if not record.images:
+            return record
+        sizes = tuple(self.of(number, place)[:2] for place in range(len(record.images)))
+        return replace(record, sizes=sizes)

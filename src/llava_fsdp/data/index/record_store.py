@@ -1,0 +1,287 @@
+"""The records of a dataset as stretches of files, on disk: the first part of an index."""
+
+import bisect
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llava_fsdp.config import DataConfig
+from llava_fsdp.data.index.integrity import DONE, damaged, read_column, read_json, seal
+from llava_fsdp.data.index.worker_pool import flush, open_column, write_column
+from llava_fsdp.data.records import parquet
+from llava_fsdp.data.records.json_stream import Span, spans
+from llava_fsdp.data.records.record import (
+    Record,
+    check_bytes,
+    id_of,
+    name_place,
+    name_record,
+    parse_record,
+    parse_text,
+    reading,
+)
+from llava_fsdp.runtime.errors import ConfigError, DataError, SourceError
+from llava_fsdp.runtime.small_json import BadJson, kinds_of, require_kinds
+
+SPAN = "offset", "size", "line"
+PIECE = 65_536
+"""Records whose places are written at once, and kept when the rest is not reached."""
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One source of a dataset: a file of records, and the folder that their pictures are relative to."""
+
+    name: str
+    path: str
+    images: str | None
+
+
+@dataclass(frozen=True)
+class Part:
+    """Records of one source that lie in one text file, one after the other."""
+
+    source: int
+    text: str
+    """The source itself, or what a Parquet file's rows were written to."""
+    first: int
+    """Its first record's number among all."""
+    count: int
+
+
+def sources_of(cfg: DataConfig, group: str = "data") -> list[SourceFile]:
+    """What `data.path` and `data.images`, or `data.sources`, name.
+
+    Args:
+        group: what the keys begin with that a message names.
+
+    Raises:
+        ConfigError: a file or folder does not exist.
+    """
+    named = {name: (own.path, own.images or cfg.images) for name, own in cfg.sources.items()}
+    if not named:
+        assert cfg.path is not None, "checked by DataConfig"
+        named = {Path(cfg.path).name: (cfg.path, cfg.images)}
+    for name, (path, images) in named.items():
+        key = f"{group}.sources.{name}." if cfg.sources else f"{group}."
+        if not Path(path).is_file():
+            raise ConfigError(f"{key}path={path} is not a file; give a LLaVA JSON, JSON Lines or Parquet file")
+        parquet.check_installed(Path(path))
+        if images is not None and not Path(images).is_dir():
+            raise ConfigError(f"{key}images={images} is not a folder; give the one that the records' pictures are in")
+    return [SourceFile(name, path, images) for name, (path, images) in named.items()]
+
+
+def digest(path: Path) -> str:
+    """sha256 of a file's content."""
+    with reading(path), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class Texts:
+    """The records of all sources by number, in the order of the sources; each is read and parsed when asked for.
+
+    Columns `offset` (int64), `size` and `line` (int32) say where a record's bytes are. Travels between processes as a
+    path.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        facts = read_json(folder / DONE)
+        try:
+            require_kinds(facts, {"fingerprint": (str,), "max_record_bytes": (int,)})
+            self.sources = [SourceFile(**require_kinds(s, kinds_of(SourceFile))) for s in facts["sources"]]
+            self.parts = [Part(**require_kinds(p, kinds_of(Part))) for p in facts["parts"]]
+            self.fingerprint: str = facts["fingerprint"]
+            """Of the sources' content."""
+            self.most: int = facts["max_record_bytes"]
+        except (KeyError, TypeError, BadJson) as error:
+            raise damaged(folder / DONE, "it is not what was written") from error
+        self.offset, self.size, self.lines = (open_column(folder, name) for name in SPAN)
+        self._firsts = [p.first for p in self.parts]
+
+    def __reduce__(self) -> tuple:
+        return Texts, (self.folder,)
+
+    def __len__(self) -> int:
+        return len(self.offset)
+
+    @cached_property
+    def firsts(self) -> list[int]:
+        """The number of every source's first record, and behind them the number of all."""
+        counts = [sum(p.count for p in self.parts if p.source == s) for s in range(len(self.sources))]
+        return [sum(counts[:s]) for s in range(len(counts) + 1)]
+
+    def place(self, number: int) -> tuple[SourceFile, int]:
+        """The source of a record, and its index there."""
+        source = self.part(number).source
+        return self.sources[source], number - self.firsts[source]
+
+    def part(self, number: int) -> Part:
+        return self.parts[bisect.bisect_right(self._firsts, number) - 1]
+
+    @cached_property
+    def _paths(self) -> dict[SourceFile, tuple[Path, Path | None]]:
+        return {s: (Path(s.path), None if s.images is None else Path(s.images)) for s in self.sources}
+
+    @cached_property
+    def _open(self) -> dict[str, int]:
+        return {}
+
+    def read(self, number: int) -> bytes:
+        """The record's bytes.
+
+        Raises:
+            DataError: they are more than a record may have.
+            SourceError: the file cannot be read, or has changed.
+            DamagedError: the index says what cannot be.
+        """
+        text, size, offset = self.part(number).text, int(self.size[number]), int(self.offset[number])
+        if size <= 0 or offset < 0:
+            raise damaged(self.folder / "offset.npy", f"{size} bytes at {offset} are no record")
+        source, index = self.place(number)
+        check_bytes(size, self.most, name_place(source.path, index, self.line(number)))
+        with reading(Path(text)):
+            try:
+                if text not in self._open:
+                    self._open[text] = os.open(text, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError as error:
+                if text == self.place(number)[0].path:
+                    raise
+                raise damaged(Path(text), "it is missing") from error
+            found = os.pread(self._open[text], size, offset)
+        if len(found) < size:
+            raise SourceError(
+                f"{text} ends before byte {offset + size}, where a record should; it has changed, or its index is "
+                "damaged: run llava_fsdp.prepare, which finds out"
+            )
+        return found
+
+    def raw(self, number: int) -> Any:
+        """The JSON value of a record."""
+        return self.parse(number, self.read(number))
+
+    def parse(self, number: int, text: bytes) -> Any:
+        """The JSON value of a record's bytes."""
+        source, index = self.place(number)
+        return parse_text(self._paths[source][0], index, text, self.line(number))
+
+    def line(self, number: int) -> int | None:
+        """Where a record begins in its source; None where that is no text."""
+        own = self.part(number)
+        return int(self.lines[number]) if own.text == self.sources[own.source].path else None
+
+    def id_of(self, number: int) -> str | None:
+        """The id of what may be no record."""
+        with contextlib.suppress(DataError):
+            raw = self.raw(number)
+            return id_of(raw) if isinstance(raw, dict) else None
+        return None
+
+    def name(self, number: int) -> str:
+        """What a message calls a record, whether or not it can be parsed."""
+        source, index = self.place(number)
+        with contextlib.suppress(DataError):
+            raw = self.raw(number)
+            if isinstance(raw, dict):
+                return name_record(source.path, index, self.line(number), id_of(raw))
+        return name_place(source.path, index, self.line(number))
+
+    def embeds(self, number: int) -> bool:
+        """Whether a record's pictures were in its file, and are in the index now."""
+        own = self.part(number)
+        source = self.sources[own.source]
+        if own.text == source.path or source.images is None:
+            return False
+        return Path(source.images).parent == Path(own.text).parent
+
+    def own_picture(self, number: int, reason: str) -> str:
+        """What is said of a record's picture, by the name that the user knows: not that of our copy."""
+        if not self.embeds(number):
+            return reason
+        raw = self.raw(number)
+        names = raw["image"] if isinstance(raw["image"], list) else [raw["image"]]
+        for name, own in zip(names, raw[parquet.OWN_NAMES], strict=True):
+            called = "without a name" if own is None else repr(own)
+            reason = reason.replace(f"{self.place(number)[0].images}/{name}", f"{called} (in the row itself)")
+        return reason.replace("copy it again", "put a whole one into the file")
+
+    def record(self, number: int, text: bytes | None = None) -> Record:
+        """
+        Args:
+            text: its bytes, where they have been read.
+
+        Raises:
+            DataError: of a kind, where it is none.
+        """
+        source, index = self.place(number)
+        path, folder = self._paths[source]
+        raw = self.raw(number) if text is None else self.parse(number, text)
+        record = parse_record(path, index, raw, self.line(number))
+        return record if folder is None else replace(record, folder=folder)
+
+
+def split(
+    sources: list[SourceFile], folder: Path, texts: list[Path], fingerprint: str, most: int, check: Callable[[], None]
+) -> None:
+    """Find every record of every text file, and write their places as a `Texts` folder.
+
+    Args:
+        texts: the text file of each source.
+        fingerprint: of the sources' content.
+        most: bytes of a record.
+        check: called before the folder gets its name; may raise.
+
+    Raises:
+        DataError: a source is no list of records, or holds none.
+    """
+    parts: list[Part] = []
+    found: list[Path] = []
+    first = 0
+    for source, path in enumerate(texts):
+        pieces = split_file(path, folder.with_name(f"{folder.name}.parts") / str(source), most)
+        count = sum(len(read_column(p)) for p in pieces)
+        if not count:
+            raise DataError(f"{sources[source].path} holds no records")
+        parts.append(Part(source, str(path), first, count))
+        found += pieces
+        first += count
+    staged = folder.with_name(f"{folder.name}.tmp")
+    staged.mkdir(exist_ok=True)
+    for place, (name, dtype) in enumerate(zip(SPAN, (np.int64, np.int32, np.int32), strict=True)):
+        pieces = (np.minimum(read_column(p)[:, place], np.iinfo(dtype).max).astype(dtype) for p in found)
+        write_column(staged / f"{name}.npy", pieces, np.dtype(dtype))
+    facts = {"sources": [asdict(s) for s in sources], "parts": [asdict(p) for p in parts]}
+    facts |= {"fingerprint": fingerprint, "max_record_bytes": most}
+    seal(staged, facts)
+    check()
+    os.replace(staged, folder)
+
+
+def split_file(path: Path, folder: Path, most: int) -> list[Path]:
+    """The places of a file's records in pieces, int64 [records, 3]; goes on behind the pieces that are there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pieces = sorted(folder.glob("*.npy"))
+    after = tuple(read_column(pieces[-1])[-1].tolist()) if pieces else None
+    found = spans(path, after, most)
+    while piece := take(found, path):
+        target = folder / f"{len(pieces):08d}.npy"
+        staged = target.with_suffix(".tmp")
+        with staged.open("wb") as file:
+            np.save(file, np.array(piece, dtype=np.int64))
+            flush(file)
+        os.replace(staged, target)
+        pieces.append(target)
+    return pieces
+
+
+def take(found: Iterator[Span], path: Path) -> list[Span]:
+    with reading(path):
+        return [span for _, span in zip(range(PIECE), found, strict=False)]

@@ -1,0 +1,69 @@
+"""Which state the files of a dataset are in: by size and time where that is known, else by their content."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from llava_fsdp.data.index.record_store import SourceFile, digest
+from llava_fsdp.runtime.errors import SourceError
+from llava_fsdp.runtime.progress import Watch
+from llava_fsdp.runtime.small_json import parse_object
+
+FORMAT = 5
+"""Raised whenever the columns change, or what is found in a record."""
+KNOWN = "known.json"
+
+
+def find_state(sources: list[SourceFile], folder: Path, most: int, watch: Watch, look_again: bool) -> dict[str, str]:
+    """The key and the fingerprint of the sources' content, remembered under their size and time.
+
+    Args:
+        most: bytes of a record: with another limit, other records are read.
+    """
+    known = read_known(folder)
+    now = stamp(sources, most)
+    if now not in known or look_again:
+        with watch("fingerprints", len(sources)) as advance:
+            digests = []
+            for source in sources:
+                digests.append(digest(Path(source.path)))
+                advance(1)
+        check_unchanged(sources, most, now)
+        whole = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+        places = [[s.name, s.path, s.images and os.path.realpath(s.images)] for s in sources]
+        known[now] = {"key": short(FORMAT, most, digests, places), "fingerprint": whole[:32]}
+        staged = folder / f"{KNOWN}.tmp"
+        staged.write_text(json.dumps(known))
+        os.replace(staged, folder / KNOWN)
+    return known[now]
+
+
+def check_unchanged(sources: list[SourceFile], most: int, since: str, undo: Callable[[], None] = lambda: None) -> None:
+    """Raises SourceError, after `undo`, where their size and time are not what they were."""
+    if stamp(sources, most) != since:
+        undo()
+        raise SourceError(f"{', '.join(s.path for s in sources)} changed while being read; run it again")
+
+
+def read_known(folder: Path) -> dict[str, dict[str, str]]:
+    """What is known; nothing where the file is not what was written: all of it can be found out again."""
+    path = folder / KNOWN
+    try:
+        known = parse_object(path.read_bytes()) if path.is_file() else {}
+        return {key: {name: own[name] for name in ("key", "fingerprint")} for key, own in known.items()}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return {}
+
+
+def stamp(sources: list[SourceFile], most: int) -> str:
+    stats = [os.stat(s.path) for s in sources]
+    values = [
+        [s.name, s.path, s.images, stat.st_size, stat.st_mtime_ns] for s, stat in zip(sources, stats, strict=True)
+    ]
+    return short(FORMAT, most, values)
+
+
+def short(*what: object) -> str:
+    return hashlib.sha256(repr(what).encode()).hexdigest()[:12]

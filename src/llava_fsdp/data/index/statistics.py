@@ -1,0 +1,180 @@
+"""What was found in a dataset, as one object: counts, lengths, what maximum lengths cost, and every problem."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llava_fsdp.config import Config
+from llava_fsdp.data.index.build import Index
+from llava_fsdp.data.index.dataset import Records
+from llava_fsdp.data.index.token_pass import LOSSES
+from llava_fsdp.data.index.worker_pool import BLOCK, open_column
+from llava_fsdp.data.records.problems import PROBLEMS
+from llava_fsdp.report.dataset_page import write_page
+from llava_fsdp.runtime.terminal_text import shown_text
+
+SHOWN = 1000
+"""Records of a kind that report.json lists; problems.jsonl lists all."""
+PAGE, TABLE, LIST = "report.html", "report.json", "problems.jsonl"
+PERCENTILES = (1, 5, 25, 50, 75, 95, 99, 100)
+BARS = 48
+
+
+@dataclass
+class SourceCounts:
+    name: str
+    file: str
+    images: str | None
+    records: int
+    left_out: int
+    """Of the records; all other counts are of those that are kept."""
+    text_only: int = 0
+    pictures: int = 0
+    """In all records, a picture counted as often as it is shown."""
+    tokens: int = 0
+    """Positions of samples as cut at data.max_length, those of pictures included."""
+    label_tokens: int = 0
+
+
+def make_report(records: Records, cfg: Config) -> dict[str, Any]:
+    """Everything but the whole list of problems, as report.json has it."""
+    index = records.index
+    return {
+        "index": str(index.folder),
+        "fingerprint": records.fingerprint,
+        "settings": {
+            "labels": cfg.labels.value,
+            "data.template": cfg.data.template,
+            "data.max_length": cfg.data.max_length,
+            "data.too_long": cfg.data.too_long.value,
+            "data.image_aspect_ratio": cfg.data.image_aspect_ratio.value,
+            "data.examine": cfg.data.examine.value,
+            "model": cfg.model.checkpoint or f"{cfg.model.language} + {cfg.model.vision}",
+        },
+        "records": len(index),
+        "kept": len(records),
+        "left_out": {"wrong": records.out, "too_long": records.long},
+        "sources": [asdict(counts) for counts in count_sources(records)],
+        "lengths": describe_lengths(index),
+        "truncation": describe_losses(index),
+        "problems": list_problems(records),
+    }
+
+
+def count_sources(records: Records) -> list[SourceCounts]:
+    texts, kept = records.index.texts, records.source_counts
+    found, first = [], 0
+    for source, counted, begin, end in zip(texts.sources, kept, texts.firsts, texts.firsts[1:], strict=False):
+        counts = SourceCounts(source.name, source.path, source.images, end - begin, end - begin - counted)
+        for at in range(first, first + counted, BLOCK):
+            block = slice(at, min(at + BLOCK, first + counted))
+            counts.tokens += int(records.lengths[block].sum(dtype=np.int64))
+            counts.label_tokens += int(records.labels[block].sum(dtype=np.int64))
+            counts.pictures += int(records.pictures[block].sum(dtype=np.int64))
+            counts.text_only += int(np.count_nonzero(records.pictures[block] == 0))
+        first += counted
+        found.append(counts)
+    return found
+
+
+def describe_lengths(index: Index) -> dict[str, Any]:
+    """Of all samples, before any cut: a histogram, the mean and percentiles."""
+    full = open_column(index.encoded, "full")
+    longest = max((int(full[at : at + BLOCK].max(initial=0)) for at in range(0, len(full), BLOCK)), default=0)
+    counts = np.zeros(longest + 1, dtype=np.int64)
+    for at in range(0, len(full), BLOCK):
+        counts += np.bincount(full[at : at + BLOCK], minlength=longest + 1)
+    counts[0] = 0  # no sample
+    total = int(counts.sum())
+    if not total:
+        return {"samples": 0, "mean": None, "percentiles": {}, "histogram": []}
+    reached = np.cumsum(counts)
+    width = bar_width(longest)
+    bars = [(at, min(at + width, longest + 1)) for at in range(0, longest + 1, width)]
+    return {
+        "samples": total,
+        "mean": float((counts * np.arange(longest + 1)).sum() / total),
+        "percentiles": {str(p): int(np.searchsorted(reached, total * p / 100)) for p in PERCENTILES},
+        "histogram": [{"from": a, "to": b - 1, "records": int(counts[a:b].sum())} for a, b in bars],
+    }
+
+
+def bar_width(longest: int) -> int:
+    """The least of 1, 2, 5, 10, 20, ... that makes at most BARS bars."""
+    power = 1
+    while True:
+        for step in (1, 2, 5):
+            if longest // (step * power) < BARS:
+                return step * power
+        power *= 10
+
+
+def describe_losses(index: Index) -> list[dict[str, Any]]:
+    """By maximum length: what is cut and lost, in all sources and in each."""
+    names = [source.name for source in index.texts.sources]
+    return [
+        {
+            "max_length": limit,
+            **losses(index.losses[:, row].sum(axis=0)),
+            "sources": {name: losses(index.losses[source, row]) for source, name in enumerate(names)},
+        }
+        for row, limit in enumerate(index.limits)
+    ]
+
+
+def losses(counts: np.ndarray) -> dict[str, int]:
+    names = {"records": "records_cut", "positions": "positions_lost", "labels": "label_tokens_lost"}
+    return {names.get(n, "left_without_labels"): int(c) for n, c in zip(LOSSES, counts, strict=True)}
+
+
+def list_problems(records: Records) -> dict[str, Any]:
+    """By kind: how many records, what becomes of them, and the first of them."""
+    found = {
+        kind: {"records": count, "kept": kind not in records.dropping, "meaning": PROBLEMS[kind].meaning, "first": []}
+        for kind, count in records.counts.items()
+        if count
+    }
+    for row in problem_rows(records):
+        first = found[row.pop("kind")]["first"]
+        if len(first) < SHOWN:
+            first.append({key: value for key, value in row.items() if key != "kept"})
+    for own in found.values():
+        own["not_shown"] = own["records"] - len(own["first"])
+    return {str(kind): own for kind, own in found.items()}
+
+
+def problem_rows(records: Records) -> Iterator[dict[str, Any]]:
+    for row in records.index.rows():
+        source, index = records.index.texts.place(row["record"])
+        yield {
+            "kind": row["kind"],
+            "kept": row["kind"] not in records.dropping,
+            "source": source.name,
+            "file": source.path,
+            "line": records.index.texts.line(row["record"]),
+            "index": index,
+            "id": row["id"],
+            "reason": row["reason"],
+        }
+
+
+def write_report(records: Records, cfg: Config, folder: Path) -> dict[str, Any]:
+    """Write report.json, report.html and problems.jsonl; returns what the first one holds."""
+    report = make_report(records, cfg)
+    folder.mkdir(parents=True, exist_ok=True)
+    put(folder / LIST, (json.dumps(row) + "\n" for row in problem_rows(records)))
+    put(folder / PAGE, map(shown_text, write_page(report)))
+    put(folder / TABLE, [json.dumps(report, indent=1) + "\n"])
+    return report
+
+
+def put(path: Path, text: Iterator[str] | list[str]) -> None:
+    staged = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with staged.open("w", encoding="utf-8", errors="backslashreplace") as file:  # an id may be half a surrogate pair
+        file.writelines(text)
+    os.replace(staged, path)

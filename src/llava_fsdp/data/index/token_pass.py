@@ -1,0 +1,125 @@
+"""The pass that encodes every record as a training will, and counts what maximum lengths cost."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from llava_fsdp.config import AspectRatio, Pixels, SpecialTokens
+from llava_fsdp.data.images.preprocess import PictureReader, check_enlarged, check_height
+from llava_fsdp.data.index.examine_passes import Findings, Pass, PictureSizes, Tell, attempt
+from llava_fsdp.data.index.worker_pool import Columns
+from llava_fsdp.data.records.problems import Kind
+from llava_fsdp.data.records.record import Record
+from llava_fsdp.data.text.conversation import asked_turns
+from llava_fsdp.data.text.encode import Encoder, Measured
+from llava_fsdp.data.text.templates import IMAGE_TAG
+
+LIMITS = (512, 1024, 2048, 4096, 8192)
+"""Maximum lengths at which the loss by truncation is counted, beside the configured one."""
+LOSSES = ("records", "positions", "labels", "unlabelled")
+"""What a maximum length costs: records cut, positions and label tokens lost, records left without a label."""
+
+
+@dataclass(frozen=True)
+class EncodeRecords(Pass):
+    """Encode every record as a training will, and count what maximum lengths cost.
+
+    Columns by record, int32: length, labels, images, tiles, positions_cut, labels_cut, full; 0 where it is no sample.
+    `losses`, int64, by chunk, source, limit and LOSSES.
+    """
+
+    records_folder: Path
+    """Of `ReadRecords`."""
+    pictures_folder: Path
+    """Of `ExaminePictures`."""
+    encoder: Encoder
+    reader: PictureReader
+
+    @cached_property
+    def sizes(self) -> PictureSizes:
+        return PictureSizes(self.records_folder, self.pictures_folder)
+
+    @property
+    def limits(self) -> list[int]:
+        return sorted({*LIMITS, self.encoder.max_length})
+
+    def columns(self, numbers: range, found: Findings) -> Columns:
+        names = ("length", "labels", "images", "tiles", "positions_cut", "labels_cut", "full")
+        columns = {name: np.zeros(len(numbers), dtype=np.int32) for name in names}
+        losses = np.zeros((len(self.texts.sources), len(self.limits), len(LOSSES)), dtype=np.int64)
+        for number, record in self.records(numbers):
+            made = self.encode(self.sizes.put(record, number), number, found.of(number, record.known_id))
+            if made is None:
+                continue
+            sample = made.sample
+            tiles = sum(self.reader.count_tiles(rows) for rows in sample.image_rows)
+            held = len(sample.input_ids), sample.num_labels, len(sample.images), tiles
+            lost = sample.positions_cut, sample.labels_cut, len(made.whole.input_ids)
+            for name, value in zip(names, (*held, *lost), strict=True):
+                columns[name][number - numbers.start] = value
+            losses[self.texts.part(number).source] += self.losses(made)
+        return {**columns, "losses": losses.reshape(-1)}
+
+    def encode(self, record: Record, number: int, tell: Tell) -> Measured | None:
+        for position, turn in enumerate(asked_turns(record)):
+            tell_special(record, position, turn.text, self.encoder, tell)
+            if turn.role == "gpt" and not turn.text.strip():
+                reason = f"{record.where}: turn {position} is an answer without text; write one, or take the turns out"
+                tell(Kind.empty_answer, reason)
+        attempt(lambda: self.check_shapes(record, number), tell)
+        if self.reader.in_tiles and not all(min(size) for size in record.sizes or ()):
+            return None  # its length is not known, and the pictures' pass has said why
+        made = attempt(lambda: self.encoder.measure(record, self.limits), tell)
+        if made is not None:
+            check_cut(record, made, self.encoder.max_length, tell)
+        return made
+
+    def check_shapes(self, record: Record, number: int) -> None:
+        """What only some of the ways to prepare a picture cannot do."""
+        reader = self.reader
+        for place, name in enumerate(record.images):
+            width, height, stored_height = self.sizes.of(number, place)
+            if not width:
+                continue
+            what = self.texts.own_picture(number, f"{record.where}: picture {reader.path(record, name)}")
+            if reader.aspect is not AspectRatio.anyres:
+                check_enlarged((width, height), reader.preprocessor, reader.aspect, what)
+            if reader.pixels is Pixels.llava_v1_5:
+                check_height(stored_height, what)
+
+    def losses(self, made: Measured) -> np.ndarray:
+        """int64 [limits, LOSSES], by the same code that cuts in training."""
+        lost = np.zeros((len(self.limits), len(LOSSES)), dtype=np.int64)
+        labels = made.whole.num_labels
+        for row, limit in enumerate(self.limits):
+            cut = made.at.get(limit)
+            if cut is not None:
+                gone = labels - cut.num_labels
+                lost[row] = 1, cut.positions_cut, gone, cut.num_labels == 0 and labels > 0
+        return lost
+
+
+def tell_special(record: Record, position: int, text: str, encoder: Encoder, tell: Tell) -> None:
+    named = (text[begin:end] for begin, end in encoder.tokenizer.find_special(text))
+    found = next((token for token in named if token != IMAGE_TAG), None)
+    if found is not None:
+        as_text = encoder.special_tokens is SpecialTokens.text
+        how = "tokenized as text" if as_text else "read as that token"
+        reason = f"{record.where}: turn {position} has the special token {found} in its text, which is {how}"
+        tell(Kind.special_token, f"{reason} (data.special_tokens={encoder.special_tokens.value})")
+
+
+def check_cut(record: Record, made: Measured, max_length: int, tell: Tell) -> None:
+    sample, full = made.sample, len(made.whole.input_ids)
+    if sample.positions_cut:
+        tell(
+            Kind.too_long,
+            f"{record.where} is {full} positions long, over data.max_length={max_length}; raise it, or set "
+            "data.too_long=truncate or quarantine",
+        )
+    if sample.num_labels == 0:
+        cut = made.whole.num_labels > 0
+        why = f": all are beyond data.max_length={max_length}; raise it" if cut else ": no answer of it is supervised"
+        tell(Kind.no_labels, f"{record.where} has no label token to learn from{why}")

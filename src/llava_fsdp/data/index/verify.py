@@ -1,0 +1,132 @@
+"""Compare an index with the records and images that it was made of, all of which are read again in full.
+
+Training recognises files by size and modification time, and does not examine an image again once it was good. Only this
+check finds a change that leaves size and time as they were.
+"""
+
+import json
+import tempfile
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from llava_fsdp.data.images.check import read_file
+from llava_fsdp.data.index.build import CHUNKS, Index, Plan, find
+from llava_fsdp.data.index.examine_passes import PictureNames
+from llava_fsdp.data.index.integrity import check_part
+from llava_fsdp.data.index.record_store import Texts, sources_of
+from llava_fsdp.data.index.worker_pool import ROWS, Columns, chunk_file, column, open_column, rows_column, run_chunks
+from llava_fsdp.data.records import parquet
+from llava_fsdp.runtime.errors import ConfigError, DataError
+from llava_fsdp.runtime.progress import Watch
+
+SHOWN = 20
+"""How many differences a message names at most."""
+
+
+@dataclass(frozen=True)
+class CompareContent:
+    """Compare a chunk: its records in text files, and its images that were good. Column `rows` has what differs."""
+
+    texts: Texts
+    size: int
+    """Records in a chunk."""
+    records_folder: Path
+    pictures_folder: Path
+
+    @cached_property
+    def names(self) -> PictureNames:
+        return PictureNames(self.records_folder)
+
+    @cached_property
+    def digests(self) -> tuple[np.ndarray, np.ndarray]:
+        """Digests of records and of images, uint64."""
+        return open_column(self.records_folder, "digest"), open_column(self.pictures_folder, "digest")
+
+    def __call__(self, chunk: int) -> Columns:
+        changed: list[str] = []
+        seen: dict[Path, int | str] = {}
+        records, images = self.digests
+        for number in range(chunk * self.size, min(len(self.texts), (chunk + 1) * self.size)):
+            source, _ = self.texts.place(number)
+            in_text = self.texts.part(number).text == source.path  # not a copy of Parquet rows: `changed_rows`
+            if in_text and records[number] and xxh3_64_intdigest(self.texts.read(number)) != records[number]:
+                changed.append(f"{self.texts.name(number)} is not what it was")
+            first = int(self.names.first[number])
+            for place, name in enumerate(self.names.of(number)):
+                known = int(images[first + place])
+                if not known or source.images is None:
+                    continue
+                path = Path(source.images) / name
+                now = seen[path] if path in seen else seen.setdefault(path, digest_of(path))
+                if now != known:
+                    said = f": {now}" if isinstance(now, str) else " is not what it was"
+                    own = self.texts.own_picture(number, f"image {path}{said}")
+                    changed.append(f"{own}, of {self.texts.name(number)}")
+        return {ROWS: rows_column([{"changed": said} for said in changed])}
+
+
+def digest_of(path: Path) -> int | str:
+    """xxh3 of a file's bytes; if it cannot be read, the reason."""
+    try:
+        return xxh3_64_intdigest(read_file(path, "now"))
+    except DataError as error:
+        return str(error)
+
+
+def verify_index(plan: Plan, watch: Watch) -> tuple[int, int]:
+    """Check that all records and images of an index are unchanged, and return how many it has of each.
+
+    Raises:
+        ConfigError: there is no complete index of these files.
+        DataError: with the records and images that have changed.
+        DamagedError: a file of the index is not what was written.
+    """
+    folder = plan.cfg.index_folder
+    index = find(plan, sources_of(plan.cfg), folder)
+    if index is None:
+        raise ConfigError(
+            f"verify=true: {folder} has no whole index of these files with their present size and time. To make it, "
+            "run llava_fsdp.prepare with the same keys, without verify"
+        )
+    for part in (index.texts.folder, index.records, index.pictures, index.encoded):
+        check_part(part, whole=True)
+    changed = changed_rows(index) + compare(index, plan.workers, watch)
+    if changed:
+        more = [f"... and {len(changed) - SHOWN:,} more"] if len(changed) > SHOWN else []
+        cure = f"take the files from their source again; if the change is meant, delete {folder}, and it is made again"
+        raise DataError("\n".join([
+            f"{len(changed):,} records or images are not what the index {folder} was made of",
+            *changed[:SHOWN], *more, cure,
+        ]))  # fmt: skip
+    return len(index), len(open_column(index.pictures, "digest"))
+
+
+def compare(index: Index, workers: int, watch: Watch) -> list[str]:
+    """The records in text files and the images that have changed, in words."""
+    task = CompareContent(index.texts, CHUNKS["pictures"], index.records, index.pictures)
+    chunks = -(-len(index) // task.size)
+    with tempfile.TemporaryDirectory(prefix="llava_fsdp_verify_") as made:
+        with watch("reading everything again", chunks) as advance:
+            run_chunks(task, Path(made), chunks, workers, advance)
+        found = [column(chunk_file(Path(made), chunk), ROWS).tobytes() for chunk in range(chunks)]
+    return [json.loads(line)["changed"] for chunk in found for line in chunk.splitlines()]
+
+
+def changed_rows(index: Index) -> list[str]:
+    """The rows of Parquet files that have changed, in words."""
+    known, texts = open_column(index.records, "digest"), index.texts
+    changed = []
+    for source, begin, end in zip(texts.sources, texts.firsts, texts.firsts[1:], strict=False):
+        if not parquet.is_parquet(Path(source.path)):
+            continue
+        now = parquet.lines(Path(source.path), parquet.Store(None), most=texts.most)
+        digests = [xxh3_64_intdigest(line) for line in now]
+        if len(digests) != end - begin:
+            changed.append(f"{source.path} has {len(digests):,} records, and had {end - begin:,}")
+        pairs = zip(range(begin, end), digests, strict=False)
+        changed += [f"{texts.name(n)} is not what it was" for n, own in pairs if own != known[n]]
+    return changed

@@ -1,0 +1,271 @@
+"""Where the records of a dataset file are: stretches of bytes, found in bounded memory."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from llava_fsdp.data.records.record import BYTE_ORDER_MARK
+from llava_fsdp.runtime.errors import DataError
+
+Span = tuple[int, int, int]
+"""(offset, number) of a record's bytes, and the line where it begins, from 1"""
+BLOCK = 1 << 20
+MOST_BYTES = 4 << 20
+"""Of one record, unless data.max_record_bytes says otherwise."""
+SIGNS, SIGNS_IN_TEXT = re.compile(r'["{}\[\],]'), re.compile(r'["\\]')
+"""What tells where a JSON value ends."""
+SPACE = " \t\r\n"
+JSON_NAMES = {"{": "a JSON object", '"': "text"} | dict.fromkeys("-0123456789", "a number")
+HEADS: dict[bytes, str] = {
+    b"\x1f\x8b": "a gzip file; unpack it: gunzip",
+    b"PK\x03\x04": "a zip file; unpack it: unzip",
+    b"\x28\xb5\x2f\xfd": "a zstd file; unpack it: unzstd",
+    b"\xfd7zXZ\0": "an xz file; unpack it: unxz",
+    b"BZh": "a bzip2 file; unpack it: bunzip2",
+    b"PAR1": "a Parquet file; give it a name that ends in .parquet",
+    b"version https://git-lfs": "a pointer of git-LFS, not the file itself; fetch it: git lfs pull",
+    b"<!doctype": "a page of HTML, as a download that failed leaves it; download the file again",
+    b"<html": "a page of HTML, as a download that failed leaves it; download the file again",
+}
+"""How files begin that are mistaken for records."""
+
+
+def spans(path: Path, after: Span | None = None, most: int = MOST_BYTES) -> Iterator[Span]:
+    """The records of a JSON list, or of JSON Lines (`.jsonl`), in their order.
+
+    Args:
+        after: a record; those behind it are found. None: all.
+        most: bytes of a record that is looked into; of a larger one the end alone is found, in bounded memory.
+
+    Raises:
+        DataError: the file is not JSON, with line and byte; lines of JSON Lines are not looked into.
+    """
+    return line_spans(path, after, most) if path.suffix.lower() == ".jsonl" else list_spans(path, after, most)
+
+
+def line_spans(path: Path, after: Span | None, most: int) -> Iterator[Span]:
+    with path.open("rb") as file:
+        offset, number = (begin(file, path), 1) if after is None else (after[0] + after[1], after[2])
+        file.seek(offset)
+        while line := file.readline(BLOCK):
+            is_list = line.lstrip().startswith(b"[")
+            size, kept = 0, 0
+            while True:
+                kept = size + len(line.rstrip(b"\r\n")) if line.strip() else kept
+                size += len(line)
+                if is_list and size > most:
+                    raise DataError(
+                        f"{path}, line {number} is a list of more than {most} bytes; is it JSON Lines? A JSON list "
+                        "belongs into a file whose name ends in .json"
+                    )
+                if line.endswith(b"\n") or not (line := file.readline(BLOCK)):
+                    break
+            if kept:
+                yield offset, kept, number
+            offset += size
+            number += 1
+
+
+def list_spans(path: Path, after: Span | None, most: int) -> Iterator[Span]:
+    with path.open("rb") as file:
+        window = Window(file, begin(file, path), most) if after is None else window_behind(file, after, most)
+        try:
+            if after is None:
+                open_list(window, path)
+            yield from elements(window, is_first=after is None)
+        except json.JSONDecodeError as error:
+            at = window.base + error.pos
+            raise DataError(
+                f"{path} is not JSON: {error.msg}, line {line_of(path, at)}, byte {at}; mend it there, or take the "
+                "file from its source again"
+            ) from error
+        except RecursionError as error:
+            at = window.base + window.at
+            raise DataError(f"{path}: the record at byte {at} is nested too deeply to be read; mend it") from error
+
+
+def window_behind(file: BinaryIO, after: Span, most: int) -> "Window":
+    offset, size, line = after
+    file.seek(offset)
+    for begin in range(0, size, BLOCK):
+        line += file.read(min(BLOCK, size - begin)).count(b"\n")
+    return Window(file, offset + size, most, line=line)
+
+
+def check_head(head: bytes, path: Path) -> None:
+    """Raises DataError where a file begins as none of records does."""
+    if not head:
+        raise DataError(f"{path} is empty (0 bytes); take it from its source again")
+    found = [
+        what
+        for sign, what in HEADS.items()
+        if head.removeprefix(BYTE_ORDER_MARK).lstrip().lower().startswith(sign.lower())
+    ]
+    if found:
+        raise DataError(f"{path} is {found[0]}")
+
+
+def begin(file: BinaryIO, path: Path) -> int:
+    """The byte behind a byte order mark, where there is one.
+
+    Raises:
+        DataError: the file is something else, or UTF-16 or UTF-32.
+    """
+    head = file.read(64)
+    check_head(head, path)
+    encoding = json.detect_encoding(head[:4])
+    if not encoding.startswith("utf-8"):
+        raise DataError(f"{path} is {encoding.upper()}; write it as UTF-8")
+    return 3 if encoding == "utf-8-sig" else 0
+
+
+@dataclass
+class Window:
+    """A stretch of a file that moves on; one character is one byte, so that places in it are places in the file.
+
+    Latin-1 gives every byte a character. JSON's own signs are below 128, and no byte of a longer UTF-8 character is.
+    """
+
+    file: BinaryIO
+    base: int
+    """The byte of the file at which `text` begins."""
+    most: int = MOST_BYTES
+    """Bytes of a value that is parsed."""
+    text: str = ""
+    at: int = 0
+    """What is before it in `text` is done with."""
+    line: int = 1
+    """The line of `counted`."""
+    counted: int = 0
+    """What is before it in `text` is in `line`."""
+    ended: bool = False
+    decoder: json.JSONDecoder = field(default_factory=lambda: json.JSONDecoder(parse_int=len))
+    """Numbers are left alone: one too long for Python is its record's problem, not the file's."""
+
+    def more(self) -> None:
+        """Drop what is done with, and read as much again as is left, at least a block."""
+        self.line_here()
+        self.text = self.text[self.at :]
+        self.base += self.at
+        self.at = self.counted = 0
+        self.file.seek(self.base + len(self.text))
+        read = self.file.read(max(BLOCK, len(self.text)))
+        self.ended = not read
+        self.text += read.decode("latin-1")
+
+    def line_here(self) -> int:
+        self.line += self.text.count("\n", self.counted, self.at)
+        self.counted = self.at
+        return self.line
+
+    def next_sign(self) -> str:
+        """Go to the next character that is no space; empty at the end."""
+        while True:
+            self.at = after_space(self.text, self.at)
+            if self.at < len(self.text):
+                return self.text[self.at]
+            if self.ended:
+                return ""
+            self.more()
+
+    def pass_value(self) -> tuple[int, int]:
+        """Go behind the value that begins here, once it is certain that it ends there; the file's bytes that it has,
+        [begin, end).
+
+        A number may go on, and a value may be cut, where the window ends: only a sign behind it makes it certain.
+        """
+        begin = self.base + self.at
+        while True:
+            try:
+                _, end = self.decoder.raw_decode(self.text, self.at)
+                behind = after_space(self.text, end)
+                if self.text[behind : behind + 1] in (",", "]") and behind < len(self.text):
+                    self.at = end
+                    return begin, self.base + end
+                wrong, ends = (
+                    ("Expecting ',' delimiter", behind),
+                    end - self.at <= self.most and behind == len(self.text),
+                )
+            except json.JSONDecodeError as caught:  # which must not be kept: it holds this frame, and all the text
+                wrong, ends = (caught.msg, caught.pos), False
+            if self.ended:
+                raise json.JSONDecodeError(wrong[0], "", wrong[1])
+            if len(self.text) - self.at > self.most and not ends:
+                return begin, self.pass_large(begin, wrong[0], self.base + wrong[1])
+            self.more()
+
+    def pass_large(self, begin: int, wrong: str, where: int) -> int:
+        """Go behind a value of more than `most` bytes by its brackets and quotes alone; the file's byte where it ends.
+
+        Raises:
+            JSONDecodeError: what parsing has found, where the value does not end, or is not that large.
+        """
+        depth, in_text, is_closed = 0, False, False
+        while not is_closed:
+            found = (SIGNS_IN_TEXT if in_text else SIGNS).search(self.text, self.at)
+            if found is None:
+                if self.ended:
+                    break
+                self.at = max(self.at, len(self.text))  # an escape may have led behind it
+                self.more()
+                continue
+            sign = found[0]
+            if depth == 0 and not in_text and sign in (",", "]"):  # behind a number or a word
+                self.at = found.start()
+                break
+            self.at = found.end() + (sign == "\\")
+            in_text ^= sign == '"'
+            depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(sign, 0)
+            is_closed = depth <= 0 and not in_text
+        end = self.base + self.at
+        if depth or in_text or end - begin <= self.most or self.next_sign() not in (",", "]"):
+            raise json.JSONDecodeError(wrong, "", where - self.base)
+        return end
+
+
+def after_space(text: str, at: int) -> int:
+    while at < len(text) and text[at] in SPACE:
+        at += 1
+    return at
+
+
+def open_list(window: Window, path: Path) -> None:
+    sign = window.next_sign()
+    if sign in JSON_NAMES:
+        raise DataError(
+            f"{path} holds {JSON_NAMES[sign]}, and is not a list of records; LLaVA data is a JSON list, or JSON Lines "
+            "in a file whose name ends in .jsonl"
+        )
+    if sign != "[":
+        raise json.JSONDecodeError("Expecting value", window.text, window.at)
+    window.at += 1
+
+
+def elements(window: Window, is_first: bool) -> Iterator[Span]:
+    """From behind the opening bracket, or from behind an element, to the end of the list."""
+    while (sign := window.next_sign()) != "]":
+        if not is_first:
+            if sign != ",":
+                raise json.JSONDecodeError("Expecting ',' delimiter", window.text, window.at)
+            window.at += 1
+            if window.next_sign() == "]":
+                raise json.JSONDecodeError("Illegal trailing comma before end of array", window.text, window.at)
+        is_first = False
+        line, (begin, end) = window.line_here(), window.pass_value()
+        yield begin, end - begin, line
+    window.at += 1
+    if window.next_sign():
+        raise json.JSONDecodeError("Extra data", window.text, window.at)
+
+
+def line_of(path: Path, at: int) -> int:
+    """The number of the line, from 1, that holds a byte."""
+    line = 1
+    with path.open("rb") as file:
+        while at > 0 and (read := file.read(min(at, BLOCK))):
+            line += read.count(b"\n")
+            at -= len(read)
+    return line

@@ -1,0 +1,301 @@
+"""Parquet files of records, written as JSON Lines into the index: what comes after reads text alone.
+
+Columns: `conversations`, a list of structs with from and value; `id`; `image`, a path, a list of paths, or pictures
+themselves as Hugging Face datasets writes them (structs of bytes and path, or lists of these; without bytes in any row
+the paths are what counts). A null is an absent key. Of other columns that name media it is read whether they hold any:
+they are not read further, and such a record is a bad one.
+"""
+
+import hashlib
+import importlib.util
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llava_fsdp.data.index.integrity import read_json
+from llava_fsdp.data.index.worker_pool import BLOCK, Columns, chunk_file, columns_of, flush
+from llava_fsdp.data.records.json_stream import MOST_BYTES, check_head
+from llava_fsdp.data.records.record import TOO_LARGE, is_empty, names_media, reading
+from llava_fsdp.runtime.errors import ConfigError, DataError
+
+SUFFIX = ".parquet"
+COLUMNS = ("id", "image", "conversations")
+TURN = ("from", "value")
+ROWS_AT_ONCE = 256
+"""Few, because rows may hold pictures."""
+OWN_NAMES = "llava_fsdp own names"
+"""Key under which a row's JSON keeps the names that its embedded images had. It has no word that names media
+(`source.names_media`): a record with an unread media key is refused."""
+HELD = "..."
+"""Stands for media that are not read."""
+NOT_UTF8 = b"\xff"
+"""Stands for a row whose text is not UTF-8, and is found to be that."""
+
+
+def is_parquet(path: Path) -> bool:
+    return path.suffix.lower() == SUFFIX
+
+
+def check_installed(path: Path) -> None:
+    """Raises ConfigError where Parquet cannot be read."""
+    if is_parquet(path) and importlib.util.find_spec("pyarrow") is None:
+        raise ConfigError(f"{path} is Parquet, which needs pyarrow: pip install 'llava-fsdp[parquet]'")
+
+
+@dataclass(frozen=True)
+class WriteRows:
+    """A pass over the row groups of a file: each becomes a file of JSON Lines, its pictures files beside it.
+
+    Column `held`, int64 [2]: pictures in the rows, and paths of pictures.
+    """
+
+    path: Path
+    folder: Path
+    most: int
+    """Bytes of a record."""
+
+    def text(self, group: int) -> Path:
+        return self.folder / f"{group:08d}.jsonl"
+
+    @property
+    def pictures(self) -> Path:
+        return self.folder / "pictures"
+
+    def __call__(self, chunk: int) -> Columns:
+        self.folder.mkdir(exist_ok=True)
+        staged = self.text(chunk).with_suffix(f".{secrets.token_hex(8)}.tmp")
+        store = Store(self.pictures)
+        with staged.open("wb") as file:
+            for line in lines(self.path, store, [chunk], self.most):
+                file.write(line + b"\n")
+            flush(file)
+        os.replace(staged, self.text(chunk))
+        return {"held": np.array([store.pictures, store.paths], dtype=np.int64)}
+
+    @property
+    def whole(self) -> Path:
+        """All groups' lines; a file for each would take a descriptor each."""
+        return self.folder / "rows.jsonl"
+
+    @property
+    def held(self) -> Path:
+        return self.folder / "held.json"
+
+    def gather(self, groups: int, chunks: Path) -> None:
+        """Make `whole` of what the pass over all groups has written.
+
+        Raises:
+            DataError: some rows hold pictures, and some the paths of others.
+        """
+        held = [columns_of(chunk_file(chunks, group))["held"].tolist() for group in range(groups)]
+        pictures, paths = (sum(column) for column in zip(*held, strict=True)) if held else (0, 0)
+        if pictures and paths:
+            raise DataError(
+                f"{self.path}: {pictures} pictures are in the rows, and {paths} are paths; one source has one of both: "
+                "give a file for each"
+            )
+        self.folder.mkdir(exist_ok=True)
+        staged = self.whole.with_suffix(".tmp")
+        with staged.open("wb") as file:
+            for group in range(groups):
+                with self.text(group).open("rb") as own:
+                    shutil.copyfileobj(own, file, BLOCK)
+            flush(file)
+        self.held.write_text(json.dumps({"pictures": pictures, "paths": paths}))
+        os.replace(staged, self.whole)
+
+    def images(self) -> Path | None:
+        """The folder of the pictures that were in the rows; None where the rows have paths."""
+        return self.pictures if read_json(self.held).get("pictures") else None
+
+    def drop_groups(self, groups: int) -> None:
+        for group in range(groups):
+            self.text(group).unlink(missing_ok=True)
+
+
+@dataclass
+class Store:
+    """Pictures that were in rows, as files."""
+
+    folder: Path | None
+    """None: they get their names, and are not written."""
+    pictures: int = 0
+    paths: int = 0
+
+    def names(self, image: Any) -> list[str | None]:
+        """What the rows call their pictures."""
+        images = image if isinstance(image, list) else [image]
+        return [one["path"] if isinstance(one, dict) else one for one in images]
+
+    def put(self, image: Any) -> Any:
+        """The path below the folder of a picture that was in a row; a path stays what it is."""
+        if isinstance(image, list):
+            return [self.put(one) for one in image]
+        if not isinstance(image, dict):
+            return image
+        if image["bytes"] is None:
+            self.paths += image["path"] is not None
+            return image["path"]
+        self.pictures += 1
+        digest = hashlib.sha256(image["bytes"]).hexdigest()
+        name = f"{digest[:2]}/{digest}"
+        if self.folder is not None and not (path := self.folder / name).is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            staged = path.with_name(f"{digest}.{secrets.token_hex(8)}.tmp")
+            staged.write_bytes(image["bytes"])
+            os.replace(staged, path)
+        return name
+
+
+def open_file(path: Path) -> Any:
+    """A pyarrow `ParquetFile`.
+
+    Raises:
+        DataError: it is none, or lacks the columns of records.
+    """
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        file = ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
+    except (pyarrow.ArrowException, OSError) as error:
+        with reading(path), path.open("rb") as opened:
+            head = opened.read(64)
+        if not head.startswith(b"PAR1"):
+            check_head(head, path)
+        raise DataError(f"{path} is no whole Parquet file ({error}); take it from its source again") from error
+    schema = file.schema_arrow
+    if "conversations" not in schema.names:
+        raise DataError(f"{path} has the columns {schema.names}; LLaVA records have id, image and conversations")
+    check_types(path, schema)
+    return file
+
+
+def check_types(path: Path, schema: Any) -> None:
+    """Raises DataError where a column cannot hold what its name says."""
+    from pyarrow import types
+
+    turns = schema.field("conversations").type
+    fields = fields_of(turns.value_type) if is_list(turns) else {}
+    if not all(name in fields and is_text(fields[name]) for name in TURN):
+        raise DataError(
+            f"{path}: conversations is {turns}; it must be a list of structs with from and value, which are text"
+        )
+    if "id" in schema.names:
+        own = schema.field("id").type
+        if not (is_text(own) or types.is_integer(own) or types.is_floating(own)):
+            raise DataError(f"{path}: id is {own}; it must be text or a number")
+    if "image" in schema.names:
+        image = schema.field("image").type
+        one = image.value_type if is_list(image) else image
+        if not (is_text(one) or is_embedded(schema)):
+            raise DataError(
+                f"{path}: image is {image}; it must be a path, a list of paths, or structs of bytes and path"
+            )
+
+
+def is_list(kind: Any) -> bool:
+    from pyarrow import types
+
+    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+
+
+def is_text(kind: Any) -> bool:
+    from pyarrow import types
+
+    own = kind.value_type if types.is_dictionary(kind) else kind
+    return types.is_string(own) or types.is_large_string(own) or types.is_null(own)
+
+
+def fields_of(kind: Any) -> dict[str, Any]:
+    """Types by name; none where it is no struct."""
+    from pyarrow import types
+
+    return {field.name: field.type for field in kind} if types.is_struct(kind) else {}
+
+
+def is_embedded(schema: Any) -> bool:
+    """The rows can hold pictures, not only their paths."""
+    from pyarrow import types
+
+    if "image" not in schema.names:
+        return False
+    image = schema.field("image").type
+    fields = fields_of(image.value_type if is_list(image) else image)
+    if not {"bytes", "path"} <= set(fields):
+        return False
+    data = fields["bytes"]
+    return is_text(fields["path"]) and (types.is_binary(data) or types.is_large_binary(data) or types.is_null(data))
+
+
+def lines(path: Path, store: Store | None, groups: list[int] | None = None, most: int = MOST_BYTES) -> Iterator[bytes]:
+    """Every row's record as JSON, a few rows in memory at a time; one at a time of rows that hold other media.
+
+    Args:
+        store: where pictures that are in the rows are written to.
+        most: bytes of a record; a larger one is not made JSON of.
+
+    Raises:
+        DataError: the file is no Parquet file of records, or holds pictures that may not be written.
+    """
+    file = open_file(path)
+    if store is None and is_embedded(file.schema_arrow):
+        raise DataError(f"{path} holds pictures; only llava_fsdp.prepare and training read them: give paths instead")
+    names = file.schema_arrow.names
+    unread = [name for name in names if name not in COLUMNS and names_media(name)]
+    present = [name for name in COLUMNS if name in names] + unread
+    rows = 1 if unread else ROWS_AT_ONCE
+    for batch in read_on(path, file.iter_batches(rows, row_groups=groups, columns=present)):
+        for row in range(batch.num_rows):
+            yield line(batch.slice(row, 1), store, most)
+
+
+def read_on(path: Path, batches: Iterator[Any]) -> Iterator[Any]:
+    import pyarrow
+
+    try:
+        yield from batches
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read: {error}; take it from its source again") from error
+
+
+def line(row: Any, store: Store | None, most: int) -> bytes:
+    size = row.select(["conversations"]).nbytes
+    try:
+        if size > most:
+            (named,) = row.select([name for name in row.schema.names if name == "id"]).to_pylist()
+            return json.dumps({**named, TOO_LARGE: [size, most]}).encode()
+        (values,) = row.to_pylist()
+    except UnicodeDecodeError:
+        return NOT_UTF8
+    record: dict[str, Any] = {
+        name: value if name in COLUMNS else HELD
+        for name, value in values.items()
+        if value is not None and (name in COLUMNS or not is_empty(value))
+    }
+    if "conversations" in record:
+        record["conversations"] = [plain_turn(turn) for turn in record["conversations"]]
+    if store is not None and "image" in record:
+        record[OWN_NAMES] = store.names(record["image"])
+        record["image"] = store.put(record["image"])
+        if record["image"] is None:  # a struct of two nulls
+            del record["image"]
+    made = json.dumps(record).encode()
+    if len(made) <= most:
+        return made
+    return json.dumps({"id": record.get("id"), TOO_LARGE: [len(made), most]}).encode()
+
+
+def plain_turn(turn: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What a turn says, and whether it names media: what else it has may be no JSON."""
+    if turn is None:
+        return None
+    held = {name: HELD for name, value in turn.items() if names_media(name) and not is_empty(value)}
+    return {name: turn[name] for name in TURN} | held

@@ -1,0 +1,320 @@
+"""LLaVA records, from the bytes of one."""
+
+import contextlib
+import errno
+import json
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from llava_fsdp.data.records.problems import Kind
+from llava_fsdp.runtime.errors import DataError, SourceError
+from llava_fsdp.runtime.terminal_text import shown_name
+
+ADDRESS = re.compile(r"(?:[a-z][a-z0-9+.-]*://|data:)", re.IGNORECASE)
+CURES = {
+    errno.EACCES: "let this user read it: chmod, chown, or run as one who may",
+    errno.EPERM: "let this user read it: chmod, chown, or run as one who may",
+    errno.ENOENT: "put it back, or name another file",
+    errno.EISDIR: "name a file",
+}
+"""What helps where asking again does not."""
+WORD = re.compile(r"(?i:md5)|[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+"""A word of a key: `image` and `url` of `image_url`, `imageUrl2` and `IMAGE-URL`. `md5` alone has a digit."""
+MEDIA = frozenset(
+    "image img picture pic photo screenshot thumbnail frame jpg jpeg png gif "
+    "video vid movie clip audio sound speech voice wav media".split()
+)
+ABOUT = frozenset(
+    "id index idx has is num number count size width height shape ratio resolution length duration fps format type "
+    "source dataset split caption title description alt text label category quality score hash md5 sha license "
+    "author".split()
+)
+"""Words of keys that describe media, as `image_id` and `video_length` do, and do not name a file of them."""
+MEDIA_TAG = re.compile(r"<(video|audio)>", re.IGNORECASE)
+"""What stands in a question for media that are not read."""
+TOO_LARGE = "llava_fsdp bytes of a row"
+"""The key of what stands for a Parquet row with too many bytes: how many it has, and how many it may have."""
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+JSON_NAMES = {
+    dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number",
+    type(None): "null",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Turn:
+    role: str
+    """human or gpt"""
+    text: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """One sample as the file holds it."""
+
+    file: str
+    index: int
+    id: str
+    images: tuple[str, ...]
+    """Paths below the image folder."""
+    turns: tuple[Turn, ...]
+    has_image_key: bool
+    """The record says `image`, whatever it says: what the original looks at."""
+    folder: Path | None = None
+    """The image folder of its source, where it has one of its own."""
+    sizes: tuple[tuple[int, int], ...] | None = None
+    """(width, height) of every picture as shown, where an index knows them."""
+    has_id: bool = True
+    """Else its id is its index."""
+    line: int | None = None
+    """Of the file, where it begins; from 1, as editors count."""
+    unread: str | None = None
+    """What it says of media that are not read."""
+
+    @property
+    def signed_words(self) -> int:
+        """The original's measure of length: words of all messages, negative without a picture (train.py:684-690)."""
+        words = sum(len(turn.text.split()) for turn in self.turns)
+        return words if self.has_image_key else -words
+
+    @property
+    def where(self) -> str:
+        """What a message calls this record."""
+        return name_record(self.file, self.index, self.line, self.known_id)
+
+    @property
+    def known_id(self) -> str | None:
+        return self.id if self.has_id else None
+
+
+def name_place(file: str | Path, index: int, line: int | None) -> str:
+    """Where a record is: its line as editors count, its index from 0."""
+    place = f"record {index}" if line is None else f"line {line}, record {index}"
+    return f"{shown_name(file)}, {place}"
+
+
+def name_record(file: str | Path, index: int, line: int | None, identity: str | None) -> str:
+    return f"{name_place(file, index, line)} ({'without an id' if identity is None else f'id {shown_name(identity)}'})"
+
+
+def id_of(raw: dict[str, Any]) -> str | None:
+    """null is none; what is no text is as JSON has it."""
+    value = raw.get("id")
+    return value if value is None or isinstance(value, str) else json.dumps(value)
+
+
+class TwiceError(ValueError):
+    """A key is twice in an object."""
+
+
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys are there once; JSON would take the last, and say nothing."""
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise TwiceError(repr(next(key for key in keys if keys.count(key) > 1)))
+    return made
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=once)
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raises SourceError where the file system cannot read on."""
+    try:
+        yield
+    except OSError as error:
+        cure = CURES.get(error.errno or 0, "does its file system answer? run it again")
+        raise SourceError(f"{path} cannot be read: {error.strerror or error}; {cure}") from error
+
+
+def parse_text(path: Path, index: int, text: bytes, line: int | None = None) -> Any:
+    """The JSON value of a record's bytes.
+
+    Raises:
+        DataError: they are not UTF-8, not JSON, or no JSON that can be read.
+    """
+    where = name_place(path, index, line)
+    try:
+        return DECODER.decode(text.decode())
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where}: byte {error.start} of it is not UTF-8 ({error.reason}); write the file as UTF-8",
+            Kind.not_utf8,
+        ) from error
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{where} is not JSON: {error.msg} at character {error.pos} of it; {json_cure(text)}", Kind.not_json
+        ) from error
+    except TwiceError as error:
+        raise DataError(f"{where} has the key {error} twice; mend it", Kind.bad_form) from error
+    except ValueError as error:  # Python reads no number of more than 4300 digits
+        raise DataError(f"{where} holds a number that is too long to be read; mend it", Kind.bad_form) from error
+    except RecursionError as error:
+        raise DataError(f"{where} is nested too deeply to be read; mend it", Kind.not_json) from error
+
+
+def json_cure(text: bytes) -> str:
+    """What to do about a line that is not JSON."""
+    if text.startswith(BYTE_ORDER_MARK):
+        return "it begins with a byte order mark, as files that were put together leave it: take it out"
+    if b"\r" in text.strip():
+        return "lines that end in a carriage return alone are one line to JSON: write the file with line feeds"
+    return "mend it"
+
+
+def check_bytes(found: int, most: int, where: str) -> None:
+    """Raises DataError where a record has more bytes than it may have."""
+    if found > most:
+        raise DataError(
+            f"{where} has {found:,} bytes, over data.max_record_bytes={most}; make several records of it, or raise the "
+            "limit",
+            Kind.record_too_large,
+        )
+
+
+def parse_record(path: Path, index: int, raw: Any, line: int | None = None) -> Record:
+    """Raises DataError where the record has not the form of LLaVA train.py:665-740."""
+    if not isinstance(raw, dict):
+        lists = isinstance(raw, list) and path.suffix.lower() == ".jsonl"
+        cure = "a JSON list belongs into a file whose name ends in .json" if lists else "mend it, or take it out"
+        what = f"{JSON_NAMES[type(raw)]}, not an object with id and conversations"
+        raise DataError(f"{name_place(path, index, line)} is {what}; {cure}", Kind.bad_form)
+    identity = id_of(raw)
+    where = name_record(path, index, line, identity)
+    if TOO_LARGE in raw:
+        found, most = raw[TOO_LARGE]
+        check_bytes(found, most, where)
+    image = raw.get("image")
+    images = [] if image is None else image if isinstance(image, list) else [image]
+    if not all(isinstance(name, str) and name for name in images):
+        raise DataError(
+            f"{where}: image is {shown(image)}; it must be a path or a list of paths: mend it, or leave the key out "
+            "of a record without pictures",
+            Kind.bad_form,
+        )
+    for name in images:
+        check_name(name, where)
+    turns = raw.get("conversations")
+    if not isinstance(turns, list):
+        said = f"is {shown(turns)}" if "conversations" in raw else f"is missing, the keys are {shown(list(raw))}"
+        raise DataError(
+            f"{where}: conversations {said}; it must be a list of turns, each an object with from and value",
+            Kind.bad_form,
+        )
+    parsed = tuple(parse_turn(where, n, t) for n, t in enumerate(turns))
+    known, name = identity is not None, str(index) if identity is None else identity
+    unread = unread_media(raw) or unread_tag(parsed)
+    return Record(str(path), index, name, tuple(images), parsed, "image" in raw, has_id=known, line=line, unread=unread)
+
+
+def unread_media(raw: dict[str, Any]) -> str | None:
+    """The first key of a record or of one of its turns that names media and is not read, as a message says it."""
+    turns = [turn for turn in raw["conversations"] if isinstance(turn, dict)] if "conversations" in raw else []
+    found = media_of({key: value for key, value in raw.items() if key != "image"})
+    found += [name for turn in turns for name in media_of(turn)]
+    return found[0] if found else None
+
+
+def media_of(raw: dict[str, Any]) -> list[str]:
+    """Keys that name media; one without a value names none."""
+    return [
+        f"the key {shown(key)}, {shown(value)}"
+        for key, value in raw.items()
+        if names_media(key) and not is_empty(value)
+    ]
+
+
+@lru_cache(1024)  # records repeat a few keys millions of times
+def names_media(key: str) -> bool:
+    """Whether the words of a key say that its value is an image, a video or sound."""
+    words = {word.lower() for word in WORD.findall(unicodedata.normalize("NFKC", key))}
+    words |= {word.removesuffix("s") for word in words}
+    return not words.isdisjoint(MEDIA) and words.isdisjoint(ABOUT)
+
+
+def unread_tag(turns: Sequence[Turn]) -> str | None:
+    """The first tag of video or audio in a question. With its closing tag in the same question it is HTML."""
+    for turn in turns:
+        found = MEDIA_TAG.search(turn.text) if turn.role == "human" else None
+        if found is not None and f"</{found[1].lower()}>" not in turn.text.lower():
+            return f"the tag {found[0]} in a question"
+    return None
+
+
+def is_empty(value: Any) -> bool:
+    """null, false, 0, and text, lists and objects without anything in them."""
+    if isinstance(value, dict | list):
+        return all(is_empty(own) for own in (value.values() if isinstance(value, dict) else value))
+    return not value
+
+
+def unread_reason(where: str, unread: str) -> str:
+    return (
+        f"{where} has {unread}, and media are read from the record's key image alone: name images there, with <image> "
+        "in the text, or take it out"
+    )
+
+
+def shown(value: Any) -> str:
+    """The beginning of a value, as JSON has it."""
+    text = json.dumps(value, ensure_ascii=False).encode(errors="backslashreplace").decode()
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def check_name(name: str, where: str) -> None:
+    """Raises DataError where the path of a picture is none below a folder."""
+    if ADDRESS.match(name):
+        raise DataError(
+            f"{where}: image is {name[:80]!r}, an address; nothing is fetched: download it, and give its path below "
+            "data.images",
+            Kind.url,
+        )
+    if Path(name).is_absolute():
+        raise DataError(
+            f"{where}: image is {name!r}, an absolute path; give its path below data.images", Kind.path_outside
+        )
+    if ".." in Path(name).parts:
+        raise DataError(
+            f"{where}: image is {name!r}, and .. is not allowed in a path, wherever it leads; give the path below "
+            "data.images without it",
+            Kind.path_outside,
+        )
+    if name.endswith("/"):
+        raise DataError(f"{where}: image is {name!r}, which names a folder; take the / off", Kind.bad_form)
+    try:
+        named = b"\0" not in name.encode()
+    except UnicodeEncodeError:
+        named = False
+    if not named:
+        raise DataError(f"{where}: image is {name!r}, which no file can be called; mend it", Kind.bad_form)
+
+
+def parse_turn(where: str, position: int, raw: Any) -> Turn:
+    if not isinstance(raw, dict) or not isinstance(raw.get("from"), str) or not isinstance(raw.get("value"), str):
+        named = isinstance(raw, dict) and {"role", "content"} <= set(raw)
+        cure = "rename role to from and content to value, user to human and assistant to gpt" if named else "mend it"
+        raise DataError(
+            f"{where}: turn {position} is {shown(raw)}; it must be an object with from and value, which are text: "
+            f"{cure}",
+            Kind.bad_form,
+        )
+    check_text(raw["value"], f"{where}: turn {position}")
+    return Turn(raw["from"], raw["value"])
+
+
+def check_text(text: str, what: str) -> None:
+    """Raises DataError where no UTF-8 can be made of a text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{what} has half of a surrogate pair at character {error.start}, as a cut emoji leaves; mend the text",
+            Kind.bad_form,
+        ) from error

@@ -1,0 +1,46 @@
+"""A file of records read without an index: for those who ask a few questions of it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from llava_fsdp.data.records import parquet
+from llava_fsdp.data.records.json_stream import MOST_BYTES, spans
+from llava_fsdp.data.records.record import Record, check_bytes, name_place, parse_record, parse_text
+from llava_fsdp.runtime.errors import DataError
+
+
+class RecordFile:
+    """Records of a file by number, parsed when asked for; a problem of one names the file, its index and its id."""
+
+    def __init__(self, path: Path, most: int = MOST_BYTES):
+        self.path = path
+        self._texts = list(texts(path, most))
+        if not self._texts:
+            raise DataError(f"{path} holds no records")
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def __getitem__(self, index: int) -> Record:
+        text, line = self._texts[index]
+        return parse_record(self.path, index, parse_text(self.path, index, text, line), line)
+
+
+def texts(path: Path, most: int) -> Iterator[tuple[bytes, int | None]]:
+    """Every record's JSON, and the line where it begins.
+
+    Args:
+        most: bytes of a record.
+
+    Raises:
+        DataError: the file is no list of records, or a record is larger.
+    """
+    if parquet.is_parquet(path):
+        for row in parquet.lines(path, store=None, most=most):
+            yield row, None
+        return
+    with path.open("rb") as file:
+        for index, (offset, size, line) in enumerate(spans(path, most=most)):
+            check_bytes(size, most, name_place(path, index, line))
+            file.seek(offset)
+            yield file.read(size), line

@@ -1,0 +1,155 @@
+"""From a record's turns to text, with the stretches that are supervised marked while it is written."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llava_fsdp.data.records.problems import Kind
+from llava_fsdp.data.records.record import Record, Turn
+from llava_fsdp.data.text.templates import IMAGE_TAG, Template
+from llava_fsdp.runtime.errors import DataError
+
+IM_START, IM_END = "<im_start>", "<im_end>"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of text that is supervised or not."""
+
+    text: str
+    supervised: bool
+    from_record: bool = False
+    """The record's own text, not the template's."""
+
+
+def render(record: Record, form: Template, start_end: bool) -> list[Segment]:
+    """The conversation's text; image tags stand where the pictures go.
+
+    Args:
+        start_end: stand `<im_start>` and `<im_end>` around every picture.
+
+    Raises:
+        DataError: turns do not alternate human, gpt, or an answer is missing, or the number of image tags is not the
+            number of pictures.
+    """
+    check_turns(record)
+    segments = write_turns(asked_turns(record), form, start_end, bool(record.images))
+    return [*segments, Segment(form.pattern.end, False)]
+
+
+def prompt(questions_and_answers: list[Turn], form: Template, start_end: bool, has_images: bool) -> list[Segment]:
+    """The text after which the model writes its answer: the turns so far, the last one a question.
+
+    Args:
+        has_images: image tags stand for pictures; else they are text.
+    """
+    return write_turns(questions_and_answers, form, start_end, has_images)
+
+
+def write_turns(turns: Sequence[Turn], form: Template, start_end: bool, has_images: bool) -> list[Segment]:
+    pattern = form.pattern
+    segments = []
+    for number, turn in enumerate(turns):
+        if turn.role == "human":
+            segments.append(Segment(pattern.next_question if number else pattern.first_question, False))
+            segments += write_question(turn.text, form, start_end, has_images)
+            segments.append(Segment(pattern.after_question + pattern.answer_header, False))
+        else:
+            segments.append(Segment(pattern.before_answer, True))
+            segments.append(Segment(turn.text, True, from_record=True))
+            segments.append(Segment(pattern.after_answer, True))
+    return segments
+
+
+def write_question(text: str, form: Template, start_end: bool, has_images: bool) -> list[Segment]:
+    """A question's own text, and between it what stands for its images."""
+    if form.image_only:
+        return [Segment(image_tags(text), False)]
+    first, *rest = image_first(text, has_images).split(IMAGE_TAG) if has_images else [text]
+    segments = [Segment(first, False, from_record=True)]
+    for piece in rest:
+        segments.append(Segment(image_tag(form, start_end), False))
+        segments.append(Segment(piece, False, from_record=True))
+    return segments
+
+
+def image_tag(form: Template, start_end: bool) -> str:
+    """What stands for a picture in the text."""
+    return form.image.replace(IMAGE_TAG, f"{IM_START}{IMAGE_TAG}{IM_END}") if start_end else form.image
+
+
+def image_first(text: str, has_images: bool) -> str:
+    """A single tag moves to the front on a line of its own, as in LLaVA train.py:308-329; several stay."""
+    if not has_images or text.count(IMAGE_TAG) != 1:
+        return text
+    return f"{IMAGE_TAG}\n{text.replace(IMAGE_TAG, '').strip()}".strip()
+
+
+def image_tags(text: str) -> str:
+    return IMAGE_TAG * text.count(IMAGE_TAG)
+
+
+def asked_turns(record: Record) -> tuple[Turn, ...]:
+    """The turns from the first question on: an answer to nothing is dropped, as in LLaVA train.py:441-443."""
+    return record.turns[1:] if record.turns and record.turns[0].role == "gpt" else record.turns
+
+
+def opening_question(record: Record) -> tuple[str, int, str]:
+    """The first question with its image tags, how many of the record's pictures it shows, and its answer.
+
+    Raises:
+        DataError: the record does not begin with a question and its answer.
+    """
+    turns = asked_turns(record)
+    if [turn.role for turn in turns[:2]] != ["human", "gpt"]:
+        raise DataError(f"{record.where}: it must begin with a question (human) and its answer (gpt)")
+    text = image_first(turns[0].text, bool(record.images))
+    shown = min(len(record.images), text.count(IMAGE_TAG))
+    return text, shown, turns[1].text
+
+
+def role_cure(role: str) -> str:
+    """What to do about a turn that is not from whom it should be."""
+    match role.lower():
+        case "human" | "gpt" if role in ("human", "gpt"):
+            return "human and gpt take turns, human first: mend the conversation"
+        case "user" | "assistant":
+            return "rename user to human, and assistant to gpt"
+        case "human":
+            return f"rename {role} to human"
+        case "gpt" | "model" | "bot":
+            return f"rename {role} to gpt"
+        case "system":
+            return "take it out, or put its text before the first question's: the system text is the template's"
+        case _:
+            return "rename it to human or gpt, or take it out"
+
+
+def check_turns(record: Record) -> None:
+    """Raises DataError where turns do not alternate, or tags and pictures do not agree."""
+    turns = asked_turns(record)
+    for position, turn in enumerate(turns):
+        expected = "human" if position % 2 == 0 else "gpt"
+        if turn.role != expected:
+            raise DataError(
+                f"{record.where}: turn {position} is from {turn.role!r}, not from {expected!r}; {role_cure(turn.role)}",
+                Kind.wrong_roles,
+            )
+        if turn.role == "gpt" and record.images and IMAGE_TAG in turn.text:
+            raise DataError(
+                f"{record.where}: turn {position} is an answer with {IMAGE_TAG} in it; pictures belong to "
+                "questions: take it out",
+                Kind.image_count,
+            )
+    if len(turns) % 2 or not turns:
+        raise DataError(
+            f"{record.where}: the conversation has {len(turns)} turns; it must end with an answer: "
+            "add one, or take the last question out",
+            Kind.odd_turns,
+        )
+    tags = sum(turn.text.count(IMAGE_TAG) for turn in turns if turn.role == "human")
+    if record.images and tags != len(record.images):
+        raise DataError(
+            f"{record.where}: {tags} {IMAGE_TAG} tags for {len(record.images)} pictures; give every picture "
+            "one tag in a question",
+            Kind.image_count,
+        )

@@ -1,0 +1,273 @@
+"""From a record to token ids, labels and exact places for its pictures."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from llava_fsdp.config import SpecialTokens, TooLong
+from llava_fsdp.data.records.problems import Kind
+from llava_fsdp.data.records.record import Record
+from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
+from llava_fsdp.data.text.conversation import Segment, render
+from llava_fsdp.data.text.llava_v1_5 import Original, check_like_original, check_pictures, encode_like_original
+from llava_fsdp.data.text.templates import IMAGE_TAG, Template
+from llava_fsdp.data.text.tokenizer import Stretch, Token, Tokenizer
+from llava_fsdp.runtime.errors import DataError
+
+UNLIMITED = 1 << 40
+Places = Callable[[Record, int], np.ndarray]
+"""(record, which of its pictures) -> int64 [positions]: the row of the picture's features that each position shows."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A record as the model sees it, its pictures still on disk."""
+
+    input_ids: np.ndarray
+    """int64 [length]; every picture takes its positions of IMAGE_ID"""
+    labels: np.ndarray
+    """int64 [length]; the id itself where supervised, else IGNORE. Not shifted."""
+    images: tuple[str, ...]
+    """Pictures whose positions are in input_ids, in their order."""
+    image_rows: tuple[np.ndarray, ...]
+    """By picture, int64: the row of its features at each of its positions."""
+    positions_cut: int
+    """Positions that did not fit."""
+    labels_cut: int
+
+    @property
+    def num_labels(self) -> int:
+        """Label tokens that a loss can be taken of: the first position is never predicted."""
+        return int((self.labels[1:] != IGNORE).sum())
+
+
+class Encoder(Protocol):
+    """How records of one dataset become samples for one model."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def special_tokens(self) -> SpecialTokens: ...
+
+    @property
+    def max_length(self) -> int: ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Of everything that decides ids and labels, the places of pictures apart."""
+        ...
+
+    def __call__(self, record: Record) -> Sample | None:
+        """The sample; None where it is left out.
+
+        Raises:
+            DataError: the record is wrong, or is too long and may not be.
+        """
+        ...
+
+    def measure(self, record: Record, limits: Sequence[int]) -> "Measured":
+        """The sample, cut where it is too long, and what it would be with other maximum lengths.
+
+        Raises:
+            DataError: the record is wrong.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Measured:
+    sample: Sample
+    whole: Sample
+    at: dict[int, Sample]
+    """By maximum length, of those that would cut it."""
+
+
+@dataclass(frozen=True)
+class ExactEncoder:
+    """Labels made while tokenizing: every answer and what ends it, nothing else (`labels=exact`)."""
+
+    tokenizer: Tokenizer
+    template: Template
+    places: Places
+    max_length: int
+    too_long: TooLong
+    start_end: bool = False
+    """Stand `<im_start>` and `<im_end>` around every picture."""
+    special_tokens: SpecialTokens = SpecialTokens.text
+
+    @property
+    def fingerprint(self) -> str:
+        form = f"{self.template} {self.start_end} {self.special_tokens.value}"
+        return f"exact {self.tokenizer.fingerprint} {form} {self.max_length}"
+
+    def __call__(self, record: Record) -> Sample | None:
+        whole = self._whole(record)
+        if len(whole.input_ids) <= self.max_length:
+            return whole
+        if self.too_long is TooLong.fail:
+            raise DataError(
+                f"{record.where} is {len(whole.input_ids)} positions long, over data.max_length={self.max_length}; "
+                "raise it, or set data.too_long=truncate or quarantine",
+                Kind.too_long,
+            )
+        return None if self.too_long is TooLong.quarantine else truncate(whole, self.max_length)
+
+    def measure(self, record: Record, limits: Sequence[int]) -> Measured:
+        whole = self._whole(record)
+        over = {n: truncate(whole, n) for n in {*limits, self.max_length} if n < len(whole.input_ids)}
+        return Measured(over.get(self.max_length, whole), whole, over)
+
+    def _whole(self, record: Record) -> Sample:
+        rows = [self.places(record, n) for n in range(len(record.images))]
+        segments = render(record, self.template, self.start_end)
+        ids, labels = encode_segments(segments, self.tokenizer, [len(r) for r in rows], self.special_tokens)
+        return Sample(ids, labels, record.images, tuple(rows), 0, 0)
+
+
+def truncate(sample: Sample, max_length: int) -> Sample:
+    """Cut at max_length, or before the picture that would be cut there."""
+    ids, labels, rows = sample.input_ids, sample.labels, sample.image_rows
+    shown = int((ids[:max_length] == IMAGE_ID).sum())
+    ends = np.cumsum([len(r) for r in rows])
+    whole = int((ends <= shown).sum())
+    cut = max_length
+    if whole < len(rows):
+        first_cut = np.flatnonzero(ids == IMAGE_ID)[ends[whole - 1] if whole else 0]
+        cut = min(cut, int(first_cut))
+    lost = int((labels[cut:] != IGNORE).sum())
+    return Sample(ids[:cut], labels[:cut], sample.images[:whole], rows[:whole], len(ids) - cut, lost)
+
+
+@dataclass(frozen=True)
+class OriginalEncoder:
+    """The original's ids, labels, collator and cuts (`labels=llava_v1_5`)."""
+
+    own: Original
+    places: Places
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.own.tokenizer
+
+    @property
+    def special_tokens(self) -> SpecialTokens:
+        return SpecialTokens.parse
+
+    @property
+    def max_length(self) -> int:
+        return self.own.max_length
+
+    @property
+    def fingerprint(self) -> str:
+        own = self.own
+        return f"llava_v1_5 {own.tokenizer.fingerprint} {own.form} {own.pad_id} {own.start_end} {own.max_length}"
+
+    def check(self, record: Record) -> None:
+        check_like_original(record, self.own)
+
+    def __call__(self, record: Record) -> Sample:
+        """As its collator and its model cut and splice them (train.py:743-773, llava_arch.py:226-279)."""
+        made = encode_like_original(record, self.own)
+        kept = made.ids[: self.own.max_length] != self.own.pad_id  # what looks like padding is removed from the text
+        ids, labels = made.ids[: self.own.max_length][kept], made.labels[: self.own.max_length][kept]
+        check_pictures(ids, record)
+        rows = [self.places(record, 0)] if (ids == IMAGE_ID).any() else []
+        ids, labels = spliced(ids, labels, [len(r) for r in rows])
+        cut = self.own.max_length
+        shown = int((ids[:cut] == IMAGE_ID).sum())
+        rows = [r[:shown] for r in rows if shown]
+        lost = int((made.labels != IGNORE).sum() - (labels[:cut] != IGNORE).sum())
+        beyond = made.cut + max(0, len(made.ids) - self.own.max_length) + max(0, len(ids) - cut)
+        return Sample(ids[:cut], labels[:cut], record.images[: len(rows)], tuple(rows), beyond, lost)
+
+    def measure(self, record: Record, limits: Sequence[int]) -> Measured:
+        self.check(record)
+        sample = self(record)
+        whole = self._at(record, UNLIMITED) if sample.positions_cut else sample
+        over = {n: self._at(record, n) for n in limits if n < len(whole.input_ids) and n != self.max_length}
+        return Measured(sample, whole, {**over, **({self.max_length: sample} if sample.positions_cut else {})})
+
+    def _at(self, record: Record, max_length: int) -> Sample:
+        """The cut comes before the labels in the original, so that every length is another encoding."""
+        return replace(self, own=replace(self.own, max_length=max_length))(record)
+
+
+def spliced(ids: np.ndarray, labels: np.ndarray, counts: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Every single IMAGE_ID becomes as many as its picture has positions, without a label."""
+    repeats = np.ones(len(ids), dtype=np.int64)
+    repeats[ids == IMAGE_ID] = counts
+    labels = np.where(ids == IMAGE_ID, IGNORE, labels)
+    return np.repeat(ids, repeats), np.repeat(labels, repeats)
+
+
+def encode_segments(
+    segments: list[Segment],
+    tokenizer: Tokenizer,
+    picture_lengths: list[int],
+    special_tokens: SpecialTokens = SpecialTokens.text,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and labels of a rendered conversation, both int64 [length].
+
+    The text between two pictures is tokenized by itself (LLaVA mm_utils.py:185-204); tags are text where the record
+    has no picture. A token is supervised when any of its characters is.
+
+    Args:
+        special_tokens: text: those of the template alone are read as such.
+    """
+    text = "".join(s.text for s in segments)
+    marked = np.repeat([s.supervised for s in segments], [len(s.text) for s in segments])
+    before = np.concatenate([[0], np.cumsum(marked)])  # supervised characters before each character
+    special = None if special_tokens is SpecialTokens.parse else template_special(segments, tokenizer)
+    ids: list[int] = [] if tokenizer.bos is None else [tokenizer.bos]
+    labels: list[int] = [IGNORE] * len(ids)
+    begin = 0
+    for number, chunk in enumerate(text.split(IMAGE_TAG) if picture_lengths else [text]):
+        if number:
+            ids += [IMAGE_ID] * picture_lengths[number - 1]
+            labels += [IGNORE] * picture_lengths[number - 1]
+            begin += len(IMAGE_TAG)
+        end = begin + len(chunk)
+        own = None if special is None else [(a - begin, b - begin) for a, b in special if begin <= a and b <= end]
+        tokens = tokenizer.encode(chunk, own) if chunk else []
+        supervised = are_supervised(tokens, before[begin : end + 1])
+        ids += [token.id for token in tokens]
+        labels += [token.id if own else IGNORE for token, own in zip(tokens, supervised, strict=True)]
+        begin = end
+    return np.array(ids, dtype=np.int64), np.array(labels, dtype=np.int64)
+
+
+def template_special(segments: list[Segment], tokenizer: Tokenizer) -> list[Stretch]:
+    """Where the whole text has special tokens that the template has put there."""
+    found: list[Stretch] = []
+    at = 0
+    for from_record, stretch in itertools.groupby(segments, lambda s: s.from_record):
+        text = "".join(s.text for s in stretch)
+        found += [] if from_record else [(at + begin, at + end) for begin, end in tokenizer.find_special(text)]
+        at += len(text)
+    return found
+
+
+def are_supervised(tokens: list[Token], before: np.ndarray) -> list[bool]:
+    """Whether each token has a supervised character; one without characters counts as the character at its place.
+
+    Args:
+        before: int64 [characters + 1]: supervised characters before each.
+    """
+    begin = np.array([token.begin for token in tokens], dtype=np.int64)
+    end = np.array([token.end for token in tokens], dtype=np.int64)
+    end = np.minimum(np.maximum(end, begin + 1), len(before) - 1)
+    return (before[end] > before[np.minimum(begin, end)]).tolist()
+
+
+def encode_prompt(
+    segments: list[Segment],
+    tokenizer: Tokenizer,
+    picture_lengths: list[int],
+    special_tokens: SpecialTokens = SpecialTokens.text,
+) -> np.ndarray:
+    """Ids of a prompt, int64 [length]."""
+    return encode_segments(segments, tokenizer, picture_lengths, special_tokens)[0]

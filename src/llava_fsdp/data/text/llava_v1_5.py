@@ -1,0 +1,266 @@
+"""The original's tokens and labels, bit for bit, its faults included (`labels=llava_v1_5`; LLaVA train.py:268-775).
+
+The original finds what to supervise by tokenizing pieces of the text again and adding up their lengths. Where the sum
+is not the length of the whole, it masks the sample. Nothing here is meant to be better than that.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from llava_fsdp.data.records.problems import Kind
+from llava_fsdp.data.records.record import Record, Turn
+from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
+from llava_fsdp.data.text.conversation import image_tag, role_cure
+from llava_fsdp.data.text.templates import IMAGE_TAG, Style, Template
+from llava_fsdp.data.text.tokenizer import Tokenizer
+from llava_fsdp.runtime.errors import DataError
+
+
+@dataclass(frozen=True)
+class Original:
+    """How the original makes ids and labels of a record."""
+
+    tokenizer: Tokenizer
+    form: Template
+    max_length: int
+    """The tokenizer's model_max_length: text-only samples are cut there before they are labelled."""
+    pad_id: int = 0
+    """Tokens with this id are not counted (0 is `<unk>`), and the collator takes them for padding."""
+    start_end: bool = False
+    """`mm_use_im_start_end`"""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    ids: np.ndarray
+    """int64 [length]; a picture is one IMAGE_ID"""
+    labels: np.ndarray
+    """int64 [length]"""
+    mismatch: tuple[int, int] | None = None
+    """The two lengths that the original prints when it masks the whole sample."""
+    cut: int = 0
+    """Tokens of a text-only sample that did not fit."""
+
+
+def encode_like_original(record: Record, own: Original) -> Tokens:
+    """Ids and labels as the original's dataset returns them, before its collator.
+
+    Raises:
+        DataError: the original stops here with an exception.
+    """
+    turns = list(record.turns)
+    if record.has_image_key:
+        turns = [Turn(t.role, image_first(t.text, own)) for t in turns]
+    return encode_turns(turns, record.has_image_key, own, record.where)
+
+
+def check_like_original(record: Record, own: Original) -> None:
+    """Raises DataError where the original stops with an exception; tokenizes only a record with several tags."""
+    turns = list(record.turns)
+    if len(record.images) > 1:
+        raise DataError(
+            f"{record.where} has a list of {len(record.images)} pictures, at which the original stops; labels=exact "
+            "reads it",
+            Kind.image_count,
+        )
+    if own.form.style is Style.PLAIN:
+        check_caption(turns, record.where)
+    elif own.form.style is not Style.MARKERS:
+        conversation(turns, own.form, record.where)
+        turns = turns[1:] if turns[0].role == "gpt" else turns
+    tags_are_pictures = record.has_image_key or own.form.style is Style.PLAIN
+    tags = sum(IMAGE_TAG in turn.text for turn in turns) if tags_are_pictures else 0
+    if tags > len(record.images[:1]):
+        check_pictures(encode_like_original(record, own).ids[: own.max_length], record)
+
+
+def check_pictures(ids: np.ndarray, record: Record) -> None:
+    """Raises DataError where the text has more pictures than the one that the original reads for a record."""
+    num_tags = int((ids == IMAGE_ID).sum())
+    if num_tags > len(record.images[:1]):
+        raise DataError(
+            f"{record.where}: {num_tags} pictures in the text of a record with {len(record.images)}; the original "
+            "stops here, or takes another record's picture. labels=exact reads lists of pictures",
+            Kind.image_count,
+        )
+
+
+def image_first(text: str, own: Original) -> str:
+    """All tags of a message become one at its front (train.py:308-329), in answers too."""
+    if IMAGE_TAG in text:
+        text = f"{IMAGE_TAG}\n{text.replace(IMAGE_TAG, '').strip()}".strip()
+    return text.replace(IMAGE_TAG, image_tag(own.form, own.start_end))
+
+
+def encode_turns(turns: list[Turn], has_image: bool, own: Original, where: str) -> Tokens:
+    """train.py:610-655: which rule labels a conversation."""
+    match own.form.style:
+        case Style.PLAIN:
+            return encode_caption(turns, own, where)
+        case Style.MARKERS:
+            return encode_markers(turns, has_image, own)
+        case _:
+            return encode_rounds(conversation(turns, own.form, where), has_image, own)
+
+
+def encode_caption(turns: list[Turn], own: Original, where: str) -> Tokens:
+    """train.py:588-607: the question's text is thrown away, the picture's tag stays."""
+    check_caption(turns, where)
+    ids = with_images(f"{IMAGE_TAG}{turns[1].text}{own.form.sep}", own.tokenizer)
+    labels = ids.copy()
+    labels[: len(with_images(IMAGE_TAG, own.tokenizer))] = IGNORE
+    return Tokens(ids, labels)
+
+
+def check_caption(turns: list[Turn], where: str) -> None:
+    if len(turns) != 2 or IMAGE_TAG not in turns[0].text:
+        raise DataError(
+            f"{where}: template plain takes two turns with {IMAGE_TAG} in the first; the original stops here",
+            Kind.odd_turns if len(turns) != 2 else Kind.image_count,
+        )
+
+
+def encode_markers(turns: list[Turn], has_image: bool, own: Original) -> Tokens:
+    """train.py:268-305, 630-655: every sentence is tokenized by itself, so masks drift with each turn."""
+    form = own.form
+    names = {"human": form.user, "gpt": form.assistant}
+    header = f"{form.system}\n\n"
+    sentences = [f"### {names.get(t.role.lower(), 'unknown')}: {t.text}\n" for t in turns]
+    text = header + "".join(sentences) + "### "
+    if has_image:
+        ids, beyond = with_images(text, own.tokenizer), 0
+        lengths = [len(with_images(s, own.tokenizer)) for s in [header, *sentences]]
+    else:
+        whole = plain_text(text, own.tokenizer)
+        ids = whole[: own.max_length]
+        beyond = len(whole) - len(ids)
+        cut = [plain_text(s, own.tokenizer)[: own.max_length] for s in [header, *sentences]]
+        lengths = [int((s != own.pad_id).sum()) for s in cut]
+    labels = ids.copy()
+    at = lengths[0]
+    labels[:at] = IGNORE
+    for turn, length in zip(turns, lengths[1:], strict=True):
+        if turn.role == "human":  # a capitalised role is written out, but not masked
+            labels[at + 2 : at + length] = IGNORE
+        at += length
+    return Tokens(ids, labels, cut=beyond)
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How a style's text is cut into rounds, and what is taken off and put on their lengths."""
+
+    begin: int
+    """Tokens before the first round: the BOS."""
+    off_instruction: int
+    """Tokens of an instruction by itself that are not part of it: its BOS and the space behind it."""
+    correction: int
+    """Put on every later round's lengths where the tokenizer's `legacy` is `corrects`."""
+    corrects: bool | None
+
+
+ROUNDS: dict[Style, Rounds] = {
+    Style.TWO: Rounds(begin=1, off_instruction=2, correction=-1, corrects=False),  # train.py:412-495
+    Style.LLAMA_2: Rounds(begin=1, off_instruction=2, correction=0, corrects=None),  # train.py:332-409
+    Style.MPT: Rounds(begin=0, off_instruction=1, correction=1, corrects=True),  # train.py:498-585
+}
+
+
+def encode_rounds(text: str, has_image: bool, own: Original) -> Tokens:
+    """The rule of v1, llama_2 and mpt: mask up to each answer by counted lengths, or everything."""
+    rule = ROUNDS[own.form.style]
+    tokenize = with_images if has_image else plain_text
+    whole = tokenize(text, own.tokenizer)
+    ids = whole if has_image else whole[: own.max_length]
+    labels = ids.copy()
+    total = int((ids != own.pad_id).sum())
+    mark = answer_mark(own.form)
+    at = rule.begin
+    labels[:at] = IGNORE
+    for number, part in enumerate(split_rounds(text, own.form)):
+        pieces = part.split(mark)
+        if part == "" or len(pieces) != 2:
+            break
+        length = len(tokenize(part, own.tokenizer))
+        instruction = len(tokenize(pieces[0] + mark, own.tokenizer)) - rule.off_instruction
+        if number and own.tokenizer.legacy is rule.corrects:
+            length += rule.correction
+            instruction += rule.correction
+        labels[at : at + instruction] = IGNORE
+        at += length
+    labels[at:] = IGNORE
+    if at < own.max_length and at != total:
+        labels[:] = IGNORE
+        return Tokens(ids, labels, (at, total), cut=len(whole) - len(ids))
+    return Tokens(ids, labels, cut=len(whole) - len(ids))
+
+
+def answer_mark(form: Template) -> str:
+    """The text behind which an answer begins, as the original splits at it."""
+    if form.style is Style.LLAMA_2:
+        return "[/INST] "
+    return form.sep + form.assistant + (": " if form.style is Style.TWO else "")
+
+
+def split_rounds(text: str, form: Template) -> list[str]:
+    if form.style is not Style.MPT:
+        return text.split(form.sep2)
+    parts = text.split(form.sep)
+    first, later = parts[:3], parts[3:]  # system, question, answer; then question, answer
+    pairs = [later[i : i + 2] for i in range(0, len(later), 2)]
+    return [form.sep.join(p) for p in [first, *pairs]]
+
+
+def conversation(turns: list[Turn], form: Template, where: str) -> str:
+    """The text of a conversation (conversation.py:32-106): an empty message leaves its role alone, unseparated."""
+    if not turns:
+        raise DataError(f"{where}: the conversation is empty; the original stops here", Kind.odd_turns)
+    if turns[0].role == "gpt":
+        turns = turns[1:]
+    for number, turn in enumerate(turns):
+        if turn.role != ("human", "gpt")[number % 2]:
+            raise DataError(
+                f"{where}: turn {number} is from {turn.role!r}; the original stops here: {role_cure(turn.role)}",
+                Kind.wrong_roles,
+            )
+    if form.style is Style.LLAMA_2:
+        return conversation_llama_2(turns, form, where)
+    begin = form.system + form.sep
+    after_name = ": " if form.style is Style.TWO else ""
+    text = begin
+    for turn in turns:
+        asked = turn.role == "human"
+        name = form.user if asked else form.assistant
+        end = form.sep if asked or form.style is Style.MPT else form.sep2
+        text += f"{name}{after_name}{turn.text}{end}" if turn.text else name + after_name.strip()
+    return text
+
+
+def conversation_llama_2(turns: list[Turn], form: Template, where: str) -> str:
+    if turns and not turns[0].text:
+        raise DataError(f"{where}: the first question is empty; the original stops here", Kind.bad_form)
+    text = ""
+    for number, turn in enumerate(turns):
+        if not turn.text:
+            continue
+        if turn.role == "human":
+            text += f"{form.sep}[INST] {'' if number else form.system}{turn.text} [/INST]"
+        else:
+            text += f" {turn.text} {form.sep2}"
+    return text.lstrip(form.sep)  # strips characters, not a prefix (conversation.py:93)
+
+
+def with_images(text: str, tokenizer: Tokenizer) -> np.ndarray:
+    """mm_utils.py:185-204: every stretch between image tags is tokenized by itself; int64 [length]."""
+    ids = [] if tokenizer.bos is None else [tokenizer.bos]
+    for number, chunk in enumerate(text.split(IMAGE_TAG)):
+        ids += [IMAGE_ID] if number else []
+        ids += [t.id for t in tokenizer.encode(chunk)]
+    return np.array(ids, dtype=np.int64)
+
+
+def plain_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
+    """The text as one stretch, image tags being text; int64 [length]."""
+    ids = [] if tokenizer.bos is None else [tokenizer.bos]
+    return np.array([*ids, *(t.id for t in tokenizer.encode(text))], dtype=np.int64)

@@ -1,0 +1,184 @@
+"""The conversation templates, as data: what stands between the turns of a conversation.
+
+Names and texts are those of LLaVA conversation.py:211-392. `STYLES` says how a style's parts make up the text,
+`TEMPLATES` what the parts are.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+from llava_fsdp.runtime.errors import ConfigError
+
+IMAGE_TAG = "<image>"
+
+
+class Style(Enum):
+    """How turns are told apart (LLaVA conversation.py:9-15)."""
+
+    PLAIN = "plain"
+    TWO = "two separators"
+    LLAMA_2 = "llama_2"
+    MPT = "mpt"
+    MARKERS = "markers"
+    """`### Human: `, `### Assistant: ` (LLaVA train.py:276-293)"""
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """The text of a style; fields in braces are a template's."""
+
+    first_question: str
+    """Before the text of the first question."""
+    next_question: str
+    """Before the text of every later one."""
+    after_question: str
+    answer_header: str
+    """Names who answers. A prompt for generation ends with it."""
+    before_answer: str
+    """Supervised with the answer: the model writes it too."""
+    after_answer: str
+    """Supervised with the answer: it is how the model stops."""
+    end: str = ""
+    """Behind the last answer."""
+
+
+STYLES: dict[Style, Pattern] = {
+    Style.PLAIN: Pattern("", "", "", "", "", "{sep}"),
+    Style.TWO: Pattern("{system}{sep}{user}: ", "{user}: ", "{sep}", "{assistant}:", " ", "{sep2}"),
+    Style.LLAMA_2: Pattern("[INST] {system}", "{sep}[INST] ", " [/INST]", "", " ", " {sep2}"),
+    Style.MPT: Pattern("{system}{sep}{user}", "{user}", "{sep}", "{assistant}", "", "{sep}"),
+    Style.MARKERS: Pattern("{system}\n\n### {user}: ", " {user}: ", "\n", "### {assistant}:", " ", "\n###", end=" "),
+}
+
+
+@dataclass(frozen=True)
+class Template:
+    """One template's parts, under the original's names for them."""
+
+    style: Style
+    system: str = ""
+    user: str = ""
+    assistant: str = ""
+    sep: str = ""
+    sep2: str = ""
+    image: str = IMAGE_TAG
+    """What a picture's tag becomes."""
+
+    @cached_property
+    def pattern(self) -> Pattern:
+        """The style's pattern, filled; every record is written with it."""
+        form = STYLES[self.style]
+        parts = {
+            "system": self.system,
+            "user": self.user,
+            "assistant": self.assistant,
+            "sep": self.sep,
+            "sep2": self.sep2,
+        }
+        return Pattern(
+            form.first_question.format(**parts),
+            form.next_question.format(**parts),
+            form.after_question.format(**parts),
+            form.answer_header.format(**parts),
+            form.before_answer.format(**parts),
+            form.after_answer.format(**parts),
+            form.end.format(**parts),
+        )
+
+    @property
+    def image_only(self) -> bool:
+        """Every question is replaced by its image tag (stage 1: caption the picture)."""
+        return self.style is Style.PLAIN
+
+    @property
+    def stop(self) -> str:
+        """The text at which an answer ends."""
+        return self.pattern.after_answer
+
+
+CURIOUS_USER = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions."
+)
+CURIOUS_HUMAN = (
+    "A chat between a curious human and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the human's questions."
+)
+VISUAL_CONTENT = (
+    "A chat between a curious user and an artificial intelligence assistant. The assistant is able to understand the "
+    "visual content that the user provides, and assist the user with a variety of tasks using natural language."
+    "The visual content will be provided with the following format: <Image>visual content</Image>."
+)
+LLAMA_2_SAFETY = (
+    "You are a helpful, respectful and honest assistant. Always answer as helpfully as possible, while being safe.  "
+    "Your answers should not include any harmful, unethical, racist, sexist, toxic, dangerous, or illegal content. "
+    "Please ensure that your responses are socially unbiased and positive in nature.\n\n"
+    "If a question does not make any sense, or is not factually coherent, explain why instead of answering something "
+    "not correct. If you don't know the answer to a question, please don't share false information."
+)
+LANGUAGE_AND_VISION = (
+    "You are a helpful language and vision assistant. You are able to understand the visual content that the user "
+    "provides, and assist the user with a variety of tasks using natural language."
+)
+LLAMA_2_SYSTEM = "<<SYS>>\n{}\n<</SYS>>\n\n"
+WRAPPED_IMAGE = f"<Image>{IMAGE_TAG}</Image>"
+
+
+def two(system: str, image: str = IMAGE_TAG) -> Template:
+    return Template(Style.TWO, system, "USER", "ASSISTANT", sep=" ", sep2="</s>", image=image)
+
+
+def markers(system: str, image: str = IMAGE_TAG) -> Template:
+    return Template(Style.MARKERS, system, "Human", "Assistant", sep="###", image=image)
+
+
+def mpt(system: str) -> Template:
+    return Template(
+        Style.MPT,
+        f"<|im_start|>system\n{system}",
+        "<|im_start|>user\n",
+        "<|im_start|>assistant\n",
+        sep="<|im_end|>",
+    )
+
+
+TEMPLATES: dict[str, Template] = {
+    "plain": Template(Style.PLAIN, sep="\n"),
+    "v0": markers(CURIOUS_HUMAN),
+    "v0_mmtag": markers(VISUAL_CONTENT, WRAPPED_IMAGE),
+    "v1": two(CURIOUS_USER),
+    "llava_v1": two(CURIOUS_HUMAN),
+    "v1_mmtag": two(VISUAL_CONTENT, WRAPPED_IMAGE),
+    "llama_2": Template(Style.LLAMA_2, LLAMA_2_SYSTEM.format(LLAMA_2_SAFETY), sep="<s>", sep2="</s>"),
+    "llava_llama_2": Template(Style.LLAMA_2, LLAMA_2_SYSTEM.format(LANGUAGE_AND_VISION), sep="<s>", sep2="</s>"),
+    "mistral_instruct": Template(Style.LLAMA_2, sep="", sep2="</s>"),
+    "mpt": mpt("A conversation between a user and an LLM-based AI assistant. "
+               "The assistant gives helpful and honest answers."),
+    "chatml": mpt("Answer the questions."),
+}  # fmt: skip
+
+ALIASES: dict[str, str] = {
+    "v0_plain": "plain",
+    "default": "v0",
+    "llava_v0": "v0",
+    "vicuna_v1": "v1",
+    "v0.5": "v1",
+    "chatml_direct": "chatml",
+    "mistral_direct": "chatml",
+}
+
+
+def template(name: str) -> Template:
+    """The template of that name or alias.
+
+    Raises:
+        ConfigError: no template has that name (the original silently takes v1); the message lists those that exist.
+    """
+    found = TEMPLATES.get(ALIASES.get(name, name))
+    if found is None:
+        raise ConfigError(
+            f"data.template={name} does not exist; choose one of {', '.join(sorted(TEMPLATES))} "
+            f"(or an alias: {', '.join(sorted(ALIASES))})"
+        )
+    return found

@@ -1,0 +1,305 @@
+"""Text to ids and back, with the stretch of text that every token came from.
+
+A frozen `tokenizer.json` is read with the tokenizers library as it is; a SentencePiece `tokenizer.model` with
+SentencePiece itself (transformers 5's conversion of such files gives wrong ids on repeated spaces).
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import sentencepiece
+from google.protobuf.message import DecodeError
+from sentencepiece import sentencepiece_model_pb2
+from tokenizers import Tokenizer as FastTokenizer
+
+from llava_fsdp.runtime.errors import ModelError
+from llava_fsdp.runtime.safe_load import LARGE, foreign, read_json, refuse_model_code
+
+Stretch = tuple[int, int]
+"""Characters [begin, end) of a text."""
+LLAMA_CLASSES = (None, "LlamaTokenizer", "LlamaTokenizerFast", "TokenizersBackend", "PreTrainedTokenizerFast")
+"""What `tokenizer_class` says of Llama tokenizers, in transformers 4 and 5."""
+SPACE = "▁"
+"""What SentencePiece writes for a space."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    id: int
+    begin: int
+    end: int
+    """Characters [begin, end) of the text; empty for the leading bytes of a character that has no token."""
+
+
+class Tokenizer(Protocol):
+    bos: int | None
+    """Set where the model expects every sequence to begin with it."""
+    legacy: bool
+    """Llama tokenizers only: transformers' `legacy`; see `LlamaTokenizer`."""
+    size: int
+    """Highest id plus one."""
+    fingerprint: str
+    """Of the file that it was read from."""
+
+    def encode(self, text: str, special: list[Stretch] | None = None) -> list[Token]:
+        """Tokens of a text, nothing added.
+
+        Args:
+            special: where special tokens stand that are read as such, in their order; any other is text. None: all
+                that the text has are.
+        """
+        ...
+
+    def find_special(self, text: str) -> list[Stretch]:
+        """Where a text has special tokens."""
+        ...
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids, special tokens left out."""
+        ...
+
+    def special(self, text: str) -> int | None:
+        """The id of a special token; None where it is not one."""
+        ...
+
+
+def open_tokenizer(folder: Path, rows: int | None = None, extra: tuple[str, ...] = ()) -> Tokenizer:
+    """The tokenizer of a model folder.
+
+    Args:
+        rows: tokens that were added at or beyond this id, as an export adds an image tag and a padding token, are
+            left out: the model was not trained with them, and in a text they are text.
+        extra: special tokens that get the ids behind the last, unless the tokenizer has them.
+
+    Raises:
+        ModelError: the folder has neither file, or one that cannot be read.
+    """
+    config = read_optional(folder / "tokenizer_config.json")
+    refuse_model_code(config, folder / "tokenizer_config.json")
+    with foreign(f"{folder}: its tokenizer cannot be read; get its files again from the model's makers"):
+        return read_tokenizer(folder, config, rows, extra)
+
+
+def read_tokenizer(folder: Path, config: dict, rows: int | None, extra: tuple[str, ...]) -> Tokenizer:
+    pieces, frozen = folder / "tokenizer.model", folder / "tokenizer.json"
+    if pieces.is_file() and (config.get("tokenizer_class") in LLAMA_CLASSES or not frozen.is_file()):
+        added = {t: i for t, i in added_tokens(folder, config).items() if within(i, rows)}
+        return LlamaTokenizer(pieces, config, added, extra)
+    if frozen.is_file():
+        return JsonTokenizer(frozen, config, rows, extra)
+    raise ModelError(f"{folder} has no tokenizer.model and no tokenizer.json")
+
+
+def is_legacy(config: dict) -> bool:
+    """transformers 4's `legacy` of a Llama `tokenizer_config.json`: only an explicit false is false."""
+    return config.get("legacy") is not False
+
+
+def read_optional(path: Path) -> dict:
+    return read_json(path) if path.is_file() else {}
+
+
+def within(token: int, rows: int | None) -> bool:
+    return rows is None or token < rows
+
+
+def added_tokens(folder: Path, config: dict) -> dict[str, int]:
+    """Tokens that stand beside a `tokenizer.model`, in the files of transformers 4 before and after 4.34."""
+    listed = config.get("added_tokens_decoder", {})
+    return read_optional(folder / "added_tokens.json") | {t["content"]: int(i) for i, t in listed.items()}
+
+
+class JsonTokenizer:
+    """A frozen `tokenizer.json`.
+
+    Converted Llama tokenizers with `legacy=false` begin a text with one `▁` only where it has none; the tokenizer
+    they were made from always does, so here the prefix is put by hand (`Metaspace`, `prepend_scheme=first`).
+    """
+
+    def __init__(self, path: Path, config: dict, rows: int | None, extra: tuple[str, ...]):
+        frozen = read_json(path, largest=LARGE)
+        frozen["added_tokens"] = [t for t in frozen.get("added_tokens", []) if within(t["id"], rows)]
+        present = {t["content"] for t in frozen["added_tokens"]}
+        space = metaspace(frozen)
+        is_llama = frozen["model"].get("type") == "BPE" and bool(frozen["model"].get("byte_fallback"))
+        self._prefixes = (
+            is_llama and space is not None and (space.get("prepend_scheme") == "first" or not is_legacy(config))
+        )
+        if space is not None and self._prefixes:
+            space["prepend_scheme"] = "never"
+        normalizer = frozen.get("normalizer") or {}
+        self.legacy = any(n.get("type") == "Prepend" for n in normalizer.get("normalizers", [normalizer]))
+        text = json.dumps(frozen)
+        self._fast = FastTokenizer.from_str(text)
+        self._fast.add_special_tokens([t for t in extra if t not in present])
+        self._added = {t.content: (i, t) for i, t in self._fast.get_added_tokens_decoder().items() if t.special}
+        self._special = {content: i for content, (i, _) in self._added.items()}
+        self._find = any_of(self._special)
+        self.fingerprint = hashlib.sha256(json.dumps([text, extra]).encode()).hexdigest()
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        bos = config.get("bos_token")
+        bos_text = bos.get("content") if isinstance(bos, dict) else bos
+        bos_id = self._fast.token_to_id(bos_text) if bos_text else None
+        begins = self._fast.encode("a").ids[:1] == [bos_id]
+        self.bos = bos_id if config.get("add_bos_token", begins) else None
+        self.size = max(self._fast.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, text: str, special: list[Stretch] | None = None) -> list[Token]:
+        if special is not None and special != self.find_special(text):
+            return self._encode_between(text, special)
+        if not self._prefixes:
+            return encode_fast(self._fast, text)
+        if not text:
+            return []
+        tokens = encode_fast(self._fast, SPACE + text.replace(SPACE, " "), at=-1)
+        return without_lone_prefix(tokens, self._fast.token_to_id(SPACE), set(self._special.values()))
+
+    @cached_property
+    def _plain(self) -> FastTokenizer:
+        """The same, to which special tokens are text."""
+        plain = FastTokenizer.from_str(self._fast.to_str())
+        plain.encode_special_tokens = True
+        return plain
+
+    def _encode_between(self, text: str, special: list[Stretch]) -> list[Token]:
+        """As the tokenizer splits a text itself: at special tokens, which may take the spaces beside them along."""
+        tokens: list[Token] = []
+        at = 0
+        for begin, end in [*special, (len(text), len(text))]:
+            token, flags = self._added.get(text[begin:end], (None, None))
+            before, behind = begin, end
+            if flags is not None and flags.lstrip:
+                before = at + len(text[at:begin].rstrip())
+            if flags is not None and flags.rstrip:
+                behind = end + len(text[end:]) - len(text[end:].lstrip())
+            part = text[at:before]
+            if self._prefixes and part:
+                part = part.replace(SPACE, " ")
+                part, at = (SPACE + part, -1) if at == 0 else (part, at)
+            tokens += encode_fast(self._plain, part, at)
+            tokens += [] if token is None else [Token(token, before, behind)]
+            at = behind
+        return tokens
+
+    def find_special(self, text: str) -> list[Stretch]:
+        return [found.span() for found in self._find.finditer(text)]
+
+    def decode(self, ids: list[int]) -> str:
+        return self._fast.decode(ids, skip_special_tokens=True).removeprefix(" " if self._prefixes else "")
+
+    def special(self, text: str) -> int | None:
+        return self._special.get(text)
+
+
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Any of some texts, the longest that there is."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(re.escape(text) for text in longest_first) or "(?!)")
+
+
+def encode_fast(tokenizer: FastTokenizer, text: str, at: int = 0) -> list[Token]:
+    """Tokens of a part of a text that begins at character `at`; what stands before the text's begin is not of it."""
+    found = tokenizer.encode(text, add_special_tokens=False)
+    return [
+        Token(i, max(at + begin, 0), max(at + end, 0)) for i, (begin, end) in zip(found.ids, found.offsets, strict=True)
+    ]
+
+
+def without_prefix(path: Path) -> bytes:
+    """A Llama `tokenizer.model` that puts no space before a text: here that is done by hand.
+
+    Raises:
+        ModelError: it is no SentencePiece model, or one that never puts a space.
+    """
+    proto = sentencepiece_model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        proto.ParseFromString(path.read_bytes())
+    except DecodeError as error:
+        raise ModelError(f"{path} is no SentencePiece model; put the model's tokenizer.json beside it") from error
+    if not proto.normalizer_spec.add_dummy_prefix:
+        raise ModelError(f"{path} is not a Llama tokenizer; put the model's tokenizer.json beside it")
+    proto.normalizer_spec.add_dummy_prefix = False
+    return proto.SerializeToString()
+
+
+def metaspace(frozen: dict) -> dict | None:
+    """The part of a `tokenizer.json` that turns spaces into `▁`, where a pre-tokenizer does so."""
+    found = frozen.get("pre_tokenizer") or {}
+    parts = found.get("pretokenizers", [found])
+    return next((p for p in parts if p.get("type") == "Metaspace"), None)
+
+
+def without_lone_prefix(tokens: list[Token], prefix: int | None, special: set[int]) -> list[Token]:
+    """The first `▁` is dropped where a special token comes right behind it."""
+    if len(tokens) > 1 and tokens[0].id == prefix and tokens[1].id in special:
+        return tokens[1:]
+    return tokens
+
+
+class LlamaTokenizer:
+    """A Llama `tokenizer.model`, with the ids of transformers 4's slow tokenizer.
+
+    With `legacy=false` that tokenizer begins every text with one `▁`, however it starts, puts none after a special
+    token, and drops the first one where a special token comes right behind it. With `legacy=true`, which is also what
+    a `tokenizer_config.json` without the key means, every stretch between special tokens begins with one.
+    """
+
+    def __init__(self, path: Path, config: dict, added: dict[str, int], extra: tuple[str, ...]):
+        try:
+            self._pieces = sentencepiece.SentencePieceProcessor(model_proto=without_prefix(path))
+        except RuntimeError as error:
+            raise ModelError(f"{path} is no SentencePiece model; put the model's tokenizer.json beside it") from error
+        self.legacy = is_legacy(config)
+        self._special = {
+            self._pieces.id_to_piece(i): i
+            for i in (self._pieces.unk_id(), self._pieces.bos_id(), self._pieces.eos_id())
+            if i >= 0
+        } | added
+        for token in extra:
+            self._special.setdefault(
+                token, max(self._pieces.get_piece_size(), *(i + 1 for i in self._special.values()))
+            )
+        facts = json.dumps([self.legacy, self._special], sort_keys=True).encode()
+        self.fingerprint = hashlib.sha256(path.read_bytes() + facts).hexdigest()
+        self._find = any_of(self._special)
+        self.bos = self._pieces.bos_id() if config.get("add_bos_token", True) else None
+        self.size = self._next_id()
+
+    def _next_id(self) -> int:
+        return max(self._pieces.get_piece_size(), *(i + 1 for i in self._special.values()))
+
+    def encode(self, text: str, special: list[Stretch] | None = None) -> list[Token]:
+        tokens: list[Token] = []
+        at = 0
+        for begin, end in [*(self.find_special(text) if special is None else special), (len(text), len(text))]:
+            tokens += self._encode_part(text[at:begin], at) if at < begin else []
+            tokens += [Token(self._special[text[begin:end]], begin, end)] if begin < end else []
+            at = end
+        return tokens
+
+    def find_special(self, text: str) -> list[Stretch]:
+        return [found.span() for found in self._find.finditer(text)]
+
+    def _encode_part(self, part: str, at: int) -> list[Token]:
+        prefix = 1 if at == 0 or self.legacy else 0
+        plain = " " * prefix + part.replace(SPACE, " ")
+        tokens = []
+        end = at - prefix
+        for piece in self._pieces.encode(plain, return_type="proto").pieces:
+            # Surfaces tile the text; begin and end of the piece itself count bytes in some releases.
+            begin, end = end, end + len(piece.surface)
+            tokens.append(Token(piece.id, max(begin, at), max(end, at)))
+        return tokens
+
+    def decode(self, ids: list[int]) -> str:
+        return self._pieces.decode([i for i in ids if i not in self._special.values()]).removeprefix(" ")
+
+    def special(self, text: str) -> int | None:
+        return self._special.get(text)

@@ -1,0 +1,276 @@
+"""The embedded data set: drawn pictures of coloured shapes with LLaVA JSON files beside them.
+
+Everything follows from one seed and needs only Pillow. A picture has one to four equal shapes, each in
+a corner of its own. The questions are chosen so that guessing without the picture is seldom right: all
+kinds but one have at least four answers, none of them much more frequent than the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from PIL import Image, ImageDraw
+
+from llava_fsdp.config import DataConfig, Source
+from llava_fsdp.runtime.errors import DataError
+from llava_fsdp.runtime.small_json import parse_object
+
+FORMAT_VERSION = 1
+"""Raised whenever the same seed would give other pictures or texts."""
+
+TRAIN_PICTURES = 3000
+"""Pictures with a caption and a conversation."""
+
+HELDOUT_PICTURES = 300
+"""Pictures with one question each, in none of the training files."""
+
+TEXT_ONLY_SHARE = 0.08
+"""Share of the records of ``instructions.json`` that have no picture."""
+
+MARKER = "shapes.json"
+"""File that holds the recipe of a complete folder; a folder without it is not ours."""
+
+GROUND = (122, 116, 104)
+"""Colour of the ground: the mean of CLIP's normalisation, so that empty parts come out as zero."""
+_DARK, _LIT = GROUND, (255, 255, 255)
+COLOURS = {
+    "red": (_LIT[0], _DARK[1], _DARK[2]),
+    "green": (_DARK[0], _LIT[1], _DARK[2]),
+    "blue": (_DARK[0], _DARK[1], _LIT[2]),
+    "yellow": (_LIT[0], _LIT[1], _DARK[2]),
+    "purple": (_LIT[0], _DARK[1], _LIT[2]),
+    "white": _LIT,
+}
+"""No channel is ever darker than the ground. So a shape has the same sign in every colour, and even
+randomly initialised patch features tell its outline by a linear rule."""
+SHAPES = ("ring", "bar", "cross", "triangle")
+"""Shapes that differ in many pixels, which random patch features tell apart far better than outlines."""
+PLURALS = {"ring": "rings", "bar": "bars", "cross": "crosses", "triangle": "triangles"}
+SIZES = {"small": 0.1, "large": 0.155}
+"""Half of a shape's width, as a share of the picture's short side."""
+PLACES = ("top left", "top right", "bottom left", "bottom right")
+NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+SPREAD = 2 / 3
+"""Distance of neighbouring shapes, as a share of the short side: in a square picture cut into 3 x 3
+patches each shape is in the middle of one patch, where a small vision tower learns it fastest."""
+CANVASES = ((56, 56), (64, 64), (64, 56), (56, 64), (72, 64), (64, 72), (96, 84))
+"""Picture sizes in pixels, (width, height)."""
+
+COUNT_WEIGHTS = (4, 2, 2, 2)
+"""Weights of one to four shapes; only a single shape can be asked for its place."""
+
+CAPTION_TURN_SHARE = 0.3
+"""Share of the conversations that also ask for the caption."""
+
+CAPTION_REQUEST = "Describe the picture."
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a folder was drawn from; equal recipes give equal folders."""
+
+    seed: int
+    train_pictures: int
+    heldout_pictures: int
+    format_version: int = FORMAT_VERSION
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a picture shows: one to four equal shapes; ``places`` indexes PLACES, in ascending order."""
+
+    shape: str
+    colour: str
+    size: str
+    places: tuple[int, ...]
+
+
+def ensure_shapes(
+    root: Path,
+    *,
+    seed: int = 0,
+    train_pictures: int = TRAIN_PICTURES,
+    heldout_pictures: int = HELDOUT_PICTURES,
+) -> None:
+    """Make sure that ``root`` holds the data set of this recipe; draw it if ``root`` does not exist.
+
+    Several processes may call this at once: each draws into a folder of its own beside ``root`` and
+    renames it, and all but the first to get there throw theirs away. A folder that is there but was
+    drawn from another recipe (or is something else) raises DataError and is left alone.
+    """
+    root = Path(root)
+    recipe = Recipe(seed, train_pictures, heldout_pictures)
+    if _is_complete(root, recipe):
+        return
+    root.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{root.name}-", dir=root.parent))
+    try:
+        _write_all(work, recipe)
+        work.chmod(0o755)  # mkdtemp gives 0o700, which would shut out other users of a shared folder
+        os.rename(work, root)
+    except OSError:
+        # The rename fails when another process was first; its folder must then be the same.
+        if not _is_complete(root, recipe):
+            raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _is_complete(root: Path, recipe: Recipe) -> bool:
+    """Whether ``root`` was drawn from ``recipe``; False if there is nothing (or an empty folder)."""
+    if not root.exists() or (root.is_dir() and not any(root.iterdir())):
+        return False
+    try:
+        found = parse_object((root / MARKER).read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"data.root={root} exists but is no shapes data set: {MARKER}: {error}") from error
+    if found != asdict(recipe):
+        raise DataError(
+            f"data.root={root} was drawn from {found}, not from {asdict(recipe)}; remove the folder or name another one"
+        )
+    return True
+
+
+def _write_all(root: Path, recipe: Recipe) -> None:
+    """Draw all pictures and write the three JSON files and the marker into ``root``."""
+    rng = random.Random(recipe.seed)
+    (root / "images").mkdir()
+    seen: set[bytes] = set()
+    captions, conversations, heldout = [], [], []
+    for index in range(recipe.train_pictures):
+        name, scene = _new_picture(root, f"train_{index:05d}", rng, seen)
+        captions.append(_record(name, name, [(CAPTION_REQUEST, caption(scene))]))
+        conversations.append(_record(name, name, _conversation(scene, rng)))
+    for index in range(round(recipe.train_pictures * TEXT_ONLY_SHARE / (1 - TEXT_ONLY_SHARE))):
+        conversations.append(_record(f"text_{index:05d}", None, rng.sample(text_facts(), rng.randint(2, 4))))
+    rng.shuffle(conversations)
+    for index in range(recipe.heldout_pictures):
+        name, scene = _new_picture(root, f"heldout_{index:05d}", rng, seen)
+        heldout.append(_record(name, name, [rng.choice(list(questions(scene).values()))]))
+    _dump(root / "captions.json", captions)
+    _dump(root / "instructions.json", conversations)
+    _dump(root / "heldout.json", heldout)
+    _dump(root / MARKER, asdict(recipe))
+
+
+def _dump(path: Path, value: object) -> None:
+    """Write ``value`` as JSON."""
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def _record(name: str, image: str | None, turns: list[tuple[str, str]]) -> dict[str, object]:
+    """One LLaVA JSON record; the image mark stands before the first question."""
+    record: dict[str, object] = {"id": name}
+    if image is not None:
+        record["image"] = f"{image}.png"
+    messages = []
+    for position, (question, answer) in enumerate(turns):
+        mark = "<image>\n" if image is not None and position == 0 else ""
+        messages.append({"from": "human", "value": mark + question})
+        messages.append({"from": "gpt", "value": answer})
+    record["conversations"] = messages
+    return record
+
+
+def _new_picture(root: Path, name: str, rng: random.Random, seen: set[bytes]) -> tuple[str, Scene]:
+    """Draw a random picture to ``images/<name>.png``; returns its name and what it shows.
+
+    ``seen`` holds the pixels of all earlier pictures, so that no held-out picture is a training one.
+    """
+    while True:
+        (count,) = rng.choices(range(1, len(PLACES) + 1), COUNT_WEIGHTS)
+        places = tuple(sorted(rng.sample(range(len(PLACES)), count)))
+        scene = Scene(rng.choice(SHAPES), rng.choice(list(COLOURS)), rng.choice(list(SIZES)), places)
+        picture = draw_picture(scene, rng)
+        if picture.tobytes() not in seen:
+            seen.add(picture.tobytes())
+            picture.save(root / "images" / f"{name}.png")
+            return name, scene
+
+
+def draw_picture(scene: Scene, rng: random.Random) -> Image.Image:
+    """An RGB picture of ``scene`` on a grey ground, of one of the CANVASES sizes.
+
+    Shapes stand in the corners of the central square, so that a centre crop keeps them whole.
+    """
+    fine = 2  # drawn twice as large and averaged down, for smooth edges
+    width, height = (side * fine for side in rng.choice(CANVASES))
+    short = min(width, height)
+    shift = rng.randint(-6, 6)
+    red, green, blue = (level + shift for level in GROUND)
+    picture = Image.new("RGB", (width, height), (red, green, blue))
+    draw = ImageDraw.Draw(picture)
+    for place in scene.places:
+        row, column = divmod(place, 2)
+        x = width / 2 + short * (column - 0.5) * SPREAD + short * rng.uniform(-0.01, 0.01)
+        y = height / 2 + short * (row - 0.5) * SPREAD + short * rng.uniform(-0.01, 0.01)
+        _draw_shape(draw, scene.shape, x, y, short * SIZES[scene.size], COLOURS[scene.colour])
+    return picture.reduce(fine)
+
+
+def _draw_shape(
+    draw: ImageDraw.ImageDraw, shape: str, x: float, y: float, half: float, fill: tuple[int, int, int]
+) -> None:
+    """Fill one shape with centre (x, y) and half width ``half``, in pixels."""
+    if shape == "ring":
+        draw.ellipse((x - half, y - half, x + half, y + half), outline=fill, width=round(0.4 * half))
+    elif shape == "bar":
+        draw.rectangle((x - half, y - half / 3, x + half, y + half / 3), fill=fill)
+    elif shape == "triangle":
+        draw.polygon(((x, y - half), (x + half, y + half), (x - half, y + half)), fill=fill)
+    else:
+        arm = half / 3
+        draw.rectangle((x - half, y - arm, x + half, y + arm), fill=fill)
+        draw.rectangle((x - arm, y - half, x + arm, y + half), fill=fill)
+
+
+def caption(scene: Scene) -> str:
+    """Number, size, colour, shape and places, e.g. ``One small red ring at the top left.``"""
+    count = len(scene.places)
+    noun = scene.shape if count == 1 else PLURALS[scene.shape]
+    places = " and ".join(PLACES[place] for place in scene.places)
+    return f"{NUMBERS[count - 1].capitalize()} {scene.size} {scene.colour} {noun} at the {places}."
+
+
+def questions(scene: Scene) -> dict[str, tuple[str, str]]:
+    """The questions that can be asked about ``scene`` and their answers, by kind of question."""
+    pairs = {
+        "colour": ("What colour is shown?", scene.colour),
+        "shape": ("What shape is shown?", scene.shape),
+        "count": ("How many shapes are there?", NUMBERS[len(scene.places) - 1]),
+        "size": ("How large is the shape?", scene.size),
+        "content": ("What is shown in the picture?", f"{scene.colour} {scene.shape}"),
+    }
+    if len(scene.places) == 1:
+        pairs["place"] = ("Where is the shape?", PLACES[scene.places[0]])
+    return pairs
+
+
+def _conversation(scene: Scene, rng: random.Random) -> list[tuple[str, str]]:
+    """Two to five turns of different kinds about one picture, often with a caption among them."""
+    pairs = list(questions(scene).values())
+    pairs = rng.sample(pairs, rng.randint(2, 5))
+    if rng.random() < CAPTION_TURN_SHARE:
+        pairs.insert(rng.randint(0, len(pairs)), (CAPTION_REQUEST, caption(scene)))
+    return pairs
+
+
+def text_facts() -> list[tuple[str, str]]:
+    """Questions without a picture, and their answers."""
+    facts = [(f"Which number comes after {a}?", b) for a, b in itertools.pairwise(NUMBERS)]
+    facts += [(f"Which number comes before {b}?", a) for a, b in itertools.pairwise(NUMBERS)]
+    sides = {"triangle": "three", "square": "four"}
+    return facts + [(f"How many sides does a {shape} have?", count) for shape, count in sides.items()]
+
+
+def draw_shapes(cfg: DataConfig) -> None:
+    """The embedded dataset is drawn where it is not there yet."""
+    if cfg.source is Source.shapes:
+        ensure_shapes(Path(cfg.root or "."))

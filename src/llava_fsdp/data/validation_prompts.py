@@ -1,0 +1,87 @@
+"""A record's first question as what a model writes its answer behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from llava_fsdp.config import Config
+from llava_fsdp.data.batching.batch import MicroBatch
+from llava_fsdp.data.batching.collate import Collator, Row
+from llava_fsdp.data.images.preprocess import PictureReader
+from llava_fsdp.data.records.record import Record, Turn
+from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
+from llava_fsdp.data.text.conversation import opening_question, prompt
+from llava_fsdp.data.text.encode import Sample, encode_prompt
+from llava_fsdp.data.text.templates import IMAGE_TAG, template
+from llava_fsdp.data.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class HeldOutQuestion:
+    """A question, and the answer that its record has."""
+
+    record: str
+    """What a message calls it."""
+    question: str
+    """Without the places of pictures."""
+    reference: str
+    sample: Sample
+    """Up to where the answer begins, without labels."""
+    pictures: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Questions that are answered at once."""
+
+    micro: MicroBatch
+    """Rows padded on the left: all answers begin at the same position."""
+    mask: torch.Tensor
+    """bool [rows, length]: no padding"""
+
+
+def ask(record: Record, tokenizer: Tokenizer, reader: PictureReader, cfg: Config) -> HeldOutQuestion:
+    """A record's first question in the template that the run trains with.
+
+    Raises:
+        DataError: the record does not begin with a question and its answer.
+        PictureError: anyres, and a picture cannot be read.
+    """
+    text, shown, answer = opening_question(record)
+    form = template(cfg.trained_template)
+    written = prompt([Turn("human", text)], form, cfg.model.image_start_end, shown > 0)
+    places = tuple(reader.places(record, number) for number in range(shown))
+    ids = encode_prompt(written, tokenizer, [len(own) for own in places], cfg.trained_special_tokens)
+    names = record.images[:shown]
+    sample = Sample(ids, np.full(len(ids), IGNORE), names, places, 0, 0)
+    question = text.replace(IMAGE_TAG, "").strip() if record.images else text
+    return HeldOutQuestion(record.where, question, answer, sample, tuple(reader.path(record, name) for name in names))
+
+
+def lay_out_prompts(rows: Sequence[Row], collate: Collator) -> Prompts:
+    """Questions and their tiles; without any one position, so that there is always something to run."""
+    length = max((len(sample.input_ids) for sample, _ in rows), default=1)
+    ids = np.zeros((max(1, len(rows)), length), dtype=np.int64)
+    mask = np.zeros(ids.shape, dtype=bool)
+    mask[:, -1] = True
+    for row, (sample, _) in enumerate(rows):
+        ids[row, length - len(sample.input_ids) :] = sample.input_ids
+        mask[row, length - len(sample.input_ids) :] = True
+    image_positions = np.flatnonzero(ids == IMAGE_ID)
+    ids[ids == IMAGE_ID] = 0
+    images, image_rows = collate.lay_out(list(rows))
+    micro = MicroBatch(
+        input_ids=torch.from_numpy(ids),
+        image_positions=torch.from_numpy(image_positions),
+        image_rows=torch.from_numpy(image_rows),
+        images=torch.from_numpy(images),
+        label_positions=torch.arange(1, len(ids) + 1) * length - 1,
+        label_ids=torch.zeros(0, dtype=torch.int64),
+        scale=0.0,
+    )
+    return Prompts(micro, torch.from_numpy(mask))

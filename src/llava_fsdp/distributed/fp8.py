@@ -1,0 +1,83 @@
+"""Linear layers that multiply in fp8, and send their weights between ranks in fp8 (torchao's float8 training).
+
+Tensorwise dynamic scaling: input, weight and gradient of a layer are each scaled by their largest element and cast to
+fp8 (e4m3, gradients e5m2), and the products of two of them come out in bf16. Masters, their gradients and moments stay
+what they are.
+"""
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import nn
+
+from llava_fsdp.runtime.errors import ConfigError
+
+MULTIPLE = 16
+"""What torch's scaled matrix product wants both sizes of a weight to be a multiple of."""
+CURE = "choose precision=bf16"
+
+
+def check_fp8(device: torch.device) -> None:
+    """
+    Raises:
+        ConfigError: this machine cannot multiply in fp8.
+    """
+    if device.type != "cuda":
+        raise ConfigError(f"precision.linear=fp8 needs a CUDA GPU, and this run is on {device.type}; {CURE}")
+    major, minor = torch.cuda.get_device_capability(device)
+    if torch.version.hip is None and (major, minor) < (8, 9):
+        raise ConfigError(
+            f"precision.linear=fp8 needs a GPU of compute capability 8.9 (L40S, 4090, H100 or later), and "
+            f"{torch.cuda.get_device_name(device)} has {major}.{minor}; {CURE}"
+        )
+    if importlib.util.find_spec("torchao") is None:
+        raise ConfigError(f"precision.linear=fp8 needs torchao: pip install llava-fsdp[fp8], or {CURE}")
+
+
+def fp8_settings(sharded: bool) -> Any:
+    """torchao's: fp8 all-gather where weights are gathered; any number of tokens, padded to a multiple of 16."""
+    from torchao.float8 import Float8LinearConfig
+
+    return Float8LinearConfig(enable_fsdp_float8_all_gather=sharded, pad_inner_dim=True)
+
+
+def multiply_in_fp8(blocks: nn.ModuleList, sharded: bool) -> None:
+    """Replace the linear layers of a stack of blocks, in place, on the meta device; their parameters keep their names.
+
+    A layer whose weight is frozen, or whose sizes fp8 products do not take, stays as it is.
+
+    Raises:
+        ConfigError: none can be replaced.
+    """
+    from torchao.float8 import convert_to_float8_training
+
+    if not weights_in_fp8(blocks):
+        raise ConfigError(
+            f"precision.linear=fp8: no linear layer of the language model has sizes that are multiples of {MULTIPLE}; "
+            f"{CURE}"
+        )
+    convert_to_float8_training(
+        blocks, module_filter_fn=lambda module, _: takes_fp8(module), config=fp8_settings(sharded)
+    )
+
+
+def weights_in_fp8(blocks: nn.ModuleList) -> set[torch.Tensor]:
+    """Of a stack that is as it was."""
+    return {module.weight for module in blocks.modules() if isinstance(module, nn.Linear) and takes_fp8(module)}
+
+
+def takes_fp8(module: nn.Module) -> bool:
+    return (
+        isinstance(module, nn.Linear)
+        and module.weight.requires_grad
+        and module.in_features % MULTIPLE == 0
+        and module.out_features % MULTIPLE == 0
+    )
+
+
+def prepare_scales(model: nn.Module) -> None:
+    """Scales of all gathered weights in one all-reduce; each would need one of its own in the forward pass."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    precompute_float8_dynamic_scale_for_fsdp(model)

@@ -1,0 +1,59 @@
+"""The only calls of torch's fused AdamW, each after a check of its tensors' layout in memory.
+
+The kernel takes addresses and a number of elements. On a CPU it checks neither strides nor shapes (torch 2.13): it
+reads a view with gaps, or a gradient with another order of dimensions, as if it were contiguous, and writes beyond the
+end of a moment that is too small.
+"""
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from llava_fsdp.distributed.local_shards import unwrapped
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def fused_adamw(tensors: list[torch.Tensor], step: torch.Tensor, group: dict[str, Any]) -> None:
+    """Update weights and moments in place (arXiv 1711.05101).
+
+    Args:
+        tensors: weights, gradient, first and second moment: contiguous, of one shape and dtype.
+        step: the number of this update, from 1: float32 [] on the device of the tensors.
+        group: as in `torch.optim.AdamW.param_groups`.
+    """
+    check_layout(tensors)
+    weights, gradient, first, second = tensors
+    torch._fused_adamw_(
+        [weights], [gradient], [first], [second], [], [step],
+        lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"],
+        eps=group["eps"], amsgrad=False, maximize=False,
+    )  # fmt: skip
+
+
+def build_fused_adamw(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
+    """torch's own fused AdamW, with `check_before_step` before every step."""
+    optimizer = torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)
+    optimizer.register_step_pre_hook(check_before_step)
+    return optimizer
+
+
+@torch.no_grad()
+def check_before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Check all tensors of a step (a hook of `torch.optim`); it takes a few microseconds a parameter."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                state = optimizer.state.get(parameter, {})  # empty until the first step
+                tensors = parameter, parameter.grad, *(state[name] for name in MOMENTS if name in state)
+                check_layout([unwrapped(t.to_local() if isinstance(t, DTensor) else t) for t in tensors])
+
+
+def check_layout(tensors: list[torch.Tensor]) -> None:
+    first = tensors[0]
+    for tensor in tensors:
+        assert tensor.is_contiguous() and tensor.shape == first.shape and tensor.dtype == first.dtype, (
+            f"the fused AdamW reads contiguous tensors of one shape and dtype, and was handed {tuple(tensor.shape)} "
+            f"with strides {tensor.stride()} in {tensor.dtype}, beside weights of {tuple(first.shape)} in {first.dtype}"
+        )

@@ -1,0 +1,214 @@
+"""AdamW that computes in fp32 and stores weights and moments in fewer bits.
+
+A few rows at a time are converted to fp32, updated by torch's own fused AdamW, and stored again:
+
+- bf16 weights and moments are rounded stochastically (e.g. arXiv 2010.06192): the larger the part that is cut off, the
+  likelier they are rounded up, so that updates below half a step of bf16 are not lost on average. Rounding to nearest
+  would hardly move the second moment: beta2=0.999 changes it by 1/1000 a step, and bf16 has steps of 1/256.
+- int8 moments are indices into a map of 256 values, dense around zero, with one scale for each block of 256 elements
+  (dynamic block-wise quantisation, arXiv 2110.02861). A block lies in one row, so that sharding does not change it.
+"""
+
+import math
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from llava_fsdp.config import MomentDType
+from llava_fsdp.distributed.fused_adamw import MOMENTS, fused_adamw
+from llava_fsdp.distributed.local_shards import local, local_rows
+from llava_fsdp.runtime.seeds import derive
+
+BLOCK = 256
+"""Elements of a row that share a scale."""
+STRETCH = 1 << 22
+"""Elements that are updated at a time: 16 MiB for each fp32 tensor of the computation."""
+SCALE = "_scale"
+
+
+class LowBitAdamW(torch.optim.Optimizer):
+    """AdamW (arXiv 1711.05101) for fp32 or bf16 weights, with gradients in their dtype, and moments in any dtype.
+
+    Args:
+        groups: as `torch.optim.AdamW` takes them, with lr and weight_decay in each.
+        moments: the dtype in which moments are stored. With int8, those of one-dimensional parameters are fp32.
+        seed: for the rounding. Random numbers depend on the seed, the step, the parameter and this rank's first row of
+            it: replicas of a shard stay equal, and a run that continues draws the same numbers.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        moments: MomentDType,
+        betas: tuple[float, float],
+        eps: float,
+        seed: int,
+    ):
+        super().__init__(groups, {"betas": betas, "eps": eps})
+        self.moments = moments
+        self.seed = seed
+
+    def new_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Zero moments, sharded as the parameter is, and the step, on the CPU."""
+        state = {"step": torch.zeros((), dtype=torch.float32)}
+        for name in MOMENTS:
+            if is_quantised(parameter.shape, self.moments):
+                state[name] = torch.zeros_like(parameter, dtype=torch.uint8)
+                state[name + SCALE] = zero_scales(parameter)
+            else:
+                dtype = torch.bfloat16 if self.moments is MomentDType.bf16 else torch.float32
+                state[name] = torch.zeros_like(parameter, dtype=dtype)
+        return state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """One update of every parameter that has a gradient."""
+        assert closure is None
+        number = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                number += 1
+                if parameter.grad is not None:
+                    self.update(parameter, group, number)
+
+    def update(self, parameter: nn.Parameter, group: dict[str, Any], number: int) -> None:
+        state = self.state[parameter]
+        if not state:
+            state.update(self.new_state(parameter))
+        state["step"] += 1
+        step = int(state["step"])
+        assert parameter.grad is not None
+        weights, gradients = as_rows(parameter), as_rows(parameter.grad)
+        stored = [Stored.of(state, name) for name in MOMENTS]
+        begin, _ = local_rows(parameter)
+        dice = torch.Generator(weights.device).manual_seed(derive("rounding", self.seed, step, number, begin))
+        steps = torch.full((), float(step), device=weights.device)
+        for rows in stretches(weights):
+            weight, moments = weights[rows].float(), [one.read(rows) for one in stored]
+            fused_adamw([weight, gradients[rows].float(), *moments], steps, group)
+            store(weight, weights[rows], dice)
+            for one, value in zip(stored, moments, strict=True):
+                one.write(rows, value, dice)
+
+
+def is_quantised(shape: tuple[int, ...], moments: MomentDType) -> bool:
+    """Whether a parameter's moments are stored in int8; norms and biases are too small to gain by it."""
+    return moments is MomentDType.int8 and len(shape) > 1
+
+
+def zero_scales(parameter: nn.Parameter) -> torch.Tensor:
+    """Zero scales of a parameter's moments, float32 [rows, blocks per row], sharded as the parameter is."""
+    rows, blocks = parameter.shape[0], math.ceil(math.prod(parameter.shape[1:]) / BLOCK)
+    mine = torch.zeros((local(parameter).shape[0], blocks), dtype=torch.float32, device=parameter.device)
+    if not isinstance(parameter, DTensor):
+        return mine
+    return DTensor.from_local(
+        mine,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=torch.Size((rows, blocks)),
+        stride=(blocks, 1),
+    )
+
+
+def as_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of a tensor; a scalar is one row."""
+    own = local(tensor)
+    return own if own.ndim else own.view(1)
+
+
+def stretches(tensor: torch.Tensor) -> Iterator[slice]:
+    """Consecutive slices of rows, about `STRETCH` elements each; no slices if this rank holds no rows."""
+    if tensor.numel() == 0:
+        return
+    rows = max(1, STRETCH // (tensor.numel() // tensor.shape[0]))
+    for begin in range(0, tensor.shape[0], rows):
+        yield slice(begin, begin + rows)
+
+
+class Stored:
+    """This rank's rows of a moment as it is stored: as numbers, or as int8 codes with their scales."""
+
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor | None, map_: torch.Tensor | None):
+        self.codes, self.scales, self.map = codes, scales, map_
+
+    @classmethod
+    def of(cls, state: dict[str, torch.Tensor], name: str) -> "Stored":
+        codes, scales = as_rows(state[name]), state.get(name + SCALE)
+        if scales is None:
+            return cls(codes, None, None)
+        signed = name == MOMENTS[0]
+        return cls(codes, local(scales), torch.tensor(dynamic_map(signed), device=codes.device))
+
+    def read(self, rows: slice) -> torch.Tensor:
+        """float32 values; of a moment stored in fp32 a view, so that the update is in place."""
+        if self.scales is None or self.map is None:
+            return self.codes[rows].float()
+        return dequantise(self.codes[rows], self.scales[rows], self.map)
+
+    def write(self, rows: slice, value: torch.Tensor, dice: torch.Generator) -> None:
+        if self.scales is None or self.map is None:
+            store(value, self.codes[rows], dice)
+        else:
+            codes, scales = quantise(value, self.map)
+            self.codes[rows].copy_(codes)
+            self.scales[rows].copy_(scales)
+
+
+def store(value: torch.Tensor, target: torch.Tensor, dice: torch.Generator) -> None:
+    """Store fp32 values: copied into fp32, stochastically rounded into bf16. Overwrites `value`."""
+    if target.dtype == torch.float32:
+        if target.data_ptr() != value.data_ptr():
+            target.copy_(value)
+        return
+    # bf16 is the upper 16 bits of fp32. A random 16-bit number is added to the lower 16 bits, which are then cut off.
+    # The probability that the sum carries, to the next larger magnitude of bf16, is the lower bits divided by 2**16.
+    bits = value.view(torch.int32)
+    bits.add_(torch.randint(1 << 16, value.shape, dtype=torch.int32, device=value.device, generator=dice))
+    bits.bitwise_and_(-(1 << 16))
+    target.copy_(value)
+
+
+@cache
+def dynamic_map(signed: bool) -> tuple[float, ...]:
+    """256 ascending values up to 1, from 0 or (signed) almost -1: seven decades, each twice as fine as the one below.
+
+    Within a decade, values are the midpoints of equal intervals; 0 and 1 are added.
+    """
+    values = [0.0, 1.0]
+    for decade in range(7):
+        parts = 2 ** (decade if signed else decade + 1)
+        edges = torch.linspace(0.1, 1, parts + 1)
+        middles = (10.0 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)).tolist()
+        values += middles + ([-m for m in middles] if signed else [])
+    return tuple(sorted(values))
+
+
+def quantise(value: torch.Tensor, map_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [shape] and scales [rows, blocks] of fp32 values.
+
+    A scale is the largest magnitude of a block. A code is the index in the map of the value nearest to value / scale.
+    """
+    blocks = into_blocks(value)
+    scales = blocks.abs().amax(-1).clip_(min=1e-12)
+    middles = (map_[:-1] + map_[1:]) / 2
+    codes = torch.bucketize(blocks.div_(scales[..., None]), middles, right=True, out_int32=True).to(torch.uint8)
+    return codes.flatten(1)[:, : value[0].numel()].view(value.shape), scales
+
+
+def dequantise(codes: torch.Tensor, scales: torch.Tensor, map_: torch.Tensor) -> torch.Tensor:
+    """Values of codes, float32 [shape of the codes], contiguous: the fused kernel updates them in place."""
+    values = map_[codes.flatten(1).int()]
+    return values.mul_(scales.repeat_interleave(BLOCK, 1)[:, : values.shape[1]]).view(codes.shape)
+
+
+def into_blocks(value: torch.Tensor) -> torch.Tensor:
+    """A copy of values as [rows, blocks, BLOCK]; rows are padded with zeros to whole blocks."""
+    flat = value.flatten(1)
+    return functional.pad(flat, (0, -flat.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))

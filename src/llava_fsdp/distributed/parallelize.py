@@ -1,0 +1,256 @@
+"""Parallelism, applied to a model from outside. Knows stacks of blocks, and no model class.
+
+The order is: meta device, freeze, fp8, compile, recompute, `fully_shard`, then weights into shards, then the optimizer.
+Recompute goes inside the sharded unit, so that a block's weights are gathered before it runs again; weights come after,
+so that no rank ever holds more than its shards.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from llava_fsdp.config import Config, LinearKind, PrecisionConfig, ShardingConfig
+from llava_fsdp.distributed.activation_checkpoint import apply_recompute, clean_name
+from llava_fsdp.distributed.compile import Compilations
+from llava_fsdp.distributed.fp8 import multiply_in_fp8, weights_in_fp8
+from llava_fsdp.distributed.memory import Weight
+from llava_fsdp.distributed.offload import Offload
+from llava_fsdp.distributed.precision import (
+    DTYPES,
+    MASTERS,
+    MasterWeights,
+    compute_norms_in_fp32,
+    norm_weights,
+    norms_kept_in_fp32,
+    store_weights,
+)
+from llava_fsdp.distributed.zero import ShardPlan
+
+T = TypeVar("T")
+
+
+def parallelize(
+    model: nn.Module,
+    stacks: list[nn.ModuleList],
+    mesh: DeviceMesh | None,
+    plan: ShardPlan,
+    cfg: Config,
+    offload: Offload,
+    whole: list[nn.Module],
+    count: Compilations | None = None,
+) -> MasterWeights:
+    """Shard a meta-device model in place and allocate, uninitialised, what this rank holds of it.
+
+    Args:
+        model: on the meta device, with `requires_grad` set; its forward must run the same modules on every rank.
+        stacks: lists of blocks, the language model's first; each block becomes one unit of gathering, and of
+            recomputation.
+        mesh: (replicate, shard) or (shard,); None shards nothing.
+        offload: where what this rank holds is to lie.
+        whole: modules whose frozen weights stay whole on every rank, whatever the plan.
+        count: the language model's blocks are compiled, and this is told of it; None: they are not.
+
+    Returns:
+        The tensors to load, optimize and checkpoint, by parameter name.
+    """
+    store_weights(model, cfg.precision, sharded=mesh is not None)
+    compute_norms_in_fp32(model, cfg.precision)
+    in_fp8 = cfg.precision.linear is LinearKind.fp8
+    if in_fp8:
+        multiply_in_fp8(stacks[0], sharded=mesh is not None)
+    one_row = cfg.pack or cfg.micro_batch_size == 1
+    apply_recompute(stacks, cfg.recompute, offload.device, count, one_row)
+    if mesh is not None:
+        ignored = frozen_left_whole(model, plan, [*whole, *norms_kept_in_fp32(model, cfg.precision)])
+        shard(model, stacks, mesh, plan, cfg, ignored, offload)
+    materialize(model, offload.materialize)
+    trainable = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
+    return MasterWeights(trainable, MASTERS[cfg.precision.master_dtype], model if in_fp8 else None)
+
+
+def materialize(model: nn.Module, allocate: Callable[[nn.Module], object]) -> None:
+    """Allocate what this rank holds, uninitialised. Modules alone would part tied parameters."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    allocate(model)
+    for first, *others in names.values():
+        for other in others:
+            module_name, _, leaf = other.rpartition(".")
+            model.get_submodule(module_name).register_parameter(leaf, model.get_parameter(first))
+
+
+def frozen_left_whole(model: nn.Module, plan: ShardPlan, whole: list[nn.Module]) -> set[nn.Parameter]:
+    """Frozen parameters that FSDP must not touch: all of them unless the plan shards frozen weights."""
+    roots = whole if plan.shards_frozen else [model]
+    return {p for root in roots for p in root.parameters() if not p.requires_grad}
+
+
+def shard(
+    model: nn.Module,
+    stacks: list[nn.ModuleList],
+    mesh: DeviceMesh,
+    plan: ShardPlan,
+    cfg: Config,
+    ignored: set[nn.Parameter],
+    offload: Offload,
+) -> None:
+    """`fully_shard` every block that has something to shard, then the rest of the model as the root unit.
+
+    The root is never resharded between forward and backward: backward begins with it. Trainable norms that compute in
+    fp32 are a unit of their own, all together: a unit has one dtype. It stays gathered too, being small.
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=DTYPES[cfg.precision.param_dtype],
+        reduce_dtype=DTYPES[cfg.precision.reduce_dtype],
+        cast_forward_inputs=False,  # the model casts pictures itself, at every world size alike
+    )
+    common: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored, "offload_policy": offload.policy}
+    norms = [m for m in norms_kept_in_fp32(model, cfg.precision) if set(m.parameters()) - ignored]
+    together = GatheredFirst(norms) if norms else None
+    if together is not None:
+        kept = replace(policy, param_dtype=None, reduce_dtype=None)  # fp32, as they are stored
+        fully_shard(together, mp_policy=kept, reshard_after_forward=False, **common)
+        model.gathered_first = together
+        common["ignored_params"] = ignored = ignored | set(together.parameters())
+    units = []
+    for stack in reversed(stacks):  # as they run: a tower before the language model
+        for unit in in_units(list(stack), cfg.sharding.blocks_per_unit):
+            blocks = [block for block in unit if set(block.parameters()) - ignored]
+            if blocks:
+                one = blocks[0] if len(blocks) == 1 else blocks
+                fully_shard(one, mp_policy=policy, reshard_after_forward=plan.reshard_after_forward, **common)
+                units.append(blocks[0])
+    if cfg.sharding.prefetch is not None:
+        gather_ahead(units, cfg.sharding.prefetch)
+    fully_shard(model, mp_policy=policy, reshard_after_forward=False, **common)
+    if together is not None:
+        model.register_forward_pre_hook(lambda *_: together())  # behind FSDP's own, which begins a pass
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # The loss is divided by the label tokens of the whole step, so gradients are summed, never averaged.
+            # Neither setter recurses; without the second, gloo refuses the factor.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def in_units(blocks: list[T], size: int) -> list[list[T]]:
+    """A stack's blocks, so many at a time."""
+    return [blocks[start : start + size] for start in range(0, len(blocks), size)]
+
+
+def describe_units(sharding: ShardingConfig) -> str:
+    """What is not FSDP2's own; empty where all is."""
+    found = []
+    if sharding.blocks_per_unit > 1:
+        found.append(f"{sharding.blocks_per_unit} blocks gathered together")
+    if sharding.prefetch is not None:
+        found.append(f"{sharding.prefetch} gathers begun ahead")
+    return ", ".join(found)
+
+
+def without_use(sharding: ShardingConfig, stacks: Sequence[nn.ModuleList], shards: int | None) -> list[str]:
+    """Which settings of units do nothing here, and why.
+
+    Args:
+        stacks: after `shard`.
+        shards: ranks that share a copy of the weights; None: nothing is wrapped, as there is one rank.
+    """
+    size, ahead = sharding.blocks_per_unit, sharding.prefetch
+    largest = max(map(len, stacks))
+    units = sum(
+        any(isinstance(block, FSDPModule) for block in unit) for stack in stacks for unit in in_units(list(stack), size)
+    )
+    found = []
+    if shards is None:
+        if size > 1:
+            found.append(f"sharding.blocks_per_unit={size} does nothing on one rank, which gathers nothing")
+        if ahead is not None:
+            found.append(f"sharding.prefetch={ahead} does nothing on one rank, which gathers nothing")
+        return found
+    if size > largest:
+        found.append(f"sharding.blocks_per_unit={size} is as {largest}: no stack of the model has more blocks")
+    if ahead is not None and (shards == 1 or units < 2):
+        why = "every rank has whole weights" if shards == 1 else "blocks that are sharded make one unit, or none"
+        found.append(f"sharding.prefetch={ahead} does nothing: {why}")
+    elif ahead is not None and ahead >= units:
+        found.append(f"sharding.prefetch={ahead} is as {units - 1}: blocks that are sharded make {units} units")
+    return found
+
+
+def gather_ahead(units: Sequence[nn.Module], count: int) -> None:
+    """Begin the all-gathers of the next units once a unit's weights are there, in either direction.
+
+    Args:
+        units: a module of each, in the order in which they run forward.
+    """
+    sharded: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
+    for place, unit in enumerate(sharded):
+        unit.set_modules_to_forward_prefetch(sharded[place + 1 : place + 1 + count])
+        unit.set_modules_to_backward_prefetch(sharded[max(0, place - count) : place][::-1])
+
+
+@runtime_checkable
+class Packed(Protocol):
+    """A module whose `weight` holds several weights in an element."""
+
+    per_element: int
+    statistics_bytes: int
+    """What they are unpacked with, whole on every rank."""
+
+
+class GatheredFirst(nn.Module):
+    """Modules from all over a model as one unit of FSDP, gathered before any of them runs.
+
+    `fully_shard` of a list would put hooks on each of them: a compiled block would be cut in pieces there.
+    """
+
+    def __init__(self, modules: list[nn.Module]):
+        super().__init__()
+        self.together = nn.ModuleList(modules)
+
+    def forward(self) -> None:
+        """Nothing: FSDP's hooks do what there is to do."""
+
+
+def weights_of(
+    model: nn.Module,
+    stacks: list[nn.ModuleList],
+    whole: list[nn.Module],
+    precision: PrecisionConfig,
+    blocks_per_unit: int = 1,
+) -> dict[str, Weight]:
+    """Every parameter of a meta-device model, as the memory arithmetic sees it."""
+    in_fp8 = weights_in_fp8(stacks[0]) if precision.linear is LinearKind.fp8 else set()
+    norms = norm_weights(model, precision)
+    kept_whole = norms | {p for module in whole for p in module.parameters()}
+    names = block_names(model, stacks)
+    unit_names = units_of_blocks(model, stacks, blocks_per_unit)
+    units = {p: unit_names[names[block]] for block in names for p in block.parameters()}
+    found = {
+        name: Weight(tuple(p.shape), p.requires_grad, p in kept_whole, p in norms, p in in_fp8, units.get(p, ""))
+        for name, p in model.named_parameters()
+    }
+    for module_name, module in model.named_modules():
+        if isinstance(module, Packed):
+            name = f"{module_name}.weight"
+            size = {"per_element": module.per_element, "statistics": module.statistics_bytes}
+            found[name] = replace(found[name], **size)
+    return found
+
+
+def units_of_blocks(model: nn.Module, stacks: Sequence[nn.ModuleList], blocks_per_unit: int) -> dict[str, str]:
+    """The unit of every block, by name; a unit is called as its first block."""
+    names = block_names(model, stacks)
+    units = [unit for stack in stacks for unit in in_units(list(stack), blocks_per_unit)]
+    return {names[block]: names[unit[0]] for unit in units for block in unit}
+
+
+def block_names(model: nn.Module, stacks: Sequence[nn.ModuleList]) -> dict[nn.Module, str]:
+    """The blocks of all stacks, by their names without activation checkpointing."""
+    blocks = {block for stack in stacks for block in stack}
+    return {module: clean_name(name) for name, module in model.named_modules() if module in blocks}

@@ -1,0 +1,109 @@
+"""In which dtype weights are stored, computed with and updated."""
+
+import torch
+from torch import nn
+
+from llava_fsdp.config import DType, MasterDType, PrecisionConfig
+from llava_fsdp.distributed.fp8 import prepare_scales
+
+DTYPES = {DType.bf16: torch.bfloat16, DType.fp16: torch.float16, DType.fp32: torch.float32}
+MASTERS = {MasterDType.bf16: torch.bfloat16, MasterDType.fp32: torch.float32}
+
+
+def store_weights(model: nn.Module, cfg: PrecisionConfig, sharded: bool) -> None:
+    """Give every parameter of a meta-device model the dtype it is stored in.
+
+    FSDP casts what it shards for the computation and leaves alone what it ignores, so frozen weights are stored in
+    the compute dtype; trainable ones are masters under FSDP, and working copies in the compute dtype without
+    it (`MasterWeights` then holds the masters). Buffers keep their dtype: rotary frequencies are fp32.
+    """
+    compute, master = DTYPES[cfg.param_dtype], MASTERS[cfg.master_dtype]
+    kept = norm_weights(model, cfg)
+    for parameter in model.parameters():
+        held = master if parameter.requires_grad and sharded else compute
+        parameter.data = parameter.data.to(torch.float32 if parameter in kept else held)
+
+
+def norms_kept_in_fp32(model: nn.Module, cfg: PrecisionConfig) -> list[nn.Module]:
+    """The norms that compute in another dtype than the rest of the model.
+
+    A norm's weight scales a whole channel and lies around 1, where bf16 has steps of 1/128: an update below half
+    of that would not be seen by the forward pass.
+    """
+    if cfg.norm_dtype is cfg.param_dtype:
+        return []
+    return [m for m in model.modules() if is_norm(m)]
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Models bring norms of their own, with nothing in common but the name and a value for each channel."""
+    alone = not any(True for _ in module.children()) and all(p.ndim <= 1 for p in module.parameters())
+    return alone and "Norm" in type(module).__name__
+
+
+def norm_weights(model: nn.Module, cfg: PrecisionConfig) -> set[nn.Parameter]:
+    return {p for norm in norms_kept_in_fp32(model, cfg) for p in norm.parameters()}
+
+
+def compute_norms_in_fp32(model: nn.Module, cfg: PrecisionConfig) -> None:
+    """Cast what goes into these norms, and back what comes out: the layers between them stay in the compute dtype."""
+    for norm in norms_kept_in_fp32(model, cfg):
+        norm.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
+        norm.register_forward_hook(lambda _, inputs, output: output.to(DTYPES[cfg.param_dtype]))
+
+
+class MasterWeights:
+    """The tensors that the optimizer steps and that checkpoints hold, by parameter name.
+
+    Under FSDP, and where weights are computed with in the dtype that they are kept in, they are the model's own
+    parameters. Else, at world size 1, the model computes with working copies: each backward adds its gradients to the
+    masters' in the masters' dtype, and `refresh` copies the masters back after an optimizer step. The arithmetic is
+    that of `fully_shard` on one rank, bit for bit.
+    """
+
+    def __init__(
+        self,
+        trainable: dict[str, nn.Parameter],
+        master: torch.dtype = torch.float32,
+        in_fp8: nn.Module | None = None,
+    ):
+        """
+        Args:
+            master: what weights are kept in; one that is computed with in fp32 is kept in fp32.
+            in_fp8: the model, where layers of it multiply in fp8.
+        """
+        self.named: dict[str, nn.Parameter] = {}
+        self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._in_fp8 = in_fp8
+        for name, parameter in trainable.items():
+            if parameter.dtype in (torch.float32, master):
+                self.named[name] = parameter
+                continue
+            kept = nn.Parameter(torch.empty_like(parameter, dtype=master))
+            self.named[name] = kept
+            self._copies.append((parameter, kept))
+            parameter.register_post_accumulate_grad_hook(GradientInto(kept))
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Let the forward pass see masters that have changed. A collective with fp8."""
+        if self._copies:
+            torch._foreach_copy_([p for p, _ in self._copies], [m for _, m in self._copies])
+        if self._in_fp8 is not None:
+            prepare_scales(self._in_fp8)
+
+
+class GradientInto:
+    """Moves a working copy's gradient to its master, in the master's dtype, and frees it."""
+
+    def __init__(self, master: nn.Parameter):
+        self.master = master
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        gradient = parameter.grad.to(self.master.dtype)
+        if self.master.grad is None:
+            self.master.grad = gradient
+        else:
+            self.master.grad.add_(gradient)
+        parameter.grad = None

@@ -1,0 +1,183 @@
+"""Compare replicas: ranks that hold the same rows of a tensor must hold the same bits.
+
+Nothing else would notice a difference. A bit that flips in one rank's copy (by bad memory, or a GPU that computes wrong
+sums) changes the gradients of all ranks, and is exported if that copy is the one that is written.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+from xxhash import xxh3_64_intdigest
+
+from llava_fsdp.distributed.local_shards import local
+
+CHUNK = 1 << 24
+"""Words that are summed at a time on a GPU: 128 MiB for each int64 temporary."""
+WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+def shared_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """This rank's rows of the tensors for which other ranks hold the same rows, by name.
+
+    Returns:
+        Those of DTensors that are replicated over a dimension of their mesh; and those of plain tensors, which every
+        rank holds whole.
+    """
+    of_mesh, everywhere = {}, {}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, DTensor):
+            everywhere[name] = local(tensor)
+        elif any(
+            isinstance(p, Replicate) and n > 1 for p, n in zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+        ):
+            of_mesh[name] = local(tensor)
+    return of_mesh, everywhere
+
+
+def shard_number(tensors: Iterable[torch.Tensor]) -> int:
+    """The number of this rank's shard of the mesh. Ranks with the same number are replicas of each other."""
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            coordinate = tensor.device_mesh.get_coordinate()
+            assert coordinate is not None
+            number = 0
+            for place, size, placement in zip(coordinate, tensor.device_mesh.shape, tensor.placements, strict=True):
+                number = number if isinstance(placement, Replicate) else number * size + place
+            return number
+    return 0
+
+
+def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Checksums of the tensors' memory by name, unsigned 64 bits each. Waits for the device once at most."""
+    found = {name: digest_on_host(t) for name, t in tensors.items() if t.device.type == "cpu"}
+    on_device = {name: weighted_sum(t) for name, t in tensors.items() if t.device.type != "cpu"}
+    if on_device:
+        sums = torch.stack(list(on_device.values())).tolist()
+        found |= {name: value % (1 << 64) for name, value in zip(on_device, sums, strict=True)}
+    return {name: found[name] for name in tensors}
+
+
+def digest_on_host(tensor: torch.Tensor) -> int:
+    """xxh3 of a CPU tensor's bytes, about as fast as memory can be read."""
+    return xxh3_64_intdigest(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """A checksum of a tensor's memory, int64 []: the sum modulo 2**64 of word i times 2i + 1.
+
+    A word has at most 32 bits. Sums of integers do not depend on the order, so that all ranks get the same one.
+    Changing a word changes the sum by a number below 2**32 times an odd one. Swapping words i and j changes it by their
+    difference times 2(j - i), which is below 2**64 for fewer than 2**31 words. Neither is 0 modulo 2**64.
+    """
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    flat = flat.view(next(words for size, words in WORDS.items() if flat.numel() % size == 0))
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for begin in range(0, flat.numel(), CHUNK):
+        words = flat[begin : begin + CHUNK].to(torch.int64)
+        total += words.mul_(torch.arange(2 * begin + 1, 2 * (begin + len(words)), 2, device=words.device)).sum()
+    return total
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor or other fact that is not the same on all ranks that hold it."""
+
+    name: str
+    ranks: tuple[int, ...]
+    """Ranks whose value is not the majority's; all ranks that hold it if no value has a majority."""
+    is_told: bool
+    """Whether a majority shows which ranks are wrong."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Checksums, by name, of what a rank holds and other ranks hold too."""
+
+    shard: int
+    """Its `shard_number`: ranks with the same number hold the same rows of the tensors in `of_mesh`."""
+    of_mesh: dict[str, int]
+    everywhere: dict[str, int]
+
+    @property
+    def totals(self) -> tuple[int, int, int]:
+        of_mesh, everywhere = (xxh3_64_intdigest(repr(sums).encode()) for sums in (self.of_mesh, self.everywhere))
+        return self.shard, of_mesh, everywhere
+
+
+def held_by_this_rank(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, str]) -> Held:
+    """Compute the checksums of what this rank holds and other ranks hold too.
+
+    Args:
+        tensors: by name, in the same order on every rank.
+        facts: other values that must be the same on every rank, as text by name.
+    """
+    of_mesh, everywhere = shared_tensors(tensors)
+    digests = {name: xxh3_64_intdigest(text.encode()) for name, text in facts.items()}
+    return Held(shard_number(tensors.values()), checksums(of_mesh), checksums(everywhere) | digests)
+
+
+def find_differences(own: Held, gather: Callable[[list[Any]], list[Any]]) -> list[Difference]:
+    """Compare all ranks; return the same differences on each. A collective.
+
+    Ranks send three numbers. Only if these differ do they send the checksum of every tensor.
+
+    Args:
+        gather: takes this rank's items, and returns the items of all ranks in rank order.
+    """
+    totals = gather([own.totals])
+    if len({(shard, total) for shard, total, _ in totals}) == len({shard for shard, *_ in totals}):
+        if len({total for *_, total in totals}) == 1:
+            return []
+    return compare(gather([own]))
+
+
+def compare(found: list[Held]) -> list[Difference]:
+    """Compare the checksums of all ranks, name by name.
+
+    Args:
+        found: those of each rank.
+    """
+    replicas: dict[int, list[int]] = {}
+    for rank, held in enumerate(found):
+        replicas.setdefault(held.shard, []).append(rank)
+    differing = [
+        difference
+        for ranks in replicas.values()
+        for name in found[ranks[0]].of_mesh
+        if (difference := outvoted(name, {rank: found[rank].of_mesh.get(name) for rank in ranks}))
+    ]
+    everywhere = {name for held in found for name in held.everywhere}
+    for name in sorted(everywhere):
+        if difference := outvoted(name, {rank: held.everywhere.get(name) for rank, held in enumerate(found)}):
+            differing.append(difference)
+    return differing
+
+
+def outvoted(name: str, values: dict[int, int | None]) -> Difference | None:
+    """Compare the checksums that ranks have of one tensor; None if all are equal.
+
+    Args:
+        values: the checksum of each rank.
+    """
+    value, votes = Counter(values.values()).most_common(1)[0]
+    if votes == len(values):
+        return None
+    is_told = 2 * votes > len(values)
+    return Difference(name, tuple(r for r, own in values.items() if own != value or not is_told), is_told)
+
+
+def same_on_every_rank(norm: DTensor) -> torch.Tensor:
+    """The full value of a sharded norm, float32 [], with the same bits on all ranks. A collective.
+
+    Each replica sums its own shards, and between machines with other links it may sum them in another order. Replicas
+    that clip by norms with other bits would drift apart, so that all ranks take the largest.
+    """
+    value = norm.full_tensor()
+    if sum(size > 1 for size in norm.device_mesh.shape) > 1:
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+    return value

@@ -1,0 +1,109 @@
+"""Ranks that really talk to each other, and where they are stuck when they do not."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from llava_fsdp.doctor.findings import Finding, fail, ok
+from llava_fsdp.runtime.humanize import readable
+from llava_fsdp.runtime.process_end import without_launcher
+
+LIMIT = 60.0
+"""Seconds."""
+PROGRAM = ("-m", "llava_fsdp.doctor.collectives_worker")
+MORE = "NCCL_DEBUG=INFO says more; NCCL_P2P_DISABLE=1 goes without access to each other's memory"
+LOOPBACK = "GLOO_SOCKET_IFNAME=lo lets them use loopback"
+# What a rank does that has come no further than a stage, and the cure on GPUs and on the CPU.
+STUCK = {
+    "": ("has not started", f"run it by hand: torchrun --standalone --nproc-per-node 2 {' '.join(PROGRAM)} /tmp", ""),
+    "started": ("has not met the others", "localhost and this machine's name must lead here (/etc/hosts)", ""),
+    "joined": (
+        "waits in its first all_reduce",
+        "try NCCL_P2P_DISABLE=1 (then switch ACS off in the BIOS), NCCL_SHM_DISABLE=1 (then enlarge /dev/shm)",
+        LOOPBACK,
+    ),
+    "summed": ("waits in all_gather", MORE, LOOPBACK),
+    "gathered": ("waits in reduce_scatter", MORE, LOOPBACK),
+    "scattered": ("waits in a large all_reduce", MORE, LOOPBACK),
+    "measured": ("does not end", MORE, LOOPBACK),
+}
+
+
+def try_ranks(count: int, on_gpus: bool, limit: float = LIMIT, program: Sequence[str] = PROGRAM) -> Iterator[Finding]:
+    """Start so many ranks under torchrun, as a training does, and wait for them, but not for longer than `limit`.
+
+    Args:
+        program: what each rank runs, behind `python`: it writes stages into the folder that it is given.
+    """
+    name = f"{count} ranks, {'NCCL' if on_gpus else 'gloo'}"
+    with tempfile.TemporaryDirectory(prefix="doctor-") as folder, open(Path(folder) / "output", "w+") as output:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+        environment = without_launcher(os.environ)
+        if not on_gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ""  # else a single GPU is refused to two ranks
+        start = time.monotonic()
+        process = subprocess.Popen(
+            [*launcher, *program, folder], stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
+        )
+        try:
+            process.wait(timeout=limit)
+        except subprocess.TimeoutExpired:
+            yield stuck(name, stages_of(Path(folder), count), limit, on_gpus)
+            return
+        finally:
+            end(process)
+        seconds = time.monotonic() - start
+        stages = stages_of(Path(folder), count)
+        if process.returncode != 0:
+            output.seek(0)
+            cure = "NCCL_DEBUG=INFO says more" if on_gpus else "see the reason; GLOO_SOCKET_IFNAME=lo"
+            yield fail(name, f"failed: {reason(output.read())}", cure)
+            return
+        rates = [float(stage.split()[1]) for stage in stages if stage.startswith("measured ")]
+        yield ok(name, f"right sums after {seconds:.0f} s; all_reduce at {readable(min(rates, default=0.0))}/s")
+
+
+def stages_of(folder: Path, count: int) -> list[str]:
+    """The last that each rank has reached; empty: none."""
+    found = []
+    for rank in range(count):
+        lines = []
+        with contextlib.suppress(OSError):
+            lines = (folder / f"rank-{rank}").read_text().splitlines()
+        found.append(lines[-1].strip() if lines else "")
+    return found
+
+
+def stuck(name: str, stages: Sequence[str], limit: float, on_gpus: bool) -> Finding:
+    """The rank that is behind the others is the one to look at; where all are alike, what they do."""
+    order = list(STUCK)
+    places = [order.index(stage.split()[0] if stage else "") for stage in stages]
+    first = min(places)
+    late = [str(rank) for rank, place in enumerate(places) if place == first]
+    what, on_gpu, on_cpu = STUCK[order[first]]
+    who = "every rank" if len(late) == len(places) else f"rank {', '.join(late)}"
+    return fail(name, f"not done after {limit:.0f} s: {who} {what}", on_gpu if on_gpus else on_cpu or on_gpu)
+
+
+def reason(output: str) -> str:
+    """The line of an error in what torchrun and its ranks have said."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"(?i)^\S*(\[rank\d+\]:)?.*\b\w*(error|exception)\b.*:", line)]
+    own = [line for line in errors if "ChildFailedError" not in line and "torch.distributed.elastic" not in line]
+    return (own or errors or lines or ["it said nothing"])[-1][:300]
+
+
+def end(process: subprocess.Popen) -> None:
+    """torchrun and its ranks, which end with it."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            process.send_signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=5)

@@ -1,0 +1,81 @@
+"""What a rank of doctor's test does: join the others as a training does, and send each other what must add up.
+
+`torchrun --nnodes 2 --nproc-per-node 8 ... -m llava_fsdp.doctor.collectives_worker FOLDER` tries several machines. How
+far each rank has come stands in FOLDER/rank-R, for whoever finds that it does not end.
+"""
+
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from llava_fsdp.distributed.mesh import join, read_world
+from llava_fsdp.runtime.process_end import end_with
+
+STAGES = ("started", "joined", "summed", "gathered", "scattered", "measured")
+MIB = 1 << 20
+ROUNDS = 5
+
+
+def main() -> None:
+    # torch 2.13 calls both collectives on whole tensors deprecated; 2.11 has no other name for them
+    warnings.filterwarnings("ignore", ".* is deprecated", FutureWarning)
+    end_with(os.getppid())
+    world = read_world()
+    path = Path(sys.argv[1]) / f"rank-{world.rank}"
+
+    def reached(stage: str, more: str = "") -> None:
+        with path.open("a") as file:
+            file.write(f"{stage} {more}\n")
+
+    reached("started")
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    join(world, timeout_seconds=600)  # doctor ends it before
+    reached("joined")
+    values = torch.full((1024,), float(world.rank + 1), device=world.device)
+    dist.all_reduce(values)
+    expect(values, sum(range(1, world.size + 1)), "all_reduce")
+    reached("summed")
+    gathered = torch.empty(world.size * 4, device=world.device)
+    dist.all_gather_into_tensor(gathered, torch.full((4,), float(world.rank), device=world.device))
+    expect(gathered, torch.arange(world.size, device=world.device).repeat_interleave(4), "all_gather")
+    reached("gathered")
+    part = torch.empty(4, device=world.device)
+    dist.reduce_scatter_tensor(part, torch.ones(world.size * 4, device=world.device))
+    expect(part, world.size, "reduce_scatter")
+    reached("scattered")
+    reached("measured", f"{speed(world.device, world.size):.6g}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def expect(found: torch.Tensor, wanted: torch.Tensor | float, what: str) -> None:
+    if not bool((found == wanted).all()):
+        raise RuntimeError(f"{what} gave wrong numbers: {found.tolist()[:8]}, and not {wanted}")
+
+
+def speed(device: torch.device, size: int) -> float:
+    """Bytes a second that each rank sends in an all-reduce, as NCCL's own tests count them."""
+    count = (64 if device.type == "cuda" else 4) * MIB
+    values = torch.ones(count // 4, device=device)
+    dist.all_reduce(values)
+    settle(device)
+    start = time.monotonic()
+    for _ in range(ROUNDS):
+        dist.all_reduce(values)
+    settle(device)
+    return ROUNDS * count * 2 * (size - 1) / size / (time.monotonic() - start)
+
+
+def settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""The training that a machine is looked at for, and what several probes need to know, each found out once."""
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llava_fsdp.config import DoctorConfig
+from llava_fsdp.doctor.gpus import SmiGpu, TorchFacts, parse_smi, read_smi, read_torch, seen_gpus
+from llava_fsdp.doctor.host import Host, read_host
+
+if TYPE_CHECKING:
+    from llava_fsdp.plan.planner import PlanRow
+
+CPU_RANKS = 2
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the training takes, by the plan."""
+
+    row: "PlanRow"
+    machine: str
+    checkpoint: int
+    """Bytes."""
+    export: int
+    step: int
+    """Bytes of a rank's part of a step, in memory until the rank takes it."""
+
+
+class Subject:
+    """A configuration on this machine."""
+
+    def __init__(self, cfg: DoctorConfig):
+        self.cfg = cfg
+        self.unread: str | None = None
+        """Key of a part of the model that was found not to be readable: nothing can be planned, and one row says so."""
+
+    @cached_property
+    def smi(self) -> list[SmiGpu]:
+        return parse_smi(read_smi() or "")
+
+    @property
+    def gpus(self) -> list[SmiGpu]:
+        """Of `smi`, those that the ranks run on."""
+        return seen_gpus(self.smi, os.environ.get("CUDA_VISIBLE_DEVICES"), self.cfg.gpus)
+
+    @cached_property
+    def torch(self) -> TorchFacts:
+        return read_torch()
+
+    @cached_property
+    def host(self) -> Host:
+        return read_host()
+
+    @property
+    def ranks(self) -> int:
+        """On this machine."""
+        return self.cfg.gpus or len(self.torch.devices) or CPU_RANKS
+
+    @property
+    def workers(self) -> int:
+        """Data workers of each rank."""
+        asked = self.cfg.data.workers
+        return max(0, min(4, self.host.usable_cores // self.ranks - 1)) if asked is None else asked
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.cfg.output_dir)
+
+    @cached_property
+    def needs(self) -> Needs:
+        """By the plan; raises what a plan raises."""
+        import torch
+
+        from llava_fsdp.distributed.memory import ITEM_SIZE, checkpoint_bytes
+        from llava_fsdp.distributed.mesh import World
+        from llava_fsdp.plan.auto import rows_for
+        from llava_fsdp.plan.hardware import this_machine
+        from llava_fsdp.plan.planner import Planner
+
+        device = torch.device("cuda" if self.torch.devices else "cpu")
+        planner = Planner(self.cfg, this_machine(self.ranks, device.type))
+        world = World(0, self.ranks * self.cfg.nodes, 0, self.ranks, device)
+        row = rows_for(planner, self.cfg, world, self.cfg.sharding.shard_size or self.ranks)[0]
+        export = sum(w.count for w in planner.weights) * ITEM_SIZE[self.cfg.export.dtype]
+        return Needs(
+            row,
+            planner.machine.name,
+            checkpoint_bytes(planner.weights, self.cfg.precision),
+            export if self.cfg.export.enabled else 0,
+            planner.input_bytes(row.micro_batches),
+        )
+
+    @cached_property
+    def known_needs(self) -> Needs | None:
+        """None where nothing can be planned: the row of the plan, or of the model, says why."""
+        if self.unread is not None:
+            return None
+        try:
+            return self.needs
+        except Exception:
+            return None
+
+    @property
+    def checkpoint(self) -> int:
+        """Bytes; 0 where the plan does not say."""
+        return 0 if self.known_needs is None else self.known_needs.checkpoint

@@ -1,0 +1,106 @@
+"""Names and interfaces by which ranks find each other."""
+
+import fcntl
+import socket
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llava_fsdp.doctor.findings import Finding, fail, ok, text_of, warn
+
+CHOICES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+SIOCGIFADDR = 0x8915
+
+
+@dataclass(frozen=True)
+class Interface:
+    name: str
+    address: str | None
+    up: bool
+    megabits: int | None
+    """A second; None: it does not tell."""
+
+
+def read_interfaces(root: Path = Path("/sys/class/net")) -> list[Interface]:
+    found = []
+    for _, name in socket.if_nameindex():
+        speed = text_of(root / name / "speed")
+        megabits = int(speed) if speed and speed.isdecimal() else None
+        up = text_of(root / name / "operstate") in ("up", "unknown")
+        found.append(Interface(name, address_of(name), up, megabits))
+    return found
+
+
+def address_of(name: str) -> str | None:
+    """IPv4, which torch's stores and gloo use first."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
+        try:
+            answer = fcntl.ioctl(own.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def read_infiniband(root: Path = Path("/sys/class/infiniband")) -> dict[str, str]:
+    """The state of each port of each card: `4: ACTIVE`."""
+    try:
+        ports = sorted(root.glob("*/ports/*"))
+    except OSError:
+        return {}
+    return {f"{port.parents[1].name}:{port.name}": text_of(port / "state") or "unknown" for port in ports}
+
+
+def own_address(host: str) -> str | None:
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        return None
+
+
+def judge_interfaces(
+    found: Sequence[Interface], ports: Mapping[str, str], environment: Mapping[str, str], nodes: int
+) -> Iterator[Finding]:
+    """What there is, and whether the variables that choose among it name something."""
+    useful = [own for own in found if own.up and own.address is not None and own.name != "lo"]
+    names = {own.name for own in found}
+    for variable in CHOICES:
+        chosen = environment.get(variable, "")
+        for name in (own.strip() for own in chosen.lstrip("^=").split(",") if own.strip()):
+            is_there = name in names if chosen.startswith("=") or variable == CHOICES[1] else any(
+                own.startswith(name) for own in names
+            )  # fmt: skip
+            if not is_there and not chosen.startswith("^"):
+                cure = f"unset {variable}, or name one of {', '.join(sorted(names))}"
+                yield fail("interfaces", f"{variable}={chosen}, and there is no {name}", cure)
+                return
+    shown = ", ".join(f"{own.name} {own.address}" + speed_of(own) for own in useful)
+    if nodes > 1 and not useful:
+        yield fail("interfaces", "none with an address but loopback", "let the container have the host's network")
+        return
+    yield ok("interfaces", shown or "loopback alone, which is enough for one machine")
+    if ports:
+        down = [name for name, state in ports.items() if "ACTIVE" not in state]
+        if down:
+            cure = f"ibstat; NCCL_IB_HCA names those that work, and without it NCCL may try {down[0]}"
+            yield warn("InfiniBand", ", ".join(f"{name} {state}" for name, state in ports.items()), cure)
+        else:
+            yield ok("InfiniBand", f"{len(ports)} ports, all active")
+
+
+def speed_of(own: Interface) -> str:
+    return f" ({own.megabits / 1000:.3g} Gb/s)" if own.megabits else ""
+
+
+def judge_name(host: str, address: str | None, nodes: int) -> Iterator[Finding]:
+    """Whether this machine's name leads to an address of its own: gloo asks for it."""
+    several = "the other machines connect to it"
+    if address is None:
+        cure = f"add a line to /etc/hosts: ADDRESS {host}; or GLOO_SOCKET_IFNAME=eth0"
+        make = fail if nodes > 1 else warn
+        yield make("host name", f"{host} has no address", cure)
+    elif nodes > 1 and address.startswith("127."):
+        cure = f"let /etc/hosts give {host} its address on the network; or GLOO_SOCKET_IFNAME=eth0"
+        yield fail("host name", f"{host} is {address}, which only this machine reaches: {several}", cure)
+    else:
+        yield ok("host name", f"{host}, {address}")

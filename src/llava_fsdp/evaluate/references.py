@@ -1,0 +1,63 @@
+"""Right answers as files write them."""
+
+from typing import Any
+
+from llava_fsdp.config import Task
+from llava_fsdp.data.records.record import shown
+from llava_fsdp.evaluate.scoring.multiple_choice import LETTERS
+from llava_fsdp.runtime.errors import DataError
+
+
+def own_answers(raw: dict[str, Any], task: Task, where: str) -> tuple[tuple[str, ...], int]:
+    """Right answers that a line of a question file brings along, and its number of choices.
+
+    They are in `label` (yes_no), `answer` with or without `choices` (multiple_choice) or `answers` (else).
+
+    Raises:
+        DataError: they have another form.
+    """
+    match task:
+        case Task.yes_no:
+            return ((yes_or_no(raw["label"], where),) if "label" in raw else ()), 0
+        case Task.multiple_choice:
+            number = count_choices(raw["choices"], where) if "choices" in raw else len(LETTERS)
+            return ((letter_of(raw["answer"], number, where),) if "answer" in raw else ()), number
+        case _:
+            return (texts_of(raw["answers"], where) if "answers" in raw else ()), 0
+
+
+def count_choices(raw: object, where: str) -> int:
+    if not isinstance(raw, list) or not 1 <= len(raw) <= len(LETTERS):
+        raise DataError(f"{where}: choices is {shown(raw)}; it must be a list of 1 to {len(LETTERS)} choices")
+    return len(raw)
+
+
+def letter_of(raw: object, choices: int, where: str) -> str:
+    """A letter, or a place from 0, as a letter."""
+    letter = LETTERS[raw] if type(raw) is int and 0 <= raw < choices else raw
+    if not isinstance(letter, str) or len(letter) != 1 or letter not in LETTERS[:choices]:
+        raise DataError(
+            f"{where}: answer is {shown(raw)}; it must be a letter from A to {LETTERS[choices - 1]}, or a place from 0"
+        )
+    return letter
+
+
+def texts_of(raw: object, where: str) -> tuple[str, ...]:
+    """Texts, or objects with a text `answer`, as VQAv2 and VizWiz have them."""
+    found = [a.get("answer") if isinstance(a, dict) else a for a in raw] if isinstance(raw, list) else []
+    if not found or not all(isinstance(a, str) for a in found):
+        raise DataError(f"{where}: answers is {shown(raw)}; it must be a list of texts, or of objects with answer")
+    return tuple(str(a) for a in found)
+
+
+def yes_or_no(raw: object, where: str) -> str:
+    if raw not in ("yes", "no"):
+        raise DataError(f"{where}: label is {shown(raw)}; it must be yes or no")
+    return str(raw)
+
+
+def rows_of(raw: object, where: str) -> list[dict[str, Any]]:
+    """A list of objects."""
+    if not isinstance(raw, list) or not all(isinstance(row, dict) for row in raw):
+        raise DataError(f"{where} is {shown(raw)}; it must be a list of objects")
+    return raw

@@ -1,0 +1,115 @@
+"""Compare the models, projectors and adapters that a run loads with the digests in their notes; write new digests for
+files that a user changed on purpose."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from llava_fsdp.distributed.consensus import on_all_ranks
+from llava_fsdp.runtime.digests import Digest, share
+from llava_fsdp.runtime.durable_files import replace_durably
+from llava_fsdp.runtime.errors import CheckpointError, ConfigError
+from llava_fsdp.runtime.humanize import readable
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.os_errors import why
+from llava_fsdp.runtime.provenance import (
+    NOTES,
+    check_digests,
+    check_folder,
+    checked_name,
+    digests,
+    files_of,
+    is_older,
+    listed,
+    parse,
+    read_bytes,
+    read_notes,
+    render,
+)
+
+LOGGED = 1 << 30
+"""Bytes from which on a comparison is logged before it begins: it takes seconds."""
+
+
+def check_artifacts(paths: Iterable[Path], local_rank: int = 0, local_size: int = 1, is_first: bool = True) -> None:
+    """Check that these files, and all files of these folders, are what was written. A collective.
+
+    The ranks of one machine divide the files between them; each machine reads all, as it may have its own copy.
+    Folders without our notes are not checked.
+
+    Raises:
+        DamagedModel: a file has changed, is missing or cannot be read; raised on every rank.
+    """
+    paths = list(paths)
+
+    def check() -> None:
+        wanted: dict[Path, tuple[Path, Digest]] = {}
+        for path in paths:
+            folder = path.parent if path.is_file() else path
+            if path == folder:
+                check_folder(folder, largest=0)
+            own = {folder / name: digest for name, digest in listed(folder).items()}
+            wanted |= {file: (folder, own[file]) for file in own if path in (folder, file)}
+        mine = share({file: digest for file, (_, digest) in wanted.items()}, local_rank, local_size)
+        log_comparison(wanted, is_first)
+        for folder in sorted({wanted[file][0] for file in mine}):
+            check_digests({file: wanted[file][1] for file in mine if wanted[file][0] == folder}, folder)
+
+    on_all_ranks(check, "the files that the run loads cannot be compared with their digests")
+    if is_first:
+        warn_of_older(paths)
+
+
+def log_comparison(wanted: dict[Path, tuple[Path, Digest]], is_first: bool) -> None:
+    nbytes = sum(digest.bytes for _, digest in wanted.values())
+    if is_first and nbytes >= LOGGED:
+        folders = ", ".join(sorted({str(folder) for folder, _ in wanted.values()}))
+        log().info("comparing %s in %s with the digests of what was written", readable(nbytes), folders)
+
+
+def warn_of_older(paths: Iterable[Path]) -> None:
+    for folder in (path.parent if path.is_file() else path for path in paths):
+        found = read_notes(folder)
+        if found and is_older(found):
+            log().warning(
+                "%s was written by an earlier version of llava_fsdp, without digests: whether its files have changed "
+                "cannot be told. To add digests of the files now: python -m llava_fsdp.export source=%s 'accept=[%s]'",
+                folder, folder, NOTES,
+            )  # fmt: skip
+
+
+def accept(folder: Path, names: list[str]) -> None:
+    """Write new digests of files that were changed, added or removed on purpose. No other file is looked at.
+
+    Args:
+        names: relative paths of these files. The path of the notes accepts the notes as they are now; if an earlier
+            version wrote them, without digests, it stands for all files.
+
+    Raises:
+        ConfigError: the folder has no notes, or a name is not a file of it.
+        DamagedModel: the notes themselves were changed, and are not among the names.
+        CheckpointError: the notes cannot be written.
+    """
+    content = read_bytes(folder / NOTES)
+    if content is None:
+        raise ConfigError(f"source={folder} has no {NOTES}, so it has no digests to renew; for a run, give its export/")
+    said = parse(content, folder, is_accepted=NOTES in names)
+    files = files_of(said, folder)
+    if NOTES in names and is_older(said):
+        names = [*names, *(p.relative_to(folder).as_posix() for p in sorted(folder.rglob("*")) if p.is_file())]
+    chosen = [name for name in dict.fromkeys(names) if name != NOTES]
+    for name in chosen:
+        try:
+            checked_name(name)
+        except ValueError as error:
+            raise ConfigError(f"accept={name} is no file's path in {folder}") from error
+        if name not in files and not (folder / name).is_file():
+            raise ConfigError(f"accept={name}: {folder} has no such file, nor do its notes list one; give a path in it")
+    try:
+        kept = {name: digest for name, digest in files.items() if name not in chosen}
+        found = kept | digests(folder, [name for name in chosen if (folder / name).is_file()])
+        mode = (folder / NOTES).stat().st_mode
+        replace_durably(folder / NOTES, render(said, dict(sorted(found.items()))))
+        (folder / NOTES).chmod(mode)
+    except OSError as error:
+        raise CheckpointError(f"{folder / NOTES} cannot be written: {why(error, folder)}") from error
+    log().info("%s: wrote new digests of %s", folder / NOTES, ", ".join(chosen) or "the notes alone")

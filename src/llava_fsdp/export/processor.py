@@ -1,0 +1,270 @@
+"""What stands beside an exported model's weights, so that transformers makes the ids and pixels of training."""
+
+import json
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from transformers import AutoTokenizer, LlavaConfig, PretrainedConfig, PreTrainedTokenizerFast
+
+from llava_fsdp.config import AspectRatio
+from llava_fsdp.data.images.preprocess import preprocessor_fields, read_preprocessor
+from llava_fsdp.data.text.templates import IMAGE_TAG, template
+from llava_fsdp.data.text.tokenizer import SPACE, LlamaTokenizer, added_tokens, is_legacy, open_tokenizer, read_optional
+from llava_fsdp.export.chat_template import chat_template, find_gap, rehearse
+from llava_fsdp.runtime.errors import ModelError
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.safe_load import LARGE, foreign, read_json
+
+PAD_TOKEN = "<pad>"
+ROW_MULTIPLE = 64
+PROBES = ("a  b   c", " leading", "\n\tx  ", "1 234", "größe 中文 🙂", "USER: a ASSISTANT: b")
+"""Texts on which tokenizers that differ have differed."""
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return (folder / "tokenizer.model").is_file() or (folder / "tokenizer.json").is_file()
+
+
+def write_tokenizer(
+    folder: Path, staged: Path, language: PretrainedConfig, form: str, start_end: bool
+) -> tuple[int, int, int]:
+    """The tokenizer with an image tag and a padding token; returns their ids and the vocabulary rows needed.
+
+    As the hub's LLaVA conversion: new ids follow the old ones, and rows are padded to a multiple of 64. A language
+    model with rows to spare keeps its size. A folder without a tokenizer gives one without.
+
+    Args:
+        form: name of the conversation template.
+        start_end: `<im_start>` and `<im_end>` stand around every picture.
+    """
+    vocab_size = language.vocab_size
+    if not has_tokenizer(folder):
+        log().warning("%s has no tokenizer, so %s gets none; put one there before you use it", folder, staged)
+        return vocab_size, vocab_size + 1, -(-(vocab_size + 2) // ROW_MULTIPLE) * ROW_MULTIPLE
+    own = open_tokenizer(folder, vocab_size)  # before transformers sees the folder: it says what is wrong with it
+    with foreign(f"{folder}: transformers cannot read its tokenizer"):
+        tokenizer = their_tokenizer(folder, language)
+    tokenizer.add_tokens([IMAGE_TAG], special_tokens=True)
+    if tokenizer.pad_token is None or tokenizer.pad_token == tokenizer.unk_token:
+        tokenizer.add_special_tokens({"pad_token": PAD_TOKEN})
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(staged)
+    if own.bos is None:
+        leave_bos_out(staged)
+    if (folder / "tokenizer.model").is_file():
+        keep_llama(folder, staged)
+    if isinstance(own, LlamaTokenizer):
+        write_llama(staged, own.legacy)
+    check_same_ids(folder, staged, vocab_size)
+    with foreign(f"{staged}: transformers cannot read the tokenizer that was written"):
+        gap = find_gap(from_file(staged), own)
+    written = chat_template(template(form), start_end, own.bos is not None, gap)
+    (staged / "chat_template.jinja").write_text(written)
+    image_id, pad_id = tokenizer.convert_tokens_to_ids(IMAGE_TAG), tokenizer.pad_token_id
+    needed = max(image_id, pad_id) + 1
+    rows = vocab_size if needed <= vocab_size else -(-needed // ROW_MULTIPLE) * ROW_MULTIPLE
+    return image_id, pad_id, rows
+
+
+def leave_bos_out(staged: Path) -> None:
+    """Training had no BOS. transformers forgets `add_bos_token=false` and adds what the `tokenizer.json` says."""
+    path = staged / "tokenizer.json"
+    frozen = read_json(path, largest=LARGE)
+    if (frozen.get("post_processor") or {}).get("type") == "TemplateProcessing":
+        path.write_text(json.dumps(frozen | {"post_processor": None}, ensure_ascii=False))
+    path = staged / "tokenizer_config.json"
+    path.write_text(json.dumps(read_json(path) | {"add_bos_token": False}, indent=2) + "\n")
+
+
+def their_tokenizer(folder: Path, language: PretrainedConfig) -> Any:
+    """transformers' tokenizer of a folder."""
+    if (folder / "tokenizer.model").is_file():
+        # with the language model's configuration: that of an original's folder is none of transformers'
+        return AutoTokenizer.from_pretrained(folder, config=language, trust_remote_code=False, local_files_only=True)
+    return from_file(folder)
+
+
+def from_file(folder: Path) -> Any:
+    """What the folder's `tokenizer.json` says; a model's own class may build another tokenizer from it."""
+    return PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+
+
+def keep_llama(folder: Path, staged: Path) -> None:
+    """The SentencePiece model beside transformers 5's files, and what these leave out of its configuration."""
+    shutil.copyfile(folder / "tokenizer.model", staged / "tokenizer.model")
+    given, path = read_optional(folder / "tokenizer_config.json"), staged / "tokenizer_config.json"
+    config = {**read_optional(path), "legacy": is_legacy(given), "add_bos_token": given.get("add_bos_token", True)}
+    config["tokenizer_class"] = given.get("tokenizer_class", "LlamaTokenizer")
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    added = added_tokens(folder, given)
+    if added:
+        (staged / "added_tokens.json").write_text(json.dumps(added) + "\n")
+
+
+def check_template(folder: Path, staged: Path, language: PretrainedConfig, form: str, start_end: bool) -> None:
+    """Try the chat template that `write_tokenizer` wrote, once `config.json` is there: it decides who reads it.
+
+    A template that makes other ids than training is a warning: the weights are what was trained, and our own programs
+    do not read the template.
+
+    Raises:
+        ModelError: transformers cannot read what was written.
+    """
+    if not has_tokenizer(folder):
+        return
+    with foreign(f"{staged}: transformers cannot read the tokenizer that was written"):
+        differs = rehearse(staged, open_tokenizer(folder, language.vocab_size), template(form), start_end)
+    if differs is not None:
+        log().warning(
+            "the chat template that an export has for the tokenizer of %s does not make the ids of training: %s; "
+            "ask the exported model with llava_fsdp.chat and llava_fsdp.evaluate", folder, differs,
+        )  # fmt: skip
+
+
+def rehearse_tokenizer(folder: Path, language: PretrainedConfig, form: str, start_end: bool) -> None:
+    """Write the tokenizer of an export into a folder that is deleted again, and try its chat template.
+
+    Done before the first step: behind the last one it is too late to choose another model or template.
+
+    Raises:
+        ModelError: the export could not be written.
+    """
+    if not has_tokenizer(folder):
+        return
+    with TemporaryDirectory(prefix="llava_fsdp-") as made:
+        staged = Path(made)
+        write_tokenizer(folder, staged, language, form, start_end)
+        (staged / "config.json").write_text(json.dumps({"model_type": "llava"}))
+        check_template(folder, staged, language, form, start_end)
+
+
+def write_llama(staged: Path, legacy: bool) -> None:
+    """A `tokenizer.json` that says what the SentencePiece model does, and a class that takes it at its word.
+
+    transformers 5 writes the same file for both kinds of `legacy`, and reads it by the class: another for a LLaVA than
+    for a Llama. With `legacy` every stretch between special tokens begins with one `▁`, without it the text alone.
+    """
+    path = staged / "tokenizer.json"
+    frozen = read_json(path, largest=LARGE)
+    begin = {"type": "Prepend", "prepend": SPACE}
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    first = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "first", "split": False}
+    frozen["normalizer"] = {"type": "Sequence", "normalizers": [begin, spaces]} if legacy else None
+    frozen["pre_tokenizer"] = None if legacy else first
+    for token in frozen["added_tokens"]:
+        token["normalized"] = False  # else one is looked for with a `▁` before it
+    path.write_text(json.dumps(frozen, ensure_ascii=False))
+    path = staged / "tokenizer_config.json"
+    path.write_text(json.dumps(read_json(path) | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n")
+
+
+def check_same_ids(folder: Path, staged: Path, vocab_size: int) -> None:
+    """What was written makes the ids of training.
+
+    Raises:
+        ModelError: it does not.
+    """
+    read, written = open_tokenizer(folder, vocab_size), open_tokenizer(staged, vocab_size)
+    specials = "".join(text for text in ("<s>", "</s>", "<im_start>", "<im_end>") if read.special(text) is not None)
+    for text in (*PROBES, f"a{specials}USER: b", f"{specials} c"):
+        ids = [[t.id for t in own.encode(text)] for own in (read, written)]
+        if ids[0] != ids[1] or read.bos != written.bos:
+            raise ModelError(f"{staged} was written, but its tokenizer makes {ids[1]} of {text!r}, not {ids[0]}")
+
+
+def write_preprocessor(folder: Path, staged: Path, pads: bool) -> None:
+    """The tower's own preprocessing, padded to a square where training padded."""
+    ours_read = read_preprocessor(folder)
+    square = {"height": ours_read.size, "width": ours_read.size}
+    own = preprocessor_fields(folder).get("image_processor_type", "CLIPImageProcessor")
+    if own == "LlavaImageProcessor":  # it pads unless told otherwise
+        own = "CLIPImageProcessor" if ours_read.keep_ratio else "SiglipImageProcessor"
+    images = {
+        "processor_class": "LlavaProcessor",
+        "image_processor_type": "LlavaImageProcessor" if pads else own,
+        "do_convert_rgb": True,
+        "do_pad": pads,
+        "do_resize": True,
+        "size": {"shortest_edge": ours_read.size} if ours_read.keep_ratio else square,
+        "resample": int(ours_read.resample),
+        "do_center_crop": ours_read.keep_ratio,  # transformers' LLaVA processor crops to 224 unless told otherwise
+        "crop_size": square,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(ours_read.mean),
+        "image_std": list(ours_read.std),
+    }
+    (staged / "preprocessor_config.json").write_text(json.dumps(images, indent=1) + "\n")
+
+
+def write_processor(folder: Path, staged: Path, config: LlavaConfig, aspect: AspectRatio) -> None:
+    """Preprocessing, and LLaVA's processor around it. A folder without preprocessing gives one without."""
+    if not preprocessor_fields(folder):
+        log().warning("%s says nothing of the preprocessing of pictures, so %s does not either", folder, staged)
+        return
+    write_preprocessor(folder, staged, aspect is AspectRatio.pad)
+    vision: Any = config.vision_config
+    grid = (vision.image_size // vision.patch_size) ** 2
+    default = config.vision_feature_select_strategy == "default"
+    processor = {
+        "processor_class": "LlavaProcessor",
+        "patch_size": vision.patch_size,
+        "vision_feature_select_strategy": config.vision_feature_select_strategy,
+        "num_additional_image_tokens": 1 if default else config.image_seq_length - grid,
+        "image_token": IMAGE_TAG,
+    }
+    (staged / "processor_config.json").write_text(json.dumps(processor, indent=1) + "\n")
+
+
+def write_original_tokenizer(folder: Path, staged: Path, vocab_size: int, max_length: int) -> None:
+    """The tokenizer as the original loads it with transformers 4.37: without tokens beyond the vocabulary."""
+    if not has_tokenizer(folder):
+        log().warning("%s has no tokenizer, so %s gets none; put one there before you use it", folder, staged)
+        return
+    given = read_optional(folder / "tokenizer_config.json")
+    kept = ("bos_token", "eos_token", "unk_token", "add_bos_token", "add_eos_token", "clean_up_tokenization_spaces")
+    config = {key: given[key] for key in kept if key in given}
+    config |= {"model_max_length": max_length, "padding_side": "right", "legacy": is_legacy(given)}
+    config["pad_token"] = given.get("unk_token") or given.get("eos_token")
+    if (folder / "tokenizer.model").is_file():
+        shutil.copyfile(folder / "tokenizer.model", staged / "tokenizer.model")
+        config["tokenizer_class"] = "LlamaTokenizer"
+        config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", **config}
+        config["pad_token"] = config["unk_token"]
+        added = {text: i for text, i in added_tokens(folder, given).items() if i < vocab_size}
+        if added:
+            (staged / "added_tokens.json").write_text(json.dumps(added) + "\n")
+    else:
+        frozen = as_older_release(read_json(folder / "tokenizer.json", largest=LARGE), vocab_size)
+        (staged / "tokenizer.json").write_text(json.dumps(frozen, ensure_ascii=False))
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (staged / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    check_same_ids(folder, staged, vocab_size)
+
+
+def as_older_release(frozen: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+    """A tokenizer.json for tokenizers 0.15, which has merges as text, without tokens beyond the vocabulary."""
+    frozen["added_tokens"] = [t for t in frozen.get("added_tokens", []) if t["id"] < vocab_size]
+    merges = frozen["model"].get("merges")
+    if merges and isinstance(merges[0], list) and not any(" " in part for pair in merges for part in pair):
+        frozen["model"]["merges"] = [" ".join(pair) for pair in merges]
+    newer = ["ignore_merges"] if frozen["model"].get("ignore_merges") else []
+    for part in metaspaces(frozen):
+        part.setdefault("add_prefix_space", part.get("prepend_scheme", "always") != "never")
+        newer += ["Metaspace without split"] if part.get("split") is False else []
+    if newer:
+        log().warning("the tokenizer has %s, which transformers 4.37 does not know: ids may differ there", newer[0])
+    return frozen
+
+
+def metaspaces(tree: Any) -> list[dict[str, Any]]:
+    """Every Metaspace of a tokenizer.json; 0.15 wants a field more than later releases write."""
+    if isinstance(tree, list):
+        return [found for part in tree for found in metaspaces(part)]
+    if not isinstance(tree, dict):
+        return []
+    own = [tree] if tree.get("type") == "Metaspace" else []
+    return own + [found for key, part in tree.items() if key not in ("vocab", "merges") for found in metaspaces(part)]

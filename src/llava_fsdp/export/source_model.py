@@ -1,0 +1,314 @@
+"""What an export starts from: a run, one of its checkpoints, or a model folder, opened alike."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from llava_fsdp.checkpoint.manifest import STATE_FILE
+from llava_fsdp.checkpoint.reader import saved_weights
+from llava_fsdp.checkpoint.verify import Checkpoint, newest_alone, verify
+from llava_fsdp.config import (
+    AspectRatio,
+    Config,
+    ConversionConfig,
+    KeptDType,
+    ModelConfig,
+    Pixels,
+    QuantizeConfig,
+    SpecialTokens,
+    load,
+)
+from llava_fsdp.data.images.preprocess import preprocessor_fields
+from llava_fsdp.export.adapter_folder import Base, comes_along
+from llava_fsdp.export.check_folders import check_artifacts
+from llava_fsdp.export.formats import Subject, subject_of
+from llava_fsdp.export.verify_logits import Adapted
+from llava_fsdp.model import lora_files as adapter
+from llava_fsdp.model.init_weights import Drawn
+from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.llava_v1_5_config import is_original
+from llava_fsdp.model.load_weights import (
+    NEWLINE,
+    PROJECTOR_PREFIX,
+    base_fingerprint,
+    find_weights,
+    fingerprint,
+    frozen_digests,
+)
+from llava_fsdp.model.lora_files import AdapterFolder, is_adapter_folder, open_adapter
+from llava_fsdp.model.lora_names import BASE, is_adapter, module_of, without_base
+from llava_fsdp.model.pretrained import EXPORT, artifacts_of, find_parts, find_projector, read_json, resolve
+from llava_fsdp.model.pretrained_config import read_base, read_model
+from llava_fsdp.model.tensor_files import Stored
+from llava_fsdp.runtime.errors import CheckpointError, ConfigError, DamagedModel, ModelError
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.provenance import NOTES, check_folder, read_notes
+from llava_fsdp.runtime.run_dir import FOLDER
+from llava_fsdp.runtime.safe_load import SMALL
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model that can be written."""
+
+    subject: Subject
+    sources: dict[str, Stored]
+    """Where every parameter's values are."""
+    folder: Path
+    """The checkpoint or model folder that they come from."""
+    adapter: "OpenedAdapter | None" = None
+    """What the sources were merged of; None: of nothing."""
+
+
+@dataclass(frozen=True)
+class OpenedAdapter:
+    """An adapter, and the base that it is for."""
+
+    adapted: Adapted
+    along: list[str]
+    """Names of what is the adapter's and not the base's."""
+    base: Base
+
+
+def open_source(cfg: ConversionConfig) -> Opened:
+    """The model that `source` means.
+
+    Raises:
+        ConfigError: `source` is none, or needs a language model or a tower that was not given.
+        ModelError, CheckpointError: it cannot be read.
+    """
+    given = Path(cfg.source)
+    if is_adapter_folder(given):
+        return open_adapted(given, cfg)
+    is_run = (given / "config.yaml").is_file() and not (given / "config.json").is_file()
+    if (given / STATE_FILE).is_file() or (given / FOLDER).is_dir() or is_run:
+        refuse_base(cfg, f"a run, which knows its own base; take base= out, or give source={given / adapter.FOLDER}")
+        return open_checkpoint(verify(given.resolve()), cfg) if (given / STATE_FILE).is_file() else open_run(given, cfg)
+    folder = resolve(cfg.source, "source")
+    if is_adapter_folder(folder):
+        return open_adapted(folder, cfg)
+    refuse_base(cfg, "a model, whose weights are whole; take base= out")
+    return open_model(folder, cfg)
+
+
+def refuse_base(cfg: ConversionConfig, what: str) -> None:
+    """Raises ConfigError where a base is given for what has none to choose."""
+    if cfg.base is not None:
+        raise ConfigError(f"base={cfg.base} is for the folder of an adapter, and source={cfg.source} is {what}")
+
+
+def open_run(run: Path, cfg: ConversionConfig) -> Opened:
+    """The newest checkpoint of a run that verifies, or its export where that is as new, whole, and has the wanted
+    dtype."""
+    newest = newest_alone(run / FOLDER)
+    try:
+        exported = open_export(run, newest, cfg)
+    except DamagedModel as error:
+        if newest is None:
+            raise
+        log().warning("%s\nThe checkpoint %s is taken instead", error, newest.folder)
+        exported = None
+    if exported is not None:
+        return exported
+    if newest is None:
+        raise ConfigError(f"merge=false writes the folder of an adapter, and source={run} has none")
+    return open_checkpoint(newest, cfg)
+
+
+def open_export(run: Path, newest: Checkpoint | None, cfg: ConversionConfig) -> Opened | None:
+    """What a run wrote at its end; None where its newest checkpoint is to be taken.
+
+    Raises:
+        CheckpointError: there is neither.
+        DamagedModel: a file of it is not what was written.
+    """
+    notes = read_notes(run / EXPORT)
+    own = read_notes(run / adapter.FOLDER)
+    merged = bool(notes) and all(own.get(key) == notes.get(key) for key in ("run", "step"))  # of this very adapter
+    if newest is None and is_adapter_folder(run / adapter.FOLDER) and not (merged and cfg.merge):
+        return open_adapted(run / adapter.FOLDER, cfg)
+    if newest is None and not notes:
+        raise CheckpointError(f"source={run} is a run without a finished checkpoint or export; let it train on")
+    current = newest is None or all(newest.facts[key] == notes.get(key) for key in ("run", "step"))
+    has_dtype = newest is None or cfg.dtype.value in (KeptDType.keep.value, notes.get("dtype"))
+    if notes and current and cfg.merge and has_dtype:
+        return open_model(run / EXPORT, cfg)
+    return None
+
+
+def open_checkpoint(found: Checkpoint, cfg: ConversionConfig) -> Opened:
+    """Trained weights from the checkpoint, frozen ones from where the run had them.
+
+    Raises:
+        CheckpointError: the frozen weights are not those of the run.
+    """
+    facts, folder = found.facts, found.folder
+    run = run_config(facts, folder)
+    parts = find_parts(run.model)
+    in_full = replace(run.model, quantize=QuantizeConfig())  # its base is read in full, and needs no quantiser here
+    model = build_llava(parts, in_full, torch.float32)
+    trained = saved_weights(found)
+    learned = all(n in trained for n, _ in model.named_parameters() if n.startswith(PROJECTOR_PREFIX))
+    projector = None if learned else find_projector(run)
+    check_artifacts(artifacts_of(parts, projector, run.model))
+    sources = find_weights(model, parts, run.model, projector, run.seed)
+    digests = frozen_digests(model, sources)
+    if fingerprint(model, digests) != facts["fingerprints"]["model"] or set(facts["trainable"]) - trained.keys():
+        raise CheckpointError(
+            f"{folder} was written by a run with other frozen weights than those of model.language="
+            f"{run.model.language}, model.vision={run.model.vision}, model.checkpoint={run.model.checkpoint}"
+        )
+    own = subject_of(model, run, facts["run"], facts["step"])
+    subject = replace(
+        own, aspect=cfg.image_aspect_ratio or own.aspect, vision=cfg.vision or own.vision, renamed_tower=cfg.vision
+    )
+    if not run.model.lora.enabled:
+        return Opened(subject, sources | trained, folder)
+    along = comes_along(run.model, trained, sources)
+    base = Base(run.model, run.seed, base_fingerprint(digests, along))
+    modules = sorted({module_of(name) for name in trained if is_adapter(name)})
+    adapted = Adapted(run.model.lora, modules, sources | trained)
+    adapter.check_changed(trained, f"the adapter of {folder}", "export a later checkpoint")
+    subject = replace(subject, model=build_llava(parts, run.model.plain, torch.float32))
+    return Opened(subject, adapted.merged, folder, OpenedAdapter(adapted, along, base))
+
+
+def run_config(facts: dict[str, Any], folder: Path) -> Config:
+    try:
+        node = OmegaConf.create(facts["config"])
+        assert isinstance(node, DictConfig)
+        return load(Config, node)
+    except ConfigError as error:
+        raise CheckpointError(f"{folder} was written with a configuration of another version: {error}") from error
+
+
+def open_adapted(folder: Path, cfg: ConversionConfig) -> Opened:
+    """The folder of an adapter, ours, peft's or the original's, with the base that it is for."""
+    found = adapter.without_idle_tower(open_adapter(folder))
+    notes = read_notes(folder)
+    model_config = read_base(found, cfg.base or cfg.language, cfg.vision)
+    seed = notes.get("seed", 0)
+    parts = find_parts(model_config)
+    check_artifacts([folder, *artifacts_of(parts, None, model_config)])
+    model = build_llava(parts, model_config, torch.float32)
+    model.requires_grad_(False)  # all of the base counts as what the adapter is for
+    where = model_config.checkpoint or model_config.language
+    base_sources = find_weights(model, parts, model_config, None, seed)
+    adapter.check_fits(found, {name: tuple(p.shape) for name, p in model.named_parameters()}, f"base={where}")
+    check_projector(found, base_sources, where)
+    there = base_fingerprint(frozen_digests(model, base_sources), found.tensors)
+    check_base(found, notes.get("base"), there, where)
+    adapter.check_changed(found.tensors, f"the adapter of {folder}", "train it for more steps")
+    sources = with_adapters(base_sources, found)
+    adapted = Adapted(found.lora, found.modules, sources)
+    own = {without_base(name) for name in found.tensors}
+    along = [name for name in sources if without_base(name) in own or is_adapter(name)]
+    described = folder if (folder / "config.json").is_file() or notes else Path(where)
+    subject = subject_of_folder(described, model, model_config, cfg)
+    return Opened(subject, adapted.merged, folder, OpenedAdapter(adapted, along, Base(model_config, seed, there)))
+
+
+def check_projector(found: AdapterFolder, base: dict[str, Stored], where: str) -> None:
+    """Raises ModelError where neither adapter nor base has a projector, so that one would be drawn."""
+    own = {without_base(name) for name in found.tensors}
+    drawn = [
+        name
+        for name, source in base.items()
+        if name.startswith((PROJECTOR_PREFIX, NEWLINE)) and name not in own and isinstance(source, Drawn)
+    ]
+    if drawn:
+        raise ModelError(
+            f"{found.folder} has no {drawn[0]}, and neither has {where}: non_lora_trainables.safetensors (or .bin) is "
+            "missing; copy it there, or give a whole LLaVA model with base=PATH"
+        )
+
+
+def check_base(found: AdapterFolder, said: str | None, there: str, where: str) -> None:
+    """Raises ModelError where the adapter's notes have the fingerprint of another base."""
+    if said is not None and said != there:
+        raise ModelError(
+            f"{found.folder} is for another base: the weights of {where} have the fingerprint {there}, and "
+            f"{found.folder / NOTES} says {said}; give the base that it was trained on with base=PATH"
+        )
+
+
+def with_adapters(base: dict[str, Stored], found: AdapterFolder) -> dict[str, Stored]:
+    """Where every parameter of the model with adapters comes from, by the names that it has there."""
+    adapted = set(found.modules)
+    own = {without_base(name): tensor for name, tensor in found.tensors.items() if not is_adapter(name)}
+    sources: dict[str, Stored] = {}
+    for name, source in base.items():
+        module, _, kind = name.rpartition(".")
+        sources[f"{module}{BASE}{kind}" if module in adapted else name] = own.get(name, source)
+    return sources | {name: tensor for name, tensor in found.tensors.items() if is_adapter(name)}
+
+
+def open_model(folder: Path, cfg: ConversionConfig) -> Opened:
+    """A model folder of ours, transformers' or the original's; or a projector with the parts it was made for."""
+    check_folder(folder, SMALL)
+    model_config = read_model(folder, cfg.language, cfg.vision)
+    parts = find_parts(model_config)
+    projector = None if model_config.checkpoint else folder
+    check_artifacts(artifacts_of(parts, projector, model_config))
+    model = build_llava(parts, model_config, torch.float32)
+    sources = find_weights(model, parts, model_config, projector, 0)
+    return Opened(subject_of_folder(folder, model, model_config, cfg), sources, folder)
+
+
+def subject_of_folder(folder: Path, model: Llava, model_config: ModelConfig, cfg: ConversionConfig) -> Subject:
+    """What a folder says of its model beside its weights."""
+    has_config = (folder / "config.json").is_file()
+    raw = read_json(folder / "config.json", f"source={folder}") if has_config else {}
+    notes = read_notes(folder)
+    return Subject(
+        model=model,
+        template=notes.get("template", cfg.template),
+        aspect=cfg.image_aspect_ratio or aspect_of(folder, raw, notes),
+        grid_pinpoints=notes.get("grid_pinpoints") or raw.get("image_grid_pinpoints") or [],
+        pixels=choice_of(Pixels, notes, "pixels", Pixels.exact, folder),
+        special_tokens=choice_of(SpecialTokens, notes, "special_tokens", SpecialTokens.text, folder),
+        max_length=notes.get("max_length") or raw.get("tokenizer_model_max_length") or 2048,
+        language=notes.get("language") or model_config.language,
+        vision=cfg.vision or notes.get("vision") or model_config.vision,
+        renamed_tower=cfg.vision,
+        history={key: notes[key] for key in ("run", "stage", "step", "train") if key in notes},
+    )
+
+
+C = TypeVar("C", bound=Enum)
+
+
+def choice_of(kind: type[C], notes: dict[str, Any], key: str, unless: C, folder: Path) -> C:
+    """What a folder's notes say of a key; `unless` where they do not.
+
+    Raises:
+        ModelError: it is none of the values that there are.
+    """
+    said = notes.get(key, unless.value)
+    if said not in [choice.value for choice in kind]:
+        raise ModelError(f"{folder / NOTES} has {key}={said}; it must be {' or '.join(str(c.value) for c in kind)}")
+    return kind(said)
+
+
+def aspect_of(folder: Path, raw: dict[str, Any], notes: dict[str, Any]) -> AspectRatio:
+    """Whether pictures are padded to a square: our word, the original's, or that of transformers' processor."""
+    said = notes.get("image_aspect_ratio")
+    if said is None and is_original(raw):
+        said = raw.get("image_aspect_ratio", "square")
+    if said is None:
+        said = "pad" if preprocessor_fields(folder).get("do_pad") else "square"
+    if said not in [choice.value for choice in AspectRatio]:
+        raise ModelError(
+            f"{folder / 'config.json'} has image_aspect_ratio={said}; give image_aspect_ratio=square or pad"
+        )
+    return AspectRatio(said)
+
+
+def rows_of(sources: dict[str, Stored]) -> Callable[[str], torch.Tensor]:
+    """Reads a whole parameter by its name."""
+    return lambda name: sources[name].rows(0, sources[name].shape[0])

@@ -1,0 +1,258 @@
+"""Logits of a model, of what was written of it, and whether they are the same."""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlavaForConditionalGeneration
+
+from llava_fsdp.config import FolderFormat, LoraConfig, PatchMerge
+from llava_fsdp.data.batching.batch import MicroBatch
+from llava_fsdp.distributed.local_shards import local_shards
+from llava_fsdp.distributed.parallelize import materialize
+from llava_fsdp.distributed.precision import MasterWeights
+from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
+from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.load_weights import find_weights, load_weights
+from llava_fsdp.model.lora import put_adapters
+from llava_fsdp.model.lora_merge import merged
+from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.pretrained_config import read_model
+from llava_fsdp.model.tensor_files import Stored, open_tensors
+from llava_fsdp.model.weight_names import ours
+from llava_fsdp.runtime.errors import ModelError
+from llava_fsdp.runtime.log import log
+
+CLOSE = 1e-4
+"""transformers' model may add in another order; in fp32 that is no more, as a share of the largest logit."""
+CLOSE_BF16 = 0.05
+CLOSE_FP8 = 0.3
+"""The run multiplied in fp8, whose numbers have three or four bits; what was written is compared in bf16."""
+TEXT = 24
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A parameter's values as they are written."""
+
+    stored: Stored
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+    def rows(self, begin: int, end: int) -> torch.Tensor:
+        return self.stored.rows(begin, end).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A model with adapters: what they are, where they are, and where all of it comes from."""
+
+    lora: LoraConfig
+    modules: list[str]
+    sources: dict[str, Stored]
+    """By the names of the model with adapters."""
+
+    @property
+    def merged(self) -> dict[str, Stored]:
+        """The same model without adapters."""
+        return merged(self.sources, self.lora.scaling)
+
+
+def prove_merge(model: Llava, adapted: Adapted) -> float:
+    """The merged weights, not rounded yet, give the logits of base and adapters side by side, computed by peft.
+
+    Returns:
+        The largest difference as a share of the largest logit.
+
+    Raises:
+        ModelError: they differ by more than another order of the same sums does.
+    """
+    compute, micro = compute_dtype(model), probe(model)
+    expected = logits(filled(model, adapted.sources, compute, adapted), micro)
+    gc.collect()
+    difference = apart(logits(filled(model, adapted.merged, compute), micro), expected)
+    gc.collect()
+    bound = CLOSE if compute == torch.float32 else CLOSE_BF16
+    log().info("logits of the merged weights differ by %.2g of the largest (bound %.2g)", difference, bound)
+    if not difference <= bound:
+        raise ModelError(f"the merged weights' logits differ by {difference:.3g} from those of base and adapters")
+    return difference
+
+
+def prove(
+    form: FolderFormat, model: Llava, sources: dict[str, Stored], dtypes: dict[str, torch.dtype], folder: Path
+) -> float:
+    """Load what was written and compare its logits with the source's, rounded to the dtypes that were asked for.
+
+    What our own model reads back must be equal; of transformers' it must be close.
+
+    Returns:
+        The largest difference as a share of the largest logit.
+
+    Raises:
+        ModelError: they differ.
+    """
+    compute = compute_dtype(model)
+    micro = probe(model)
+    source = filled(model, {n: Rounded(s, dtypes[n]) for n, s in sources.items()}, compute)
+    expected = logits(source, micro)
+    if form is FolderFormat.projector:
+        written = {}
+        for twin in ("mm_projector.bin", "mm_projector.safetensors"):
+            replace_projector(source, folder / twin)
+            written[twin] = logits(source, micro)
+    else:
+        del source
+        gc.collect()
+        written = {"": logits_of_folder(form, folder, micro, compute)}
+    bound = 0.0 if form is not FolderFormat.hf else CLOSE if compute == torch.float32 else CLOSE_BF16
+    difference = max(apart(w[:, : expected.shape[1]], expected) for w in written.values())
+    log().info("logits after reloading differ by %.2g of the largest (bound %.2g)", difference, bound)
+    if not difference <= bound:
+        raise ModelError(f"{folder} was written, but its logits differ by {difference:.3g} from the source's")
+    return difference
+
+
+def apart(written: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((written - expected).abs().max() / expected.abs().max())
+
+
+def compute_dtype(model: Llava) -> torch.dtype:
+    """fp32 where the machine has the memory for it."""
+    if fits_in_fp32(model):
+        return torch.float32
+    log().info("comparing logits in bf16: fp32 would take %.0f GiB", bytes_in_fp32(model) / 2**30)
+    return torch.bfloat16
+
+
+def bytes_in_fp32(model: Llava) -> int:
+    return 4 * sum(p.numel() for p in model.parameters())
+
+
+def fits_in_fp32(model: Llava) -> bool:
+    """Whether the host's memory, or what a container's limit leaves of it, has the room."""
+    meminfo = Path("/proc/meminfo")
+    available = dict(line.split(":") for line in meminfo.read_text().splitlines()) if meminfo.is_file() else {}
+    rooms = [int(available.get("MemAvailable", "0").split()[0]) * 1024, room_in_container()]
+    return all(not room or room > 1.2 * bytes_in_fp32(model) for room in rooms)
+
+
+def room_in_container() -> int:
+    """Bytes that a container's limit leaves; 0 where there is none."""
+    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
+    if not limit.is_file() or not used.is_file() or limit.read_text().strip() == "max":
+        return 0
+    return max(1, int(limit.read_text()) - int(used.read_text()))
+
+
+def probe(model: Llava) -> MicroBatch:
+    """A row with a picture and one without, drawn; every position is compared."""
+    dice = torch.Generator().manual_seed(0)
+    size = model.parts.vision.image_size
+    length = model.image_tokens + TEXT
+    # of the lower half: an image tag may have one of the last rows
+    ids = torch.randint(model.parts.language.vocab_size // 2, (2, length), generator=dice)
+    rows = torch.arange(model.image_tokens)
+    if model.cfg.patch_merge is PatchMerge.spatial_unpad:
+        rows[-1] = model.image_tokens  # the end of a line, behind all features
+    return MicroBatch(
+        input_ids=ids,
+        image_positions=torch.arange(TEXT // 2, TEXT // 2 + model.image_tokens),
+        image_rows=rows,
+        images=torch.randn((1, 3, size, size), generator=dice),
+        label_positions=torch.arange(ids.numel()),
+        label_ids=torch.zeros(0),
+        scale=1.0,
+    )
+
+
+def filled(
+    shapes: Llava,
+    sources: Any,
+    compute: torch.dtype,
+    adapted: Adapted | None = None,
+    device: torch.device | str = "cpu",
+) -> Llava:
+    """A model in memory, of the shapes of one that is not; without adapters, or with those that are given. Of what is
+    read one parameter at a time is in the host's memory beside it."""
+    model = build_llava(shapes.parts, shapes.cfg.plain, compute)
+    if adapted is not None:
+        with torch.device("meta"):
+            put_adapters(model, adapted.lora, adapted.modules)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(compute)
+    buffers = computed_buffers(model)
+    materialize(model, lambda empty: empty.to_empty(device=device))
+    load_weights(sources, local_shards(model, MasterWeights({})))
+    restore_buffers(model, buffers)
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model: Llava, micro: MicroBatch) -> torch.Tensor:
+    """float32 [labels, vocabulary]"""
+    return model(*micro.inputs[:-1])
+
+
+def logits_of_folder(form: FolderFormat, folder: Path, micro: MicroBatch, compute: torch.dtype) -> torch.Tensor:
+    if form is FolderFormat.hf:
+        return reloaded_logits(folder, micro, micro.images, compute)
+    cfg = read_model(folder, None, None)
+    parts = find_parts(cfg)
+    model = build_llava(parts, cfg, compute)
+    return logits(filled(model, find_weights(model, parts, cfg, None, 0), compute), micro)
+
+
+@torch.no_grad()
+def replace_projector(model: Llava, file: Path) -> None:
+    parameters = {n: p for n, p in model.named_parameters() if n.startswith("multi_modal_projector.")}
+    stored = {ours(name): tensor for name, tensor in open_tensors(file).items()}
+    if stored.keys() != parameters.keys():
+        raise ModelError(f"{file} was written, but has {sorted(stored)} instead of {sorted(parameters)}")
+    for name, parameter in parameters.items():
+        parameter.copy_(stored[name].rows(0, parameter.shape[0]))
+
+
+@torch.no_grad()
+def reloaded_logits(folder: Path, micro: MicroBatch, images: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """float32 [labels, rows]: what transformers' own model says of the micro-batch."""
+    with quiet_transformers():
+        model = load_llava(folder, dtype)
+    ids = micro.input_ids.clone()
+    ids.view(-1)[micro.image_positions] = model.config.image_token_id
+    pictures = images.to(dtype) if len(images) else None
+    found = model.eval()(input_ids=ids, pixel_values=pictures).logits.float()
+    return found.flatten(0, 1)[micro.label_positions]
+
+
+def load_llava(folder: Path, dtype: torch.dtype | str) -> Any:
+    """transformers' own model of a folder, which never brings code of its own; its types do not admit its methods."""
+    return LlavaForConditionalGeneration.from_pretrained(
+        folder,
+        dtype=dtype,
+        attn_implementation="sdpa",
+        trust_remote_code=False,
+        local_files_only=True,
+        weights_only=True,
+    )
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars of transformers' between our own lines."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

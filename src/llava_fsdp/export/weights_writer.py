@@ -1,0 +1,131 @@
+"""A model's weights into files, one shard of them in memory at a time."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from llava_fsdp.distributed.consensus import on_first_rank
+from llava_fsdp.model.load_weights import PROJECTOR_PREFIX
+from llava_fsdp.model.tensor_files import open_tensors
+from llava_fsdp.runtime.durable_files import sync_folder, sync_tree
+from llava_fsdp.runtime.errors import ModelError
+
+SHARD_BYTES = 5 * 10**9
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model's weights as they are written, one at a time. Only the first rank has them and writes."""
+
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, torch.dtype]
+    read: Callable[[str], torch.Tensor]
+    """The whole parameter, on the CPU of the first rank; a collective."""
+    is_first_rank: bool = True
+    watch: Callable[[Iterable[str]], Iterable[str]] = iter
+
+    @property
+    def widest(self) -> torch.dtype:
+        """The dtype that holds every weight's values."""
+        return reduce(torch.promote_types, self.dtypes.values())
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Rows of the embeddings that were trained, and rows to write."""
+
+    trained: int
+    rows: int
+
+
+def write_shards(
+    weights: Weights,
+    staged: Path,
+    rename: Callable[[str], str],
+    vocabulary: Vocabulary,
+    extra: dict[str, torch.Tensor],
+) -> None:
+    """Safetensors files of at most 5 GB; rank 0 holds one at a time.
+
+    Args:
+        rename: our name to the format's.
+        extra: tensors beside the weights, under the format's names.
+    """
+    plan = plan_shards(weights)
+    index: dict[str, str] = {}
+    names = iter(weights.watch(name for shard in plan for name in shard))
+    total = 0
+    for number, shard in enumerate(plan, start=1):
+        file = "model.safetensors" if len(plan) == 1 else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
+        tensors = dict(extra) if number == 1 else {}
+        for name in (next(names) for _ in shard):
+            tensor = weights.read(name)
+            if weights.is_first_rank:
+                tensors[rename(name)] = with_rows(name, tensor, vocabulary).to(weights.dtypes[name]).contiguous()
+        index |= dict.fromkeys(tensors, file)
+        total += sum(t.nbytes for t in tensors.values())
+        path = staged / file
+        on_first_rank(lambda t=tensors, p=path: save_file(t, p, metadata={"format": "pt"}), f"cannot write {path}")
+    if len(plan) > 1:
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
+        on_first_rank(
+            lambda: (staged / "model.safetensors.index.json").write_text(text), "cannot write the index of shards"
+        )
+
+
+def plan_shards(weights: Weights) -> list[list[str]]:
+    plan: list[list[str]] = [[]]
+    filled = 0
+    for name, shape in weights.shapes.items():
+        size = torch.Size(shape).numel() * weights.dtypes[name].itemsize
+        if plan[-1] and filled + size > SHARD_BYTES:
+            plan.append([])
+            filled = 0
+        plan[-1].append(name)
+        filled += size
+    return plan
+
+
+def with_rows(name: str, tensor: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
+    """A vocabulary cut to what was trained and padded with its mean row; other parameters as they are."""
+    if not name.startswith(("language_model.embed", "lm_head.")):
+        return tensor
+    trained = tensor[: vocabulary.trained]
+    if vocabulary.rows == len(trained):
+        return trained.clone()
+    mean = trained.float().mean(dim=0, keepdim=True)
+    return torch.cat([trained, mean.to(trained.dtype).expand(vocabulary.rows - len(trained), -1)])
+
+
+def write_projector(weights: Weights, staged: Path, rename: Callable[[str], str]) -> None:
+    """`mm_projector.bin`, and its twin without a pickle."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name in (n for n in weights.shapes if n.startswith(PROJECTOR_PREFIX)):
+        tensor = weights.read(name)
+        if weights.is_first_rank:
+            tensors[rename(name)] = tensor.to(weights.dtypes[name]).contiguous().clone()
+
+    def write() -> None:
+        torch.save(tensors, staged / "mm_projector.bin")
+        save_file(tensors, staged / "mm_projector.safetensors", metadata={"format": "pt"})
+        read_back = open_tensors(staged / "mm_projector.bin")
+        for name, tensor in open_tensors(staged / "mm_projector.safetensors").items():
+            if not torch.equal(tensor.rows(0, tensor.shape[0]), read_back[name].rows(0, tensor.shape[0])):
+                raise ModelError(f"{staged}: mm_projector.bin and its twin differ in {name}")
+
+    on_first_rank(write, f"cannot write {staged}")
+
+
+def publish_folder(staged: Path, final: Path) -> None:
+    """What is named as done is on the disk: its notes alone would keep a later start from writing it again."""
+    sync_tree(staged)
+    shutil.rmtree(final, ignore_errors=True)
+    os.rename(staged, final)
+    sync_folder(final.parent)

@@ -1,0 +1,136 @@
+"""Random weights that depend on (seed, parameter name) alone, and buffers that are computed, not stored."""
+
+import copy
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from llava_fsdp.model.quantization import QuantizedLinear, weight_shape
+from llava_fsdp.runtime.seeds import derive
+
+
+class Rule(Enum):
+    ONES = "ones"
+    ZEROS = "zeros"
+    NORMAL = "normal"
+    """mean 0, standard deviation `scale`"""
+    UNIFORM = "uniform"
+    """in [-scale, scale)"""
+
+
+@dataclass(frozen=True)
+class DrawRule:
+    rule: Rule
+    scale: float = 0.0
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A parameter whose values are drawn: the whole of it, on the CPU, so that no cut into shards changes it."""
+
+    name: str
+    shape: tuple[int, ...]
+    rule: DrawRule
+    seed: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def rows(self, begin: int, end: int) -> torch.Tensor:
+        """float32 rows [begin, end) of dimension 0."""
+        generator = torch.Generator().manual_seed(derive("weight", self.seed, self.name))
+        whole = torch.empty(self.shape)
+        match self.rule.rule:
+            case Rule.ONES:
+                whole.fill_(1)
+            case Rule.ZEROS:
+                whole.zero_()
+            case Rule.NORMAL:
+                whole.normal_(0, self.rule.scale, generator=generator)
+            case Rule.UNIFORM:
+                whole.uniform_(-self.rule.scale, self.rule.scale, generator=generator)
+        return whole[begin:end]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Standard deviations of a part that is drawn: of embeddings, and of matrices times sqrt(fan-in)."""
+
+    embedding: float
+    matrix: float
+
+
+# The tower's blocks start close to the identity, so that a frozen random one still shows what a patch looks like.
+SCALES = {"vision_tower": Scale(0.2, 0.3), "language_model": Scale(0.5, 1.0), "lm_head": Scale(0.5, 1.0)}
+
+
+def draw_rule(model: nn.Module, name: str) -> DrawRule:
+    """How a parameter is drawn: norms start as the identity, matrices keep the variance of what passes them.
+
+    The projector is drawn as `nn.Linear` draws, because LLaVA's is (multimodal_projector/builder.py:39-44).
+    """
+    parent = model.get_submodule(name.rpartition(".")[0])
+    shape = weight_shape(model, name)
+    part = name.partition(".")[0]
+    if part == "multi_modal_projector":
+        assert isinstance(parent, nn.Linear)
+        return DrawRule(Rule.UNIFORM, parent.in_features**-0.5)
+    if part == "image_newline":  # LLaVA llava_arch.py:83-88
+        return DrawRule(Rule.NORMAL, shape[0] ** -0.5)
+    if name.endswith("bias"):
+        return DrawRule(Rule.ZEROS)
+    if "Norm" in type(parent).__name__:
+        return DrawRule(Rule.ONES)
+    if isinstance(parent, nn.Embedding) or len(shape) == 1:
+        return DrawRule(Rule.NORMAL, SCALES[part].embedding)
+    return DrawRule(Rule.NORMAL, SCALES[part].matrix * math.prod(shape[1:]) ** -0.5)
+
+
+def computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every buffer of a meta-device model, as transformers computes it (rotary frequencies, position ids).
+
+    They are in no file, and materialising the model leaves whatever the memory held. transformers recomputes them
+    in `_init_weights`; here it does so on a copy of the module that owns them.
+    """
+    buffers: dict[str, torch.Tensor] = {}
+    for part_name, part in model.named_children():
+        for path, module in part.named_modules():
+            own = [name for name, _ in module.named_buffers(recurse=False)]
+            if not own or isinstance(module, QuantizedLinear):  # its are made with the weight
+                continue
+            assert isinstance(part, PreTrainedModel), f"{part_name}.{path} has buffers that nothing computes"
+            buffers |= {
+                ".".join(filter(None, (part_name, path, name))): value
+                for name, value in recomputed(part, module, own).items()
+            }
+    return buffers
+
+
+@torch.no_grad()
+def recomputed(part: PreTrainedModel, module: nn.Module, names: list[str]) -> dict[str, torch.Tensor]:
+    """The named buffers of one module. Checked twice from different fillings: one that is not computed would show."""
+    results = []
+    for filling in (1, 2):
+        twin = copy.deepcopy(module).to_empty(device="cpu")
+        for name in names:
+            twin.get_buffer(name).fill_(filling)
+        part._init_weights(twin)
+        results.append({name: twin.get_buffer(name) for name in names})
+    for name in names:
+        assert torch.equal(results[0][name], results[1][name]), f"{type(module).__name__}.{name} was not recomputed"
+    return results[0]
+
+
+def restore_buffers(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
+    """Copy computed buffers into a model that has been materialised, whatever wraps its modules."""
+    left = dict(buffers)
+    for path, module in model.named_modules():
+        if not isinstance(module, QuantizedLinear):
+            for name, buffer in module.named_buffers(recurse=False):
+                buffer.copy_(left.pop(f"{path}.{name}"))
+    assert not left, f"buffers that the model does not have: {sorted(left)}"

@@ -1,0 +1,205 @@
+"""The original's `config.json`, both ways (LLaVA llava_arch.py:60-104, model/builder.py:26-167)."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, CLIPVisionConfig, PretrainedConfig
+
+from llava_fsdp.config import Feature, ModelConfig, PatchMerge
+from llava_fsdp.runtime.errors import ConfigError, ModelError
+
+TOWER = "vision_tower"
+"""In the original's folders as we write them: what the tower is and how its pictures are prepared. The original's own
+name a tower, and everything about it is looked up there."""
+FIRST_NAME = "llava"
+"""The original's model_type before it was renamed to llava_llama; transformers has another model of that name."""
+FEATURES = {Feature.patch: "patch", Feature.full: "cls_patch"}
+NEEDED = {"s2": False}
+"""Other values mean another model."""
+LANGUAGE_KEYS = (
+    "attention_bias", "attention_dropout", "bos_token_id", "eos_token_id", "hidden_act", "hidden_size",
+    "initializer_range", "intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
+    "num_key_value_heads", "pad_token_id", "rms_norm_eps", "tie_word_embeddings", "vocab_size",
+)  # fmt: skip
+CLIP_336 = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "image_size": 336,
+    "patch_size": 14,
+}
+
+
+def is_original(raw: dict[str, Any]) -> bool:
+    """Whether a config.json is of the original, and not of a model of transformers' with a similar name."""
+    return "mm_vision_tower" in raw or str(raw.get("model_type")) in ("llava_llama", "llava_mpt", "llava_mistral")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What an original's configuration says of its projector and its features."""
+
+    projector_type: str
+    select_layer: int
+    select_feature: Feature
+    patch_merge: PatchMerge
+    image_start_end: bool
+
+
+def read_selection(raw: dict[str, Any], folder: Path) -> Selection:
+    """As the original would take it.
+
+    Raises:
+        ModelError: it is a model that we do not have, or does not say its layer.
+    """
+    check_supported(raw, folder)
+    if "mm_vision_select_layer" not in raw:
+        raise ModelError(f"{folder / 'config.json'} has no mm_vision_select_layer; add the layer it was trained with")
+    names = {name: feature for feature, name in FEATURES.items()}
+    feature = raw.get("mm_vision_select_feature", "patch")
+    if feature not in names:
+        raise ModelError(f"{folder / 'config.json'} has mm_vision_select_feature={feature}; known: {', '.join(names)}")
+    return Selection(
+        projector_type=raw.get("mm_projector_type", "linear"),
+        select_layer=raw["mm_vision_select_layer"],
+        select_feature=names[feature],
+        patch_merge=PatchMerge(raw.get("mm_patch_merge_type") or "flat"),
+        image_start_end=bool(raw.get("mm_use_im_start_end")),
+    )
+
+
+def check_supported(raw: dict[str, Any], folder: Path) -> None:
+    if raw.get("model_type") not in ("llava_llama", FIRST_NAME):
+        raise ModelError(
+            f"{folder / 'config.json'} has model_type={raw.get('model_type')}; of the original's models, llava_llama "
+            "is supported"
+        )
+    for key, needed in NEEDED.items():
+        if (raw.get(key) or needed) != needed:
+            raise ModelError(f"{folder / 'config.json'} has {key}={raw[key]}; only {needed} is supported")
+    merge, merges = raw.get("mm_patch_merge_type") or "flat", [m.value for m in PatchMerge]
+    if merge not in merges:
+        raise ModelError(f"{folder / 'config.json'} has mm_patch_merge_type={merge}; supported: {', '.join(merges)}")
+
+
+def check_agrees(raw: dict[str, Any], cfg: ModelConfig, folder: Path) -> None:
+    """What the original's configuration says of projector and features is what this one does with them.
+
+    Raises:
+        ConfigError: it is not; the message has the key and both values.
+        ModelError: it is a model that we do not have.
+    """
+    check_supported(raw, folder)
+    kind = raw.get("mm_projector_type", "linear")
+    if kind != cfg.projector_type:
+        raise ConfigError(
+            f"model.projector_type={cfg.projector_type}, but model.checkpoint={folder} has a {kind} projector; set "
+            "model.projector_type to that"
+        )
+    start_end = bool(raw.get("mm_use_im_start_end"))
+    if start_end != cfg.image_start_end:
+        raise ConfigError(
+            f"model.checkpoint={folder} has mm_use_im_start_end={start_end}; set model.image_start_end="
+            f"{str(start_end).lower()}"
+        )
+    merge = raw.get("mm_patch_merge_type") or "flat"
+    if merge not in ("flat", cfg.patch_merge.value):  # from flat to another: the end of a line is drawn
+        raise ConfigError(
+            f"model.checkpoint={folder} has mm_patch_merge_type={merge}; set model.patch_merge={merge} and "
+            "data.image_aspect_ratio=anyres"
+        )
+    ours = {"mm_vision_select_layer": cfg.select_layer, "mm_vision_select_feature": FEATURES[cfg.select_feature]}
+    for key, value in ours.items():
+        if raw.get(key, value) != value:
+            raise ConfigError(f"model.checkpoint={folder} has {key}={raw[key]}, and this configuration means {value}")
+
+
+def language_config(raw: dict[str, Any]) -> PretrainedConfig:
+    """The language model's configuration: its fields are on the top level."""
+    fields = {key: raw[key] for key in (*LANGUAGE_KEYS, "rope_theta", "pretraining_tp") if key in raw}
+    if raw.get("rope_scaling") is not None:
+        fields["rope_scaling"] = dict(raw["rope_scaling"])  # transformers writes into it
+    return AutoConfig.for_model("llama", **fields)
+
+
+def original_config(
+    language: PretrainedConfig, features: int, cfg: ModelConfig, tower: str, max_length: int
+) -> dict[str, Any]:
+    """A config.json for a model that did not come from the original.
+
+    Args:
+        features: width of the tower.
+        tower: what the original is to load as its vision tower.
+
+    Raises:
+        ModelError: the original has no such language model.
+    """
+    config = {key: getattr(language, key, None) for key in LANGUAGE_KEYS}
+    return {
+        **config,
+        **rope(language),
+        "architectures": ["LlavaLlamaForCausalLM"],
+        "model_type": "llava_llama",
+        "pretraining_tp": 1,
+        "use_cache": True,
+        "mm_hidden_size": features,
+        "mm_patch_merge_type": cfg.patch_merge.value,
+        "mm_projector_lr": None,
+        "mm_projector_type": cfg.projector_type,
+        "mm_use_im_patch_token": False,
+        "mm_use_im_start_end": cfg.image_start_end,
+        "mm_vision_select_feature": FEATURES[cfg.select_feature],
+        "mm_vision_select_layer": cfg.select_layer,
+        "mm_vision_tower": tower,
+        "use_mm_proj": True,
+        "freeze_mm_mlp_adapter": False,
+        "tokenizer_model_max_length": max_length,
+        "tokenizer_padding_side": "right",
+        "transformers_version": "4.37.2",
+    }
+
+
+def rope(language: PretrainedConfig) -> dict[str, Any]:
+    """Rotary fields as transformers 4 has them.
+
+    Raises:
+        ModelError: the Llama of the original's transformers has no such model.
+    """
+    heads, width = language.num_attention_heads, language.hidden_size
+    plain = {"model_type": "llama", "mlp_bias": False, "head_dim": width // heads}
+    for key, value in plain.items():
+        found = getattr(language, key, None)
+        if found is not None and found != value:
+            raise ModelError(f"the original LLaVA has no language model with {key}={found}; choose format=hf")
+    fields = {k: v for k, v in language.rope_parameters.items() if k != "type"}  # rope_type's older name
+    kind = fields.pop("rope_type", "default")
+    theta = fields.pop("rope_theta", 10000.0)
+    if kind == "default":
+        return {"rope_theta": theta, "rope_scaling": None}
+    if kind not in ("linear", "dynamic") or fields.keys() != {"factor"}:
+        raise ModelError(f"the original LLaVA has no rotary embedding of type {kind}; choose format=hf")
+    return {"rope_theta": theta, "rope_scaling": {"type": kind, "factor": fields["factor"]}}
+
+
+def known_tower(vision: PretrainedConfig) -> str | None:
+    """The name of LLaVA 1.5's tower, where a configuration describes it."""
+    same = isinstance(vision, CLIPVisionConfig) and all(getattr(vision, k) == v for k, v in CLIP_336.items())
+    return "openai/clip-vit-large-patch14-336" if same else None
+
+
+def generation_config(given: dict[str, Any]) -> dict[str, Any]:
+    """One that transformers saves again: Vicuna's sampling values without `do_sample` fail its check (LLaVA#1144)."""
+    if given.get("do_sample"):
+        return given
+    return {k: v for k, v in given.items() if k not in ("temperature", "top_p", "top_k", "typical_p")}
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,275 @@
+"""Weights into a model that has been sharded: streamed from files, or drawn, one parameter's rows at a time."""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from llava_fsdp.config import ModelConfig
+from llava_fsdp.model.init_weights import Drawn, DrawRule, Rule, draw_rule
+from llava_fsdp.model.llava_v1_5_config import TOWER
+from llava_fsdp.model.lora import start_of_a
+from llava_fsdp.model.lora_files import find_adapter, open_adapter, started_from
+from llava_fsdp.model.lora_merge import BASE_WEIGHT, RowLengths
+from llava_fsdp.model.lora_names import LORA_A, LORA_B, MAGNITUDE, is_adapter, without_base
+from llava_fsdp.model.pretrained import Parts
+from llava_fsdp.model.quantization import QuantizedLinear, weight_shape
+from llava_fsdp.model.tensor_files import Stored, StoredTensor, open_tensors
+from llava_fsdp.model.weight_names import COMPUTED, ours, ours_in_language, ours_in_vision
+from llava_fsdp.runtime.errors import ModelError
+
+PROJECTOR_PREFIX = "multi_modal_projector."
+NEWLINE = "image_newline"
+DIGESTING = 4
+"""Threads of a rank that digest frozen weights."""
+DIGESTED_BYTES = 16 << 20
+"""That each of them holds at once."""
+
+
+class Rows(Protocol):
+    """The rows of one parameter that this rank holds."""
+
+    @property
+    def begin(self) -> int: ...
+
+    @property
+    def end(self) -> int: ...
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Every tensor that holds these rows, in whatever dtype."""
+        ...
+
+
+def find_weights(
+    model: nn.Module, parts: Parts, cfg: ModelConfig, projector: Path | None, seed: int
+) -> dict[str, Stored]:
+    """A source for every parameter of a model that is still on the meta device.
+
+    Args:
+        projector: a folder or file that holds one; None draws it.
+
+    Raises:
+        ModelError: a parameter is in no file, or has another shape there; the message names it, the file and both.
+    """
+    found: dict[str, Stored] = {}
+    if parts.whole is not None:
+        found |= whole_model(parts.whole, parts.vision_folder, model)
+    elif not cfg.random_weights:
+        found |= renamed(open_tensors(parts.vision_folder), ours_in_vision)
+        found |= renamed(open_tensors(parts.language_folder), ours_in_language)
+    if parts.whole is None and projector is not None:
+        found |= projector_alone(projector)
+    adapter: dict[str, Stored] = {}
+    if cfg.lora.checkpoint is not None:
+        opened = open_adapter(find_adapter(cfg.lora.checkpoint, "model.lora.checkpoint"))
+        adapter = dict(started_from(opened, model, cfg.lora))
+        beside = {without_base(n): tensor for n, tensor in adapter.items() if not is_adapter(n)}
+        if projector is not None or cfg.projector == "random":  # the one that was asked for, not the adapter's
+            beside = {n: tensor for n, tensor in beside.items() if not n.startswith(PROJECTOR_PREFIX)}
+        found |= beside
+    sources: dict[str, Stored] = {}
+    for own_name, _ in model.named_parameters():
+        if is_adapter(own_name):
+            continue  # behind the weights that they adapt
+        shape = weight_shape(model, own_name)
+        name = without_base(own_name)
+        drawn = parts.whole is None and (
+            cfg.random_weights or (projector is None and name.startswith(PROJECTOR_PREFIX))
+        )
+        drawn = drawn or name == NEWLINE  # the original too draws it where a model has none (llava_arch.py:83-88)
+        if name in found:
+            check_shape(name, shape, found[name], parts)
+            sources[own_name] = found[name]
+        elif drawn:
+            if name.startswith(PROJECTOR_PREFIX) and cfg.lora.checkpoint is not None and cfg.projector == "auto":
+                raise ModelError(
+                    f"model.lora.checkpoint={cfg.lora.checkpoint} has no projector; give the one that it was trained "
+                    "with: model.projector=PATH"
+                )
+            sources[own_name] = Drawn(name, shape, draw_rule(model, own_name), seed)
+        else:
+            where = (
+                parts.whole or projector
+                if name.startswith(PROJECTOR_PREFIX)
+                else parts.whole or (parts.vision_folder if name.startswith("vision_tower.") else parts.language_folder)
+            )
+            raise ModelError(f"{where} has no weights for {name}; is it the model that its configuration says?")
+    return sources | adapter_sources(model, sources, adapter, seed)
+
+
+def adapter_sources(
+    model: nn.Module, base: dict[str, Stored], given: dict[str, Stored], seed: int
+) -> dict[str, Stored]:
+    """A source for every parameter of adapters: given, or as peft begins them.
+
+    Raises:
+        ModelError: what is given has another shape.
+    """
+    sources: dict[str, Stored] = {}
+    for name, parameter in model.named_parameters():
+        shape = tuple(parameter.shape)
+        if not is_adapter(name):
+            continue
+        if name in given:
+            if given[name].shape != shape:
+                raise ModelError(
+                    f"{name} has shape {list(given[name].shape)} in model.lora.checkpoint, and this model needs "
+                    f"{list(shape)}; it is from another model"
+                )
+            sources[name] = given[name]
+        elif name.endswith(LORA_A):
+            bound = start_of_a(model.get_submodule(name.rpartition(".")[0]))
+            sources[name] = Drawn(name, shape, DrawRule(Rule.UNIFORM, bound), seed)
+        elif name.endswith(LORA_B):
+            sources[name] = Drawn(name, shape, DrawRule(Rule.ZEROS), seed)
+        else:
+            sources[name] = RowLengths(base[name.removesuffix(MAGNITUDE) + BASE_WEIGHT])
+    return sources
+
+
+def whole_model(folder: Path, tower: Path, model: nn.Module) -> dict[str, Stored]:
+    """Every parameter of a folder; the tower of an original's folder that only names it, from its own.
+
+    Raises:
+        ModelError: the folder holds what is no parameter of this model.
+    """
+    found = renamed(open_tensors(folder), ours)
+    wanted = {without_base(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    unknown = sorted(n for n in found if n not in wanted and not COMPUTED.search(n))
+    if unknown:
+        raise ModelError(
+            f"{folder} has {len(unknown)} weights that this model has no place for, {unknown[0]} for one; is it the "
+            "model that its configuration says?"
+        )
+    if tower not in (folder, folder / TOWER) and not any(n.startswith("vision_tower.") for n in found):
+        named = renamed(open_tensors(tower), ours_in_vision)
+        found |= {n: t for n, t in named.items() if n in wanted}  # CLIP's text half stays
+    return found
+
+
+def projector_alone(path: Path) -> dict[str, Stored]:
+    """The projector of a file or folder, which may be of a whole model.
+
+    Raises:
+        ModelError: it was trained together with rows of the vocabulary (LLaVA's mm_use_im_start_end).
+    """
+    tensors = open_tensors(path, projector_only=True)
+    given = renamed(tensors, ours)
+    found = {n: t for n, t in given.items() if n.startswith(PROJECTOR_PREFIX) or n == NEWLINE}
+    others = sorted(tensors[n].name for n in tensors if ours(n) not in found)
+    if others and any(t.file.stem == "mm_projector" for t in tensors.values()):
+        raise ModelError(f"{path} holds {others[0]} beside a projector; mm_use_im_start_end=True is not supported")
+    return found
+
+
+def renamed(tensors: dict[str, StoredTensor], rename: Callable[[str], str]) -> dict[str, Stored]:
+    return {rename(name): tensor for name, tensor in tensors.items()}
+
+
+def check_shape(name: str, expected: tuple[int, ...], stored: Stored, parts: Parts) -> None:
+    """Shapes are equal; a vocabulary may have more rows in the file, which were added for an export."""
+    got = stored.shape
+    more_rows = parts.whole is not None and got[:1] > expected[:1] and got[1:] == expected[1:]
+    if got == expected or (more_rows and name.startswith(("language_model.embed", "lm_head."))):
+        return
+    file = stored.file if isinstance(stored, StoredTensor) else "?"
+    raise ModelError(
+        f"{name} has shape {list(got)} in {file}, and this model needs {list(expected)}; it is from another model"
+    )
+
+
+def fingerprint(model: nn.Module, digests: Mapping[str, str]) -> str:
+    """Of a model that is to be trained: all names and shapes, and every bit of every frozen parameter, of a packed
+    one in full: that of the same model without packing.
+
+    What trains is in every checkpoint; what does not must be the same when a run continues.
+
+    Args:
+        digests: of the frozen parameters.
+    """
+    whole = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        described = [name, list(weight_shape(model, name)), parameter.requires_grad, digests.get(name)]
+        whole.update(json.dumps(described).encode())
+    return whole.hexdigest()[:32]
+
+
+def base_fingerprint(digests: Mapping[str, str], apart: Collection[str]) -> str:
+    """Of what an adapter is for: every bit of every weight that does not come with it.
+
+    Args:
+        digests: of all these weights, and maybe of others, by names as a model with or without adapters has them.
+        apart: names of what comes with the adapter.
+    """
+    without = {without_base(name) for name in apart}
+    found = {without_base(name): digest for name, digest in digests.items()}
+    described = sorted((name, digest) for name, digest in found.items() if name not in without)
+    return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
+
+
+def frozen_digests(
+    model: nn.Module,
+    sources: Mapping[str, Stored],
+    rank: int = 0,
+    size: int = 1,
+    gather: Callable[[list[tuple[str, str]]], list[tuple[str, str]]] = list,
+    watch: Callable[[Iterable[str]], Iterable[str]] = iter,
+) -> dict[str, str]:
+    """Of every parameter that does not train, by name. They are shared out over the ranks, each of which digests its
+    own in a few threads: what is read is what is loaded next.
+
+    Args:
+        gather: every rank's items on all ranks.
+        watch: wraps the iteration over this rank's names, to show progress: a frozen 13B is 26 GB.
+    """
+    shapes = {name: weight_shape(model, name) for name, p in model.named_parameters() if not p.requires_grad}
+    frozen = sorted(shapes, key=lambda name: (-math.prod(shapes[name]), name))
+    with ThreadPoolExecutor(DIGESTING) as threads:
+        own = frozen[rank::size]
+        digests = threads.map(lambda name: digest_of(sources[name], shapes[name]), own)
+        return dict(gather(list(zip(watch(own), digests, strict=True))))
+
+
+def digest_of(source: Stored, shape: tuple[int, ...]) -> str:
+    """Of a parameter's bits as they are stored; of what is drawn, of what it is drawn by."""
+    if isinstance(source, Drawn):
+        return f"{source.rule.rule.value} {source.rule.scale!r} {source.seed}"
+    digest = hashlib.sha256(str(source.dtype).encode())
+    step = max(1, DIGESTED_BYTES // (math.prod(shape[1:]) * source.dtype.itemsize))
+    for begin in range(0, shape[0], step):
+        rows = source.rows(begin, min(shape[0], begin + step)).contiguous()
+        digest.update(rows.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def load_weights(
+    sources: dict[str, Stored],
+    shards: Mapping[str, Rows],
+    watch: Callable[[Iterable[str]], Iterable[str]] = iter,
+    packed: Mapping[str, QuantizedLinear] | None = None,
+) -> None:
+    """Fill every shard from its source. A rank reads its own rows and no others, but for weights that it packs: the
+    scales of a few bits are of the whole, so that it reads them whole, one at a time, and keeps its part.
+
+    Args:
+        packed: the layers of packed weights, by the weights' names; None: there are none.
+        watch: wraps the iteration over names, to show progress.
+    """
+    assert sources.keys() == shards.keys(), sources.keys() ^ shards.keys()
+    for name in watch(sources):
+        shard = shards[name]
+        layer = (packed or {}).get(name)
+        if layer is None:
+            values = sources[name].rows(shard.begin, shard.end)
+        else:
+            values = layer.pack(sources[name].rows(0, layer.out_features))[shard.begin : shard.end]
+        for tensor in shard.tensors:
+            tensor.copy_(values)

@@ -1,0 +1,297 @@
+"""Adapters in files: of peft, of the original LLaVA, and ours, which both load.
+
+A folder holds `adapter_config.json` and `adapter_model.safetensors` (or `.bin`), peft's, and what else was trained in
+`non_lora_trainables.safetensors` or `.bin` (LLaVA train.py:974-984): the projector, biases.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from llava_fsdp.config import LoraBias, LoraConfig
+from llava_fsdp.model.lora_names import LORA_A, LORA_B, MAGNITUDE, is_adapter, module_of, without_base
+from llava_fsdp.model.tensor_files import StoredTensor, open_file
+from llava_fsdp.model.weight_names import ours_in_adapter
+from llava_fsdp.runtime.errors import ConfigError, ModelError
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.provenance import NOTES, check_folder, read_notes
+from llava_fsdp.runtime.safe_load import foreign, read_json
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+OTHERS_FILES = ("non_lora_trainables.safetensors", "non_lora_trainables.bin")
+FOLDER = "adapter"
+"""In a run, and in each of its checkpoints."""
+TOWER = "vision_tower."
+OTHER_MEANINGS = (
+    "rank_pattern", "alpha_pattern", "fan_in_fan_out", "modules_to_save", "layer_replication", "lora_bias",
+    "use_qalora", "trainable_token_indices", "target_parameters", "alora_invocation_tokens",
+)  # fmt: skip
+"""Of peft's keys: those with which the weights are not, or not all, what is read here."""
+OTHER_BASES = ("pissa", "olora", "corda", "loftq")
+"""Of peft's ways to begin: those that take something out of the base's weights first."""
+NAMED = 8
+"""Modules in a message."""
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """An adapter as it was found; nothing is read of its tensors yet."""
+
+    folder: Path
+    settings: dict[str, Any]
+    """adapter_config.json"""
+    lora: LoraConfig
+    """The same in our terms, as far as it changes what the weights mean."""
+    tensors: dict[str, StoredTensor]
+    """All, by the names of our parameters."""
+
+    @property
+    def modules(self) -> list[str]:
+        """That have adapters."""
+        return sorted({module_of(name) for name in self.tensors if is_adapter(name)})
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    return (folder / ADAPTER_CONFIG).is_file()
+
+
+def adapter_folders(name: str) -> tuple[Path, Path]:
+    """Where an adapter of this name may be, whether or not it is there."""
+    return Path(name), Path(name) / FOLDER
+
+
+def find_adapter(name: str, key: str) -> Path:
+    """The adapter's own folder; a run stands for what it saved at its end.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for folder in adapter_folders(name):
+        if is_adapter_folder(folder):
+            return folder
+    inside = sorted(path.parent for path in Path(name).glob(f"checkpoints/step-*[0-9]/{FOLDER}"))
+    if inside:
+        raise ConfigError(f"{key}={name} is a run that has not finished; give a checkpoint of it: {key}={inside[-1]}")
+    raise ConfigError(
+        f"{key}={name} has no {ADAPTER_CONFIG}; give the folder of an adapter, or a run or a checkpoint that holds one"
+    )
+
+
+def open_adapter(folder: Path) -> AdapterFolder:
+    """
+    Raises:
+        ModelError: it is no LoRA adapter, a file of it is missing or damaged, or it adapts what has no adapters here.
+    """
+    check_folder(folder)
+    settings = read_json(folder / ADAPTER_CONFIG)
+    with foreign(f"{folder / ADAPTER_CONFIG} is damaged"):
+        check_kind(settings, folder)
+        lora = read_lora(settings, folder)
+    check_meaning(folder, lora)
+    file = next((folder / n for n in ADAPTER_FILES if (folder / n).is_file()), None)
+    if file is None:
+        raise ModelError(f"{folder} has an {ADAPTER_CONFIG}, but none of {', '.join(ADAPTER_FILES)}; copy it there")
+    tensors = dict(open_file(file))
+    others = next((folder / n for n in OTHERS_FILES if (folder / n).is_file()), None)
+    tensors |= open_file(others) if others is not None else {}
+    found = AdapterFolder(folder, settings, lora, {ours_in_adapter(name): t for name, t in tensors.items()})
+    if not found.modules:
+        raise ModelError(f"{file} has no LoRA weights: none of its {len(tensors)} tensors is named lora_A or lora_B")
+    return found
+
+
+def check_meaning(folder: Path, lora: LoraConfig) -> None:
+    """Where our notes say how the adapter was trained, adapter_config.json says the same: its path of the base may be
+    corrected, and what the weights mean may not.
+
+    Raises:
+        ModelError: it says something else.
+    """
+    trained = read_notes(folder).get("lora", {})
+    with foreign(f"{folder / NOTES} is not what was written"):
+        for key in ("alpha", "use_dora", "use_rslora"):  # of another r the shapes tell
+            if key in trained and trained[key] != getattr(lora, key):
+                raise ModelError(
+                    f"{folder / ADAPTER_CONFIG} says {key} {getattr(lora, key)}, and the adapter was trained with "
+                    f"{trained[key]}, as {NOTES} beside it says; copy it again"
+                )
+
+
+def check_kind(settings: dict[str, Any], folder: Path) -> None:
+    """Raises ModelError where weights would mean something else than LoRA with one rank and one scale for all."""
+    kind = settings.get("peft_type")
+    if kind != "LORA":
+        raise ModelError(f"{folder} is a {kind} adapter; only LoRA is read")
+    for key in OTHER_MEANINGS:
+        if settings.get(key):
+            raise ModelError(f"{folder / ADAPTER_CONFIG} has {key}={json.dumps(settings[key])}, which is not supported")
+    drawn = settings.get("init_lora_weights")
+    if isinstance(drawn, str) and drawn.partition("_")[0] in OTHER_BASES:
+        raise ModelError(
+            f"{folder / ADAPTER_CONFIG} has init_lora_weights={drawn}: it is for a base that peft has changed; convert "
+            "it with peft (save_pretrained with path_initial_model_for_weight_conversion)"
+        )
+
+
+def read_lora(settings: dict[str, Any], folder: Path) -> LoraConfig:
+    """
+    Raises:
+        ModelError: rank or scale are none; the message has the key and its value.
+    """
+    r: Any = settings.get("r")
+    alpha: Any = settings.get("lora_alpha")
+    dropout: Any = settings.get("lora_dropout") or 0.0
+    if type(r) is not int or r < 1:
+        raise ModelError(f"{folder / ADAPTER_CONFIG} has r={r!r}, which is no rank: a whole number of at least 1")
+    if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
+        raise ModelError(f"{folder / ADAPTER_CONFIG} has lora_alpha={alpha!r}, which is no scale: a number above 0")
+    return LoraConfig(
+        enabled=True,
+        r=r,
+        alpha=float(alpha),
+        dropout=float(dropout) if 0 <= dropout < 1 else 0.0,  # of no matter for what the weights mean
+        bias=LoraBias(settings.get("bias") or "none"),
+        use_dora=bool(settings.get("use_dora", False)),
+        use_rslora=bool(settings.get("use_rslora", False)),
+    )
+
+
+def started_from(found: AdapterFolder, model: nn.Module, cfg: LoraConfig) -> dict[str, StoredTensor]:
+    """What a training goes on from: every adapter of this model, and what else was trained beside them.
+
+    Raises:
+        ConfigError: the configuration has another rank or scale.
+        ModelError: the adapter is of another model, or of other modules.
+    """
+    keys = ("r", "alpha", "use_dora", "use_rslora")
+    different = {key: getattr(found.lora, key) for key in keys if getattr(found.lora, key) != getattr(cfg, key)}
+    if different:
+        cure = " ".join(f"model.lora.{key}={str(value).lower()}" for key, value in different.items())
+        raise ConfigError(
+            f"model.lora.checkpoint={found.folder} was trained with {different}, and this configuration says "
+            f"{ {key: getattr(cfg, key) for key in different} }; give {cure}"
+        )
+    here = {without_base(name): name for name, _ in model.named_parameters()}  # a bias is adapted there, or here
+    tensors = {here.get(without_base(name), name): tensor for name, tensor in found.tensors.items()}
+    wanted = set(here.values())
+    check_strangers(found, tensors.keys() - wanted)
+    missing = sorted(n for n in wanted - tensors.keys() if is_adapter(n))
+    if missing:
+        raise ModelError(
+            f"model.lora.checkpoint={found.folder} has no adapter for {module_of(missing[0])} and "
+            f"{len({module_of(n) for n in missing}) - 1} other modules of this model; is it of another model, or of "
+            "other parts than model.train?"
+        )
+    return {name: tensor for name, tensor in tensors.items() if name in wanted}
+
+
+def check_strangers(found: AdapterFolder, names: set[str]) -> None:
+    """An adapter of a module that has none here may go only where it does nothing: the original puts some into towers
+    that run without gradients, and their B is still 0.
+
+    Raises:
+        ModelError: it would be lost.
+    """
+    for name in sorted(names):
+        if not is_adapter(name):
+            raise ModelError(f"{found.folder} has {name}, which this model has not; is it of another model?")
+        b = found.tensors.get(module_of(name) + LORA_B)
+        if b is None or torch.count_nonzero(b.rows(0, b.shape[0])):
+            raise ModelError(
+                f"{found.folder} adapts {module_of(name)}, which has no adapter here; does model.train name its part "
+                "(model.train=[projector,language,vision])?"
+            )
+    if names:
+        say_left_out(found.folder, {module_of(name) for name in names})
+
+
+def without_idle_tower(found: AdapterFolder) -> AdapterFolder:
+    """The adapter without what the original put into a tower that never learnt (LLaVA#1647)."""
+    idle = {module for module in unchanged_modules(found.tensors) if module.startswith(TOWER)}
+    if not idle:
+        return found
+    say_left_out(found.folder, idle)
+    kept = {n: t for n, t in found.tensors.items() if not (is_adapter(n) and module_of(n) in idle)}
+    return replace(found, tensors=kept)
+
+
+def say_left_out(folder: Path, modules: set[str]) -> None:
+    log().warning(
+        "%s: the adapters of %d modules, %s for one, have learnt nothing (B is 0) and are left out",
+        folder, len(modules), min(modules),
+    )  # fmt: skip
+
+
+def check_fits(found: AdapterFolder, shapes: Mapping[str, tuple[int, ...]], base: str) -> None:
+    """An adapter is for a model of these shapes.
+
+    Args:
+        shapes: of the base's parameters, by name.
+        base: what a message calls it.
+
+    Raises:
+        ModelError: a module, or a weight of an adapter, is missing, or has another shape.
+    """
+    for module in found.modules:
+        shape = shapes.get(f"{module}.weight")
+        if shape is None or len(shape) != 2:
+            raise ModelError(f"{found.folder} adapts {module}, which {base} has not; give its own base with base=PATH")
+        wanted = {LORA_A: (found.lora.r, shape[1]), LORA_B: (shape[0], found.lora.r)}
+        wanted |= {MAGNITUDE: shape[:1]} if found.lora.use_dora else {}
+        for end, expected in wanted.items():
+            tensor = found.tensors.get(module + end)
+            if tensor is None:
+                raise ModelError(f"{found.folder} has no {module}{end}; the file is incomplete")
+            if tensor.shape != expected:
+                raise ModelError(
+                    f"{module}{end} has shape {list(tensor.shape)} in {found.folder}, and {list(expected)} fits r="
+                    f"{found.lora.r} and {base}; give its own base with base=PATH"
+                )
+    for name, tensor in found.tensors.items():
+        plain = without_base(name)
+        if not is_adapter(name) and shapes.get(plain) != tensor.shape:
+            said = f"{list(shapes[plain])} in {base}" if plain in shapes else f"{base} has no such weight"
+            raise ModelError(f"{plain} has shape {list(tensor.shape)} in {found.folder}: {said}; give base=PATH")
+
+
+def unchanged_modules(tensors: Mapping[str, Any]) -> list[str]:
+    """Adapted modules whose B is still 0, so that they add nothing.
+
+    Args:
+        tensors: where an adapter's parameters are, by their names.
+    """
+    found = {n: t for n, t in tensors.items() if n.endswith(LORA_B)}
+    return sorted(module_of(n) for n, t in found.items() if not torch.count_nonzero(t.rows(0, t.shape[0])))
+
+
+def check_changed(tensors: Mapping[str, Any], what: str, cure: str) -> None:
+    """An adapter has learnt something; of modules that have not, a warning.
+
+    Args:
+        tensors: where an adapter's parameters are, by their names.
+        what: the message calls the adapter so.
+
+    Raises:
+        ModelError: B is 0 in every module, as adapters begin.
+    """
+    unchanged = unchanged_modules(tensors)
+    modules = sum(name.endswith(LORA_B) for name in tensors)
+    if len(unchanged) == modules:
+        raise ModelError(
+            f"{what} is as it began: B is 0 in all {modules} adapted modules, so that the model is its base; {cure}"
+        )
+    if unchanged:
+        more = f" and {len(unchanged) - NAMED} more" if len(unchanged) > NAMED else ""
+        log().warning(
+            "%s has learnt nothing in %d of %d modules (B is 0): %s%s",
+            what, len(unchanged), modules, ", ".join(unchanged[:NAMED]), more,
+        )  # fmt: skip

@@ -1,0 +1,332 @@
+"""Where a model's parts come from: folders, hub names, and what their configurations say."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, LlavaConfig, PretrainedConfig
+
+from llava_fsdp.config import Config, Feature, ModelConfig
+from llava_fsdp.model.llava_v1_5_config import TOWER, check_agrees, is_original, language_config
+from llava_fsdp.model.lora_files import find_adapter, is_adapter_folder
+from llava_fsdp.model.tensor_files import WHOLE_MODEL
+from llava_fsdp.runtime.errors import ConfigError, ModelError
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.provenance import NOTES, check_folder, read_notes
+from llava_fsdp.runtime.safe_load import SMALL, foreign, is_open_to_others, refuse_model_code
+from llava_fsdp.runtime.safe_load import read_json as read_any_json
+
+PACKAGE = "package:"
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_FILES = ["*.json", "*.model", "*.safetensors", "*.bin", "*.jinja", "*.txt"]
+CHECKPOINT_FILE = "manifest.json"
+"""Every checkpoint of a run has it."""
+EXPORT = "export"
+MOST = {
+    "hidden_size": 1 << 17, "intermediate_size": 1 << 20, "num_hidden_layers": 1 << 10, "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12, "vocab_size": 1 << 24, "max_position_embeddings": 1 << 26, "image_size": 1 << 13,
+    "patch_size": 1 << 10, "num_channels": 1 << 8,
+}  # fmt: skip
+"""Most that a model's config.json may say: far beyond any that exists."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A model's folders, and the configurations that say its shapes."""
+
+    language_folder: Path
+    """Holds the tokenizer and, without `whole`, the language model's weights."""
+    vision_folder: Path
+    """Holds the preprocessor and, without `whole`, the tower's weights."""
+    language: PretrainedConfig
+    vision: PretrainedConfig
+    whole: Path | None
+    """A folder with all weights (`model.checkpoint`)."""
+
+
+def find_parts(cfg: ModelConfig) -> Parts:
+    """Resolve names to folders and read their configurations.
+
+    Raises:
+        ConfigError: a name is neither a folder nor a hub name.
+        ModelError: a folder is not a model's, or a checkpoint is of another kind of model.
+    """
+    if cfg.checkpoint is None:
+        language, vision = resolve(cfg.language, "model.language"), resolve(cfg.vision, "model.vision")
+        if cfg.random_weights:
+            refuse_unread_weights({"model.language": language, "model.vision": vision})
+        return Parts(
+            language,
+            vision,
+            text_config(read_config(language, "model.language")),
+            vision_config(read_config(vision, "model.vision")),
+            None,
+        )
+    folder = resolve_model(cfg.checkpoint, "model.checkpoint")
+    raw = read_json(folder / "config.json", f"model.checkpoint={folder}")
+    if is_original(raw):
+        return original_parts(folder, raw, cfg)
+    config = read_llava_config(folder, "model.checkpoint")
+    with foreign(f"model.checkpoint={folder}: its config.json is damaged"):
+        check_selection(config, cfg, folder)
+    language: Any = config.text_config
+    language.vocab_size = trained_vocabulary(folder, config)
+    return Parts(folder, folder, language, vision_config(config), folder)
+
+
+def artifacts_of(parts: Parts, projector: Path | None, cfg: ModelConfig) -> list[Path]:
+    """All that a model's weights, tokenizer and preprocessing are read from: folders, and maybe a projector's file.
+
+    Args:
+        projector: as `find_projector` has found it.
+    """
+    found = [parts.whole, parts.language_folder, parts.vision_folder, projector]
+    if cfg.lora.checkpoint is not None:
+        found.append(find_adapter(cfg.lora.checkpoint, "model.lora.checkpoint"))
+    return list(dict.fromkeys(path for path in found if path is not None))
+
+
+def refuse_unread_weights(folders: dict[str, Path]) -> None:
+    """A folder with weights is not given for its configuration alone."""
+    for key, folder in folders.items():
+        if any((folder / name).is_file() for name in WHOLE_MODEL):
+            raise ConfigError(
+                f"{key}={folder} has weights, which model.random_weights=true would not read; set it to false "
+                "(model=tiny, the default, draws its weights), or choose another model="
+            )
+
+
+def original_parts(folder: Path, raw: dict, cfg: ModelConfig) -> Parts:
+    """The original's folders: language model fields on the top level, and a tower that is only named.
+
+    Ours have a copy of the tower's configuration beside the weights.
+    """
+    with foreign(f"model.checkpoint={folder}: its config.json is damaged"):
+        check_agrees(raw, cfg, folder)
+        language = language_config(raw)
+        check_sizes(language, folder)
+    own = folder / TOWER
+    vision = own if (own / "config.json").is_file() else resolve(cfg.vision, "model.vision")
+    tower = vision_config(read_config(vision, "model.vision"))
+    return Parts(folder, vision, language, tower, folder)
+
+
+def read_llava_config(folder: Path, key: str) -> Any:
+    """A LlavaConfig; transformers' own types do not admit what its fields hold.
+
+    Raises:
+        ModelError: it is another model, or has a projector or features that ours has not.
+    """
+    config = read_config(folder, key)
+    if not isinstance(config, LlavaConfig):
+        raise ModelError(
+            f"{key}={folder} is a {config.model_type} model, not a LLaVA one; "
+            "a language model alone goes into model.language"
+        )
+    needed = {"projector_hidden_act": "gelu", "multimodal_projector_bias": True}
+    for name, value in needed.items():
+        if getattr(config, name, value) != value:
+            raise ModelError(f"{key}={folder} has {name}={getattr(config, name)}; only {value} is supported")
+    if not isinstance(config.vision_feature_layer, int):
+        raise ModelError(f"{key}={folder} takes tower layers {config.vision_feature_layer}; only one is supported")
+    return config
+
+
+def check_selection(config: Any, cfg: ModelConfig, folder: Path) -> None:
+    """The checkpoint was trained on the same tower features as this configuration selects."""
+    strategy = "default" if cfg.select_feature is Feature.patch else "full"
+    theirs = {
+        "model.select_layer": config.vision_feature_layer,
+        "select strategy": config.vision_feature_select_strategy,
+    }
+    ours = {"model.select_layer": cfg.select_layer, "select strategy": strategy}
+    if theirs != ours:
+        raise ConfigError(f"model.checkpoint={folder} was trained with {theirs}, this configuration says {ours}")
+    grid = (config.vision_config.image_size // config.vision_config.patch_size) ** 2
+    expected = grid if strategy == "default" else None
+    if expected is not None and config.image_seq_length != expected:
+        raise ModelError(
+            f"model.checkpoint={folder}: image_seq_length={config.image_seq_length}, but its tower gives {expected} "
+            "positions for a picture; mend config.json"
+        )
+
+
+def trained_vocabulary(folder: Path, config: Any) -> int:
+    """Vocabulary rows that were trained: exports pad with the image tag, a padding token and up to 64 rows.
+
+    A row too many would take part in every softmax, so they are cut on the way back.
+    """
+    notes = read_notes(folder)
+    if notes:
+        rows = notes.get("vocab_size")
+        if type(rows) is not int or not 1 <= rows <= config.text_config.vocab_size:
+            raise ModelError(
+                f"{folder / NOTES} has vocab_size={rows!r}, and the model has {config.text_config.vocab_size}"
+            )
+        return rows
+    rows = config.text_config.vocab_size
+    return config.image_token_index if 0 < rows - config.image_token_index <= 64 else rows
+
+
+def text_config(config: PretrainedConfig) -> PretrainedConfig:
+    return getattr(config, "text_config", None) or config
+
+
+def vision_config(config: PretrainedConfig) -> PretrainedConfig:
+    """A tower's configuration, alone or within a CLIP or SigLIP model's."""
+    return getattr(config, "vision_config", None) or config
+
+
+def resolve(name: str, key: str) -> Path:
+    """A folder: shipped with the package, on this machine, or downloaded from the hub. Of one that we wrote the small
+    files are compared with its notes, and the sizes of all; `intact.check_artifacts` reads the weights too.
+
+    Raises:
+        ConfigError: it is none of these.
+        ModelError: the hub could not be read.
+        DamagedModel: a file is not what was written.
+    """
+    folder = find_folder(name, key)
+    check_folder(folder, SMALL)
+    return folder
+
+
+def find_folder(name: str, key: str) -> Path:
+    if name.startswith(PACKAGE):
+        folder = Path(__file__).parents[1] / "assets" / name.removeprefix(PACKAGE)
+        if not folder.is_dir():
+            raise ConfigError(f"{key}={name}: the package ships no such model")
+        return folder
+    if Path(name).is_dir():
+        if is_open_to_others(Path(name)):
+            log().warning(
+                "%s=%s can be written by every user of this machine: who trusts it trusts them all", key, name
+            )
+        return Path(name)
+    if not HUB_NAME.fullmatch(name):
+        what = "a file, not a folder" if Path(name).is_file() else "not a folder"
+        raise ConfigError(f"{key}={name} is {what}; give a model folder or a hub name like lmsys/vicuna-7b-v1.5")
+    return download(name, key)
+
+
+def download(name: str, key: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:  # the hub's client locks each file, so ranks of one machine wait for one download
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(
+            f"{key}={name} is not a folder here, and the hub did not give it ({type(error).__name__}); if it is a run "
+            "of yours, train it first; if it is a model, download it elsewhere and give its folder"
+        ) from error
+
+
+def resolve_model(name: str, key: str) -> Path:
+    """A folder with a whole model; a run's folder stands for its export."""
+    folder = Path(name)
+    if (folder / EXPORT / "config.json").is_file() or read_notes(folder / EXPORT):
+        return resolve(str(folder / EXPORT), key)
+    if is_adapter_folder(folder):
+        raise ModelError(
+            f"{key}={name} is an adapter, not a whole model; merge it into its base: python -m llava_fsdp.export "
+            f"source={name} to=FOLDER; to go on training it: model.lora.checkpoint={name}"
+        )
+    if not (folder / "config.json").is_file():
+        cure = f"python -m llava_fsdp.export source={name} to=FOLDER"
+        if (folder / "config.yaml").is_file():
+            raise ModelError(f"{key}={name} is a run without an export; finish the run, or make one: {cure}")
+        if (folder / CHECKPOINT_FILE).is_file():
+            raise ModelError(
+                f"{key}={name} is a checkpoint of a run, which holds what trained alone; export it: {cure}"
+            )
+        if folder.is_dir():
+            raise ModelError(f"{key}={name} has no config.json; give a model folder, or the folder of a run")
+    return resolve(name, key)
+
+
+def read_config(folder: Path, key: str) -> PretrainedConfig:
+    """A model folder's configuration.
+
+    Raises:
+        ModelError: the folder has none, or transformers does not know it.
+    """
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{key}={folder} has no config.json; is it a model folder?")
+    read_json(folder / "config.json", f"{key}={folder}")
+    with foreign(f"{key}={folder}: transformers does not know this model, or its config.json is damaged"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        check_sizes(config, folder)
+        return config
+
+
+def check_sizes(config: Any, folder: Path) -> None:
+    """Raises ModelError where a size is none that a model can have: building it would fail elsewhere, or never end."""
+    for own in (config, getattr(config, "text_config", None), getattr(config, "vision_config", None)):
+        for name, most in MOST.items():
+            value = getattr(own, name, None)
+            if value is not None and (type(value) is not int or not 1 <= value <= most):
+                raise ModelError(
+                    f"{folder / 'config.json'} has {name}={value!r}, which is no whole number of 1 to {most:,}"
+                )
+
+
+def read_json(path: Path, what: str) -> dict:
+    """A JSON object of a model folder.
+
+    Raises:
+        ModelError: it is none, or names code that would come with the model.
+    """
+    try:
+        found = read_any_json(path)
+        refuse_model_code(found, path)
+    except ModelError as error:
+        raise ModelError(f"{what}: {error}") from error
+    return found
+
+
+def find_projector(cfg: Config) -> Path | None:
+    """Where the projector to start from lies; None where it is drawn, or comes with `model.checkpoint`.
+
+    Raises:
+        ConfigError: there is none, or it belongs to another model; the message has the command that makes one.
+    """
+    given = cfg.model.projector
+    if cfg.model.checkpoint is not None and given not in ("auto", "random"):
+        raise ConfigError(
+            f"model.projector={given} and model.checkpoint={cfg.model.checkpoint}: a checkpoint brings its projector; "
+            "give one of the two"
+        )
+    if cfg.model.checkpoint is not None or given == "random" or cfg.model.projector_type == "identity":
+        return None
+    if given == "auto" and cfg.model.lora.checkpoint is not None:
+        return None  # it lies beside the adapter
+    if given != "auto":
+        path = Path(given)
+        if not path.exists():
+            raise ConfigError(f"model.projector={given} does not exist; give a run, a folder or a file that holds one")
+        return path / EXPORT if (path / EXPORT).is_dir() else path
+    run = Path(cfg.output_dir).parent / "pretrain"
+    if (run / EXPORT / NOTES).is_file():
+        check_same_model(run / EXPORT, cfg)
+        return run / EXPORT
+    if cfg.model.random_weights and not run.exists():
+        return None
+    state = f"{run} is a run that has not finished" if run.exists() else f"there is no {run}"
+    raise ConfigError(
+        f"model.projector=auto looks for the projector of a stage=pretrain run, and {state}. Make one:\n"
+        f"  torchrun --nproc-per-node N -m llava_fsdp.train stage=pretrain model={cfg.model.name} output_dir={run} "
+        "data=llava_json data.path=CAPTIONS.json data.images=DIR\n"
+        "or give one with model.projector=PATH, or start from a random one with model.projector=random"
+    )
+
+
+def check_same_model(folder: Path, cfg: Config) -> None:
+    notes = read_notes(folder)
+    for key, ours in (("language", cfg.model.language), ("vision", cfg.model.vision)):
+        if notes.get(key) != ours:
+            raise ConfigError(
+                f"model.projector=auto found {folder}, which was trained for model.{key}={notes.get(key)}, not {ours}; "
+                "give the right one with model.projector=PATH"
+            )

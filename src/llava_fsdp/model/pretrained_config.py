@@ -1,0 +1,142 @@
+"""The `model` part of a configuration, for a model folder as it is."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from llava_fsdp.config import Feature, ModelConfig, Part, PatchMerge, load
+from llava_fsdp.model.llava_v1_5_config import TOWER, Selection, is_original, read_selection
+from llava_fsdp.model.lora_files import ADAPTER_CONFIG, AdapterFolder
+from llava_fsdp.model.pretrained import HUB_NAME, PACKAGE, read_json, read_llava_config, resolve_model
+from llava_fsdp.model.tensor_files import PROJECTOR, WHOLE_MODEL
+from llava_fsdp.runtime.errors import ConfigError, ModelError
+from llava_fsdp.runtime.provenance import NOTES, read_notes
+from llava_fsdp.runtime.safe_load import foreign
+
+
+def read_model(folder: Path, language: str | None, vision: str | None) -> ModelConfig:
+    """The `model` part of a configuration, for a folder of ours, transformers' or the original's as it is.
+
+    Args:
+        language: the language model, for a folder that holds a projector alone.
+        vision: the tower, for an original's folder whose own name for it means nothing here.
+
+    Raises:
+        ConfigError: the folder needs a language model or a tower that was not given.
+        ModelError: it is no LLaVA model, or one that we do not have.
+    """
+    raw = read_json(folder / "config.json", f"source={folder}")
+    if is_original(raw):
+        with foreign(f"source={folder}: its config.json is damaged"):
+            said = read_selection(raw, folder)
+        whole = any((folder / name).is_file() for name in WHOLE_MODEL)
+        if not whole and not any((folder / name).is_file() for name in PROJECTOR):
+            raise ModelError(f"source={folder} has no weights: none of {', '.join(WHOLE_MODEL + PROJECTOR)}")
+        if not whole and language is None:
+            raise ConfigError(f"source={folder} holds a projector alone; give the language model with language=PATH")
+        base = language or ""
+        tower = vision or find_tower(raw, folder)
+    else:
+        config = read_llava_config(folder, "source")
+        start_end = bool(read_notes(folder).get("image_start_end", False))
+        feature = Feature.patch if config.vision_feature_select_strategy == "default" else Feature.full
+        said = Selection("mlp2x_gelu", config.vision_feature_layer, feature, PatchMerge.flat, start_end)
+        whole, base, tower = True, "", vision or ""
+    return ModelConfig(
+        name=folder.name,
+        language=base,
+        vision=tower,
+        checkpoint=str(folder) if whole else None,
+        projector="auto" if whole else str(folder),
+        **asdict(said),
+        random_weights=False,
+        train=[Part.projector],
+    )
+
+
+def read_base(found: AdapterFolder, base: str | None, vision: str | None) -> ModelConfig:
+    """The `model` part of a configuration, for what an adapter is for, without the adapter.
+
+    Args:
+        base: a language model or a whole LLaVA model; None: what the adapter's files say.
+        vision: the tower, where its name in these files means nothing here.
+
+    Raises:
+        ConfigError: nothing says what the base is, or it is not here.
+        ModelError: it is none that an adapter could be for.
+    """
+    notes = read_notes(found.folder)
+    if "model" in notes:
+        with foreign(f"{found.folder / NOTES} is not what was written"):
+            cfg = load(ModelConfig, OmegaConf.create(dict(notes["model"]))).plain
+        cfg = cfg if vision is None else replace(cfg, vision=vision)
+        return cfg if base is None else on_base(cfg, resolve_model(base, "base"))
+    folder = resolve_model(base, "base") if base else said_base(found)
+    if not (found.folder / "config.json").is_file():
+        if not is_whole(folder):
+            raise ConfigError(
+                f"source={found.folder} has no config.json, and its base {folder} is a language model alone: nothing "
+                "says which tower and projector go with them; give a whole LLaVA model with base=PATH"
+            )
+        return read_model(folder, None, vision)
+    raw = read_json(found.folder / "config.json", f"source={found.folder}")
+    with foreign(f"source={found.folder}: its config.json is damaged"):
+        said = read_selection(raw, found.folder)
+    cfg = ModelConfig(
+        name=found.folder.name,
+        language="",
+        vision=vision or find_tower(raw, found.folder),
+        checkpoint=None,
+        projector="auto",
+        **asdict(said),
+        random_weights=False,
+        train=[Part.projector],
+    )
+    return on_base(cfg, folder)
+
+
+def on_base(cfg: ModelConfig, folder: Path) -> ModelConfig:
+    """The same on another base: a whole model, or a language model."""
+    whole = is_whole(folder)
+    checkpoint, language = (str(folder), cfg.language) if whole else (None, str(folder))
+    return replace(cfg, checkpoint=checkpoint, language=language, random_weights=False)
+
+
+def said_base(found: AdapterFolder) -> Path:
+    """The base that peft's file names.
+
+    Raises:
+        ConfigError: it names none, or none that is here.
+    """
+    name: Any = found.settings.get("base_model_name_or_path")
+    if not name:
+        raise ConfigError(f"source={found.folder} does not say what it is for; give its base with base=PATH")
+    if not Path(str(name)).is_dir() and not HUB_NAME.fullmatch(str(name)):
+        raise ConfigError(
+            f"{found.folder / ADAPTER_CONFIG} has base_model_name_or_path={name}, which is no folder here; give the "
+            "base with base=PATH"
+        )
+    return resolve_model(str(name), "base")
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a folder is of a LLaVA model, and not of a language model alone."""
+    raw = read_json(folder / "config.json", f"base={folder}")
+    return is_original(raw) or raw.get("model_type") == "llava"
+
+
+def find_tower(raw: dict, folder: Path) -> str:
+    """The tower that an original's folder names: a folder, also one beside it, or a hub name."""
+    name = str(raw.get("mm_vision_tower") or raw.get("vision_tower") or "")
+    if (folder / TOWER / "config.json").is_file() or (name and Path(name).is_dir()):
+        return name
+    if name and (folder.parent / name).is_dir():
+        return str(folder.parent / name)
+    if not HUB_NAME.fullmatch(name) and not name.startswith(PACKAGE):
+        raise ConfigError(
+            f"{folder / 'config.json'} has mm_vision_tower={name or 'null'}, which is no folder here; give the tower "
+            "with vision=PATH"
+        )
+    return name

@@ -1,0 +1,295 @@
+"""Frozen linear layers whose weights are kept in 4 or 8 bits, by bitsandbytes, and unpacked for each product.
+
+A packed weight is an ordinary parameter of the dtype that the model computes in: FSDP2's mixed precision would cast any
+other on its way into an all-gather, and its bits mean nothing as numbers. So it is sharded, gathered and freed as every
+frozen weight is. What it is unpacked with are buffers, whole on every rank.
+
+Both kinds unpack the weight and multiply in the compute dtype, so that a position's result depends on nothing else that
+runs beside it. `LLM.int8()` also quantises the inputs, apart from columns in which any position of the micro-batch has
+a large value; bitsandbytes itself leaves that out where it trains on a CPU (`MatMul8bitFp`), and this does everywhere.
+
+Of what `prepare_model_for_kbit_training` does (peft), nothing is left to do: `Llava.freeze` freezes, norms compute in
+`precision.norm_dtype`, lm_head stays in the compute dtype, and recompute is the non-reentrant kind, which needs no
+input that requires a gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from llava_fsdp.config import QuantizeConfig, Quantizer
+from llava_fsdp.runtime.errors import ConfigError, ModelError
+
+BITS = {Quantizer.nf4: 4, Quantizer.fp4: 4, Quantizer.int8: 8}
+BLOCK = 64
+"""Weights that share a scale in 4 bits (QLoRA, arXiv 2305.14314, section 3)."""
+NESTED_BLOCK = 256
+"""Scales that share a scale with `model.quantize.double`."""
+CODES = 256
+"""Values of the 8-bit code of these scales."""
+OLDEST = (6, 0)
+"""Compute capability that bitsandbytes has 4-bit kernels for (its installation guide)."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a weight's bits are to be read."""
+
+    quantizer: Quantizer
+    double: bool
+    out_features: int
+    in_features: int
+
+    @property
+    def numel(self) -> int:
+        """Weights."""
+        return self.out_features * self.in_features
+
+    @property
+    def statistics(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of what it is unpacked with, by name."""
+        if self.quantizer is Quantizer.int8:
+            return {"scales": ((self.out_features,), torch.float32)}
+        blocks = math.ceil(self.numel / BLOCK)
+        if not self.double:
+            return {"absmax": ((blocks,), torch.float32)}
+        return {
+            "absmax": ((blocks,), torch.uint8),
+            "nested_absmax": ((math.ceil(blocks / NESTED_BLOCK),), torch.float32),
+            "nested_code": ((CODES,), torch.float32),
+            "offset": ((), torch.float32),
+        }
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer with a packed weight [elements, 1], of the compute dtype, and buffers that it is unpacked with."""
+
+    def __init__(self, linear: nn.Linear, cfg: QuantizeConfig, dtype: torch.dtype):
+        """
+        Args:
+            linear: on the meta device; its bias stays what it is.
+            dtype: that it is computed in.
+
+        Raises:
+            ValueError: bits are left over.
+        """
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.packing = Packing(cfg.mode, cfg.double, linear.out_features, linear.in_features)
+        self.per_element = 8 * dtype.itemsize // BITS[cfg.mode]
+        if self.packing.numel % self.per_element or self.in_features % 2:
+            raise ValueError(f"{self.out_features} x {self.in_features} weights do not fill whole elements of {dtype}")
+        packed = torch.empty((self.packing.numel // self.per_element, 1), dtype=dtype, device=linear.weight.device)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.bias = linear.bias
+        for name, (shape, kind) in self.packing.statistics.items():
+            self.register_buffer(name, torch.empty(shape, dtype=kind, device=linear.weight.device), persistent=False)
+        self.statistics_bytes = sum(tensor.nbytes for tensor in self.statistics)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> [..., out_features]"""
+        return UnpackedProduct.apply(x, self.weight, self.bias, self.packing, *self.statistics)
+
+    @property
+    def statistics(self) -> list[torch.Tensor]:
+        """What the weight is unpacked with, on every rank."""
+        return [getattr(self, name) for name in self.packing.statistics]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the weight that is packed."""
+        return self.out_features, self.in_features
+
+    @torch.no_grad()
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        """Quantise a weight where the statistics lie, and set them.
+
+        Args:
+            weight: [out_features, in_features], on any device and in any dtype; rounded to the compute dtype first, as
+                the field does.
+
+        Returns:
+            The packed weight, of the parameter's shape and dtype.
+        """
+        assert tuple(weight.shape) == self.shape, f"{tuple(weight.shape)} is not {self.shape}"
+        dtype = self.weight.dtype
+        weight = weight.to(self.statistics[0].device, dtype).contiguous()  # kernels read it without strides
+        packed, statistics = packed_of(self.packing, weight, dtype)
+        for own, made in zip(self.statistics, statistics, strict=True):
+            own.copy_(made)
+        return packed
+
+    @torch.no_grad()
+    def draw_scales(self, scale: float) -> None:
+        """Statistics with which any bits are weights of at most `scale`: where shapes matter and values do not."""
+        for name, tensor in zip(self.packing.statistics, self.statistics, strict=True):
+            is_scale = name in ("scales", "offset") or (name == "absmax" and not self.packing.double)
+            tensor.fill_(scale if is_scale else 0)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {self.packing.quantizer.value}"
+
+
+class UnpackedProduct(torch.autograd.Function):
+    """x W^T + b for a packed W, unpacked again for the gradient: its bits alone wait from forward to backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        packed: torch.Tensor,
+        bias: torch.Tensor | None,
+        packing: Packing,
+        *statistics: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.packing = packing
+        ctx.save_for_backward(packed, *statistics)
+        return functional.linear(x, unpacked(packing, packed, statistics), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        packed, *statistics = ctx.saved_tensors
+        needs_x, _, needs_bias = ctx.needs_input_grad[:3]
+        grad_x = grad @ unpacked(ctx.packing, packed, statistics) if needs_x else None
+        grad_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
+        return grad_x, None, grad_bias, None, *[None] * len(statistics)
+
+
+def packed_of(packing: Packing, weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """
+    Args:
+        weight: [out_features, in_features]
+
+    Returns:
+        Its bits as [elements, 1] of a dtype, and the statistics in their order.
+
+    Raises:
+        ModelError: int8, and a value that is beyond fp16 or not finite.
+    """
+    from bitsandbytes.functional import int8_vectorwise_quant, quantize_4bit
+
+    if packing.quantizer is Quantizer.int8:
+        half = weight.to(torch.float16)  # bitsandbytes has no other kernel
+        if not half.isfinite().all():
+            raise ModelError(
+                f"a weight of {list(weight.shape)} has values up to {weight.abs().max():g}, and int8 is made of fp16, "
+                "which ends at 65504; choose model.quantize.mode=nf4"
+            )
+        codes, scales, _ = int8_vectorwise_quant(half)
+        return codes.flatten().view(dtype)[:, None], [scales]
+    state: Any
+    packed, state = quantize_4bit(
+        weight,
+        blocksize=BLOCK,
+        compress_statistics=packing.double,
+        quant_type=packing.quantizer.value,
+        quant_storage=dtype,
+    )
+    if not packing.double:
+        return packed, [state.absmax]
+    inner: Any = state.state2
+    return packed, [state.absmax, inner.absmax, inner.code, state.offset]
+
+
+def unpacked(packing: Packing, packed: torch.Tensor, statistics: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[out_features, in_features], in the dtype of the packed weight."""
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+
+    shape = torch.Size((packing.out_features, packing.in_features))
+    if packing.quantizer is Quantizer.int8:
+        codes = packed.view(torch.int8).view(shape)
+        # rounded once, as in bitsandbytes' MatMul8bitFp
+        return codes.to(packed.dtype).mul_(statistics[0][:, None].mul(1.0 / 127.0))
+    absmax, *nested = statistics
+    state = QuantState(absmax, shape, None, BLOCK, packing.quantizer.value, packed.dtype)
+    if packing.double:
+        nested_absmax, code, offset = nested
+        inner = QuantState(nested_absmax, None, code, NESTED_BLOCK, None, torch.float32)
+        state = QuantState(absmax, shape, None, BLOCK, packing.quantizer.value, packed.dtype, offset, inner)
+    return dequantize_4bit(packed, state)
+
+
+def quantize_layers(model: nn.Module, names: list[str], cfg: QuantizeConfig, dtype: torch.dtype) -> None:
+    """Replace linear layers of a meta-device model, in place; their parameters keep their names.
+
+    Args:
+        names: by full path; of one that has an adapter, the adapted layer.
+
+    Raises:
+        ConfigError: bitsandbytes is not installed, or a layer's weights do not fill whole elements.
+    """
+    import_bitsandbytes(cfg.mode)
+    if not names:
+        raise ConfigError(
+            f"model.quantize.mode={cfg.mode.value}: the language model has no linear layers in its blocks; set "
+            "model.quantize.mode=none"
+        )
+    for name in names:
+        path = f"{name}.base_layer" if hasattr(model.get_submodule(name), "base_layer") else name
+        linear = model.get_submodule(path)
+        assert isinstance(linear, nn.Linear)
+        try:
+            quantized = QuantizedLinear(linear, cfg, dtype)
+        except ValueError as error:
+            raise ConfigError(
+                f"model.quantize.mode={cfg.mode.value}: {name} cannot be packed: {error}; set model.quantize.mode=none"
+            ) from error
+        model.set_submodule(path, quantized)
+
+
+def quantized_weights(model: nn.Module) -> dict[str, QuantizedLinear]:
+    """The layers with a packed weight, by the weight's name."""
+    return {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+
+
+def weight_shape(model: nn.Module, name: str) -> tuple[int, ...]:
+    """A parameter's shape; of a packed one, that of the weight that is packed."""
+    module, _, leaf = name.rpartition(".")
+    parent = model.get_submodule(module)
+    if isinstance(parent, QuantizedLinear) and leaf == "weight":
+        return parent.shape
+    return tuple(model.get_parameter(name).shape)
+
+
+def check_quantizer(cfg: QuantizeConfig, device: torch.device) -> None:
+    """
+    Raises:
+        ConfigError: bitsandbytes is not installed, or has nothing for this device.
+    """
+    if cfg.mode is Quantizer.none:
+        return
+    cure = "set model.quantize.mode=none, which is LoRA over weights in full"
+    native = import_bitsandbytes(cfg.mode).cextension.lib
+    if device.type != "cuda":
+        return
+    name = torch.cuda.get_device_name(device)
+    capability = torch.cuda.get_device_capability(device)
+    if torch.version.hip is None and capability < OLDEST:
+        raise ConfigError(
+            f"model.quantize.mode={cfg.mode.value} needs a GPU of compute capability {OLDEST[0]}.{OLDEST[1]}, and "
+            f"{name} has {capability[0]}.{capability[1]}; {cure}"
+        )
+    if not native.compiled_with_cuda:
+        raise ConfigError(
+            f"model.quantize.mode={cfg.mode.value}: the installed bitsandbytes has no kernels for {name} with CUDA "
+            f"{torch.version.cuda}; pip install -U bitsandbytes, or {cure}"
+        )
+
+
+def import_bitsandbytes(mode: Quantizer) -> Any:
+    """Raises ConfigError where it is not installed. It takes seconds, so only those who quantise import it."""
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise ConfigError(
+            f"model.quantize.mode={mode.value} needs bitsandbytes, which cannot be imported ({error}): "
+            "pip install 'llava-fsdp[qlora]'"
+        ) from error
+    return bitsandbytes

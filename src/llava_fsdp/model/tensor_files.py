@@ -1,0 +1,143 @@
+"""Tensors in files, read a stretch of rows at a time."""
+
+import re
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from llava_fsdp.runtime.errors import ModelError
+from llava_fsdp.runtime.safe_load import beside, read_json
+
+WHOLE_MODEL = ["model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin"]
+PROJECTOR = ["mm_projector.safetensors", "mm_projector.bin"]
+CODES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file; nothing is read before `rows`."""
+
+    file: Path
+    name: str
+    handle: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if isinstance(self.handle, dict):
+            return tuple(self.handle[self.name].shape)
+        return tuple(self.handle.get_slice(self.name).get_shape())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Raises ModelError for what is no floating point number of at least 16 bits: a quantized model."""
+        if isinstance(self.handle, dict):
+            found: Any = self.handle[self.name].dtype
+        else:
+            code = self.handle.get_slice(self.name).get_dtype()
+            found = CODES.get(code, code)
+        if found not in CODES.values():
+            raise ModelError(f"{self.file}: {self.name} is {found}; quantized weights cannot be read")
+        return found
+
+    def rows(self, begin: int, end: int) -> torch.Tensor:
+        """Rows [begin, end) of dimension 0."""
+        if isinstance(self.handle, dict):
+            return self.handle[self.name][begin:end]
+        return self.handle.get_slice(self.name)[begin:end]
+
+
+def open_tensors(path: Path, projector_only: bool = False) -> dict[str, StoredTensor]:
+    """Every tensor of a file, or of a model folder, by its name there.
+
+    Raises:
+        ModelError: there are no weights, a shard is missing, or a file is not what its name says.
+    """
+    if path.is_file():
+        return open_file(path)
+    for name in (PROJECTOR if projector_only else []) + WHOLE_MODEL + PROJECTOR:
+        if (path / name).is_file():
+            return open_index(path / name) if name.endswith(".index.json") else open_file(path / name)
+    raise ModelError(
+        f"{path} has no weights: none of {', '.join(WHOLE_MODEL + PROJECTOR)}; of a run, give its folder or its export"
+    )
+
+
+def open_index(path: Path) -> dict[str, StoredTensor]:
+    names = read_json(path).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise ModelError(f"{path} has no weight_map of names to files; get it again from the model's makers")
+    listed = {str(f): beside(path, f) for f in names.values()}
+    missing = sorted(f for f, file in listed.items() if not file.is_file())
+    if missing:
+        raise ModelError(f"{path} lists {missing[0]}, which does not exist; was the download interrupted?")
+    files = {f: open_file(listed[f]) for f in sorted(listed)}
+    absent = [n for n, f in names.items() if n not in files[f]]
+    if absent:
+        raise ModelError(f"{path} says {absent[0]} is in {names[absent[0]]}, which lacks it")
+    return {n: files[f][n] for n, f in names.items()}
+
+
+def open_file(path: Path) -> dict[str, StoredTensor]:
+    if path.suffix == ".safetensors":
+        try:
+            handle = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path} is not a safetensors file: {error}") from error
+        return {name: StoredTensor(path, name, handle) for name in handle.keys()}
+    if path.suffix not in (".bin", ".pt", ".pth"):
+        raise ModelError(f"{path} is no file of tensors; give a .safetensors or .bin file, or a model folder")
+    try:  # weights_only: such a file can carry a program; mmap: it can be larger than the memory
+        mapped = is_plain_archive(path)
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as error:  # torch raises anything from KeyError to UnpicklingError here
+        raise ModelError(why_unreadable(path, str(error))) from error
+    if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
+        raise ModelError(f"{path} holds more than tensors by name; it is no file of weights")
+    return {name: StoredTensor(path, name, tensors) for name in tensors}
+
+
+def is_plain_archive(path: Path) -> bool:
+    """Whether it is the archive of torch.save, which may be mapped: nothing in it is packed, doubled or cut short.
+
+    Raises:
+        ModelError: it is an archive of another kind; unpacked, it could be of any size.
+    """
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+    names = {entry.filename for entry in entries}
+    packed = any(e.compress_type != zipfile.ZIP_STORED or e.compress_size != e.file_size for e in entries)
+    if packed or len(names) < len(entries) or sum(e.file_size for e in entries) > path.stat().st_size:
+        raise ModelError("it is an archive of packed or doubled parts, which torch.save does not write")
+    return True
+
+
+def why_unreadable(path: Path, said: str) -> str:
+    """torch's message without its advice to load the file unprotected."""
+    wanted = re.search(r"GLOBAL (\S+)", said)
+    if wanted:
+        return (
+            f"{path} is not loaded: it is a pickle that wants to run code ({wanted[1]}), and weights need none; get "
+            "them from their makers as .safetensors"
+        )
+    if "Unsupported operand" in said:
+        return f"{path} is not loaded: torch.save has not written it, and a pickle of another kind can run code"
+    first = next(iter(said.splitlines()), "it is empty or cut short")
+    return f"{path} cannot be read as a file of tensors: {first}"
+
+
+class Stored(Protocol):
+    """Where a parameter's values come from."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def rows(self, begin: int, end: int) -> torch.Tensor: ...

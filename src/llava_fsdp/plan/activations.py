@@ -1,0 +1,314 @@
+"""What forward and backward of one micro-batch keep and need, block by block: measured once on the meta device.
+
+A model of three blocks is run; blocks of one kind cost alike, so the middle one stands for all between the first and
+the last.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from llava_fsdp.config import Attention, Config, RecomputeConfig
+from llava_fsdp.distributed.activation_checkpoint import apply_recompute
+from llava_fsdp.distributed.parallelize import block_names
+from llava_fsdp.distributed.precision import DTYPES, MASTERS, compute_norms_in_fp32, store_weights
+from llava_fsdp.model.attention import Kernel
+from llava_fsdp.model.llava import Llava, build_llava, find_stack
+from llava_fsdp.model.pretrained import Parts
+from llava_fsdp.plan.meta_trace import Event, FuseAttention, LiveBytes, Trace, collect_gradients
+
+CUT = 3
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What a rank runs at once."""
+
+    rows: int
+    length: int
+    """Positions of a row, padding included."""
+    samples: int
+    tiles: int
+    """Of pictures."""
+    labels: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
+
+@dataclass(frozen=True)
+class Live:
+    """Bytes that are alive at one moment, beside the weights."""
+
+    activations: int = 0
+    logits: int = 0
+    gradients: int = 0
+    """Of weights, as backward makes them."""
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.logits + self.gradients
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of a pass: a block, or what lies between two."""
+
+    unit: str
+    """The block; "" between blocks."""
+    backward: bool
+    begin: Live
+    end: Live
+    worst: Live
+    """With the gradients of its weights, which FSDP reduces once the block is done."""
+    worst_first: Live
+    """Without FSDP, in a step's first micro-batch: a gradient becomes its master's at once, and stays."""
+    worst_later: Live
+    """Without FSDP, in later ones: it is added to those that are there."""
+    made: int
+    """Bytes of all gradients that it makes, in the dtypes that it computes in."""
+    made_masters: int
+    """The same in the dtypes that their weights are kept in."""
+
+    def moved(self, by: Live, unit: str) -> "Segment":
+        """The same stretch where more is alive: another block of the same kind."""
+        return replace(self, unit=unit, **{name: plus(getattr(self, name), by) for name in LEVELS})
+
+
+LEVELS = ("begin", "end", "worst", "worst_first", "worst_later")
+
+
+def plus(one: Live, other: Live) -> Live:
+    return Live(one.activations + other.activations, one.logits + other.logits, one.gradients + other.gradients)
+
+
+def times(live: Live, count: int) -> Live:
+    return Live(live.activations * count, live.logits * count, live.gradients * count)
+
+
+def minus(one: Live, other: Live) -> Live:
+    return Live(one.activations - other.activations, one.logits - other.logits, one.gradients - other.gradients)
+
+
+class Measuring:
+    """A model of three blocks, ready to be run on the meta device under one way to recompute."""
+
+    def __init__(self, parts: Parts, cfg: Config, recompute: RecomputeConfig, kernel: Kernel | None):
+        cut = cut_to(parts, CUT)
+        # for padded rows ours is transformers' own SDPA, without its mask, which would ask for values
+        attention = kernel or Kernel(Attention.sdpa, "padded rows")
+        model = build_llava(cut, cfg.model, DTYPES[cfg.precision.param_dtype], attention, cfg.loss)
+        store_weights(model, cfg.precision, sharded=False)
+        compute_norms_in_fp32(model, cfg.precision)
+        apply_recompute(model.blocks(), recompute, torch.device("meta"))
+        model.train()
+        self.model = model
+        self.packed = kernel is not None
+        self.vocabulary = cut.language.vocab_size
+        self.master = MASTERS[cfg.precision.master_dtype]
+        self.depth = None if cut is parts else parts.language.num_hidden_layers
+
+    def segments(self, micro: MicroBatch) -> list[Segment]:
+        """Of a micro-batch's forward and backward pass, for the model's whole depth."""
+        trace = run(self.model, inputs_of(self.model, micro, self.packed))
+        found = cut_into_segments(trace, self.model, self.vocabulary, self.master)
+        self.model.zero_grad(set_to_none=True)
+        return found if self.depth is None else deepened(found, stack_name(self.model), self.depth)
+
+
+def cut_to(parts: Parts, depth: int) -> Parts:
+    """The same model with fewer blocks in its language model; itself where its blocks differ or are few."""
+    language = parts.language
+    kinds = set(getattr(language, "layer_types", None) or [])
+    if language.num_hidden_layers <= depth or len(kinds) > 1:
+        return parts
+    short = copy.deepcopy(language)
+    short.num_hidden_layers = depth
+    if kinds:
+        short.layer_types = list(language.layer_types)[:depth]
+    return replace(parts, language=short)
+
+
+def inputs_of(model: Llava, micro: MicroBatch, packed: bool) -> tuple[Any, ...]:
+    """Arguments of the forward pass, on the meta device."""
+    size = model.parts.vision.image_size
+    with torch.device("meta"):
+        ids = torch.zeros((micro.rows, micro.length), dtype=torch.int64)
+        segments = None
+        if packed:
+            begins = torch.zeros(micro.samples + 1, dtype=torch.int32)
+            each = micro.tokens // micro.samples
+            lengths = (*[each] * (micro.samples - 1), micro.tokens - each * (micro.samples - 1))
+            segments = torch.zeros_like(ids), begins, lengths
+        places = torch.zeros(micro.tiles * model.image_tokens, dtype=torch.int64)
+        images = torch.zeros((micro.tiles, 3, size, size))
+        labels = torch.zeros(micro.labels, dtype=torch.int64)
+        seeds = torch.zeros(micro.samples, dtype=torch.int64), torch.zeros(micro.tiles, dtype=torch.int64)
+        places_and_rows, labels_and_ids = (places, places.clone()), (labels, labels.clone())
+    return ids, segments, *places_and_rows, images, seeds, *labels_and_ids
+
+
+def run(model: Llava, inputs: tuple[Any, ...]) -> Trace:
+    """One forward and one backward pass, traced."""
+    trace = Trace()
+    given = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
+    live = LiveBytes(trace, iter([*model.parameters(), *model.buffers(), *given]))
+    with collect_gradients(model, live, trace), mark_blocks(model, trace), FuseAttention(), live:
+        loss = model(*inputs)
+        trace.mark("backward")
+        # `loss.backward()` without its wrappers: a function mode is off in what it handles, and blocks run again here
+        engine = torch.autograd.Variable._execution_engine
+        engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, accumulate_grad=True)
+    return trace
+
+
+@contextmanager
+def mark_blocks(model: Llava, trace: Trace) -> Iterator[None]:
+    """Write into the trace where blocks begin and end, forward and backward."""
+    handles = []
+
+    def hook(tensor: Any, text: str) -> None:
+        if torch.is_tensor(tensor) and tensor.requires_grad:
+            tensor.register_hook(lambda _: trace.mark(text))
+
+    def before(name: str) -> Any:
+        def enter(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+            trace.mark(f"enter {name}")
+            hook(inputs[0], f"leave {name}")
+
+        return enter
+
+    def after(name: str) -> Any:
+        def leave(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            trace.mark(f"leave {name}")
+            hook(output if torch.is_tensor(output) else output[0], f"enter {name}")
+
+        return leave
+
+    for block, name in block_names(model, model.blocks()).items():
+        handles += [block.register_forward_pre_hook(before(name)), block.register_forward_hook(after(name))]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class Walk:
+    """Levels while a trace is read, and the segments found so far."""
+
+    def __init__(self, trace: Trace, vocabulary: int, weights: dict[str, nn.Parameter], master: torch.dtype):
+        self.vocabulary = vocabulary
+        self.master = master
+        self.numbers = {name: number for number, name in trace.gradients.items()}
+        self.gradients = set(trace.gradients)
+        self.weights = weights
+        self.logits: set[int] = set()
+        self.making: dict[int, int] = {}
+        """Storages that will be complete gradients; the chunked loss makes the output layer's in the forward pass."""
+        self.level = Live()
+        self.backward = False
+        self.early: dict[int, int] = {}
+        """Gradients that the loss makes in the forward pass already."""
+        self.segments: list[Segment] = []
+        self.open("")
+
+    def open(self, unit: str) -> None:
+        self.unit = unit
+        self.begin = self.worst = self.worst_first = self.worst_later = self.level
+        self.made = self.made_masters = 0
+        self.is_empty = True
+
+    def close(self, next_unit: str) -> None:
+        if not self.is_empty:
+            worst = (self.worst, self.worst_first, self.worst_later)
+            made = (self.made, self.made_masters)
+            self.segments.append(Segment(self.unit, self.backward, self.begin, self.level, *worst, *made))
+        self.open(next_unit)
+
+    def take(self, event: Event) -> None:
+        """A storage was made or dropped."""
+        self.is_empty = False
+        if event.storage in self.gradients and self.backward:
+            if event.change > 0:
+                self.making[event.storage] = event.change
+        elif event.storage in self.logits or (event.change > 0 and event.width == self.vocabulary):
+            self.logits.add(event.storage)
+            self.level = plus(self.level, Live(logits=event.change))
+        else:
+            if event.storage in self.gradients:
+                self.early[event.storage] = event.change
+            self.level = plus(self.level, Live(activations=event.change))
+        self.look()
+
+    def finish(self, name: str) -> None:
+        """A gradient is complete; without FSDP it goes into its master now."""
+        number, weight = self.numbers[name], self.weights[name]
+        if number in self.early:
+            size = self.early.pop(number)
+            self.level = minus(self.level, Live(activations=size))
+            self.making[number] = size
+        if number in self.making:  # a tied weight has one gradient, which is complete twice
+            is_own_master = weight.dtype in (torch.float32, self.master)
+            size = weight.numel() * (weight.dtype if is_own_master else self.master).itemsize
+            self.look(0 if is_own_master else size)
+            self.made += self.making.pop(number)
+            self.made_masters += size
+
+    def look(self, casting: int = 0) -> None:
+        making = sum(self.making.values())
+        self.worst = larger(self.worst, self.level, self.made + making)
+        self.worst_first = larger(self.worst_first, self.level, self.made_masters + making + casting)
+        self.worst_later = larger(self.worst_later, self.level, making + casting)
+
+
+def larger(worst: Live, level: Live, gradients: int) -> Live:
+    return max(worst, replace(level, gradients=gradients), key=lambda live: live.total)
+
+
+def cut_into_segments(trace: Trace, model: Llava, vocabulary: int, master: torch.dtype) -> list[Segment]:
+    walk = Walk(trace, vocabulary, dict(model.named_parameters()), master)
+    for event in trace.events:
+        kind, _, name = event.mark.partition(" ")
+        if kind == "":
+            walk.take(event)
+        elif kind == "gradient":
+            walk.finish(name)
+        elif kind != "leave" or name == walk.unit:  # a block's gradient is the next one's: that one has entered then
+            walk.close(name if kind == "enter" else "")
+            walk.backward = walk.backward or kind == "backward"
+    walk.close("")
+    return walk.segments
+
+
+def stack_name(model: Llava) -> str:
+    stack = find_stack(model.language_model)
+    return next(name for name, module in model.named_modules() if module is stack)
+
+
+def deepened(segments: list[Segment], stack: str, depth: int) -> list[Segment]:
+    """The segments of a model of `depth` blocks, from those of one of three."""
+    found: list[Segment] = []
+    shift = Live()
+    for backward in (False, True):
+        own = [s for s in segments if s.backward is backward]
+        places = {s.unit: number for number, s in enumerate(own)}
+        first, middle, last = (places[f"{stack}.{number}"] for number in range(CUT))
+        begin, end = middle, first if backward else last
+        period = minus(own[end].begin, own[begin].begin)
+        numbers = range(depth - 2, 0, -1) if backward else range(1, depth - 1)
+        names = {f"{stack}.{CUT - 1}": f"{stack}.{depth - 1}"}
+        found += [s.moved(shift, names.get(s.unit, s.unit)) for s in own[:begin]]
+        for number in numbers:
+            found += [s.moved(shift, f"{stack}.{number}" if s.unit else "") for s in own[begin:end]]
+            shift = plus(shift, period)
+        shift = minus(shift, period)
+        found += [s.moved(shift, names.get(s.unit, s.unit)) for s in own[end:]]
+    return found

@@ -1,0 +1,90 @@
+"""What FSDP2 allocates for each of its units beside the shards: gathered weights, buffers of collectives, gradients.
+
+Read from torch/distributed/fsdp/_fully_shard (2.13): `foreach_all_gather`, `foreach_all_gather_copy_out` and
+`foreach_reduce` in _fsdp_collectives.py, `FSDPParam` in _fsdp_param.py. Every rank's part of a collective is as long as
+the longest, so that uneven shards are padded, in memory too.
+"""
+
+from dataclasses import dataclass
+
+from llava_fsdp.config import PrecisionConfig
+from llava_fsdp.distributed.memory import Weight
+from llava_fsdp.distributed.zero import ShardPlan
+
+ROOT = ""
+NORMS = "norms"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Bytes of one group of weights that FSDP gathers and reduces together."""
+
+    name: str
+    gathered: int
+    """The whole weights in the compute dtype, as long as they are gathered."""
+    buffer: int
+    """The all-gather's flat output, until it has been copied into the weights; none where nothing is sharded."""
+    cast: int
+    """This rank's part in the compute dtype, while an all-gather is begun."""
+    reduce_input: int
+    """The reduce-scatter's input, kept until the next unit's."""
+    reduce_output: int
+    """What this rank gets back; where nothing is gathered, with a copy that is divided by 1."""
+    shard_gradients: int
+    """What stays of it as the shards' gradients."""
+    widened: tuple[int, ...]
+    """Gradients of whole weights in the reduction dtype, where they wait for a later micro-batch: of each weight."""
+    narrow: tuple[int, ...]
+    """The same in the dtype that they are made in."""
+
+
+def units_of(
+    weights: list[Weight],
+    plan: ShardPlan,
+    precision: PrecisionConfig,
+    shards: int,
+    is_away: bool = False,
+    passes_through: bool = False,
+) -> dict[str, Unit]:
+    """The units that `distributed/parallelize.py` makes, by name.
+
+    Args:
+        is_away: shards and their gradients lie elsewhere than on the device.
+        passes_through: they come through the device's memory in the dtype that they are kept in.
+    """
+    members: dict[str, list[Weight]] = {}
+    for weight in weights:
+        if weight.trainable or (plan.shards_frozen and not weight.whole):
+            members.setdefault(NORMS if weight.fp32 else weight.unit, []).append(weight)
+    return {name: unit_of(name, own, precision, shards, is_away, passes_through) for name, own in members.items()}
+
+
+def unit_of(
+    name: str, weights: list[Weight], precision: PrecisionConfig, shards: int, is_away: bool, passes_through: bool
+) -> Unit:
+    trainable = [w for w in weights if w.trainable]
+    own = sum(w.padded(shards) * w.gathered_size(precision) for w in weights)
+    reduced = sum(w.reduce_size(precision) * w.padded(shards) for w in trainable)
+    kept = sum(w.master_size(precision) * w.padded(shards) for w in trainable)
+    return Unit(
+        name,
+        gathered=own * shards,
+        buffer=0 if shards == 1 else own * shards,
+        cast=cast_bytes(weights, precision, shards, passes_through),
+        reduce_input=reduced * shards,
+        reduce_output=reduced * (2 if shards == 1 else 1) + (0 if kept == reduced else kept),
+        shard_gradients=0 if is_away else kept,
+        widened=tuple(w.reduce_size(precision) * w.numel for w in trainable),
+        narrow=tuple(w.item_size(precision) * w.numel for w in trainable),
+    )
+
+
+def cast_bytes(weights: list[Weight], precision: PrecisionConfig, shards: int, passes_through: bool) -> int:
+    """This rank's part on its way into an all-gather: all weights at once, or one by one where none is gathered."""
+    sizes = []
+    for weight in weights:
+        stored = weight.master_size(precision) if weight.trainable else weight.item_size(precision)
+        casts = stored != weight.gathered_size(precision)
+        per_element = (stored if passes_through else 0) + (weight.gathered_size(precision) if casts else 0)
+        sizes.append(weight.padded(shards) * per_element)
+    return max(sizes, default=0) if shards == 1 else sum(sizes)

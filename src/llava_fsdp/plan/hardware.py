@@ -1,0 +1,199 @@
+"""THE table of GPUs: memory, arithmetic, and what connects them; and what of it a training gets."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from llava_fsdp.config import DType, LinearKind, PrecisionConfig
+from llava_fsdp.runtime.errors import ConfigError
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of device. Rates are per second, one way, and without sparsity."""
+
+    name: str
+    memory: int
+    """Bytes, as nvidia-smi reports them."""
+    fp32: float
+    """FLOPs: of torch's own fp32 products, which do not use TF32 unless asked to."""
+    fp16: float
+    bf16: float | None
+    """None: the device has no bf16."""
+    fp8: float | None
+    """None: the device has no fp8. Times are predicted as bf16's."""
+    bandwidth: float
+    """Bytes of its memory."""
+    link: float
+    """Bytes between two GPUs of a node: NVLink where there is one, else PCIe."""
+    pcie: float
+    """Bytes between GPU and host."""
+    network: float
+    """Bytes between nodes, this GPU's share of what its usual machine has."""
+    efficiency: float
+    """Share of the peak that training reaches in the blocks' arithmetic, recomputation counted."""
+    source: str
+
+    def peak(self, dtype: DType) -> float:
+        """FLOPs in a dtype.
+
+        Raises:
+            ConfigError: the device has no such arithmetic.
+        """
+        found = {DType.fp32: self.fp32, DType.fp16: self.fp16, DType.bf16: self.bf16}[dtype]
+        if found is None:
+            raise ConfigError(f"{self.name} has no bf16; choose precision=fp16")
+        return found
+
+
+A100 = "NVIDIA A100 datasheet, June 2021; DGX A100: one 200 Gb/s port a GPU"
+HOPPER = "NVIDIA H100 and H200 datasheets (SXM); DGX H100: one 400 Gb/s port a GPU"
+# Efficiency. A100: llm-foundry trains 7B and 13B with FSDP at 58 to 62 % of the peak (scripts/train/benchmarking).
+# H100: 45 % there, 30 to 35 % in torchtitan and fms-fsdp; H200: the same arithmetic with faster memory. The others are
+# estimates from these: their memory feeds small ones more easily, and B200 less.
+GPUS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        # name, MiB, fp32, fp16, bf16, fp8, bandwidth, link, pcie, network, efficiency
+        Gpu("a100-40gb", 40960 * MIB, 19.5e12, 312e12, 312e12, None, 1555e9, 300e9, 32e9, 25e9, 0.60, A100),
+        Gpu("a100-80gb", 81920 * MIB, 19.5e12, 312e12, 312e12, None, 2039e9, 300e9, 32e9, 25e9, 0.60, A100),
+        Gpu("h100", 81559 * MIB, 67e12, 989e12, 989e12, 1979e12, 3350e9, 450e9, 64e9, 50e9, 0.45, HOPPER),
+        Gpu("h200", 143771 * MIB, 67e12, 989e12, 989e12, 1979e12, 4800e9, 450e9, 64e9, 50e9, 0.48, HOPPER),
+        Gpu(
+            "b200", 183359 * MIB, 75e12, 2250e12, 2250e12, 4500e12, 7700e9, 900e9, 64e9, 50e9, 0.40,
+            "NVIDIA DGX B200 datasheet: 72 PFLOPs fp8 with sparsity for 8 GPUs; NVLink 5",
+        ),
+        Gpu(
+            "l40s", 46068 * MIB, 91.6e12, 362e12, 362e12, 733e12, 864e9, 32e9, 32e9, 6.25e9, 0.50,
+            "NVIDIA L40S datasheet; PCIe 4 x16, no NVLink; AWS g6e.48xlarge: 400 Gb/s for 8 GPUs",
+        ),
+        Gpu(
+            "a10g", 23028 * MIB, 35e12, 70e12, 70e12, None, 600e9, 32e9, 32e9, 1.56e9, 0.55,
+            "NVIDIA A10G datasheet; AWS g5.48xlarge: PCIe, 100 Gb/s for 8 GPUs",
+        ),
+        Gpu(
+            "4090", 24564 * MIB, 82.6e12, 165.2e12, 165.2e12, 330.3e12, 1008e9, 32e9, 32e9, 0.3125e9, 0.55,
+            "NVIDIA Ada GPU architecture white paper, with fp32 accumulation; PCIe 4 x16; 10 Gb/s Ethernet for 4 GPUs",
+        ),
+        Gpu(
+            "v100", 32768 * MIB, 15.7e12, 125e12, None, None, 900e9, 150e9, 16e9, 6.25e9, 0.45,
+            "NVIDIA V100 datasheet (SXM2, 32 GB); DGX-1: four 100 Gb/s ports for 8 GPUs",
+        ),
+        Gpu(
+            "t4", 15360 * MIB, 8.1e12, 65e12, None, None, 320e9, 16e9, 16e9, 1.56e9, 0.35,
+            "NVIDIA T4 datasheet; PCIe 3 x16; AWS g4dn.metal: 100 Gb/s for 8 GPUs",
+        ),
+    )
+}  # fmt: skip
+
+DEVICES = {
+    "NVIDIA A100-SXM4-40GB": "a100-40gb",
+    "NVIDIA A100-PCIE-40GB": "a100-40gb",
+    "NVIDIA A100-SXM4-80GB": "a100-80gb",
+    "NVIDIA A100 80GB PCIe": "a100-80gb",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+    "NVIDIA L40S": "l40s",
+    "NVIDIA A10G": "a10g",
+    "NVIDIA GeForce RTX 4090": "4090",
+    "Tesla V100-SXM2-16GB": "v100",
+    "Tesla V100-SXM2-32GB": "v100",
+    "Tesla T4": "t4",
+}
+"""What CUDA calls the devices whose peak a row has. Others of the name (H100 PCIe and NVL, GH200, parts of a GPU) have
+other peaks, and none of them is guessed at."""
+
+CONTEXT = 700 * MIB
+"""CUDA's context, the kernels of torch and cuBLAS's workspaces; 0.5 to 1 GB on Ampere and Hopper."""
+NCCL = 500 * MIB
+"""Buffers of NCCL's channels, where there are several ranks; 0.3 to 1 GB by the number of communicators."""
+FRAGMENTATION = 0.04
+"""Share of the memory that torch's allocator holds in gaps: allocations differ in length with every micro-batch."""
+PROCESS = 450 * MIB
+"""A Python process with torch and transformers, on a CPU machine."""
+CORE_FLOPS = 30e9
+"""A second and core, in training: an order of magnitude, so that rows can be compared."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What ranks run on."""
+
+    gpu: Gpu | None
+    """None: CPUs."""
+    name: str
+    memory: int
+    """Bytes for each rank."""
+    flops: float
+    """A second and rank, of a CPU; GPUs have theirs by dtype."""
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.gpu is None else "cuda"
+
+    def usable(self, world_size: int) -> int:
+        """Bytes for tensors; 0 where the processes alone take more than there is."""
+        if self.gpu is None:
+            return max(0, self.memory - PROCESS)
+        return max(0, int(self.memory * (1 - FRAGMENTATION)) - CONTEXT - (NCCL if world_size > 1 else 0))
+
+    def peak(self, dtype: DType) -> float:
+        return self.flops if self.gpu is None else self.gpu.peak(dtype)
+
+    def check(self, precision: PrecisionConfig) -> None:
+        """
+        Raises:
+            ConfigError: the device cannot compute so.
+        """
+        self.peak(precision.param_dtype)
+        if precision.linear is LinearKind.fp8 and (self.gpu is None or self.gpu.fp8 is None):
+            raise ConfigError(f"{self.name} has no fp8; choose precision=bf16")
+
+
+def machine_named(name: str, ranks: int) -> Machine:
+    """The machine that a plan is for.
+
+    Args:
+        name: of the table; `auto`: this one's.
+        ranks: on one node.
+
+    Raises:
+        ConfigError: there is no such GPU.
+    """
+    if name == "auto":
+        return this_machine(ranks)
+    if name not in GPUS:
+        raise ConfigError(f"gpu={name} is not in the table; choose auto or one of {', '.join(GPUS)}")
+    gpu = GPUS[name]
+    return Machine(gpu, gpu.name, gpu.memory, 0.0)
+
+
+def machine_for(device: str, ranks: int) -> Machine:
+    """This machine for a kind of device; for cuda where there is none, an A100 of 80 GB stands in."""
+    if device == "cuda" and not torch.cuda.is_available():
+        return machine_named("a100-80gb", ranks)
+    return this_machine(ranks, device)
+
+
+def this_machine(ranks: int, device: str = "cuda") -> Machine:
+    """This machine's GPU, with the memory that it has; without one its CPUs, whose ranks share memory and cores.
+
+    A GPU that the table lacks is timed as the one with bf16, or without, that is nearest in memory.
+    """
+    if device == "cpu" or not torch.cuda.is_available():
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return Machine(None, f"{cores} CPU cores", total // ranks, CORE_FLOPS * cores / ranks)
+    found = torch.cuda.get_device_properties(0)
+    known = found.name.lower().replace(" ", "")
+    names = {"a100-40gb": "a100", "a100-80gb": "a100", "4090": "rtx4090", "v100": "v100", "t4": "teslat4"}
+    fitting = [gpu for gpu in GPUS.values() if names.get(gpu.name, gpu.name) in known]
+    said = "as" if fitting else "which the table of GPUs lacks, timed as"
+    has_bf16 = found.major >= 8
+    alike = fitting or [gpu for gpu in GPUS.values() if (gpu.bf16 is not None) == has_bf16]
+    nearest = min(alike, key=lambda gpu: abs(gpu.memory - found.total_memory))
+    return Machine(nearest, f"{found.name}, {said} {nearest.name}", found.total_memory, 0.0)

@@ -1,0 +1,72 @@
+"""A model's shapes without its weights and without the network, and the attention of the device that a plan is for."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from llava_fsdp.config import Attention, Config, ModelConfig
+from llava_fsdp.distributed.precision import DTYPES
+from llava_fsdp.model.attention import Kernel, choose_kernel, not_for_flash
+from llava_fsdp.model.pretrained import PACKAGE, Parts, find_parts, read_config, resolve, text_config, vision_config
+from llava_fsdp.runtime.errors import ConfigError
+
+SHAPES = Path(__file__).parents[1] / "assets" / "shapes"
+
+
+def shapes_of(cfg: ModelConfig) -> Parts:
+    """The configurations of a model's parts: of the named folders, or as this package ships them.
+
+    Raises:
+        ConfigError: a name is neither; a plan reads nothing from the network.
+    """
+    if cfg.checkpoint is not None and Path(cfg.checkpoint).is_dir():  # the original's folders only name their tower
+        return find_parts(replace(cfg, vision=str(folder_of(cfg.vision, "model.vision"))))
+    language, vision = folder_of(cfg.language, "model.language"), folder_of(cfg.vision, "model.vision")
+    return Parts(
+        language,
+        vision,
+        text_config(read_config(language, "model.language")),
+        vision_config(read_config(vision, "model.vision")),
+        None,
+    )
+
+
+def folder_of(name: str, key: str) -> Path:
+    """The folder of a part's configuration."""
+    if name.startswith(PACKAGE) or Path(name).is_dir():
+        return resolve(name, key)
+    folder = SHAPES / name.replace("/", "--")
+    if not folder.is_dir():
+        known = ", ".join(sorted(p.name.replace("--", "/") for p in SHAPES.iterdir()))
+        raise ConfigError(
+            f"{key}={name} is not a folder, and a plan reads nothing from the network; give a folder with its "
+            f"config.json, or one of {known}"
+        )
+    return folder
+
+
+def kernel_for(cfg: Config, language: PretrainedConfig, device: str, bf16: bool) -> Kernel | None:
+    """The attention that a training would choose on a device that is not here.
+
+    Args:
+        bf16: the device has it, and with it what FlashAttention-2 needs: both begin with compute capability 8.0.
+
+    Raises:
+        ConfigError: the one that was asked for cannot run there.
+    """
+    if not cfg.pack:
+        return None
+    compute = DTYPES[cfg.precision.param_dtype]
+    if device == "cpu":
+        return choose_kernel(cfg.attention, language, torch.device("cpu"), compute)
+    if cfg.attention is Attention.sdpa:
+        return Kernel(Attention.sdpa, "as asked for")
+    what = "flash-attn" if cfg.attention is Attention.flash else "varlen_attn"
+    lack = not_for_flash(language, compute, what) if bf16 else f"{what} needs a GPU of compute capability 8.0"
+    if lack is None:  # flash-attn keeps what varlen_attn does, and need not be installed here
+        return Kernel(Attention.varlen, f"{what}, or what keeps as much")
+    if cfg.attention is not Attention.auto:
+        raise ConfigError(f"attention={cfg.attention.value}: {lack}; set attention=auto")
+    return Kernel(Attention.sdpa, f"SDPA a sample at a time: {lack}")

@@ -1,0 +1,178 @@
+"""How long a step takes, predicted: arithmetic, what the ranks send each other, and what of it stays in sight.
+
+An estimate from published rates (the table of GPUs says which), good to tell rows apart; measure before you promise.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llava_fsdp.config import OffloadMode, PrecisionConfig, RecomputeMode, Strategy
+from llava_fsdp.distributed.memory import Weight
+from llava_fsdp.distributed.mesh import mesh_shape
+from llava_fsdp.distributed.zero import SHARD_PLANS, Sync
+from llava_fsdp.model.flops import Flops
+from llava_fsdp.plan.hardware import Machine
+
+LINK_EFFICIENCY = 0.78
+"""NCCL's large rings reach 230 of 300 GB/s on A100 and 370 of 450 on H100 (nccl-tests, bus bandwidth)."""
+OVERLAP = 0.9
+"""Share of the arithmetic behind which collectives can hide: not the first gather, nor the last reduction."""
+LATENCY = 20e-6
+"""Seconds to begin a collective."""
+HOP, HOP_BETWEEN = 3e-6, 8e-6
+"""Seconds from rank to rank of a ring, and from node to node."""
+COPIED = 38
+"""Bytes of memory traffic for each parameter and micro-batch: FSDP's casts and copies in and out of flat buffers."""
+UPDATED = 28
+"""Bytes of memory traffic for each parameter of a rank's shards: AdamW reads 16 and writes 12."""
+CPU_LINK = 2e9
+CPU_BANDWIDTH = 10e9
+AGAIN = {
+    RecomputeMode.none: 0.0,
+    RecomputeMode.full: 1.0,
+    RecomputeMode.selective: 0.15,
+    RecomputeMode.offload: 1.0,
+}
+"""How much of a block's forward pass runs again, in time. Selective: norms, rotations and activation functions, which
+are memory traffic and few FLOPs. Budget: by its share."""
+HOST_UPDATE = 12e9
+"""Bytes a second that the CPU's fused AdamW reads and writes, a rank."""
+DISK = 2e9
+"""Bytes a second of a local NVMe disk, a rank."""
+
+
+@dataclass(frozen=True)
+class Volume:
+    """What a rank receives in a step, in bytes, and in how many collectives."""
+
+    sharded: float = 0.0
+    """Of weights gathered and gradients scattered, over `shards` neighbouring ranks."""
+    replicated: float = 0.0
+    """Of gradients all-reduced over `replicas` ranks, `shards` apart."""
+    gathers: int = 0
+    """Collectives of the first kind; `reductions` of the second."""
+    reductions: int = 0
+    shards: int = 1
+    replicas: int = 1
+    node_size: int = 1
+
+    @property
+    def total(self) -> float:
+        return self.sharded + self.replicated
+
+    @property
+    def nodes(self) -> int:
+        return max(1, self.shards * self.replicas // self.node_size)
+
+    def seconds(self, link: float, network: float) -> float:
+        """If nothing of it hid, at `link` bytes a second between GPUs of a node and `network` from each to other nodes.
+
+        A ring enters and leaves a node once, over all of its ports if its ranks are neighbours (NCCL runs as many rings
+        as there are); rings of replicas, one for each shard, have to share them.
+        """
+        spans = self.shards > self.node_size
+        ring = min(link, network * self.node_size) if spans else link
+        apart = min(self.shards, self.node_size)
+        replicas = min(link, network * self.node_size / apart) if self.nodes > 1 else link
+        crossed = HOP_BETWEEN * self.nodes
+        begun = self.gathers * (LATENCY + HOP * (self.shards - 1) + (crossed if spans else 0))
+        begun += self.reductions * (LATENCY + HOP * (self.replicas - 1) + (crossed if self.nodes > 1 else 0))
+        return begun + (self.sharded / ring + self.replicated / replicas) / LINK_EFFICIENCY
+
+
+def volume(
+    weights: Sequence[Weight],
+    strategy: Strategy,
+    precision: PrecisionConfig,
+    world_size: int,
+    shard_size: int,
+    node_size: int,
+    micro_batches: int,
+) -> Volume:
+    """Bytes of rings: (n - 1) / n of a gathered or reduced tensor, twice that of an all-reduced one."""
+    if world_size == 1:
+        return Volume()
+    plan = SHARD_PLANS[strategy]
+    replicas, shards = mesh_shape(plan, world_size, shard_size)
+    taking_part = [w for w in weights if w.trainable or (plan.shards_frozen and not w.whole)]
+    trainable = [w for w in taking_part if w.trainable]
+    others = shards - 1  # every rank's part of a ring is as long as the longest
+
+    def gathered(own: Sequence[Weight]) -> int:
+        return others * sum(w.padded(shards) * w.gathered_size(precision) for w in own)
+
+    gradients = sum(w.padded(shards) * w.reduce_size(precision) for w in trainable)
+    gathers = micro_batches if plan.reshard_every_micro_batch else 1
+    reductions = 1 if plan.gradient_sync is Sync.LAST_MICRO_BATCH else micro_batches
+    again = gathered([w for w in taking_part if w.unit and not w.fp32]) if plan.reshard_after_forward else 0
+    units, trained = len({w.unit for w in taking_part}), len({w.unit for w in trainable})
+    return Volume(
+        sharded=gathers * (gathered(taking_part) + again) + reductions * others * gradients,
+        replicated=2 * (replicas - 1) / replicas * gradients,
+        gathers=0 if shards == 1 else units * gathers * (1 + plan.reshard_after_forward) + trained * reductions,
+        reductions=trained if replicas > 1 else 0,
+        shards=shards,
+        replicas=replicas,
+        node_size=node_size,
+    )
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of a step, and of what."""
+
+    compute: float
+    copies: float
+    communication: float
+    """If nothing of it hid."""
+    exposed: float
+    update: float
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.copies + self.exposed + self.update
+
+
+def step_time(
+    machine: Machine,
+    precision: PrecisionConfig,
+    flops: float,
+    again: float,
+    sent: Volume,
+    trainable: float,
+    local: float,
+    micro_batches: int,
+    world_size: int,
+    offload: OffloadMode,
+) -> Step:
+    """One rank's step.
+
+    Args:
+        flops: of its samples, without recomputation; `again` what runs again.
+        sent: what it receives.
+        trainable: parameters that train; `local` those of them that it updates.
+    """
+    gpu = machine.gpu
+    rate = machine.peak(precision.param_dtype) * (gpu.efficiency if gpu else 1.0)
+    bandwidth = 0.8 * gpu.bandwidth if gpu else CPU_BANDWIDTH
+    compute = (flops + again) / rate
+    link, network = (gpu.link, gpu.network) if gpu else (CPU_LINK, CPU_LINK)
+    seconds = sent.seconds(link, network)
+    exposed = max(0.0, seconds - OVERLAP * compute)
+    copies = COPIED * trainable * micro_batches / bandwidth if world_size > 1 else 0.0
+    update = UPDATED * local / bandwidth
+    pcie = gpu.pcie if gpu else CPU_BANDWIDTH
+    if offload is OffloadMode.optimizer:
+        update += 16 * local / pcie
+    elif offload.moves_weights:
+        # fp32 weights to the device for every gather (two a micro-batch), gradients back; the update on the CPU
+        exposed += micro_batches * 12 * local / pcie
+        update = UPDATED * local / HOST_UPDATE
+        if offload is OffloadMode.nvme:
+            update += 40 * local / DISK
+    return Step(compute, copies, seconds, exposed, update)
+
+
+def sample_flops(flops: Flops, positions: float, spread: float, labels: float, tiles: float) -> float:
+    """Of an average sample; attention costs by the square of the length."""
+    return flops.of(positions, positions**2 + spread**2, labels, tiles)

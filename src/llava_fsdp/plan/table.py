@@ -1,0 +1,153 @@
+"""A plan for people and for programs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from llava_fsdp.distributed.memory import checkpoint_bytes
+from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.plan.hardware import Machine
+from llava_fsdp.plan.planner import Planner, PlanRow
+from llava_fsdp.plan.published_formulas import formulas
+
+GB = 1e9
+COLUMNS = ("parameters", "gradients", "optimizer", "gathered", "reducing", "activations", "logits", "buffers")
+
+
+def show_plan(console: Console, planner: Planner, rows: Sequence[PlanRow], shown: int, command: str | None) -> None:
+    """What to do first, why after it."""
+    machine, own = planner.machine, planner.samples
+    world_size = rows[0].world_size
+    console.print(
+        f"{planner.cfg.model.name}, stage={planner.cfg.stage.name}: {planner.trainable:,} parameters train, on "
+        f"{world_size} x {machine.name} of {machine.memory / GB:.1f} GB, {rows[0].usable / GB:.1f} GB for tensors"
+    )
+    console.print(
+        f"a checkpoint: {checkpoint_bytes(planner.weights, planner.cfg.precision) / GB:.1f} GB; "
+        f"samples: {own.positions:.0f} positions, {own.tiles:.2f} pictures, {own.labels:.0f} labels ({own.source}); "
+        f"a step: {planner.cfg.global_batch_size} samples"
+    )
+    fitting = [row for row in rows if row.fits]
+    if command is None:
+        console.print(
+            "\nNothing fits; the first row is nearest. Less is needed with more GPUs, a smaller data.max_length, fewer "
+            "parts in model.train, or, on GPUs with bf16, precision=bf16_pure."
+        )
+    else:
+        best = fitting[0]
+        console.print(
+            f"\nUse {names(best)}: {best.bytes['total'] / GB:.1f} GB, "
+            f"{best.samples_per_second:.3g} samples/s, {best.step.seconds:.3g} s a step (predicted){elsewhere(best)}\n"
+        )
+        console.print(f"  {command}\n", soft_wrap=True)
+    console.print(rows_table(rows[:shown]))
+    hidden = [row for row in rows if row not in rows[:shown]]
+    if hidden:
+        fit = sum(row.fits for row in hidden)
+        console.print(f"{len(hidden)} more, of which {fit} fit but are slower: rows={len(rows)} shows all")
+    console.print(formula_table(planner, world_size))
+
+
+def names(row: PlanRow) -> str:
+    choice = row.choice
+    budget = f" recompute.budget={choice.recompute.budget}" if choice.recompute.budget is not None else ""
+    offload = f" offload={choice.offload.value}" if choice.offload.value != "none" else ""
+    return f"sharding={SHARD_PLANS[choice.strategy].zero} recompute={choice.recompute.mode.value}{budget}{offload}"
+
+
+def elsewhere(row: PlanRow) -> str:
+    """What `fits` does not look at: memory of the host, and disks."""
+    places = {"host memory": row.host, "files": row.disk}
+    return "".join(f"; {size / GB:.1f} GB of {place} a rank" for place, size in places.items() if size)
+
+
+def rows_table(rows: Sequence[PlanRow]) -> Table:
+    table = Table(
+        "sharding", "recompute", "offload", "tokens x micro-batches", "fits", "total GB", "states", "gathered",
+        "reducing", "acts.", "logits", "s/step", "tokens/s", "MFU", "sent GB",
+        title="GB on a rank at the worst moment of a step; best first", title_justify="left",
+    )  # fmt: skip
+    for row in rows:
+        held = {name: size / GB for name, size in row.bytes.items()}
+        states = held["parameters"] + held["gradients"] + held["optimizer"] + held["buffers"]
+        table.add_row(
+            SHARD_PLANS[row.choice.strategy].zero,
+            row.choice.recompute.mode.value,
+            row.choice.offload.value,
+            f"{row.tokens:,} x {len(row.micro_batches)}",
+            "yes" if row.fits else "NO",
+            f"{held['total']:.1f}",
+            *(
+                f"{size:.1f}"
+                for size in (states, *(held[n] for n in ("gathered", "reducing", "activations", "logits")))
+            ),
+            f"{row.step.seconds:.3g}",
+            f"{row.tokens_per_second:,.0f}",
+            f"{row.mfu:.0%}",
+            f"{row.sent.total / GB:.1f}",
+        )
+    return table
+
+
+def formula_table(planner: Planner, world_size: int) -> Table:
+    table = Table(
+        "formula", "", "GB a rank", "what differs here",
+        title=f"simple formulas, P = {planner.trainable:,}, N = {world_size}: states alone", title_justify="left",
+    )  # fmt: skip
+    for formula in formulas(planner.trainable, world_size):
+        table.add_row(formula.name, formula.text, f"{formula.bytes / GB:.1f}", formula.differs)
+    return table
+
+
+def as_object(planner: Planner, rows: Sequence[PlanRow], command: str | None, more: dict[str, Any]) -> dict[str, Any]:
+    """The same for programs: bytes, seconds and rates without units."""
+    machine: Machine = planner.machine
+    world_size = rows[0].world_size
+    fitting = [row for row in rows if row.fits]
+    return {
+        "model": planner.cfg.model.name,
+        "stage": planner.cfg.stage.name,
+        "gpu": machine.name,
+        "world_size": world_size,
+        "capacity": machine.memory,
+        "usable": rows[0].usable,
+        "trainable": planner.trainable,
+        "checkpoint_bytes": checkpoint_bytes(planner.weights, planner.cfg.precision),
+        "samples": {
+            "positions": planner.samples.positions,
+            "tiles": planner.samples.tiles,
+            "labels": planner.samples.labels,
+            "source": planner.samples.source,
+        },
+        "rows": [row_object(row) for row in rows],
+        "recommended": None if command is None else {**row_object(fitting[0]), "command": command},
+        "formulas": {f.name: {"text": f.text, "bytes": f.bytes} for f in formulas(planner.trainable, world_size)},
+        **more,
+    }
+
+
+def row_object(row: PlanRow) -> dict[str, Any]:
+    choice = row.choice
+    return {
+        "sharding": SHARD_PLANS[choice.strategy].zero,
+        "strategy": choice.strategy.value,
+        "recompute": choice.recompute.mode.value,
+        "budget": choice.recompute.budget,
+        "offload": choice.offload.value,
+        "tokens_per_micro_batch": row.tokens,
+        "micro_batches": len(row.micro_batches),
+        "bytes": row.bytes,
+        "moment": row.moment,
+        "at_rest": row.at_rest,
+        "host_bytes": row.host,
+        "disk_bytes": row.disk,
+        "fits": row.fits,
+        "step_seconds": row.step.seconds,
+        "samples_per_second": row.samples_per_second,
+        "tokens_per_second": row.tokens_per_second,
+        "mfu": row.mfu,
+        "communication_bytes": row.sent.total,
+        "exposed_seconds": row.step.exposed,
+    }

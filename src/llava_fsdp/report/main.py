@@ -1,0 +1,77 @@
+"""A training as a page, or several side by side: `python -m llava_fsdp.report outputs/finetune`.
+
+One run: its `report.html` is written anew. Several, or the folder of a sweep: one page of all of them. Reads what
+trainings leave behind, whether they go on, have ended or were killed. Imports neither torch nor transformers.
+"""
+
+import sys
+from pathlib import Path
+
+from llava_fsdp.data.images.thumbnails import Thumbnails
+from llava_fsdp.report.compare_page import comparison_page
+from llava_fsdp.report.run_page import report_page
+from llava_fsdp.report.run_reader import REPORT_FILE, Run, name_of, put_page, runs_in
+from llava_fsdp.runtime.errors import ConfigError, ExitCode, LlavaFsdpError, StorageError
+from llava_fsdp.runtime.log import log, setup_logging
+
+USAGE = """\
+usage: python -m llava_fsdp.report RUN [RUN...] [out=FILE]
+
+RUN       the output_dir of a training, also as output_dir=RUN; or the folder of a sweep, which stands for all of
+          its jobs
+out=FILE  where the page goes; otherwise RUN/report.html of a single run, and comparison.html of several
+"""
+COMPARISON = "comparison.html"
+
+
+def main() -> None:
+    setup_logging()
+    words = sys.argv[1:]
+    if not words or {"-h", "--help"} & set(words):
+        print(USAGE, end="")
+        sys.exit(ExitCode.DONE if words else ExitCode.USER)
+    try:
+        print(write(words))
+    except LlavaFsdpError as error:
+        log().error("%s: %s", type(error).__name__, error)
+        sys.exit(error.exit_code)
+
+
+def write(words: list[str]) -> Path:
+    """Write the page that a command line asks for, and say where.
+
+    Raises:
+        LlavaFsdpError: a RUN is none, or cannot be read; or the page cannot be written.
+    """
+    folders, out = parse(words)
+    runs = [run for folder in folders for run in runs_in(folder)]
+    is_one = len(runs) == 1 and runs[0].folder == folders[0]
+    path = out or (runs[0].folder / REPORT_FILE if is_one else Path(COMPARISON))
+    page = report_page(runs[0], Thumbnails()) if is_one else comparison_page(with_names_of_their_own(runs))
+    try:
+        put_page(path, page, *(run.folder for run in runs))
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written ({error}); give another file: out=FILE") from error
+    return path
+
+
+def parse(words: list[str]) -> tuple[list[Path], Path | None]:
+    """RUNs, and where the page goes."""
+    given = [word.removeprefix("out=") for word in words if word.startswith("out=")]
+    folders = [Path(word.removeprefix("output_dir=")) for word in words if not word.startswith("out=")]
+    for word in words:
+        if word.startswith("-"):
+            raise ConfigError(f"{word} is no option; options are written key=value, and -h lists them")
+    if given and not given[-1]:
+        raise ConfigError("out= names no file; write out=FILE")
+    if not folders:
+        raise ConfigError("no RUN is named; give the output_dir of a training")
+    return folders, Path(given[-1]) if given else None
+
+
+def with_names_of_their_own(runs: list[Run]) -> list[Run]:
+    """Whole paths, where names are not enough."""
+    if len({run.name for run in runs}) < len(runs):
+        for run in runs:
+            run.name = f"{run.name} ({run.folder.resolve()})" if run.name != name_of(run.folder) else str(run.folder)
+    return runs

@@ -1,0 +1,326 @@
+"""A training's folder read back: what it measured, how it was started, how it ended. Imports no torch.
+
+A run may be under way, killed, or of another machine: a line that was cut short is counted and left out, and what is no
+run at all is refused.
+"""
+
+import contextlib
+import functools
+import json
+import math
+import operator
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llava_fsdp.config.tree import dotted
+from llava_fsdp.report.downsample import History
+from llava_fsdp.runtime.errors import ConfigError, DataError, LlavaFsdpError
+from llava_fsdp.runtime.humanize import moment
+from llava_fsdp.runtime.redact import redact_values, secrets_of
+from llava_fsdp.runtime.run_dir import is_known_free, write_new
+from llava_fsdp.runtime.safe_load import refuse_yaml_bombs
+from llava_fsdp.runtime.small_json import BadJson, Kinds, MissingJson, read_object
+from llava_fsdp.runtime.status_file import KILLED, is_without_end, mode_of, status_of
+from llava_fsdp.runtime.terminal_text import shown_text
+
+METRICS_FILE = "metrics.jsonl"
+VALIDATION_FILE = "validation.jsonl"
+STARTS_FILE = "starts.jsonl"
+CONFIG_FILE = "config.yaml"
+REPORT_FILE = "report.html"
+JOB_FILE = "job.json"
+JOB: dict[str, Kinds] = {
+    "number": (int,), "overrides": (list,), "exit_code": (int, type(None)), "reason": (str, type(None)),
+    "has_own_run": (bool, type(None)),
+}  # fmt: skip
+"""What a page takes from that of a job."""
+LONGEST_LINE = 1 << 22
+"""Characters of a line that is read: a validation with its answers has some thousand."""
+MOST_VALIDATIONS = 2000
+
+
+@dataclass
+class Run:
+    """What a folder says of its training."""
+
+    folder: Path
+    name: str
+    history: History = field(default_factory=History)
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    """Every start that the steps come from, as `run_info.py` describes it."""
+    validations: list[dict[str, Any]] = field(default_factory=list)
+    status: dict[str, Any] = field(default_factory=dict)
+    """run_status.json"""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Values by dotted key."""
+    asked: dict[str, Any] = field(default_factory=dict)
+    """Of a sweep's job, what its overrides set, by dotted key."""
+    unread: dict[str, int] = field(default_factory=dict)
+    """Lines of a file that could not be read."""
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """The last start."""
+        return self.starts[-1] if self.starts else {}
+
+    @property
+    def num_lost(self) -> int:
+        """Steps that were taken and have no row: metrics.jsonl was cut or damaged."""
+        first = min((start["step"] for start in self.starts), default=0)
+        return max(0, self.history.step - first - self.history.steps) if self.starts else 0
+
+    @property
+    def end(self) -> dict[str, Any]:
+        """Of the last start that took steps: where a later one was refused, the run is what it was."""
+        before = self.status.get("before")
+        is_refused = self.status.get("status") not in ("running", "stopping", "done")
+        return before if is_refused and isinstance(before, dict) else self.status
+
+    @property
+    def state(self) -> str:
+        return str(self.end.get("status", "unknown"))
+
+    @property
+    def reason(self) -> str:
+        """Why it ended, and why it did not go on."""
+        reason = str(self.end.get("reason") or "")
+        refused = self.status.get("refused") if self.end is self.status else self.status
+        if not isinstance(refused, dict):
+            return reason
+        later = f"{refused.get('status')} before its first step: {refused.get('reason') or ''}"
+        return f"{reason + '; ' if reason else ''}a later start: {later}"
+
+
+def read_run(folder: Path, name: str | None = None, is_own: bool = False) -> Run:
+    """Everything of a run but its weights.
+
+    Args:
+        name: what it is called; None: as its folder.
+        is_own: this process runs, or ran, in the folder, so that nobody need be asked whether it is still alive.
+
+    Raises:
+        ConfigError: the folder is none, or none of a training; or its configuration cannot be read.
+        DataError: what should be its metrics is something else.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder; give the output_dir of a training, or the folder of a sweep")
+    known = (METRICS_FILE, STARTS_FILE, "run_status.json")
+    if not any((folder / own).is_file() for own in known):
+        raise ConfigError(
+            f"{folder} is no training's: it has none of {', '.join(known)}; give the output_dir of one, or the folder "
+            "of a sweep"
+        )
+    run = Run(folder, name or name_of(folder))
+    read_metrics(run)
+    run.starts = read_rows(run, STARTS_FILE, check_start)
+    run.validations = thinned(validations_until(read_rows(run, VALIDATION_FILE, check_validation), run.history.step))
+    run.status = status_or_why(folder)
+    if not is_own and is_without_end(run.status) and is_known_free(folder):
+        run.status = {**run.status, "status": KILLED}
+    run.config = read_config(folder / CONFIG_FILE)
+    return run
+
+
+def status_or_why(folder: Path) -> dict[str, Any]:
+    """How a run ended, or why that cannot be read; nothing where there is no status."""
+    try:
+        return status_of(folder)
+    except MissingJson:
+        return {}
+    except BadJson as error:
+        return {"status": "unknown", "reason": str(error)}
+
+
+def runs_in(folder: Path) -> list[Run]:
+    """A folder's run, or those of a sweep's jobs in their order."""
+    own = folder / JOB_FILE
+    jobs = [] if own.is_file() or not folder.is_dir() else sorted(job_files(folder))
+    if not jobs:
+        return [read_run(folder)]
+    found = sorted(((read_job(path), path.parent) for path in jobs), key=lambda one: one[0]["number"])
+    names = job_names([(job["number"], job["overrides"]) for job, _ in found])
+    return [run_of_job(job, path, name) for (job, path), name in zip(found, names, strict=True)]
+
+
+def job_files(folder: Path) -> Iterator[Path]:
+    """Of all jobs of a sweep; hydra.sweep.subdir may put each into folders of its own."""
+    return folder.glob(f"**/{JOB_FILE}")
+
+
+def read_job(path: Path) -> dict[str, Any]:
+    """Raises ConfigError where it is not what a sweep writes."""
+    try:
+        job = read_object(path, JOB)
+        if not all(isinstance(word, str) for word in job["overrides"]):
+            raise BadJson(f"{path} cannot be read: its 'overrides' are not texts")
+        return job
+    except BadJson as error:
+        raise ConfigError(
+            f"{error}; it is not what a sweep writes of a job: remove its folder, or name the runs one by one"
+        ) from error
+
+
+def run_of_job(job: dict[str, Any], folder: Path, name: str) -> Run:
+    """Also of a job that ended before it had a run, or whose run cannot be read: the others still have their page."""
+    status = {"status": "failed" if job.get("exit_code") else "unknown", "reason": str(job.get("reason") or "")}
+    run = Run(folder, name, status=status)
+    if job.get("has_own_run", True):
+        try:
+            run = read_run(folder, name)
+        except LlavaFsdpError as error:
+            status["reason"] = status["reason"] or ("" if isinstance(error, ConfigError) else str(error))
+    run.asked = values_typed(job["overrides"])
+    return run
+
+
+def job_names(jobs: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
+    """Of each job, by its number and overrides: the number, and what differs."""
+    own = own_overrides([overrides for _, overrides in jobs])
+    return [f"{number}: {' '.join(words) or 'as the others'}" for (number, _), words in zip(jobs, own, strict=True)]
+
+
+def own_overrides(jobs: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Of each job, the overrides that not all jobs have; of a single job all."""
+    count = Counter(override for overrides in jobs for override in set(overrides))
+    return [[own for own in overrides if count[own] < len(jobs) or len(jobs) == 1] for overrides in jobs]
+
+
+def values_typed(overrides: Sequence[str]) -> dict[str, Any]:
+    """By key, what overrides set; as values, so that 1e-4 is what a configuration says as 0.0001."""
+    found: dict[str, Any] = {}
+    for word in overrides:
+        key, equals, text = word.lstrip("+").partition("=")
+        if equals and not key.startswith("~"):
+            found[key] = value_typed(text)
+    return found
+
+
+def value_typed(text: str) -> int | float | bool | str | None:
+    # Hydra writes a job's as Python does; none is a choice of several keys
+    constants = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
+    if text in constants:
+        return constants[text]
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text[1:-1] if text[:1] in ("'", '"') and text[-1:] == text[:1] else text
+
+
+def name_of(folder: Path) -> str:
+    """The folder's own name with that of the folder around it, which tells runs of one stage apart."""
+    whole = folder.resolve()
+    return "/".join(part for part in (whole.parent.name, whole.name) if part)
+
+
+def read_metrics(run: Run) -> None:
+    """Raises DataError where a file has lines and not one of them is a step's."""
+    path, first = run.folder / METRICS_FILE, ""
+    for number, line in lines_of(path):
+        try:
+            run.history.add(json.loads(line))
+        except (ValueError, OverflowError, RecursionError, TypeError) as error:
+            first = first or f"line {number}: {str(error)[:200]}"
+            run.unread[path.name] = run.unread.get(path.name, 0) + 1
+    if run.unread.get(path.name) and not run.history.steps:
+        raise DataError(
+            f"{path} has {run.unread[path.name]} lines, and none is a step of a training ({first}); is this the "
+            "output_dir of one?"
+        )
+
+
+def read_rows(run: Run, name: str, check: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
+    """The objects of a file of JSON Lines that are what they should be; the others are counted."""
+    found = []
+    for _, line in lines_of(run.folder / name):
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError("no object")
+            check(row)
+            found.append(row)
+        except (ValueError, OverflowError, OSError, RecursionError, TypeError, KeyError, AttributeError):
+            run.unread[name] = run.unread.get(name, 0) + 1
+    return found
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Every line with its number; none where there is no file.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    if not path.is_file():
+        return
+    try:
+        with path.open(errors="replace") as file:
+            for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), ""), start=1):
+                if line.strip():
+                    yield number, line
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def check_start(row: dict[str, Any]) -> None:
+    if type(row["step"]) is not int:
+        raise ValueError("step")
+    for name, kind in (("versions", dict), ("trains", list), ("recipe", list), ("at_rest", dict)):
+        if not isinstance(row.get(name, kind()), kind):
+            raise ValueError(name)
+    if not all(isinstance(own, list) and len(own) == 3 for own in row.get("trains", [])):
+        raise ValueError("trains")
+    if not all(isinstance(own, list) and len(own) == 3 for own in row.get("recipe", [])):
+        raise ValueError("recipe")
+    sizes = [value for value in [*row.get("at_rest", {}).values(), row.get("planned_peak")] if value is not None]
+    if not all(type(value) in (int, float) and math.isfinite(value) for value in sizes):
+        raise ValueError("a size is none")
+    moment(row["time"])
+
+
+def check_validation(row: dict[str, Any]) -> None:
+    if type(row["step"]) is not int:
+        raise ValueError("step")
+    numbers = [row.get("loss"), row.get("score"), *(own.get("loss") for own in (row.get("sources") or {}).values())]
+    if not all(value is None or (type(value) in (int, float) and math.isfinite(value)) for value in numbers):
+        raise ValueError("a number is none")
+    if not all(isinstance(answer, dict) for answer in row.get("answers") or []):
+        raise ValueError("answers")
+
+
+def validations_until(rows: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
+    """The last of every step, in order, without those of steps that a run which was resumed has not come to again."""
+    by_step = {row["step"]: row for row in rows if row["step"] <= step}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def thinned(rows: list[dict[str, Any]], most: int = MOST_VALIDATIONS) -> list[dict[str, Any]]:
+    """So many at most, the last among them."""
+    every = -(-len(rows) // most) or 1
+    return rows[::-1][::every][::-1]
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Values by dotted key, without secrets: they are shown. Raises ConfigError where it is no YAML."""
+    if not path.is_file():
+        return {}
+    try:
+        found = yaml.safe_load(refuse_yaml_bombs(path))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())[:300]}") from error
+    return redact_values(dotted(found), secrets_of()) if isinstance(found, dict) else {}
+
+
+def put_page(path: Path, page: str, *folders: Path) -> None:
+    """In one piece, for those who may read the metrics of every run that is in it."""
+    modes = [mode_of(folder / METRICS_FILE) for folder in folders]
+    staged = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write_new(staged, shown_text(page).encode(), functools.reduce(operator.and_, modes))
+        os.replace(staged, path)
+    finally:
+        staged.unlink(missing_ok=True)

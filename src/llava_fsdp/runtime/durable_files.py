@@ -1,0 +1,106 @@
+"""Files that outlive a crash, and whether a disk has room for them."""
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from llava_fsdp.runtime.errors import CheckpointError
+from llava_fsdp.runtime.humanize import readable
+from llava_fsdp.runtime.os_errors import free_bytes, free_inodes
+
+NO_FOLDERS = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
+"""What file systems say that force files to the disk and know nothing of the kind for folders: SMB, some of FUSE."""
+FILES = 16
+"""Inodes that a checkpoint needs, at least."""
+READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+
+
+def require_room(folder: Path, needed: int) -> None:
+    """Raises CheckpointError where fewer bytes are free, or the disk takes no more files."""
+    inodes = free_inodes(folder)
+    if inodes is not None and inodes < FILES:
+        raise CheckpointError(
+            f"No space left for a checkpoint in {folder}: {inodes} inodes are left on that disk (df -i), and a "
+            "checkpoint is several files; delete files there, or give an output_dir on another disk"
+        )
+    free = free_bytes(folder)
+    if free < needed:
+        raise CheckpointError(
+            f"No space left for a checkpoint in {folder}: it needs {readable(needed)}, and {readable(free)} are free; "
+            "make room, or give an output_dir on a larger disk"
+        )
+
+
+def make_folder(folder: Path) -> None:
+    """The folder, for its owner alone, in one that is there: a run whose own was deleted must not make it again."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700)
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """A new file, readable by its owner alone, on the disk when this returns."""
+    with new_file(path) as descriptor:
+        write_all(descriptor, memoryview(content))
+
+
+def replace_durably(path: Path, content: bytes) -> None:
+    """The same for a file that may exist: readers see the old content or the new, and nothing between."""
+    staged = path.with_name(path.name + ".tmp")
+    staged.unlink(missing_ok=True)
+    write_durably(staged, content)
+    os.replace(staged, path)
+    sync_folder(path.parent)
+
+
+def write_all(descriptor: int, content: memoryview) -> None:
+    while content:
+        content = content[os.write(descriptor, content) :]
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[int]:
+    """A descriptor of a file that is made, for its owner alone, and forced to the disk; errors name it."""
+    try:
+        descriptor = os.open(path, WRITE, 0o600)
+        try:
+            yield descriptor
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Names in it, as far as the file system can."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in NO_FOLDERS:
+            raise
+    finally:
+        os.close(handle)
+
+
+def sync_tree(folder: Path) -> None:
+    """A folder that others have written into: its files, then its folders."""
+    inside = sorted(folder.rglob("*"))
+    for path in (path for path in inside if path.is_file() and not path.is_symlink()):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    for path in (*(path for path in inside if path.is_dir()), folder):
+        sync_folder(path)

@@ -1,0 +1,134 @@
+"""What every rank is at, told to the others in a file of its own, and which of them is late. Imports no torch.
+
+The files lie in the run's folder, which all machines share. A rank's own clock is in none of its judgements of others:
+what counts is for how long a file has not changed, or has stayed behind.
+"""
+
+import json
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+
+from llava_fsdp.runtime.jsonl import write_new
+from llava_fsdp.runtime.small_json import BadJson, kinds_of, read_object
+
+FOLDER = ".heartbeats"
+
+
+class Phase(Enum):
+    """In the order of a step, as ranks go through it."""
+
+    LOADING = "loading weights and data"
+    REPORT = "reporting the step"
+    CHECKPOINT = "saving a checkpoint"
+    VALIDATION = "validating"
+    DATA = "waiting for data"
+    AGREEING = "agreeing about the next step"
+    COMPUTE = "forward and backward"
+    OPTIMIZER = "updating the weights"
+    EXPORT = "exporting"
+
+
+ORDER = {phase.value: number for number, phase in enumerate(Phase)}
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What one rank says about every second."""
+
+    rank: int
+    host: str
+    pid: int
+    step: int
+    """Steps finished."""
+    phase: str
+    work: int
+    """Collectives begun: of ranks in one phase, the late one has begun fewer."""
+    detail: str
+    """Waiting for data: the record, or the picture."""
+    count: int
+    """Beats so far; a process that is stopped does not go on counting."""
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Grows as the rank goes on."""
+        return self.step, ORDER.get(self.phase, 0), self.work
+
+    @property
+    def doing(self) -> str:
+        detail = f": {self.detail}" if self.detail else ""
+        return f"{self.phase} (step {self.step + 1}){detail}"
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} (process {self.pid} on {self.host})"
+
+
+def make_beat(rank: int, step: int, phase: Phase, work: int, detail: str, count: int) -> Beat:
+    return Beat(rank, socket.gethostname(), os.getpid(), step, phase.value, work, detail, count)
+
+
+def put_beat(folder: Path, beat: Beat) -> None:
+    path = folder / FOLDER / f"rank-{beat.rank}.json"
+    staged = path.with_suffix(".tmp")
+    write_new(staged, json.dumps(asdict(beat)).encode(), 0o666)
+    os.replace(staged, path)
+
+
+def read_beat(folder: Path, rank: int) -> Beat | None:
+    try:
+        return Beat(**read_object(folder / FOLDER / f"rank-{rank}.json", kinds_of(Beat)))
+    except (BadJson, TypeError):  # a TypeError: it has more keys
+        return None
+
+
+@dataclass(frozen=True)
+class Late:
+    beat: Beat
+    seconds: float
+    """Without a sign of going on."""
+    is_frozen: bool
+    """It does not beat any more: stopped, or its machine is gone."""
+
+    def __str__(self) -> str:
+        silent = ", and its process does not answer" if self.is_frozen else ""
+        return f"{self.beat.name} has been in the same place for {self.seconds:.0f} seconds{silent}: {self.beat.doing}"
+
+
+class Watcher:
+    """Looks at other ranks' heartbeats, and remembers since when they have been as they are."""
+
+    def __init__(self, folder: Path, frozen_after: float):
+        self.folder = folder
+        self.frozen_after = frozen_after
+        self.counts: dict[int, tuple[int, float]] = {}
+        self.places: dict[int, tuple[tuple[int, int, int], float]] = {}
+        self.last: dict[int, Beat] = {}
+
+    def late(self, own: Beat, ranks: list[int]) -> list[Late]:
+        """Those of `ranks` that keep this one waiting: frozen, else those that are furthest behind it."""
+        now = time.monotonic()
+        for rank in ranks:
+            beat = read_beat(self.folder, rank)
+            if beat is None:
+                continue
+            self.last[rank] = beat
+            if self.counts.get(rank, (-1, 0.0))[0] != beat.count:
+                self.counts[rank] = beat.count, now
+            if rank not in self.places or self.places[rank][0] != beat.place:
+                self.places[rank] = beat.place, now
+        found = []
+        for rank, beat in self.last.items():
+            frozen = now - self.counts[rank][1] > self.frozen_after
+            if rank != own.rank and (frozen or beat.place < own.place):
+                found.append(Late(beat, now - self.places[rank][1], frozen))
+        furthest = min((late.beat.place for late in found), default=None)
+        return [late for late in found if late.is_frozen or late.beat.place == furthest]
+
+
+def beat_age(folder: Path, rank: int) -> float:
+    """Seconds since a rank on this machine has beaten."""
+    return time.time() - (folder / FOLDER / f"rank-{rank}.json").stat().st_mtime

@@ -1,0 +1,117 @@
+"""A file of JSON Lines that a run adds to, and that does not end the run when the disk is full."""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.os_errors import why
+
+MOST_WAITING = 200_000
+"""Rows that are kept in memory, a few hundred bytes each."""
+
+
+class Rows:
+    """Appends rows. What cannot be written now waits in memory and is written, in order, as soon as that works.
+
+    A day of training is worth more than its log, so an error is a warning: once when it begins, and once at the end if
+    rows are lost.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.waiting: list[str] = []
+        self.lost = 0
+
+    def add(self, row: dict[str, Any]) -> None:
+        failing = bool(self.waiting)
+        self.waiting.append(json.dumps(row) + "\n")
+        if len(self.waiting) > MOST_WAITING:
+            self.waiting.pop(0)
+            self.lost += 1
+        error = self.write()
+        if error is not None and not failing:
+            log().warning(
+                "%s cannot be written (%s); the run goes on, and its rows wait in memory until it can",
+                self.path, why(error, self.path),
+            )  # fmt: skip
+        elif error is None and failing:
+            log().warning("%s can be written again, and has the rows that waited", self.path)
+
+    def write(self) -> OSError | None:
+        """All rows that wait, or none of them: a line that a full disk cut short would spoil the next."""
+        if not self.waiting:
+            return None
+        try:
+            append(self.path, "".join(self.waiting).encode())
+        except OSError as error:
+            return error
+        self.waiting.clear()
+        return None
+
+    def close(self) -> None:
+        """A last try."""
+        error = self.write()
+        if error is not None or self.lost:
+            lost = self.lost + len(self.waiting)
+            said = why(error, self.path) if error is not None else "too many waited"
+            log().warning("%s lacks %d rows, which could not be written: %s", self.path, lost, said)
+
+
+def append(path: Path, data: bytes) -> None:
+    """Add all of it to a file, or nothing; not through a symbolic link.
+
+    Raises:
+        OSError
+    """
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        before = os.fstat(handle).st_size
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[os.write(handle, left) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(handle, before)
+            raise
+    finally:
+        with contextlib.suppress(OSError):  # what a network's disk tells only now has been told before, or will be
+            os.close(handle)
+
+
+def replace_lines(path: Path, lines: Iterable[str]) -> None:
+    """Write a file anew, beside it first."""
+    staged = path.with_suffix(".tmp")
+    write_new(staged, "".join(line + "\n" for line in lines).encode(), 0o666, is_forced=True)
+    os.replace(staged, path)
+
+
+def write_new(path: Path, content: bytes, mode: int, is_forced: bool = False) -> None:
+    """A new file: what is there under the name goes, as it may be readable by others, or a link.
+
+    Args:
+        is_forced: it is on the disk when this returns; else a loss of power after it replaced another file may leave
+            neither the old content nor this.
+    """
+    path.unlink(missing_ok=True)
+    with open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_EXCL | os.O_NOFOLLOW, mode)) as file:
+        file.write(content)
+        if is_forced:
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file; none where there is no file. A line that a crash or a full disk cut short is left out."""
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in path.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                row = json.loads(line)
+                if isinstance(row, dict):
+                    found.append(row)
+    return found

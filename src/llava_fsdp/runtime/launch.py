@@ -1,0 +1,47 @@
+"""Which launch, attempt and rank this process belongs to, from the variables that torchrun sets. Imports no torch."""
+
+import os
+import socket
+import time
+from pathlib import Path
+
+
+def env_rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def launch_id() -> str | None:
+    """Names what torchrun was started for, through its restarts; None without torchrun.
+
+    Without a name of the user's it is "none" for every launch, which its process then tells apart.
+    """
+    given = os.environ.get("TORCHELASTIC_RUN_ID")
+    return f"none-{socket.gethostname()}-{os.getppid()}" if given == "none" and is_one_node() else given
+
+
+def is_one_node() -> bool:
+    return os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+
+
+def attempt() -> int:
+    """Restarts of this node's workers before this one."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def incarnation() -> str:
+    """Names this start of the ranks, the same on all of them: attempts are counted by node, so that on several nodes
+    it is the port of the store, which each start has anew (launch/multinode.sh)."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return f"process {os.getpid()}"
+    meeting = attempt() if is_one_node() else f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return f"{launch_id()} {meeting}"
+
+
+def started(pid: int) -> float:
+    """When a process began, in seconds since 1970; 0 where the system does not tell."""
+    try:
+        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        since_boot = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return 0.0
+    return time.time() - since_boot

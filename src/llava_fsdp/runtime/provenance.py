@@ -1,0 +1,220 @@
+"""Read, write and check `llava_fsdp.json`, the notes in each folder of a model or adapter that this package writes.
+
+Notes hold what no other file says of how the model was made, and the size and digest of every file in the folder. They
+end in a digest of themselves. Programs that load such a folder first compare its files with the notes
+(docs/artifacts.md). Folders that other programs wrote have no notes, and are not compared.
+"""
+
+import json
+import re
+import shlex
+import stat
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from llava_fsdp.runtime.digests import THREADS, Digest, digest_of_file, sealed, unsealed
+from llava_fsdp.runtime.errors import DamagedModel
+from llava_fsdp.runtime.safe_load import SMALL, foreign
+from llava_fsdp.runtime.small_json import Kinds, parse_object
+
+NOTES = "llava_fsdp.json"
+FILES, DIGEST = "files", "digest"
+KINDS: dict[str, Kinds] = {
+    key: (kind, type(None))
+    for kind, keys in {
+        str: ("run", "stage", "dtype", "template", "image_aspect_ratio", "pixels", "special_tokens", "base", DIGEST,
+              "language", "vision"),
+        int: ("step", "seed", "max_length"),
+        list: ("train", "grid_pinpoints"),
+        dict: ("lora", FILES),
+    }.items()
+    for key in keys
+}  # fmt: skip
+"""The types of the values that programs read from the notes."""
+RELATIVE = re.compile(r"[\w+=-][\w.+= -]*(/[\w+=-][\w.+= -]*)*")
+"""The path of a listed file, relative to the folder."""
+HEX = re.compile(r"[0-9a-f]{32}")
+LOADED = (
+    "config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
+    "pytorch_model.bin.index.json", "mm_projector.bin", "mm_projector.safetensors", "adapter_config.json",
+    "adapter_model.safetensors", "adapter_model.bin", "non_lora_trainables.safetensors", "non_lora_trainables.bin",
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "preprocessor_config.json",
+    "processor_config.json",
+)  # fmt: skip
+"""Files that programs load because of their names. One that is added to a folder later may change the model that is
+loaded from it."""
+
+
+def read_notes(folder: Path) -> dict[str, Any]:
+    """The notes of a folder; empty if it has none. Notes of earlier versions, which have no digest of themselves, are
+    not checked.
+
+    Raises:
+        DamagedModel: the notes are not what was written, or cannot be read.
+    """
+    content = read_bytes(folder / NOTES)
+    return {} if content is None else parse(content, folder)
+
+
+def parse(content: bytes, folder: Path, is_accepted: bool = False) -> dict[str, Any]:
+    """Parse the content of a notes file, and check it against its digest of itself.
+
+    Args:
+        is_accepted: a user changed the notes on purpose; do not check their digest.
+    """
+    advice = "copy the whole folder again" if is_accepted else cure(folder, NOTES)
+    with foreign(f"{folder / NOTES} is not what was written; {advice}", DamagedModel):
+        found = parse_object(content, KINDS)
+        if not is_older(found) and not is_accepted and unsealed(content) is None:
+            raise DamagedModel(
+                f"{folder / NOTES} is not what was written: its digest of itself differs; {cure(folder, NOTES)}"
+            )
+    return found
+
+
+def is_older(notes: Mapping[str, Any]) -> bool:
+    """Whether an earlier version wrote the notes. They then list no files, or only an adapter's tensor files."""
+    return DIGEST not in notes and not any(isinstance(entry, dict) for entry in notes.get(FILES, {}).values())
+
+
+def read_bytes(path: Path) -> bytes | None:
+    """A small file's content; None where there is no such file."""
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode) or found.st_size > SMALL:
+            raise DamagedModel(f"{path} is not what was written: it is not a regular file of at most {SMALL:,} bytes")
+        return path.read_bytes()
+    except OSError as error:
+        if isinstance(error, FileNotFoundError | NotADirectoryError) and not path.is_symlink():
+            return None
+        raise DamagedModel(f"{path} cannot be read: {error.strerror}; {cure(path.parent, path.name)}") from error
+
+
+def listed(folder: Path) -> dict[str, Digest]:
+    """The size and digest of each file that a folder's notes list, by relative path; empty if it has no notes.
+
+    Raises:
+        DamagedModel: the notes are not what was written.
+    """
+    return files_of(read_notes(folder), folder)
+
+
+def files_of(notes: Mapping[str, Any], folder: Path) -> dict[str, Digest]:
+    files = notes.get(FILES, {})
+    with foreign(f"{folder / NOTES} is not what was written; {cure(folder, NOTES)}", DamagedModel):
+        return {checked_name(name): read_digest(folder / name, own) for name, own in files.items()}
+
+
+def checked_name(name: str) -> str:
+    if not RELATIVE.fullmatch(name):
+        raise ValueError(f"{name[:200]!r} is not the path of a file in this folder")
+    return name
+
+
+def read_digest(path: Path, said: Any) -> Digest:
+    """The size and digest in an entry of the notes. If an earlier version left the size out, it is the file's own."""
+    said = {"bytes": path.stat().st_size if path.is_file() else 0, "xxh128": said} if isinstance(said, str) else said
+    found = Digest(said["bytes"], said["xxh128"])
+    if type(found.bytes) is not int or found.bytes < 0 or not HEX.fullmatch(found.xxh128):
+        raise ValueError(f"{str(said)[:100]} is not a size and a digest")
+    return found
+
+
+def check_folder(folder: Path, largest: int | None = None) -> None:
+    """Check that all files that the notes list are what was written, and that no other file would be loaded with them.
+
+    Args:
+        largest: of larger files, in bytes, only the size is checked; None: all files are read.
+
+    Raises:
+        DamagedModel: with the file, and what the user can do.
+    """
+    notes = read_notes(folder)
+    files = files_of(notes, folder)
+    check_sizes(folder, files)
+    if notes and not is_older(notes):
+        refuse_strangers(folder, files)
+    check_digests({folder / n: d for n, d in files.items() if largest is None or d.bytes <= largest}, folder)
+
+
+def check_sizes(folder: Path, files: Mapping[str, Digest]) -> None:
+    """Check, without reading them, that the files exist and have the right sizes."""
+    for name, expected in files.items():
+        path = folder / name
+        try:
+            found = path.stat()
+        except OSError as error:
+            said = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+            raise DamagedModel(f"{path} {said}; {cure(folder, name)}") from error
+        if not stat.S_ISREG(found.st_mode) or found.st_size != expected.bytes:
+            raise DamagedModel(
+                f"{path} is not what was written: it has {found.st_size:,} bytes, and {expected.bytes:,} were written; "
+                f"{cure(folder, name)}"
+            )
+
+
+def refuse_strangers(folder: Path, files: Mapping[str, Digest]) -> None:
+    strangers = [name for name in LOADED if name not in files and (folder / name).exists()]
+    if strangers:
+        raise DamagedModel(
+            f"{folder / strangers[0]} is no file that was written here, and programs would load it with the files "
+            f"that were, or instead of them: take it out; {cure(folder, strangers[0])}"
+        )
+
+
+def check_digests(files: Mapping[Path, Digest], folder: Path) -> None:
+    """Read files whole, several at a time, and compare their digests.
+
+    Args:
+        folder: the folder whose notes list these files.
+    """
+    with ThreadPoolExecutor(THREADS) as threads:
+        list(threads.map(partial(check_digest, folder=folder), files, files.values()))
+
+
+def check_digest(path: Path, expected: Digest, folder: Path) -> None:
+    name = path.relative_to(folder).as_posix()
+    try:
+        found = digest_of_file(path)
+    except OSError as error:
+        raise DamagedModel(f"{path} cannot be read: {error.strerror}; {cure(folder, name)}") from error
+    if found != expected:
+        raise DamagedModel(f"{path} is not what was written: its digest differs; {cure(folder, name)}")
+
+
+def cure(folder: Path, name: str) -> str:
+    """What the user can do about a file that is not what was written, in words."""
+    is_of_run = (folder.parent / "config.yaml").is_file()
+    again = (
+        "start its run again, which writes it anew from its checkpoint" if is_of_run else "copy the whole folder again"
+    )
+    command = f"python -m llava_fsdp.export source={shlex.quote(str(folder))} 'accept=[{name}]'"
+    return f"{again}, or, if you changed it on purpose, accept it: {command}"
+
+
+def seal(folder: Path, said: Mapping[str, Any]) -> None:
+    """Write a folder's notes, with the digest of every file that is there.
+
+    Args:
+        said: all other entries of the notes.
+    """
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    (folder / NOTES).write_bytes(render(said, digests(folder, (name for name in names if name != NOTES))))
+
+
+def digests(folder: Path, names: Iterable[str]) -> dict[str, Digest]:
+    """The size and digest of each of these files. Raises OSError if one cannot be read."""
+    names = list(names)
+    with ThreadPoolExecutor(THREADS) as threads:
+        return dict(zip(names, threads.map(lambda name: digest_of_file(folder / name), names), strict=True))
+
+
+def render(said: Mapping[str, Any], files: Mapping[str, Digest]) -> bytes:
+    """The content of the notes file: what it says, the files' digests, and the digest of itself."""
+    found = {name: {"bytes": own.bytes, "xxh128": own.xxh128} for name, own in files.items()}
+    plain = {key: value for key, value in said.items() if key != DIGEST}
+    return sealed(json.dumps({**plain, FILES: found}, indent=1).removesuffix("\n}").encode())

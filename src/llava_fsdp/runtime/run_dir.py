@@ -1,0 +1,301 @@
+"""The folder of a run: its lock, its links, its checkpoints' names, and where it began. Imports no torch."""
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from llava_fsdp.runtime.errors import ConfigError, FolderInUse
+from llava_fsdp.runtime.heartbeat import read_beat
+from llava_fsdp.runtime.jsonl import write_new
+from llava_fsdp.runtime.launch import launch_id
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.os_errors import why
+from llava_fsdp.runtime.safe_load import is_open_to_others
+from llava_fsdp.runtime.small_json import (
+    BadJson,
+    Kinds,
+    MissingJson,
+    object_or_none,
+    parse_object,
+    read_object,
+)
+from llava_fsdp.runtime.status_file import (
+    FIRST_FAILURE,
+    NONE,
+    STATUS_FILE,
+    STEPPED_FILE,
+    came_before,
+    drop_stale_failure,
+    is_of_this_launch,
+    is_without_end,
+    put_status,
+    status_of,
+)
+
+LOCK_FILE = ".lock"
+BEGUN_FILE = ".begun"
+WRITTEN = frozenset({
+    LOCK_FILE, STATUS_FILE, FIRST_FAILURE, STEPPED_FILE, BEGUN_FILE, "config.yaml", "metrics.jsonl",
+    "validation.jsonl", "quarantine.jsonl", "starts.jsonl", "report.html", ".heartbeats", "stacks", "checkpoints",
+    "export", "adapter", "tensorboard", "profile", "profile.html",
+})  # fmt: skip
+"""Files and folders of `output_dir` that a training writes."""
+LOCK: dict[str, Kinds] = {"pid": (int,), "host": (str,), "since": (str,), "launch": (str, NONE)}
+BEGUN: dict[str, Kinds] = {"wish": (str,), "step": (int,), "launch": (str,), "time": (float,)}
+HANDOVER = 30
+"""Seconds that a restarted rank 0 waits for the one before it to be gone."""
+CLAIMING = 15
+"""Seconds that the other ranks wait for rank 0 to have the folder."""
+
+FOLDER = "checkpoints"
+NAME = re.compile(r"step-(\d{6,})")
+
+
+@contextlib.contextmanager
+def claimed(folder: Path, rank: int, private: bool = True) -> Iterator[int | None]:
+    """Hold the folder against other runs, make it, and say in it that a run is under way: rank 0, for all.
+
+    The others wait until it has: where it is refused, none of them may leave a word in what is another run's.
+
+    The lock is one that a process loses by dying and that its children do not inherit (POSIX record locks): data
+    workers which outlive a rank for a moment keep nobody out. What is killed leaves "running" or "stopping" behind,
+    which the next start says.
+
+    Args:
+        private: a folder that is made is its owner's alone, and so is what says how the run ended.
+
+    Yields:
+        On rank 0 the descriptor of the locked file, which is closed at the end.
+
+    Raises:
+        ConfigError: the folder cannot be written, has links where a run writes, or another run has it (FolderInUse).
+    """
+    if rank != 0:
+        await_claim(folder)
+        with contextlib.suppress(OSError):  # rank 0 says what is wrong with it
+            make_run_folder(folder, private)
+        yield None
+        return
+    if is_open_to_others(folder):
+        log().warning(
+            "output_dir=%s can be written by every user of this machine, and a run continues from what it finds there; "
+            "chmod o-w %s", folder, folder,
+        )  # fmt: skip
+    try:
+        make_run_folder(folder, private)
+        refuse_links(folder)
+        handle = open_lock(folder)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    try:
+        try:
+            lock(handle, folder)
+            warn_of_killed(folder)
+            drop_stale_failure(folder)
+            before = came_before(folder, is_claiming=True)
+            put_status(folder, "running", mode=0o600 if private else 0o666, before=before)
+            (folder / STEPPED_FILE).unlink(missing_ok=True)
+        except OSError as error:
+            raise cannot_write(folder, error) from error
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def cannot_write(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"output_dir={folder} cannot be written ({why(error, folder)}); give another folder")
+
+
+def open_lock(folder: Path) -> int:
+    return os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def refuse_links(folder: Path) -> None:
+    """
+    Raises:
+        ConfigError: something that a run writes into the folder is a symbolic link.
+        OSError: the folder cannot be read.
+    """
+    links = sorted(entry.name for entry in os.scandir(folder) if entry.name in WRITTEN and entry.is_symlink())
+    if links:
+        raise ConfigError(
+            f"output_dir={folder} has links where a run writes: {', '.join(links)}. A run renames and replaces what is "
+            "in its folder, which takes one file system and must change nothing outside it. Remove the links; to keep "
+            "a run on another disk, give a folder there as output_dir, or make output_dir itself the link"
+        ).about(file=str(folder / links[0]))
+
+
+@contextlib.contextmanager
+def restored_umask() -> Iterator[None]:
+    """Whatever is made of the umask within, the process has its own again afterwards."""
+    before = os.umask(0o077)
+    os.umask(before)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def make_run_folder(folder: Path, private: bool) -> None:
+    """A new one is the user's alone with `private`; one that exists stays as it is."""
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700 if private else 0o777, exist_ok=True)
+
+
+def await_claim(folder: Path) -> None:
+    """Until rank 0 of this launch has the folder, but not for long: a folder on a network may show it late."""
+    until = time.monotonic() + CLAIMING
+    while launch_id() is not None and time.monotonic() < until:
+        if (object_or_none(folder / LOCK_FILE, LOCK) or {}).get("launch") == launch_id():
+            return
+        time.sleep(0.05)
+
+
+def lock(handle: int, folder: Path) -> None:
+    until = time.monotonic() + HANDOVER
+    while True:
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except (BlockingIOError, PermissionError):
+            holder = holder_of(handle)
+            if holder.get("launch") is None or holder.get("launch") != launch_id() or time.monotonic() > until:
+                raise FolderInUse(
+                    f"output_dir={folder} belongs to a run that is under way: process {holder.get('pid', '?')} on "
+                    f"{holder.get('host', '?')}, since {holder.get('since', '?')}; wait for it, stop it, or give "
+                    "another folder"
+                ) from None
+            time.sleep(0.1)
+        except OSError as error:  # a file system without locks
+            log().warning("output_dir=%s cannot be locked (%s): see to it that no second run uses it", folder, error)
+            break
+    sign_lock(handle)
+
+
+def sign_lock(handle: int) -> None:
+    """Say in the locked file who holds it."""
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "launch": launch_id()}
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, json.dumps(holder).encode(), 0)
+
+
+def holder_of(handle: int) -> dict[str, Any]:
+    try:
+        return parse_object(os.pread(handle, 4096, 0), LOCK)
+    except BadJson:
+        return {}
+
+
+def held_by(folder: Path) -> dict[str, Any] | None:
+    """Who runs in the folder now; None: nobody, as far as can be told.
+
+    Not for the process that holds it: looking would let it go.
+    """
+    is_held, holder = look_at_lock(folder)
+    return holder if is_held else None
+
+
+def is_known_free(folder: Path) -> bool:
+    """Whether nobody runs in the folder; not so where that cannot be told. As `held_by`, not for who holds it."""
+    return look_at_lock(folder)[0] is False
+
+
+def look_at_lock(folder: Path) -> tuple[bool | None, dict[str, Any]]:
+    """Whether the folder is held, and by whom; None: the lock is another user's, or the file system has none."""
+    try:
+        handle = os.open(
+            folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        )  # also below a mount that cannot be written
+    except FileNotFoundError:
+        return False, {}
+    except OSError:
+        return None, {}
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False, {}
+    except (BlockingIOError, PermissionError):
+        return True, holder_of(handle)
+    except OSError:
+        return None, {}
+    finally:
+        os.close(handle)
+
+
+def is_others(folder: Path) -> bool:
+    """Whether a run of another launch holds the folder."""
+    holder = held_by(folder)
+    return holder is not None and (holder.get("launch") is None or holder["launch"] != launch_id())
+
+
+def warn_of_killed(folder: Path) -> None:
+    """Say of the run before that it was killed, and at what; for the process that holds the folder."""
+    try:
+        said = status_of(folder)
+    except MissingJson:
+        return
+    except BadJson as error:
+        log().warning("%s; how the run before ended is not known", error)
+        return
+    if not is_without_end(said):
+        return
+    beat = read_beat(folder, 0)
+    after = f" after step {beat.step}" if beat is not None and beat.pid == said.get("pid") else ""
+    asked = f", asked to by {said.get('reason')}" if said["status"] == "stopping" else ""
+    log().warning("the run before in %s was killed while it was %s%s%s", folder, said["status"], after, asked)
+
+
+def mark_begun(folder: Path, wish: str, step: int) -> None:
+    """Note for restarts that what was wished for, to start over or from a folder, has been done, and at which step."""
+    if launch_id() is None or begun_at(folder, wish) is not None:
+        return
+    staged = folder / f"{BEGUN_FILE}.tmp"
+    said = {"wish": wish, "step": step, "launch": launch_id(), "time": time.time()}
+    write_new(staged, (json.dumps(said) + "\n").encode(), 0o666)
+    os.replace(staged, folder / BEGUN_FILE)
+
+
+def begun_at(folder: Path, wish: str) -> int | None:
+    """The step at which an earlier attempt of this launch began as was wished; None: none has yet.
+
+    A scheduler that starts a job again gives it the same name (RDZV_ID), and so does what was begun count there. Where
+    the name is torchrun's own, another launch may come to the same one.
+    """
+    try:
+        said = read_object(folder / BEGUN_FILE, BEGUN)
+    except MissingJson:
+        return None
+    except BadJson as error:
+        log().warning("%s; whether an earlier attempt has begun as asked is not known", error)
+        return None
+    if said["wish"] != wish or launch_id() is None or said["launch"] != launch_id():
+        return None
+    if os.environ["TORCHELASTIC_RUN_ID"] == "none" and not is_of_this_launch(said):
+        return None
+    return said["step"]
+
+
+def folder_name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def step_of(folder: Path) -> int | None:
+    """The step that a checkpoint's name says; None: no checkpoint has such a name."""
+    match = NAME.fullmatch(folder.name)
+    return int(match[1]) if match and folder.name == folder_name(int(match[1])) else None
+
+
+def list_checkpoints(parent: Path) -> list[Path]:
+    """What bears the name of a checkpoint, oldest first. Whether it is one, `verify` says."""
+    if not parent.is_dir():
+        return []
+    found = [(step, path) for path in parent.iterdir() if (step := step_of(path)) is not None]
+    return [path for _, path in sorted(found)]

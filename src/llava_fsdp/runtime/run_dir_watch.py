@@ -1,0 +1,144 @@
+"""Check that a run's folder is still the one that it began in, and still locked by the run. Imports no torch."""
+
+import contextlib
+import fcntl
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.run_dir import LOCK_FILE, make_run_folder, open_lock, sign_lock
+from llava_fsdp.runtime.status_file import put_status
+
+AGAIN = 0.2
+"""Seconds before a missing folder is looked for once more: a network file system may show it late."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What happened to a run's folder that is lost."""
+
+    what: str
+    """The words that follow `output_dir=...` in the message."""
+    can_be_remade: bool = False
+    """Nothing else has its name now, and its file system is still mounted."""
+
+
+class Hold:
+    """Rank 0's lock on the run's folder. Two threads call `look`."""
+
+    def __init__(self, folder: Path, handle: int, private: bool = True):
+        """
+        Args:
+            handle: descriptor of the locked file, from `claimed`; its number stays the same when the file is replaced.
+            private: see `claimed`.
+        """
+        self.folder, self.handle, self.private = folder, handle, private
+        self.content = os.pread(handle, 4096, 0)
+        self.place, self.lock_place = identity(os.stat(folder)), identity(os.fstat(handle))
+        self.one_at_a_time = threading.Lock()
+        self.is_warned = False
+
+    def look(self) -> Loss | None:
+        """What happened to the folder; None if it is intact, was repaired here, or cannot be checked.
+
+        It costs two calls of stat if nothing has happened. Some file systems (FUSE, overlays) may change the inode
+        number of the same folder. After such a change the content of the locked file decides.
+        """
+        with self.one_at_a_time:
+            try:
+                found = self.found()
+                with contextlib.suppress(OSError):
+                    if (found, identity(os.lstat(self.folder / LOCK_FILE))) == (self.place, self.lock_place):
+                        return None
+                return self.look_closer(found)
+            except (FileNotFoundError, NotADirectoryError):
+                with contextlib.suppress(OSError):
+                    is_same = os.stat(self.folder.absolute().parent).st_dev == self.place[0]
+                    return Loss("was deleted or moved away", can_be_remade=is_same)
+                return Loss("is gone, with the folder around it")
+            except OSError:  # the next write reports what is wrong
+                return None
+
+    def found(self) -> tuple[int, int]:
+        try:
+            return identity(os.stat(self.folder))
+        except FileNotFoundError:
+            time.sleep(AGAIN)
+            return identity(os.stat(self.folder))
+
+    def look_closer(self, found: tuple[int, int]) -> Loss | None:
+        """Check by content, as the folder or its locked file may be another one, and lock the file again."""
+        if found != self.place and not self.says_ours():
+            return Loss("is another folder now than the one that this run began in")
+        if os.path.islink(self.folder / LOCK_FILE):
+            os.unlink(self.folder / LOCK_FILE)
+        try:
+            return self.lock_again()
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            self.warn(f"{LOCK_FILE} cannot be locked again ({error}): make sure that no second run uses the folder")
+            return None
+
+    def says_ours(self) -> bool:
+        """Whether the lock file that is there now has the content that this run wrote."""
+        with contextlib.suppress(OSError):
+            handle = os.open(self.folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                return os.pread(handle, 4096, 0) == self.content
+            finally:
+                os.close(handle)
+        return False
+
+    def lock_again(self) -> Loss | None:
+        """Lock the file that is there now, with the same descriptor number as before. The second descriptor is closed
+        first: closing any descriptor of a file releases its POSIX locks."""
+        handle = open_lock(self.folder)
+        os.dup2(handle, self.handle, inheritable=False)
+        os.close(handle)
+        try:
+            fcntl.lockf(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return Loss(f"has another run in it, which began when {LOCK_FILE} had been deleted or replaced")
+        except OSError:  # a file system without locks; the start has warned of it
+            pass
+        if os.pread(self.handle, 4096, 0) != self.content:
+            self.warn(f"{LOCK_FILE} was deleted or replaced during the run; it has been made again")
+            sign_lock(self.handle)
+            put_status(self.folder, "running")  # another start may have changed it meanwhile
+        self.remember()
+        return None
+
+    def remake(self) -> None:
+        """Make the folder again, empty and locked.
+
+        Raises:
+            OSError
+        """
+        with self.one_at_a_time:
+            make_run_folder(self.folder, self.private)
+            handle = open_lock(self.folder)
+            os.dup2(handle, self.handle, inheritable=False)
+            os.close(handle)
+            with contextlib.suppress(OSError):
+                fcntl.lockf(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            sign_lock(self.handle)
+            put_status(self.folder, "running", mode=0o600 if self.private else 0o666)
+            self.remember()
+
+    def remember(self) -> None:
+        self.content = os.pread(self.handle, 4096, 0)
+        self.place, self.lock_place = identity(os.stat(self.folder)), identity(os.fstat(self.handle))
+
+    def warn(self, said: str) -> None:
+        """Log a warning, the first time only: the cause may recur at every look."""
+        if not self.is_warned:
+            log().warning("output_dir=%s: %s", self.folder, said)
+        self.is_warned = True
+
+
+def identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino

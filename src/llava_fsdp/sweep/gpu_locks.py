@@ -1,0 +1,159 @@
+"""GPUs for jobs that run side by side: each has its own, whatever launcher has placed them.
+
+A GPU is lent by a lock on a file named like it, which a process loses however it ends. The files lie in a folder of
+the user's on this machine, so that two sweeps share a machine as two jobs do. Imports no torch.
+"""
+
+import contextlib
+import fcntl
+import os
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.visible_devices import visible_gpus
+
+GPU_LINE = re.compile(r"(\s*)(GPU|MIG)\b.*?\(UUID:\s*((?:GPU|MIG)-[^)\s]+)\)")
+LOOK_AGAIN = 1.0
+"""Seconds between two looks for GPUs that have become free."""
+SECONDS = 20
+"""That nvidia-smi may take."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU, or a part of one."""
+
+    name: str
+    """What CUDA_VISIBLE_DEVICES calls it."""
+    key: str
+    """The same in every process of this machine."""
+
+    @property
+    def is_part(self) -> bool:
+        return self.key.startswith("MIG-")
+
+
+def list_devices(listed: str, visible: str | None) -> list[Device]:
+    """The GPUs that a process started now would see.
+
+    Args:
+        listed: what `nvidia-smi -L` prints.
+        visible: CUDA_VISIBLE_DEVICES; None: it is not set.
+    """
+    gpus: list[str] = []
+    parts: dict[int, list[str]] = {}
+    for line in listed.splitlines():
+        if found := GPU_LINE.match(line):
+            if found[2] == "GPU":
+                gpus.append(found[3])
+            else:
+                parts.setdefault(len(gpus) - 1, []).append(found[3])
+    if visible is None:
+        whole = [[Device(part, part) for part in parts.get(n, [])] or [Device(str(n), k)] for n, k in enumerate(gpus)]
+        return [device for own in whole for device in own]
+    return [Device(name, key) for name, key in visible_gpus(gpus, visible)]
+
+
+def devices_here() -> list[Device]:
+    """Of this machine; none where nvidia-smi says nothing."""
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    listed = done.stdout if done.returncode == 0 else ""
+    return list_devices(listed, os.environ.get("CUDA_VISIBLE_DEVICES")) if listed else []
+
+
+def check_devices(devices: list[Device], count: int) -> None:
+    """
+    Raises:
+        ConfigError: a job needs more than there are.
+    """
+    if devices and count > len(devices):
+        raise ConfigError(
+            f"launch.nproc_per_node={count}: a job needs as many GPUs, and there are {len(devices)}; "
+            f"set launch.nproc_per_node={len(devices)}"
+        )
+    if count > 1 and any(device.is_part for device in devices):
+        raise ConfigError(
+            f"launch.nproc_per_node={count}: the GPUs are cut into parts (MIG), and ranks of one job cannot be on "
+            "several of them; set launch.nproc_per_node=1"
+        )
+
+
+@contextlib.contextmanager
+def lent(devices: list[Device], count: int, name: str, level: Callable[[], int]) -> Iterator[tuple[list[Device], list]]:
+    """Hold `count` of the GPUs, of which no other job has one meanwhile; wait until so many are free.
+
+    Args:
+        level: above 0 where waiting is over; then none is held.
+
+    Yields:
+        The devices, and the open files that are their locks.
+    """
+    if not devices:
+        yield [], []
+        return
+    folder, is_first = lock_folder(), True
+    while True:
+        taken = take(devices, count, folder)
+        if len(taken) == count or level():
+            break
+        if is_first:
+            log().info("%s: waits until %d of %d GPUs are free of other jobs", name, count, len(devices))
+            is_first = False
+        time.sleep(LOOK_AGAIN)
+    try:
+        yield [device for device, _ in taken], [handle for _, handle in taken]
+    finally:
+        for _, handle in taken:
+            os.close(handle)
+
+
+def take(devices: list[Device], count: int, folder: Path) -> list[tuple[Device, int]]:
+    """The first `count` that are free; none where fewer are. One process at a time looks, or two might wait for halves
+    that the other has."""
+    with contextlib.ExitStack() as stack:
+        door = open_lock(folder / "door")
+        stack.callback(os.close, door)
+        fcntl.flock(door, fcntl.LOCK_EX)
+        taken: list[tuple[Device, int]] = []
+        for device in devices:
+            handle = open_lock(folder / re.sub(r"[^\w-]", "_", device.key))
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                taken.append((device, handle))
+            except BlockingIOError:
+                os.close(handle)
+            if len(taken) == count:
+                return taken
+        for _, handle in taken:
+            os.close(handle)
+        return []
+
+
+def open_lock(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def lock_folder() -> Path:
+    """
+    Raises:
+        ConfigError: somebody else has made it.
+    """
+    folder = Path(tempfile.gettempdir()) / f"llava_fsdp-devices-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or not folder.is_dir() or folder.is_symlink():
+        raise ConfigError(
+            f"{folder} is another user's, and should hold the locks of this user's GPUs: set TMPDIR to a folder of "
+            "your own, or launch.devices=shared"
+        )
+    return folder

@@ -1,0 +1,236 @@
+"""One job, from its composed configuration to its result."""
+
+import json
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from llava_fsdp.config import Devices, SweepConfig, SweepMetric, at_least, load
+from llava_fsdp.config.cli import quoted
+from llava_fsdp.report.run_reader import JOB, JOB_FILE, job_files
+from llava_fsdp.runtime.errors import ConfigError, ExitCode, LlavaFsdpError
+from llava_fsdp.runtime.log import log, setup_logging
+from llava_fsdp.runtime.run_dir import make_run_folder, write_new
+from llava_fsdp.runtime.small_json import BadJson, kinds_of, read_object, require_kinds
+from llava_fsdp.runtime.status_file import STATUS_FILE
+from llava_fsdp.sweep.gpu_locks import check_devices, devices_here, lent
+from llava_fsdp.sweep.run_metrics import Numbers, numbers_of, value_of
+from llava_fsdp.sweep.stop import Wishes, leave_signals
+from llava_fsdp.sweep.torchrun import LOG_FILE, JobFailed, run_torchrun
+
+RUNNING = "running"
+VALIDATES = "set val.every and name what to validate on"
+
+
+@dataclass(kw_only=True)
+class Job:
+    """How one job went; written to `job.json`, because a launcher may run it in another process or machine."""
+
+    number: int
+    overrides: list[str]
+    folder: str
+    command: str = ""
+    devices: list[str] = field(default_factory=list)
+    """What it had of the GPUs; empty: there are none, or all."""
+    status: str = RUNNING
+    exit_code: int = ExitCode.BUG
+    reason: str = ""
+    metric: str = SweepMetric.loss.value
+    value: float | None = None
+    """What the sweeper was handed, for whom less is better."""
+    numbers: Numbers = field(default_factory=Numbers)
+    seconds: float = 0.0
+    """Of this start, from the launch of its processes to their end."""
+    has_own_run: bool = True
+    """Not so where it ended before its first step: what the folder has may be of a job with other overrides."""
+    private: bool = True
+    """What the sweep writes of it is its owner's alone, as what the run writes."""
+
+    @property
+    def is_done(self) -> bool:
+        return self.exit_code == ExitCode.DONE
+
+    @property
+    def file_mode(self) -> int:
+        """Before the umask."""
+        return 0o600 if self.private else 0o666
+
+    def write(self) -> None:
+        """Beside first: what looks for it from another process sees all of it."""
+        path = Path(self.folder) / JOB_FILE
+        staged = path.with_suffix(".tmp")
+        write_new(staged, (json.dumps(asdict(self), indent=2) + "\n").encode(), self.file_mode)
+        os.replace(staged, path)
+
+
+def read_jobs(folder: Path) -> list[Job]:
+    """Those of a sweep's folder, by number. One that is still said to run was killed with its launcher's worker."""
+    jobs = []
+    for path in job_files(folder):
+        try:
+            said = {"has_own_run": True, **read_object(path, JOB)}
+            numbers = Numbers(**require_kinds(said.pop("numbers", None), kinds_of(Numbers)))
+            job = Job(**require_kinds({**said, "numbers": numbers}, kinds_of(Job)))
+        except (BadJson, TypeError) as error:  # a TypeError: keys of another version
+            log().warning("%s is left out of the results: %s", path, error)
+            continue
+        if job.status == RUNNING:
+            job.status, job.reason = "lost", "the process that ran it was killed before the job ended"
+        jobs.append(job)
+    return sorted(jobs, key=lambda job: job.number)
+
+
+def run_job(node: DictConfig, wishes: Wishes) -> Job:
+    """Run one job to its end; a failure is told, recorded and returned."""
+    if not log().handlers:  # a launcher has started a process for the job
+        setup_logging()
+    settings = HydraConfig.get()
+    is_sweep = settings.mode == RunMode.MULTIRUN
+    number = settings.job.num if is_sweep else 0
+    folder = Path(settings.runtime.output_dir if is_sweep else str(node.output_dir))
+    private = node.get("private") is not False  # what is neither is refused below
+    make_job_folder(folder, private, is_sweep)
+    overrides = list(settings.overrides.task)
+    job = Job(number=number, overrides=overrides, folder=os.path.relpath(folder), private=private)
+    job.write()
+    if not wishes.is_main():
+        leave_signals()
+    level, last_steps = wishes.level, 1
+    started = time.monotonic()
+    try:
+        config = load(SweepConfig, node)
+        job.metric, last_steps = config.sweep.metric.value, config.sweep.last_steps
+        check_job(config, job.overrides, is_sweep)
+        train(config, job, level)
+        job.numbers = numbers_of(folder, last_steps)
+        job.value = value_of(job.numbers, config.sweep.metric)
+        if job.value is None:
+            raise JobFailed(f"the run ended well, but {folder} has {lacking(config.sweep.metric)}", took_steps=True)
+        job.status, job.exit_code = "done", ExitCode.DONE
+    except LlavaFsdpError as error:
+        record_failure(job, error, level() > 0, last_steps)
+    job.seconds = round(time.monotonic() - started, 1)
+    job.write()
+    tell(job)
+    return job
+
+
+def make_job_folder(folder: Path, private: bool, is_sweep: bool) -> None:
+    """As a run makes its own: a new one is the user's alone with `private`, one that a run has been in stays as it is.
+
+    Hydra has made that of a sweep's job a moment before, for whoever the umask lets in.
+    """
+    has_run = any((folder / name).exists() for name in (LOG_FILE, STATUS_FILE))
+    make_run_folder(folder, private)
+    if is_sweep and private and not has_run:
+        folder.chmod(0o700)
+
+
+def record_failure(job: Job, error: LlavaFsdpError, is_stopping: bool, last_steps: int) -> None:
+    """Why a job did not get to its end, and what its folder has of it nevertheless: nothing where this start took no
+    step, as where it was refused because the folder is another recipe's.
+
+    Args:
+        is_stopping: a stop was wished; a job that had not begun is then for the next start, whatever an earlier one
+            has left in the folder.
+    """
+    code, job.reason = error.exit_code, str(error)
+    if isinstance(error, JobFailed) and not job.command and is_stopping:
+        code, job.reason = ExitCode.STOPPED, "stopped before it began"
+    elif isinstance(error, JobFailed):
+        code = ExitCode.STOPPED if is_stopping and error.code == ExitCode.BUG else error.code
+    job.status, job.exit_code = code.name.lower(), code
+    job.has_own_run = code == ExitCode.STOPPED or (isinstance(error, JobFailed) and error.took_steps)
+    if job.has_own_run:
+        job.numbers = numbers_of(Path(job.folder), last_steps)
+
+
+def train(config: SweepConfig, job: Job, level: Callable[[], int]) -> None:
+    """Raises JobFailed where the training did not end well, or a stop was wished before it began."""
+    folder, count, name = Path(job.folder), config.launch.nproc_per_node, f"job {job.number}"
+    devices = devices_here() if config.launch.devices is Devices.own else []
+    check_devices(devices, count)
+    with lent(devices, count, name, level) as (own, locks):
+        if level():
+            raise JobFailed("stopped before it began")
+        command = train_command(config, job.overrides, folder, config_folders())
+        job.command, job.devices = shlex.join(command), [device.name for device in own]
+        job.write()
+        on = f" on GPUs {','.join(job.devices)}" if own else ""
+        log().info("%s: %s -> %s%s", name, " ".join(job.overrides), job.folder, on)
+        (folder / LOG_FILE).touch(job.file_mode)
+        run_torchrun(command, folder, name, level, ",".join(job.devices) if own else None, locks)
+
+
+def tell(job: Job) -> None:
+    if job.is_done:
+        log().info("job %d: done in %.0f s, %s", job.number, job.seconds, shown_value(job))
+        return
+    hint = f"\n  command: {job.command}\n  log: {job.folder}/{LOG_FILE}" if job.command else ""
+    said = "stopped" if job.exit_code == ExitCode.STOPPED else "failed"
+    log().error("job %d: %s after %.0f s (%s): %s%s", job.number, said, job.seconds, job.status, job.reason, hint)
+
+
+def shown_value(job: Job) -> str:
+    if job.metric == SweepMetric.val_score.value:
+        return f"score {job.numbers.val_score:.4f}"
+    return f"{'loss' if job.metric == SweepMetric.loss.value else 'validation loss'} {job.value:.4f}"
+
+
+def lacking(metric: SweepMetric) -> str:
+    if metric is SweepMetric.loss:
+        return "no step with a loss in metrics.jsonl"
+    what = "loss" if metric is SweepMetric.val_loss else "score"
+    return f"no validation {what} in validation.jsonl, which sweep.metric={metric.value} needs: {VALIDATES}"
+
+
+def check_job(config: SweepConfig, overrides: list[str], is_sweep: bool) -> None:
+    """
+    Raises:
+        ConfigError: it cannot be a job of a sweep.
+    """
+    at_least("launch.nproc_per_node", config.launch.nproc_per_node, 1)
+    if config.launch.nnodes != 1:
+        raise ConfigError(
+            f"launch.nnodes={config.launch.nnodes}: a job of a sweep runs on one machine; "
+            "set it to 1, or start each run on several machines with launch/multinode.sh"
+        )
+    if is_sweep and any(re.match(r"\+*output_dir=", override) for override in overrides):
+        raise ConfigError("output_dir is set for each job of a sweep; give hydra.sweep.dir=FOLDER instead")
+    metric = config.sweep.metric
+    if metric is not SweepMetric.loss and config.val.every is None:
+        raise ConfigError(
+            f"sweep.metric={metric.value} needs validations, and val.every=null has none: set val.every=STEPS"
+        )
+    if metric is SweepMetric.val_score and not config.val.answers:
+        raise ConfigError(
+            "sweep.metric=val_score needs answers, and val.answers=0 asks for none: set val.answers=RECORDS"
+        )
+
+
+def config_folders() -> list[str]:
+    """Folders that the user gave with `--config-dir`."""
+    return [s.path for s in HydraConfig.get().runtime.config_sources if s.provider == "command-line"]
+
+
+def train_command(config: SweepConfig, overrides: list[str], folder: Path, config_folders: list[str]) -> list[str]:
+    """The torchrun of one job: its overrides without the sweep's own keys, and its own output folder."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(config.launch.nproc_per_node), "-m", "llava_fsdp.train"]
+    for path in config_folders:
+        command += ["--config-dir", path]
+    command += [o for o in overrides if not re.match(r"[+~]*(launch|sweep)[.=]", o)]
+    pretrain = Path(config.output_dir).parent / "pretrain"
+    if config.model.projector == "auto" and config.model.checkpoint is None and pretrain.is_dir():
+        # `auto` looks beside output_dir, and that is now inside the sweep's folder
+        command.append(f"model.projector={quoted(str(pretrain.absolute()))}")
+    return [*command, f"output_dir={quoted(str(folder.absolute()))}"]

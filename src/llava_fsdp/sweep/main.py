@@ -1,0 +1,73 @@
+"""Several runs from one command line: `python -m llava_fsdp.sweep -m stage=finetune optim.lr=1e-5,2e-5`.
+
+Hydra makes the jobs and its launcher places them; a job is one torchrun in a process of its own. Several jobs in
+one process group do not work: the second meets the addresses that the first left in torchrun's store, and hangs.
+Imports neither torch nor transformers.
+"""
+
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from llava_fsdp.config.hydra_guard import check_command_line
+from llava_fsdp.report.run_reader import job_files
+from llava_fsdp.runtime.errors import ConfigError, ExitCode
+from llava_fsdp.runtime.log import log, setup_logging
+from llava_fsdp.sweep.job import read_jobs
+from llava_fsdp.sweep.results import show, write_results
+from llava_fsdp.sweep.stop import STOP_FILE, Wishes, supervise
+
+
+def main() -> None:
+    """Run Hydra and its jobs, and end as they do."""
+    setup_logging()
+    try:
+        check_command_line(sys.argv[1:], "sweep")
+        refuse_maximizing(sys.argv[1:])
+        sweep = sweep_folder()
+    except ConfigError as error:
+        log().error("ConfigError: %s", error)
+        sys.exit(error.exit_code)
+    with tempfile.TemporaryDirectory() as own:
+        wishes = Wishes((sweep or Path(own)).absolute() / STOP_FILE)
+        wishes.forget()
+        words = ["llava_fsdp.sweep.hydra_process", str(wishes.path), str(sweep or ""), *sys.argv[1:]]
+        code = supervise(words, wishes)
+        wishes.forget()
+    if code < 0 and sweep is not None:  # it was killed before it could say anything
+        log().error("the process that ran Hydra was ended by signal %d", -code)
+        jobs = read_jobs(sweep)
+        write_results(sweep, jobs)
+        show(jobs)
+    sys.exit(ExitCode.BUG if code < 0 else code)
+
+
+def sweep_folder() -> Path | None:
+    """The folder of the sweep, None without `-m`.
+
+    It is fixed before Hydra starts, so that the jobs' results are found there whatever launcher places the jobs.
+    """
+    if not {"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(sys.argv[1:]):
+        return None
+    given = [a.partition("=")[2].strip("'\"") for a in sys.argv[1:] if a.startswith("hydra.sweep.dir=")]
+    if not given:
+        given = [time.strftime("outputs/sweeps/%Y-%m-%d_%H-%M-%S")]
+        sys.argv.append(f"hydra.sweep.dir={given[0]}")
+    if "${" in given[-1]:
+        raise ConfigError(f"hydra.sweep.dir={given[-1]} must be a plain folder; hydra.sweep.subdir names the jobs'")
+    folder = Path(given[-1])
+    for old in job_files(folder):  # of an earlier sweep that this one continues
+        old.unlink()
+    return folder
+
+
+def refuse_maximizing(words: list[str]) -> None:
+    """Raises ConfigError where a sweeper is told to look for the largest value: less is better of all that it gets."""
+    for word in words:
+        key, _, value = word.partition("=")
+        if re.fullmatch(r"[+~]*hydra\.sweeper\.direction", key) and "maximize" in value.lower():
+            raise ConfigError(
+                f"{word}: of what a sweeper is handed less is better; sweep.metric=val_score is handed over negated"
+            )

@@ -1,0 +1,42 @@
+"""What the entries that read a dataset for a model begin with."""
+
+import torch
+
+from llava_fsdp.config import Config, LinearKind
+from llava_fsdp.data.batching.cost_model import CostModel
+from llava_fsdp.data.loader import ModelShape
+from llava_fsdp.distributed.compile import choose_compiling
+from llava_fsdp.distributed.fp8 import check_fp8
+from llava_fsdp.distributed.precision import DTYPES
+from llava_fsdp.model.attention import choose_kernel
+from llava_fsdp.model.flops import count_flops
+from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.pretrained import Parts
+from llava_fsdp.model.quantization import check_quantizer
+
+
+def build_model(cfg: Config, parts: Parts, device: torch.device) -> Llava:
+    """The model that a training on this device has, on the meta device: shapes only.
+
+    Raises:
+        ConfigError: this device, or this model, cannot do what is asked for.
+    """
+    if cfg.precision.linear is LinearKind.fp8:
+        check_fp8(device)
+    check_quantizer(cfg.model.quantize, device)
+    compute_dtype = DTYPES[cfg.precision.param_dtype]
+    kernel = choose_kernel(cfg.attention, parts.language, device, compute_dtype) if cfg.pack else None
+    choose_compiling(cfg, device, kernel and kernel.attention)
+    return build_llava(parts, cfg.model, compute_dtype, kernel, cfg.loss)
+
+
+def shape_of(model: Llava) -> ModelShape:
+    language = model.parts.language
+    return ModelShape(
+        image_tokens=model.image_tokens,
+        image_size=model.parts.vision.image_size,
+        max_length=language.max_position_embeddings,
+        vocab_size=language.vocab_size,
+        # without recomputation, whatever the run does: with and without it the same cut gives the same bits
+        cost=CostModel(*count_flops(model, recompute=False)),
+    )

@@ -1,0 +1,204 @@
+"""What a run would hold, measured before its machines are booked: `train dry_run=8 ...`.
+
+Rank 0 of as many ranks as are named runs two steps in one process, with random weights and the largest micro-batches
+that the configuration allows. Collectives cost memory but reach nobody, so that losses mean nothing.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from llava_fsdp.config import Config, DType, Format, OffloadMode, ScalerConfig
+from llava_fsdp.data.synthetic import Contents, SyntheticLoader, fullest, micro_batches_of, synthetic_step
+from llava_fsdp.distributed.activation_checkpoint import clean_name
+from llava_fsdp.distributed.comm_volume import CollectiveBytes
+from llava_fsdp.distributed.fake_collectives import imagine_collectives, is_imagined
+from llava_fsdp.distributed.local_shards import local, local_shards
+from llava_fsdp.distributed.malloc import return_freed_memory
+from llava_fsdp.distributed.mesh import World, distributed, make_mesh
+from llava_fsdp.distributed.offload import clear_memory_errors
+from llava_fsdp.distributed.precision import DTYPES, MasterWeights
+from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.model.init_weights import Rule, draw_rule
+from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.quantization import quantized_weights
+from llava_fsdp.plan.activations import MicroBatch
+from llava_fsdp.plan.auto import decide
+from llava_fsdp.plan.model_shapes import shapes_of
+from llava_fsdp.plan.planner import PlanRow
+from llava_fsdp.plan.planner import peak as plan_peak
+from llava_fsdp.plan.workload import samples_of
+from llava_fsdp.runtime.console import TextConsole
+from llava_fsdp.runtime.errors import NumericError
+from llava_fsdp.runtime.log import log
+from llava_fsdp.train.build_model import build_model, shape_of
+from llava_fsdp.train.loop import train_step
+from llava_fsdp.train.peak_memory import PeakMeter
+from llava_fsdp.train.state import TrainState, assemble
+
+STEPS = 2
+"""The first makes the optimizer's states, the second has them from its beginning."""
+STATES = ("parameters", "gradients", "optimizer")
+
+
+def dry_run(cfg: Config) -> None:
+    """Measure, and print a table, or with format=json one object. Nothing is left behind."""
+    with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
+        if cfg.offload.mode is OffloadMode.nvme and cfg.offload.folder is None:  # that would be output_dir
+            cfg = replace(cfg, offload=replace(cfg.offload, folder=folder))
+        with distributed(cfg) as world, clear_memory_errors(cfg, world.device):
+            report = measure(settle_auto(cfg, world), world)
+    if cfg.format is Format.json:
+        print(json.dumps(report))
+    else:
+        show(report)
+
+
+def settle_auto(cfg: Config, world: World) -> Config:
+    """What is left to the planner, settled without the dataset: by its report, or by LLaVA's means."""
+    if not cfg.has_auto:
+        return cfg
+    parts = shapes_of(cfg.model)
+    model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])
+    decision = decide(cfg, world, parts, samples_of(cfg, model.image_tokens))
+    log().info("%s", decision.told(cfg))
+    return decision.applied(cfg)
+
+
+def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict[str, Any]:
+    """Two steps of this rank, the others imagined or real.
+
+    Args:
+        contents: of every micro-batch; None: the largest that there can be.
+
+    Raises:
+        NumericError: no step updated the weights, so that nothing was measured.
+    """
+    if cfg.precision.param_dtype is DType.fp16:
+        # a run finds its loss scale by skipping steps, and a skipped step makes no optimizer states
+        cfg = replace(cfg, precision=replace(cfg.precision, scaler=ScalerConfig(scale=1.0)))
+    return_freed_memory()
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    mesh = make_mesh(world, plan, cfg)
+    model = build_model(cfg, shapes_of(cfg.model), world.device)
+    shape = shape_of(model)
+    contents = contents or fullest(cfg, shape)
+    planned = plan_of(cfg, world, contents)
+    meter = PeakMeter(world.device)
+    state = assemble(model, SyntheticLoader(world.device, STEPS), draw_shards, cfg, world, plan, mesh)
+    held: dict[str, int] = {}
+    state.optimizer.register_step_post_hook(lambda *_: held.update(states(state)))
+    state.model.train()
+    seconds = []
+    for number in range(STEPS):
+        counter = CollectiveBytes()
+        if is_imagined():
+            imagine_collectives(state.model, counter.traffic)
+        step = synthetic_step(number, contents, shape, cfg, world.size)
+        started = time.perf_counter()
+        with counter:
+            train_step(state, step, plan, cfg, started)
+        seconds.append(time.perf_counter() - started)
+    if not held:
+        raise NumericError("dry_run: random weights overflow in fp16, so that no step updates them; try precision=bf16")
+    peak = meter.read()
+    return {
+        "ranks": world.size,
+        "strategy": cfg.sharding.strategy.value,
+        "precision": cfg.precision.param_dtype.value,
+        "recompute": cfg.recompute.mode.value,
+        "device": device_name(world.device),
+        "micro_batches": len(step.micro_batches),
+        "micro_batch": described(contents),
+        "bytes": {name: {"measured": held[name], "planned": planned.at_rest[name]} for name in STATES},
+        "peak": peak | {"planned": planned.bytes["total"]},
+        "plan": {"moment": planned.moment, "bytes": planned.bytes},
+        "collectives": counter.moved,
+        "seconds": seconds,
+    }
+
+
+def plan_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
+    """What the planner says of the same steps."""
+    rows = 1 if cfg.pack else len(contents.lengths)
+    samples, positions = len(contents.lengths), contents.positions
+    micro = MicroBatch(rows, positions // rows, samples, contents.tiles, contents.labels)
+    return plan_peak(cfg, world.size, world.device, [micro] * micro_batches_of(contents, cfg, world.size))
+
+
+@torch.no_grad()
+def draw_shards(model: Llava, masters: MasterWeights) -> None:
+    """Random values by the rules of drawn weights, but each shard by itself and where it lies: no file is read."""
+    packed = {clean_name(name): layer for name, layer in quantized_weights(model).items()}
+    for name, shard in local_shards(model, masters).items():
+        first, *others = shard.tensors
+        rule = draw_rule(model, name)
+        if name in packed:
+            first.view(torch.uint8).random_()
+            packed[name].draw_scales(2 * rule.scale)
+            continue
+        match rule.rule:
+            case Rule.ONES:
+                first.fill_(1)
+            case Rule.ZEROS:
+                first.zero_()
+            case Rule.NORMAL:
+                first.normal_(0, rule.scale)
+            case Rule.UNIFORM:
+                first.uniform_(-rule.scale, rule.scale)
+        for other in others:
+            other.copy_(first)
+
+
+def states(state: TrainState) -> dict[str, int]:
+    """Bytes that this rank holds at rest: right after an update, its gradients not yet freed."""
+    unpacking = [t for layer in quantized_weights(state.model).values() for t in layer.statistics]
+    weights = {id(p): p for p in [*state.model.parameters(), *unpacking, *state.masters.named.values()]}
+    gradients = [p.grad for p in state.masters.named.values() if p.grad is not None]
+    moments = [v for own in state.optimizer.state.values() for key, v in own.items() if key != "step"]
+    tensors = zip(STATES, (weights.values(), gradients, moments), strict=True)
+    return {name: sum(local(t).nbytes for t in held) for name, held in tensors}
+
+
+def described(contents: Contents) -> dict[str, int]:
+    return {
+        "positions": contents.positions,
+        "samples": len(contents.lengths),
+        "pictures": contents.pictures,
+        "tiles": contents.tiles,
+        "labels": contents.labels,
+    }
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def show(report: dict[str, Any]) -> None:
+    console = TextConsole(width=None if sys.stdout.isatty() else 120)
+    micro = report["micro_batch"]
+    plural = "es" if report["micro_batches"] > 1 else ""
+    console.print(
+        f"rank 0 of {report['ranks']} imagined ranks on {report['device']}: {report['strategy']}, "
+        f"{report['precision']}, recompute {report['recompute']}\n"
+        f"{report['micro_batches']} micro-batch{plural} of {micro['positions']:,} positions in {micro['samples']:,} "
+        f"samples, {micro['pictures']:,} pictures ({micro['tiles']:,} tiles), {micro['labels']:,} labels; "
+        "random weights, synthetic samples, nothing written"
+    )
+    table = Table("", "measured", "planned", title="bytes of this rank", title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, own in report["bytes"].items():
+        table.add_row(f"{name} at rest", f"{own['measured']:,}", f"{own['planned']:,}")
+    planned = report["peak"]["planned"]
+    for number, (name, value) in enumerate((n, v) for n, v in report["peak"].items() if n != "planned"):
+        table.add_row(name.replace("_", " "), f"{value:,}", "" if number else f"{planned:,}")
+    for name, own in report["collectives"].items():
+        table.add_row(f"{name.replace('_', '-')} in a step ({own['calls']} calls)", f"{own['bytes']:,}", "")
+    console.print(table)

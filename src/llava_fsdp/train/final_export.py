@@ -1,0 +1,272 @@
+"""A trained model as a folder that transformers loads, and its adapters as one that peft loads; proven before they are
+called done."""
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from llava_fsdp.checkpoint.commit import Beside
+from llava_fsdp.checkpoint.reader import saved_weights
+from llava_fsdp.checkpoint.verify import Checkpoint
+from llava_fsdp.config import Config, DType, FolderFormat, LinearKind, Quantizer
+from llava_fsdp.data.batching.batch import MicroBatch
+from llava_fsdp.distributed.consensus import on_all_ranks, on_first_rank
+from llava_fsdp.distributed.local_shards import whole
+from llava_fsdp.distributed.precision import DTYPES
+from llava_fsdp.export.adapter_folder import AdapterWriter, Base, comes_along, prove_adapter, small_files
+from llava_fsdp.export.adapter_folder import whole as whole_rows
+from llava_fsdp.export.formats import history, subject_of, write_folder
+from llava_fsdp.export.verify_logits import (
+    CLOSE,
+    CLOSE_BF16,
+    CLOSE_FP8,
+    Adapted,
+    apart,
+    compute_dtype,
+    filled,
+    logits,
+    reloaded_logits,
+)
+from llava_fsdp.export.weights_writer import Weights, publish_folder
+from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.load_weights import base_fingerprint
+from llava_fsdp.model.lora_files import FOLDER, check_changed
+from llava_fsdp.model.lora_names import is_adapter, module_of
+from llava_fsdp.model.pretrained import EXPORT
+from llava_fsdp.model.tensor_files import Stored
+from llava_fsdp.runtime.durable_files import make_empty
+from llava_fsdp.runtime.errors import DamagedModel, LlavaFsdpError, ModelError
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.provenance import check_folder, read_notes
+from llava_fsdp.train.state import TrainState
+
+
+def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
+    """Write `output_dir/export` and, with `export.verify`, compare its logits with the model's. A collective.
+
+    Trained weights are gathered one at a time; frozen ones are read again from where they came from, so that they
+    leave with the very bits they had. Of a run with adapters `output_dir/adapter` is written first, and the export is
+    its base with the adapters merged; with `export.merge=false` there is none.
+
+    Raises:
+        CheckpointError: the folder could not be written.
+        ModelError: what was written does not give the model's logits, or the adapters have learnt nothing.
+    """
+    adapted = export_adapter(state, cfg, is_first_rank) if cfg.model.lora.enabled else None
+    if adapted is not None and not cfg.export.merge:
+        if is_first_rank and (Path(cfg.output_dir) / EXPORT).exists():
+            log().warning(
+                "%s/%s is of an earlier step than its adapter; export.merge=true writes it anew", cfg.output_dir, EXPORT
+            )
+        return Path(cfg.output_dir) / FOLDER
+    final = Path(cfg.output_dir) / EXPORT
+    staged = final.with_name(EXPORT + ".tmp")
+    sources = state.sources if adapted is None else adapted.merged
+    weights = Weights(
+        shapes={name: tuple(source.shape) for name, source in sources.items()},
+        dtypes=dict.fromkeys(sources, DTYPES[cfg.export.dtype]),
+        read=reader(state, adapted, is_first_rank),
+        is_first_rank=is_first_rank,
+    )
+    subject = subject_of(state.model, cfg, state.run, state.step)
+    try:
+        write_folder(FolderFormat.hf, subject, weights, staged, {"dtype": cfg.export.dtype.value})
+    except LlavaFsdpError:  # raised on every rank alike
+        if is_first_rank:
+            shutil.rmtree(staged, ignore_errors=True)  # on a full disk half a model is in the way
+        raise
+    if cfg.export.verify:
+        verify(state, cfg, staged, adapted, is_first_rank)
+    on_first_rank(lambda: publish_folder(staged, final), f"cannot complete {final}")
+    return final
+
+
+def export_adapter(state: TrainState, cfg: Config, is_first_rank: bool) -> Adapted:
+    """Write `output_dir/adapter`, read it again and compare. A collective.
+
+    Returns:
+        Base and adapters; on the first rank with the values that were trained, elsewhere with those they began with.
+
+    Raises:
+        CheckpointError: the folder could not be written.
+        ModelError: the adapters have learnt nothing.
+    """
+    final = Path(cfg.output_dir) / FOLDER
+    staged = final.with_name(FOLDER + ".tmp")
+    sources = with_trained(state, is_first_rank)
+    along = comes_along(cfg.model, state.masters.named, sources)
+    tensors = {name: sources[name] for name in along}
+
+    def write() -> None:
+        check_changed(
+            tensors,
+            f"the adapter of {cfg.output_dir} after step {state.step}",
+            "train it for more steps, or write nothing of a rehearsal: export.enabled=false",
+        )
+        make_empty(staged)
+        said = history(state.run, cfg.stage.name, state.step, cfg.model.train)
+        writer_of(state, cfg).write(staged, tensors, said)
+        prove_adapter(staged, tensors)
+        publish_folder(staged, final)
+
+    on_first_rank(write, f"cannot write {final}")
+    modules = sorted({module_of(name) for name in along if is_adapter(name)})
+    return Adapted(cfg.model.lora, modules, sources)
+
+
+def with_trained(state: TrainState, is_first_rank: bool) -> dict[str, Stored]:
+    """All parameters: on the first rank with the values that were trained, in its memory; elsewhere with those they
+    began with. A collective."""
+    trained = {name: parameter_values(name, state, is_first_rank) for name in state.masters.named}
+    return state.sources | ({name: Held(values) for name, values in trained.items()} if is_first_rank else {})
+
+
+def reader(state: TrainState, adapted: Adapted | None, is_first_rank: bool) -> Callable[[str], torch.Tensor]:
+    """Reads a whole parameter by its name. With adapters the first rank has them all and merges alone."""
+    if adapted is None:
+        return lambda name: parameter_values(name, state, is_first_rank)
+    merged = adapted.merged
+    return lambda name: whole_rows(merged[name]) if is_first_rank else torch.empty(0)
+
+
+def is_current(state: TrainState, cfg: Config) -> bool:
+    """Whether what is in `output_dir` is this run's, at this step and in this dtype, and what was written, to the last
+    bit. A collective."""
+    wanted = {"run": state.run, "step": state.step}
+    folders = {FOLDER: wanted} if cfg.model.lora.enabled else {}
+    if cfg.export.merge or not cfg.model.lora.enabled:
+        folders[EXPORT] = {**wanted, "dtype": cfg.export.dtype.value}
+
+    def look() -> bool:
+        for name, said in folders.items():
+            folder = Path(cfg.output_dir) / name
+            try:
+                if not said.items() <= read_notes(folder).items():
+                    return False
+                check_folder(folder)
+            except DamagedModel as error:
+                log().warning("%s\nIt is written anew", error)
+                return False
+        return True
+
+    return on_first_rank(look, f"cannot read {cfg.output_dir}/{EXPORT}")
+
+
+def parameter_values(name: str, state: TrainState, is_first_rank: bool) -> torch.Tensor:
+    """A whole parameter on the CPU of rank 0; a collective for what trains."""
+    master = state.masters.named.get(name)
+    if master is not None:
+        full = whole(master)
+        return full.cpu() if is_first_rank else full
+    source = state.sources[name]
+    return source.rows(0, source.shape[0]) if is_first_rank else torch.empty(0)
+
+
+def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None, is_first_rank: bool) -> None:
+    """Load what was written with transformers, on rank 0's CPU, and compare logits on a few samples.
+
+    Raises:
+        ModelError: they differ by more than rounding to `export.dtype` explains.
+    """
+    micro = state.loader.steps.probe()
+    state.model.eval()
+    placed = state.loader.to_device(micro)
+    with torch.no_grad():
+        live = state.model(*placed.inputs[:-1]).cpu()
+    state.model.train()
+    quantised = cfg.model.quantize.mode is not Quantizer.none
+    sources = with_trained(state, is_first_rank) if quantised and adapted is None else {}
+
+    def compare() -> None:
+        ours, images = live, placed.images.cpu()
+        if quantised:
+            ours = logits_in_full(state.model, sources, adapted, dataclasses.replace(micro, images=images))
+        reloaded = reloaded_logits(staged, micro, images, DTYPES[cfg.precision.param_dtype])
+        difference = apart(reloaded[:, : ours.shape[1]], ours)
+        bound = CLOSE if (cfg.export.dtype, cfg.precision.param_dtype) == (DType.fp32, DType.fp32) else CLOSE_BF16
+        bound = CLOSE_FP8 if cfg.precision.linear is LinearKind.fp8 else bound
+        log().info("export: logits after reloading differ by %.2g of the largest (bound %.2g)", difference, bound)
+        if not difference <= bound:
+            raise ModelError(
+                f"{staged} was written, but its logits differ by {difference:.3g} from the model's, which must "
+                f"be at most {bound:.2g}: has the loss risen, or jumped? A training that has diverged does this; if it "
+                "has not, please report it"
+            )
+
+    on_first_rank(compare, f"{staged} was written, but cannot be read back")
+
+
+def logits_in_full(
+    model: nn.Module, sources: dict[str, Stored], adapted: Adapted | None, micro: MicroBatch
+) -> torch.Tensor:
+    """Of base and adapters where the base is in full precision, as the exported model's is: the run's own is quantised,
+    and what that costs is no fault of the export.
+
+    Args:
+        sources: of a model without adapters; those with adapters have their own.
+    """
+    assert isinstance(model, Llava)
+    plain = build_llava(model.parts, model.cfg.plain, torch.float32)
+    sources = sources if adapted is None else adapted.sources
+    return logits(filled(plain, sources, compute_dtype(plain), adapted), micro)
+
+
+def writer_of(state: TrainState, cfg: Config) -> AdapterWriter:
+    """Of a run; on rank 0."""
+    along = comes_along(cfg.model, state.masters.named, state.sources)
+    subject = subject_of(state.model, cfg, state.run, state.step)
+    return AdapterWriter(
+        subject=subject,
+        lora=cfg.model.lora,
+        modules=sorted({module_of(name) for name in along if is_adapter(name)}),
+        base=Base(cfg.model, cfg.seed, base_fingerprint(state.digests, along)),
+        small=small_files(subject, next(iter(state.masters.named.values())).dtype),
+    )
+
+
+def in_checkpoints(state: TrainState, cfg: Config) -> Beside | None:
+    """What each checkpoint of a run with adapters holds for other programs; None on other ranks. A collective."""
+
+    if not cfg.model.lora.enabled:
+        return None
+
+    def prepare() -> Beside | None:
+        if dist.is_initialized() and dist.get_rank() > 0:
+            return None
+        writer, trained = writer_of(state, cfg), state.masters.named
+        along = comes_along(cfg.model, trained, state.sources)
+        frozen = {name: state.sources[name] for name in along if name not in trained}
+
+        def write(folder: Path, found: Checkpoint) -> None:
+            tensors = frozen | saved_weights(found)
+            step, run = found.facts["step"], found.facts["run"]
+            writer.write(folder, {n: tensors[n] for n in along}, history(run, cfg.stage.name, step, cfg.model.train))
+
+        shapes = {n: Held(p.detach()) if (p := trained.get(n)) is not None else frozen[n] for n in along}
+        return Beside(writer.nbytes(shapes), write)
+
+    return on_all_ranks(prepare, "folders of adapters cannot be prepared")
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor in memory, as a source of its rows."""
+
+    tensor: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def rows(self, begin: int, end: int) -> torch.Tensor:
+        return self.tensor[begin:end]

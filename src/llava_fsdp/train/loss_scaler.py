@@ -1,0 +1,82 @@
+"""The factor on the loss that keeps fp16 gradients above what fp16 rounds to zero.
+
+DeepSpeed's `LossScaler` and `DynamicLossScaler` (deepspeed/runtime/fp16/loss_scaler.py), with its five settings and
+`consecutive_hysteresis` off, step for step.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from llava_fsdp.config import ScalerConfig
+from llava_fsdp.runtime.errors import NumericError
+from llava_fsdp.runtime.log import log
+
+FACTOR = 2.0
+
+
+@dataclass
+class LossScaler:
+    """Asked before every backward pass, told after it whether the gradients overflowed. The same on every rank."""
+
+    cfg: ScalerConfig
+    scale: float
+    """What the loss is multiplied with."""
+    hysteresis: int
+    """Overflows until the scale is halved; 1: with the next one."""
+    steps: int = 0
+    """Steps seen."""
+    last_overflow: int = -1
+    """The last of them that overflowed."""
+
+    @property
+    def is_dynamic(self) -> bool:
+        return self.cfg.scale is None
+
+    def update(self, overflowed: bool, step: int) -> None:
+        """
+        Args:
+            step: as the user counts, for what is said.
+
+        Raises:
+            NumericError: an overflow at the smallest scale.
+        """
+        if overflowed:
+            before = self.scale
+            self.lower(step)
+            log().warning(
+                "step %d: gradients overflow in fp16 at loss scale %g; the weights were not updated, and the scale is "
+                "%g now", step, before, self.scale,
+            )  # fmt: skip
+            self.last_overflow = self.steps
+        elif self.is_dynamic:
+            good = self.steps - self.last_overflow - 1
+            if good > 0 and good % self.cfg.window == 0:
+                self.hysteresis = self.cfg.hysteresis
+                self.scale *= FACTOR
+        self.steps += 1
+
+    def lower(self, step: int) -> None:
+        if not self.is_dynamic:
+            return
+        if self.hysteresis > 1:
+            self.hysteresis -= 1
+            return
+        if self.scale == self.cfg.minimum:
+            raise NumericError(
+                f"step {step}: gradients overflow in fp16, and the loss scale is at precision.scaler.minimum="
+                f"{self.cfg.minimum:g} already; the weights were not updated. precision=bf16 has no such limit; a "
+                "smaller optim.lr or optim.clip=1.0 may help"
+            )
+        self.scale = max(self.scale / FACTOR, self.cfg.minimum)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {name: getattr(self, name) for name in ("scale", "hysteresis", "steps", "last_overflow")}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+def build_scaler(cfg: ScalerConfig) -> LossScaler:
+    return LossScaler(cfg, 2.0**cfg.initial_power if cfg.scale is None else cfg.scale, cfg.hysteresis)

@@ -1,0 +1,290 @@
+"""What a run says while it trains: one JSON object a step, a progress bar or plain lines, and how it ended."""
+
+import contextlib
+import itertools
+import json
+import math
+import resource
+import statistics
+import sys
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from llava_fsdp.config import Config
+from llava_fsdp.plan.mfu import Utilization
+from llava_fsdp.report.run_reader import METRICS_FILE
+from llava_fsdp.runtime.console import TextConsole
+from llava_fsdp.runtime.errors import StorageError
+from llava_fsdp.runtime.humanize import duration
+from llava_fsdp.runtime.jsonl import Rows, replace_lines
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.os_errors import why
+from llava_fsdp.train.live_page import LivePage
+from llava_fsdp.train.lost_rows import QUARANTINE_FILE, lost_rows
+from llava_fsdp.train.state import StepResult
+from llava_fsdp.train.trackers import HURRY, PATIENCE, Trackers
+
+WINDOW = 128
+"""Steps that a loss is compared with."""
+FEWEST = 16
+"""Before so many steps nothing stands out."""
+
+
+class Reporter:
+    """Writes and shows every step on rank 0; quiet elsewhere."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        first_step: int,
+        total_steps: int,
+        is_first_rank: bool,
+        left_out: Iterable[dict[str, Any]] = (),
+        utilization: Utilization | None = None,
+        run: str = "",
+        about: dict[str, Any] | None = None,
+    ):
+        """
+        Args:
+            left_out: records that training never sees (record, kind, reason), listed as of step 0.
+            utilization: what a step costs; None: no row says.
+            run: names the run through all its starts.
+            about: what this start is, as `run_info.py` says it.
+        """
+        self.cfg = cfg
+        self.enabled = is_first_rank
+        self.total_steps = total_steps
+        self.utilization = utilization
+        self.folder = Path(cfg.output_dir)
+        self.spikes = Spikes(cfg.numeric.spike_sigma)
+        self.progress: Progress | None = None
+        self.recompiles = 0
+        self.recent: deque[float] = deque(maxlen=20)  # seconds a step, for the time left
+        if not self.enabled:
+            return
+        self.metrics, self.quarantine = Rows(self.folder / METRICS_FILE), Rows(self.folder / QUARANTINE_FILE)
+        try:
+            for said in self.lost(first_step):
+                log().warning(
+                    "%s: %s: it was cut or damaged, and what it had is in no curve and no sum", self.folder, said
+                )
+            cut_back(self.metrics.path, first_step)
+            begin_quarantine(self.quarantine.path, first_step, left_out)
+        except OSError as error:
+            raise StorageError(f"output_dir={cfg.output_dir} cannot be written ({why(error, self.folder)})") from error
+        about = {**(about or {}), "run": run, "total_steps": total_steps}
+        self.page = LivePage(cfg, first_step, about)
+        self.trackers = Trackers(cfg, first_step, run, about, self.page.run.config)
+        self.page.on_validation = self.trackers.validation
+        if sys.stderr.isatty():
+            self.progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[shown]}"),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=TextConsole(on_stderr=True),
+            )
+            self.task = self.progress.add_task(cfg.stage.name, total=total_steps, completed=first_step, shown="")
+            self.progress.start()
+
+    def lost(self, first_step: int) -> list[str]:
+        with contextlib.suppress(OSError):  # whoever writes there says it, where it matters
+            return lost_rows(self.folder, first_step) if first_step else []
+        return []
+
+    def close(self) -> None:
+        if self.enabled:
+            self.metrics.close()
+            self.quarantine.close()
+        if self.progress is not None:
+            self.progress.stop()
+
+    def note(self, said: str) -> None:
+        """Beside the bar, where there is one: what is done between two steps."""
+        if self.progress is not None:
+            self.progress.update(self.task, shown=said)
+
+    def end(self, patience: float = PATIENCE) -> None:
+        """Show and tell how the run ended, once `run_status.json` says it: whatever the end.
+
+        Args:
+            patience: seconds that trackers have.
+        """
+        if self.enabled:
+            self.page.write()
+            if not self.page.failed:
+                log().info("report: %s", self.page.path)
+            self.trackers.close(int(self.page.run.status.get("exit_code") or 0), patience)
+
+    def last_words(self) -> None:
+        """As `end`, of a process that must be gone soon."""
+        self.end(HURRY)
+
+    def __call__(self, result: StepResult) -> None:
+        self.warn_of_compiling(result)
+        if not self.enabled:
+            return
+        row = metrics_row(result, self.utilization)
+        self.metrics.add(row)
+        self.page.add(row)
+        self.trackers.step(row)
+        for sample in result.facts.left_out:
+            said = {"step": row["step"], "record": sample.record, "kind": sample.kind, "reason": sample.reason}
+            self.quarantine.add(said)
+            log().warning("step %d goes without %s", row["step"], sample.reason)
+        for where in result.facts.unlabelled:
+            self.quarantine.add({"step": row["step"], "record": where, "kind": "no_labels", "reason": "no label"})
+        self.warn(result)
+        self.show(row)
+
+    def warn_of_compiling(self, result: StepResult) -> None:
+        """On every rank: the others wait for the one that compiles."""
+        if result.recompiles > self.recompiles:
+            log().warning(
+                "step %d: %d graphs were compiled anew, which the first steps should have seen to "
+                "(TORCH_LOGS=recompiles says why; compile=false goes without)",
+                result.facts.step + 1, result.recompiles - self.recompiles,
+            )  # fmt: skip
+        self.recompiles = result.recompiles
+
+    def warn(self, result: StepResult) -> None:
+        step = result.facts.step + 1
+        if result.skipped and result.loss_scale is None:
+            log().warning(
+                "step %d: loss %s, gradient norm %s; the weights were not updated",
+                step, result.loss, result.grad_norm,
+            )  # fmt: skip
+        elif (before := self.spikes.stands_out(result.loss)) is not None:
+            log().warning(
+                "step %d: loss %.4f stands out from the steps before (%.4f +- %.4f)", step, result.loss, *before
+            )
+
+    def show(self, row: dict) -> None:
+        if row["label_tokens"] == 0 or row["grad_norm"] == 0:
+            log().warning(
+                "step %d taught nothing: %d samples, %d label tokens, gradient norm %g (%d samples cut at "
+                "data.max_length, %d left out); see data.max_length, data.template and model.train",
+                *(row[k] for k in ("step", "samples", "label_tokens", "grad_norm", "truncated", "quarantined")),
+            )
+        elif 2 * row["unlabelled"] > row["samples"]:
+            log().warning("step %d: %d of %d samples have no label", row["step"], row["unlabelled"], row["samples"])
+        self.recent.append(row["seconds"])
+        shown = f"loss {number(row['loss'], '.4f')}  {row['tokens_per_second']:,.0f} tokens/s"
+        shown += "" if row["mfu"] is None else f"  MFU {row['mfu']:.1%}, HFU {row['hfu']:.1%}"
+        shown += f"  {row['skipped_steps']} skipped" if row["skipped_steps"] else ""
+        if self.progress is not None:
+            self.progress.update(self.task, completed=row["step"], shown=shown)
+        elif row["step"] % self.cfg.log_every == 0 or row["step"] == self.total_steps:
+            left = (self.total_steps - row["step"]) * sum(self.recent) / len(self.recent)
+            log().info(
+                "step %d/%d  %s  lr %.3g  grad norm %s  %s left",
+                row["step"], self.total_steps, shown, row["lr"], number(row["grad_norm"], ".3g"), duration(left),
+            )  # fmt: skip
+
+
+def metrics_row(result: StepResult, utilization: Utilization | None = None) -> dict:
+    facts = result.facts
+    used = dict.fromkeys(("flops", "mfu", "hfu")) if utilization is None else utilization.of(facts, result.seconds)
+    return {
+        "step": facts.step + 1,
+        "loss": finite(result.loss),
+        "sources": {
+            name: {"loss": None if loss is None else finite(loss), "label_tokens": facts.source_labels[name]}
+            for name, loss in result.source_losses.items()
+        },
+        "lr": result.lr,
+        "grad_norm": finite(result.grad_norm),
+        "skipped": result.skipped,
+        "skipped_steps": result.skipped_steps,
+        "loss_scale": result.loss_scale,
+        "label_tokens": facts.label_tokens,
+        "tokens": facts.tokens,
+        "samples": facts.samples,
+        "images": facts.images,
+        "tiles": facts.tiles,
+        "truncated": facts.truncated,
+        "labels_cut": facts.labels_cut,
+        "unlabelled": len(facts.unlabelled),
+        "quarantined": len(facts.left_out),
+        "seconds": result.seconds,
+        "data_seconds": result.data_seconds,
+        "tokens_per_second": facts.tokens / result.seconds,
+        **used,
+        "recompiles": result.recompiles,
+        "peak_memory_bytes": peak_memory(),
+    }
+
+
+def finite(value: float) -> float | None:
+    """JSON has no word for a number that is none."""
+    return value if math.isfinite(value) else None
+
+
+def peak_memory() -> int:
+    """Most bytes this rank has held: on the GPU where there is one, else of the process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def cut_back(path: Path, step: int) -> None:
+    """Drop the rows of steps after `step`: a resumed run does them again."""
+    if path.is_file():
+        replace_lines(path, rows_of(path, range(step + 1)))
+
+
+def begin_quarantine(path: Path, step: int, left_out: Iterable[dict[str, Any]]) -> None:
+    """What was left out before the first step, and what the steps to `step` left out."""
+    before = (json.dumps({"step": 0, **row}) for row in left_out)
+    later = rows_of(path, range(1, step + 1)) if path.is_file() else []
+    replace_lines(path, itertools.chain(before, later))
+    if not path.stat().st_size:
+        path.unlink()
+
+
+def rows_of(path: Path, steps: range) -> list[str]:
+    kept = []
+    for line in path.read_text(errors="replace").splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # a line that a crash cut short
+            if json.loads(line)["step"] in steps:
+                kept.append(line)
+    return kept
+
+
+def number(value: float | None, form: str) -> str:
+    return "overflowed" if value is None else format(value, form)
+
+
+class Spikes:
+    """The mean and the deviation of the last losses."""
+
+    def __init__(self, sigma: float | None):
+        self.sigma = sigma
+        self.losses: deque[float] = deque(maxlen=WINDOW)
+
+    def stands_out(self, loss: float) -> tuple[float, float] | None:
+        """Mean and deviation of the losses before, where this one lies `sigma` deviations or more above; else None.
+
+        It then is one of them: a loss that stays high is the new normal after a while.
+        """
+        found = None
+        if self.sigma is not None and math.isfinite(loss):
+            if len(self.losses) >= FEWEST:
+                mean, deviation = statistics.fmean(self.losses), statistics.pstdev(self.losses)
+                found = (mean, deviation) if loss > mean + self.sigma * deviation else None
+            self.losses.append(loss)
+        return found

@@ -1,0 +1,142 @@
+"""AdamW in LLaVA's parameter groups, which AdamW it is, and the learning rate as a function of the step."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from llava_fsdp.config import Config, MasterDType, MomentDType, OptimConfig, PrecisionConfig, Schedule
+from llava_fsdp.distributed.activation_checkpoint import clean_name
+from llava_fsdp.distributed.fused_adamw import build_fused_adamw
+from llava_fsdp.distributed.local_shards import local
+from llava_fsdp.distributed.lowbit_adamw import LowBitAdamW
+from llava_fsdp.distributed.precision import MasterWeights
+from llava_fsdp.runtime.errors import ConfigError
+
+
+def cosine(step: int, total: int, warmup: int) -> float:
+    """Linear warm-up, then half a cosine down to 0 (transformers `get_cosine_schedule_with_warmup`)."""
+    if step < warmup:
+        return step / max(1, warmup)
+    progress = (step - warmup) / max(1, total - warmup)
+    return max(0.0, 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def linear(step: int, total: int, warmup: int) -> float:
+    """Linear warm-up, then linearly down to 0 (transformers `get_linear_schedule_with_warmup`)."""
+    if step < warmup:
+        return step / max(1, warmup)
+    return max(0.0, (total - step) / max(1, total - warmup))
+
+
+def constant(step: int, total: int, warmup: int) -> float:
+    """Linear warm-up, then no change (transformers `get_constant_schedule_with_warmup`)."""
+    return step / warmup if step < warmup else 1.0
+
+
+def warmup_decay(step: int, total: int, warmup: int) -> float:
+    """Logarithmic warm-up, then linearly down to 0 (DeepSpeed `WarmupDecayLR` with its default warm-up)."""
+    warmup = max(2, warmup)
+    if step < warmup:
+        return math.log(step + 1) / math.log(warmup)
+    return max(0.0, (total - step) / max(1, total - warmup))
+
+
+def warmup_log(step: int, total: int, warmup: int) -> float:
+    """Logarithmic warm-up, then no change (DeepSpeed `WarmupLR` with its default warm-up)."""
+    warmup = max(2, warmup)
+    return math.log(step + 1) / math.log(warmup) if step < warmup else 1.0
+
+
+SCHEDULES: dict[Schedule, Callable[[int, int, int], float]] = {
+    Schedule.cosine: cosine,
+    Schedule.linear: linear,
+    Schedule.constant: constant,
+    Schedule.warmup_decay: warmup_decay,
+    Schedule.warmup_log: warmup_log,
+}
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """The factor on every group's own learning rate at a step (0 for the first: LLaVA's first step warms up from 0)."""
+
+    base: float
+    schedule: Schedule
+    total_steps: int
+    warmup_steps: int
+
+    def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
+        """Set every group's learning rate for this step; returns that of `optim.lr`."""
+        factor = SCHEDULES[self.schedule](step, self.total_steps, self.warmup_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = group["base_lr"] * factor
+        return self.base * factor
+
+
+def build_optimizer(
+    model: nn.Module, masters: MasterWeights, cfg: Config, total_steps: int
+) -> tuple[torch.optim.Optimizer, LearningRate]:
+    """AdamW over the masters, and its learning rate over `total_steps`."""
+    optim = cfg.optim
+    decayed = decayed_names(model)
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    for name, parameter in masters.named.items():
+        own = local(parameter)
+        assert own.is_contiguous(), f"{name}: {tuple(own.shape)} with strides {own.stride()} cannot be trained"
+        groups.setdefault((name not in decayed, base_lr(name, optim)), []).append(parameter)
+    if not groups:
+        raise ConfigError("model.train leaves nothing to train")
+    settings = [
+        {"params": parameters, "base_lr": lr, "lr": lr, "weight_decay": 0.0 if plain else optim.weight_decay}
+        for (plain, lr), parameters in groups.items()
+    ]
+    betas = optim.beta1, optim.beta2
+    if is_full(cfg.precision):
+        optimizer = build_fused_adamw(settings, betas, optim.eps)
+    else:
+        optimizer = LowBitAdamW(settings, cfg.precision.moment_dtype, betas, optim.eps, cfg.seed)
+    warmup = math.ceil(optim.warmup_ratio * total_steps) if optim.warmup_steps is None else optim.warmup_steps
+    return optimizer, LearningRate(optim.lr, optim.schedule, total_steps, warmup)
+
+
+def is_full(cfg: PrecisionConfig) -> bool:
+    """Whether weights and moments are all fp32, as torch's own AdamW has them: it takes one dtype for all."""
+    return (cfg.master_dtype, cfg.moment_dtype) == (MasterDType.fp32, MomentDType.fp32)
+
+
+def prepare_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Give every parameter the optimizer state that a step would create, to be filled; offloaded ones exist already."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if optimizer.state.get(parameter):
+                continue
+            if isinstance(optimizer, LowBitAdamW):
+                optimizer.state[parameter] = optimizer.new_state(parameter)
+                continue
+            device = parameter.device if group.get("fused") else "cpu"
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+
+def base_lr(name: str, cfg: OptimConfig) -> float:
+    own = {"multi_modal_projector.": cfg.projector_lr, "vision_tower.": cfg.vision_lr}
+    for prefix, lr in own.items():
+        if name.startswith(prefix) and lr is not None:
+            return lr
+    return cfg.lr
+
+
+def decayed_names(model: nn.Module) -> set[str]:
+    """Parameters with weight decay: no biases and no norms (LLaVA llava_trainer.py:150-228)."""
+    found = set()
+    for module_name, module in model.named_modules():
+        for leaf, _ in module.named_parameters(recurse=False):
+            if "bias" not in leaf and "Norm" not in type(module).__name__:
+                found.add(clean_name(".".join(filter(None, (module_name, leaf)))))
+    return found

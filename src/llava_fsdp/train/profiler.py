@@ -1,0 +1,179 @@
+"""`profile=true`: what a few steps do, as a trace of torch's profiler, CUDA's memory, and one page that sums it up."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch.autograd.profiler import record_function
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from llava_fsdp.config import Config
+from llava_fsdp.report.profile_page import write_page
+from llava_fsdp.report.profile_trace import RANGE, TraceError, times_of
+from llava_fsdp.runtime.errors import StorageError
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.os_errors import why
+
+T = TypeVar("T")
+FOLDER = "profile"
+LATE = 12
+"""The last step that is recorded where nobody names one."""
+KINETO = b"USDT:"
+"""What lines of torch's profiler begin with that say that it starts and stops."""
+CLOSING = 5.0
+"""Seconds to wait for the last line."""
+MOST_ENTRIES = 200_000
+"""Allocations that CUDA's history of memory keeps, a few steps' worth."""
+
+
+@contextmanager
+def without_lines(start: bytes) -> Iterator[None]:
+    """Standard error without lines that begin so: what a library prints from C++ asks no logger."""
+    sys.stderr.flush()
+    shown = os.dup(2)
+    reader, writer = os.pipe()
+    os.dup2(writer, 2)
+    os.close(writer)
+
+    def pass_on() -> None:
+        with open(reader, "rb") as lines:
+            for line in lines:
+                if not line.startswith(start):
+                    os.write(shown, line)
+
+    thread = threading.Thread(target=pass_on, name="stderr", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(shown, 2)  # nobody can write into the pipe any more, which ends the thread
+        thread.join(CLOSING)
+        os.close(shown)
+
+
+class Unrecorded:
+    """What a step says of its parts where nobody listens."""
+
+    def steps(self, steps: Iterator[T]) -> Iterator[T]:
+        return steps
+
+    def part(self, name: str) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
+class Recorder(Unrecorded):
+    """Records steps of this start, counted from 1, and writes what it has seen when they are over."""
+
+    def __init__(self, cfg: Config, steps: tuple[int, int], rank: int, device: torch.device):
+        self.first, self.last = steps
+        self.folder = Path(cfg.output_dir) / FOLDER
+        self.rank = rank
+        self.on_cuda = device.type == "cuda"
+        self.profiler: profile | None = None
+
+    def steps(self, steps: Iterator[T]) -> Iterator[T]:
+        """The same steps, None among them, which asks to stop; what waits for one is a part of it."""
+        try:
+            for number in itertools.count(1):
+                self.begin(number)
+                try:
+                    with self.part("data"):
+                        step = next(steps)
+                except StopIteration:
+                    return
+                yield step
+        finally:
+            if self.profiler is not None:  # the run ends early: what there is of a trace is of no use
+                log().warning("profile=true: the run has ended before step %d of this start", self.last)
+                with without_lines(KINETO):
+                    self.profiler.stop()
+                self.profiler = None
+                if self.on_cuda:
+                    torch.cuda.memory._record_memory_history(enabled=None)
+
+    def part(self, name: str) -> AbstractContextManager[object]:
+        return nullcontext() if self.profiler is None else record_function(RANGE + name)
+
+    def begin(self, number: int) -> None:
+        """Before anything of this step; the profiler needs a step to warm up, where there is one."""
+        if number == max(1, self.first - 1):
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_cuda else [])]
+            plan = schedule(wait=0, warmup=self.first - number, active=self.last - self.first + 1, repeat=1)
+            self.profiler = profile(activities=activities, schedule=plan)
+            with without_lines(KINETO):
+                self.profiler.start()
+        elif self.profiler is not None:
+            if number == self.last + 1:
+                self.finish(self.profiler)
+                return
+            with without_lines(KINETO):
+                self.profiler.step()
+        if number == self.first and self.on_cuda:
+            torch.cuda.memory._record_memory_history(max_entries=MOST_ENTRIES)
+
+    def finish(self, profiler: profile) -> None:
+        """Write everything.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        self.profiler = None
+        if self.on_cuda:
+            torch.cuda.synchronize()
+        with without_lines(KINETO):
+            profiler.stop()
+        name = f"rank-{self.rank}"
+        trace = self.folder / f"{name}.trace.json.gz"
+        try:
+            self.folder.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(trace))
+            if self.on_cuda:
+                torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}.memory.pickle"))
+            title = f"steps {self.first} to {self.last} of this start, rank {self.rank}"
+            page = write_page(times_of(trace), self.folder / name, title, self.first)
+        except OSError as error:
+            raise StorageError(f"{self.folder} cannot be written ({why(error, self.folder)})") from error
+        except TraceError as error:
+            raise StorageError(f"{trace} {error}: is there room? profile=false goes without") from error
+        finally:
+            if self.on_cuda:
+                torch.cuda.memory._record_memory_history(enabled=None)
+        if self.rank == 0:
+            log().info("profile: %s; the trace beside it opens in https://ui.perfetto.dev", os.fspath(page))
+
+
+def open_recorder(cfg: Config, rank: int, device: torch.device, done: int, total: int) -> Unrecorded:
+    """What `profile` asks for.
+
+    Args:
+        done: steps of the run that are finished, of `total`.
+    """
+    left = total - done
+    if not cfg.profile or left <= 0:
+        return Unrecorded()
+    if cfg.profile_steps is None:
+        return Recorder(cfg, usual_steps(left), rank, device)
+    first, last = cfg.profile_steps
+    if left < last:  # a restart near the end of a run that was profiled is no mistake
+        log().warning(
+            "profile_steps=%s: this start has %d steps to do, and they are counted from its first; nothing is recorded",
+            cfg.profile_steps, left,
+        )  # fmt: skip
+        return Unrecorded()
+    return Recorder(cfg, (first, last), rank, device)
+
+
+def usual_steps(left: int) -> tuple[int, int]:
+    """The first and the last of three steps, when what is compiled and cached is there; a short start's last ones,
+    without its first where it has more: the profiler needs that to warm up."""
+    last = min(left, LATE)
+    return min(last, max(2, last - 2)), last

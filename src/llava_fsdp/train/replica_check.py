@@ -1,0 +1,73 @@
+"""Compare a run's replicated tensors and counters between ranks, before training begins and before each save."""
+
+import json
+import socket
+from pathlib import Path
+
+import torch
+
+from llava_fsdp.distributed.activation_checkpoint import clean_name
+from llava_fsdp.distributed.mesh import gather_lists
+from llava_fsdp.distributed.replicas import Difference, find_differences, held_by_this_rank
+from llava_fsdp.runtime.errors import ReplicaError
+from llava_fsdp.runtime.run_dir import list_checkpoints
+from llava_fsdp.train.checkpoint_contents import tensors
+from llava_fsdp.train.state import TrainState
+
+SHOWN = 3
+
+
+def check_replicas(state: TrainState, parent: Path) -> None:
+    """Compare what several ranks hold of weights, moments, frozen weights, buffers and counters. A collective.
+
+    Args:
+        parent: the folder of the checkpoints; the message names the last one.
+
+    Raises:
+        ReplicaError: with the ranks and tensors that differ; raised on every rank.
+    """
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return
+    found = find_differences(held_by_this_rank(all_tensors(state), counters(state)), gather_lists)
+    if found:
+        raise describe(found, gather_lists([socket.gethostname()]), state.step, parent)
+
+
+def all_tensors(state: TrainState) -> dict[str, torch.Tensor]:
+    """All tensors of a run by name: those that are saved, frozen weights, and buffers."""
+    found = tensors(state)
+    for name, tensor in (*state.model.named_parameters(), *state.model.named_buffers()):
+        found.setdefault(f"model.{clean_name(name)}", tensor)
+    return found
+
+
+def counters(state: TrainState) -> dict[str, str]:
+    """Values other than tensors that each rank computes for itself and that affect later steps, as text by name."""
+    return {
+        "step, samples": f"{state.step} {state.samples}",
+        "skipped steps": f"{state.skipped} {state.consecutive}",
+        "loss scale": json.dumps(state.scaler.state() if state.scaler is not None else None),
+        "records left out": json.dumps(sorted(state.loader.broken)),
+    }
+
+
+def describe(found: list[Difference], hosts: list[str], step: int, parent: Path) -> ReplicaError:
+    """The error that names the ranks, their hosts and the tensors that differ.
+
+    Args:
+        hosts: the host of each rank.
+    """
+    ranks = sorted({rank for difference in found for rank in difference.ranks})
+    named = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in ranks[:SHOWN])
+    named += f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
+    verb = "differ from their replicas" if all(each.is_told for each in found) else "differ from each other"
+    verb = verb.replace("differ from their", "differs from its") if len(ranks) == 1 else verb
+    saved = list_checkpoints(parent)
+    error = ReplicaError(
+        f"after step {step}, {named} {verb} in {len(found)} of the tensors and counters that must be the same to the "
+        f"bit: {', '.join(each.name for each in found[:SHOWN])}. Memory or a device has changed them, or a rank has "
+        f"computed other sums. They were not saved; the last checkpoint is {saved[-1] if saved else 'none'}, and the "
+        "same command continues from it. If this error comes again, test that machine's memory and GPUs "
+        "(nvidia-smi -q -d ECC, dmesg), or run without it"
+    )
+    return error.about(rank=ranks[0], host=hosts[ranks[0]], tensors=[each.name for each in found])

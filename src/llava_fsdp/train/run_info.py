@@ -1,0 +1,112 @@
+"""What a start of a training is, as one object: on what, with which versions, what trains, by which recipe.
+
+Rank 0 appends it to `starts.jsonl`; the page and the trackers show it. It names no machine.
+"""
+
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.cuda import nccl
+
+from llava_fsdp import __version__
+from llava_fsdp.config import Config
+from llava_fsdp.config.recipes import differences
+from llava_fsdp.data.index.dataset import Records
+from llava_fsdp.distributed.compile import choose_compiling
+from llava_fsdp.distributed.memory import Weight, bytes_per_rank
+from llava_fsdp.distributed.mesh import World
+from llava_fsdp.model.llava import Llava
+from llava_fsdp.plan.auto import expected_peak
+from llava_fsdp.plan.workload import samples_in
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.redact import redact, secrets_of
+from llava_fsdp.train.summary import describe_data, trained_counts, unlike_original
+
+
+def about_run(cfg: Config, world: World, model: Llava, records: Records, weights: dict[str, Weight]) -> dict[str, Any]:
+    """What is known before the first step."""
+    compiles = choose_compiling(cfg, world.device, model.kernel and model.kernel.attention).on
+    shard_size = cfg.sharding.shard_size or world.local_size
+    held = bytes_per_rank(
+        list(weights.values()), cfg.sharding.strategy, cfg.precision, world.size, shard_size, offload=cfg.offload.mode
+    )
+    return {
+        "time": time.time(),
+        "ranks": world.size,
+        "nodes": max(1, world.size // max(1, world.local_size)),
+        "device": device_name(world.device),
+        "versions": versions(world.device),
+        "commit": commit(),
+        "command": command_line(),
+        "stage": cfg.stage.name,
+        "model": cfg.model.name,
+        "data": describe_data(cfg, records),
+        "strategy": cfg.sharding.strategy.value,
+        "trains": [[name, *counts] for name, counts in trained_counts(weights).items()],
+        "unlike": unlike_original(cfg, compiles),
+        "recipe": differences(cfg, sys.argv[1:]),
+        "at_rest": {"parameters": held.parameters, "gradients": held.gradients, "optimizer": held.optimizer},
+        "planned_peak": planned_peak(cfg, world, model, records),
+    }
+
+
+def planned_peak(cfg: Config, world: World, model: Llava, records: Records) -> int | None:
+    """Bytes of the device at the worst moment, by the plan; None on a CPU: its process holds far more than tensors."""
+    if world.device.type != "cuda":
+        return None
+    try:
+        return expected_peak(cfg, world, model.parts, samples_in(records))
+    except Exception as error:  # a page lacks a line then; a training must not end for it
+        log().warning("the plan of this run's memory could not be made: %s: %s", type(error).__name__, error)
+        return None
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def versions(device: torch.device) -> dict[str, str]:
+    """Of what the numbers depend on."""
+    found = {
+        "llava_fsdp": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": importlib.metadata.version("transformers"),
+    }
+    if device.type == "cuda":
+        found["CUDA"] = str(torch.version.cuda)
+        if dist.is_initialized() and dist.is_nccl_available():
+            found["NCCL"] = ".".join(map(str, nccl.version()))
+    return found
+
+
+def commit() -> str | None:
+    """The commit of this project's checkout, and whether files have changed since; None where there is none."""
+    root = Path(__file__).resolve().parents[3]
+    if not (root / ".git").exists():
+        return None
+    git = ["git", "-C", str(root), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        found = subprocess.run(git, capture_output=True, text=True, check=True, timeout=10, env=environment)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip() or None
+
+
+def command_line() -> str:
+    """The words that this rank was started with, under torchrun with its ranks."""
+    words = ["python"]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        nodes, ranks = os.environ.get("GROUP_WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE", "1")
+        words = ["torchrun", *(["--nnodes", nodes] if nodes != "1" else []), "--nproc-per-node", ranks]
+    return redact(shlex.join([*words, "-m", "llava_fsdp.train", *sys.argv[1:]]), secrets_of())

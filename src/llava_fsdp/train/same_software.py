@@ -1,0 +1,187 @@
+"""Compare the software of all ranks before a model is loaded: what changes results must be the same everywhere."""
+
+import importlib.metadata
+import os
+import platform
+import socket
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import PIL
+import tokenizers
+import torch
+import transformers
+from xxhash import xxh3_128
+
+from llava_fsdp import __version__
+from llava_fsdp.config import Attention, Config, LinearKind, Quantizer, config_dir
+from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.log import log
+
+PACKAGE = Path(__file__).resolve().parents[1]
+FILES = "llava_fsdp's files"
+VARIABLES = (
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "ATEN_CPU_CAPABILITY",
+)
+"""Environment variables that make the same kernels give other results."""
+SHOWN = 3
+"""How many hosts or files a message names at most."""
+Gather = Callable[[list[Any]], list[Any]]
+"""Takes this rank's items, and returns the items of all ranks in rank order."""
+
+
+def check_same_software(cfg: Config, device: torch.device, gather: Gather) -> None:
+    """Refuse to run with different software on the ranks; warn of different hardware or kernels. A collective.
+
+    Raises:
+        ConfigError: with each version, its ranks and their hosts; raised on every rank.
+    """
+    own = {name: read() for name, read in must_agree(cfg).items()}
+    may = {name: read() for name, read in may_differ(device).items()}
+    found = gather([(socket.gethostname(), own, may)])
+    hosts = [host for host, _, _ in found]
+    wrong = differences(hosts, [facts for _, facts, _ in found])
+    if FILES in wrong:  # the same on all ranks, so that all of them join this gather
+        wrong[FILES] += f"; not the same: {listed(differing_files(gather([package_files()])))}"
+    if wrong:
+        said = "; ".join(f"{name}: {what}" for name, what in wrong.items())
+        raise ConfigError(
+            f"the ranks run different software and would compute different results. {said}. Install the same "
+            "versions on every machine, from one checkout"
+        )
+    unlike = differences(hosts, [facts for _, _, facts in found])
+    if unlike and os.environ.get("RANK", "0") == "0":
+        said = "; ".join(f"{name}: {what}" for name, what in unlike.items())
+        log().warning("the machines of this run differ, which changes rounding or speed. %s", said)
+
+
+def must_agree(cfg: Config) -> dict[str, Callable[[], str]]:
+    """THE table of software that must be the same on all ranks, since it changes results: name -> its version."""
+    used = {
+        "peft": cfg.model.lora.enabled,
+        "bitsandbytes": cfg.model.quantize.mode is not Quantizer.none,
+        "torchao": cfg.precision.linear is LinearKind.fp8,
+        "flash-attn": cfg.pack and cfg.attention in (Attention.auto, Attention.flash),
+    }
+    return {
+        "llava_fsdp": lambda: __version__,
+        FILES: package_digest,
+        "Python": lambda: ".".join(platform.python_version_tuple()[:2]),
+        "torch": torch_build,
+        "transformers": partial(loaded_version, transformers),
+        "tokenizers": partial(loaded_version, tokenizers),
+        "pillow": partial(loaded_version, PIL),
+        **{name: partial(installed_version, name) for name, is_used in used.items() if is_used},
+    }
+
+
+def may_differ(device: torch.device) -> dict[str, Callable[[], str]]:
+    """What may differ, with a warning: hardware, and packages that read files alike in every version."""
+    return {
+        "device": lambda: device_name(device),
+        "CPU": lambda: f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
+        "Python's patch": platform.python_version,
+        "cuDNN": lambda: str(torch.backends.cudnn.version()) if device.type == "cuda" else "unused",
+        **{name: partial(installed_version, name) for name in ("numpy", "safetensors")},
+        "environment": lambda: ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def torch_build() -> str:
+    """The version of torch, with the commit and the CUDA version of its build."""
+    return f"{torch.__version__} (git {str(torch.version.git_version)[:12]}, CUDA {torch.version.cuda})"
+
+
+def loaded_version(module: ModuleType) -> str:
+    """The version of the module that this process imported, which need not be the installed package."""
+    return str(module.__version__)
+
+
+def installed_version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def package_digest(files: dict[str, str] | None = None) -> str:
+    """A digest of the names and contents of the package's own files, 32 hex digits.
+
+    It is the same for a checkout and its wheel, on every machine, and whatever the files' times are.
+
+    Args:
+        files: the result of `package_files`; None: that of the running package.
+    """
+    digest = xxh3_128()
+    for name, content in sorted((package_files() if files is None else files).items()):
+        digest.update(f"{name} {content}\n".encode())
+    return digest.hexdigest()
+
+
+def package_files(package: Path = PACKAGE, conf: Path | None = None) -> dict[str, str]:
+    """Digests of all files of the package (modules, `conf/` and others), by their paths in the package."""
+    roots = {"": package, "conf/": conf or config_dir().resolve()}  # a wheel has conf/ within the package already
+    return {
+        prefix + path.relative_to(root).as_posix(): xxh3_128(path.read_bytes()).hexdigest()
+        for prefix, root in roots.items()
+        for path in root.rglob("*")
+        if path.is_file() and is_own(path.relative_to(root))
+    }
+
+
+def is_own(path: Path) -> bool:
+    """Whether a file belongs to the package: it is not compiled, hidden or an editor's copy."""
+    hidden = any(part.startswith(".") or part == "__pycache__" for part in path.parts)
+    return not hidden and not path.name.endswith((".pyc", "~", ".orig", ".rej"))
+
+
+def differing_files(found: list[dict[str, str]]) -> list[str]:
+    """Names of files that differ between ranks, or that some ranks lack."""
+    names = {name for files in found for name in files}
+    return sorted(name for name in names if len({files.get(name) for files in found}) > 1)
+
+
+def differences(hosts: list[str], facts: list[dict[str, str]]) -> dict[str, str]:
+    """The facts that are not the same on all ranks: each value with its ranks and their hosts.
+
+    Args:
+        hosts: the host of each rank.
+        facts: name -> version of each rank. Another version of the package may have other names.
+    """
+    found = {}
+    for name in dict.fromkeys(name for own in facts for name in own):
+        ranks_of: dict[str | None, list[int]] = {}
+        for rank, own in enumerate(facts):
+            ranks_of.setdefault(own.get(name), []).append(rank)
+        if len(ranks_of) > 1:
+            found[name] = ", ".join(
+                f"{value or 'unknown'} on {describe(ranks, hosts)}" for value, ranks in ranks_of.items()
+            )
+    return found
+
+
+def describe(ranks: list[int], hosts: list[str]) -> str:
+    """Ranks and their hosts in words, such as `ranks 8-15 (node1)`."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][-1] == rank - 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    said = ", ".join("-".join(map(str, span)) for span in spans)
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {said} ({listed(dict.fromkeys(hosts[r] for r in ranks))})"
+
+
+def listed(names: Iterable[str]) -> str:
+    every = list(names)
+    return ", ".join(every[:SHOWN]) + (f" and {len(every) - SHOWN} more" if len(every) > SHOWN else "")

@@ -1,0 +1,253 @@
+"""Open the saver of a run, and do what all ranks do between two steps: save, stop on request, give up after too many
+skipped steps."""
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from llava_fsdp.checkpoint.commit import Beside
+from llava_fsdp.checkpoint.saver import Saver
+from llava_fsdp.config import CheckpointConfig, Config, OffloadMode
+from llava_fsdp.distributed.consensus import Votes, on_first_rank
+from llava_fsdp.distributed.mesh import gather_lists, own_rank
+from llava_fsdp.runtime.errors import CheckpointError, FolderLost, ModelError, NumericError, Stopped
+from llava_fsdp.runtime.heartbeat import Phase
+from llava_fsdp.runtime.run_dir import FOLDER, list_checkpoints
+from llava_fsdp.runtime.run_dir_watch import Hold, Loss
+from llava_fsdp.runtime.watchdog import Life
+from llava_fsdp.train.checkpoint_contents import facts_of, tensors
+from llava_fsdp.train.optimizer import prepare_moments
+from llava_fsdp.train.replica_check import check_replicas
+from llava_fsdp.train.state import StepResult, TrainState
+
+SHOWN = 8
+"""How many records a message names at most; run_status.json has them all."""
+
+
+class Keeper:
+    """Saves a run's state on request and when a checkpoint is due; one that is due waits while steps are skipped."""
+
+    def __init__(
+        self,
+        state: TrainState,
+        saver: Saver | None,
+        cfg: Config,
+        last_step: int,
+        life: Life,
+        hold: Hold | None = None,
+    ):
+        """
+        Args:
+            saver: None if no step is left.
+            hold: the lock on the run's folder; None on other ranks than 0.
+        """
+        self.hold = hold
+        self.state = state
+        self.saver = saver
+        self.cfg = cfg
+        self.last_step = last_step
+        self.life = life
+        self.first_step = state.step  # a resumed state is on disk already; at step 0 there is nothing to save
+        self.owed = False
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the current state is on disk, or is being written."""
+        saved = self.saver.saved_step if self.saver is not None else None
+        return self.state.step in (self.first_step, saved)
+
+    def after_step(self, result: StepResult) -> None:
+        """Save if a checkpoint is due.
+
+        Raises:
+            NumericError: more steps in a row than `numeric.max_consecutive_skips` had gradients that are not finite.
+            CheckpointError: the checkpoint could not be written.
+        """
+        state = self.state
+        if state.consecutive > self.cfg.numeric.max_consecutive_skips:
+            self.give_up(result)
+        self.owed |= is_due(state.step, self.last_step, self.cfg.checkpoint)
+        # saves delete old checkpoints, and the one from before a series of skipped steps must not be deleted
+        if self.owed and (not state.consecutive or state.step == self.last_step):
+            self.save()
+
+    def between_steps(self) -> None:
+        """Save or stop if any rank was asked to, or if the run's folder is lost. A collective.
+
+        Raises:
+            Stopped: a stop was asked for; the state is on disk, unless `checkpoint.on_save_error` allows otherwise.
+            FolderLost: the run's folder was deleted or moved, or is not the run's any more.
+        """
+        asked = Votes(
+            stop=self.life.wants_stop(),
+            save=self.life.wants_save(),
+            failed=self.saver is not None and self.saver.failed,
+            lost=self.loss() is not None,
+        ).agreed()
+        if asked.lost:
+            self.stop_if_lost()
+        if asked.failed:
+            self.finish()
+        if (asked.stop or asked.save) and not self.is_kept:
+            self.save()
+        if asked.stop:
+            self.finish()
+            said = "continues there" if self.is_kept else "continues from the checkpoint before, as this one failed"
+            raise Stopped(
+                f"{self.asker}: stopped after step {self.state.step}; the same command {said}", bool(self.life.stop)
+            )
+
+    def save(self) -> None:
+        self.life.at(Phase.CHECKPOINT)
+        assert self.saver is not None
+        with self.explained():
+            self.saver.save()
+        self.owed = False
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written.
+
+        Raises:
+            CheckpointError, NumericError: it could not be written.
+        """
+        if self.saver is not None:
+            self.life.at(Phase.CHECKPOINT)
+            with self.explained():
+                self.saver.raise_if_failed()
+
+    def close(self) -> None:
+        """Wait, after the last step, until the last checkpoint is on disk.
+
+        Raises:
+            CheckpointError, NumericError: it could not be written.
+            Stopped: a stop was asked for during the last step, and the model is still to be exported.
+        """
+        if self.saver is None:
+            return
+        self.finish()
+        if Votes(lost=self.loss() is not None).agreed().lost:
+            self.stop_if_lost()
+        self.saver.close()
+        self.saver = None
+        if Votes(stop=self.life.wants_stop()).agreed().stop and self.cfg.export.enabled:
+            raise Stopped(
+                f"{self.asker}: stopped after the last step; the same command exports the model", bool(self.life.stop)
+            )
+
+    def loss(self) -> Loss | None:
+        """What happened to the run's folder if it is lost; always None on other ranks than 0. Not a collective."""
+        return self.hold.look() if self.hold is not None else None
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """A context in which all ranks write into the run's folder. If that fails because the folder is lost, the
+        error says so.
+
+        Raises:
+            FolderLost
+        """
+        try:
+            yield
+        except (CheckpointError, ModelError) as error:
+            if not isinstance(error, FolderLost):
+                self.stop_if_lost()
+            raise
+
+    def stop_if_lost(self) -> None:
+        """Raise an error if the run's folder is lost, after saving the state into a new one. A collective.
+
+        The new folder has the same name. It is not made if something else has that name now.
+
+        Raises:
+            FolderLost: with what is lost and what is not.
+        """
+        failing = f"cannot look at {self.cfg.output_dir}"
+        loss = on_first_rank(self.loss, failing)
+        if loss is None:
+            return
+        step = self.state.step
+        said = f"output_dir={self.cfg.output_dir} {loss.what}, as found after step {step}"
+        if not loss.can_be_remade:
+            raise FolderLost(
+                f"{said}. Nothing was written there after that, and step {step} was not saved. To continue from the "
+                "last checkpoint, put the run's own folder back in its place",
+                leaves_word=False,
+            )
+        try:
+            on_first_rank(self.remake, failing)
+            if self.saver is not None:
+                self.life.at(Phase.CHECKPOINT)
+                self.saver.forget()
+                self.saver.save()
+                self.saver.raise_if_failed()
+        except (CheckpointError, NumericError) as error:
+            raise FolderLost(f"{said}; making it again failed: {error}", leaves_word=True) from error
+        saved = (
+            f"A checkpoint of step {step} has been saved into a new folder of that name, and the same command "
+            "continues from it"
+            if self.saver is not None
+            else "The run's last checkpoint was in it; the same command starts from the beginning"
+        )
+        raise FolderLost(
+            f"{said}, with its checkpoints, its metrics and its exports. {saved}. If the folder was moved, put "
+            "it back in place of the new one",
+            leaves_word=True,
+        )
+
+    def remake(self) -> None:
+        assert self.hold is not None
+        self.hold.remake()
+
+    @property
+    def asker(self) -> str:
+        return self.life.stop or "a signal on another rank"
+
+    def give_up(self, result: StepResult) -> None:
+        """Raise NumericError, with the records of the last step as suspects."""
+        self.finish()
+        state, step = self.state, self.state.step
+        # gradients are sums over all ranks, but a rank whose own loss is not finite had the bad samples
+        suspects = gather_lists([] if result.own_loss_is_finite else [own_rank()])
+        records = state.loader.steps.records_of(step - 1, suspects)
+        named = ", ".join(records[:SHOWN]) + (f" and {len(records) - SHOWN} more" if len(records) > SHOWN else "")
+        whose = f"those of step {step} on rank {', '.join(map(str, suspects))}" if suspects else f"those of step {step}"
+        found = list_checkpoints(Path(self.cfg.output_dir) / FOLDER)
+        first = step - state.consecutive + 1
+        raise NumericError(
+            f"step {first}{f' to {step}' if first < step else ''}: loss {result.loss}, gradient norm "
+            f"{result.grad_norm}; the weights are those of step {first - 1}, and the last checkpoint is "
+            f"{found[-1] if found else 'none'}. The samples to look at are {whose}: {named}. A smaller optim.lr, "
+            "optim.clip=1.0 or precision=fp32 may help; numeric.max_consecutive_skips allows more such steps"
+        ).about(records=records)
+
+
+def is_due(step: int, last_step: int, cfg: CheckpointConfig) -> bool:
+    """Whether to save after this step: at the end, and every `checkpoint.every`."""
+    return step == last_step or (cfg.every is not None and step % cfg.every == 0)
+
+
+def open_saver(state: TrainState, cfg: Config, resumed: Path | None = None, beside: Beside | None = None) -> "Saver":
+    """The saver of a run that is about to begin or to continue. A collective.
+
+    Args:
+        resumed: the checkpoint that it continues from, which has been verified.
+        beside: on rank 0, what each checkpoint holds for other programs.
+
+    Raises:
+        CheckpointError: there is no room for a checkpoint, or no permission.
+    """
+    prepare_moments(state.optimizer)
+    parent = Path(cfg.output_dir) / FOLDER
+    saver = Saver(
+        parent,
+        cfg.checkpoint,
+        lambda: tensors(state),
+        lambda: facts_of(state, cfg),
+        in_place=cfg.offload.mode is OffloadMode.nvme,
+        good=[resumed] if resumed is not None and resumed.parent.resolve() == parent.resolve() else [],
+        beside=beside,
+        check=partial(check_replicas, state, parent),
+    )
+    state.optimizer.register_step_pre_hook(lambda *_: saver.before_update())
+    return saver

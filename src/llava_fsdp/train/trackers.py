@@ -1,0 +1,226 @@
+"""A run told to TensorBoard and to Weights & Biases, beside its own files. Rank 0 alone.
+
+Nothing here may hold a training up or end it: rows wait in a queue for a thread, which begins with the first of them;
+what a tracker raises is a warning, and the end of that tracker. The training's data workers are forked before the
+thread begins. A validation's are forked beside it: they use nothing of this module, whose locks could be held then.
+"""
+
+import contextlib
+import importlib.util
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from llava_fsdp.config import Config, TrackConfig, WandbMode
+from llava_fsdp.config.tree import dotted, written
+from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.redact import redact, redact_values, secrets_of
+
+FOLDER = "tensorboard"
+MOST_WAITING = 20_000
+"""Rows; a tracker that is behind by more goes without."""
+PATIENCE = 15
+"""Seconds at the end of a run for what still waits."""
+HURRY = 4
+"""The same where a run is ended from outside of its steps, and other ranks wait for this process's end."""
+NAMES = {
+    "loss": "train/loss", "lr": "train/learning_rate", "grad_norm": "train/gradient_norm",
+    "loss_scale": "train/loss_scale", "skipped_steps": "train/skipped_steps",
+    "tokens_per_second": "speed/tokens_per_second", "mfu": "speed/mfu", "hfu": "speed/hfu",
+    "seconds": "speed/step_seconds", "data_seconds": "speed/data_seconds",
+    "peak_memory_bytes": "memory/peak_bytes",
+}  # fmt: skip
+"""What a value of a row of metrics is called."""
+
+
+class Tracker(Protocol):
+    def log(self, step: int, values: dict[str, float]) -> None: ...
+
+    def close(self, exit_code: int) -> None: ...
+
+
+def check_installed(cfg: TrackConfig) -> None:
+    """Raises ConfigError where a tracker is wanted whose package is not there."""
+    wanted = {"tensorboard": cfg.tensorboard, "wandb": cfg.wandb is not WandbMode.off}
+    for name, on in wanted.items():
+        if on and importlib.util.find_spec(name) is None:
+            value = "true" if name == "tensorboard" else cfg.wandb.value
+            raise ConfigError(
+                f"track.{name}={value} needs the package {name}: pip install 'llava-fsdp[{name}]', or leave it out"
+            )
+
+
+def values_of_step(row: dict[str, Any]) -> dict[str, float]:
+    """A row of metrics.jsonl by the names that trackers show."""
+    found = {name: row[key] for key, name in NAMES.items() if row.get(key) is not None}
+    sources = row.get("sources") or {}
+    if len(sources) > 1:
+        found |= {f"loss_by_source/{name}": own["loss"] for name, own in sources.items() if own["loss"] is not None}
+    return found
+
+
+def values_of_validation(row: dict[str, Any]) -> dict[str, float]:
+    """A row of validation.jsonl likewise."""
+    found = {f"validation/{key}": row.get(key) for key in ("loss", "score", "seconds")}
+    sources = row.get("sources") or {}
+    if len(sources) > 1:
+        found |= {f"validation_loss_by_source/{name}": own.get("loss") for name, own in sources.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+class Trackers:
+    """What is wanted of them, fed by one thread."""
+
+    def __init__(self, cfg: Config, first_step: int, run: str, about: dict[str, Any], values: dict[str, Any]):
+        """
+        Args:
+            run: names the run through all its starts.
+            values: of the configuration, by dotted key.
+        """
+        self.cfg = cfg
+        self.first_step = first_step
+        self.name = run
+        self.about = about
+        self.values = {
+            key: value if isinstance(value, int | float) else written(value)
+            for key, value in redact_values(values, secrets_of()).items()
+        }
+        self.waiting: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(MOST_WAITING)
+        self.thread: threading.Thread | None = None
+        self.wanted = cfg.track.tensorboard or cfg.track.wandb is not WandbMode.off
+        self.exit_code = 0
+        self.dropped = 0
+
+    def step(self, row: dict[str, Any]) -> None:
+        if self.wanted:
+            self.put(row["step"], values_of_step(row))
+
+    def validation(self, row: dict[str, Any]) -> None:
+        if self.wanted:
+            self.put(row["step"], values_of_validation(row))
+
+    def put(self, step: int, values: dict[str, float]) -> None:
+        if self.thread is None:
+            self.thread = threading.Thread(target=self.work, name="tracking", daemon=True)
+            self.thread.start()
+        try:
+            self.waiting.put_nowait((step, values))
+        except queue.Full:
+            self.dropped += 1
+            if self.dropped == 1:
+                log().warning("tracking is behind by %d rows, and goes without more until it is not", MOST_WAITING)
+
+    def work(self) -> None:
+        """In the thread: open them, hand rows on, close them."""
+        opened: list[Tracker] = []
+        with warned_of("TensorBoard cannot be told of this run"):
+            opened += [TensorBoard(self)] if self.cfg.track.tensorboard else []
+        with warned_of("Weights & Biases cannot be told of this run"):
+            opened += [WeightsAndBiases(self)] if self.cfg.track.wandb is not WandbMode.off else []
+        while (found := self.waiting.get()) is not None:
+            for tracker in list(opened):
+                with warned_of(f"{type(tracker).__name__} is told no more") as good:
+                    tracker.log(*found)
+                if not good:
+                    opened.remove(tracker)
+        for tracker in opened:
+            with warned_of(f"{type(tracker).__name__} was not closed"):
+                tracker.close(self.exit_code)
+
+    def close(self, exit_code: int = 0, patience: float = PATIENCE) -> None:
+        """Wait until what waits has been told, for `patience` seconds in all."""
+        if self.thread is None:
+            return
+        self.exit_code = exit_code
+        until = time.monotonic() + patience
+        try:
+            self.waiting.put(None, timeout=patience)
+            self.thread.join(max(0.0, until - time.monotonic()))
+        except queue.Full:
+            pass
+        if self.thread.is_alive():
+            log().warning(
+                "tracking was not finished %d seconds after the end of the run; `wandb sync` sends what is missing",
+                patience,
+            )
+        self.thread = None
+
+
+@contextlib.contextmanager
+def warned_of(what: str) -> Iterator[list[None]]:
+    """Whatever is raised within is a warning; what it yields is empty then."""
+    good = [None]
+    try:
+        yield good
+    except Exception as error:
+        good.clear()
+        log().warning(
+            "%s (%s: %s); the training goes on", what, type(error).__name__, " ".join(str(error).split())[:500]
+        )
+
+
+class TensorBoard:
+    """Event files; of steps that are done once more after a resume, TensorBoard shows the later ones alone."""
+
+    def __init__(self, run: Trackers):
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = Path(run.cfg.output_dir) / FOLDER
+        self.writer = SummaryWriter(str(folder), purge_step=run.first_step + 1, flush_secs=10)
+        text = "\n".join(f"    {key}: {value}" for key, value in {**run.values, **flat(run.about)}.items())
+        self.writer.add_text("run", text, run.first_step + 1)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self, exit_code: int) -> None:
+        self.writer.close()
+
+
+class WeightsAndBiases:
+    """One run there for all starts of a run here. Its files lie in `output_dir/wandb`."""
+
+    def __init__(self, run: Trackers):
+        import wandb
+
+        cfg, folder = run.cfg.track, Path(run.cfg.output_dir)
+        self.run = wandb.init(
+            project=cfg.project,
+            name=cfg.name or folder.resolve().name,
+            id=run.name,
+            dir=str(folder),
+            mode=cfg.wandb.value,  # pyright: ignore[reportArgumentType]
+            resume="allow" if cfg.wandb is WandbMode.online else None,
+            config={**run.values, **flat(run.about)},
+            # its metadata would be this process's bare command line, the user and the machine
+            settings=wandb.Settings(console="off", silent=True, save_code=False, x_disable_meta=True, host="-"),
+        )
+        self.run.define_metric("validation/step")
+        self.run.define_metric("validation*", step_metric="validation/step")
+        self.teardown = wandb.teardown
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """A step that is done once more after a resume is dropped there: it has the values that it had.
+
+        A validation is told after later steps, at which no value of an earlier one would be taken.
+        """
+        if any(name.startswith("validation") for name in values):
+            self.run.log({"validation/step": step, **values})
+        else:
+            self.run.log(values, step=step)
+
+    def close(self, exit_code: int) -> None:
+        self.run.finish(exit_code=exit_code)
+        self.teardown()  # the last rows are written by a process of its own, which would be cut short with this one
+
+
+def flat(about: dict[str, Any]) -> dict[str, str]:
+    """What is said of a run, as texts without secrets."""
+    known = secrets_of()
+    plain = {key: value for key, value in about.items() if not isinstance(value, list) and value is not None}
+    return {f"about.{key}": redact(written(value), known) for key, value in dotted(plain).items()}

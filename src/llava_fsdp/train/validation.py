@@ -1,0 +1,233 @@
+"""A run measured on held-out records while it trains: their loss, and answers to questions about them.
+
+Between two steps, by all ranks together, with the model as it is sharded. What is trained is the same to the bit with
+and without it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from llava_fsdp.config import Config, Metric
+from llava_fsdp.data.validation_prompts import HeldOutQuestion
+from llava_fsdp.data.validation_set import HeldOut
+from llava_fsdp.distributed.consensus import on_first_rank
+from llava_fsdp.distributed.eval_mode import evaluating
+from llava_fsdp.distributed.mesh import own_rank
+from llava_fsdp.model.generation import check_answers
+from llava_fsdp.report.run_reader import VALIDATION_FILE
+from llava_fsdp.runtime.errors import StorageError
+from llava_fsdp.runtime.heartbeat import Phase
+from llava_fsdp.runtime.jsonl import Rows
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.os_errors import why
+from llava_fsdp.runtime.watchdog import Life
+from llava_fsdp.train.metrics import cut_back, finite, rows_of
+from llava_fsdp.train.state import TrainState
+from llava_fsdp.train.validation_answers import Answered, Asker
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Of the labels of some held-out records."""
+
+    total: float
+    """Sum over them."""
+    label_tokens: int
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """Mean of a label, null where there is none or it is not finite."""
+        mean = self.total / self.label_tokens if self.label_tokens else math.nan
+        return {"loss": finite(mean), "label_tokens": self.label_tokens}
+
+
+class NoValidation:
+    """Of a run that is not measured."""
+
+    def after_step(self) -> None:
+        """Nothing is due."""
+
+    def catch_up(self) -> None:
+        """Nothing is owed."""
+
+
+class Validation(NoValidation):
+    """Measures a run where it is due, on every rank alike, and writes it down on the first."""
+
+    def __init__(
+        self,
+        state: TrainState,
+        held_out: HeldOut,
+        cfg: Config,
+        last_step: int,
+        life: Life,
+        pause: Callable[[], None],
+        note: Callable[[str], None],
+    ):
+        """
+        Args:
+            pause: a collective between two batches, which does what any rank was asked for, and ends the run where that
+                is to stop.
+            note: shows how far it is.
+        """
+        self.state = state
+        self.held_out = held_out
+        self.cfg = cfg
+        self.last_step = last_step
+        self.life = life
+        self.note = note
+        self.pause_run = pause
+        self.rows = Rows(Path(cfg.output_dir) / VALIDATION_FILE)
+        self.asker = Asker(state.model, held_out, cfg, life.wants_stop, self.pause)
+        self.done = on_first_rank(self.begin_file, f"cannot begin {self.rows.path}")
+        if held_out.questions:
+            with evaluating(state.model, held_out.loader.device):
+                size = held_out.loader.steps.pictures.preprocessor.size
+                check_answers(state.model, held_out.loader.device, size)
+
+    def begin_file(self) -> bool:
+        """Drop the rows of steps that are done again; whether the step that the run stands at has one."""
+        try:
+            cut_back(self.rows.path, self.state.step)
+        except OSError as error:
+            raise StorageError(f"{self.rows.path} cannot be written ({why(error, self.rows.path)})") from error
+        return self.rows.path.is_file() and bool(rows_of(self.rows.path, range(self.state.step, self.state.step + 1)))
+
+    def is_due(self) -> bool:
+        step, every = self.state.step, self.cfg.val.every
+        return every is not None and step > 0 and (step % every == 0 or step >= self.last_step)
+
+    def after_step(self) -> None:
+        """Measure where it is due. A collective.
+
+        Raises:
+            Stopped: a stop was asked for; the run continues with this validation.
+            DataError: a held-out record is wrong that was right before the run began, and `data.bad` does not allow it.
+        """
+        if self.is_due():
+            self.measure()
+
+    def catch_up(self) -> None:
+        """What a run that continues owes of the step that it stands at: it stopped, or died, before it was done."""
+        if self.is_due() and not self.done:
+            log().info("the validation of step %d is still to be done", self.state.step)
+            self.measure()
+
+    def pause(self) -> None:
+        self.pause_run()
+        self.life.at(Phase.VALIDATION, self.state.step)
+
+    def measure(self) -> None:
+        started = time.perf_counter()
+        self.life.at(Phase.VALIDATION, self.state.step)
+        device = self.held_out.loader.device
+        try:
+            with evaluating(self.state.model, device):
+                losses = self.losses()
+                answers = self.asker.answers()
+        except RuntimeError:  # raised wherever a data worker's death finds us
+            self.held_out.loader.check_workers()
+            raise
+        if own_rank() == 0:
+            self.report(losses, answers, time.perf_counter() - started)
+
+    def losses(self) -> list[Loss]:
+        """Of each source, over all its records on all ranks. A collective."""
+        loader, order = self.held_out.loader, self.held_out.order
+        labels = [0] * len(self.held_out.names)
+        sums = torch.zeros(len(labels), dtype=torch.float64, device=loader.device)
+        steps = loader.prepared(0, self.life.wants_stop)
+        for number, step in enumerate(steps):
+            self.pause()
+            assert step is not None, "a rank that is asked to stop stops all"
+            step = loader.agree(step)
+            source = order.source(number)
+            for micro in step.micro_batches:
+                sums[source] += self.state.model(*loader.to_device(micro).inputs)
+            labels[source] += step.facts.label_tokens
+            for left_out in step.facts.left_out if own_rank() == 0 else ():
+                log().warning("the validation goes without %s", left_out.reason)
+            self.note(f"validating: {number + 1} of {order.per_epoch}")
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        return [Loss(total, count) for total, count in zip(sums.tolist(), labels, strict=True)]
+
+    def report(self, losses: list[Loss], answers: list[Answered], seconds: float) -> None:
+        row = row_of(self.state.step, dict(zip(self.held_out.names, losses, strict=True)), answers, seconds)
+        asked = [shown(self.held_out.questions[own.number], own) for own in answers[: self.cfg.val.shown]]
+        row |= {"metric": self.cfg.val.metric.value if self.held_out.questions else None, "answers": asked}
+        self.rows.add(row)
+        log().info("%s", told(row))
+        if row["loss"] is None:
+            log().warning("validation after step %d: the loss is no number", self.state.step)
+
+
+def row_of(step: int, losses: dict[str, Loss], answers: list[Answered], seconds: float) -> dict[str, Any]:
+    whole = Loss(sum(own.total for own in losses.values()), sum(own.label_tokens for own in losses.values()))
+    return {
+        "step": step,
+        **whole.row,
+        "sources": {name: own.row for name, own in losses.items()},
+        "metric": None,
+        "score": sum(own.score for own in answers) / len(answers) if answers else None,
+        "questions": len(answers),
+        "seconds": seconds,
+        "answers": [],
+    }
+
+
+def shown(asked: HeldOutQuestion, answered: Answered) -> dict[str, Any]:
+    """What the file keeps of an answer."""
+    return {
+        "record": asked.record,
+        "question": asked.question,
+        "answer": answered.text,
+        "references": [asked.reference],
+        "score": answered.score,
+        "picture": str(asked.pictures[0].absolute()) if asked.pictures else None,
+    }
+
+
+def told(row: dict[str, Any]) -> str:
+    """One line."""
+
+    def loss(own: dict[str, Any]) -> str:
+        return "none" if own["loss"] is None else f"{own['loss']:.4f}"
+
+    found = f"validation after step {row['step']}: loss {loss(row)} of {row['label_tokens']:,} label tokens"
+    if len(row["sources"]) > 1:
+        found += f" ({', '.join(f'{name} {loss(own)}' for name, own in row['sources'].items())})"
+    if row["score"] is not None:
+        kind = "exact match" if row["metric"] == Metric.exact.value else "VQA accuracy"
+        found += f", {kind} {row['score']:.1%} of {row['questions']} questions"
+    return f"{found}, {row['seconds']:.1f} s"
+
+
+def open_validation(
+    state: TrainState,
+    cfg: Config,
+    last_step: int,
+    life: Life,
+    pause: Callable[[], None],
+    note: Callable[[str], None],
+) -> NoValidation:
+    """What measures the run, or what does nothing where `val.every` is null.
+
+    Raises:
+        ConfigError: the model cannot write answers.
+        StorageError: output_dir cannot be written.
+    """
+    if state.held_out is None:
+        if cfg.val.is_named and own_rank() == 0:
+            log().warning("held-out records are named, and val.every=null never looks at them; set val.every=STEPS")
+        return NoValidation()
+    return Validation(state, state.held_out, cfg, last_step, life, pause, note)

@@ -1,0 +1,133 @@
+"""Held-out questions answered by the model that trains, dealt over the ranks, and how right the answers are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import nn
+
+from llava_fsdp.config import Bad, Config, Metric
+from llava_fsdp.data.batching.collate import Row
+from llava_fsdp.data.text.detokenize import AnswerText, stops_of
+from llava_fsdp.data.text.templates import template
+from llava_fsdp.data.validation_prompts import HeldOutQuestion, lay_out_prompts
+from llava_fsdp.data.validation_set import HeldOut
+from llava_fsdp.distributed.consensus import any_rank
+from llava_fsdp.distributed.mesh import gather_lists
+from llava_fsdp.evaluate.scoring import exact_match, vqa_accuracy
+from llava_fsdp.model.generation import write_answers
+from llava_fsdp.model.llava import Llava
+from llava_fsdp.runtime.errors import PictureError
+from llava_fsdp.runtime.log import log
+
+SCORES = {Metric.exact: exact_match, Metric.vqa: vqa_accuracy}
+
+
+@dataclass(frozen=True)
+class Answered:
+    """An answer, and what it is worth, 0 to 1."""
+
+    number: int
+    """Of the question."""
+    text: str
+    score: float
+
+
+class Asker:
+    """Asks a run's held-out questions of the model as it is sharded.
+
+    Every rank runs as many forward passes as the others, whatever its questions: as many batches, each as long as the
+    longest answer of any rank, and one blank row where it has no question left.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        held_out: HeldOut,
+        cfg: Config,
+        wants_stop: Callable[[], bool],
+        pause: Callable[[], None],
+    ):
+        """
+        Args:
+            wants_stop: whether this rank was asked to stop.
+            pause: a collective between two batches, which ends the run where a stop was asked for.
+        """
+        assert isinstance(model, Llava)  # FSDP makes a subclass of it
+        self.model = model
+        self.loader = held_out.loader
+        self.questions = held_out.questions
+        self.cfg = cfg
+        self.wants_stop = wants_stop
+        self.pause = pause
+        self.tokenizer = self.loader.steps.encoder.tokenizer
+        self.stop = template(cfg.trained_template).stop
+        self.stops = stops_of(self.tokenizer, self.stop, model.parts.language.eos_token_id)
+
+    @property
+    def rows(self) -> int:
+        """Questions that a rank answers at once.
+
+        Keys and values of a position are up to twice what a block of layers keeps of it for its backward pass: so half
+        of a micro-batch's positions take no more memory than training does.
+        """
+        longest = max(len(asked.sample.input_ids) for asked in self.questions) + self.cfg.val.max_new_tokens
+        return max(1, min(self.cfg.val.batch_size, self.cfg.row_tokens // 2 // longest))
+
+    def answers(self) -> list[Answered]:
+        """On every rank those of all, in the order of the questions. A collective.
+
+        Raises:
+            PictureError: a picture cannot be read any more, and `data.bad=fail`.
+        """
+        if not self.questions:
+            return []
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        lengths = [len(asked.sample.input_ids) for asked in self.questions]
+        by_length = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
+        at_once = size * self.rows
+        found: list[Answered] = []
+        for begin in range(0, len(by_length), at_once):
+            self.pause()
+            found += self.answer(by_length[begin : begin + at_once][rank::size])
+        self.pause()  # an answer that a stop has cut short is none
+        return sorted(gather_lists(found), key=lambda answered: answered.number)
+
+    def answer(self, numbers: list[int]) -> list[Answered]:
+        """This rank's questions of a batch; none is a batch too."""
+        read = [(number, row) for number in numbers if (row := self.read(self.questions[number])) is not None]
+        prompts = lay_out_prompts([row for _, row in read], self.loader.steps.collate)
+        micro = self.loader.to_device(prompts.micro)
+        shown = micro.image_positions, micro.image_rows, micro.images
+        mask = prompts.mask.to(micro.input_ids.device)
+
+        texts = [AnswerText(self.tokenizer, self.stop, self.stops) for _ in read]
+        pieces: list[list[str]] = [[] for _ in read]
+
+        def all_done(chosen: list[int]) -> bool:
+            for text, found, token in zip(texts, pieces, chosen, strict=False):  # a blank row has no text
+                found.append(text.push(token))
+            goes_on, stops = any_rank(not all(text.ended for text in texts), self.wants_stop())
+            return stops or not goes_on
+
+        write_answers(self.model, micro.input_ids, mask, shown, self.cfg.val.max_new_tokens, all_done)
+        answers = ["".join([*found, text.close()]) for text, found in zip(texts, pieces, strict=True)]
+        score = SCORES[self.cfg.val.metric]
+        return [
+            Answered(number, text, score(text, [self.questions[number].reference]))
+            for (number, _), text in zip(read, answers, strict=True)
+        ]
+
+    def read(self, asked: HeldOutQuestion) -> Row | None:
+        """A question and its tiles; None where a picture is broken, and `data.bad=quarantine`."""
+        try:
+            return asked.sample, [self.loader.steps.pictures.load(path, asked.record) for path in asked.pictures]
+        except PictureError as error:
+            if self.loader.data.bad is Bad.fail:
+                error.on_every_rank = False  # every rank reads its own
+                error.about(record=asked.record)
+                raise
+            log().warning("the validation goes without %s", error)
+            return None

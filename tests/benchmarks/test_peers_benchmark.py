@@ -1,0 +1,182 @@
+"""What benchmarks/peers.py asserts before it times, whom it leaves out and why, and README's table of it."""
+
+import argparse
+import copy
+import importlib
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ROUND = {"cpu": 2.0, "wall": 1.0, "losses": [3.0, 2.0], "norms": [1.0, 0.5]}
+
+
+def imported(name: str) -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        yield importlib.import_module(name)
+
+
+@pytest.fixture(scope="module")
+def peers() -> Iterator[ModuleType]:
+    yield from imported("peers")
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[ModuleType]:
+    yield from imported("peers_table")
+
+
+@pytest.fixture(scope="module")
+def data() -> Iterator[ModuleType]:
+    yield from imported("peers_data")
+
+
+def seen(**changed: Any) -> dict[str, list[dict[str, Any]]]:
+    return {name: [copy.deepcopy(ROUND) | changed] for name in ("mixed", "equal")}
+
+
+def test_a_peer_that_computes_something_else_is_not_timed(peers: ModuleType) -> None:
+    near = seen(losses=[3.0 * (1 + 5e-6), 2.0])
+    assert peers.check_equal({"a": seen(), "b": near})["first losses"] == pytest.approx(5e-6)
+    peers.check_equal({"a": seen(), "b": seen(norms=[])})  # not every peer tells its norm
+    with pytest.raises(SystemExit, match=r"b, mixed: losses .* are not those of a"):
+        peers.check_equal({"a": seen(), "b": seen(losses=[3.0 * (1 + 2e-5), 2.0])})
+    with pytest.raises(SystemExit, match="b, mixed: losses"):  # a later step shows another update
+        peers.check_equal({"a": seen(), "b": seen(losses=[3.0, 2.1])})
+    with pytest.raises(SystemExit, match="b, mixed: norms"):
+        peers.check_equal({"a": seen(), "b": seen(norms=[1.1, 0.5])})
+    with pytest.raises(SystemExit, match="b, mixed: losses"):
+        peers.check_equal({"a": seen(), "b": seen(losses=[float("nan"), 2.0])})
+
+
+def test_who_cannot_run_is_said(peers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "DeepSpeed is not installed here" in peers.missing("zero3")
+    assert "accelerate" in peers.missing("hf")
+    assert peers.missing("by hand") is None and peers.missing("ours packed") is None
+
+
+def test_goals_are_of_the_fastest_peer_that_ran(peers: ModuleType) -> None:
+    speeds = {"ours packed": 16.0, "ours padded": 12.0, "by hand": 10.0, "zero3": 8.0, "by hand, our model": 16.5}
+    rows = [
+        {"data": data, "peer": peer, "real_tokens_per_cpu_second": speed}
+        for data in ("mixed", "equal")
+        for peer, speed in speeds.items()
+    ]
+    goals = {g["what"]: (g["value"], g["met"]) for g in peers.goals_of(rows)}
+    assert goals["mixed lengths: ours packed / the best padded peer"] == (1.6, True)
+    assert goals["mixed lengths: ours packed / the best of all others"] == (16 / 12, True)
+    assert goals["equal lengths: ours packed / DeepSpeed ZeRO-3"] == (2.0, True)
+    assert goals["mixed lengths: the trainer beside the loop by hand, our model"] == (16 / 16.5, False)
+    alone = peers.goals_of([r for r in rows if r["peer"] == "ours packed"])
+    assert alone == []
+
+
+@pytest.mark.parametrize("layout", ["grouped", "ours"])
+def test_every_layout_has_the_samples_of_the_step(data: ModuleType, layout: str) -> None:
+    order = data.Fixed(2, layout)
+    for step in range(2):
+        numbers = order.samples(step)
+        assert numbers == list(range(step * 32, step * 32 + 32))
+        cuts = order.cuts(step)
+        assert (cuts is None) == (layout == "ours")
+        assert cuts is None or [n for rank in cuts for micro in rank for n in micro] == numbers
+
+
+def test_lengths_are_llavas_and_equal_ones_have_nothing_to_pad(data: ModuleType) -> None:
+    mixed, equal = data.lengths_of("mixed", 3), data.lengths_of("equal", 3)
+    assert len(mixed) == len(equal) == 3 * 32
+    assert all(shown for _, shown in mixed) and len(set(equal)) == 1
+    mean = sum(n for n, _ in mixed) / len(mixed)
+    assert mean == pytest.approx(equal[0][0], rel=0.1)
+
+
+def result(**changed: Any) -> dict[str, Any]:
+    rows = [
+        {"data": data, "peer": peer, "real_tokens_per_cpu_second": speed}
+        for peer, speeds in {"ours packed": (2000.0, 1500.0), "by hand": (1000.0, 1500.0)}.items()
+        for data, speed in zip(("mixed", "equal"), speeds, strict=True)
+    ]
+    return {
+        "rows": rows, "peers": {"ours packed": "ours", "by hand": "a loop", "zero3": "DeepSpeed"},
+        "not_run": {"zero3": "not installed"}, "options": {"hidden": 512, "layers": 8, "repeats": 6, "steps": 3,
+        "padded": "grouped"}, "machine": {"device": "a processor"}, "versions": {"torch": "2.13.0"}, "ranks": 2,
+        "precision": "fp32", "command": "python benchmarks/peers.py", "commit": "0123456789abcdef",
+        "equality": {"first losses": 2e-7}, "torch": "2.13.0", "date": "2026-01-01",
+    } | changed  # fmt: skip
+
+
+def test_the_table_shows_both_data_sets_and_who_did_not_run(table: ModuleType) -> None:
+    text = table.markdown(result(), "benchmarks/results/x.json")
+    assert "| ours | 2,000 | 1.00 x | 1,500 | 1.00 x |" in text
+    assert "| a loop | 1,000 | 2.00 x | 1,500 | 1.00 x |" in text
+    assert "| DeepSpeed | NOT RUN: not installed |" in text
+    assert "never been run" in text and "(benchmarks/results/x.png)" in text
+
+
+def test_only_what_is_between_the_markers_is_rewritten(
+    table: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme, stored = tmp_path / "README.md", tmp_path / "results" / "peers-cpu-2026-01-01.json"
+    stored.parent.mkdir()
+    stored.write_text(json.dumps(result()))
+    readme.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nbehind\n")
+    table.rewrite_readme(stored, readme)
+    text = readme.read_text()
+    assert text.startswith(f"before\n{table.BEGIN}\n| |") and text.endswith(f"\n{table.END}\nbehind\n")
+    assert "old" not in text.split() and "(results/peers-cpu-2026-01-01.json)" in text
+    table.rewrite_readme(stored, readme)
+    assert readme.read_text() == text
+    for wrong in ("{}", "no json"):
+        stored.write_text(wrong)
+        with pytest.raises(SystemExit, match=r"is no result of benchmarks/peers\.py"):
+            table.rewrite_readme(stored, readme)
+    assert readme.read_text() == text
+    with pytest.raises(SystemExit, match=r"README\.md needs one"):
+        table.replaced("no markers", "block")
+
+
+def test_readme_shows_the_newest_stored_result(table: ModuleType) -> None:
+    """Nothing in it is typed by hand: `python benchmarks/peers.py --readme` of that file changes nothing."""
+    text = (ROOT / "README.md").read_text()
+    block = text.split(table.BEGIN)[1].split(table.END)[0].strip("\n")
+    stored = sorted((ROOT / "benchmarks" / "results").glob("peers-cpu-*.json"))
+    if not stored:
+        assert block == table.NO_RESULT
+    else:
+        report = json.loads(stored[-1].read_text())
+        assert block == table.markdown(report, stored[-1].relative_to(ROOT).as_posix())
+
+
+def test_options_are_checked(peers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong in (["--hidden", "100"], ["--repeats", "0"], ["--peers", "nobody"]):
+        monkeypatch.setattr("sys.argv", ["peers.py", *wrong])
+        with pytest.raises(SystemExit) as ended:
+            peers.parse()
+        assert ended.value.code == 2
+    monkeypatch.setattr("sys.argv", ["peers.py", "--quick"])
+    options = peers.parse()
+    assert isinstance(options, argparse.Namespace) and (options.hidden, options.steps) == (64, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_two_peers_run_and_agree(
+    peers: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["ours packed", "by hand"]
+    monkeypatch.setattr("sys.argv", ["peers.py", str(tmp_path), "--quick", "--peers", *names])
+    peers.main()
+    (path,) = tmp_path.glob("peers-cpu-*.json")
+    report = json.loads(path.read_text())
+    assert [(r["peer"], r["data"]) for r in report["rows"]] == [(n, d) for d in ("mixed", "equal") for n in names]
+    assert report["equality"]["first losses"] < 1e-5 and str(tmp_path) not in path.read_text()
+    mixed, equal = (r for r in report["rows"] if r["peer"] == "by hand")
+    assert mixed["computed_positions"] > mixed["real_tokens"]
+    assert equal["computed_positions"] == equal["real_tokens"]

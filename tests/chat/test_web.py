@@ -1,0 +1,492 @@
+"""The page to talk to a model: in a real browser, asked by others than a browser, and what its guard lets through."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import zlib
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import page
+from hydra import compose, initialize_config_dir
+from PIL import Image
+
+from llava_fsdp.chat.assistant import Assistant, Question
+from llava_fsdp.chat.web import queue as serving_line
+from llava_fsdp.chat.web.queue import MOST as MOST_WAITING
+from llava_fsdp.chat.web.queue import Line, Place
+from llava_fsdp.chat.web.security import Guard, check_body, check_names, check_route
+from llava_fsdp.chat.web.security import Refused as RefusedError
+from llava_fsdp.chat.web.server import bound
+from llava_fsdp.chat.web.sessions import Talks
+from llava_fsdp.config import AspectRatio, ChatConfig, config_dir, load
+from llava_fsdp.data.records.record import Turn
+from llava_fsdp.data.text.templates import IMAGE_TAG
+from llava_fsdp.model.generation import Sampling
+from llava_fsdp.runtime.errors import ConfigError, DataError
+
+PATIENCE = 90_000
+"""Milliseconds that the browser waits for what must come."""
+
+
+PACED = """
+import time
+from llava_fsdp.chat.assistant import Assistant
+from llava_fsdp.chat.main import main
+
+fast = Assistant.stream
+
+def paced(*args):
+    stream = fast(*args)
+    while True:
+        time.sleep(0.03)
+        try:
+            yield next(stream)
+        except StopIteration as end:
+            return end.value
+
+Assistant.stream = paced
+main()
+"""
+"""The command, with a model that takes its time as a real one does: a small one is done before a button is found."""
+
+
+def configured(*overrides: str) -> ChatConfig:
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return load(ChatConfig, compose("chat", list(overrides)))
+
+
+class Served:
+    """The command, running."""
+
+    def __init__(self, checkpoint: Path, folder: Path):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        words = [f"model.checkpoint={checkpoint}", f"port={self.port}", "max_upload_mb=1", "max_images=3"]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PACED, "serve=true", "max_new_tokens=8", *words],
+            cwd=folder, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.said: list[str] = []
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.said.append(line)
+            if "the page is at" in line:
+                break
+        else:
+            raise AssertionError("".join(self.said))
+        self.reader = threading.Thread(target=lambda: self.said.extend(self.process.stderr or []), daemon=True)
+        self.reader.start()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def asked(self, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, bytes]:
+        link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        link.request(method, path, body or None, named)
+        found = link.getresponse()
+        return found.status, found.read()
+
+    def sent(self, name: str, content: bytes) -> tuple[int, bytes]:
+        """A file, as the page sends it."""
+        head = f'--x\r\nContent-Disposition: form-data; name="files"; filename="{name}"\r\n\r\n'.encode()
+        kind = {"Content-Type": "multipart/form-data; boundary=x"}
+        return self.asked("POST", "/gradio_api/upload", head + content + b"\r\n--x--\r\n", **kind)
+
+
+@pytest.fixture(scope="module")
+def served(noise: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    pytest.importorskip("gradio", reason="gradio is not installed")
+    made = Served(noise, tmp_path_factory.mktemp("served"))
+    try:
+        yield made
+    finally:
+        made.process.kill()
+        made.process.wait()
+
+
+@pytest.fixture(scope="module")
+def assistant(noise: Path) -> Assistant:
+    return Assistant(str(noise), "v1", AspectRatio.pad)
+
+
+def bomb(path: Path) -> Path:
+    """A PNG of 400 megapixels in a few bytes."""
+    size = struct.pack(">IIBBBBB", 20000, 20000, 8, 0, 0, 0, 0)
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    data = zlib.compress(bytes(20001 * 100), 9)
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", data) + chunk(b"IEND", b""))
+    return path
+
+
+def ask(shown: Any, text: str, *files: Path) -> None:
+    if files:
+        shown.set_input_files("input[type=file]", [str(file) for file in files])
+        shown.wait_for_function(
+            f"document.querySelectorAll('.thumbnail-item').length == {len(files)}", timeout=PATIENCE
+        )
+    shown.fill("textarea", text)
+    shown.click("button[aria-label=Submit]")
+
+
+def answers(shown: Any, number: int) -> list[str]:
+    """Of the model, once there are so many and the last one is complete."""
+    shown.wait_for_function(
+        f"document.querySelectorAll('[data-testid=bot]').length == {number} && "
+        "!document.querySelector('textarea').disabled",
+        timeout=PATIENCE,
+    )
+    return [text.strip() for text in shown.locator("[data-testid=bot]").all_inner_texts()]
+
+
+def warned(shown: Any) -> str:
+    """The message that the page shows, which is then taken away."""
+    shown.wait_for_selector(".toast-body", timeout=PATIENCE)
+    text = shown.inner_text(".toast-body")
+    shown.click(".toast-close")
+    shown.wait_for_selector(".toast-body", state="detached", timeout=PATIENCE)
+    return " ".join(text.split())
+
+
+def given_back(shown: Any, text: str, files: int) -> None:
+    """A question that is refused stands in the box again, with its files, which are then taken out."""
+    shown.wait_for_function(f"document.querySelectorAll('.thumbnail-item').length == {files}", timeout=PATIENCE)
+    assert shown.input_value("textarea") == text
+    for left in range(files - 1, -1, -1):
+        shown.locator("button[aria-label='Remove file']").first.click(force=True)
+        shown.wait_for_function(f"document.querySelectorAll('.thumbnail-item').length == {left}", timeout=PATIENCE)
+
+
+def as_shown(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.e2e
+def test_a_conversation(served: Served, assistant: Assistant, dataset: Path, tmp_path: Path) -> None:
+    """Two pictures and a question, then another question; nothing comes from elsewhere, texts are no HTML."""
+    pictures = [dataset / "images" / name for name in ("0.jpg", "1.png")]
+    first, second = "what is <b>left</b> & right", "and above"
+    turns = [Turn("human", f"{IMAGE_TAG}\n{IMAGE_TAG}\n{first}")]
+    expected = []
+    for text in (first, second):
+        turns += [Turn("human", text)] if expected else []
+        expected += assistant.answers([Question(turns, pictures, "")], 8)
+        turns.append(Turn("gpt", expected[-1]))
+    with page() as shown:
+        asked: list[str] = []
+        shown.on("request", lambda request: asked.append(request.url))
+        shown.goto(served.address, timeout=PATIENCE)
+        shown.wait_for_selector("textarea", timeout=PATIENCE)
+        ask(shown, first, *pictures)
+        assert list(map(as_shown, answers(shown, 1))) == [as_shown(expected[0])]
+        assert first in shown.locator("[data-testid=user]").last.inner_text()
+        assert shown.locator("[data-testid=user] b").count() == 0
+        sizes = shown.eval_on_selector_all("[data-testid=user] img", "all => all.map(i => i.naturalWidth)")
+        assert sizes == [Image.open(path).width for path in pictures]
+        labels = shown.eval_on_selector_all("button", "all => all.filter(b => b.offsetParent).map(b => b.ariaLabel)")
+        assert "Submit" in labels and not {"Share", "Download"} & set(labels), "buttons that send or fetch files"
+        shown.screenshot(path=tmp_path / "conversation.png")
+        ask(shown, second)
+        assert list(map(as_shown, answers(shown, 2))) == [as_shown(text) for text in expected]
+        shown.click("text=New conversation")
+        shown.wait_for_selector("[data-testid=bot]", state="detached", timeout=PATIENCE)
+        ask(shown, second)
+        alone = assistant.answers([Question([Turn("human", second)], [], "")], 8)
+        assert list(map(as_shown, answers(shown, 1))) == [as_shown(alone[0])], "nothing is left of the one before"
+    assert asked and all(url.startswith((f"{served.address}/", "data:", "blob:")) for url in asked)
+
+
+@pytest.mark.e2e
+def test_files_that_are_refused(served: Served, dataset: Path, tmp_path: Path) -> None:
+    """Each with a message that names no folder of this machine, after which the page goes on."""
+    text = tmp_path / "text.jpg"
+    text.write_text("no picture at all")
+    large = tmp_path / "large.png"
+    large.write_bytes(bytes((1 << 20) + 1))
+    with page() as shown:
+        shown.goto(served.address, timeout=PATIENCE)
+        shown.wait_for_selector("textarea", timeout=PATIENCE)
+        ask(shown, "what", text)
+        shown.wait_for_selector(".toast-body", timeout=PATIENCE)
+        shown.screenshot(path=tmp_path / "refused.png")
+        assert "text.jpg: cannot be read: it is none of JPEG" in warned(shown)
+        given_back(shown, "what", 1)
+        ask(shown, "what", bomb(tmp_path / "bomb.png"))
+        said = warned(shown)
+        assert "bomb.png: has 400000000 pixels, over the limit" in said or "20000 x 20000 pixels" in said
+        given_back(shown, "what", 1)
+        ask(shown, "what", *(dataset / "images" / name for name in ("0.jpg", "1.png", "2.jpg", "3.png")))
+        assert "a conversation takes 3 pictures at most" in warned(shown)
+        given_back(shown, "what", 4)
+        shown.set_input_files("input[type=file]", str(large))
+        said = warned(shown)
+        assert re.search(r"(?i)size", said), said
+    assert "/tmp" not in said
+    assert served.process.poll() is None
+
+
+def opened(shown: Any, served: Served, most_tokens: int = 8) -> None:
+    shown.goto(served.address, timeout=PATIENCE)
+    shown.click("text=How answers are written", timeout=PATIENCE)
+    shown.fill("input[aria-label*='max_new_tokens']", str(most_tokens))
+    shown.keyboard.press("Tab")
+
+
+@pytest.mark.e2e
+def test_an_answer_is_stopped(served: Served, assistant: Assistant) -> None:
+    """It ends as a beginning of what would have been said, also while others wait for their turn."""
+    most = 1500
+    [whole] = assistant.answers([Question([Turn("human", "what")], [], "")], most)
+    with page() as shown:
+        opened(shown, served, most)
+        other = shown.context.browser.new_page()
+        opened(other, served)
+        ask(shown, "what")
+        shown.wait_for_selector("[data-testid=bot]", timeout=PATIENCE)
+        ask(other, "begun anew")
+        other.wait_for_selector("text=waits for its turn: 1 question is before it", timeout=PATIENCE)
+        other.click("text=New conversation")
+        other.wait_for_selector("[data-testid=user]", state="detached", timeout=PATIENCE)
+        ask(other, "taken back")
+        other.wait_for_selector("text=waits for its turn: 1 question is before it", timeout=PATIENCE)
+        other.click("button:has-text('Stop')")
+        other.wait_for_selector("[data-testid=bot]", state="detached", timeout=PATIENCE)
+        shown.click("button:has-text('Stop')")
+        [cut] = answers(shown, 1)
+        assert cut and as_shown(whole).startswith(as_shown(cut)) and len(cut) < len(whole.strip())
+        assert other.locator("[data-testid=bot]").count() == 0 and other.input_value("textarea") == "taken back"
+        assert other.locator("button:has-text('Stop')").is_disabled()
+        ask(other, "asked again")
+        assert len(answers(other, 1)) == 1, "a stop is for one question"
+        ask(shown, "go on")
+        shown.click("button:has-text('Stop')")
+        assert answers(shown, 2)[0] == cut
+        assert shown.locator("button:has-text('Stop')").is_disabled()
+
+
+@pytest.mark.e2e
+def test_requests_of_others(served: Served, tmp_path: Path) -> None:
+    """Crafted by hand, against the server itself."""
+    inside = json.loads(served.sent("a.txt", b"text")[1])[0]
+    assert Path(inside).is_file() and Path(inside).parent.parent.stat().st_mode & 0o077 == 0
+    assert served.asked("GET", f"/gradio_api/file={inside}") == (200, b"text")
+    both = {"Content-Type": "multipart/form-data; boundary=x", "Content-Length": "10", "Transfer-Encoding": "chunked"}
+    assert served.asked("POST", "/gradio_api/upload", b"5\r\nabcde\r\n0\r\n\r\n", **both)[0] == 411
+    assert served.asked("GET", "/", Host="[")[0] in (400, 403), "no error of ours"
+    for name in ("/etc/passwd", f"{Path(inside).parent}/../../../etc/passwd", "../etc/passwd", "http://127.0.0.1:1/"):
+        assert served.asked("GET", f"/gradio_api/file={name}")[0] == 403
+        for entry in ({"path": name}, {"path": inside, "url": name}):
+            joined = {"data": [{"text": "x", "files": [{**entry, "meta": {"_type": "gradio.FileData"}}]}, 0, 1, 8]}
+            body = json.dumps({**joined, "fn_index": 0, "session_hash": "abc"}).encode()
+            kind = {"Content-Type": "application/json"}
+            assert served.asked("POST", "/gradio_api/queue/join", body, **kind) == (
+                403, b"no file that was sent to this page",
+            )  # fmt: skip
+    assert served.sent("large.jpg", bytes((1 << 20) + 1))[0] == 413
+    assert served.sent("many.jpg", bytes(5 << 20))[0] == 413
+    assert served.asked("GET", "/", Host="evil.example")[0] == 403
+    status, text = served.asked("GET", "/")
+    assert status == 200 and b"fonts.googleapis" not in text
+    for path in ("/gradio_api/api/ask", "/gradio_api/run/predict", "/gradio_api/proxy=http://127.0.0.1:1/x", "/docs"):
+        assert served.asked("GET", path)[0] == 404 and served.asked("POST", path, b"{}")[0] == 404
+
+
+@pytest.mark.e2e
+def test_it_ends_and_leaves_nothing(served: Served) -> None:
+    """The last test of this server. SIGTERM is no failure, and files that were sent are gone."""
+    folder = Path(json.loads(served.sent("b.txt", b"text")[1])[0]).parents[1]
+    assert folder.is_dir()
+    served.process.send_signal(signal.SIGTERM)
+    assert served.process.wait(120) == 0
+    served.reader.join(10)
+    assert not folder.exists()
+    assert "Traceback" not in "".join(served.said) and served.said[-1] == "the page has ended\n"
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    with bound("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port={port} cannot be listened on: .*port={port + 1}"):
+            bound("127.0.0.1", port)
+    with pytest.raises(ConfigError, match=r"host=no\.such\.invalid port=1 cannot be listened on"):
+        bound("no.such.invalid", 1)
+
+
+def test_without_the_package(noise: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said before a model is loaded."""
+    from llava_fsdp.chat.main import chat
+
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    monkeypatch.setattr("llava_fsdp.chat.web.server.prepare_environment", lambda folder: None)
+    with pytest.raises(ConfigError, match=r"serve=true needs gradio: pip install llava-fsdp\[serve\]"):
+        chat(configured(f"model.checkpoint={noise}", "serve=true"))
+
+
+def test_who_may_ask() -> None:
+    """By the names that other sites can give themselves, and those that they cannot."""
+    fine: list[dict[str, str]] = [
+        {"host": "localhost:7860"},
+        {"host": "127.0.0.1:9000", "origin": "http://127.0.0.1:9000"},
+        {"host": "[::1]:7860", "sec-fetch-site": "same-origin"},
+        {"host": "10.0.0.7:7860", "origin": "https://10.0.0.7:7860"},
+        {
+            "host": "localhost",
+            "sec-fetch-site": "cross-site",
+            "sec-fetch-mode": "navigate",
+            "sec-fetch-dest": "document",
+        },
+    ]
+    for headers in fine:
+        check_names(headers, "127.0.0.1")
+    for headers in (
+        {}, {"host": "evil.example:7860"}, {"host": "localhost.evil.example"}, {"host": "localhost@evil.example"},
+        {"host": "localhost:7860", "origin": "http://evil.example"}, {"host": "localhost:7860", "origin": "null"},
+        {"host": "localhost:7860", "origin": "http://localhost:8888"},
+        {"host": "localhost:7860", "sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"},
+        {"host": "localhost", "sec-fetch-site": "same-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "iframe"},
+    ):  # fmt: skip
+        with pytest.raises(RefusedError) as refusal:
+            check_names(headers, "127.0.0.1")
+        assert refusal.value.status == 403
+
+
+def test_what_may_be_asked(tmp_path: Path) -> None:
+    inside = tmp_path / "uploads" / "ab" / "a, b.jpg"
+    inside.parent.mkdir(parents=True)
+    inside.write_bytes(b"x")
+    (tmp_path / "uploads" / "link").symlink_to("/etc/passwd")
+    fine = {
+        "files": [{"path": str(inside), "url": f"http://localhost:1/gradio_api/file={inside}"}, {"path": str(inside)}]
+    }
+    check_body(json.dumps({"data": [fine, None, 1]}).encode(), tmp_path / "uploads")
+    deep: Any = {"path": "/etc/passwd"}
+    for _ in range(200):
+        deep = [deep]
+    for entry in (
+        {"path": "/etc/passwd"}, {"path": f"{tmp_path}/uploads/link"}, {"path": f"{tmp_path}/uploads/../x"}, deep,
+        {"path": ["/etc/passwd"]}, {"path": None}, {"path": str(inside), "url": "file:///etc/passwd"},
+        {"path": str(inside), "url": 5}, {"path": f"{inside}\0"}, {"path": "uploads/ab/a, b.jpg"},
+        {"path": str(tmp_path / "uploads")}, {"path": f"{tmp_path}/uploads-of-others/x"},
+    ):  # fmt: skip
+        with pytest.raises(RefusedError):
+            check_body(json.dumps({"data": [entry]}).encode(), tmp_path / "uploads")
+    for path in ("/", "/config", "/assets/a.js", "/gradio_api/queue/data"):
+        check_route("GET", path)
+    for method, path in (
+        ("GET", "/gradio_api/queue/join"),
+        ("POST", "/"),
+        ("PUT", "/gradio_api/upload"),
+        ("GET", "/x"),
+    ):
+        with pytest.raises(RefusedError):
+            check_route(method, path)
+
+
+def test_the_guard_answers_for_the_application(tmp_path: Path) -> None:
+    """What it reads of a body is given on; what it refuses never arrives; a socket of another kind gets nothing."""
+    arrived: list[bytes] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        arrived.append((await receive())["body"])
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"access-control-allow-origin", b"*")]})
+        await send({"type": "http.response.body", "body": b"done"})
+
+    def call(kind: str = "http", size: int = 2, **scope: Any) -> list[Any]:
+        said: list[Any] = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"{}" + b" " * (size - 2), "more_body": False}
+
+        async def send(message: Any) -> None:
+            said.append(message)
+
+        default = {"method": "POST", "path": "/gradio_api/queue/join", "headers": [(b"host", b"localhost")]}
+        guard = Guard(app, "127.0.0.1", tmp_path, 1 << 20)
+        asyncio.run(guard({"type": kind, **default, **scope}, receive, send))
+        return said
+
+    start, end = call()
+    assert (start["status"], end["body"], arrived) == (200, b"done", [b"{}"])
+    sent = dict(start["headers"])
+    assert b"access-control-allow-origin" not in sent and b"frame-ancestors 'none'" in sent[b"content-security-policy"]
+    assert call(headers=[(b"host", b"evil.example")])[0]["status"] == 403
+    assert call(size=(1 << 20) + 1)[0]["status"] == 413
+    upload = {"path": "/gradio_api/upload"}
+    for length, refused in ((b"", 411), (b"-1", 411), (b"%d" % ((1 << 20) + 1), 413)):
+        headers = [(b"host", b"localhost"), (b"content-length", length)]
+        assert call(headers=headers, **upload)[0]["status"] == refused
+    assert call("websocket") == [] and arrived == [b"{}"]
+
+
+def test_talks_end_with_their_tab(assistant: Assistant) -> None:
+    """An answer that is on its way ends after its next token when the tab goes, or the page."""
+    how = Sampling(max_new_tokens=300)
+    talks = Talks(assistant, configured("max_images=2"))
+    one = talks.of("one")
+    whole = "".join(talks.ask(one, "what", [], how))
+    for leave in (lambda: talks.forget("two"), lambda: talks.stop("two"), talks.end):
+        talks.forget("two")
+        answer = talks.ask(talks.of("two"), "what", [], how)
+        some = [next(answer)]
+        leave()
+        some.extend(answer)
+        assert len("".join(some)) < len(whole) / 4
+    with pytest.raises(DataError, match="20001 letters; most are 20000"):
+        next(talks.ask(one, "x" * 20_001, [], how))
+    assert len(one.shown()) == 1
+
+
+def test_a_seed_repeats_in_every_conversation(assistant: Assistant) -> None:
+    how = Sampling(max_new_tokens=12, temperature=1.0)
+
+    def said(talks: Talks, *sessions: str) -> list[str]:
+        return ["".join(talks.ask(talks.of(name), "what", [], how)) for name in sessions]
+
+    first, again, other = said(Talks(assistant, configured("seed=3")), "a", "a", "b")
+    assert first == other != again
+    assert len(set(said(Talks(assistant, configured()), *"abcdef"))) > 1
+
+
+def seen(line: Line, behind: Place, own: Place) -> Generator[str, None, None]:
+    """An answer, which sees that nobody else's turn begins while it computes."""
+    assert own.is_computing and line.before(behind) == 1
+    yield "computes"
+    raise AssertionError("its turn is over")
+
+
+def test_whose_turn_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    line, stopped = Line(), threading.Event()
+    with line.place(bool) as first:
+        with line.place(stopped.is_set) as second, line.place(bool) as third:
+            waits = second.ahead()
+            assert (next(waits), line.before(third)) == (1, 2)
+            stopped.set()
+            assert list(waits) == [], "who is stopped waits no longer"
+        assert list(first.ahead()) == []
+        with contextlib.ExitStack() as held:
+            waiting = [held.enter_context(line.place(bool)) for _ in range(MOST_WAITING)]
+            with pytest.raises(DataError, match="16 questions wait"), line.place(bool):
+                pass
+            monkeypatch.setattr(serving_line, "ABANDONED", -1.0)
+            pieces = first.through(seen(line, waiting[0], first))
+            assert next(pieces) == "computes" and line.before(waiting[0]) == 0, "who is gone holds nobody up"
+            assert list(pieces) == [], "and is not answered beside who came behind it"
+    assert line.before(first) == 0
+    with line.place(bool) as alone:
+        assert list(alone.ahead()) == []

@@ -1,0 +1,340 @@
+"""Every choice of `conf/` makes a configuration, and every mistake is refused with the key and the cure."""
+
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+from small import config_of
+from torch.distributed.fsdp import ShardingStrategy
+
+from llava_fsdp.config import (
+    ChatConfig,
+    Config,
+    ConversionConfig,
+    DoctorConfig,
+    DType,
+    EvaluateConfig,
+    Normalize,
+    OrderName,
+    Parity,
+    Pixels,
+    PlanConfig,
+    PrepareConfig,
+    Strategy,
+    SweepConfig,
+    cli,
+    config_dir,
+    load,
+    schema_keys,
+)
+from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.train.summary import unlike_original
+
+CHOICES = sorted((p.parent.name, p.stem) for p in config_dir().glob("*/*.yaml") if p.parent.name != "recipe")
+RECIPES = sorted(p.stem for p in config_dir().glob("recipe/*.yaml"))
+STAGES = [name for group, name in CHOICES if group == "stage"]
+MODELS = [name for group, name in CHOICES if group == "model"]
+SCHEMAS = {
+    "train": Config,
+    "sweep": SweepConfig,
+    "evaluate": EvaluateConfig,
+    "chat": ChatConfig,
+    "export": ConversionConfig,
+    "prepare": PrepareConfig,
+    "doctor": DoctorConfig,
+    "plan": PlanConfig,
+}
+FILL = ["data.path=records.json"]  # the one value that a choice leaves open
+
+
+def composed(*overrides: str, name: str = "train") -> DictConfig:
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return compose(name, overrides=list(overrides))
+
+
+def keys(node: DictConfig, prefix: str = "") -> set[str]:
+    found = set()
+    for key in node:
+        found.add(f"{prefix}{key}")
+        child = node._get_node(key)
+        if isinstance(child, DictConfig):
+            found |= keys(child, f"{prefix}{key}.")
+    return found
+
+
+def leaves(path: Path) -> dict[str, object]:
+    """What a YAML file sets, by dotted key."""
+
+    def walk(node: dict, prefix: str) -> dict[str, object]:
+        found = {}
+        for key, value in node.items():
+            found |= walk(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        return found
+
+    whole = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(whole, dict)
+    whole.pop("defaults", None)
+    return walk(whole, "")
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES)
+def test_every_choice_composes(group: str, choice: str) -> None:
+    node = composed(f"{group}={choice}", *FILL)
+    load(Config, node)
+    assert keys(node) == set(schema_keys(Config))
+
+
+def test_choices_are_found() -> None:
+    groups = {group for group, _ in CHOICES}
+    assert {"stage", "model", "data", "sharding", "precision", "recompute", "optim"} <= groups
+    assert {"pretrain", "finetune"} <= set(STAGES)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_yaml_has_exactly_the_keys_of_the_schema(name: str) -> None:
+    assert {p.stem for p in config_dir().glob("*.yaml")} == set(SCHEMAS)
+    assert keys(composed(name=name)) == set(schema_keys(SCHEMAS[name]))
+    load(SCHEMAS[name], composed(*(["source=a", "to=b"] if name == "export" else []), name=name))
+
+
+@pytest.mark.parametrize(("stage", "model"), list(product(STAGES, MODELS)))
+def test_recipe_wins_over_stage_and_command_line_over_recipe(stage: str, model: str) -> None:
+    recipe = f"{stage}_{model}"
+    expected = leaves(config_dir() / "stage" / f"{stage}.yaml")
+    if recipe in RECIPES:
+        expected |= leaves(config_dir() / "recipe" / f"{recipe}.yaml")
+    node = composed(f"stage={stage}", f"model={model}")
+    assert {key: OmegaConf.select(node, key) for key in expected} == expected
+    assert composed(f"stage={stage}", f"model={model}", "global_batch_size=6").global_batch_size == 6
+
+
+def test_every_recipe_belongs_to_a_stage_and_a_model() -> None:
+    assert set(RECIPES) <= {f"{stage}_{model}" for stage, model in product(STAGES, MODELS)}
+
+
+def test_stage_chooses_the_sharding_and_the_command_line_wins() -> None:
+    assert composed("stage=pretrain").sharding.strategy == "SHARD_GRAD_OP"
+    assert composed("stage=finetune").sharding.strategy == "FULL_SHARD"
+    assert composed("stage=pretrain", "sharding=zero3").sharding.strategy == "FULL_SHARD"
+
+
+def test_strategies_have_the_names_of_torch() -> None:
+    assert {s.value for s in Strategy} - {"SHARD_OPTIMIZER", "auto"} == {s.name for s in ShardingStrategy}
+    assert all(s.name == s.value for s in Strategy)
+
+
+WRONG = [
+    # unknown keys and choices
+    ("optim.lrr=1", "optim.lrr is not a key of the configuration; did you mean optim.lr?"),
+    ("optm.lr=1", "optm.lr is not a key of the configuration; did you mean optim.lr?"),
+    ("+x=1", "x is not a key of the configuration"),
+    ("+optim.betta1=1", "optim.betta1 is not a key of the configuration; did you mean optim.beta1?"),
+    ("~optim.lr", "optim.lr is not set; give it on the command line: optim.lr=VALUE"),
+    ("data=llava_json", "data.path is not set; give it on the command line: data.path=VALUE"),
+    (
+        "stage=nope",
+        "Could not find 'stage/nope'\n\nAvailable options in 'stage':\n\tfinetune\n\tfinetune_lora\n\tfinetune_qlora\n"
+        "\tfinetune_task\n\tfinetune_task_lora\n\tpretrain",
+    ),
+    (
+        "sharding=zero4",
+        "Available options in 'sharding':\n\tauto\n\thybrid\n\thybrid2\n\tzero0\n\tzero1\n\tzero2\n\tzero3",
+    ),
+    ("precision=int8", "Available options in 'precision':\n\tbf16\n\tbf16_pure\n\tfp16\n\tfp32\n\tfp8"),
+    # wrong types
+    ("optim.lr=fast", "optim.lr=fast must be a number"),
+    ("epochs=1.5", "epochs=1.5 must be a whole number"),
+    ("deterministic=maybe", "deterministic=maybe must be true or false"),
+    ("optim.lr=null", "optim.lr=null must be a number"),
+    ("model.train=[all]", "model.train[0]=all must be one of [projector, language, vision]"),
+    ("data.too_long=drop", "data.too_long=drop must be one of [truncate, quarantine, fail]"),
+    ("optim=null", "optim=null: one must be chosen of adamw"),
+    ("data.sources.a.epochs=x data.sources.a.path=y", "data.sources.a.epochs=x must be a number or null"),
+    ("+data.sources.a=3", "data.sources.a=3 must be a source with keys of its own: data.sources.a.path=FILE"),
+    ("model.quantize=nf4", "model.quantize=nf4 is a group of keys, which are set one by one: model.quantize.mode="),
+    ("model.lora=true", "model.lora=True is a group of keys, which are set one by one: model.lora.enabled=VALUE"),
+    ("model.quantize.double=false", "model.quantize.double=false needs model.quantize.mode=nf4 or fp4"),
+    ("compile=null", "compile=null must be true, false or auto"),
+    ("compile=yes", "compile=yes must be true, false or auto"),
+    ("optim.clip=much", "optim.clip=much must be a number or null"),
+    ("profile_steps=abc", "profile_steps=abc must be the first and the last step to profile, as [10, 12], or null"),
+    ("profile_steps=[1.5,2]", "profile_steps[0]=1.5 must be a whole number"),
+    ("model.train=null", "model.train=null must be a list of names of [projector, language, vision]"),
+    ("data.grid_pinpoints=[[1,a]]", "data.grid_pinpoints[0]=[1, 'a'] must be a list of whole numbers"),
+    ("gc_every=0", "gc_every=0 must be at least 1: null leaves it to Python"),
+    ("sharding.strategy=ZERO", "must be one of [NO_SHARD, SHARD_OPTIMIZER, SHARD_GRAD_OP, FULL_SHARD, HYBRID_SHARD"),
+    # values that a check refuses
+    ("optim.lr=-1", "optim.lr=-1.0 must be a finite number of at least 0"),
+    ("optim.lr=nan", "optim.lr=nan must be a finite number of at least 0"),
+    ("optim.beta1=1", "optim.beta1=1.0 must be at least 0 and below 1"),
+    ("optim.clip=0", "optim.clip=0.0 must be above 0; null turns clipping off"),
+    ("optim.warmup_steps=-1", "optim.warmup_steps=-1 must be at least 0"),
+    ("optim.warmup_ratio=2", "optim.warmup_ratio=2.0 must be a fraction of all steps, 0 to 1"),
+    ("model.train=[]", "model.train=[] trains nothing; name parts of [projector, language, vision]"),
+    ("model.train=[vision,vision]", "model.train=['vision', 'vision'] names a part twice"),
+    ("model.projector_type=mlp", "model.projector_type=mlp is not a projector; choose linear, mlp2x_gelu"),
+    ("model.projector_type=linear", "could not be exported; choose mlp2x_gelu, or set export.enabled=false"),
+    ("sharding.shard_size=2", "sharding.shard_size=2 has no meaning for FULL_SHARD; set it to null, or choose"),
+    ("sharding=hybrid sharding.shard_size=0", "sharding.shard_size=0 must be at least 1"),
+    ("data.max_length=1", "data.max_length=1 must be at least 2"),
+    ("data.workers=-1", "data.workers=-1 must be at least 0"),
+    ("checkpoint.every=0", "checkpoint.every=0 must be at least 1"),
+    ("checkpoint.keep=1", "checkpoint.keep=1 must be at least 2"),
+    ("comm.timeout=0", "comm.timeout=0 must be at least 1"),
+    ("global_batch_size=0", "global_batch_size=0 must be at least 1"),
+    ("max_steps=0", "max_steps=0 must be at least 1"),
+    ("seed=-1", "seed=-1 must be at least 0"),
+    # several jobs in one process group
+    ("-m optim.lr=1,2", "use: python -m llava_fsdp.sweep -m optim.lr=1,2"),
+    ("optim.lr=1,2", "Ambiguous value for argument 'optim.lr=1,2'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[arguments for arguments, _ in WRONG])
+def test_a_mistake_is_refused_with_its_cure(
+    arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # Hydra makes output_dir
+    monkeypatch.setattr(sys, "argv", ["train", *arguments.split()])
+    with pytest.raises(ConfigError) as caught:
+        node = cli.compose("train", Config)
+        assert node is not None
+        load(Config, node)
+    assert message in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+
+
+def test_a_value_without_its_key(tmp_path: Path) -> None:
+    """A path is told the key that it is most likely meant for; words behind a flag of Hydra's are the flag's."""
+    here = str(tmp_path)
+    programs = {"train": "output_dir", "chat": "model.checkpoint", "evaluate": "model.checkpoint", "export": "source"}
+    for program, key in programs.items():
+        with pytest.raises(ConfigError, match=f"did you mean {key}={here}") as caught:
+            cli.refuse_bare_words(["seed=1", here], program)
+        assert "quotes" not in str(caught.value)
+    with pytest.raises(ConfigError, match="gone has no key; arguments are written key=value"):
+        cli.refuse_bare_words(["gone"], "train")
+    cli.refuse_bare_words(["--config-dir", here, "-cn", "train", "--cfg", "job", "~val", "seed=1", "--help"], "train")
+
+
+def test_compat_sets_what_the_original_does() -> None:
+    """One word sets them all, whatever the stage; a key on the command line still wins, and the screen says so."""
+    cfg = config_of(["compat=llava_v1_5", "stage=pretrain"])
+    assert (cfg.labels, cfg.data.pixels) == (Parity.llava_v1_5, Pixels.llava_v1_5)
+    assert (cfg.order.name, cfg.order.group_by_modality_length) == (OrderName.llava_v1_5, False)
+    assert cfg.loss.normalize is Normalize.micro_batch
+    assert cfg.precision.reduce_dtype is cfg.precision.norm_dtype is cfg.precision.param_dtype is DType.bf16
+    assert unlike_original(cfg).startswith("nothing of labels, order")
+    cfg = config_of(["compat=llava_v1_5", "labels=exact", "precision=fp32"])
+    assert cfg.order.group_by_modality_length and cfg.precision.reduce_dtype is DType.fp32
+    assert unlike_original(cfg).startswith("labels=exact;")
+    assert unlike_original(config_of(["compat=llava_v1_5", "data.pixels=lean"])).startswith("data.pixels=lean;")
+    ours = unlike_original(config_of([]))
+    for key in ("labels=exact", "order=shuffle", "loss.normalize=step", "data.pixels=exact", "reduce_dtype=fp32"):
+        assert key in ours
+    assert "precision.norm_dtype=fp32" in ours and "compile" not in ours
+    assert "compiled blocks (compile=false" in unlike_original(cfg, compiles=True)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["labels=llava_v1_5", "data.too_long=fail"], "data.too_long=fail needs labels=exact"),
+        (["data.grid_pinpoints=[[336,672]]"], "data.grid_pinpoints is for data.image_aspect_ratio=anyres"),
+        (["precision=fp32", "precision.norm_dtype=bf16"], "norm_dtype=bf16 needs precision.param_dtype=bf16"),
+        (
+            ["recompute=full", "recompute.budget=0.5"],
+            "recompute.budget=0.5 is for recompute=budget",
+        ),
+        (
+            ["recompute=budget", "recompute.budget=1.5"],
+            "recompute.budget=1.5 must be the share",
+        ),
+        (["recompute=budget", "recompute.budget=null"], "recompute.budget=None must be the share"),
+        (["loss.chunk_tokens=0"], "loss.chunk_tokens=0 must be at least 1"),
+        (["precision=fp16", "precision.norm_dtype=bf16"], "with param_dtype=fp16 it is fp16 or fp32"),
+        (["precision.reduce_dtype=fp16"], "reduce_dtype=fp16 needs precision.param_dtype=fp16"),
+        (["precision=fp32", "precision.master_dtype=bf16"], "choose precision=bf16_pure, or master_dtype=fp32"),
+        (["precision=fp16", "precision.master_dtype=bf16"], "computing in param_dtype=fp16 gains nothing"),
+        (["precision=fp16", "precision.linear=fp8"], "linear=fp8 is for param_dtype=bf16"),
+        (["precision=fp8", "stage=pretrain"], r"model.train=\['projector'\] freezes it; choose precision=bf16"),
+        (["precision.scaler.window=7"], "precision.scaler is for precision=fp16; bf16 has the exponents of fp32"),
+        (["precision=fp16", "precision.scaler.scale=0"], "scaler.scale=0.0 must be a finite number above 0"),
+        (["precision=fp16", "precision.scaler.window=0"], "scaler.window=0 must be at least 1"),
+        (["precision=fp16", "precision.scaler.hysteresis=0"], "scaler.hysteresis=0 must be at least 1"),
+        (["precision=fp16", "precision.scaler.minimum=0"], "scaler.minimum=0.0 must be a finite number above 0"),
+        (["precision=fp16", "precision.scaler.minimum=1e6"], "initial_power=16 must be 0 to 127, and 2 to its power"),
+        (["offload=nvme", "precision=bf16_pure"], "offload=nvme updates stretches of fp32 masters"),
+        (["offload=optimizer", "precision.moment_dtype=int8"], "with moment_dtype=int8 is rounded by the row"),
+        (["offload=params", "precision=fp8"], "offload=params gathers shards from the host"),
+        (["model.patch_merge=spatial"], "model.patch_merge=spatial is for data.image_aspect_ratio=anyres"),
+        (
+            ["compat=llava_v1_5", "data.image_aspect_ratio=anyres", "model.patch_merge=spatial"],
+            "trains anyres as square",
+        ),
+        (
+            ["data.image_aspect_ratio=anyres", "data.grid_pinpoints=[[336]]"],
+            r"data.grid_pinpoints: \[336\] is not a \[width, height\]",
+        ),
+    ],
+)
+def test_choices_that_exclude_each_other(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_of(overrides)
+
+
+def test_names_of_sources_are_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given on the command line without Hydra's signs, paths as they are typed."""
+    words = [
+        "data=llava_json",
+        "data.sources.a.path=my file (1).json",
+        "data.sources.a.epochs=0.5",
+        "data.sources.b.path=b",
+    ]
+    monkeypatch.setattr(sys, "argv", ["train", *words])
+    node = cli.compose("train", Config)
+    assert node is not None
+    cfg = load(Config, node)
+    assert {name: (own.path, own.epochs) for name, own in cfg.data.sources.items()} == {
+        "a": ("my file (1).json", 0.5),
+        "b": ("b", None),
+    }
+
+
+WRONG_SOURCES = {
+    (
+        "data.sources.a.pth=x",
+    ): r"data\.sources\.a\.pth is not a key of the configuration; did you mean data\.sources\.a\.path",
+    ("data.sources.a.weight=1",): r"data\.sources\.a\.path is not set",
+    ("data.sources.a.path=x", "data.path=y"): r"data\.path=y and data\.sources=\['a'\] are both set",
+    (
+        "data.sources.a.path=x",
+        "data.sources.b.path=y",
+        "data.sources.b.weight=1",
+    ): r"give every source a weight, or none",
+    ("data.sources.a.path=x", "data.sources.a.epochs=0"): r"epochs=0\.0 of x must be a finite number above 0",
+    (
+        "data.sources.a.path=x",
+        "data.sources.a.epochs=1e18",
+    ): r"epochs=1e\+18 of x is more than 1,000 in one epoch; raise the run's own epochs",
+    ("data.path=x", "data.bad_budget=100.5%"): r"data\.bad_budget=100\.5% is more than all records",
+    ("data.path=x", "data.bad_budget=lots"): r"data\.bad_budget=lots is neither a share of the records",
+}
+
+
+@pytest.mark.parametrize("words", WRONG_SOURCES, ids=str)
+def test_wrong_sources_are_refused(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train", "data=llava_json", *words])
+    with pytest.raises(ConfigError, match=WRONG_SOURCES[words]):
+        node = cli.compose("train", Config)
+        assert node is not None
+        load(Config, node)
+
+
+def test_budget_of_bad_records() -> None:
+    cfg = config_of(["data=llava_json", *FILL])
+    assert [cfg.data.budget(n) for n in (999, 1000, 665_298)] == [0, 1, 665]
+    assert config_of(["data=llava_json", *FILL, "data.bad_budget=20"]).data.budget(10) == 20

@@ -1,0 +1,139 @@
+"""A step is a set of samples; cutting it loses none and gives every rank the same number of micro-batches."""
+
+import itertools
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+
+from llava_fsdp.data.batching.packing import Cuts, cut_step, pack_step
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("micro_batch_size", [1, 3, 16])
+@pytest.mark.parametrize("samples", [0, 1, 5, 16, 37])
+def test_every_sample_once_and_ranks_in_step(samples: int, world_size: int, micro_batch_size: int) -> None:
+    dice = random.Random(samples)
+    lengths = [dice.randrange(5, 500) for _ in range(samples)]
+    cut = cut_step(lengths, world_size, micro_batch_size)
+    assert sorted(i for rank in cut for micro in rank for i in micro) == list(range(samples))
+    assert len(cut) == world_size and len({len(rank) for rank in cut}) == 1
+    assert all(len(micro) <= micro_batch_size for rank in cut for micro in rank)
+    sizes = [len(micro) for rank in cut for micro in rank]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_rows_of_a_micro_batch_have_like_lengths() -> None:
+    """Sorting pays: fewer padded positions than cutting in the order that samples came in."""
+    dice = random.Random(0)
+    lengths = [dice.randrange(10, 1000) for _ in range(128)]
+
+    def padded(rows: list[list[int]]) -> int:
+        return sum(len(r) * max(lengths[i] for i in r) for r in rows)
+
+    ours = padded([micro for rank in cut_step(lengths, 4, 8) for micro in rank])
+    as_they_come = padded([list(range(i, i + 8)) for i in range(0, 128, 8)])
+    assert ours < 1.1 * sum(lengths) < 0.75 * as_they_come
+
+
+LENGTHS: dict[str, Callable[[random.Random], float]] = {
+    "light tail": lambda dice: 576 + dice.lognormvariate(5.3, 0.5),
+    "medium": lambda dice: (576 if dice.random() < 0.94 else 0) + dice.lognormvariate(5.2, 0.9),
+    "heavy tail": lambda dice: (576 if dice.random() < 0.9 else 0) + dice.lognormvariate(4.9, 1.4),
+    "alike": lambda dice: 600,
+    "two kinds": lambda dice: dice.choice([20, 2048]),
+}
+
+
+def drawn(kind: str, count: int, seed: int = 0) -> tuple[list[int], list[int]]:
+    """Lengths up to 2048, and costs with a quadratic part."""
+    dice = random.Random(seed)
+    lengths = [max(4, min(2048, int(LENGTHS[kind](dice)))) for _ in range(count)]
+    return lengths, [40_000 * n + n * n for n in lengths]
+
+
+def excess(cuts: Cuts, costs: list[int]) -> float:
+    """The heaviest rank's cost over the mean."""
+    totals = [sum(costs[i] for micro in rank for i in micro) for rank in cuts]
+    return max(totals) / (sum(totals) / len(totals))
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+@pytest.mark.parametrize(("samples", "world_size"), [(0, 2), (1, 1), (3, 8), (37, 4), (128, 8), (256, 3)])
+@pytest.mark.parametrize("room", [2048, 3000, 32768])
+def test_packed_rows_hold_every_sample_once(kind: str, samples: int, world_size: int, room: int) -> None:
+    lengths, costs = drawn(kind, samples)
+    cut = pack_step(lengths, costs, world_size, room)
+    rows = [micro for rank in cut for micro in rank]
+    assert sorted(i for row in rows for i in row) == list(range(samples))
+    assert all(sum(lengths[i] for i in row) <= room for row in rows)
+    assert len(cut) == world_size and len({len(rank) for rank in cut}) == 1
+    assert all(rows) or samples < len(rows), "empty while another row holds two"
+    least = max(1, math.ceil(sum(lengths) / (world_size * room)))
+    first_fit = math.ceil(first_fit_decreasing(lengths, room) / world_size)
+    assert least <= len(cut[0]) <= max(1, first_fit)
+    assert pack_step(lengths, costs, world_size, room) == cut
+
+
+def first_fit_decreasing(lengths: list[int], room: int) -> int:
+    """Rows that a plain heuristic needs."""
+    rows: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        place = next((n for n, held in enumerate(rows) if held + length <= room), None)
+        if place is None:
+            rows.append(length)
+        else:
+            rows[place] += length
+    return len(rows)
+
+
+@pytest.mark.parametrize("kind", ["light tail", "medium", "heavy tail"])
+@pytest.mark.parametrize(("samples", "world_size"), [(128, 2), (128, 8), (256, 16), (512, 64)])
+@pytest.mark.parametrize("room", [4096, 32768])
+def test_ranks_get_the_same_work(kind: str, samples: int, world_size: int, room: int) -> None:
+    for seed in range(5):
+        lengths, costs = drawn(kind, samples, seed)
+        bound = 1.0003 if samples >= 16 * world_size else 1.01
+        assert excess(pack_step(lengths, costs, world_size, room), costs) <= bound
+
+
+def test_swapping_is_what_balances() -> None:
+    """The costliest first alone leaves the heaviest rank about a percent above the mean."""
+    found = []
+    for seed in range(10):
+        lengths, costs = drawn("heavy tail", 128, seed)
+        totals = [0] * 8
+        for cost in sorted(costs, reverse=True):
+            totals[totals.index(min(totals))] += cost
+        found.append((max(totals) / (sum(totals) / 8), excess(pack_step(lengths, costs, 8, 32768), costs)))
+    assert sum(ours for _, ours in found) / 10 < 1.0002 < sum(plain for plain, _ in found) / 10
+
+
+def test_ranks_run_rows_of_like_cost_at_the_same_time() -> None:
+    """They wait for each other in every layer: a step lasts as long as the heaviest row of each micro-batch."""
+    lengths, costs = drawn("medium", 128)
+    cut = pack_step(lengths, costs, 8, 4096)
+    assert len(cut[0]) > 2
+    lasts = sum(max(sum(costs[i] for i in rank[n]) for rank in cut) for n in range(len(cut[0])))
+    assert lasts <= 1.03 * sum(costs) / 8
+
+
+def test_room_is_found_where_cost_and_length_pull_apart() -> None:
+    """By cost the two long ones would be parted, and the rest would not fit."""
+    lengths = [50, 50, 40, 30, 30]
+    for costs in itertools.permutations([1, 5, 9, 20, 80]):
+        cut = pack_step(lengths, list(costs), 2, 100)
+        assert [len(rank) for rank in cut] == [1, 1], costs
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_rows_hold_no_more_where_short_samples_cost_most(seed: int) -> None:
+    """As with images of many tiles: swapping to even out costs must look at the room on both sides."""
+    dice = random.Random(seed)
+    lengths = [dice.randrange(10, 400) for _ in range(60)]
+    costs = [dice.randrange(1, 1000) for _ in lengths]
+    cut = pack_step(lengths, costs, 3, 1000)
+    rows = [micro for rank in cut for micro in rank]
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in row) <= 1000 for row in rows)

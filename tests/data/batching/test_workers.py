@@ -1,0 +1,210 @@
+"""A worker that dies or stalls is reported with what it was reading; a bug keeps its traceback."""
+
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness import single_world
+from PIL import Image
+from small import make_config
+from test_loader import open_loader
+
+from llava_fsdp.data.batching.workers import StartWorker, Watch
+from llava_fsdp.data.loader import Loader
+from llava_fsdp.data.records.record import Record
+from llava_fsdp.data.text.encode import Encoder, Sample
+from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.runtime.errors import WorkerError
+from llava_fsdp.train.loop import fit
+from llava_fsdp.train.main import build_state
+
+
+class Trapped:
+    """An encoder that something happens to at one record."""
+
+    def __init__(self, encoder: Encoder, trap: Callable[[], None], at: str):
+        self.encoder = encoder
+        self.tokenizer = encoder.tokenizer
+        self.trap = trap
+        self.at = at
+
+    def __call__(self, record: Record) -> Sample | None:
+        if record.id == self.at:
+            self.trap()
+        return self.encoder(record)
+
+
+def trapped(parts: Path, dataset: Path, trap: Callable[[], None], *overrides: str) -> tuple[Loader, str]:
+    """A loader with a trap at some record of step 3, and that record's `where`."""
+    loader = open_loader(parts, dataset, "data.workers=2", "max_steps=8", "global_batch_size=4", *overrides)
+    record = loader.steps.records[loader.steps.order.samples(2)[1]]
+    loader.steps.encoder = Trapped(loader.steps.encoder, trap, record.id)
+    return loader, record.where
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang() -> None:
+    time.sleep(1000)
+
+
+def failure(loader: Loader, arrived: list[int] | None = None) -> str:
+    """What the run says at its end; without pytest.raises, whose traceback holds workers until garbage is collected."""
+    try:
+        for step in loader.from_step(0):
+            (arrived if arrived is not None else []).append(step.facts.step)
+    except WorkerError as error:
+        return str(error)
+    raise AssertionError("nothing went wrong")
+
+
+def test_a_worker_that_is_killed(parts: Path, dataset: Path) -> None:
+    loader, where = trapped(parts, dataset, die)
+    began = time.monotonic()
+    said = failure(loader)
+    assert f"died, at {where} (for step 3); the kernel kills processes when memory runs out" in said
+    assert time.monotonic() - began < 60, "long before data.stall"
+
+
+def test_a_death_that_reaches_the_loop_elsewhere(parts: Path, dataset: Path) -> None:
+    """The DataLoader's signal handler raises in the main thread, wherever that is: not only while it waits for data."""
+    loader, where = trapped(parts, dataset, die, "data.prefetch=1")  # step 3 is asked for when step 1 is here
+    steps = loader.from_step(0)
+    next(steps)
+    with pytest.raises(RuntimeError, match="killed by signal"):
+        time.sleep(60)
+    with pytest.raises(WorkerError) as caught:
+        loader.check_workers()
+    assert where in str(caught.value)
+    steps.close()
+    loader.check_workers()  # ended as they should: nothing to tell
+
+
+def test_a_worker_that_starts_when_the_others_have_ended() -> None:
+    """It leaves no process number behind: once it has ended too, it would be taken for one that died."""
+    context, watch = multiprocessing.get_context("fork"), Watch(1)
+    start, may_start = StartWorker(watch), context.Event()
+    late = context.Process(target=lambda: (may_start.wait(), start(0)))
+    late.start()
+    watch.forget()
+    may_start.set()
+    late.join()
+    assert late.exitcode == 0
+    watch.check()
+
+
+def test_a_worker_that_stalls(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    def hang_until_told() -> None:
+        while not (tmp_path / "told").exists():
+            time.sleep(0.01)
+
+    loader, where = trapped(parts, dataset, hang_until_told, "data.stall=2", "data.prefetch=1")
+    arrived: list[int] = []
+    said = failure(loader, arrived)
+    (tmp_path / "told").touch()
+    assert arrived == [0, 1]
+    assert said.startswith("no data came for 2 seconds: data worker ") and f"is at {where} (for step 3)" in said
+
+
+def test_slow_records_are_no_stall(parts: Path, dataset: Path) -> None:
+    """A step may take longer than data.stall while its records go on."""
+    loader = open_loader(parts, dataset, "data.workers=1", "max_steps=1", "global_batch_size=4", "data.stall=1")
+    encoder = loader.steps.encoder
+    for record in (loader.steps.records[n] for n in loader.steps.order.samples(0)):
+        encoder = Trapped(encoder, lambda: time.sleep(0.6), record.id)
+    loader.steps.encoder = encoder
+    began = time.monotonic()
+    assert len(list(loader.from_step(0))) == 1 and time.monotonic() - began > 2.4
+
+
+def test_the_picture_is_named(parts: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = open_loader(parts, dataset, "data.workers=1", "max_steps=1")
+    monkeypatch.setattr(Image.Image, "resize", lambda *_, **__: die())
+    assert re.search(r"record \d+ \(id r\d+\), picture .*/images/\d+\.(png|jpg) \(for step 1\)", failure(loader))
+
+
+def bug() -> None:
+    raise RuntimeError("ours")
+
+
+def test_a_bug_keeps_its_traceback(parts: Path, dataset: Path) -> None:
+    loader, _ = trapped(parts, dataset, bug, "data.workers=1")
+    with pytest.raises(RuntimeError, match=r"(?s)Original Traceback.*def bug|in bug.*ours") as caught:
+        list(loader.from_step(0))
+    assert not isinstance(caught.value, WorkerError)
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_workers_leave_ctrl_c_to_the_main_process(parts: Path, dataset: Path) -> None:
+    loader, _ = trapped(parts, dataset, interrupt)
+    assert len(list(loader.from_step(0))) == 8
+
+
+ORPHANS = """
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_workers import hang, trapped
+loader, _ = trapped(Path(sys.argv[2]), Path(sys.argv[3]), hang)
+steps = loader.from_step(0)
+next(steps)
+while not all(loader.watch.pids):
+    time.sleep(0.01)
+print(*loader.watch.pids, flush=True)
+if sys.argv[4] == "after an error":
+    try:
+        steps.throw(ValueError())
+    except ValueError as error:
+        held = error.__traceback__
+if sys.argv[4] == "killed":
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux to end them")
+@pytest.mark.parametrize("end", ["killed", "at its end", "after an error"])
+def test_workers_end_with_the_process_that_they_work_for(parts: Path, dataset: Path, end: str) -> None:
+    """A process that ends while it still holds its iterator must not wait for workers that ignore SIGTERM."""
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here), str(here.parent), *sys.path])
+    run = subprocess.run(
+        [sys.executable, "-c", ORPHANS, str(here), str(parts), str(dataset), end],
+        check=False, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": paths},
+    )  # fmt: skip
+    workers = [int(pid) for pid in run.stdout.split()]
+    assert len(workers) == 2, run.stderr
+    until = time.monotonic() + 20
+    while any(is_running(pid) for pid in workers) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(is_running(pid) for pid in workers)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_a_death_in_training_is_told_with_its_record(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    cfg = make_config(parts, dataset, tmp_path, "data.workers=1", "max_steps=8", "global_batch_size=4")
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    state = build_state(cfg, single_world(), plan, None)
+    record = state.loader.steps.records[state.loader.steps.order.samples(2)[1]]
+    state.loader.steps.encoder = Trapped(state.loader.steps.encoder, die, record.id)
+    with pytest.raises(WorkerError) as caught:
+        fit(state, plan, cfg, after_step=lambda _: time.sleep(60))
+    assert record.where in str(caught.value)

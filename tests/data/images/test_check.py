@@ -1,0 +1,221 @@
+"""What is wrong with a picture file is told by its kind, wherever the file was cut."""
+
+import errno
+import io
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import ExifTags, Image
+
+from llava_fsdp.config import AspectRatio, Pixels
+from llava_fsdp.data.images import check as examining
+from llava_fsdp.data.images.check import examine, opened
+from llava_fsdp.data.images.preprocess import PictureReader, read_preprocessor
+from llava_fsdp.data.images.truncation import ends_early
+from llava_fsdp.data.records.record import Record
+from llava_fsdp.runtime.errors import PictureError
+
+PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (9, 12, 3), dtype=np.uint8)).resize((90, 70))
+FILES = {
+    "jpeg": ("JPEG", {"quality": 90}),
+    "progressive jpeg": ("JPEG", {"progressive": True}),
+    "jpeg with restarts": ("JPEG", {"restart_marker_blocks": 2}),
+    "jpeg with a thumbnail in its head": ("JPEG", {"comment": b"\xff\xd8\xff\xd9"}),
+    "png": ("PNG", {}),
+    "webp": ("WEBP", {}),
+    "lossless webp": ("WEBP", {"lossless": True}),
+    "gif": ("GIF", {}),
+    "bmp": ("BMP", {}),
+    "tiff": ("TIFF", {}),
+    "big tiff": ("TIFF", {"big_tiff": True}),
+    "tiff with lzw": ("TIFF", {"compression": "tiff_lzw"}),
+    "tiff with jpeg": ("TIFF", {"compression": "jpeg"}),
+    "tiff with packbits": ("TIFF", {"compression": "packbits"}),
+}
+
+
+def encoded(name: str) -> bytes:
+    kind, options = FILES[name]
+    file = io.BytesIO()
+    PICTURE.save(file, kind, **options)
+    return file.getvalue()
+
+
+def decode(path: Path) -> bytes:
+    with opened(path, "x") as picture:
+        return picture.convert("RGB").tobytes()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, of directories that were cut
+@pytest.mark.parametrize("name", FILES)
+def test_cut_anywhere(name: str, tmp_path: Path) -> None:
+    """A file that was cut is empty, or truncated, or lacks nothing but its end mark and gives every pixel."""
+    data, path = encoded(name), tmp_path / "a.bin"
+    path.write_bytes(data)
+    assert not ends_early(data) and examine(path, "x", full=True).size == (90, 70)
+    whole = decode(path)
+    points = {*range(0, len(data), max(1, len(data) // 60)), *range(1, 12), *range(len(data) - 12, len(data))}
+    for length in sorted(points):
+        path.write_bytes(data[:length])
+        assert ends_early(data[:length])
+        kind = "image_truncated" if length else "image_empty"
+        examined, decoded = (outcome(f) for f in (lambda: examine(path, "x", full=True), lambda: decode(path)))
+        if length >= len(data) - 24 and decoded == whole:
+            assert examined.size == (90, 70)
+        else:
+            assert (examined, decoded) == (kind, kind), length
+
+
+def outcome(look: Callable[[], object]) -> object:
+    """What it gives, or the kind of what is wrong."""
+    try:
+        return look()
+    except PictureError as error:
+        return error.kind
+
+
+def test_zeros_in_place_of_the_end(tmp_path: Path) -> None:
+    """What a copy that broke off leaves of a file whose size was set first; a JPEG decoder makes grey of it."""
+    data, path = encoded("jpeg"), tmp_path / "a.jpg"
+    path.write_bytes(data[: len(data) // 2] + bytes(len(data) - len(data) // 2))
+    with pytest.raises(PictureError, match=r"truncated.*zeros only") as caught:
+        examine(path, "x", full=True)
+    assert caught.value.kind == "image_truncated"
+    path.write_bytes(data + bytes(100))
+    assert examine(path, "x", full=True).size == (90, 70)
+
+
+def planted(folder: Path) -> dict[str, tuple[bytes | None, str]]:
+    png = bytearray(encoded("png"))
+    png[len(png) // 2] ^= 0xFF
+    thick = io.BytesIO()
+    Image.new("1", (9000, 9000)).save(thick, "PNG")
+    huge = io.BytesIO()
+    Image.new("1", (20000, 10000)).save(huge, "PNG")
+    values = io.BytesIO()
+    Image.fromarray(np.full((8, 8), -1, dtype=np.float32)).save(values, "TIFF")
+    return {
+        "missing.png": (None, "image_missing"),
+        "file/below.png": (None, "image_missing"),
+        "empty.png": (b"", "image_empty"),
+        "page.jpg": (b"<html>not found</html>", "image_unreadable"),
+        "sound.webp": (b"RIFF\x10\0\0\0WAVEfmt " + bytes(8), "image_unreadable"),
+        "vector.svg": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "image_unreadable"),
+        "flipped.png": (bytes(png), "image_unreadable"),
+        "bomb.png": (thick.getvalue(), "image_bomb"),
+        "huge.png": (huge.getvalue(), "image_bomb"),
+        "negative.tiff": (values.getvalue(), "image_unreadable"),
+    }
+
+
+PLANTED = [*planted(Path())]
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_kinds(name: str, tmp_path: Path) -> None:
+    content, kind = planted(tmp_path)[name]
+    (tmp_path / "file").write_bytes(b"x")
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(PictureError) as caught:
+        examine(tmp_path / name, "a.json, record 5 (id q)", full=True)
+    assert caught.value.kind == kind and str(caught.value).startswith("a.json, record 5 (id q): ")
+    assert name in str(caught.value)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (again.kind, str(again)) == (kind, str(caught.value))
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_what_is_no_regular_file_is_refused_at_once(full: bool, tmp_path: Path) -> None:
+    """A pipe that nobody writes to would be waited for without end."""
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "folder.png").mkdir()
+    for name in ("pipe.png", "folder.png", "/dev/zero"):
+        with pytest.raises(PictureError, match="not a regular file") as caught:
+            examine(tmp_path / name, "x", full)
+        assert caught.value.kind == "image_unreadable"
+
+
+@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("ending", ["jpg", "png", "webp", "tiff", "gif", "bmp"])
+def test_size_as_shown(ending: str, full: bool, tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    path = tmp_path / f"a.{ending}"
+    PICTURE.save(path, **({} if ending in ("gif", "bmp") else {"exif": exif}))
+    assert examine(path, "x", full).size == ((90, 70) if ending in ("gif", "bmp") else (70, 90))
+
+
+def test_head_alone_finds_what_is_no_picture(tmp_path: Path) -> None:
+    path = tmp_path / "a.jpg"
+    data = encoded("jpeg")
+    path.write_bytes(data[: len(data) // 2])
+    assert examine(path, "x", full=False).size == (90, 70)
+    for content, kind in ((b"", "image_empty"), (b"hello there", "image_unreadable"), (data[:50], "image_truncated")):
+        path.write_bytes(content)
+        with pytest.raises(PictureError) as caught:
+            examine(path, "x", full=False)
+        assert caught.value.kind == kind
+
+
+@pytest.mark.parametrize(("failures", "code"), [(2, errno.EIO), (2, errno.ESTALE), (9, errno.EIO), (1, errno.EACCES)])
+def test_a_file_system_that_is_away_for_a_moment(
+    failures: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is read again a few times; what stays is reported, and what waiting cannot mend at once."""
+    path = tmp_path / "a.png"
+    path.write_bytes(encoded("png"))
+    tries: list[int] = []
+    real = examining.open_regular
+
+    def fail(asked: Path) -> object:
+        tries.append(1)
+        if len(tries) <= failures:
+            raise OSError(code, os.strerror(code))
+        return real(asked)
+
+    monkeypatch.setattr(examining, "open_regular", fail)
+    monkeypatch.setattr(examining, "WAITS", (0, 0, 0))
+    if failures == 2:
+        assert len(examining.read_file(path, "x")) == path.stat().st_size
+        assert len(tries) == 3
+        return
+    with pytest.raises(PictureError, match=r"cannot be read: .*(Input/output|Permission)") as caught:
+        examining.read_file(path, "x")
+    assert caught.value.kind == "image_unreadable" and len(tries) == (4 if code == errno.EIO else 1)
+
+
+def test_messages_are_the_same_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No address of an object, no number of an error; a bomb's size is said."""
+    path = tmp_path / "a.png"
+    path.write_bytes(encoded("png"))
+
+    def fail(file: object) -> object:
+        raise OSError(f"cannot load {io.BytesIO()!r}")
+
+    with monkeypatch.context() as patch, pytest.raises(PictureError, match="cannot load the file; take it from its"):
+        patch.setattr(examining, "opening", fail)
+        examine(path, "x", full=True)
+    huge = io.BytesIO()
+    Image.new("1", (20000, 10000)).save(huge, "PNG")
+    path.write_bytes(huge.getvalue())
+    with pytest.raises(PictureError, match="has 200000000 pixels, over the limit of 50000000; make it smaller"):
+        examine(path, "x", full=True)
+    with pytest.raises(PictureError, match=r"cannot be read: it is a folder, not a regular file; put a picture there"):
+        examine(tmp_path, "x", full=True)
+
+
+def test_too_narrow_for_a_tower(parts: Path, tmp_path: Path) -> None:
+    Image.new("L", (1, 65000)).save(tmp_path / "thin.png")
+    own = read_preprocessor(parts / "vision")
+    reader = PictureReader(tmp_path, own, AspectRatio.pad, Pixels.exact, 4)
+    record = Record("a.json", 3, "q", ("thin.png",), (), True)
+    with pytest.raises(PictureError, match=r"record 3 \(id q\): .*thin\.png is 1 x 65000") as caught:
+        reader.tiles(record, "thin.png")
+    assert caught.value.kind == "image_shape"
+    PICTURE.save(tmp_path / "a.png")
+    assert reader.tiles(record, "a.png").shape[0] == 1

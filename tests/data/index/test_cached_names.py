@@ -1,0 +1,176 @@
+"""What is cached has another name, or another fingerprint, for each thing that it depends on."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from small import make_config
+from test_build import plan_of
+
+from llava_fsdp.config import AspectRatio, Examine, PatchMerge, Pixels, SpecialTokens, TooLong
+from llava_fsdp.data.images.preprocess import PictureReader, Preprocessor
+from llava_fsdp.data.index.build import Plan, encoded_name, newest, pictures_name
+from llava_fsdp.data.index.dataset import Records
+from llava_fsdp.data.index.record_store import SourceFile
+from llava_fsdp.data.index.source_state import find_state, stamp
+from llava_fsdp.data.text.encode import ExactEncoder, OriginalEncoder
+from llava_fsdp.data.text.llava_v1_5 import Original
+from llava_fsdp.data.text.templates import template
+from llava_fsdp.runtime.progress import watch_silently
+
+
+def tokenizer_of(fingerprint: str) -> Any:
+    return SimpleNamespace(fingerprint=fingerprint)
+
+
+EXACT = ExactEncoder(tokenizer_of("a"), template("v1"), lambda *_: np.arange(4), 99, TooLong.truncate)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokenizer": tokenizer_of("b")}, {"template": template("llava_v1")}, {"max_length": 98}, {"start_end": True},
+        {"special_tokens": SpecialTokens.parse},
+    ],
+    ids=lambda change: next(iter(change)),
+)  # fmt: skip
+def test_exact_samples_depend_on_each_of_these(change: dict[str, Any]) -> None:
+    assert replace(EXACT, **change).fingerprint != EXACT.fingerprint
+    assert replace(EXACT, too_long=TooLong.fail).fingerprint == EXACT.fingerprint, "an index is for all of these"
+
+
+ORIGINAL = Original(tokenizer_of("a"), template("v1"), 99)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokenizer": tokenizer_of("b")}, {"form": template("llava_v1")}, {"max_length": 98}, {"start_end": True},
+        {"pad_id": 3},
+    ],
+    ids=lambda change: next(iter(change)),
+)  # fmt: skip
+def test_the_originals_samples_depend_on_each_of_these(change: dict[str, Any]) -> None:
+    made = [OriginalEncoder(own, lambda *_: np.arange(4)) for own in (ORIGINAL, replace(ORIGINAL, **change))]
+    assert made[0].fingerprint != made[1].fingerprint
+
+
+CLIP = Preprocessor(28, True, Image.Resampling.BICUBIC, (0.5, 0.4, 0.3), (0.5, 0.4, 0.3))
+READER = PictureReader(Path("a"), CLIP, AspectRatio.square, Pixels.exact, 4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"preprocessor": replace(CLIP, size=56)}, {"preprocessor": replace(CLIP, keep_ratio=False)},
+        {"preprocessor": replace(CLIP, resample=Image.Resampling.BILINEAR)},
+        {"preprocessor": replace(CLIP, mean=(0.5, 0.4, 0.2))}, {"preprocessor": replace(CLIP, std=(0.5, 0.4, 0.2))},
+        {"aspect": AspectRatio.pad}, {"pixels": Pixels.lean}, {"image_tokens": 9}, {"sizes": ((28, 56),)},
+        {"merge": PatchMerge.spatial},
+    ],
+)  # fmt: skip
+def test_pixels_depend_on_each_of_these(change: dict[str, Any]) -> None:
+    assert replace(READER, **change).fingerprint != READER.fingerprint
+    assert replace(READER, folder=Path("b")).fingerprint == READER.fingerprint, "what is in it counts"
+
+
+@pytest.fixture(scope="module")
+def plan(parts: Path, dataset: Path) -> Plan:
+    return plan_of(make_config(parts, dataset, Path("unused")), parts)
+
+
+@pytest.mark.parametrize("change", [{"examine": Examine.head}, {"allow_links": True}, {"pixels": Pixels.llava_v1_5}])
+def test_what_was_found_of_images_depends_on_each_of_these(change: dict[str, Any], plan: Plan) -> None:
+    assert pictures_name(replace(plan, cfg=replace(plan.cfg, **change))) != pictures_name(plan)
+
+
+def test_lengths_depend_on_each_of_these(plan: Plan) -> None:
+    folder = Path(pictures_name(plan) + ".0")
+    assert isinstance(plan.encoder, ExactEncoder)
+    shorter = replace(plan, encoder=replace(plan.encoder, max_length=99))
+    larger = replace(plan, reader=replace(plan.reader, image_tokens=9))
+    names = [encoded_name(shorter, folder), encoded_name(larger, folder), encoded_name(plan, folder.with_suffix(".1"))]
+    assert len({encoded_name(plan, folder), *names}) == 4
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> SourceFile:
+    for name in ("a.json", "b.json"):
+        (tmp_path / name).write_text("[1]")
+        os.utime(tmp_path / name, ns=(10**18, 10**18))
+    return SourceFile("a", str(tmp_path / "a.json"), str(tmp_path / "x"))
+
+
+SOURCES: dict[str, Callable[[SourceFile], SourceFile]] = {
+    "name": lambda s: replace(s, name="b"),
+    "path": lambda s: replace(s, path=s.path.replace("a.json", "b.json")),
+    "images": lambda s: replace(s, images=None),
+}
+
+
+@pytest.mark.parametrize("case", SOURCES)
+def test_a_state_is_of_its_sources_and_of_the_largest_record(case: str, source: SourceFile, tmp_path: Path) -> None:
+    other = SOURCES[case](source)
+    assert stamp([other], 100) != stamp([source], 100) != stamp([source], 99)
+    made = [find_state([s], tmp_path, most, watch_silently, True) for s, most in ((source, 100), (other, 100))]
+    assert made[0]["key"] != made[1]["key"] and made[0]["fingerprint"] == made[1]["fingerprint"]
+    assert find_state([source], tmp_path, 99, watch_silently, True)["key"] != made[0]["key"]
+
+
+def test_a_state_is_of_size_time_and_content(source: SourceFile, tmp_path: Path) -> None:
+    path, before = Path(source.path), stamp([source], 100)
+    first = find_state([source], tmp_path, 100, watch_silently, False)
+    os.utime(path, ns=(10**18, 10**18 + 1))
+    later = stamp([source], 100)
+    assert later != before, "a nanosecond"
+    assert find_state([source], tmp_path, 100, watch_silently, False) == first, "the same content"
+    path.write_text("[2] ")
+    os.utime(path, ns=(10**18, 10**18 + 1))
+    assert stamp([source], 100) != later
+    other = find_state([source], tmp_path, 100, watch_silently, False)
+    assert other["key"] != first["key"] and other["fingerprint"] != first["fingerprint"]
+
+
+def test_the_content_of_every_source_counts(source: SourceFile, tmp_path: Path) -> None:
+    second = replace(source, path=source.path.replace("a.json", "b.json"))
+    found = []
+    for content in ("[1]", "[2]"):
+        Path(second.path).write_text(content)
+        found.append(find_state([source, second], tmp_path, 100, watch_silently, True)["fingerprint"])
+    swapped = find_state([second, source], tmp_path, 100, watch_silently, True)["fingerprint"]
+    assert len({*found, swapped}) == 3
+
+
+def test_the_tenth_version_is_newer_than_the_ninth(tmp_path: Path) -> None:
+    for name in ("pictures-a.9", "pictures-a.10", "pictures-a.tmp", "pictures-b.11", "pictures-a.parts"):
+        (tmp_path / name).mkdir()
+    assert newest(tmp_path / "pictures-a") == tmp_path / "pictures-a.10"
+    assert newest(tmp_path / "pictures-c") is None
+
+
+def records_of(numbers: list[int] | None, content: str = "a") -> Any:
+    """Records of three sources of 4, 1 and 3, of which these are kept."""
+    records: Any = object.__new__(Records)
+    records.numbers = None if numbers is None else np.array(numbers, dtype=np.int64)
+    records.index = SimpleNamespace(texts=SimpleNamespace(firsts=[0, 4, 5, 8], fingerprint=content))
+    return records
+
+
+@pytest.mark.parametrize(
+    ("kept", "counts"),
+    [(None, [4, 1, 3]), ([0, 1, 3, 4, 5, 7], [3, 1, 2]), ([1, 2, 3, 6, 7], [3, 0, 2]), ([4, 5], [0, 1, 1])],
+)
+def test_records_left_out_are_counted_off_their_own_source(kept: list[int] | None, counts: list[int]) -> None:
+    assert records_of(kept).source_counts == counts
+
+
+def test_a_dataset_is_its_content_and_what_is_kept_of_it() -> None:
+    made = [records_of(None), records_of(None, "b"), records_of([0, 1]), records_of([0, 2]), records_of([0, 1], "b")]
+    assert len({records.fingerprint for records in made}) == 5
+    assert records_of([0, 1]).fingerprint == records_of([0, 1]).fingerprint

@@ -1,0 +1,206 @@
+"""Parquet gives the records that JSON and JSON Lines give, and its pictures where it holds them."""
+
+import json
+import sys
+from pathlib import Path
+
+import pyarrow
+import pytest
+from harness import CPU
+from pyarrow import parquet
+from small import make_config
+from test_build import FITS, open_again
+
+from llava_fsdp.data.index.dataset import Records
+from llava_fsdp.data.loader import build_loader
+from llava_fsdp.data.records.problems import BITS, Kind
+from llava_fsdp.data.records.record import Record
+from llava_fsdp.data.records.record_file import RecordFile
+from llava_fsdp.runtime.errors import ConfigError, DamagedError, DataError
+
+
+def write(path: Path, rows: list[dict], schema: pyarrow.Schema | None = None, row_group_size: int = 10) -> Path:
+    parquet.write_table(pyarrow.Table.from_pylist(rows, schema), path, row_group_size=row_group_size)
+    return path
+
+
+def opened(path: Path, parts: Path, dataset: Path, *overrides: str) -> Records:
+    return open_again(make_config(parts, dataset, path.parent, f"data.path={path}", *overrides), parts)
+
+
+def said(record: Record) -> tuple:
+    return record.index, record.id, record.images, record.turns, record.has_image_key, record.sizes
+
+
+def test_three_formats_are_one(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    rows = json.loads((dataset / "mixed.json").read_text())
+    assert len({"image" in row for row in rows}) == 2
+    paths = [dataset / "mixed.json", tmp_path / "a.jsonl", write(tmp_path / "a.parquet", rows)]
+    paths[1].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = [opened(path, parts, dataset, f"data.index={tmp_path / path.suffix}") for path in paths]
+    for other in made[1:]:
+        assert [said(r) for r in map(other.__getitem__, range(44))] == [said(made[0][n]) for n in range(44)]
+        for column in ("lengths", "labels", "images", "words", "positions_cut", "labels_cut"):
+            assert getattr(other, column).tolist() == getattr(made[0], column).tolist()
+    assert made[2][12].where == f"{paths[2]}, record 12 (id r12)", "behind the first row group"
+    files = [RecordFile(path) for path in paths]
+    assert [said(files[2][n]) for n in range(44)] == [said(files[0][n]) for n in range(44)]
+
+
+def test_lists_of_pictures(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "<image> <image>"}, {"from": "gpt", "value": "b"}]
+    rows = [{"image": ["0.jpg", "1.png"], "conversations": turns}]
+    records = opened(write(tmp_path / "a.parquet", rows), parts, dataset)
+    assert records[0].images == ("0.jpg", "1.png") and records[0].id == "0" and not records[0].has_id
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_pictures_in_the_rows(several: bool, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "b"}]
+    whole = (dataset / "images" / "1.png").read_bytes()
+    pictures = [{"bytes": whole, "path": "x.png"}, {"bytes": whole[:-60], "path": "y.png"}, None]
+    rows = [{"id": n, "image": [p] if several and p else p, "conversations": turns} for n, p in enumerate(pictures)]
+    path = write(tmp_path / "a.parquet", rows)
+    records = opened(path, parts, dataset, "data.images=null")
+    assert records.counts["image_truncated"] == records.counts["tag_without_picture"] == 1 and records.out == 2
+    (reason,) = [row["reason"] for row in records.index.rows() if row["kind"] == "image_truncated"]
+    assert "record 1 (id 1): picture 'y.png' (in the row itself) is truncated after" in reason
+    assert reason.endswith("; put a whole one into the file") and "rows-0" not in reason
+    record = records[0]
+    assert record.folder is not None and (record.folder / record.images[0]).read_bytes() == whole
+    with pytest.raises(DataError, match=r"holds pictures; only llava_fsdp\.prepare and training read them"):
+        RecordFile(path)
+
+
+def test_a_picture_that_was_written_out_and_is_gone(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """The index has it, so that no record is at fault, and none is left out."""
+    turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "b"}]
+    whole = (dataset / "images" / "1.png").read_bytes()
+    path = write(tmp_path / "a.parquet", [{"image": {"bytes": whole, "path": None}, "conversations": turns}])
+    cfg = make_config(parts, dataset, tmp_path, f"data.path={path}", "data.bad=quarantine", "data.bad_budget=100%")
+    steps = build_loader(cfg, parts / "language", parts / "vision", FITS, 0, 1, CPU).steps
+    record = steps.records[0]
+    assert record.folder is not None
+    (record.folder / record.images[0]).unlink()
+    with pytest.raises(DamagedError, match=rf"the index {path}\.index is damaged .* does not exist"):
+        steps.read(0)
+
+
+def test_text_that_is_not_utf8(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    rows = [{"conversations": [{"from": "human", "value": t}, {"from": "gpt", "value": b"b"}]} for t in (b"a", b"\xfc")]
+    kind = pyarrow.list_(pyarrow.struct([("from", pyarrow.string()), ("value", pyarrow.binary())]))
+    table = pyarrow.Table.from_pylist(rows, pyarrow.schema([("conversations", kind)]))
+    column = table["conversations"].combine_chunks()
+    texts = pyarrow.Array.from_buffers(pyarrow.string(), 4, column.values.field("value").buffers())
+    inner = pyarrow.StructArray.from_arrays([column.values.field("from"), texts], ["from", "value"])
+    wrong = pyarrow.table({"conversations": pyarrow.ListArray.from_arrays(column.offsets, inner)})
+    parquet.write_table(wrong, tmp_path / "a.parquet")
+    records = opened(tmp_path / "a.parquet", parts, dataset)
+    assert len(records) == records.out == records.counts["not_utf8"] == 1
+
+
+def test_paths_as_hugging_face_writes_them(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Structs without bytes are paths below data.images; other columns and fields do not matter, of whatever type."""
+    said = [{"from": "human", "value": "<image>", "at": b"x"}, {"from": "gpt", "value": "b", "at": None}]
+    rows = [{"id": n, "image": {"bytes": None, "path": "0.jpg"}, "conversations": said, "more": b""} for n in range(3)]
+    schema = pyarrow.Table.from_pylist(rows).schema
+    schema = schema.set(
+        1, pyarrow.field("image", pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())]))
+    )
+    records = opened(write(tmp_path / "a.parquet", rows, schema, row_group_size=1), parts, dataset)
+    assert len(records) == 3 and records[2].images == ("0.jpg",) and records[2].folder == dataset / "images"
+    rows[1]["image"] = {"bytes": (dataset / "images" / "0.jpg").read_bytes(), "path": None}
+    with pytest.raises(DataError, match=r"1 pictures are in the rows, and 2 are paths; .* give a file for each"):
+        opened(write(tmp_path / "b.parquet", rows, schema), parts, dataset)
+
+
+def test_many_row_groups_are_one_open_file(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    rows = json.loads((dataset / "text.json").read_text())
+    records = opened(write(tmp_path / "a.parquet", rows, row_group_size=1), parts, dataset)
+    assert len(records) == len({records[n].id for n in range(len(rows))}) == len(rows)
+    assert len({part.text for part in records.index.texts.parts}) == 1
+    assert [path.name for path in tmp_path.rglob("*.jsonl") if "rows-0" in str(path)] == ["rows.jsonl"]
+
+
+TURNS = [{"from": "a", "value": "b"}]
+WRONG = {
+    "an id of bytes": ([{"conversations": TURNS, "id": b"a"}], r"id is binary; it must be text or a number"),
+    "text of bytes": ([{"conversations": [{"from": "a", "value": b"b"}]}], r"from and value, which are text"),
+    "no columns": ([{"text": "a"}], r"has the columns \['text'\]; LLaVA records have id, image and conversations"),
+    "turns as text": ([{"conversations": "a"}], r"conversations is string; it must be a list of structs"),
+    "a number": ([{"conversations": [{"from": "a", "value": "b"}], "image": 3}], r"image is int64; it must be a path"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_other_tables_are_refused(case: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    rows, message = WRONG[case]
+    with pytest.raises(DataError, match=message):
+        opened(write(tmp_path / "a.parquet", rows), parts, dataset)
+
+
+def test_what_is_called_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "A.PARQUET"
+    for content, message in {
+        b"": r"A\.PARQUET is empty \(0 bytes\)",
+        b"version https://git-lfs.github.com/spec/v1\n": "is a pointer of git-LFS",
+        b"PAR1": "is no whole Parquet file .*; take it from its source again",
+    }.items():
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=message):
+            RecordFile(path)
+    write(path, [{"id": "a", "conversations": TURNS}])
+    assert RecordFile(path)[0].where == f"{path}, record 0 (id a)"
+
+
+def test_no_parquet_at_all(parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.parquet").write_text("nothing")
+    with pytest.raises(DataError, match=r"a\.parquet is no whole Parquet file"):
+        opened(tmp_path / "a.parquet", parts, dataset)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"needs pyarrow: pip install 'llava-fsdp\[parquet\]'"):
+        opened(tmp_path / "a.parquet", parts, dataset)
+
+
+@pytest.mark.parametrize("key", ["images", "image"])
+def test_tables_without_pictures_are_told(key: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """The column has another name; or every struct is of two nulls."""
+    turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "b"}]
+    rows = [{key: "0.jpg" if key == "images" else {"bytes": None, "path": None}, "conversations": turns}] * 2
+    struct = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
+    schema = pyarrow.Table.from_pylist(rows).schema
+    schema = schema if key == "images" else schema.set(0, pyarrow.field("image", struct))
+    records = opened(write(tmp_path / "a.parquet", rows, schema), parts, dataset)
+    kind = "media_not_read" if key == "images" else "tag_without_picture"
+    assert records.counts[kind] == records.out == 2
+
+
+def test_media_in_columns_that_are_not_read(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Of each row by itself; a struct of nulls is no video, and a turn's own key is found too."""
+    turn = {"from": "human", "value": "what", "image": None}
+    answer = {"from": "gpt", "value": "b", "image": None}
+    named = {**turn, "image": "0.jpg"}
+    none = {"bytes": None, "path": None}
+    rows = [
+        {"video": none, "conversations": [turn, answer]},
+        {"video": {"bytes": b"mp4", "path": None}, "conversations": [turn, answer]},
+        {"video": None, "conversations": [named, answer]},
+    ]
+    records = opened(write(tmp_path / "a.parquet", rows), parts, dataset, "data.bad=quarantine", "data.bad_budget=9")
+    assert records.index.flags(0, 3).tolist() == [0, BITS[Kind.media_not_read], BITS[Kind.media_not_read]]
+
+
+def test_rows_that_are_too_large(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """By the bytes of their texts, before any JSON is made of them; or of the JSON, which escapes make longer."""
+    rows = [
+        {"id": f"r{n}", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": text}]}
+        for n, text in enumerate(["b", "b" * 5000, "\n" * 1500, "c"])
+    ]
+    path = write(tmp_path / "a.parquet", rows)
+    records = opened(path, parts, dataset, "data.max_record_bytes=2000", "data.bad=quarantine", "data.bad_budget=9")
+    assert records.counts["record_too_large"] == records.out == 2 and [records[n].id for n in (0, 1)] == ["r0", "r3"]
+    assert [row["id"] for row in records.index.rows()] == ["r1", "r2"]
+    assert all("over data.max_record_bytes=2000" in row["reason"] for row in records.index.rows())
+    with pytest.raises(DataError, match=r"record 1 \(id r1\) has [\d,]+ bytes"):
+        RecordFile(path, 2000)[1]

@@ -1,0 +1,360 @@
+"""Ids, labels and the places of pictures."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+import sentencepiece.sentencepiece_model_pb2
+from small import ASSETS
+
+from llava_fsdp.config import SpecialTokens, TooLong
+from llava_fsdp.data.records.record import Record, Turn, parse_record
+from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
+from llava_fsdp.data.text.conversation import IM_END, IM_START, prompt
+from llava_fsdp.data.text.encode import ExactEncoder, OriginalEncoder, Sample, are_supervised, encode_prompt
+from llava_fsdp.data.text.llava_v1_5 import Original
+from llava_fsdp.data.text.templates import CURIOUS_USER, TEMPLATES, template
+from llava_fsdp.data.text.tokenizer import Token, Tokenizer, open_tokenizer
+from llava_fsdp.runtime.errors import ConfigError, DataError, ModelError
+
+SYSTEM = CURIOUS_USER + " "
+
+
+@pytest.fixture(scope="module")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SentencePiece BPE model with Llama's settings."""
+    folder = tmp_path_factory.mktemp("llama")
+    text = folder / "text.txt"
+    words = "the a red circle USER ASSISTANT: what colour is it? 1234567890 blue square chat between curious".split()
+    text.write_text("\n".join(" ".join(words[i:] + words[:i]) for i in range(len(words))) * 20)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(folder / "tokenizer"), vocab_size=340, model_type="bpe", byte_fallback=True,
+        split_digits=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True, minloglevel=2,
+    )  # fmt: skip
+    (folder / "tokenizer_config.json").write_text('{"legacy": false}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return open_tokenizer(ASSETS / "tiny-llama")
+
+
+def record(*texts: str, images: tuple[str, ...] = ()) -> Record:
+    turns = tuple(Turn("human" if n % 2 == 0 else "gpt", text) for n, text in enumerate(texts))
+    return Record("data.json", 3, "abc", images, turns, bool(images))
+
+
+def encoder(
+    tokenizer: Tokenizer, form: str = "v1", max_length: int = 999, too_long: TooLong = TooLong.truncate
+) -> ExactEncoder:
+    return ExactEncoder(tokenizer, template(form), lambda *_: np.arange(4), max_length, too_long)
+
+
+def supervised(sample, tokenizer: Tokenizer) -> list[str]:
+    """The stretches of text that are supervised."""
+    stretches, current = [], []
+    for token, label in zip(sample.input_ids.tolist(), [*sample.labels.tolist()], strict=True):
+        assert label in (IGNORE, token)
+        if label == IGNORE and current:
+            stretches.append(current)
+            current = []
+        elif label != IGNORE:
+            current.append(token)
+    return [tokenizer.decode(s).strip() for s in [*stretches, current] if s]
+
+
+def both_tokenizers(tokenizer: Tokenizer, llama_folder: Path) -> list[Tokenizer]:
+    return [tokenizer, open_tokenizer(llama_folder)]
+
+
+def test_every_answer_and_nothing_else_is_supervised(tokenizer: Tokenizer, llama_folder: Path) -> None:
+    texts = ("what colour is it?", "red", "and  the\nsize 12?", "a 7 blue — größe 中", "x", "y")
+    for each in both_tokenizers(tokenizer, llama_folder):
+        sample = encoder(each)(record(*texts))
+        assert sample is not None
+        assert supervised(sample, each) == ["red", "a 7 blue — größe 中", "y"]
+        ends = sample.labels[np.flatnonzero(sample.labels == 2)]
+        assert len(ends) == 3, "the end of every answer is supervised too"
+        text = f"{SYSTEM}USER: {texts[0]} ASSISTANT: {texts[1]}</s>"
+        text += f"USER: {texts[2]} ASSISTANT: {texts[3]}</s>USER: x ASSISTANT: y</s>"
+        assert sample.input_ids.tolist() == [1, *(t.id for t in each.encode(text))]
+
+
+def test_a_token_is_supervised_by_any_of_its_characters() -> None:
+    """Characters 2 to 4 are; a token that has no character counts as the one at its place."""
+    before = np.array([0, 0, 0, 1, 2, 3, 3])
+    spans = [(0, 2), (1, 3), (2, 5), (4, 6), (5, 6), (3, 3), (1, 1)]
+    found = are_supervised([Token(7, begin, end) for begin, end in spans], before)
+    assert found == [False, True, True, True, False, True, False]
+
+
+def test_digit_after_the_space_of_an_answer(llama_folder: Path) -> None:
+    """Digits are split from the space before them; the original supervises that space as well."""
+    each = open_tokenizer(llama_folder)
+    sample = encoder(each)(record("what", "7"))
+    assert sample is not None
+    space = each.encode("7")[0].id
+    assert [t for t in sample.labels.tolist() if t != IGNORE] == [space, each.encode("a7")[-1].id, 2]
+
+
+def test_picture_takes_its_positions_and_chunks_are_tokenized_alone(tokenizer: Tokenizer, llama_folder: Path) -> None:
+    for each in both_tokenizers(tokenizer, llama_folder):
+        sample = encoder(each)(record("what is it? <image>", "red", images=("a.png",)))
+        assert sample is not None and sample.images == ("a.png",)
+        before = [t.id for t in each.encode(f"{SYSTEM}USER: ")]
+        after = [t.id for t in each.encode("\nwhat is it? ASSISTANT: red</s>")]
+        assert sample.input_ids.tolist() == [1, *before, *[IMAGE_ID] * 4, *after], "a single tag moves to the front"
+
+
+def test_plain_supervises_the_caption_and_its_newline(tokenizer: Tokenizer) -> None:
+    sample = encoder(tokenizer, "plain")(record("Describe it <image>.", "a red circle", images=("a.png",)))
+    assert sample is not None
+    caption = [t.id for t in tokenizer.encode("a red circle\n")]
+    assert sample.input_ids.tolist() == [1, *[IMAGE_ID] * 4, *caption]
+    assert sample.labels.tolist() == [*[IGNORE] * 5, *caption]
+
+
+def test_several_pictures_stay_where_they_are(tokenizer: Tokenizer) -> None:
+    sample = encoder(tokenizer)(record("is <image> or <image> red", "a", "and <image>", "b", images=("1", "2", "3")))
+    assert sample is not None
+    starts = np.flatnonzero(np.diff((sample.input_ids == IMAGE_ID).astype(int), prepend=0) == 1)
+    assert len(starts) == 3 and (sample.input_ids == IMAGE_ID).sum() == 12
+    assert supervised(sample, tokenizer) == ["a", "b"]
+
+
+def test_every_image_takes_as_many_positions_as_it_has(tokenizer: Tokenizer) -> None:
+    lengths = (2, 5, 3)
+    each = ExactEncoder(tokenizer, template("v1"), lambda _, n: np.arange(lengths[n]), 999, TooLong.fail)
+    sample = each(record("<image> a <image> b <image>", "red", images=("1", "2", "3")))
+    assert sample is not None
+    places = np.flatnonzero(sample.input_ids == IMAGE_ID)
+    runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+    assert [len(run) for run in runs] == [len(rows) for rows in sample.image_rows] == list(lengths)
+
+
+def test_tag_without_a_picture_is_text(tokenizer: Tokenizer) -> None:
+    sample = encoder(tokenizer)(record("what is <image> for", "red"))
+    assert sample is not None and IMAGE_ID not in sample.input_ids
+
+
+@pytest.mark.parametrize("cut", [-1, -3])
+def test_truncation_is_counted(tokenizer: Tokenizer, cut: int) -> None:
+    whole = encoder(tokenizer)(record("what", "red blue green circle"))
+    assert whole is not None
+    short = encoder(tokenizer, max_length=len(whole.input_ids) + cut)(record("what", "red blue green circle"))
+    assert short is not None
+    assert short.input_ids.tolist() == whole.input_ids.tolist()[:cut]
+    assert (short.positions_cut, short.labels_cut) == (-cut, -cut)
+
+
+def test_no_picture_is_partly_cut(tokenizer: Tokenizer) -> None:
+    """A sample that would end within a picture ends before it."""
+    texts = ("see <image> and then <image>", "red")
+    whole = encoder(tokenizer)(record(*texts, images=("1", "2")))
+    assert whole is not None
+    second = np.flatnonzero(whole.input_ids == IMAGE_ID)[4]
+    for length in range(second, second + 4):
+        sample = encoder(tokenizer, max_length=int(length))(record(*texts, images=("1", "2")))
+        assert sample is not None
+        assert len(sample.input_ids) == second and sample.images == ("1",)
+    sample = encoder(tokenizer, max_length=int(second) + 4)(record(*texts, images=("1", "2")))
+    assert sample is not None and sample.images == ("1", "2")
+
+
+def test_too_long_can_fail_or_be_left_out(tokenizer: Tokenizer) -> None:
+    assert encoder(tokenizer, max_length=5, too_long=TooLong.quarantine)(record("what", "red")) is None
+    with pytest.raises(
+        DataError, match=r"data\.json, record 3 \(id abc\) is \d+ positions long, over data\.max_length=5"
+    ):
+        encoder(tokenizer, max_length=5, too_long=TooLong.fail)(record("what", "red"))
+
+
+BAD = {
+    "two questions": (("a", "b", "c"), (), "3 turns; it must end with an answer"),
+    "no turns": ((), (), "0 turns"),
+    "missing tag": (("a", "b"), ("1.png",), "0 <image> tags for 1 pictures"),
+    "missing picture": (("<image><image>", "b"), ("1.png",), "2 <image> tags for 1 pictures"),
+    "tag in answer": (("<image>", "<image>"), ("1.png",), "turn 1 is an answer with <image>"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_wrong_records_are_named(tokenizer: Tokenizer, case: str) -> None:
+    texts, images, message = BAD[case]
+    with pytest.raises(DataError, match=rf"data\.json, record 3 \(id abc\).*{message}"):
+        encoder(tokenizer)(record(*texts, images=images))
+
+
+def test_two_turns_of_one_role_are_named(tokenizer: Tokenizer) -> None:
+    wrong = Record("data.json", 3, "abc", (), (Turn("human", "a"), Turn("human", "b")), False)
+    with pytest.raises(DataError, match="turn 1 is from 'human', not from 'gpt'"):
+        encoder(tokenizer)(wrong)
+
+
+def test_unknown_template_lists_those_that_exist() -> None:
+    with pytest.raises(ConfigError, match=r"data\.template=v9 does not exist; choose one of chatml, .*alias: chatml_d"):
+        template("v9")
+
+
+@pytest.mark.parametrize("form", TEMPLATES)
+def test_every_template_supervises_answers_and_their_ends(tokenizer: Tokenizer, form: str) -> None:
+    texts = ("<image>\nwhat colour?", "red  one", "and", "USER: blue\n")
+    texts = texts[:2] if TEMPLATES[form].image_only else texts
+    sample = encoder(tokenizer, form)(record(*texts, images=("1.png",)))
+    assert sample is not None
+    pattern = TEMPLATES[form].pattern
+    taught = [pattern.before_answer + answer + pattern.after_answer for answer in texts[1::2]]
+    assert supervised(sample, tokenizer) == [t.replace("</s>", "").strip() for t in taught]
+    assert (sample.labels == IGNORE).sum() > 4
+
+
+@pytest.mark.parametrize("start_end", [False, True])
+@pytest.mark.parametrize("form", TEMPLATES)
+def test_generation_continues_where_training_supervises(form: str, start_end: bool) -> None:
+    """The prompt of a question is the training text up to its answer, whatever stands around a picture."""
+    shape = template(form)
+    each = open_tokenizer(ASSETS / "tiny-llama", extra=(IM_START, IM_END))
+    sample = ExactEncoder(each, shape, lambda *_: np.arange(4), 999, TooLong.fail, start_end)(
+        record("<image>\nwhat", "red", images=("1",))
+    )
+    assert sample is not None
+    asked = encode_prompt(prompt([Turn("human", "<image>\nwhat")], shape, start_end, True), each, [4])
+    first = int(np.flatnonzero(sample.labels != IGNORE)[0])
+    assert sample.input_ids[:first].tolist() == asked.tolist()
+    assert (each.special(IM_START) in sample.input_ids) == (start_end and not shape.image_only)
+
+
+def test_llama_tokenizer_matches_sentencepiece(llama_folder: Path) -> None:
+    """On text without special tokens the ids are SentencePiece's own, with its one leading space."""
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(llama_folder / "tokenizer.model"))
+    each = open_tokenizer(llama_folder)
+    for text in ("the red circle", " a  b   c", "größe 中文 🙂", "1234 56", "\n\tx", "a"):
+        tokens = each.encode(text)
+        assert [t.id for t in tokens] == pieces.encode(text)
+        assert tokens[-1].end == len(text)
+        assert [t.begin for t in tokens] == sorted(t.begin for t in tokens)
+
+
+def test_no_space_is_added_after_a_special_token(llama_folder: Path) -> None:
+    each = open_tokenizer(llama_folder)
+    after = [t.id for t in each.encode("a</s>red")][len(each.encode("a")) :]
+    assert after[0] == 2
+    assert after[1:] != [t.id for t in each.encode("red")]
+    assert each.decode(after) == "red"
+
+
+@pytest.fixture(params=["sentencepiece", "tokenizer.json", "with spaces taken along"])
+def either(request: pytest.FixtureRequest, llama_folder: Path, tmp_path: Path) -> Tokenizer:
+    """Tokenizers of both kinds, and one whose special tokens take the spaces beside them along, as Phi-3's do."""
+    if request.param == "sentencepiece":
+        return open_tokenizer(llama_folder)
+    frozen = json.loads((ASSETS / "tiny-llama" / "tokenizer.json").read_text())
+    if request.param != "tokenizer.json":
+        for token in frozen["added_tokens"]:
+            token |= {"rstrip": token["content"] == "</s>", "lstrip": token["content"] == "<s>"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(frozen))
+    (tmp_path / "tokenizer_config.json").write_bytes((ASSETS / "tiny-llama" / "tokenizer_config.json").read_bytes())
+    return open_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["v1", "llama_2", "plain"])
+@pytest.mark.parametrize("text", ["a </s> b", "</s>", "<s>a</s>", "a <unk><unk>b", "x</s></s> ", "</s>a <s> b </s> c"])
+def test_special_tokens_of_a_text_are_text(text: str, form: str, either: Tokenizer) -> None:
+    """Those of the template stay what they are, and every character is a token's; parsed, they are all tokens."""
+    own = record(f"<image>\n{text}", text, images=("1",))
+    made = {how: encoded(own, either, form, how) for how in SpecialTokens}
+    special = {either.special(token) for token in ("<s>", "</s>", "<unk>")} - {None}
+    counts = {how: sum(int(i) in special for i in sample.input_ids) for how, sample in made.items()}
+    without = encoded(record("<image>\nwhat", "red", images=("1",)), either, form, SpecialTokens.text)
+    assert counts[SpecialTokens.text] == sum(int(i) in special for i in without.input_ids)
+    occurrences = len(either.find_special(text)) * (1 if form == "plain" else 2)
+    assert counts[SpecialTokens.parse] == counts[SpecialTokens.text] + occurrences > 0
+    sample = made[SpecialTokens.text]
+    answer = either.decode(sample.labels[sample.labels != IGNORE].tolist())
+    assert answer.replace(" ", "").strip() == text.replace(" ", "").strip()
+    ends = sample.labels[-1] == either.special("</s>") if form == "v1" else True
+    assert ends, "the end of the answer is taught"
+
+
+def encoded(own: Record, tokenizer: Tokenizer, form: str, how: SpecialTokens) -> Sample:
+    encode = replace(encoder(tokenizer, form), special_tokens=how)
+    sample = encode(own)
+    assert sample is not None
+    return sample
+
+
+def test_texts_without_special_tokens_are_the_same_either_way(either: Tokenizer) -> None:
+    own = record("<image>\nwhat is < s > it", "  größe 中 </ s>", "and\n", "red", images=("1",))
+    made = [encoded(own, either, "v1", how) for how in SpecialTokens]
+    assert made[0].input_ids.tolist() == made[1].input_ids.tolist()
+    assert made[0].labels.tolist() == made[1].labels.tolist()
+
+
+def test_splitting_at_the_template_alone_is_what_the_tokenizer_does(either: Tokenizer) -> None:
+    """Where a text's special token is replaced by a word, all before and behind it has the same ids and places."""
+    text, begin = "the red </s> circle<s> is blue</s>the ", 8
+    special = [s for s in either.find_special(text) if s[0] != begin]
+    found, whole = either.encode(text, special), either.encode(text)
+    assert [t for t in found if t.end <= begin - 1] == [t for t in whole if t.end <= begin - 1]
+    assert [t for t in found if t.begin >= begin + 14] == [t for t in whole if t.begin >= begin + 14]
+    assert either.encode(text, either.find_special(text)) == whole
+
+
+def original(tokenizer: Tokenizer, max_length: int) -> OriginalEncoder:
+    return OriginalEncoder(Original(tokenizer, template("v1"), max_length), lambda *_: np.arange(4))
+
+
+def test_the_originals_cuts(tokenizer: Tokenizer) -> None:
+    """Tags are one token when it cuts first, pictures are spliced in, and it cuts again, within a picture too."""
+    asked = record("<image>\nwhat", "red blue green circle", images=("a.png",))
+    whole = original(tokenizer, 999)(asked)
+    place = int(np.flatnonzero(whole.input_ids == IMAGE_ID)[0])
+    assert (whole.input_ids == IMAGE_ID).sum() == 4 and whole.positions_cut == 0 == whole.labels_cut
+    unspliced = len(whole.input_ids) - 3
+    for length in range(place - 1, len(whole.input_ids) + 1):
+        cut = original(tokenizer, length)(asked)
+        first_cut = unspliced - min(unspliced, length)  # of the text with its tag; the second takes what is left over
+        kept = min(len(whole.input_ids) - first_cut if length > place else length, length)
+        assert cut.input_ids.tolist() == whole.input_ids[:kept].tolist(), length
+        shown = int((cut.input_ids == IMAGE_ID).sum())
+        assert [len(rows) for rows in cut.image_rows] == ([shown] if shown else [])
+        assert cut.positions_cut == len(whole.input_ids) - kept - (0 if length > place else 3)
+        assert cut.labels_cut == int((whole.labels != IGNORE).sum() - (cut.labels != IGNORE).sum())
+
+
+def test_the_original_counts_pictures_before_training(tokenizer: Tokenizer) -> None:
+    """Two tags in two messages and one picture: the original would take the next record's."""
+    wrong = record("<image>\na", "b", "<image>\nc", "d", images=("a.png",))
+    with pytest.raises(DataError, match=r"record 3 \(id abc\): 2 pictures in the text of a record with 1"):
+        original(tokenizer, 999).check(wrong)
+    original(tokenizer, 999).check(record("<image> <image>\na", "b", "c", "d", images=("a.png",)))
+    original(tokenizer, 20).check(wrong)  # the second tag is cut away
+
+
+def test_the_original_reads_one_picture_a_record(tokenizer: Tokenizer) -> None:
+    with pytest.raises(DataError, match="has a list of 2 pictures, at which the original stops"):
+        original(tokenizer, 999).check(record("<image>\na", "b", images=("a.png", "b.png")))
+
+
+def test_half_a_surrogate_pair_is_named() -> None:
+    turns = [{"from": "human", "value": "a \ud83d b"}, {"from": "gpt", "value": "c"}]
+    with pytest.raises(DataError, match=r"record 4 \(id x\): turn 0 has half of a surrogate pair at character 2"):
+        parse_record(Path("a.json"), 4, {"id": "x", "conversations": turns})
+
+
+def test_other_sentencepiece_models_are_refused(llama_folder: Path, tmp_path: Path) -> None:
+    """A model that never puts a space before a text is no Llama's; a file of another kind is none at all."""
+    proto = sentencepiece.sentencepiece_model_pb2.ModelProto()
+    proto.ParseFromString((llama_folder / "tokenizer.model").read_bytes())
+    proto.normalizer_spec.add_dummy_prefix = False
+    (tmp_path / "tokenizer.model").write_bytes(proto.SerializeToString())
+    with pytest.raises(ModelError, match=r"tokenizer\.model is not a Llama tokenizer; put the model's tokenizer\.json"):
+        open_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")
+    with pytest.raises(ModelError, match=r"tokenizer\.model is no SentencePiece model"):
+        open_tokenizer(tmp_path)

@@ -1,0 +1,96 @@
+"""All floating-point memory that a training step computes on begins at a multiple of 64 bytes.
+
+Kernels may give other last bits elsewhere: MKL's product of a matrix and a vector does, at most offsets. The address of
+a NumPy array or of a mapped file may change from start to start, and the same run would then differ. Where a view
+begins within its memory is the same in every start, so the address of the memory is what counts.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import RankPool, World, single_world
+from small import make_config
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from llava_fsdp.distributed.mesh import make_mesh
+from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.train.loop import train_step
+from llava_fsdp.train.main import build_state
+
+ALIGNMENT = 64
+
+
+class Unaligned(TorchDispatchMode):
+    """Notes every operation that reads floating-point memory which does not begin at a multiple of 64 bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        for value in tree_leaves((args, kwargs or {})):
+            if type(value) in (torch.Tensor, torch.nn.Parameter) and is_unaligned(value):
+                self.found.add(f"{func} {value.dtype} {tuple(value.shape)}")
+        return func(*args, **(kwargs or {}))
+
+
+def is_unaligned(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.untyped_storage().data_ptr() % ALIGNMENT != 0
+
+
+def unaligned(world: World, parts: Path, dataset: Path, folder: Path, stage: str, overrides: tuple[str, ...]):
+    """Operations of two steps that read unaligned memory; unaligned weights and buffers; how many operations ran."""
+    cfg = make_config(parts, dataset, folder, "max_steps=2", *overrides, stage=stage)
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    state = build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+    state.model.train()
+    with Unaligned() as seen:
+        for step in state.loader.from_step(0):
+            train_step(state, step, plan, cfg, 0.0)
+    kept = [*state.model.named_parameters(), *state.model.named_buffers(), *state.masters.named.items()]
+    local = {name: value.to_local() if isinstance(value, DTensor) else value for name, value in kept}
+    return sorted(seen.found), sorted(n for n, v in local.items() if v.numel() and is_unaligned(v)), seen.operations
+
+
+CASES = {
+    "fp32": (),
+    "bf16": ("precision=bf16", "recompute=full"),
+    "workers": ("data.workers=1", "data.prefetch=1"),
+    "micro-batches": ("tokens_per_micro_batch=257", "data.max_length=251", "loss.chunk_tokens=7"),
+    "int8": ("precision.moment_dtype=int8",),
+    "offload": ("offload=optimizer",),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_computes_on_aligned_memory(case: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    operations, kept, count = unaligned(single_world(), parts, dataset, tmp_path, "finetune", CASES[case])
+    assert (operations, kept) == ([], [])
+    assert count > 500
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_ranks_compute_on_aligned_memory(
+    strategy: str, pools: dict[int, RankPool], parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    stage = "pretrain" if strategy == "zero2" else "finetune"
+    for found in pools[2].run(unaligned, parts, dataset, tmp_path, stage, (f"sharding={strategy}", "precision=bf16")):
+        assert found[:2] == ([], [])
+
+
+def test_what_is_unaligned_is_seen() -> None:
+    memory = np.zeros(256, dtype=np.uint8)
+    begin = (16 - memory.ctypes.data) % ALIGNMENT
+    values = torch.from_numpy(memory[begin : begin + 128].view(np.float32))
+    with Unaligned() as seen:
+        values + 1
+        torch.zeros(3)[1:] + 1  # a view: its memory begins where it should
+    assert seen.found == {"aten.add.Tensor torch.float32 (32,)"}

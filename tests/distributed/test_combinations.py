@@ -1,0 +1,124 @@
+"""Precision x recompute x offload: what is offered together trains, and neither recompute nor offload changes a bit.
+
+Two combinations of every pair of choices are in the fast tier, the whole product in the slow one.
+"""
+
+import hashlib
+from itertools import combinations, product
+from pathlib import Path
+
+import pytest
+import torch
+from harness import RankPool
+from small import make_config
+
+from llava_fsdp.config import Config
+from llava_fsdp.distributed.local_shards import local
+from llava_fsdp.distributed.mesh import World, make_mesh
+from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.train import main as train
+from llava_fsdp.train.checkpoint_contents import tensors
+from llava_fsdp.train.loop import train_step
+
+PRECISIONS = ("bf16", "fp32", "fp16", "bf16_pure", "bf16 precision.moment_dtype=int8")
+RECOMPUTE = ("none", "full", "selective", "offload")
+OFFLOAD = ("none", "optimizer", "params", "nvme")
+Way = tuple[str, str, str]
+Trace = tuple[list[float], str]
+
+
+def is_offered(way: Way) -> bool:
+    """What is rounded by the row is not updated in stretches (config.Config.check_offload)."""
+    return way[2] in ("none", "params") or way[0] in PRECISIONS[:3]
+
+
+OFFERED = [way for way in product(PRECISIONS, RECOMPUTE, OFFLOAD) if is_offered(way)]
+
+
+def pairs(way: Way) -> set[tuple[tuple[int, str], ...]]:
+    return set(combinations(enumerate(way), 2))
+
+
+def pairwise() -> list[Way]:
+    """Ways that have every pair of choices that any way has: the one with most of what is missing, again and again."""
+    missing = set().union(*map(pairs, OFFERED))
+    found: list[Way] = []
+    while missing:
+        found.append(max(OFFERED, key=lambda way: len(pairs(way) & missing)))
+        missing -= pairs(found[-1])
+    return found
+
+
+QUICK = pairwise()
+
+
+def traces(world: World, configs: list[Config]) -> list[Trace]:
+    """Five losses of each, and a digest of this rank's masters and moments behind them."""
+    found = []
+    for cfg in configs:
+        plan = SHARD_PLANS[cfg.sharding.strategy]
+        state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+        state.model.train()
+        losses = [train_step(state, step, plan, cfg, 0.0).loss for step in state.loader.from_step(0)]
+        digest = hashlib.sha256()
+        for name, value in tensors(state).items():
+            digest.update(name.encode() + local(value).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        found.append((losses, digest.hexdigest()))
+    return found
+
+
+def config(way: Way, parts: Path, dataset: Path, folder: Path) -> Config:
+    precision, recompute, offload = way
+    return make_config(
+        parts, dataset, folder, *f"precision={precision} recompute={recompute} offload={offload}".split(),
+        "sharding=zero3", "global_batch_size=4", "micro_batch_size=1", "max_steps=5", "optim.warmup_ratio=0",
+    )  # fmt: skip
+
+
+def check(ways: list[Way], parts: Path, dataset: Path, pools: dict[int, RankPool], folder: Path) -> None:
+    """All ways, of which the first is compared with, on two ranks."""
+    configs = [config(way, parts, dataset, folder) for way in ways]
+    by_rank = pools[2].run(traces, configs, timeout=60 + 60 * len(ways))
+    for found in by_rank:
+        losses = found[0][0]
+        assert len(losses) == 5 and losses[-1] < losses[0]
+        for way, trace in zip(ways, found, strict=True):
+            assert trace == found[0], way
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_pair_of_choices_trains_to_the_same_bits(
+    precision: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    plain = (precision, "none", "none")
+    check([plain, *(w for w in QUICK if w[0] == precision and w != plain)], parts, dataset, pools, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_combination_trains_to_the_same_bits(
+    precision: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    ways = [w for w in OFFERED if w[0] == precision]
+    assert ways[0] == (precision, "none", "none")
+    check(ways, parts, dataset, pools, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_offload_changes_no_bit_of_compiled_blocks(
+    precision: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """How far these are from recompute=none is test_recompute's."""
+    ways = [way for mode in OFFLOAD if is_offered(way := (precision, "budget", mode))]
+    check(ways, parts, dataset, pools, tmp_path)
+
+
+@pytest.mark.parametrize("way", [w for w in product(PRECISIONS, RECOMPUTE, OFFLOAD) if not is_offered(w)], ids=str)
+def test_what_is_not_offered_is_refused_at_the_door(way: Way, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is rounded by the row; choose offload=params"):
+        config(way, parts, dataset, tmp_path)

@@ -1,0 +1,218 @@
+"""Compiled blocks give the numbers of uncompiled ones, and are compiled once."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import CPU, RankPool, single_world
+from small import make_config
+from torch import nn
+from transformers import AutoConfig, AutoModel
+
+from llava_fsdp.config import Attention, Config, RecomputeConfig, RecomputeMode
+from llava_fsdp.data.batching.batch import StepFacts
+from llava_fsdp.data.batching.collate import boundaries
+from llava_fsdp.distributed import compile
+from llava_fsdp.distributed.activation_checkpoint import apply_recompute
+from llava_fsdp.distributed.compile import WARM_UP, Compilations, Compiling, choose_compiling
+from llava_fsdp.distributed.local_shards import local
+from llava_fsdp.distributed.mesh import World, make_mesh
+from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.model.attention import Kernel, register_attention, told
+from llava_fsdp.model.llava import find_stack
+from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.train import main as train
+from llava_fsdp.train.loop import train_step
+from llava_fsdp.train.metrics import Reporter
+from llava_fsdp.train.state import StepResult
+
+EPOCHS = ["global_batch_size=43", "micro_batch_size=3", "max_steps=4", "epochs=2", "sharding=zero3"]
+"""Two epochs of 44 samples: the last step of each has one, so that one of two ranks has none, and runs a position."""
+Trace = tuple[list[float], list[float], dict[str, torch.Tensor], list[int], set[tuple[int, ...]]]
+
+
+def trace(world: World, cfg: Config) -> Trace:
+    """Losses, norms, weights, graphs compiled after each step, and shapes of rows."""
+    torch._inductor.config.compile_threads = 1  # a pool of a process that was forked from waits for nobody here
+    torch._dynamo.reset()
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+    state.model.train()
+    results, graphs, shapes = [], [], set()
+    for step in state.loader.from_step(0):
+        shapes |= {tuple(micro.inputs[0].shape) for micro in step.micro_batches}
+        results.append(train_step(state, step, plan, cfg, 0.0))
+        graphs.append(state.compilations.total if state.compilations is not None else 0)
+    weights = {name: local(p).clone() for name, p in state.masters.named.items()}
+    return [r.loss for r in results], [r.grad_norm for r in results], weights, graphs, shapes
+
+
+CASES = [
+    pytest.param(1, ["pack=false"], id="one rank, padded", marks=pytest.mark.slow),
+    pytest.param(2, ["pack=true", "tokens_per_micro_batch=512"], id="two ranks, packed", marks=pytest.mark.slow),
+    pytest.param(1, ["pack=true", "recompute=full"], id="one rank, packed, full", marks=pytest.mark.slow),
+    pytest.param(2, ["pack=false", "recompute=selective"], id="two ranks, padded, selective", marks=pytest.mark.slow),
+    pytest.param(2, ["pack=true", "recompute=offload"], id="two ranks, packed, offload", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("size", "overrides"), CASES)
+def test_an_epoch_of_mixed_lengths_compiles_nothing_anew(
+    size: int, overrides: list[str], parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """Rows of all lengths, one row, one position, steps without pictures: all by what the first step has compiled."""
+    found = []
+    for on in ("false", "true"):
+        cfg = make_config(parts, dataset, tmp_path, *EPOCHS, *overrides, f"compile={on}")
+        run = [trace(single_world(), cfg)] if size == 1 else pools[size].run(trace, cfg, timeout=1100)
+        found.append(run)
+    for plain, other in zip(*found, strict=True):
+        assert len({length for _, length in other[4]}) > 5
+        assert plain[3] == [0] * 4
+        assert other[3][0] > 0 and other[3] == [other[3][0]] * 4
+        assert other[0] == pytest.approx(plain[0], rel=1e-5)
+        assert other[1] == pytest.approx(plain[1], rel=1e-4)
+        for name, weight in plain[2].items():
+            torch.testing.assert_close(other[2][name], weight, rtol=1e-3, atol=1e-4)
+    shapes = set().union(*(run[4] for run in found[1]))
+    assert size == 1 or (1, 1) in shapes
+
+
+def layers(number: int) -> nn.ModuleList:
+    register_attention()
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+    config = AutoConfig.for_model("llama", vocab_size=8, use_cache=False, num_hidden_layers=number, **shape)
+    return AutoModel.from_config(config, attn_implementation=Kernel(Attention.varlen, "").name)
+
+
+def test_one_graph_serves_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of any number of samples; the first of them fills its row alone, so that two lengths are alike."""
+    graphs = []
+
+    def compile_fx(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append({str(node.target) for node in graph.graph.nodes})
+        # the kernel itself needs CUDA
+        return lambda *given: (next(g for g in given if torch.is_tensor(g) and g.ndim == 3 and g.shape[-1] == 32) * 1,)
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+    torch._dynamo.reset()
+    model, count = layers(3), Compilations()
+    compile.compile_blocks(find_stack(model), count=count, one_row=True)
+    for lengths in ((7,), (3, 4), (2, 5, 6), (1, 1, 1, 9), (8, 2), (31,)):
+        held = boundaries(lengths)
+        segments = held["position_ids"], held["cu_seqlens"], held["lengths"]
+        flat = torch.randn(sum(lengths), 32, requires_grad=True).clone()
+        model(inputs_embeds=flat.view(1, sum(lengths), 32), **told(segments))
+    assert len(graphs) == count.total == 1 and any("varlen_attn" in target for target in graphs[0])
+
+
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+
+@pytest.mark.parametrize(("mode", "products"), [("none", 14), ("selective", 14), ("full", 14)])
+def test_products_that_selective_keeps_do_not_run_again(
+    mode: str, products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven in the forward pass of a block, fourteen behind it; a block that runs again does so by the first graph."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    counted: dict[str, list[int]] = {"forward": [], "backward": []}
+
+    def counting(name: str) -> Any:
+        def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+            counted[name].append(sum(node.target in PRODUCTS for node in graph.graph.nodes))
+            return graph.forward
+
+        return count
+
+    def compile_fx(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        return aot_autograd(
+            fw_compiler=counting("forward"),
+            bw_compiler=counting("backward"),
+            partition_fn=min_cut_rematerialization_partition,
+        )(graph, inputs)
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+    torch._dynamo.reset()
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 2}
+    config = AutoConfig.for_model("llama", vocab_size=8, use_cache=False, **shape)
+    model = AutoModel.from_config(config)
+    apply_recompute([find_stack(model)], RecomputeConfig(mode=RecomputeMode(mode), budget=None), CPU, Compilations())
+    found = model(inputs_embeds=torch.randn(2, 9, 32, requires_grad=True)).last_hidden_state
+    found.sum().backward()
+    assert counted["forward"] == [7] and counted["backward"] == [products]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "device", "attention", "on", "reason"),
+    [
+        ([], "cpu", None, False, "on cpu compiling takes longer"),
+        (["compile=true"], "cpu", None, True, "as asked for"),
+        (["compile=true", "recompute=selective"], "cpu", None, True, "as asked for"),
+        (["compile=false"], "cuda", None, False, "as asked for"),
+        ([], "cuda", Attention.varlen, True, "Triton"),
+        (["deterministic=true"], "cuda", Attention.varlen, False, "deterministic=true"),
+        (["recompute=selective"], "cuda", Attention.sdpa, False, "in one piece"),
+        (["recompute=budget"], "cpu", Attention.sdpa, True, "recompute=budget"),
+    ],
+)
+def test_what_is_compiled_and_why(
+    overrides: list[str], device: str, attention: Attention | None, on: bool, reason: str, parts: Path, dataset: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if device == "cuda":
+        monkeypatch.setattr(compile, "compiler_missing", lambda device: None)
+    cfg = make_config(parts, dataset, tmp_path, "compile=auto", *overrides)
+    found = choose_compiling(cfg, torch.device(device), attention)
+    assert isinstance(found, Compiling) and found.on is on and reason in found.reason
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["compile=true"], r"compile=true compiles blocks .* no C.. compiler.*set compile=auto"),
+        (["recompute=budget"], r"recompute=budget compiles blocks .* no C.. compiler.*set recompute=selective"),
+    ],
+)
+def test_compiling_is_refused_where_there_is_no_compiler(
+    overrides: list[str], said: str, parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    cfg = make_config(parts, dataset, tmp_path, "compile=auto", *overrides)
+    without = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
+    with without, pytest.raises(ConfigError, match=said):
+        choose_compiling(cfg, CPU, None)
+
+
+def test_selective_is_refused_where_attention_cuts_blocks_in_two(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    cfg = make_config(parts, dataset, tmp_path, "compile=true", "recompute=selective", "pack=true")
+    with pytest.raises(ConfigError, match="compile=true: recompute=selective needs a block in one piece"):
+        choose_compiling(cfg, CPU, Attention.sdpa)
+
+
+def test_what_is_compiled_late_is_counted_and_warned_of(
+    parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = Compilations()
+    told_of = []
+    for step in range(WARM_UP + 3):
+        count.total += 4 * (step == 0) + 2 * (step == WARM_UP + 1)
+        told_of.append(count.after_step())
+    assert told_of == [0] * (WARM_UP + 1) + [2, 2]
+    warnings = []
+
+    class Log:
+        def warning(self, *told: object) -> None:
+            warnings.append(told)
+
+    monkeypatch.setattr("llava_fsdp.train.metrics.log", Log)
+    reporter = Reporter(make_config(parts, dataset, tmp_path), 0, 9, False)
+    for step, recompiles in enumerate(told_of):
+        facts = StepFacts.__new__(StepFacts)
+        object.__setattr__(facts, "step", step)
+        reporter(StepResult(facts, 1.0, 1.0, 1.0, 1.0, recompiles=recompiles))
+    ((text, *values),) = warnings
+    assert (text % tuple(values)).startswith(f"step {WARM_UP + 2}: 2 graphs were compiled anew")

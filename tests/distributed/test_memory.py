@@ -1,0 +1,168 @@
+"""The planner's bytes are the bytes that ranks hold, to the byte, for every row of the table."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import RankPool, single_world
+from small import make_config
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from llava_fsdp.config import Config
+from llava_fsdp.distributed.local_shards import local
+from llava_fsdp.distributed.memory import Bytes, Weight, bytes_per_rank
+from llava_fsdp.distributed.mesh import World, make_mesh
+from llava_fsdp.distributed.parallelize import weights_of
+from llava_fsdp.distributed.precision import DTYPES, MasterWeights
+from llava_fsdp.distributed.zero import SHARD_PLANS, begin_micro_batch
+from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.quantization import quantized_weights
+from llava_fsdp.train import main as train
+
+
+def size(tensors: Any) -> int:
+    """Bytes of tensors, each counted once, however many names it has; of what travels in fp8, the codes."""
+    kept = [getattr(t, "_data", t) for t in tensors]  # alive while their ids are compared
+    return sum({id(t): t.numel() * t.element_size() for t in kept}.values())
+
+
+def held(model: nn.Module, masters: MasterWeights) -> tuple[int, int]:
+    """Bytes of parameters, with what packed ones are unpacked with, and of gradients on this rank, as FSDP's own books
+    and the modules have them.
+
+    Gathered weights are the ones that FSDP has registered; gradients are local shards, gradients of gathered weights
+    that wait to be synchronised, and shards that wait to be reduced over the replicas.
+    """
+    parameters = {id(p): local(p) for p in [*model.parameters(), *masters.named.values()]}
+    for layer in quantized_weights(model).values():
+        parameters |= {id(t): t for t in layer.statistics}
+    gradients: list[torch.Tensor] = [local(p.grad) for p in masters.named.values() if p.grad is not None]
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        group = module._get_fsdp_state()._fsdp_param_group
+        if group is None:
+            continue
+        for p in group.fsdp_params:
+            parameters[id(p.sharded_param)] = local(p.sharded_param)
+            if p.unsharded_accumulated_grad is not None:
+                gradients.append(p.unsharded_accumulated_grad)
+            elif hasattr(p, "_unsharded_param") and p._unsharded_param.grad is not None:
+                gradients.append(p._unsharded_param.grad)
+        if group._partial_reduce_output is not None:
+            gradients.append(group._partial_reduce_output)
+    return size(parameters.values()), size(gradients)
+
+
+def measure(world: World, cfg: Config) -> Bytes:
+    """Two micro-batches and an optimizer step on this rank, with the bytes between and after them."""
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+    model, masters, loader = state.model, state.masters, state.loader
+    step = loader.steps.prepare(0)
+    assert len(step.micro_batches) == 2
+    for number, micro in enumerate(step.micro_batches):
+        begin_micro_batch(model, plan, is_last=number == 1)
+        micro = loader.to_device(micro)
+        model(*micro.inputs).backward()
+        if number == 0:
+            between = held(model, masters)
+    state.optimizer.step()
+    masters.refresh()
+    parameters, gradients = held(model, masters)
+    moments = [v for found in state.optimizer.state.values() for n, v in found.items() if n != "step"]
+    return Bytes(parameters, gradients, size(local(m) for m in moments), *between)
+
+
+ROWS = {"zero0": 4, "zero1": 4, "zero2": 4, "zero3": 4, "hybrid": 2, "hybrid2": 2}  # and their shard sizes
+
+
+INT8 = "bf16 precision.moment_dtype=int8"
+PURE = "bf16_pure precision.reduce_dtype=fp32"
+CASES = [("pretrain", "bf16", tuple(ROWS)), ("finetune", "fp32", tuple(ROWS))]
+CASES += [("finetune", "bf16_pure", ("zero0", "zero1", "hybrid")), ("finetune", INT8, ("zero3", "hybrid2"))]
+CASES += [("finetune", PURE, ("zero1", "zero2"))]
+NF4, INT8_BASE = "bf16 model.quantize.mode=nf4", "bf16 model.quantize.mode=int8"
+CASES += [("finetune_qlora", NF4, ("zero2", "zero3", "hybrid"))]
+CASES = [pytest.param(*case, id="-".join(case[:2])) for case in CASES]
+CASES += [
+    pytest.param(s, p, tuple(ROWS), id=f"{s}-{p}-all", marks=pytest.mark.slow)
+    for s, p in (("pretrain", "fp32"), ("finetune", "bf16"))
+]
+CASES += [
+    pytest.param("finetune", p, tuple(ROWS), id=f"{p}-all", marks=pytest.mark.slow)
+    for p in ("bf16_pure", PURE, "fp16", INT8)
+]
+CASES += [
+    pytest.param(stage, p, tuple(ROWS), id=f"{stage}-{p}-all", marks=pytest.mark.slow)
+    for stage in ("pretrain", "finetune_qlora")
+    for p in (NF4, f"{NF4} model.quantize.double=false", INT8_BASE, "fp32 model.quantize.mode=fp4")
+]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("stage", "precision", "rows"), CASES)
+def test_bytes_equal_the_formulas(
+    stage: str,
+    precision: str,
+    rows: tuple[str, ...],
+    parts: Path,
+    dataset: Path,
+    pools: dict[int, RankPool],
+    tmp_path: Path,
+) -> None:
+    for row in rows:
+        shard_size = ROWS[row]
+        cfg = make_config(
+            parts,
+            dataset,
+            tmp_path,
+            f"sharding={row}",
+            *f"precision={precision}".split(),
+            f"sharding.shard_size={shard_size if row.startswith('hybrid') else 'null'}",
+            "pack=false",
+            "micro_batch_size=1",
+            "global_batch_size=8",
+            stage=stage,
+        )
+        model = build_llava(find_parts(cfg.model), cfg.model, DTYPES[cfg.precision.param_dtype])
+        weights = list(weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision).values())
+        for rank, got in enumerate(pools[4].run(measure, cfg)):
+            expected = bytes_per_rank(weights, cfg.sharding.strategy, cfg.precision, 4, shard_size, rank)
+            assert got == expected, (row, rank)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "bf16_pure", "fp16", INT8])
+def test_bytes_of_one_rank(precision: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    cfg = make_config(
+        parts, dataset, tmp_path, *f"precision={precision}".split(), "pack=false", "micro_batch_size=4",
+        "global_batch_size=8",
+    )  # fmt: skip
+    model = build_llava(find_parts(cfg.model), cfg.model, DTYPES[cfg.precision.param_dtype])
+    weights = list(weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision).values())
+    assert measure(single_world(), cfg) == bytes_per_rank(weights, cfg.sharding.strategy, cfg.precision, 1, 1)
+
+
+def test_whole_model_is_gathered_between_no_micro_batches_of_zero3(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """The formulas tell the rows apart; else their agreement with the ranks would show little."""
+    cfg = make_config(parts, dataset, tmp_path)
+    model = build_llava(find_parts(cfg.model), cfg.model, DTYPES[cfg.precision.param_dtype])
+    weights = list(weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision).values())
+    rows = {p.zero: bytes_per_rank(weights, s, cfg.precision, 4, 2) for s, p in SHARD_PLANS.items()}
+    total = sum(4 * w.numel for w in weights if w.trainable)
+    assert rows["zero0"].gradients == total and rows["zero0"].optimizer == 2 * total
+    assert rows["zero1"].gradients_between == total > 3 * rows["zero2"].gradients_between
+    assert rows["zero1"].parameters_between == rows["zero2"].parameters_between + total
+    assert rows["hybrid"].optimizer > 1.9 * rows["zero3"].optimizer
+
+
+def test_shards_are_those_of_torch_chunk() -> None:
+    for rows, shards in itertools.product((1, 2, 5, 7, 8, 9), (1, 2, 3, 4, 8)):
+        weight = Weight((rows, 3), trainable=True, whole=False, fp32=False)
+        chunks = [chunk.numel() for chunk in torch.zeros(rows, 3).chunk(shards)]
+        found = [weight.local(shards, rank) for rank in range(shards)]
+        assert found == chunks + [0] * (shards - len(chunks)), (rows, shards)

@@ -1,0 +1,277 @@
+"""States that lie elsewhere give the same weights, to the bit; and they do lie there."""
+
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+from harness import CPU, RankPool, single_world
+from reference import EXPORTED, Outcome, outcome, run_ranks
+from small import make_config
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from llava_fsdp.config import Config, OffloadMode
+from llava_fsdp.distributed.host_memory import PAGE, Arena
+from llava_fsdp.distributed.local_shards import local
+from llava_fsdp.distributed.mesh import World, make_mesh
+from llava_fsdp.distributed.offload import clear_memory_errors, describe_offload, managed
+from llava_fsdp.distributed.streamed_buffers import Copied, Mapped
+from llava_fsdp.distributed.streamed_optimizer import StreamedOptimizer
+from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.runtime.errors import ConfigError, OffloadError, OutOfMemory
+from llava_fsdp.train import main as train
+from llava_fsdp.train.loop import train_step
+from llava_fsdp.train.state import TrainState
+
+MODES = [mode.value for mode in OffloadMode]
+# two micro-batches a step on every number of ranks, and a norm that is clipped in every step
+TRAINING = ["precision=bf16", "optim.clip=0.5", "pack=false", "max_steps=2", *EXPORTED]
+
+
+def run(world_size: int, cfg: Config, pools: dict[int, RankPool]) -> Outcome:
+    if world_size == 1:
+        train.train(cfg)
+    else:
+        pools[world_size].run(run_ranks, cfg, timeout=180)
+    return outcome(Path(cfg.output_dir))
+
+
+def assert_same(got: Outcome, wanted: Outcome, what: object) -> None:
+    assert (got.losses, got.grad_norms) == (wanted.losses, wanted.grad_norms), what
+    assert all(torch.equal(got.weights[n], wanted.weights[n]) for n in wanted.weights), what
+
+
+PAIRS = {  # by ranks: row of the table and mode, against the first one's outcome
+    1: [("zero3", "none"), ("zero2", "params"), ("zero3", "nvme")],
+    2: [("zero2", "none"), ("zero2", "optimizer"), ("zero3", "params"), ("zero2", "nvme"), ("zero3", "nvme")],
+}
+ALL = {size: [(row, mode) for row in ("zero2", "zero3") for mode in MODES] for size in (1, 2)}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("world_size", "pairs"),
+    [
+        # ranks are forked first: they would wait for threads that one rank leaves in this process
+        *(pytest.param(size, pairs, id=f"{size}") for size, pairs in sorted(PAIRS.items(), reverse=True)),
+        *(pytest.param(size, pairs, id=f"{size}-all", marks=pytest.mark.slow) for size, pairs in ALL.items()),
+    ],
+)
+def test_weights_are_those_without_offload_to_the_bit(
+    world_size: int,
+    pairs: list[tuple[str, str]],
+    parts: Path,
+    dataset: Path,
+    pools: dict[int, RankPool],
+    tmp_path: Path,
+) -> None:
+    found = []
+    for strategy, mode in pairs:
+        folder = tmp_path / f"{strategy}-{mode}"
+        values = [*TRAINING, f"sharding={strategy}", f"offload={mode}", f"micro_batch_size={6 // world_size}"]
+        found.append(run(world_size, make_config(parts, dataset, folder, *values), pools))
+        assert len(found[-1].losses) == 2 and min(found[-1].grad_norms) > 0.5
+        assert_same(found[-1], found[0], folder.name)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_hybrid_rows_and_frozen_shards(parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path) -> None:
+    """Gradients that wait to be reduced over replicas, and a frozen language model in shards."""
+    cases = {"hybrid": ["sharding.shard_size=2"], "hybrid2": ["sharding.shard_size=2"], "zero3": []}
+    for strategy, more in cases.items():
+        found = []
+        for mode in ("none", "params", "nvme"):
+            folder = tmp_path / f"{strategy}-{mode}"
+            values = [*TRAINING, f"sharding={strategy}", f"offload={mode}", "micro_batch_size=2", *more]
+            stage = "pretrain" if strategy == "zero3" else "finetune"
+            found.append(run(4, make_config(parts, dataset, folder, *values, stage=stage), pools))
+            assert_same(found[-1], found[0], folder.name)
+
+
+@pytest.mark.ranks
+def test_a_run_continues_with_and_without_offload(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Checkpoints hold the states, not where they lay."""
+    values = [*TRAINING, "optim.schedule=constant", "optim.warmup_ratio=0"]
+    train.train(make_config(parts, dataset, tmp_path / "straight", *values, "max_steps=4"))
+    for steps, mode in enumerate(("none", "nvme", "optimizer", "none"), start=1):
+        more = [f"max_steps={steps}", f"offload={mode}", f"export.enabled={str(steps == 4).lower()}"]
+        train.train(make_config(parts, dataset, tmp_path / "cut", *values, *more))
+    assert_same(outcome(tmp_path / "cut"), outcome(tmp_path / "straight"), "cut")
+
+
+def where_states_lie(world: World, cfg: Config) -> dict[str, bool]:
+    """After a step: whether every shard, gradient and moment is in the arena made for it, and what else is."""
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    held: dict[str, bool] = {}
+    with train.distributed(cfg) as world:
+        state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+        state.model.train()
+        for name, parameter in state.model.named_parameters():
+            if local(parameter).numel():
+                held[name] = state_arenas(state)[1].owns(local(parameter))
+        step = next(iter(state.loader.from_step(0)))
+        state.optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
+        train_step(state, step, plan, cfg, 0.0)
+        moments, shards, gradients = state_arenas(state)
+        masters = {n: p for n, p in state.masters.named.items() if local(p).numel()}
+        assert all(gradients.owns(local(p.grad)) for p in masters.values() if p.grad is not None)
+        assert all(moments.owns(local(state.optimizer.state[p]["exp_avg"])) for p in masters.values())
+        units = [module for module in state.model.modules() if isinstance(module, FSDPModule)]
+        sharded = {p for unit in units for p in managed(unit)}
+        assert sharded and all(shards.owns(p._sharded_param_data) for p in sharded)
+        assert shards.size == sum(Arena.room(p.padded_sharded_param_size, p.sharded_param.dtype) for p in sharded)
+        assert all(arena.taken == arena.size for arena in (moments, shards, gradients)), "room was asked for in vain"
+    return held
+
+
+def state_arenas(state: TrainState) -> list[Arena]:
+    optimizer = state.optimizer
+    assert isinstance(optimizer, StreamedOptimizer) and isinstance(optimizer.staging, Mapped)
+    return optimizer.staging.arenas
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("stage", "blocks_per_unit"), [("pretrain", 1), ("finetune", 2)])
+def test_states_lie_in_the_files(
+    stage: str, blocks_per_unit: int, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """Uneven shards too, which FSDP would copy to pad them; whole frozen weights stay on the device."""
+    values = ["precision=bf16", "sharding=zero3", "offload=nvme", "micro_batch_size=2"]
+    units = f"sharding.blocks_per_unit={blocks_per_unit}"
+    cfg = make_config(parts, dataset, tmp_path / "run", *values, units, stage=stage)
+    for held in pools[4].run(where_states_lie, cfg):
+        tower = {n for n in held if n.startswith("vision_tower")}
+        kept_whole = tower | ({n for n in held if "norm" in n} if stage == "pretrain" else set())
+        assert tower and {n for n, mapped in held.items() if not mapped} == kept_whole
+    assert not [p for p in (tmp_path / "run").glob("**/*") if p.is_file()], "the files have names"
+
+
+SHAPES = [(700,), (33, 91), (1,), (5000,), (2048,), (64, 64), (9,), (3, 3)]
+
+
+@pytest.mark.parametrize("kind", ["host", "file"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_elementwise_optimizer_in_pieces_is_the_same_to_the_bit(
+    kind: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Small parameters share a bucket, large ones are cut; groups keep their settings, and one has no gradient."""
+    dice = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=dice).to(dtype) for shape in SHAPES]
+    gradients = [[torch.randn(v.shape, generator=dice).to(dtype) for v in values] for _ in range(4)]
+    makers = {
+        "fused": lambda groups: torch.optim.AdamW(groups, lr=1e-2, fused=True),
+        "foreach": lambda groups: torch.optim.AdamW(groups, lr=1e-2, foreach=True),
+        "sgd": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9),
+    }
+    for name, make in makers.items():
+        results = []
+        for streamed in (False, True):
+            parameters = [nn.Parameter(v.clone()) for v in values]
+            optimizer = make(
+                [
+                    {"params": parameters[:2], "weight_decay": 0.1},
+                    {"params": parameters[2:], "weight_decay": 0.0, "lr": 3e-2},
+                ]
+            )
+            if streamed:
+                folder = tmp_path if kind == "file" else None
+                optimizer = StreamedOptimizer(
+                    optimizer,
+                    lambda size, folder=folder: Arena(size, folder),
+                    (lambda made: Mapped(made, [])) if kind == "file" else (lambda made: Copied(made, CPU)),
+                    bucket_bytes=12288,
+                )
+                assert len(optimizer.buckets) >= 3 and max(map(len, optimizer.buckets)) > 1
+            for step in gradients:
+                for parameter, gradient in zip(parameters, step, strict=True):
+                    parameter.grad = gradient.clone()
+                parameters[4].grad = None
+                optimizer.step()
+            results.append(parameters)
+            state = {n: v for p in parameters for n, v in optimizer.state[p].items() if p is parameters[3]}
+            results.append([v for _, v in sorted(state.items())])
+        assert not torch.equal(results[0][3], values[3])
+        for plain, ours in ((results[0], results[2]), (results[1], results[3])):
+            assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True)), name
+
+
+def test_state_that_is_no_moment_is_refused() -> None:
+    class Odd(torch.optim.SGD):
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter]["code"] = torch.zeros(7)
+
+    with pytest.raises(ConfigError, match=r"Odd keeps code .* offload=none or offload=params"):
+        StreamedOptimizer(Odd([nn.Parameter(torch.zeros(3))], lr=0.1), Arena, lambda made: Copied(made, CPU))
+
+
+def test_an_arenas_file_has_no_name_and_its_pages_come_back(tmp_path: Path) -> None:
+    arena = Arena(64 * PAGE, tmp_path / "new")
+    assert list((tmp_path / "new").iterdir()) == []
+    first, second = arena.take((30 * PAGE // 4,), torch.float32), arena.take((3, 5), torch.bfloat16)
+    assert not first.any() and first.untyped_storage().nbytes() == first.nbytes
+    assert second.data_ptr() % mmap.PAGESIZE == 0
+    first.copy_(torch.arange(len(first)))
+    second.fill_(7)
+    arena.release(first)
+    arena.release_all()
+    arena.fetch(first)
+    assert torch.equal(first, torch.arange(len(first), dtype=torch.float32)) and (second == 7).all()
+    assert not arena.owns(torch.zeros(3))
+
+
+def test_no_room_says_how_much_and_where(tmp_path: Path) -> None:
+    with pytest.raises(OffloadError, match=r"needs .* GiB more in .*, where .* GiB are free.*offload\.folder=DIR"):
+        Arena(1 << 55, tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OffloadError, match="file"):
+        Arena(PAGE, tmp_path / "file")
+    with pytest.raises(OffloadError, match="host memory"):
+        Arena(1 << 55)
+
+
+@pytest.mark.parametrize("kind", ["file", "absent"])
+def test_a_folder_that_is_none_is_refused_and_not_made(kind: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    cfg = make_config(parts, dataset, tmp_path / "run", "offload=nvme", f"offload.folder={tmp_path / kind}")
+    with pytest.raises(ConfigError, match=rf"offload\.folder=.*{kind} is not a folder"):
+        describe_offload(cfg, CPU)
+    assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (["sharding=zero0", "offload=optimizer"], "once for every rank"),
+        (["sharding=zero1", "offload=params"], "through the whole step"),
+        (["offload=params", "offload.folder=/x"], "writes no files"),
+    ],
+)
+def test_combinations_without_sense_are_refused(
+    values: list[str], message: str, parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_config(parts, dataset, tmp_path, *values)
+
+
+def test_one_message_where_memory_runs_out(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    cfg = make_config(parts, dataset, tmp_path, "recompute=none", "sharding=zero2")
+    with pytest.raises(OutOfMemory, match=r"out of host memory \(\d+ bytes more.*recompute=full.*offload=nvme"):
+        with clear_memory_errors(cfg, CPU):
+            torch.empty(1 << 60, dtype=torch.uint8)
+    with pytest.raises(OutOfMemory), clear_memory_errors(cfg, CPU):
+        raise MemoryError
+    with pytest.raises(RuntimeError, match="another"), clear_memory_errors(cfg, CPU):
+        raise RuntimeError("another")
+
+
+def test_a_machine_without_a_gpu_is_told_that_nothing_is_saved(
+    parts: Path, dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cfg = make_config(parts, dataset, tmp_path, "offload=optimizer")
+    with caplog.at_level("WARNING"):
+        train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
+    assert "this saves nothing" in caplog.text

@@ -1,0 +1,90 @@
+"""Norms compute in fp32 beside a bf16 model, on one rank and on several."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from harness import CPU, RankPool, single_world
+from reference import EXPORTED, outcome, run_ranks
+from small import make_config
+from torch import nn
+
+from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.train import main as train
+from llava_fsdp.train.loop import train_step
+from llava_fsdp.train.state import TrainState
+
+BF16 = ["precision=bf16", "micro_batch_size=4", "global_batch_size=16"]
+
+
+def built(parts: Path, dataset: Path, folder: Path, *values: str) -> TrainState:
+    cfg = make_config(parts, dataset, folder, *BF16, *values)
+    assert single_world().device == CPU
+    return train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
+
+
+def norms(model: nn.Module) -> dict[str, nn.Module]:
+    return {n: m for n, m in model.named_modules() if "Norm" in type(m).__name__}
+
+
+def test_norms_are_fp32_and_what_goes_between_layers_is_bf16(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Of both kinds: the language model's, without a bias, and the frozen tower's, with one."""
+    model = built(parts, dataset, tmp_path).model
+    found = norms(model)
+    kept = {p for norm in found.values() for p in norm.parameters()}
+    assert {n.partition(".")[0] for n in found} == {"language_model", "vision_tower"}
+    assert {p.dtype for p in kept} == {torch.float32}
+    assert {p.dtype for p in model.parameters() if p not in kept} == {torch.bfloat16}
+    for name, norm in found.items():
+        with torch.no_grad():
+            weight, bias = norm.get_parameter("weight"), getattr(norm, "bias", torch.zeros(()))
+            weight.mul_(1.001)  # which bf16 has not: its next number above 1 is 1.0078
+            shown = torch.randn(9, len(weight), dtype=torch.bfloat16)
+            wide = shown.double()
+            if not name.startswith("language_model"):
+                wide = wide - wide.mean(1, keepdim=True)
+            eps = norm.eps if isinstance(norm, nn.LayerNorm) else norm.variance_epsilon
+            exact = wide * (wide.square().mean(1, keepdim=True) + eps).rsqrt() * weight + bias
+            got = norm(shown)
+            assert got.dtype == torch.bfloat16
+            # rounded once: fp32's own rounding turns a few in ten thousand, a weight of 1 would turn one in six
+            assert (got != exact.bfloat16()).float().mean() < 0.01, name
+
+
+def test_an_update_below_a_step_of_bf16_is_seen(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Of norms that start at 1; in bf16 they compute with 1 until they have moved by 1/512."""
+    moved = {}
+    for dtype in ("fp32", "bf16"):
+        values = [f"precision.norm_dtype={dtype}", "max_steps=1", "optim.lr=1e-4", "optim.schedule=constant"]
+        cfg = make_config(parts, dataset, tmp_path / dtype, *BF16, *values, "optim.warmup_ratio=0")
+        plan = SHARD_PLANS[cfg.sharding.strategy]
+        state = train.build_state(cfg, single_world(), plan, None)
+        for step in state.loader.from_step(0):
+            train_step(state, step, plan, cfg, 0.0)
+        assert (state.masters.named["language_model.norm.weight"] != 1).all()
+        moved[dtype] = (state.model.get_parameter("language_model.norm.weight") != 1).float().mean()
+    assert moved == {"fp32": 1, "bf16": 0}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("tower", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_rows_are_equal_to_the_bit_in_bf16(
+    tower: bool, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """Rows that differ only in when weights are gathered, with and without recompute, on two ranks.
+
+    Norms are a unit of their own across all blocks, so that a block's recomputation meets them in the middle of it.
+    """
+    for recompute in ("none", "full"):
+        found = []
+        for sharding in ("zero2", "zero3"):
+            folder = tmp_path / f"{sharding}-{recompute}"
+            values = [*BF16, f"sharding={sharding}", f"recompute={recompute}", *EXPORTED]
+            if tower:
+                values.append("model.train=[projector,language,vision]")
+            pools[2].run(run_ranks, make_config(parts, dataset, folder, *values))
+            found.append(outcome(folder))
+        zero2, zero3 = found
+        assert len(zero2.losses) > 1
+        assert (zero2.losses, zero2.grad_norms) == (zero3.losses, zero3.grad_norms)
+        assert all(torch.equal(zero2.weights[n], zero3.weights[n]) for n in zero2.weights)

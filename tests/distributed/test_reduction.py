@@ -1,0 +1,116 @@
+"""Gradients of every row of the table are sums over micro-batches and ranks, and their norm is of the whole."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from harness import RankPool
+from small import make_config
+from torch import nn
+
+from llava_fsdp.config import Config
+from llava_fsdp.distributed.local_shards import whole
+from llava_fsdp.distributed.mesh import World, make_mesh
+from llava_fsdp.distributed.offload import Offload
+from llava_fsdp.distributed.parallelize import parallelize
+from llava_fsdp.distributed.zero import SHARD_PLANS, begin_micro_batch
+from llava_fsdp.train.loop import clip_gradients, summed
+
+MICRO_BATCHES = 3
+
+
+class Stack(nn.Module):
+    """Two blocks and a root of odd sizes, whose gradients are small whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(5, 5, bias=False) for _ in range(2))
+        self.last = nn.Linear(5, 7, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x).sum()
+
+
+def inputs(rank: int, micro: int) -> torch.Tensor:
+    """[2, 5], another on every rank and in every micro-batch."""
+    return torch.arange(10.0).view(2, 5) % 3 + rank + 4 * micro
+
+
+def reduced(world: World, cfg: Config) -> tuple[dict[str, torch.Tensor], float, float]:
+    """Gradients in full, their norm, and a number of each rank added up."""
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    with torch.device("meta"):
+        model = Stack()
+    masters = parallelize(model, [model.blocks], make_mesh(world, plan, cfg), plan, cfg, Offload(cfg, world.device), [])
+    with torch.no_grad():
+        for parameter in masters.named.values():
+            parameter.fill_(1)
+    for micro in range(MICRO_BATCHES):
+        begin_micro_batch(model, plan, is_last=micro == MICRO_BATCHES - 1)
+        model(inputs(world.rank, micro)).backward()
+    gradients = {name: whole(parameter.grad) for name, parameter in masters.named.items() if parameter.grad is not None}
+    assert gradients.keys() == masters.named.keys()
+    norm = clip_gradients(masters, None)
+    return gradients, float(norm), float(summed(torch.tensor(world.rank + 1.0)))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("row", [plan.zero for plan in SHARD_PLANS.values()])
+def test_gradients_are_sums_over_micro_batches_and_ranks(
+    row: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    plain = Stack()
+    for parameter in plain.parameters():
+        nn.init.ones_(parameter)
+    for rank in range(4):
+        for micro in range(MICRO_BATCHES):
+            plain(inputs(rank, micro)).backward()
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    size = 2 if row.startswith("hybrid") else "null"
+    cfg = make_config(parts, dataset, tmp_path, f"sharding={row}", f"sharding.shard_size={size}")
+    for gradients, norm, total in pools[4].run(reduced, cfg):
+        assert gradients.keys() == expected.keys() and total == 10
+        for name, gradient in gradients.items():
+            assert torch.equal(gradient, expected[name]), name
+        assert norm == pytest.approx(float(torch.stack([g.norm() for g in expected.values()]).norm()), rel=1e-6)
+
+
+class Alone(nn.Module):
+    """One block, whose weight's gradient is the sum of its inputs' rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(5, 7, bias=False)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](x).sum()
+
+
+def added_in_bf16(world: World, cfg: Config) -> torch.Tensor:
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    with torch.device("meta"):
+        model = Alone()
+    masters = parallelize(model, [model.blocks], make_mesh(world, plan, cfg), plan, cfg, Offload(cfg, world.device), [])
+    with torch.no_grad():
+        masters.named["blocks.0.weight"].zero_()
+    for micro in range(MICRO_BATCHES):
+        begin_micro_batch(model, plan, is_last=micro == MICRO_BATCHES - 1)
+        value = 256.0 if (world.rank, micro) == (0, 0) else 1.0
+        model(torch.full((1, 5), value, dtype=torch.bfloat16)).backward()
+    gradient = masters.named["blocks.0.weight"].grad
+    assert gradient is not None and gradient.dtype == torch.float32
+    return whole(gradient)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("row", [plan.zero for plan in SHARD_PLANS.values()])
+def test_gradients_in_bf16_are_added_in_fp32(
+    row: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """256 + 1 is 256 in bf16, and here it is 256 and eleven times 1, over ranks and micro-batches."""
+    size = 2 if row.startswith("hybrid") else "null"
+    cfg = make_config(parts, dataset, tmp_path, "precision=bf16", f"sharding={row}", f"sharding.shard_size={size}")
+    for gradient in pools[4].run(added_in_bf16, cfg):
+        assert torch.equal(gradient, torch.full((7, 5), 267.0))

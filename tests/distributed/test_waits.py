@@ -1,0 +1,81 @@
+"""The host waits for the device once a step, where it reads what the step was; tests/gpu has CUDA's own word for it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from harness import RankPool, World, single_world
+from small import make_config
+from waiting import HostWaits
+
+from llava_fsdp.distributed.mesh import make_mesh
+from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.train.loop import train_step
+from llava_fsdp.train.main import build_state
+
+PLANNED = {"loop.py train_step: tolist": 1}
+SHORT = "tokens_per_micro_batch=256", "data.max_length=256", "global_batch_size=24"
+CASES = {
+    "padded": (("pack=false",), 1),
+    "padded-4": (("pack=false", "micro_batch_size=3"), 4),
+    "packed": ((), 1),
+    "packed-4": (SHORT, 4),
+    "fp16": (("pack=false", "precision=fp16", "precision.scaler.scale=2"), 1),
+    "recompute": (("recompute=full", "precision=bf16"), 1),
+}
+
+
+def waits(world: World, parts: Path, dataset: Path, folder: Path, stage: str, overrides: tuple[str, ...]):
+    """By step: how many micro-batches a rank ran, and where it waited."""
+    cfg = make_config(parts, dataset, folder, "optim.clip=0.1", "max_steps=3", *overrides, stage=stage)
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    state = build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+    state.model.train()
+    found = []
+    for step in state.loader.from_step(0):
+        with HostWaits() as seen:
+            train_step(state, step, plan, cfg, 0.0)
+        found.append((len(step.micro_batches), dict(seen.seen)))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("stage", ["pretrain", "finetune"])
+def test_one_wait_a_step_however_many_micro_batches(
+    stage: str, case: str, parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    overrides, accumulation = CASES[case]
+    if case == "packed-4" and stage == "pretrain":
+        overrides = (*overrides, "data.max_length=64", "tokens_per_micro_batch=100")
+    found = waits(single_world(), parts, dataset, tmp_path, stage, overrides)
+    assert found[0][0] >= accumulation
+    assert all(seen == PLANNED for _, seen in found), found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_one_wait_a_step_on_two_ranks(
+    strategy: str, pools: dict[int, RankPool], parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    overrides = f"sharding={strategy}", "micro_batch_size=3", "pack=false", "model.train=[projector,language,vision]"
+    for found in pools[2].run(waits, parts, dataset, tmp_path, "finetune", overrides):
+        assert [count for count, _ in found] == [2, 2, 2]
+        assert all(seen == PLANNED for _, seen in found), found
+
+
+def test_what_would_wait_is_seen() -> None:
+    values = torch.arange(4.0)
+    with HostWaits() as seen:
+        float(values.sum())
+        bool((values > 0).all())
+        values[values > 1]
+        values[values > 1] = 0.0
+        values.nonzero()
+        values.tolist()
+        values.cpu()
+        values.to("cpu")
+        torch.equal(values, values)
+        torch.tensor([1.0], device=values.device)
+        values.repeat_interleave(torch.ones(4, dtype=torch.int64))
+        values[torch.arange(2)] = values[:2] * 2  # by number: does not
+    assert sum(seen.seen.values()) == 11

@@ -1,0 +1,207 @@
+"""At world size 1 nothing is wrapped, and the arithmetic is still that of `fully_shard` on one rank, bit for bit.
+
+The bodies take a device, so that the GPU tests run the very same ones (gpu/test_cuda.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import CPU
+from small import make_config
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import LlavaForConditionalGeneration
+
+from llava_fsdp.config import Config
+from llava_fsdp.data.batching.batch import TENSORS
+from llava_fsdp.distributed.local_shards import whole
+from llava_fsdp.distributed.mesh import World
+from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.train import final_export
+from llava_fsdp.train.loop import train_step
+from llava_fsdp.train.main import build_state
+from llava_fsdp.train.state import TrainState
+
+STEPS = 3
+ACCUMULATION = 2
+BF16 = ("precision=bf16", "pack=false", "micro_batch_size=6", f"max_steps={STEPS}", "optim.clip=0.5")
+
+
+@dataclass
+class Trace:
+    """What a few steps of training did."""
+
+    losses: list[float]
+    norms: list[float]
+    masters: dict[str, torch.Tensor]
+
+
+@contextlib.contextmanager
+def one_rank_mesh(device: torch.device, folder: Path) -> Iterator[DeviceMesh]:
+    """A process group of this process alone, and its mesh."""
+    store = dist.FileStore(str(folder / "store"), 1)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=60))
+    try:
+        yield init_device_mesh(device.type, (1,), mesh_dim_names=("shard",))
+    finally:
+        dist.destroy_process_group()
+        gc.collect()
+        time.sleep(0.2)  # gloo's thread may abort the interpreter otherwise (pytorch#179291)
+
+
+def build_run(cfg: Config, device: torch.device, mesh: DeviceMesh | None) -> TrainState:
+    """A run before its first step, as `train` builds it, on any device and mesh."""
+    state = build_state(cfg, World(0, 1, 0, 1, device), SHARD_PLANS[cfg.sharding.strategy], mesh)
+    state.model.train()
+    return state
+
+
+def run_steps(state: TrainState, cfg: Config) -> Trace:
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    losses, norms = [], []
+    for step in state.loader.from_step(0):
+        result = train_step(state, step, plan, cfg, 0.0)
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+    return Trace(losses, norms, {n: whole(p).cpu().clone() for n, p in state.masters.named.items()})
+
+
+def train_alone(cfg: Config, device: torch.device) -> Trace:
+    """Training of one rank as users get it: nothing wrapped, no process group."""
+    state = build_run(cfg, device, None)
+    assert state.loader.num_micro_batches == cfg.global_batch_size // cfg.micro_batch_size
+    return run_steps(state, cfg)
+
+
+def train_sharded(cfg: Config, device: torch.device, folder: Path) -> Trace:
+    """The same through `fully_shard`, on a mesh of one rank."""
+    with one_rank_mesh(device, folder) as mesh:
+        return run_steps(build_run(cfg, device, mesh), cfg)
+
+
+def assert_same_bits(ours: Trace, theirs: Trace) -> None:
+    assert len(ours.losses) == STEPS
+    assert ours.losses == theirs.losses
+    assert ours.norms == theirs.norms
+    assert ours.masters.keys() == theirs.masters.keys()
+    different = [n for n, value in ours.masters.items() if not torch.equal(value, theirs.masters[n])]
+    assert not different
+
+
+def assert_close_losses(trace: Trace, reference: Trace, bound: float) -> None:
+    for ours, exact in zip(trace.losses, reference.losses, strict=True):
+        assert abs(ours - exact) <= bound * abs(exact), f"{trace.losses} is not within {bound} of {reference.losses}"
+
+
+def assert_transfers_whole(cfg: Config, device: torch.device) -> int:
+    """Every micro-batch reaches the device as it was made, although nothing waits for the copies.
+
+    On a GPU the stream is kept busy first, so that each copy is still to come when the host's tensors are dropped and
+    their pinned memory is given to the next step.
+
+    Returns:
+        Micro-batches compared.
+    """
+    state = build_run(cfg, device, None)
+    loader, steps = state.loader, state.loader.steps
+    placed = []
+    for step in loader.from_step(0):
+        for micro in step.micro_batches:
+            if device.type == "cuda":
+                torch.cuda._sleep(20_000_000)
+            placed.append(loader.to_device(micro))
+    originals = [micro for number in range(loader.total_steps) for micro in steps.prepare(number).micro_batches]
+    for got, made in zip(placed, originals, strict=True):
+        assert got.lengths == made.lengths
+        for name in TENSORS:
+            if name == "images":
+                continue
+            assert torch.equal(getattr(got, name).cpu(), getattr(made, name)), name
+        channel = torch.arange(3).view(1, 3, 1, 1)
+        assert torch.equal(got.images.cpu(), loader.table.cpu()[channel, made.images.long()])
+    return len(placed)
+
+
+def export_and_reload(cfg: Config, device: torch.device) -> float:
+    """Train, export, load the folder with transformers on the device; the largest relative difference of logits."""
+    state = build_run(cfg, device, None)
+    run_steps(state, cfg)
+    folder = final_export.export(state, cfg, is_first_rank=True)
+    micro = state.loader.to_device(state.loader.steps.probe())
+    reloaded = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    state.model.eval()
+    ids = micro.input_ids.clone()
+    ids.view(-1)[micro.image_positions] = reloaded.config.image_token_id
+    with torch.no_grad():
+        ours = state.model(*micro.inputs[:-1])
+        theirs = reloaded(input_ids=ids, pixel_values=micro.images).logits.flatten(0, 1)[micro.label_positions]
+    return float((theirs[:, : ours.shape[1]] - ours).abs().max() / ours.abs().max())
+
+
+SAME_BITS_CASES = [
+    ("pretrain", "zero2", "none"),
+    ("pretrain", "zero3", "full"),
+    ("finetune", "zero1", "none"),
+    ("finetune", "zero2", "full"),
+    ("finetune", "zero3", "full"),
+    ("tower", "zero3", "full"),
+]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("stage", "sharding", "recompute"), SAME_BITS_CASES)
+def test_one_rank_equals_fully_shard_bit_for_bit(
+    stage: str, sharding: str, recompute: str, parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    values = [*BF16, f"sharding={sharding}", f"recompute={recompute}"]
+    if stage == "tower":
+        stage = "finetune"
+        values.append("model.train=[projector,language,vision]")
+    cfg = make_config(parts, dataset, tmp_path / "run", *values, stage=stage)
+    assert cfg.global_batch_size // cfg.micro_batch_size == ACCUMULATION
+    assert_same_bits(train_alone(cfg, CPU), train_sharded(cfg, CPU, tmp_path))
+
+
+OTHER_PRECISIONS = {
+    "fp16": ["precision=fp16", "sharding=zero3"],
+    "bf16_pure": ["precision=bf16_pure", "sharding=zero1"],
+    "bf16_pure, gradients added in fp32": ["precision=bf16_pure", "precision.reduce_dtype=fp32", "sharding=zero2"],
+    "int8 moments": ["precision.moment_dtype=int8", "sharding=zero2"],
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", OTHER_PRECISIONS)
+def test_one_rank_equals_fully_shard_in_other_precisions(name: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    cfg = make_config(parts, dataset, tmp_path / "run", *BF16, *OTHER_PRECISIONS[name])
+    assert_same_bits(train_alone(cfg, CPU), train_sharded(cfg, CPU, tmp_path))
+
+
+def test_bf16_is_near_fp32(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    exact = make_config(parts, dataset, tmp_path / "run", *BF16, "precision=fp32")
+    cfg = make_config(parts, dataset, tmp_path / "run", *BF16)
+    assert_close_losses(train_alone(cfg, CPU), train_alone(exact, CPU), 0.03)
+
+
+def test_micro_batches_arrive_whole(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    cfg = make_config(parts, dataset, tmp_path / "run", *BF16)
+    assert assert_transfers_whole(cfg, CPU) == STEPS * ACCUMULATION
+    cfg = make_config(parts, dataset, tmp_path / "run", *BF16, "pack=true", "micro_batch_size=1")
+    assert assert_transfers_whole(cfg, CPU) > STEPS
+
+
+def test_export_reloads(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    cfg = make_config(
+        parts, dataset, tmp_path / "run", f"max_steps={STEPS}", "export.enabled=true", "export.dtype=fp32"
+    )
+    assert export_and_reload(cfg, CPU) < 1e-4

@@ -1,0 +1,546 @@
+"""The evaluate entry: what it reads, that its answers are kept, continued and in order, and its scores."""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import TORCHRUN
+from hydra import compose, initialize_config_dir
+from PIL import Image
+from reference import EXPORTED
+from small import make_config, write_json
+from transformers import AutoProcessor, LlavaForConditionalGeneration
+
+from llava_fsdp.chat.assistant import Assistant, Question
+from llava_fsdp.config import AspectRatio, EvaluateConfig, Format, config_dir, load
+from llava_fsdp.data.records.record import Turn
+from llava_fsdp.evaluate.answers_file import Answers, Place
+from llava_fsdp.evaluate.main import Asker, evaluate
+from llava_fsdp.evaluate.question import LETTER, SHORT
+from llava_fsdp.evaluate.read_questions import read_asked
+from llava_fsdp.runtime.errors import CommunicationError, ConfigError, DataError, LlavaFsdpError
+from llava_fsdp.train import main as train
+
+WORDS = "what colour is the circle", "is the square left of the triangle", "how many", "red or blue", "is it small"
+Reply = Callable[[EvaluateConfig, list[str]], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def model(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step, with its export."""
+    folder = tmp_path_factory.mktemp("run")
+    train.train(make_config(parts, dataset, folder, "max_steps=1", *EXPORTED))
+    return folder
+
+
+def config(*overrides: str) -> EvaluateConfig:
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return load(EvaluateConfig, compose("evaluate", list(overrides)))
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def questions(folder: Path, **more: list[Any]) -> Path:
+    """Five questions as the original's files have them; `more` are further keys, a value for each."""
+    rows = [
+        {"question_id": 100 + n, "image": f"{n}.{'png' if n % 2 else 'jpg'}", "text": f"{text}?\n{SHORT}"}
+        | {key: values[n] for key, values in more.items()}
+        for n, text in enumerate(WORDS)
+    ]
+    del rows[3]["image"]
+    return write_lines(folder / "questions.jsonl", rows)
+
+
+@pytest.fixture
+def reply(model: Path, dataset: Path, capsys: pytest.CaptureFixture[str]) -> Reply:
+    """Scores of given answers: the file of answers is complete, so that no model is asked."""
+
+    def score(cfg: EvaluateConfig, texts: list[str]) -> dict[str, Any]:
+        asked = read_asked(cfg)
+        how = Asker(cfg, asked, Place()).how | {"blank": False}
+        assert cfg.answers is not None
+        answers = Answers(Path(cfg.answers), asked, how, "model")
+        with answers.writing() as add:
+            add(asked, texts)
+        capsys.readouterr()
+        evaluate(cfg)
+        return json.loads(capsys.readouterr().out)
+
+    return score
+
+
+@pytest.fixture
+def keys(model: Path, dataset: Path, tmp_path: Path) -> list[str]:
+    return [
+        f"model.checkpoint={model}", f"data.images={dataset / 'images'}", f"answers={tmp_path / 'answers.jsonl'}",
+        "format=json", "max_new_tokens=4", "batch_size=1",
+    ]  # fmt: skip
+
+
+def test_vqa_by_types(reply: Reply, keys: list[str], tmp_path: Path) -> None:
+    """By hand: 1 (ten of ten, prepared), 0.6 (two of ten), 0.3, 1 (a comma in a number), 0."""
+    truth = [["yes"] * 10, ["2"] * 2 + ["3"] * 8, ["red"] + ["blue"] * 9, ["1000"] * 4 + ["many"] * 6, ["left"] * 10]
+    rows = [
+        {
+            "question_id": 100 + n,
+            "question_type": "how many" if n == 1 else "what",
+            "answer_type": "other",
+            "answers": [{"answer": a, "answer_id": i} for i, a in enumerate(own)],
+        }
+        for n, own in enumerate(truth)
+    ]
+    write_json(tmp_path / "annotations.json", {"annotations": rows[::-1]})
+    cfg = config(
+        *keys, "task=vqa", f"questions={questions(tmp_path)}", f"annotations={tmp_path / 'annotations.json'}",
+        f"submission={tmp_path / 'upload.json'}",
+    )  # fmt: skip
+    found = reply(cfg, ["Yes.", "two", "a red", "1,000", "right"])
+    assert found["accuracy"] == pytest.approx((1 + 0.6 + 0.3 + 1 + 0) / 5)
+    assert found["groups"]["question type"]["how many"] == {"questions": 1, "accuracy": pytest.approx(0.6)}
+    assert found["groups"]["question type"]["what"]["accuracy"] == pytest.approx(2.3 / 4)
+    assert found["questions"] == 5 and found["left_out"] == 0 and "accuracy_blank_pictures" not in found
+    upload = json.loads((tmp_path / "upload.json").read_text())
+    assert [row["answer"] for row in upload] == ["yes", "2", "red", "1000", "right"]
+    assert [row["question_id"] for row in upload] == [100, 101, 102, 103, 104]
+
+
+def test_vqav2s_own_questions(keys: list[str], tmp_path: Path) -> None:
+    rows = [{"image_id": 42, "question": "Is it?", "question_id": 42000}]
+    write_json(tmp_path / "q.json", {"data_subtype": "val2014", "questions": rows})
+    cfg = config(*keys, "task=vqa", f"questions={tmp_path / 'q.json'}", "suffix=true")
+    [asked] = read_asked(cfg)
+    assert asked.images == ("COCO_val2014_000000000042.jpg",) and asked.prompt == f"Is it?\n{SHORT}"
+    assert asked.text == f"<image>\nIs it?\n{SHORT}" and asked.id == 42000 and asked.references == ()
+
+
+def test_textvqa_is_found_by_picture_and_question(reply: Reply, keys: list[str], tmp_path: Path) -> None:
+    """The original's ids are those of pictures: two questions have one."""
+    rows = [
+        {"question_id": "a1", "image": "0.jpg", "text": f"What IS it?\nReference OCR token: x, y\n{SHORT}"},
+        {"question_id": "a1", "image": "0.jpg", "text": f"How many?\n{SHORT}"},
+    ]
+    data = [
+        {"image_id": "a1", "question_id": 7, "question": "how many?", "answers": ["2"] * 10},
+        {"image_id": "a1", "question_id": 8, "question": "What is it?", "answers": ["dog's"] * 3 + ["cat"] * 7},
+    ]
+    write_json(tmp_path / "t.json", {"data": data})
+    cfg = config(
+        *keys,
+        "task=textvqa",
+        f"questions={write_lines(tmp_path / 'q.jsonl', rows)}",
+        f"annotations={tmp_path / 't.json'}",
+    )
+    assert reply(cfg, ["dog's", "Two"])["accuracy"] == pytest.approx((0.9 + 1) / 2)
+
+
+@pytest.mark.parametrize("number", [1, 9, 11])
+def test_textvqa_needs_ten_answers(number: int, keys: list[str], tmp_path: Path) -> None:
+    """The original asserts it; fewer would score an answer that is right as wrong."""
+    rows = [{"question_id": "a1", "image": "0.jpg", "text": "What?", "answers": ["dog"] * number}]
+    path = write_lines(tmp_path / "q.jsonl", rows)
+    with pytest.raises(DataError, match=rf"q\.jsonl.* has {number} right answers; task=textvqa .* task=vqa"):
+        read_asked(config(*keys, "task=textvqa", f"questions={path}"))
+    assert len(read_asked(config(*keys, "task=vqa", f"questions={path}"))) == 1
+
+
+def test_questions_that_nobody_can_answer_are_counted(
+    reply: Reply, keys: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """VQAv2's rule: where all agree only the answer is prepared."""
+    answers = [["four"] * 10, ["4"] * 10, ["a cat"] * 10]
+    rows = [{"question_id": n, "image": "0.jpg", "text": "How?", "answers": own} for n, own in enumerate(answers)]
+    cfg = config(*keys, "task=vqa", f"questions={write_lines(tmp_path / 'q.jsonl', rows)}")
+    with caplog.at_level("WARNING"):
+        assert reply(cfg, ["four", "four", "cat"])["accuracy"] == pytest.approx(1 / 3)
+    [said] = [r.getMessage() for r in caplog.records if "count as wrong" in r.getMessage()]
+    assert said.startswith("2 of 3 questions count as wrong whatever is answered") and '"4" is never "four"' in said
+
+
+def test_pope_by_category(reply: Reply, keys: list[str], tmp_path: Path) -> None:
+    """By hand. random: yes/yes, no/yes, no/no: precision 1, recall 1/2, F1 2/3. popular: yes/no, yes/yes: F1 2/3."""
+    path = questions(tmp_path, category=["random", "popular", "random", "popular", "random"])
+    labels = {"random": [(0, "yes"), (2, "yes"), (4, "no")], "popular": [(1, "no"), (3, "yes")]}
+    (tmp_path / "coco").mkdir()
+    for category, own in labels.items():
+        rows = [{"question_id": n, "text": WORDS[at], "label": label} for n, (at, label) in enumerate(own, 1)]
+        write_lines(tmp_path / "coco" / f"coco_pope_{category}.json", rows)
+    cfg = config(*keys, "task=yes_no", f"questions={path}", f"annotations={tmp_path / 'coco'}")
+    found = reply(cfg, ["Yes", "Yes, it is. Or not", "No", "yes", "There is no circle"])
+    groups = found["groups"]["category"]
+    assert {k: groups["random"][k] for k in ("questions", "accuracy", "precision", "recall", "yes_ratio")} == {
+        "questions": 3, "accuracy": 2 / 3, "precision": 1, "recall": 1 / 2, "yes_ratio": 1 / 3,
+    }  # fmt: skip
+    assert groups["random"]["f1"] == groups["popular"]["f1"] == found["mean_f1"] == 2 / 3
+    assert (found["true_yes"], found["false_yes"], found["true_no"], found["false_no"]) == (2, 1, 1, 1)
+
+
+def problems(folder: Path) -> Path:
+    """ScienceQA's files: two problems of the test split, one with a picture."""
+    whole = {
+        "9": {"question": "Which?", "choices": ["x", "y", "z"], "answer": 2, "hint": "Look.", "image": "image.png",
+              "subject": "natural science", "grade": "grade2"},
+        "3": {"question": "Why?", "choices": ["x", "y"], "answer": 0, "hint": "", "image": None,
+              "subject": "social science", "grade": "grade2"},
+    }  # fmt: skip
+    write_json(folder / "problems.json", whole)
+    write_json(folder / "pid_splits.json", {"test": ["9", "3"], "val": []})
+    return folder
+
+
+def test_scienceqas_own_problems(reply: Reply, keys: list[str], tmp_path: Path, dataset: Path) -> None:
+    folder = problems(tmp_path)
+    (folder / "9").mkdir()
+    (folder / "9" / "image.png").write_bytes((dataset / "images" / "1.png").read_bytes())
+    cfg = config(
+        *keys, "task=multiple_choice", f"questions={folder / 'problems.json'}", "suffix=true", f"data.images={folder}"
+    )
+    asked = read_asked(cfg)
+    assert asked[0].text == f"<image>\nContext: Look.\nWhich?\nA. x\nB. y\nC. z\n{LETTER}"
+    assert asked[1].prompt == f"Why?\nA. x\nB. y\n{LETTER}" and asked[1].images == ()
+    found = reply(cfg, ["The answer is C.", "C"])
+    assert (found["accuracy"], found["right"], found["invalid"]) == (0.5, 1, 1)
+    assert found["groups"]["picture"]["with"] == {"questions": 1, "accuracy": 1, "right": 1, "invalid": 0}
+    assert found["groups"]["subject"]["social science"]["accuracy"] == 0
+
+
+def test_scienceqa_as_the_original_converts_it(reply: Reply, keys: list[str], tmp_path: Path) -> None:
+    rows = [
+        {"id": "9", "image": "1.png", "conversations": [
+            {"from": "human", "value": "Which?\n<image>"}, {"from": "gpt", "value": "The answer is B."}]},
+        {"id": "3", "conversations": [
+            {"from": "human", "value": "Why?"}, {"from": "gpt", "value": "The answer is A."}]},
+    ]  # fmt: skip
+    write_json(tmp_path / "llava.json", rows)
+    base = [*keys, "task=multiple_choice", f"questions={tmp_path / 'llava.json'}"]
+    cfg = config(*base)
+    assert [a.prompt for a in read_asked(cfg)] == ["<image>\nWhich?", "Why?"]
+    assert reply(cfg, ["B", "B. y"])["accuracy"] == 0.5
+    cfg = config(*base, f"annotations={problems(tmp_path)}", f"answers={tmp_path / 'other.jsonl'}")
+    assert reply(cfg, ["C. z", "A"])["accuracy"] == 1
+
+
+def test_own_right_answers(reply: Reply, keys: list[str], tmp_path: Path) -> None:
+    path = questions(tmp_path, answer=["A", 1, "C", 0, "B"], choices=[["x", "y", "z"]] * 5)
+    found = reply(config(*keys, "task=multiple_choice", f"questions={path}"), ["A", "B", "C", "A", "E"])
+    assert (found["accuracy"], found["invalid"]) == (0.8, 1)
+
+
+def ask(cfg: EvaluateConfig, monkeypatch: pytest.MonkeyPatch | None = None, rank: int = 0, size: int = 1) -> None:
+    """The entry as a process of torchrun's, here."""
+    if monkeypatch is not None:
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(size))
+    evaluate(cfg)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every question that a model is really asked."""
+    seen: list[str] = []
+    real = Assistant.answers
+
+    def answers(self: Assistant, questions: list, *rest: Any, **more: Any) -> list[str]:
+        seen.extend(q.turns[-1].text for q in questions)
+        return real(self, questions, *rest, **more)
+
+    monkeypatch.setattr(Assistant, "answers", answers)
+    return seen
+
+
+def test_answers_are_kept_in_order_and_continued(keys: list[str], tmp_path: Path, counted: list[str]) -> None:
+    file = tmp_path / "answers.jsonl"
+    cfg = config(*keys, "task=vqa", f"questions={questions(tmp_path)}", "batch_size=2")
+    evaluate(cfg)
+    whole = file.read_bytes()
+    rows = [json.loads(line) for line in whole.splitlines()]
+    assert [row["question_id"] for row in rows] == [100, 101, 102, 103, 104] and len(counted) == 5
+    assert set(rows[0]) == {"question_id", "prompt", "text", "answer_id", "model_id", "metadata"}
+    assert rows[0]["prompt"] == f"{WORDS[0]}?\n{SHORT}"
+
+    lines = whole.splitlines(keepends=True)
+    file.write_bytes(lines[0] + lines[1] + lines[2][:30])
+    counted.clear()
+    evaluate(cfg)
+    assert file.read_bytes() == whole
+    assert [text.removeprefix("<image>\n").partition("?")[0] for text in counted] == list(WORDS[2:])
+
+    counted.clear()
+    evaluate(cfg)
+    assert file.read_bytes() == whole and not counted, "all is answered: no model is needed"
+
+
+def test_any_number_of_processes_makes_the_same_file(
+    keys: list[str],
+    tmp_path: Path,
+    counted: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "answers.jsonl"
+    cfg = config(*keys, "task=vqa", f"questions={questions(tmp_path)}")
+    evaluate(cfg)
+    whole = file.read_bytes()
+
+    first = whole.splitlines(keepends=True)[0]
+    file.write_bytes(first)  # begun by one process, continued by three, of which the first one is the last
+    counted.clear()
+    capsys.readouterr()
+    for rank in (2, 1):
+        ask(cfg, monkeypatch, rank, 3)
+    assert file.read_bytes() == first and len(list(tmp_path.glob("answers.jsonl.part-*"))) == 2
+    assert not capsys.readouterr().out
+    ask(cfg, monkeypatch, 0, 3)
+    assert file.read_bytes() == whole and len(counted) == 4
+    assert not list(tmp_path.glob("answers.jsonl.part-*")) and capsys.readouterr().out
+
+    lines = whole.splitlines(keepends=True)
+    file.unlink()  # parts of an interrupted evaluation by two, continued by one
+    (tmp_path / "answers.jsonl.part-1-of-2").write_bytes(lines[3] + lines[1][:10])
+    counted.clear()
+    ask(cfg, monkeypatch, 0, 1)
+    assert file.read_bytes() == whole and len(counted) == 4
+
+
+def test_processes_need_a_file_to_meet_in(keys: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="name it with answers=FILE"):
+        ask(config(*keys, "task=vqa", f"questions={questions(tmp_path)}", "answers=null"), monkeypatch, 0, 2)
+
+
+def test_one_that_waits_in_vain_says_for_whom(keys: list[str], tmp_path: Path) -> None:
+    asked = read_asked(config(*keys, "task=vqa", f"questions={questions(tmp_path)}"))
+    answers = Answers(tmp_path / "a.jsonl", asked, {}, "model", Place(0, 2))
+    with answers.writing() as add:
+        add(answers.pending(), ["x", "y", "z"])
+    with pytest.raises(CommunicationError, match=r"2 are lacking, of ranks \[1\]"):
+        answers.wait(stall=0)
+
+
+def test_a_file_is_written_by_one(keys: list[str], tmp_path: Path) -> None:
+    asked = read_asked(config(*keys, "task=vqa", f"questions={questions(tmp_path)}"))
+    one, other = (Answers(tmp_path / "a.jsonl", asked, {}, "model") for _ in range(2))
+    with one.writing(), pytest.raises(ConfigError, match="being written by another evaluation"), other.writing():
+        pass
+
+
+def test_a_line_that_is_being_written_is_read_once_it_is_whole(keys: list[str], tmp_path: Path) -> None:
+    asked = read_asked(config(*keys, "task=vqa", f"questions={questions(tmp_path)}"))
+    answers = Answers(tmp_path / "a.jsonl", asked, {}, "model")
+    lines = "".join(answers.line(question, "x") + "\n" for question in asked[:3]).encode()
+    for end in (len(lines) // 2, len(lines) - 1, len(lines)):
+        (tmp_path / "a.jsonl").write_bytes(lines[:end])
+        answers.look()
+        assert len(answers.texts) == lines[:end].count(b"\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda rows: rows[0].update(prompt="another"), "line 1 answers question 0 .*or suffix.*'another' there"),
+        (
+            lambda rows: rows[1]["metadata"].update(number=77),
+            "line 2 answers question 77 .*none of the 5 .*limit",
+        ),
+        (lambda rows: rows[0]["metadata"]["how"].update(max_new_tokens=9), "max_new_tokens=9 there, 4 here"),
+        (lambda rows: rows[0]["metadata"]["how"].update(model="0"), "model=0 there"),
+        (lambda rows: rows[0].pop("metadata"), "line 1 is no answer that this program has written"),
+    ],
+)
+def test_another_evaluations_file_is_refused(
+    change: Callable, said: str, keys: list[str], tmp_path: Path, reply: Reply
+) -> None:
+    cfg = config(*keys, "task=vqa", f"questions={questions(tmp_path, answers=[['yes'] * 10] * 5)}")
+    reply(cfg, ["yes"] * 5)
+    file = tmp_path / "answers.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    change(rows)
+    write_lines(file, rows)
+    with pytest.raises(ConfigError, match=said) as caught:
+        evaluate(cfg)
+    assert "name another file with answers=FILE" in str(caught.value)
+
+
+def test_conversations_with_and_without_pictures(
+    keys: list[str], dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], counted: list[str]
+) -> None:
+    """As without a task: the first questions of LLaVA records, and the same with blank pictures, each in its file."""
+    cfg = config(*keys, "data=llava_json", f"data.path={dataset / 'mixed.json'}", f"data.images={dataset / 'images'}",
+                 "limit=3", "batch_size=3")  # fmt: skip
+    capsys.readouterr()
+    evaluate(cfg)
+    found = json.loads(capsys.readouterr().out)
+    assert found["questions"] == 3 and {"accuracy", "accuracy_blank_pictures", "checkpoint", "data"} <= set(found)
+    assert len(counted) == 6 and {p.name for p in tmp_path.glob("*.jsonl")} == {"answers.jsonl", "answers_blank.jsonl"}
+    evaluate(config(*keys, "data=llava_json", f"data.path={dataset / 'mixed.json'}",
+                    f"data.images={dataset / 'images'}", "limit=4", "batch_size=3"))  # fmt: skip
+    assert len(counted) == 8, "a raised limit asks the rest"
+
+
+def test_a_missing_picture_is_named_before_any_model_work(keys: list[str], dataset: Path, tmp_path: Path) -> None:
+    path = questions(tmp_path, answers=[["yes"]] * 5)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[2]["image"] = "gone.jpg"
+    broken = dataset / "images" / "0.jpg"
+    images = tmp_path / "images"
+    images.mkdir()
+    for name in ("1.png", "4.jpg"):
+        (images / name).write_bytes((dataset / "images" / name).read_bytes())
+    (images / "0.jpg").write_bytes(broken.read_bytes()[:200])
+    write_lines(path, rows)
+    base = [*keys, "task=vqa", f"questions={path}", f"data.images={images}"]
+    with pytest.raises(DataError, match=r"line 3, record 2 \(id 102\): picture .*gone.jpg does not exist"):
+        evaluate(config(*base, f"model.checkpoint={tmp_path / 'nowhere'}"))
+    with pytest.raises(DataError, match=r"2 of 5 questions .*data.bad_budget=1 allows 1"):
+        evaluate(config(*base, "data.bad=quarantine", "data.bad_budget=1"))
+    evaluate(config(*base, "data.bad=quarantine", "data.bad_budget=2"))
+    kept = [json.loads(line)["question_id"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert kept == [101, 103, 104]
+
+
+def test_a_table_has_a_row_for_every_group(
+    reply: Reply, keys: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = questions(tmp_path, label=["yes", "no", "no", "yes", "no"], category=["a", "[bold]b", "a", "a", "[bold]b"])
+    cfg = config(*keys, "task=yes_no", f"questions={path}")
+    reply(cfg, ["yes", "yes", "no", "no", "no"])
+    cfg.format = Format.text
+    cfg.show = 1
+    evaluate(cfg)
+    said = capsys.readouterr().out
+    assert f"0.jpg: {WORDS[0]}?" in said and "answer: yes" in said and "right:  yes" in said
+    names = {line.strip().split("  ")[0] for line in said.splitlines()}
+    assert {"all", "category: a", "category: [bold]b"} <= names
+    assert next(line for line in said.splitlines() if "category: a" in line).split()[2:] == [
+        "3", "66.67", "100.00", "50.00", "66.67", "33.33",
+    ]  # fmt: skip
+
+
+def test_what_one_process_meets_it_says(keys: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the first process would be left to say what only another has met."""
+
+    def too_long(*_: object) -> list[str]:
+        raise DataError("too long")
+
+    monkeypatch.setattr(Assistant, "answers", too_long)
+    with pytest.raises(DataError) as caught:
+        ask(config(*keys, "task=vqa", f"questions={questions(tmp_path)}"), monkeypatch, 1, 2)
+    assert not caught.value.on_every_rank
+
+
+def test_what_lmms_eval_calls_gives_our_answer(model: Path, dataset: Path, tmp_path: Path) -> None:
+    """The calls of its llava_hf, in its chat form and its simple one, on a copy whose template writes no BOS."""
+    path, text = dataset / "images" / "0.jpg", f"what colour is it?\n{SHORT}"
+    copied = tmp_path / "copy"
+    shutil.copytree(model / "export", copied)
+    lines = (copied / "chat_template.jinja").read_text().splitlines()
+    (copied / "chat_template.jinja").write_text("\n".join(line for line in lines if "bos_token" not in line))
+    processor = AutoProcessor.from_pretrained(copied, revision="main", trust_remote_code=False)
+    processor.tokenizer.padding_side = "left"
+    with Image.open(path) as file:
+        picture = file.convert("RGB")
+    parts = [{"type": "image", "url": picture}, {"type": "text", "text": text}]
+    said = processor.apply_chat_template(
+        [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
+    )
+    simple = [{"role": "user", "content": f"<image>\n{text}"}]
+    assert said == processor.tokenizer.apply_chat_template(simple, tokenize=False, add_generation_prompt=True)
+    inputs = processor(images=[picture], videos=None, text=said, return_tensors="pt")
+    ids = AutoProcessor.from_pretrained(model / "export").apply_chat_template(
+        [{"role": "user", "content": parts}], tokenize=True, add_generation_prompt=True, return_dict=True
+    )
+    assert inputs["input_ids"].tolist() == ids["input_ids"], "one BOS, as in training"
+    theirs = LlavaForConditionalGeneration.from_pretrained(model / "export", dtype="auto")
+    end = processor.tokenizer.eos_token_id
+    written = theirs.generate(
+        **inputs, do_sample=False, temperature=None, top_p=None, num_beams=1, max_new_tokens=8, use_cache=True,
+        pad_token_id=end, eos_token_id=end,
+    )  # fmt: skip
+    answer = processor.tokenizer.batch_decode(written[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)[0]
+    ours = Assistant(str(model), "v1", AspectRatio.pad)
+    question = Question([Turn("human", f"<image>\n{text}")], [path], "here")
+    assert ours.answers([question], 8) == [answer.strip()] and answer.strip()
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"text": "Is it?"}, "question_id is null"),
+        ({"question_id": 1}, "text is null"),
+        ({"question_id": 1, "text": "?", "image": 5}, "image is 5"),
+        ({"question_id": 1, "text": "?", "image": "../x.jpg"}, r"\.\. is not allowed"),
+        ({"question_id": 1, "text": "?", "image": ["0.jpg", "1.png"]}, "0 <image> tags for 2 pictures"),
+        ({"question_id": 1, "text": "\ud83d"}, "surrogate"),
+        ({"question_id": 1, "text": "?", "Video": "a.mp4"}, 'has the key "Video", "a.mp4", and media are read from'),
+        ({"question_id": 1, "text": "?" * (5 << 20)}, "has 5,.* bytes, over data.max_record_bytes=4194304"),
+        ({"question_id": 1, "text": "<audio> what"}, "has the tag <audio> in a question"),
+        ({"question_id": 1, "text": "?", "answers": []}, "answers is"),
+        ([1], "not an object"),
+    ],
+)
+def test_records_of_another_form_are_named(row: object, said: str, keys: list[str], tmp_path: Path) -> None:
+    (tmp_path / "q.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(DataError, match=rf"q.jsonl, line 1, record 0.*{said}"):
+        evaluate(config(*keys, "task=vqa", f"questions={tmp_path / 'q.jsonl'}"))
+
+
+def test_labels_of_other_questions_are_refused(keys: list[str], tmp_path: Path) -> None:
+    path = questions(tmp_path)
+    label = tmp_path / "labels.json"
+    cfg = config(*keys, "task=yes_no", f"questions={path}", f"annotations={label}")
+    rows = [{"question_id": n, "text": text, "label": "yes"} for n, text in enumerate(WORDS)]
+    write_lines(label, rows[:4])
+    with pytest.raises(DataError, match="4 labels for 5 questions"):
+        read_asked(cfg)
+    write_lines(label, [*rows[1:], rows[0]])
+    with pytest.raises(DataError, match=r"line 1, record 0 .*asks"):
+        read_asked(cfg)
+    write_lines(label, [*rows[:4], rows[4] | {"label": "maybe"}])
+    with pytest.raises(DataError, match=r"label is .*maybe.* it must be yes or no"):
+        read_asked(cfg)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["task=vqa"], "task=vqa needs questions=FILE"),
+        (["questions=x.jsonl"], "questions=x.jsonl is not for task=conversations"),
+        (["task=vqa", "questions=nowhere.jsonl"], "questions=nowhere.jsonl is not a file"),
+        (["task=yes_no", "questions=QUESTIONS", "submission=x.json"], "submission=x.json is of task=vqa"),
+        (["task=vqa", "questions=QUESTIONS", "suffix=true"], "already; set suffix=false"),
+        (["task=vqa", "questions=QUESTIONS", "answers=a.json"], "give it a name that ends in .jsonl"),
+        (["task=vqa", "questions=QUESTIONS", "submission=nowhere/x.json"], "is in no folder that exists"),
+        (["suffix=true", "limit=1"], "are asked as they are; set suffix=false"),
+        (["task=multiple_choice", "questions=PROBLEMS", "split=none"], "split=none is not in"),
+    ],
+)
+def test_keys_that_cannot_be(overrides: list[str], said: str, keys: list[str], dataset: Path, tmp_path: Path) -> None:
+    paths = {"QUESTIONS": str(questions(tmp_path)), "PROBLEMS": str(problems(tmp_path) / "problems.json")}
+    given = [*keys, "data=llava_json", f"data.path={dataset / 'mixed.json'}", f"data.images={dataset / 'images'}"]
+    for override in overrides:
+        key, _, value = override.partition("=")
+        given.append(f"{key}={paths.get(value, value)}")
+    with pytest.raises(LlavaFsdpError, match=said) as caught:
+        evaluate(config(*given))
+    assert isinstance(caught.value, ConfigError)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_two_processes_under_torchrun(keys: list[str], tmp_path: Path) -> None:
+    words = [k for k in keys if not k.startswith("answers=")] + ["task=vqa", f"questions={questions(tmp_path)}"]
+    evaluate(config(*words, f"answers={tmp_path / 'alone.jsonl'}"))
+    ran = subprocess.run(
+        [*TORCHRUN, "2", "-m", "llava_fsdp.evaluate", *words, f"answers={tmp_path / 'two.jsonl'}"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert (tmp_path / "two.jsonl").read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
+    assert json.loads(ran.stdout)["questions"] == 5, "one process prints"

@@ -1,0 +1,200 @@
+"""Adapters at the ends of their lives: exports that are not theirs, folders that were moved, older checkpoints."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from forged import forge_facts, forge_notes
+from reference import EXPORTED
+from safetensors.torch import load_file
+from small import config_of, conversion, make_config, write_json, write_parts
+
+from llava_fsdp.config import Quantizer
+from llava_fsdp.config.paths import check_places
+from llava_fsdp.export import adapter_folder
+from llava_fsdp.export.main import export
+from llava_fsdp.export.source_model import open_source
+from llava_fsdp.model.lora_files import open_adapter
+from llava_fsdp.model.quantization import Packing, packed_of
+from llava_fsdp.runtime.errors import CheckpointError, ConfigError, DamagedModel, ModelError
+from llava_fsdp.train import main as train
+
+SMALL = [
+    *EXPORTED, "model.lora.r=4", "model.lora.alpha=12", "model.lora.dropout=0", "global_batch_size=4",
+    "micro_batch_size=4", "optim.warmup_ratio=0", "optim.lr=0.1", "data.max_length=160", "max_steps=2",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_parts(tmp_path_factory.mktemp("parts"))
+
+
+@pytest.fixture(scope="module")
+def made(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps with a checkpoint after each."""
+    run = tmp_path_factory.mktemp("made") / "run"
+    train.train(make_config(parts, dataset, run, *SMALL, "checkpoint.every=1", stage="finetune_lora"))
+    return run
+
+
+@pytest.fixture
+def copied(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "copied"))
+
+
+def change(file: Path, **values: object) -> None:
+    write_json(file, json.loads(file.read_text()) | values)
+
+
+def test_the_path_of_the_base_may_be_corrected(copied: Path, parts: Path) -> None:
+    """What adapter_config.json says beside it may not: the weights would mean something else."""
+    settings = copied / "adapter" / "adapter_config.json"
+    accepted = conversion(copied / "adapter", copied, "to=null", f"accept=[{settings.name}]")
+    change(settings, base_model_name_or_path=str(parts / "language"))
+    with pytest.raises(DamagedModel):
+        open_adapter(copied / "adapter")
+    export(accepted)
+    assert open_adapter(copied / "adapter").modules
+    change(settings, lora_alpha=24)
+    export(accepted)
+    with pytest.raises(ModelError, match=r"says alpha 24.0, and the adapter was trained with 12.0"):
+        open_adapter(copied / "adapter")
+
+
+def test_an_export_of_an_earlier_step_is_not_taken_for_the_adapter(copied: Path, tmp_path: Path) -> None:
+    """A run that went on with export.merge=false, and whose checkpoints are gone."""
+    forge_notes(copied / "export", step=1)
+    marked = copied / "export" / "model.safetensors"
+    marked.write_bytes(b"of an earlier step")
+    shutil.rmtree(copied / "checkpoints")
+    assert open_source(conversion(copied, tmp_path / "to")).folder == copied / "adapter"
+    forge_notes(copied / "export", step=2)
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
+        open_source(conversion(copied, tmp_path / "to"))
+
+
+def test_an_older_export_beside_a_new_adapter_is_said(
+    copied: Path, parts: Path, dataset: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("llava_fsdp").propagate = True
+    more = ["max_steps=3", "export.merge=false", "checkpoint.every=1"]
+    train.train(make_config(parts, dataset, copied, *SMALL, *more, stage="finetune_lora"))
+    assert any("export is of an earlier step than its adapter" in text for text in caplog.messages)
+    assert json.loads((copied / "adapter" / "llava_fsdp.json").read_text())["step"] == 3
+
+
+def test_a_disk_that_fills_up_leaves_nothing_half(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> NoReturn:
+        raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(adapter_folder.torch, "save", full)
+        with pytest.raises(CheckpointError, match=r"cannot write .*to\.tmp: .*file write failed"):
+            export(conversion(made, tmp_path / "to", "merge=false"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_was_rounded_says_so(made: Path, tmp_path: Path) -> None:
+    export(conversion(made, tmp_path / "to", "merge=false", "dtype=bf16"))
+    assert json.loads((tmp_path / "to" / "llava_fsdp.json").read_text())["dtype"] == "bf16"
+    assert {t.dtype for t in load_file(tmp_path / "to" / "adapter_model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_tiles_end_with_an_adapter_where_nothing_is_merged(
+    made: Path, parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """transformers' LLaVA has no tiles, so nothing is merged at the end; the vector at the ends of lines was drawn,
+    and is in no file but the adapter's own: what is merged of it later is the run's model."""
+    tiles = ["data.image_aspect_ratio=anyres", "model.patch_merge=spatial_unpad", "data.pixels=exact"]
+    values = [
+        *SMALL,
+        *tiles,
+        f"model.checkpoint={made / 'export'}",
+        "model.train=[language]",
+        "model.random_weights=false",
+    ]
+    values += ["data.max_length=512"]
+    run = tmp_path / "run"
+    with pytest.raises(ConfigError, match=r"could not be exported at its end; set export\.merge=false"):
+        make_config(parts, dataset, run, *values, stage="finetune_task_lora")
+    train.train(make_config(parts, dataset, run, *values, "export.merge=false", stage="finetune_task_lora"))
+    assert "base_model.model.model.image_newline" in load_file(run / "adapter" / "non_lora_trainables.safetensors")
+    found = [
+        load_file(export(conversion(source, tmp_path / name, "format=llava", "vision=tower")) / "model.safetensors")
+        for name, source in (("of_run", run), ("of_folder", run / "adapter"))
+    ]
+    assert found[0].keys() == found[1].keys() and "model.image_newline" in found[0]
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+
+
+def test_checkpoints_from_before_adapters_continue(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Their configuration has no keys for what they had not."""
+    values = [*SMALL[: len(EXPORTED)], *SMALL[len(EXPORTED) + 3 :], "checkpoint.every=1"]
+    run = tmp_path / "run"
+    train.train(make_config(parts, dataset, run, *values))
+
+    def older(facts: dict[str, Any]) -> None:
+        del facts["config"]["model"]["lora"], facts["config"]["model"]["quantize"]
+
+    forge_facts(run / "checkpoints" / "step-000002", older)
+    train.train(make_config(parts, dataset, run, *values, "max_steps=3"))
+    assert [json.loads(row)["step"] for row in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+
+def test_a_source_that_the_run_would_move_away_is_refused(made: Path, parts: Path, dataset: Path) -> None:
+    source = made / "checkpoints" / "step-000001"
+    cfg = make_config(parts, dataset, made, *SMALL, f"model.lora.checkpoint={source}", stage="finetune_lora")
+    with pytest.raises(ConfigError, match=r"model\.lora\.checkpoint=.*step-000001 is within output_dir="):
+        check_places(cfg)
+
+
+def test_a_run_knows_its_own_base(made: Path, parts: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"base=.* is for the folder of an adapter, and source=.* is a run"):
+        export(conversion(made, tmp_path / "to", f"base={parts / 'language'}", "dtype=bf16"))
+
+
+@pytest.mark.parametrize("key", ["r=8", "dropout=0.1", "use_dora=true", "bias=all", "checkpoint=FOLDER"])
+def test_keys_of_adapters_need_adapters(key: str) -> None:
+    """A run that ignored them would train everything, and nobody would know."""
+    with pytest.raises(ConfigError, match=rf"model\.lora\.{key.partition('=')[0]}=.* needs model\.lora\.enabled=true"):
+        config_of(["stage=finetune", f"model.lora.{key}"])
+
+
+def test_int8_refuses_what_fp16_has_not() -> None:
+    pytest.importorskip("bitsandbytes")
+    weight = torch.ones(64, 64)
+    weight[3, 5] = 70000
+    with pytest.raises(ModelError, match=r"values up to 70000, .*choose model\.quantize\.mode=nf4"):
+        packed_of(Packing(Quantizer.int8, False, 64, 64), weight, torch.bfloat16)
+
+
+def test_going_on_over_another_base_is_refused(made: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Weights drawn with another seed; and the base that the adapter is merged into already."""
+    source = f"model.lora.checkpoint={made / 'adapter'}"
+    wrong = [["seed=7"], [f"model.checkpoint={made / 'export'}", "model.random_weights=false"]]
+    for number, base in enumerate(wrong):
+        cfg = make_config(parts, dataset, tmp_path / str(number), *SMALL, source, *base, stage="finetune_lora")
+        with pytest.raises(ModelError, match=r"model\.lora\.checkpoint=.* is for another base: .*, to the bit"):
+            train.train(cfg)
+    train.train(make_config(parts, dataset, tmp_path / "right", *SMALL, source, stage="finetune_lora"))
+
+
+@pytest.mark.parametrize("mode", ["nf4", "int8"])
+def test_a_projector_over_a_quantised_base_is_exported(mode: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """It is compared with a base in full, as the export's is: four bits are far from it."""
+    pytest.importorskip("bitsandbytes")
+    values = [*EXPORTED, f"model.quantize.mode={mode}", "global_batch_size=4", "micro_batch_size=4", "max_steps=1"]
+    train.train(make_config(parts, dataset, tmp_path / "pretrain", *values, stage="pretrain"))
+    assert (tmp_path / "pretrain" / "export" / "config.json").is_file()
+
+
+def test_a_checkpoint_is_no_model(made: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    source = made / "checkpoints" / "step-000002"
+    start = [f"model.checkpoint={source}", "model.random_weights=false", "model.projector=auto"]
+    with pytest.raises(ModelError, match=f"is a checkpoint of a run, .*export source={source} to=FOLDER"):
+        train.train(make_config(parts, dataset, tmp_path / "run", *EXPORTED, *start))

@@ -1,0 +1,582 @@
+"""Folders of adapters: peft loads them, export merges them, and what cannot be right is said."""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from forged import forge_manifest, forge_notes
+from harness import RankPool, single_world
+from reference import EXPORTED, run_ranks
+from safetensors.torch import load_file, save_file
+from saves import interrupted
+from small import conversion, make_config, write_json, write_parts, write_wide_parts
+from transformers import AutoModelForCausalLM
+
+from llava_fsdp.chat.assistant import Assistant
+from llava_fsdp.checkpoint.manifest import STATE_FILE
+from llava_fsdp.checkpoint.reader import saved_weights
+from llava_fsdp.checkpoint.verify import verify
+from llava_fsdp.config import AspectRatio
+from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.export.adapter_folder import whole
+from llava_fsdp.export.main import export
+from llava_fsdp.export.source_model import Opened, open_source
+from llava_fsdp.export.verify_logits import CLOSE, Adapted, apart, prove_merge
+from llava_fsdp.model.lora_files import find_adapter
+from llava_fsdp.model.lora_merge import merged
+from llava_fsdp.model.lora_names import is_adapter, without_base
+from llava_fsdp.model.weight_names import in_adapter, ours, theirs
+from llava_fsdp.runtime.errors import CheckpointError, ConfigError, ModelError
+from llava_fsdp.train import final_export
+from llava_fsdp.train import main as train
+from llava_fsdp.train.resume import resume
+
+SMALL = [
+    "model.lora.r=4", "model.lora.alpha=12", "model.lora.dropout=0", "global_batch_size=4", "micro_batch_size=4",
+    "optim.warmup_ratio=0", "optim.lr=0.1", "data.max_length=128", "max_steps=2",
+]  # fmt: skip
+QWEN = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+KINDS = {
+    "plain": [],
+    "dora": ["model.lora.use_dora=true"],
+    "rslora": ["model.lora.use_rslora=true"],
+    "biases of adapted layers": ["model.lora.bias=lora_only"],
+    "all biases": ["model.lora.bias=all", "model.lora.alpha=12.5"],
+}
+ADAPTER_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+OTHERS = ("non_lora_trainables.safetensors", "non_lora_trainables.bin")
+
+
+@dataclass(frozen=True)
+class Made:
+    """A run with adapters, and what its model is made of."""
+
+    run: Path
+    parts: Path
+    opened: Opened
+
+    @property
+    def adapter(self) -> Path:
+        return self.run / "adapter"
+
+
+def write_biased_parts(folder: Path) -> Path:
+    """A language model whose queries, keys and values have biases."""
+    file = write_parts(folder) / "language" / "config.json"
+    write_json(file, json.loads(file.read_text()) | QWEN)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+    """Two steps of each kind, exported in fp32; made when asked for, and once."""
+    known: dict[str, Made] = {}
+
+    def make(kind: str) -> Made:
+        if kind not in known:
+            folder = tmp_path_factory.mktemp("adapters")
+            parts = write_biased_parts(folder / "parts") if "biases" in kind else write_parts(folder / "parts")
+            values = [*SMALL, *EXPORTED, "checkpoint.every=1", *KINDS[kind]]
+            train.train(make_config(parts, dataset, folder / "run", *values, stage="finetune_lora"))
+            opened = open_source(conversion(folder / "run" / "adapter", folder / "to"))
+            known[kind] = Made(folder / "run", parts, opened)
+        return known[kind]
+
+    return make
+
+
+@pytest.fixture
+def folder(made: Callable[[str], Made], tmp_path: Path) -> Path:
+    """A copy of a plain run's adapter, to be damaged."""
+    return Path(shutil.copytree(made("plain").adapter, tmp_path / "adapter"))
+
+
+def base_alone(made: Made) -> Any:
+    """transformers' own language model, with the weights that the run began with: its biases were 0."""
+    assert made.opened.adapter is not None
+    sources = {without_base(n): t for n, t in made.opened.adapter.adapted.sources.items() if not is_adapter(n)}
+    model = AutoModelForCausalLM.from_config(made.opened.subject.model.parts.language, dtype=torch.float32)
+    began = {n: torch.zeros_like(t) if n.endswith("bias") else whole(sources[ours(n)]) for n, t in named(model).items()}
+    model.load_state_dict(began)
+    return model.eval()
+
+
+def named(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict(model.named_parameters())
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    """float32 [rows, length, vocabulary], of text alone"""
+    return model(torch.arange(5, 45).view(2, 20)).logits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_peft_loads_and_merges_it_as_we_do(kind: str, made: Callable[[str], Made]) -> None:
+    """On transformers' language model alone: the merged weights are ours to the bit, or to fp32's last digits where
+    rows are divided by their lengths."""
+    ours_merged = {n: whole(t) for n, t in made(kind).opened.sources.items()}
+    base = base_alone(made(kind))
+    before = logits(base)
+    found = peft.PeftModel.from_pretrained(base, made(kind).adapter).eval()
+    adapted = sum(isinstance(m, peft.tuners.lora.LoraLayer) for m in found.modules())
+    assert adapted == 3 * 7, "every linear layer of every block, and nothing else"
+    side_by_side = logits(found)
+    assert apart(before, side_by_side) > 0.01, "the adapter changes something"
+    merged = named(found.merge_and_unload())
+    for name, tensor in merged.items():
+        if kind == "dora":
+            torch.testing.assert_close(ours_merged[ours(name)], tensor, rtol=1e-6, atol=1e-7)
+        else:
+            assert torch.equal(ours_merged[ours(name)], tensor), name
+    assert apart(logits(base), side_by_side) < 1e-5
+    if "biases" in kind:
+        biases = [t for n, t in merged.items() if n.endswith("bias")]
+        assert len(biases) == 9 and all(t.abs().max() > 0 for t in biases), "they have trained, and were loaded"
+
+
+@pytest.mark.parametrize("kind", ["plain", "dora", "rslora", "all biases"])
+def test_what_peft_writes_has_our_names_and_keys(kind: str, made: Callable[[str], Made], tmp_path: Path) -> None:
+    """Of the same model, loaded by peft and saved by it again: the same tensors under the same names."""
+    own = load_file(made(kind).adapter / ADAPTER_FILE)
+    peft.PeftModel.from_pretrained(base_alone(made(kind)), made(kind).adapter).save_pretrained(tmp_path)
+    theirs = load_file(tmp_path / ADAPTER_FILE)
+    assert theirs.keys() == own.keys() and all(torch.equal(theirs[n], own[n]) for n in own)
+    settings = json.loads((made(kind).adapter / CONFIG_FILE).read_text())
+    written = json.loads((tmp_path / CONFIG_FILE).read_text())
+    changed = {n for n in settings if settings[n] != written[n]} - {"target_modules", "base_model_name_or_path"}
+    assert not changed - {"auto_mapping", "inference_mode"}, changed
+
+
+@pytest.mark.parametrize("kind", ["dora", "all biases"])
+def test_run_checkpoint_and_folder_give_one_model(kind: str, made: Callable[[str], Made], tmp_path: Path) -> None:
+    """The run's own export, and what is made of its last checkpoint and of both folders, to the bit."""
+    run = made(kind).run
+    expected = load_file(run / "export" / "model.safetensors")
+    step = run / "checkpoints" / "step-000002"
+    for number, source in enumerate((step, run / "adapter", step / "adapter")):
+        merged = export(conversion(source, tmp_path / str(number), "verify=false"))
+        got = load_file(merged / "model.safetensors")
+        assert got.keys() == expected.keys() and all(torch.equal(got[n], expected[n]) for n in got), source
+    first = export(conversion(run / "checkpoints" / "step-000001", tmp_path / "first", "verify=false"))
+    assert any(not torch.equal(t, expected[n]) for n, t in load_file(first / "model.safetensors").items())
+
+
+class MergedTwice(Adapted):
+    """Another scale than the adapters': what a mistake in merging would look like."""
+
+    @property
+    def merged(self) -> dict[str, Any]:
+        return merged(self.sources, 2 * self.lora.scaling)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_logits_are_those_of_base_and_adapter(kind: str, made: Callable[[str], Made]) -> None:
+    """By peft's own layers, side by side; the bound is far above what is found."""
+    opened = made(kind).opened
+    assert opened.adapter is not None
+    assert prove_merge(opened.subject.model, opened.adapter.adapted) < CLOSE / 30
+
+
+def test_another_scale_is_not_merged(made: Callable[[str], Made]) -> None:
+    opened = made("plain").opened
+    assert opened.adapter is not None
+    own = opened.adapter.adapted
+    with pytest.raises(ModelError, match="the merged weights' logits differ by"):
+        prove_merge(opened.subject.model, MergedTwice(own.lora, own.modules, own.sources))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_merged_weights_are_rounded_once(dtype: str, made: Callable[[str], Made], tmp_path: Path) -> None:
+    exact = {theirs(n): whole(t) for n, t in made("plain").opened.sources.items()}
+    merged = export(conversion(made("plain").adapter, tmp_path / "to", f"dtype={dtype}"))
+    rows = made("plain").opened.subject.vocabulary
+    for name, tensor in load_file(merged / "model.safetensors").items():
+        assert torch.equal(tensor[:rows], exact[name].to(tensor.dtype)[:rows]), name
+        assert tensor.dtype is {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+
+
+def test_adapter_alone_goes_there_and_back(made: Callable[[str], Made], tmp_path: Path) -> None:
+    """merge=false: of a run, a checkpoint or a folder the same tensors; half of the bytes in bf16."""
+    run = made("plain").run
+    expected = {name: load_file(run / "adapter" / name) for name in (ADAPTER_FILE, OTHERS[0])}
+    alone = ["merge=false"]
+    for number, source in enumerate((run, run / "checkpoints" / "step-000002", run / "adapter")):
+        folder = export(conversion(source, tmp_path / str(number), *alone))
+        for name, tensors in expected.items():
+            got = load_file(folder / name)
+            assert got.keys() == tensors.keys() and all(torch.equal(got[n], tensors[n]) for n in got)
+        assert (folder / "config.json").read_bytes() == (run / "adapter" / "config.json").read_bytes()
+    half = export(conversion(folder, tmp_path / "half", "dtype=bf16", *alone))
+    got = load_file(half / ADAPTER_FILE)
+    assert all(torch.equal(t, expected[ADAPTER_FILE][n].bfloat16()) for n, t in got.items())
+    with pytest.raises(ConfigError, match="not format=projector; leave one out"):
+        export(conversion(run, tmp_path / "no", "merge=false", "format=projector"))
+    with pytest.raises(ConfigError, match=r"writes the folder of an adapter, and source=.* has none"):
+        export(conversion(run / "export", tmp_path / "no", *alone))
+
+
+def test_only_the_adapter_where_nothing_is_merged(made: Callable[[str], Made], dataset: Path, tmp_path: Path) -> None:
+    """export.merge=false; it is written once, and the run still exports when it is asked."""
+    run = made("plain")
+    cfg = make_config(
+        run.parts, dataset, tmp_path / "run", *SMALL, *EXPORTED, "export.merge=false", stage="finetune_lora"
+    )
+    train.train(cfg)
+    folder = tmp_path / "run" / "adapter"
+    assert not (tmp_path / "run" / "export").exists()
+    assert (folder / ADAPTER_FILE).read_bytes() == (run.adapter / ADAPTER_FILE).read_bytes()
+    before = (folder / ADAPTER_FILE).stat().st_ino
+    train.train(cfg)
+    assert (folder / ADAPTER_FILE).stat().st_ino == before
+    merged = export(conversion(tmp_path / "run", tmp_path / "merged", "verify=false"))
+    expected = load_file(run.run / "export" / "model.safetensors")
+    assert all(torch.equal(t, expected[n]) for n, t in load_file(merged / "model.safetensors").items())
+    asked, whole = (Assistant(str(r), "v1", AspectRatio.pad) for r in (tmp_path / "run", run.run))
+    assert same_weights(asked, whole), "the adapter is merged into its base, in memory"
+
+
+@pytest.mark.ranks
+def test_checkpoints_of_several_ranks_hold_what_they_trained(
+    parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """The folder has the ranks' own rows; the one at the end is the last checkpoint's."""
+    values = [*SMALL, *EXPORTED, "checkpoint.every=1", "sharding=zero3", "micro_batch_size=2", "export.merge=false"]
+    pools[2].run(run_ranks, make_config(parts, dataset, tmp_path, *values, stage="finetune_lora"))
+    for number in (1, 2):
+        found = verify(tmp_path / "checkpoints" / f"step-00000{number}")
+        assert len([f for f in found.manifest.files if f.startswith("rank-")]) == 2
+        trained = {in_adapter(n, "mlp2x_gelu"): whole(t) for n, t in saved_weights(found).items()}
+        own = load_file(found.folder / "adapter" / ADAPTER_FILE) | load_file(found.folder / "adapter" / OTHERS[0])
+        assert own.keys() == trained.keys() and all(torch.equal(own[n], trained[n]) for n in own)
+        pickled = torch.load(found.folder / "adapter" / OTHERS[1], weights_only=True)
+        assert all(torch.equal(pickled[n], trained[n]) for n in pickled) and len(pickled) == 4
+    last = found.folder / "adapter"
+    for file in (path for path in last.rglob("*") if path.is_file()):
+        assert (tmp_path / "adapter" / file.relative_to(last)).read_bytes() == file.read_bytes(), file
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_merged_after_a_stop_is_merged_without_one(made: Callable[[str], Made], dataset: Path, tmp_path: Path) -> None:
+    run = made("plain")
+    folder = interrupted(run.run, tmp_path / "run", 1)
+    shutil.rmtree(folder / "adapter", ignore_errors=True)
+    shutil.rmtree(folder / "export", ignore_errors=True)
+    train.train(make_config(run.parts, dataset, folder, *SMALL, *EXPORTED, stage="finetune_lora"))
+    whole_one = load_file(run.run / "export" / "model.safetensors")
+    assert all(torch.equal(t, whole_one[n]) for n, t in load_file(folder / "export" / "model.safetensors").items())
+
+
+def test_another_run_goes_on_from_it(made: Callable[[str], Made], dataset: Path, tmp_path: Path) -> None:
+    """A run, a checkpoint or a folder; what it brought and this run does not train is in the new folder too."""
+    run = made("biases of adapted layers")
+    more = ["model.projector=auto", "model.train=[language]", "max_steps=1"]
+    for number, source in enumerate((run.run, run.run / "checkpoints" / "step-000002", run.adapter)):
+        values = [*SMALL, *EXPORTED, *more, f"model.lora.checkpoint={source}"]
+        train.train(make_config(run.parts, dataset, tmp_path / str(number), *values, stage="finetune_lora"))
+        new = tmp_path / str(number) / "adapter"
+        for name in (ADAPTER_FILE, OTHERS[0]):
+            before, after = load_file(run.adapter / name), load_file(new / name)
+            assert before.keys() == after.keys()
+            assert {torch.equal(t, after[n]) for n, t in before.items() if "lora_" not in n} == {True}
+            assert not any(torch.equal(t, after[n]) for n, t in before.items() if "lora_" in n)
+    shutil.rmtree(tmp_path / "0" / "export")
+    merged = export(conversion(new, tmp_path / "merged", "verify=false"))
+    expected = load_file(tmp_path / "2" / "export" / "model.safetensors")
+    assert all(torch.equal(t, expected[n]) for n, t in load_file(merged / "model.safetensors").items())
+
+
+def test_a_random_projector_is_not_the_adapters(made: Callable[[str], Made], dataset: Path, tmp_path: Path) -> None:
+    """`model.projector=random` beside an adapter: the adapter's weights, and a projector that is drawn."""
+    run = made("biases of adapted layers")
+    begun = {}
+    for projector in ("auto", "random"):
+        values = [*SMALL, *EXPORTED, f"model.projector={projector}", "optim.lr=0", "max_steps=1"]
+        values.append(f"model.lora.checkpoint={run.adapter}")
+        train.train(make_config(run.parts, dataset, tmp_path / projector, *values, stage="finetune_lora"))
+        begun[projector] = load_file(tmp_path / projector / "adapter" / OTHERS[0])
+    assert begun["auto"].keys() == begun["random"].keys()
+    same = {name: torch.equal(tensor, begun["random"][name]) for name, tensor in begun["auto"].items()}
+    assert not any(same[name] for name in same if "mm_projector" in name and name.endswith("weight"))
+    assert all(same[name] for name in same if "mm_projector" not in name)
+
+
+def test_a_run_that_has_not_finished_names_its_checkpoints(tmp_path: Path) -> None:
+    write_json(tmp_path / "run" / "checkpoints" / "step-000004" / "adapter" / CONFIG_FILE, {})
+    with pytest.raises(ConfigError, match=r"give a checkpoint of it: model\.lora\.checkpoint=.*step-000004$"):
+        find_adapter(str(tmp_path / "run"), "model.lora.checkpoint")
+    with pytest.raises(ConfigError, match=f"has no {CONFIG_FILE}; give the folder of an adapter, or a run"):
+        find_adapter(str(tmp_path), "model.lora.checkpoint")
+
+
+def test_adapter_of_a_whole_model(made: Callable[[str], Made], dataset: Path, tmp_path: Path) -> None:
+    """The base by its bits: a copy of it elsewhere is as good, another model is none."""
+    start = Path(shutil.copytree(made("plain").run / "export", tmp_path / "start"))
+    values = [
+        f"model.checkpoint={start}",
+        "model.random_weights=false",
+        "model.projector=auto",
+        "model.train=[language]",
+    ]
+    run = tmp_path / "run"
+    train.train(make_config(made("plain").parts, dataset, run, *SMALL, *EXPORTED, *values, stage="finetune_lora"))
+    assert not load_file(run / "adapter" / OTHERS[0]), "the projector is the base's"
+    shutil.copytree(start, tmp_path / "copy")
+    shutil.rmtree(start)
+    expected = load_file(run / "export" / "model.safetensors")
+    merged = export(conversion(run / "adapter", tmp_path / "to", f"base={tmp_path / 'copy'}", "verify=false"))
+    assert all(torch.equal(t, expected[n]) for n, t in load_file(merged / "model.safetensors").items())
+    with pytest.raises(ModelError, match=r"is for another base: the weights of .*export have the fingerprint"):
+        export(conversion(run / "adapter", tmp_path / "no", f"base={run / 'export'}"))
+    with pytest.raises(ConfigError, match=r"start is not a folder"):
+        export(conversion(run / "adapter", tmp_path / "no"))
+
+
+def test_adapter_that_peft_has_saved(made: Callable[[str], Made], tmp_path: Path) -> None:
+    """It knows its language model alone: tower and projector come from a whole model."""
+    peft.PeftModel.from_pretrained(base_alone(made("plain")), made("plain").adapter).save_pretrained(tmp_path / "a")
+    whole_model = made("plain").run / "export"
+    merged = export(conversion(tmp_path / "a", tmp_path / "to", f"base={whole_model}"))
+    base, got = load_file(whole_model / "model.safetensors"), load_file(merged / "model.safetensors")
+    adapters = load_file(tmp_path / "a" / ADAPTER_FILE)
+    for name, tensor in got.items():
+        stem = "base_model.model." + name.removeprefix("language_model.").removesuffix(".weight")
+        added = [adapters.get(f"{stem}.lora_{letter}.weight") for letter in "AB"]
+        change = 3 * added[1] @ added[0] if added[0] is not None and added[1] is not None else torch.zeros(())
+        torch.testing.assert_close(tensor, base[name] + change, rtol=0, atol=2**-22)
+    language = made("plain").parts / "language"
+    with pytest.raises(ConfigError, match="nothing says which tower and projector go with them"):
+        export(conversion(tmp_path / "a", tmp_path / "no", f"base={language}"))
+
+
+def test_tower_with_all_its_biases(made: Callable[[str], Made], parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Adapters in the tower's blocks too; norms' biases are no adapted layer's, and come along."""
+    values = ["model.train=[projector,language,vision]", "model.lora.bias=all", "export.verify=true"]
+    train.train(make_config(parts, dataset, tmp_path / "run", *SMALL, *EXPORTED, *values, stage="finetune_lora"))
+    own = load_file(tmp_path / "run" / "adapter" / ADAPTER_FILE)
+    tower = "base_model.model.model.vision_tower.vision_tower.vision_model."
+    assert f"{tower}pre_layrnorm.bias" in own and f"{tower}encoder.layers.0.layer_norm1.bias" in own
+    assert f"{tower}encoder.layers.0.self_attn.q_proj.base_layer.bias" in own
+    assert f"{tower}encoder.layers.0.self_attn.q_proj.lora_B.weight" in own
+    assert not any(n.startswith(f"{tower}encoder.layers.2") for n in own), "behind the layer that is selected"
+    export(conversion(tmp_path / "run" / "adapter", tmp_path / "merged"))
+    expected = load_file(tmp_path / "run" / "export" / "model.safetensors")
+    merged_weights = load_file(tmp_path / "merged" / "model.safetensors")
+    assert all(torch.equal(t, merged_weights[n]) for n, t in expected.items())
+
+
+def test_logits_in_full_are_the_runs_own(made: Callable[[str], Made], dataset: Path, tmp_path: Path) -> None:
+    """What stands in for a quantised run in its proof: where nothing is quantised, the run itself."""
+    run = made("plain")
+    cfg = make_config(run.parts, dataset, run.run, *SMALL, *EXPORTED, stage="finetune_lora")
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    state = train.build_state(cfg, single_world(), plan, None)
+    resume(state, cfg)
+    assert run.opened.adapter is not None
+    micro = state.loader.to_device(state.loader.steps.probe())
+    state.model.eval()
+    with torch.no_grad():
+        live = state.model(*micro.inputs[:-1])
+    assert apart(final_export.logits_in_full(state.model, {}, run.opened.adapter.adapted, micro), live) < 1e-5
+
+
+@pytest.mark.parametrize("mode", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
+def test_a_quantised_run_merges_into_the_base_in_full(mode: str, dataset: Path, tmp_path: Path) -> None:
+    """What it is proven against is that base with the adapters: the run's own logits are further off."""
+    parts = write_wide_parts(tmp_path / "parts")
+    values = [*SMALL, *EXPORTED, f"model.quantize.mode={mode}", "export.verify=true"]
+    cfg = make_config(parts, dataset, tmp_path / "run", *values, stage="finetune_qlora")
+    train.train(cfg)
+    export(conversion(tmp_path / "run" / "adapter", tmp_path / "to"))
+    expected = load_file(tmp_path / "run" / "export" / "model.safetensors")
+    assert all(torch.equal(t, expected[n]) for n, t in load_file(tmp_path / "to" / "model.safetensors").items())
+    opened = open_source(conversion(tmp_path / "run" / "checkpoints" / "step-000002", tmp_path / "no")).adapter
+    assert opened is not None
+    state = train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
+    resume(state, cfg)
+    micro = state.loader.to_device(state.loader.steps.probe())
+    state.model.eval()
+    with torch.no_grad():
+        live = state.model(*micro.inputs[:-1])
+    assert apart(final_export.logits_in_full(state.model, {}, opened.adapted, micro), live) > 10 * CLOSE
+
+
+def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Other tensors, and notes that agree."""
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+    forge_notes(path.parent)
+
+
+def settle(folder: Path, **values: object) -> None:
+    write_json(folder / CONFIG_FILE, json.loads((folder / CONFIG_FILE).read_text()) | values)
+    forge_notes(folder)
+
+
+def zero(tensors: dict[str, torch.Tensor], where: str = "lora_B") -> None:
+    for name in (n for n in tensors if where in n and "lora_B" in n):
+        tensors[name] = torch.zeros_like(tensors[name])
+
+
+def first(tensors: dict[str, torch.Tensor], end: str) -> str:
+    return min(name for name in tensors if name.endswith(end))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "nothing learnt": (
+        lambda f: rewrite(f / ADAPTER_FILE, zero), r"is as it began: B is 0 in all 21 .*; train it for more steps"
+    ),
+    "no weights": (lambda f: (f / ADAPTER_FILE).unlink(), f"{ADAPTER_FILE} is missing; .*copy the whole folder"),
+    "no weights, no notes": (
+        lambda f: [(f / n).unlink() for n in (ADAPTER_FILE, "llava_fsdp.json")], "but none of adapter_model.safetensors"
+    ),
+    "weights cut off": (lambda f: cut(f / ADAPTER_FILE), "is not what was written: it has [0-9,]+ bytes"),
+    "a bit flipped": (lambda f: flip(f / ADAPTER_FILE), "is not what was written: its digest differs"),
+    "weights cut off, and no notes": (
+        lambda f: [cut(f / ADAPTER_FILE), (f / "llava_fsdp.json").unlink()], "is not a safetensors file"
+    ),
+    "no LoRA": (lambda f: settle(f, peft_type="IA3"), "is a IA3 adapter; only LoRA is read"),
+    "r of nothing": (lambda f: settle(f, r=0), "has r=0, which is no rank"),
+    "r of another": (lambda f: settle(f, r=8), r"has shape \[4, \d+\] .* fits r=8"),
+    "alpha of nothing": (lambda f: settle(f, lora_alpha=-1), "has lora_alpha=-1, which is no scale"),
+    "alpha in words": (lambda f: settle(f, lora_alpha="16"), "has lora_alpha='16', which is no scale"),
+    "several ranks": (lambda f: settle(f, rank_pattern={"q_proj": 2}), "has rank_pattern=.*, which is not supported"),
+    "for a base that peft changes": (
+        lambda f: settle(f, init_lora_weights="pissa_niter_4"), "init_lora_weights=pissa_niter_4: it is for a base"
+    ),
+    "half of a pair": (
+        lambda f: rewrite(f / ADAPTER_FILE, lambda t: t.pop(first(t, "lora_A.weight"))), "the file is incomplete"
+    ),
+    "a module that the base lacks": (
+        lambda f: rewrite(f / ADAPTER_FILE, lambda t: t.update({
+            n.replace("layers.0.", "layers.9."): v.clone() for n, v in list(t.items()) if "layers.0.mlp" in n
+        })),
+        r"adapts language_model\.layers\.9\.mlp\.down_proj, which base=.* has not; give its own base",
+    ),
+    "a module of another shape": (
+        lambda f: rewrite(f / ADAPTER_FILE, lambda t: t.update({first(t, "lora_B.weight"): torch.ones(37, 4)})),
+        r"has shape \[37, 4\] in .*, and \[36, 4\] fits",
+    ),
+    "no projector": (
+        lambda f: [[(f / n).unlink() for n in OTHERS], settle(f)], r"has no multi_modal_projector.*non_lora_trainables"
+    ),
+    "base of other weights": (
+        lambda f: note(f, seed=43), r"is for another base: .* have the fingerprint \w{32}, and .* says \w{32}; give the"
+    ),
+    "a weight of nobody": (
+        lambda f: rewrite(f / OTHERS[0], lambda t: t.update({"base_model.model.model.extra": torch.ones(3)})),
+        "has no such weight; give base=PATH",
+    ),
+    "no tensors of LoRA": (
+        lambda f: rewrite(f / ADAPTER_FILE, lambda t: [t.pop(n) for n in list(t)]), "has no LoRA weights"
+    ),
+}  # fmt: skip
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def note(folder: Path, **values: object) -> None:
+    forge_notes(folder, **values)
+
+
+@pytest.mark.parametrize("damage", BROKEN)
+def test_what_cannot_be_right_is_said_in_one_line(damage: str, folder: Path, tmp_path: Path) -> None:
+    harm, said = BROKEN[damage]
+    harm(folder)
+    with pytest.raises(ModelError, match=said) as raised:
+        export(conversion(folder, tmp_path / "to"))
+    assert "\n" not in str(raised.value) and str(folder) in str(raised.value)
+    assert not (tmp_path / "to").exists() and not (tmp_path / "to.tmp").exists()
+
+
+def test_modules_that_learnt_nothing_are_named(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Some of the language model's: a warning."""
+    rewrite(folder / ADAPTER_FILE, lambda tensors: zero(tensors, "layers.1.self_attn"))
+    logging.getLogger("llava_fsdp").propagate = True
+    export(conversion(folder, tmp_path / "to", "verify=false"))
+    assert any("in 4 of 21 modules (B is 0): language_model.layers.1.self_attn.k_proj, " in t for t in caplog.messages)
+
+
+def add_idle_tower(tensors: dict[str, torch.Tensor]) -> None:
+    tower = "base_model.model.model.vision_tower.vision_tower.vision_model.encoder.layers.0.self_attn.q_proj"
+    tensors |= {f"{tower}.lora_A.weight": torch.ones(4, 20), f"{tower}.lora_B.weight": torch.zeros(20, 4)}
+
+
+def test_idle_adapters_of_the_tower_are_left_out(
+    folder: Path, made: Callable[[str], Made], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The original puts them into towers that run without gradients."""
+    rewrite(folder / ADAPTER_FILE, add_idle_tower)
+    logging.getLogger("llava_fsdp").propagate = True
+    merged = export(conversion(folder, tmp_path / "to", "verify=false"))
+    assert any("adapters of 1 modules" in text and "are left out" in text for text in caplog.messages)
+    expected = load_file(made("plain").run / "export" / "model.safetensors")
+    assert all(torch.equal(t, expected[n]) for n, t in load_file(merged / "model.safetensors").items())
+    rewrite(folder / ADAPTER_FILE, zero)
+    with pytest.raises(ModelError, match="B is 0 in all 21 adapted modules"):
+        export(conversion(folder, tmp_path / "none"))
+
+
+def test_a_run_that_learnt_nothing_says_so(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """The only step's learning rate is 0: an error with the cure, and nothing of that name."""
+    values = [*SMALL, *EXPORTED, "max_steps=1", "optim.warmup_ratio=0.5"]
+    with pytest.raises(ModelError, match=r"after step 1 is as it began: .*\(?export\.enabled=false"):
+        train.train(make_config(parts, dataset, tmp_path / "run", *values, stage="finetune_lora"))
+    assert not (tmp_path / "run" / "adapter").exists() and not (tmp_path / "run" / "export").exists()
+    with pytest.raises(ModelError, match=r"is as it began: .*export a later checkpoint"):
+        export(conversion(tmp_path / "run", tmp_path / "to"))
+    train.train(make_config(parts, dataset, tmp_path / "run", *values, "export.enabled=false", stage="finetune_lora"))
+
+
+def test_a_checkpoint_without_the_folder_still_counts(made: Callable[[str], Made], tmp_path: Path) -> None:
+    """As those from before there was one; what the manifest lists must be there."""
+    step = Path(shutil.copytree(made("plain").run / "checkpoints" / "step-000002", tmp_path / "step-000002"))
+    shutil.rmtree(step / "adapter")
+    with pytest.raises(CheckpointError, match="adapter is missing, or no folder"):
+        verify(step)
+    forge_manifest(step, lambda m: [m["files"].pop(n) for n in list(m["files"]) if n.startswith("adapter/")])
+    assert STATE_FILE in verify(step).manifest.files
+    merged = export(conversion(step, tmp_path / "to", "verify=false"))
+    expected = load_file(made("plain").run / "export" / "model.safetensors")
+    assert all(torch.equal(t, expected[n]) for n, t in load_file(merged / "model.safetensors").items())
+
+
+def same_weights(one: Assistant, other: Assistant) -> bool:
+    """Bit for bit, of models that can be asked."""
+    pairs = zip(one.model.state_dict().items(), other.model.state_dict().items(), strict=True)
+    return all(a == b and torch.equal(p, q) for (a, p), (b, q) in pairs)
+
+
+def test_an_adapter_is_no_model(made: Callable[[str], Made], dataset: Path, tmp_path: Path) -> None:
+    """Whoever takes it for one is told what to do with it."""
+    run = made("plain")
+    cures = f"is an adapter, not a whole model; .*export source={run.adapter}.*model.lora.checkpoint={run.adapter}"
+    start = [f"model.checkpoint={run.adapter}", "model.random_weights=false", "model.projector=auto"]
+    with pytest.raises(ModelError, match=cures):
+        train.train(make_config(run.parts, dataset, tmp_path / "run", *start))
+    merged = Assistant(str(run.run), "v1", AspectRatio.pad)
+    assert same_weights(Assistant(str(run.adapter), "v1", AspectRatio.pad), merged), "but it can be asked as it is"
+    shutil.copytree(run.adapter, tmp_path / "moved")
+    (tmp_path / "moved" / "llava_fsdp.json").unlink()
+    settings = json.loads((tmp_path / "moved" / "adapter_config.json").read_text())
+    write_json(tmp_path / "moved" / "adapter_config.json", settings | {"base_model_name_or_path": "/gone"})
+    with pytest.raises(
+        ConfigError, match=r"base=PATH; that is for python -m llava_fsdp\.export source=.*moved to=FOLDER"
+    ):
+        Assistant(str(tmp_path / "moved"), "v1", AspectRatio.pad)

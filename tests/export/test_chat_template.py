@@ -1,0 +1,328 @@
+"""An export's chat template gives the ids of training, whatever the record, the template and the tokenizer."""
+
+import json
+import random
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jinja2.exceptions import TemplateError
+from PIL import Image
+from small import ASSETS, make_config, write_json
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, CLIPImageProcessorPil, LlamaConfig, LlavaProcessor
+
+from llava_fsdp.config import TooLong
+from llava_fsdp.data.text.conversation import IM_END, IM_START
+from llava_fsdp.data.text.encode import UNLIMITED, ExactEncoder
+from llava_fsdp.data.text.templates import IMAGE_TAG, TEMPLATES, Template
+from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
+from llava_fsdp.export.chat_template import as_parts, as_text, chat_template, find_gap, rehearse, trained_ids
+from llava_fsdp.export.processor import check_template, rehearse_tokenizer, write_tokenizer
+from llava_fsdp.train import main as train
+
+OPEN = Path(__file__).parents[1] / "golden" / "open" / "tokenizer"
+CORPUS = [
+    "the circle is red, how many? USER: ASSISTANT: <|im_start|>user\n### Human: größe 中文 12 34\n\n  [INST] <<SYS>>"
+]
+ATOMS = [
+    " ",
+    "  ",
+    "\n",
+    "\n\n",
+    "\t",
+    "a",
+    "the",
+    "Red",
+    "12",
+    "größe",
+    "中文",
+    "🙂",
+    "▁",
+    "x.",
+    ", a",
+    "USER:",
+    "###",
+    "'s",
+]
+KINDS = [
+    "hf4_legacy_default", "hf4_legacy_false", "v5_legacy_default", "v5_legacy_false", "v5_legacy_false_noprefix",
+    "tiny", "qwen", "llama 3", "gpt2 with a space", "unigram first", "unigram always",
+]  # fmt: skip
+
+
+def write_source(kind: str, folder: Path, names: tuple[str, ...] = (IM_START, IM_END)) -> Path:
+    """A model's tokenizer as its makers publish it, with the special tokens that are named."""
+    folder.mkdir(parents=True)
+    if kind in ("qwen", "llama 3", "gpt2 with a space") or kind.startswith("unigram"):
+        write_made(kind, folder, names)
+        return folder
+    for file in (ASSETS / "tiny-llama" if kind == "tiny" else OPEN / kind).iterdir():
+        shutil.copyfile(file, folder / file.name)
+    size = open_tokenizer(folder).size
+    added = {name: size + n for n, name in enumerate(names)}
+    if (folder / "tokenizer.model").is_file():
+        write_json(folder / "added_tokens.json", added)
+        return folder
+    frozen = json.loads((folder / "tokenizer.json").read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    frozen["added_tokens"] += [{"id": i, "content": t, "special": True, **flags} for t, i in added.items()]
+    write_json(folder / "tokenizer.json", frozen)
+    return folder
+
+
+def write_made(kind: str, folder: Path, names: tuple[str, ...]) -> None:
+    """Byte-level BPE without BOS and with ChatML's tokens, with BOS, with a space before each text; two Unigrams."""
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
+    special = ["</s>", *names]
+    if kind.startswith("unigram"):
+        made = FastTokenizer(models.Unigram())
+        made.normalizer = normalizers.NFKC()
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind.split()[1])
+        made.decoder = decoders.Metaspace()
+        trainer: Any = trainers.UnigramTrainer(
+            vocab_size=90, special_tokens=["<unk>", *special], unk_token="<unk>", show_progress=False
+        )
+        config["unk_token"] = "<unk>"
+    else:
+        made = FastTokenizer(models.BPE())
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=kind == "gpt2 with a space")
+        made.decoder = decoders.ByteLevel()
+        special += {"qwen": ["<|im_start|>", "<|im_end|>"], "llama 3": ["<|begin|>"]}.get(kind, [])
+        trainer = trainers.BpeTrainer(
+            vocab_size=300 + 40,
+            special_tokens=special,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+    made.train_from_iterator(CORPUS * 3, trainer)
+    if kind == "qwen":
+        made.normalizer = normalizers.NFC()
+    if kind == "llama 3":
+        config["bos_token"] = "<|begin|>"
+        begin = ("<|begin|>", made.token_to_id("<|begin|>"))
+        made.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[begin])
+    made.save(str(folder / "tokenizer.json"))
+    write_json(folder / "tokenizer_config.json", config)
+
+
+def random_texts(dice: random.Random) -> list[str]:
+    """Questions and answers in turn; the questions of half of the records have image tags somewhere."""
+    texts = []
+    has_images = dice.random() < 0.6
+    for turn in range(2 * dice.randrange(1, 4)):
+        atoms = dice.choices(ATOMS, k=dice.randrange(0, 6))
+        if has_images and turn % 2 == 0:
+            for _ in range(dice.choice([0, 1, 1, 2, 3])):
+                atoms.insert(dice.randrange(len(atoms) + 1), IMAGE_TAG)
+        texts.append("".join(atoms))
+    return texts
+
+
+def exported(source: Path, folder: Path, form: str = "v1", start_end: bool = False) -> Tokenizer:
+    """The tokenizer of training; what `export` makes of it lies in `folder`, with the configuration of a LLaVA."""
+    ours = open_tokenizer(source)
+    folder.mkdir(parents=True)
+    write_tokenizer(source, folder, LlamaConfig(vocab_size=ours.size), form, start_end)
+    write_json(folder / "config.json", {"model_type": "llava"})
+    return ours
+
+
+def encoder_of(ours: Tokenizer, form: Template, start_end: bool, positions: int = 1) -> ExactEncoder:
+    return ExactEncoder(ours, form, lambda *_: np.arange(positions), UNLIMITED, TooLong.fail, start_end)
+
+
+@pytest.mark.parametrize("records", [24, pytest.param(1500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_are_those_of_training(kind: str, records: int, tmp_path: Path) -> None:
+    """Random records in every template, as text with tags and as parts, whole and as prompts."""
+    dice = random.Random(kind)
+    ours = exported(write_source(kind, tmp_path / "source"), tmp_path / "export")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "export")
+    image_id, gap, begins = theirs.convert_tokens_to_ids(IMAGE_TAG), find_gap(theirs, ours), ours.bos is not None
+    assert theirs.chat_template == chat_template(TEMPLATES["v1"], False, begins, gap)
+    forms = [(name, start_end) for name in TEMPLATES for start_end in (False, True)]
+    for number in range(records):
+        name, start_end = forms[number % len(forms)]
+        template = chat_template(TEMPLATES[name], start_end, begins, gap)
+        texts = random_texts(dice)
+        whole, prompt = trained_ids(encoder_of(ours, TEMPLATES[name], start_end), texts, image_id)
+        for messages in (as_text(texts), as_parts(texts)):
+            said = (name, start_end, messages)
+            call: dict[str, Any] = {"return_dict": False, "chat_template": template}
+            assert theirs.apply_chat_template(messages, **call) == whole, said
+            assert theirs.apply_chat_template(messages[:-1], add_generation_prompt=True, **call) == prompt, said
+            rendered = theirs.apply_chat_template(messages, tokenize=False, chat_template=template)
+            assert theirs(rendered, add_special_tokens=False)["input_ids"] == whole, said
+            if not begins:
+                assert theirs(rendered)["input_ids"] == whole, said
+
+
+@pytest.mark.parametrize("kind", ["tiny", "hf4_legacy_default", "qwen"])
+def test_processor_gives_every_image_its_tokens(kind: str, tmp_path: Path) -> None:
+    """Through transformers' processor: any number of images anywhere, one BOS, the images in their order."""
+    dice = random.Random(kind)
+    ours = exported(write_source(kind, tmp_path / "source"), tmp_path / "export", "llava_llama_2")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "export")
+    side = {"height": 28, "width": 28}
+    reader = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=side)
+    processor = LlavaProcessor(reader, theirs, 14, "default", theirs.chat_template, num_additional_image_tokens=1)
+    encoder = encoder_of(ours, TEMPLATES["llava_llama_2"], False, positions=4)
+    counts = set()
+    for _ in range(12):
+        texts = random_texts(dice)
+        whole, prompt = trained_ids(encoder, texts, processor.image_token_id)
+        num = whole.count(processor.image_token_id) // 4
+        prompt = [i for i in prompt for _ in range(4 if i == processor.image_token_id else 1)]
+        counts.add(num)
+        pictures = [Image.new("RGB", (30, 40), (8 * n, 0, 0)) for n in range(num)]
+        pixels = [reader(p, return_tensors="pt")["pixel_values"][0] for p in pictures]
+        for messages in (as_parts(texts), as_text(texts)):
+            left = iter(pictures)
+            parts = [p for m in messages if not isinstance(m["content"], str) for p in m["content"]]
+            for part in parts:
+                if part["type"] == "image":
+                    part["image"] = next(left)
+            call: dict[str, Any] = {"tokenize": True, "return_dict": True}
+            beside = {} if parts else {"images": pictures}
+            made: Any = processor.apply_chat_template(messages, **call, processor_kwargs={**beside})
+            assert made["input_ids"] == [whole], messages
+            call["add_generation_prompt"] = True
+            asked: Any = processor.apply_chat_template(messages[:-1], **call, processor_kwargs={**beside})
+            assert asked["input_ids"] == [prompt], messages
+            shown = made.get("pixel_values", [])
+            assert len(shown) == num
+            assert all((own == np.asarray(other)).all() for own, other in zip(shown, pixels, strict=True))
+    assert 0 in counts and len(counts) > 3
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_prompt_ends_where_the_answer_begins(name: str, tmp_path: Path) -> None:
+    """With `add_generation_prompt` it ends with who answers; without it with the question."""
+    ours = exported(write_source("qwen", tmp_path / "source"), tmp_path / "export", name)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "export")
+    messages, form = as_text(["what?", "red", "how many?", "two"]), TEMPLATES[name]
+    whole = theirs.apply_chat_template(messages, tokenize=False)
+    asked = theirs.apply_chat_template(messages[:3], tokenize=False, add_generation_prompt=True)
+    closed = theirs.apply_chat_template(messages[:3], tokenize=False)
+    assert whole == asked + form.pattern.before_answer + "two" + form.pattern.after_answer + form.pattern.end
+    assert asked == closed + form.pattern.answer_header
+    assert ours.bos is None and "bos_token" not in theirs.chat_template
+    if name == "v1":
+        assert asked.endswith("USER: how many? ASSISTANT:") and closed.endswith("USER: how many? ")
+
+
+@pytest.mark.parametrize("kind", ["tiny", "hf4_legacy_false"])
+def test_no_bos_where_training_had_none(kind: str, tmp_path: Path) -> None:
+    """`add_bos_token=false`: none from the template, and none from a tokenizer that is asked for special tokens."""
+    source = write_source(kind, tmp_path / "source")
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    write_json(source / "tokenizer_config.json", {**config, "add_bos_token": False})
+    ours = exported(source, tmp_path / "export")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "export")
+    texts = ["a <image> b", "c"]
+    whole, _ = trained_ids(encoder_of(ours, TEMPLATES["v1"], False), texts, theirs.convert_tokens_to_ids(IMAGE_TAG))
+    rendered = theirs.apply_chat_template(as_text(texts), tokenize=False)
+    assert theirs(rendered)["input_ids"] == theirs(rendered, add_special_tokens=False)["input_ids"] == whole
+    assert theirs.bos_token_id not in whole
+
+
+def test_an_answer_before_the_first_question_is_left_out(tmp_path: Path) -> None:
+    """As in training."""
+    exported(write_source("tiny", tmp_path / "source"), tmp_path / "export")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "export")
+    messages = as_text(["<image>what?", "red"])
+    begun = [{"role": "assistant", "content": "hello"}, *messages]
+    assert theirs.apply_chat_template(begun) == theirs.apply_chat_template(messages)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "system", "content": "be kind"}, *as_text(["a"])],
+        [*as_text(["a"]), *as_text(["a"])],
+        [*as_text(["a", "b"]), {"role": "assistant", "content": "c"}],
+        as_text(["a", "b <image>"]),
+        [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "a"}]}],
+    ],
+)
+def test_what_training_refuses_the_template_refuses(messages: list[dict[str, Any]], tmp_path: Path) -> None:
+    exported(write_source("tiny", tmp_path / "source"), tmp_path / "export")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "export")
+    with pytest.raises(TemplateError):
+        theirs.apply_chat_template(messages)
+
+
+def test_rehearsal_names_what_differs(tmp_path: Path) -> None:
+    """It passes as written, and finds a lost BOS, a lost gap and a moved image."""
+    ours = exported(write_source("tiny", tmp_path / "source"), tmp_path / "export")
+    form, path = TEMPLATES["v1"], tmp_path / "export" / "chat_template.jinja"
+    written = path.read_text()
+    assert rehearse(tmp_path / "export", ours, form, False) is None
+    assert rehearse(tmp_path / "export", ours, form, True) is not None
+    for old, new in (
+        ("{{- bos_token -}}", ""),
+        ("{{- ' ' -}}", ""),
+        ('pieces|join("<image>")', '"<image>" ~ pieces|join'),
+    ):
+        assert old in written
+        path.write_text(written.replace(old, new))
+        differs = rehearse(tmp_path / "export", ours, form, False)
+        assert differs is not None and "'role': 'user'" in differs
+
+
+def write_unserved(folder: Path) -> Path:
+    """A tokenizer that begins every stretch with a space in transformers, and the text alone in training."""
+    source = write_source("v5_legacy_false", folder)
+    frozen = json.loads((source / "tokenizer.json").read_text())
+    frozen["pre_tokenizer"]["prepend_scheme"] = "always"
+    write_json(source / "tokenizer.json", frozen)
+    return source
+
+
+def test_a_tokenizer_that_no_rule_serves_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By the rehearsal before the first step, which leaves nothing behind, and by the export."""
+    source = write_unserved(tmp_path / "source")
+    language = LlamaConfig(vocab_size=open_tokenizer(source).size)
+    with pytest.MonkeyPatch.context() as patched:
+        (tmp_path / "scratch").mkdir()
+        patched.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+        rehearse_tokenizer(source, language, "v1", False)
+    assert [(r.levelname, str(source) in r.getMessage()) for r in caplog.records] == [("WARNING", True)]
+    assert not list((tmp_path / "scratch").iterdir())
+    caplog.clear()
+    exported(source, tmp_path / "export")
+    check_template(source, tmp_path / "export", language, "v1", False)
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+
+
+@pytest.mark.parametrize(("more", "warnings"), [(("export.enabled=true",), 1), ((), 0)])
+def test_a_run_says_it_before_its_first_step(
+    more: tuple[str, ...],
+    warnings: int,
+    parts: Path,
+    dataset: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Where it will write an export, and not where it will not."""
+    shutil.copytree(parts, tmp_path / "parts")
+    language = tmp_path / "parts" / "language"
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(write_unserved(tmp_path / file) / file, language / file)
+    config = json.loads((language / "config.json").read_text())
+    write_json(language / "config.json", {**config, "vocab_size": open_tokenizer(language).size})
+
+    def no_step(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "fit", no_step)
+    with pytest.raises(KeyboardInterrupt):
+        train.train(make_config(tmp_path / "parts", dataset, tmp_path / "out", *more))
+    said = [r for r in caplog.records if r.levelname == "WARNING" and "chat template" in r.getMessage()]
+    assert len(said) == warnings

@@ -1,0 +1,81 @@
+"""How close an export must be to its model, and whether it is the one that a run would write."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from llava_fsdp.config import DType, LinearKind, Quantizer
+from llava_fsdp.runtime.errors import ModelError
+from llava_fsdp.train import final_export
+
+BOUNDS = [
+    (DType.fp32, DType.fp32, LinearKind.same, 1e-4),
+    (DType.bf16, DType.fp32, LinearKind.same, 0.05),
+    (DType.fp32, DType.bf16, LinearKind.same, 0.05),
+    (DType.bf16, DType.bf16, LinearKind.fp8, 0.3),
+]
+
+
+@pytest.mark.parametrize(("dtype", "compute", "linear", "bound"), BOUNDS)
+def test_how_far_an_export_may_be_from_its_model(
+    dtype: DType, compute: DType, linear: LinearKind, bound: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a share of the largest logit; what is no number is too far."""
+    expected = torch.tensor([[2.0, -4.0], [1.0, 0.0]])
+    given: list[torch.Tensor] = []
+    monkeypatch.setattr(final_export, "reloaded_logits", lambda *_: given[-1])
+    model: Any = torch.nn.Identity()
+    micro = SimpleNamespace(inputs=(expected, None), images=torch.zeros(0))
+    loader = SimpleNamespace(steps=SimpleNamespace(probe=lambda: micro), to_device=lambda own: own)
+    state: Any = SimpleNamespace(model=model, loader=loader)
+    cfg: Any = SimpleNamespace(
+        model=SimpleNamespace(quantize=SimpleNamespace(mode=Quantizer.none)),
+        export=SimpleNamespace(dtype=dtype),
+        precision=SimpleNamespace(param_dtype=compute, linear=linear),
+    )
+
+    def check(difference: float) -> None:
+        written = torch.cat([expected, torch.full((2, 3), 99.0)], dim=1)  # rows of the vocabulary that were added
+        written[1, 1] += difference * 4
+        given.append(written)
+        final_export.verify(state, cfg, Path("export"), None, True)
+
+    check(0.9 * bound)
+    check(-0.9 * bound)
+    for wrong in (1.1 * bound, -1.1 * bound, math.nan):
+        with pytest.raises(ModelError):
+            check(wrong)
+    assert model.training
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("other", [{"run": "other"}, {"step": 6}, {"step": 8}, {"dtype": "fp32"}, {"gone": True}])
+def test_an_export_is_current_if_all_of_it_is(
+    lora: bool, other: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of this run, at this step, in this dtype; of a run with adapters their folder too, whose dtype is no matter."""
+    state: Any = SimpleNamespace(run="mine", step=7)
+    cfg: Any = SimpleNamespace(
+        model=SimpleNamespace(lora=SimpleNamespace(enabled=lora)),
+        export=SimpleNamespace(merge=True, dtype=DType.bf16),
+        output_dir="out",
+    )
+    right = {"run": "mine", "step": 7, "dtype": "bf16", "template": "v1"}
+    notes: dict[str, dict[str, Any]] = {}
+    monkeypatch.setattr(final_export, "read_notes", lambda folder: notes[folder.name])
+    monkeypatch.setattr(final_export, "check_folder", lambda folder: None)
+
+    def current(**changed: dict[str, Any]) -> bool:
+        notes.clear()
+        notes.update({"export": right, "adapter": {**right, "dtype": "keep"}} | changed)
+        return final_export.is_current(state, cfg)
+
+    wrong = {} if "gone" in other else {**right, **other}
+    assert current() and not current(export=wrong)
+    assert current(adapter=wrong) is (not lora or "dtype" in other)
+    cfg.export.merge = False
+    assert current(export=wrong) is lora

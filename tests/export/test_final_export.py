@@ -1,0 +1,538 @@
+"""What a run exports, transformers loads; what others wrote, a run starts from."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forged import forge_notes
+from harness import CPU, RankPool, single_world
+from PIL import Image
+from reference import EXPORTED, open_steps, outcome, run_ranks
+from safetensors.torch import load_file, save_file
+from small import make_config, write_json, write_parts
+from transformers import AutoProcessor, LlavaForConditionalGeneration
+
+from llava_fsdp.config import Config
+from llava_fsdp.data.batching.collate import Collator
+from llava_fsdp.data.images.preprocess import load_image
+from llava_fsdp.data.loader import normalize
+from llava_fsdp.data.records.record import Turn
+from llava_fsdp.data.text.constants import IMAGE_ID
+from llava_fsdp.data.text.conversation import prompt
+from llava_fsdp.data.text.encode import encode_prompt
+from llava_fsdp.data.text.templates import TEMPLATES
+from llava_fsdp.distributed.local_shards import local_shards
+from llava_fsdp.distributed.mesh import World, make_mesh
+from llava_fsdp.distributed.parallelize import materialize
+from llava_fsdp.distributed.precision import MasterWeights
+from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.export import weights_writer
+from llava_fsdp.export.weights_writer import Vocabulary, Weights, publish_folder
+from llava_fsdp.model.attention import choose_kernel
+from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
+from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.load_weights import find_weights, load_weights
+from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.tensor_files import StoredTensor
+from llava_fsdp.runtime.errors import ConfigError, ModelError
+from llava_fsdp.train import main as train
+
+
+def load_ours(cfg: Config, checkpoint: Path) -> torch.nn.Module:
+    """Our model with the weights of a folder, in fp32, on one rank."""
+    cfg.model.checkpoint, cfg.model.random_weights = str(checkpoint), False
+    parts = find_parts(cfg.model)
+    kernel = choose_kernel(cfg.attention, parts.language, CPU, torch.float32) if cfg.pack else None
+    model = build_llava(parts, cfg.model, torch.float32, kernel)
+    sources, buffers = find_weights(model, parts, cfg.model, None, 0), computed_buffers(model)
+    materialize(model, lambda empty: empty.to_empty(device="cpu"))
+    load_weights(sources, local_shards(model, MasterWeights({})))
+    restore_buffers(model, buffers)
+    return model.eval()
+
+
+def probe(cfg: Config):
+    return train.open_data(cfg, single_world(), build_llava(find_parts(cfg.model), cfg.model, torch.float32))
+
+
+@torch.no_grad()
+def assert_same_as_transformers(cfg: Config, folder: Path) -> None:
+    """Our logits and those of transformers' own model on the same samples, one at a time there."""
+    theirs, info = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    loader = probe(cfg)
+    model = load_ours(cfg, folder)
+    padded = Collator(loader.steps.pictures, cfg.loss.normalize, pack=False)
+    rows = [loader.steps.load(i) for i in range(6)]
+    assert {bool(sample.images) for sample, _ in rows} == {True, False}
+    for sample, pictures in rows:
+        micro = padded([(sample, pictures)], facts(), 1)
+        micro = loader.to_device(micro)
+        ours = model(*replace(micro, label_positions=torch.arange(micro.input_ids.numel())).inputs[:-1])
+        ids = torch.from_numpy(sample.input_ids)[None]
+        ids = torch.where(ids == IMAGE_ID, theirs.config.image_token_id, ids)
+        logits = theirs(input_ids=ids, pixel_values=micro.images if len(micro.images) else None).logits[0]
+        torch.testing.assert_close(logits[:, : ours.shape[1]], ours, rtol=1e-4, atol=1e-5)
+
+
+def facts():
+    from llava_fsdp.data.batching.batch import StepFacts
+
+    return StepFacts(0)
+
+
+@pytest.fixture(scope="module")
+def exported(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps of the small model, exported in fp32 and verified."""
+    folder = tmp_path_factory.mktemp("exported")
+    cfg = make_config(parts, dataset, folder, *EXPORTED, "export.verify=true", "max_steps=2")
+    train.train(cfg)
+    return folder
+
+
+def test_export_gives_the_same_logits_in_transformers(
+    exported: Path, parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    assert_same_as_transformers(make_config(parts, dataset, tmp_path), exported / "export")
+
+
+def test_processor_loads_and_makes_our_ids(exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """transformers' processor with the exported chat template gives the ids that training saw."""
+    processor = AutoProcessor.from_pretrained(exported / "export")
+    picture = Image.new("RGB", (40, 30), (200, 10, 10))
+    messages = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "what colour is the circle"}, {"type": "image", "image": picture}],
+        },
+        {"role": "assistant", "content": [{"type": "text", "text": "red"}]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "is "},
+                {"type": "image", "image": picture},
+                {"type": "text", "text": " left of"},
+                {"type": "image", "image": picture},
+            ],
+        },
+    ]
+    text = processor.apply_chat_template(messages, add_generation_prompt=True)
+    assert text.startswith("<s> A chat between") and text.endswith(" left of<image>  ASSISTANT:")
+    call: dict[str, Any] = {"tokenize": True, "add_generation_prompt": True}
+    inputs = processor.apply_chat_template(messages, **call, return_dict=True, return_tensors="pt")
+    assert inputs["pixel_values"].shape == (3, 3, 28, 28)
+    image_id = processor.tokenizer.convert_tokens_to_ids("<image>")
+    steps = probe(make_config(parts, dataset, tmp_path)).steps
+    turns = [
+        Turn("human", "<image>\nwhat colour is the circle"),
+        Turn("gpt", "red"),
+        Turn("human", "is <image> left of<image>"),
+    ]
+    for each in (4, 1):
+        asked = prompt(turns, TEMPLATES["v1"], False, True)
+        ours = encode_prompt(asked, steps.encoder.tokenizer, [each] * 3)
+        wanted = [image_id if i == IMAGE_ID else i for i in ours.tolist()]
+        if each == 4:
+            assert inputs["input_ids"][0].tolist() == wanted and wanted.count(processor.tokenizer.bos_token_id) == 1
+            again = processor(text=text, images=[picture] * 3, add_special_tokens=False)
+            assert again["input_ids"] == [wanted]
+        else:
+            assert processor.tokenizer.apply_chat_template(messages, **call, return_dict=False) == wanted
+
+
+@pytest.mark.ranks
+def test_sharded_export_equals_the_single_one(
+    exported: Path, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """Before any update (the first step's learning rate is 0) the bits are the same, gathered or not."""
+    first = ["max_steps=1", *EXPORTED]
+    train.train(make_config(parts, dataset, tmp_path / "one", *first))
+    pools[4].run(run_ranks, make_config(parts, dataset, tmp_path / "four", *first, "sharding=zero3"))
+    a, b = (load_file(tmp_path / n / "export" / "model.safetensors") for n in ("one", "four"))
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_bf16_export_is_the_rounded_fp32_one(exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    cfg = make_config(parts, dataset, tmp_path, "export.enabled=true", "max_steps=2")
+    train.train(cfg)
+    rounded, full = (load_file(f / "export" / "model.safetensors") for f in (tmp_path, exported))
+    assert all(torch.equal(rounded[k], full[k].bfloat16()) for k in full)
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_broken_export_is_refused(parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof can fail: an export with two linears swapped is not called done."""
+    from llava_fsdp.export import formats
+
+    def swapped(name: str) -> str:
+        return (
+            {"lm_head.weight": "language_model.model.embed_tokens.weight"}.get(name, original(name))
+            if not (name == "language_model.embed_tokens.weight")
+            else "language_model.lm_head.weight"
+        )
+
+    original = formats.theirs
+    monkeypatch.setattr(formats, "theirs", swapped)
+    cfg = make_config(parts, dataset, tmp_path, *EXPORTED, "export.verify=true", "max_steps=1")
+    with pytest.raises(ModelError, match="its logits differ"):
+        train.train(cfg)
+    assert not (tmp_path / "export").exists()
+
+
+def write_original(exported: Path, folder: Path, kind: str) -> Path:
+    """The same weights as the original LLaVA saves them: its names, its config, without padding rows."""
+    config = json.loads((exported / "config.json").read_text())
+    vocabulary = json.loads((exported / "llava_fsdp.json").read_text())["vocab_size"]
+    tensors = {}
+    for name, tensor in load_file(exported / "model.safetensors").items():
+        if "embed_tokens" in name or "lm_head" in name:
+            tensor = tensor[:vocabulary].clone()
+        name = name.replace("language_model.model.", "model.").replace("language_model.lm_head.", "lm_head.")
+        name = name.replace("multi_modal_projector.linear_1.", "model.mm_projector.0.")
+        name = name.replace("multi_modal_projector.linear_2.", "model.mm_projector.2.")
+        name = name.replace("vision_tower.vision_model.", "model.vision_tower.vision_tower.vision_model.")
+        tensors[name] = tensor
+    original = {
+        **config["text_config"],
+        "model_type": "llava_llama",
+        "architectures": ["LlavaLlamaForCausalLM"],
+        "mm_projector_type": "mlp2x_gelu",
+        "vocab_size": vocabulary,
+    }
+    write_json(folder / "config.json", original)
+    if kind == "safetensors":
+        save_file(tensors, folder / "model.safetensors")
+    else:
+        torch.save(tensors, folder / "pytorch_model.bin")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).write_bytes((exported / file).read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["ours", "original safetensors", "original bin"])
+def test_starts_from_a_whole_model(kind: str, exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    folder = exported if kind == "ours" else write_original(exported / "export", tmp_path / "original", kind.split()[1])
+    cfg = make_config(
+        parts,
+        dataset,
+        tmp_path / "run",
+        *EXPORTED,
+        f"model.checkpoint={folder}",
+        "model.random_weights=false",
+        "max_steps=1",
+        "export.verify=true",
+    )
+    train.train(cfg)
+    before, after = outcome(exported).weights, outcome(tmp_path / "run").weights
+    assert all(torch.equal(before[n], after[n]) for n in before), "the first step's learning rate is 0"
+
+
+@pytest.mark.parametrize("kind", ["run", "export folder", "mm_projector.bin"])
+def test_starts_from_a_projector(kind: str, exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    start = outcome(exported).weights
+    given = {"run": exported, "export folder": exported / "export"}.get(kind, tmp_path / "mm_projector.bin")
+    if kind == "mm_projector.bin":
+        names = {"linear_1": "0", "linear_2": "2"}
+        torch.save(
+            {
+                f"model.mm_projector.{names[n.split('.')[1]]}.{n.split('.')[2]}": t
+                for n, t in start.items()
+                if "proj" in n.split(".")[0]
+            },
+            given,
+        )
+    cfg = make_config(parts, dataset, tmp_path / "run", *EXPORTED, f"model.projector={given}", "max_steps=1")
+    train.train(cfg)
+    after = outcome(tmp_path / "run").weights
+    same = {n: torch.equal(start[n], after[n]) for n in start}
+    assert all(s for n, s in same.items() if n.startswith("multi_modal_projector."))
+    assert not all(same.values())
+
+
+def test_projector_of_the_stage_before_is_found(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    pretrain = make_config(parts, dataset, tmp_path / "pretrain", *EXPORTED, "max_steps=2", stage="pretrain")
+    train.train(pretrain)
+    cfg = make_config(parts, dataset, tmp_path / "finetune", *EXPORTED, "model.projector=auto", "max_steps=1")
+    train.train(cfg)
+    made, used = outcome(tmp_path / "pretrain").weights, outcome(tmp_path / "finetune").weights
+    assert all(torch.equal(made[n], used[n]) for n in made), "everything else is drawn alike"
+
+    cfg = make_config(parts, dataset, tmp_path / "other", "model.projector=auto", "model.vision=package:tiny-clip")
+    with pytest.raises(ConfigError, match=r"was trained for model\.vision="):
+        train.train(cfg)
+
+
+def test_real_model_without_a_projector_names_the_command(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    cfg = make_config(parts, dataset, tmp_path / "finetune", "model.projector=auto", "model.random_weights=false")
+    with pytest.raises(ConfigError, match=r"stage=pretrain model=tiny(.|\n)*model\.projector=random"):
+        train.train(cfg)
+
+
+def qwen_and_siglip(parts: Path, folder: Path) -> Path:
+    """Another language model, with tied embeddings and biases, and another tower, without CLS."""
+    language = json.loads((parts / "language" / "config.json").read_text())
+    language |= {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True}
+    write_json(folder / "language" / "config.json", language)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / "language" / file).write_bytes((parts / "language" / file).read_bytes())
+    vision = {"model_type": "siglip_vision_model", "hidden_size": 20, "intermediate_size": 30, "num_hidden_layers": 3}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    write_json(folder / "vision" / "config.json", vision)
+    preprocessor = {"image_processor_type": "SiglipImageProcessor", "size": {"height": 28, "width": 28}, "resample": 3}
+    preprocessor |= {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5], "do_resize": True}
+    write_json(folder / "vision" / "preprocessor_config.json", preprocessor)
+    return folder
+
+
+OTHER = ["model.select_feature=full"]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("tower", ["frozen", "trainable"])
+def test_another_language_model_and_tower(
+    tower: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """Sharded on four ranks as on one, exported, and read back."""
+    folder = qwen_and_siglip(parts, tmp_path / "parts")
+    trained = [*OTHER, "model.train=[projector,language,vision]"] if tower == "trainable" else OTHER
+    runs = {}
+    for size in (1, 4):
+        cfg = make_config(folder, dataset, tmp_path / str(size), *EXPORTED, *trained, "sharding=zero3")
+        cfg.export.verify = True
+        if size == 1:
+            train.train(cfg)
+        else:
+            pools[size].run(run_ranks, cfg)
+        runs[size] = outcome(tmp_path / str(size))
+    assert runs[4].losses == pytest.approx(runs[1].losses, rel=1e-5)
+    assert_same_as_transformers(make_config(folder, dataset, tmp_path / "none", *OTHER), tmp_path / "1" / "export")
+
+
+def test_tower_without_cls_refuses_to_drop_one(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    cfg = make_config(qwen_and_siglip(parts, tmp_path / "parts"), dataset, tmp_path / "run")
+    with pytest.raises(
+        ConfigError, match=r"model\.select_feature=patch drops a CLS token.*set model\.select_feature=full"
+    ):
+        train.train(cfg)
+
+
+def test_weights_from_another_model(exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """A file whose shapes or names do not fit: the message has the parameter, the file and both shapes."""
+    config = json.loads((exported / "export" / "config.json").read_text())
+    folder = tmp_path / "other"
+    folder.mkdir()
+    for file in (exported / "export").iterdir():
+        if file.name != "config.json":
+            (folder / file.name).write_bytes(file.read_bytes())
+    forge_notes(folder)
+    start = [f"model.checkpoint={folder}", "model.random_weights=false"]
+    for rows in (51, 49):  # more than the file has, and fewer, which would be cut off
+        config["text_config"]["intermediate_size"] = rows
+        write_json(folder / "config.json", config)
+        forge_notes(folder)
+        with pytest.raises(
+            ModelError, match=rf"mlp\.gate_proj\.weight has shape \[50, 36\] in .*model\.safetensors.*\[{rows}, 36\]"
+        ):
+            train.train(make_config(parts, dataset, tmp_path / "run", *start))
+    tensors = load_file(exported / "export" / "model.safetensors")
+    del tensors["language_model.model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    write_json(folder / "config.json", json.loads((exported / "export" / "config.json").read_text()))
+    forge_notes(folder)
+    with pytest.raises(ModelError, match=r"other has no weights for language_model\.norm\.weight"):
+        train.train(make_config(parts, dataset, tmp_path / "run", *start))
+
+
+def test_open_steps_is_what_training_reads(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    assert len(open_steps(make_config(parts, dataset, tmp_path)).records) == 44
+
+
+def test_export_in_several_files(
+    exported: Path, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of more than one file: an index that transformers reads, and the same logits."""
+    monkeypatch.setattr(weights_writer, "SHARD_BYTES", 40_000)
+    cfg = make_config(parts, dataset, tmp_path, *EXPORTED, "export.verify=true", "max_steps=2")
+    train.train(cfg)
+    files = sorted(p.name for p in (tmp_path / "export").glob("model*"))
+    assert len(files) > 3 and files[-1] == "model.safetensors.index.json"
+    single = load_file(exported / "export" / "model.safetensors")
+    index = json.loads((tmp_path / "export" / files[-1]).read_text())["weight_map"]
+    assert index.keys() == single.keys()
+    for name, file in index.items():
+        assert torch.equal(load_file(tmp_path / "export" / file)[name], single[name]), name
+    assert_same_as_transformers(make_config(parts, dataset, tmp_path / "none"), tmp_path / "export")
+
+
+def test_files_of_weights_are_filled_up_to_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file is larger, unless one weight alone is."""
+    monkeypatch.setattr(weights_writer, "SHARD_BYTES", 100)
+    shapes = {"a": (10,), "b": (15,), "c": (1,), "d": (30,), "e": (24,), "f": (2,)}
+    weights = Weights(shapes, dict.fromkeys(shapes, torch.float32), torch.zeros)
+    assert weights_writer.plan_shards(weights) == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
+
+
+def test_rows_that_were_not_trained_are_the_mean_of_those_that_were() -> None:
+    """Of the vocabulary alone; rows behind it, which no token has, are left out first."""
+    held = torch.tensor([[1.0, 2.0], [3.0, 6.0], [99.0, 99.0]])
+    expected = torch.tensor([[1.0, 2.0], [3.0, 6.0], [2.0, 4.0], [2.0, 4.0]])
+    for name in ("lm_head.weight", "language_model.embed_tokens.weight"):
+        assert torch.equal(weights_writer.with_rows(name, held, Vocabulary(trained=2, rows=4)), expected)
+    assert weights_writer.with_rows("language_model.norm.weight", held, Vocabulary(2, 4)) is held
+
+
+@pytest.mark.parametrize("notes", [True, False])
+def test_vocabulary_without_a_row_to_spare(notes: bool, dataset: Path, tmp_path: Path) -> None:
+    """The image tag and the padding token of an export are left out on the way back, with our notes or without."""
+    parts = write_parts(tmp_path / "parts", spare_rows=0)
+    train.train(make_config(parts, dataset, tmp_path / "one", *EXPORTED, "max_steps=1"))
+    folder = tmp_path / "one" / "export"
+    config = json.loads((folder / "config.json").read_text())
+    rows = json.loads((folder / "llava_fsdp.json").read_text())["vocab_size"]
+    assert config["image_token_index"] == rows and config["text_config"]["vocab_size"] % 64 == 0
+    if not notes:
+        (folder / "llava_fsdp.json").unlink()
+    start = [f"model.checkpoint={folder}", "model.random_weights=false", "max_steps=1", "export.verify=true"]
+    train.train(make_config(parts, dataset, tmp_path / "two", *EXPORTED, *start))
+    one, two = outcome(tmp_path / "one"), outcome(tmp_path / "two")
+    assert one.losses == two.losses
+    assert all(torch.equal(one.weights[n], two.weights[n]) for n in one.weights)
+
+
+@pytest.mark.parametrize(
+    ("tower", "aspect", "positions"),
+    [
+        ("clip", "square", 4),
+        ("clip", "pad", 4),
+        ("clip with CLS", "pad", 5),
+        ("siglip", "square", 4),
+        ("siglip", "pad", 4),
+    ],
+)
+def test_exported_processor_makes_our_pixels_and_positions(
+    tower: str, aspect: str, positions: int, parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    folder = qwen_and_siglip(parts, tmp_path / "parts") if tower == "siglip" else parts
+    overrides = [] if tower == "clip" else OTHER
+    values = [*EXPORTED, *overrides, f"data.image_aspect_ratio={aspect}", "max_steps=1"]
+    cfg = make_config(folder, dataset, tmp_path / "run", *values)
+    train.train(cfg)
+    processor = AutoProcessor.from_pretrained(tmp_path / "run" / "export")
+    picture = Image.effect_noise((50, 31), 80).convert("RGB")
+    picture.save(tmp_path / "a.png")
+    inputs = processor(text="<image>\nwhat", images=picture, return_tensors="pt")
+    loader = probe(cfg)
+    ours = load_image(tmp_path / "a.png", loader.steps.pictures.preprocessor, cfg.data.image_aspect_ratio, "x")
+    assert torch.equal(normalize(torch.from_numpy(ours)[None], loader.table), inputs["pixel_values"])
+    image_id = processor.tokenizer.convert_tokens_to_ids("<image>")
+    assert int((inputs["input_ids"] == image_id).sum()) == loader.steps.pictures.image_tokens == positions
+
+
+def test_checkpoint_brings_its_projector(exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    start = [f"model.checkpoint={exported}", "model.random_weights=false", "model.projector=/nowhere"]
+    with pytest.raises(ConfigError, match=r"model\.projector=/nowhere and model\.checkpoint=.*give one of the two"):
+        train.train(make_config(parts, dataset, tmp_path, *start))
+
+
+def test_original_with_other_features_is_refused(exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    folder = write_original(exported / "export", tmp_path / "original", "safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    write_json(folder / "config.json", {**config, "mm_vision_select_layer": -1})
+    start = [f"model.checkpoint={folder}", "model.random_weights=false"]
+    with pytest.raises(ConfigError, match="has mm_vision_select_layer=-1, and this configuration means -2"):
+        train.train(make_config(parts, dataset, tmp_path / "run", *start))
+
+
+def test_export_in_another_dtype_is_made_again(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    values = ["export.enabled=true", "export.verify=false", "max_steps=1"]
+    train.train(make_config(parts, dataset, tmp_path, *values, "export.dtype=bf16"))
+    train.train(make_config(parts, dataset, tmp_path, *values, "export.dtype=fp32"))
+    tensors = load_file(tmp_path / "export" / "model.safetensors")
+    assert {t.dtype for t in tensors.values()} == {torch.float32}
+
+
+def test_samples_without_labels_can_still_be_verified(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """All answers are cut off, and the original trains on that; the proof compares every position, so it needs none."""
+    values = [*EXPORTED, "export.verify=true", "max_steps=1", "data.max_length=40", "labels=llava_v1_5"]
+    train.train(make_config(parts, dataset, tmp_path, *values))
+    row = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert row["label_tokens"] < row["tokens"] and (tmp_path / "export").is_dir()
+
+
+def test_weights_that_nobody_would_read_are_refused(exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """model=tiny draws its weights; a folder with weights was meant to be read."""
+    folder = tmp_path / "parts"
+    for name in ("language", "vision"):
+        (folder / name).mkdir(parents=True)
+        for file in (parts / name).iterdir():
+            (folder / name / file.name).write_bytes(file.read_bytes())
+    (folder / "language" / "model.safetensors").write_bytes((exported / "export" / "model.safetensors").read_bytes())
+    with pytest.raises(ConfigError, match=r"model\.language=.* has weights, which model\.random_weights=true"):
+        train.train(make_config(folder, dataset, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("layer", [0, 4, -4])
+def test_layer_that_a_tower_has_not(layer: int, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.select_layer={layer}: clip_vision_model has 3 layers"):
+        train.train(make_config(parts, dataset, tmp_path, f"model.select_layer={layer}"))
+
+
+def rows_read(world: World, cfg: Config) -> dict[str, list[tuple[int, int]]]:
+    """Which rows of every stored tensor this rank reads while it builds its part of the model."""
+    read: dict[str, list[tuple[int, int]]] = {}
+    original = StoredTensor.rows
+
+    def watched(self: StoredTensor, begin: int, end: int) -> torch.Tensor:
+        read.setdefault(self.name, []).append((begin, end))
+        return original(self, begin, end)
+
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StoredTensor, "rows", watched)
+        train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+    return read
+
+
+@pytest.mark.ranks
+def test_a_rank_reads_its_own_rows_and_no_others(
+    exported: Path, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """Sharded weights are read once by all ranks together; no rank ever holds a whole one."""
+    start = [f"model.checkpoint={exported}", "model.random_weights=false", "sharding=zero3"]
+    reads = pools[4].run(rows_read, make_config(parts, dataset, tmp_path, *start))
+    stored = load_file(exported / "export" / "model.safetensors")
+    vocabulary = json.loads((exported / "export" / "llava_fsdp.json").read_text())["vocab_size"]
+    for name, tensor in stored.items():
+        rows = vocabulary if "embed_tokens" in name or "lm_head" in name else tensor.shape[0]
+        ranges = [r for read in reads for r in read[name] if r[0] < r[1]]
+        if "vision_tower" in name:  # frozen and whole on every rank; one of them digests it for the fingerprint
+            assert ranges == [(0, rows)] * 5
+        else:
+            assert [i for begin, end in sorted(ranges) for i in range(begin, end)] == list(range(rows)), name
+            assert max(end - begin for begin, end in ranges) == -(-rows // 4), name
+
+
+def test_an_export_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    staged, final = tmp_path / "export.tmp", tmp_path / "export"
+    (staged / "tower").mkdir(parents=True)
+    for name in ("model.safetensors", "tower/config.json"):
+        (staged / name).write_text(name)
+    forced: list[int] = []
+    fsync, rename = os.fsync, os.rename
+
+    def seen(descriptor: int) -> None:
+        forced.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def last(source: Path, target: Path) -> None:
+        assert {path.stat().st_ino for path in (staged, *staged.rglob("*"))} == set(forced)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", seen)
+    monkeypatch.setattr(os, "rename", last)
+    publish_folder(staged, final)
+    assert final.is_dir() and tmp_path.stat().st_ino in forced

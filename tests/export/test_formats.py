@@ -1,0 +1,144 @@
+"""What is written beside a model's weights, key by key."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small import write_json
+
+from llava_fsdp.config import AspectRatio, PatchMerge, Pixels, SpecialTokens
+from llava_fsdp.data.images.preprocess import read_preprocessor
+from llava_fsdp.export import weights_writer
+from llava_fsdp.export.formats import Subject, config_of_original, write_notes
+from llava_fsdp.export.processor import as_older_release, write_preprocessor, write_tokenizer
+from llava_fsdp.export.weights_writer import Vocabulary, Weights, write_shards
+
+
+def subject(whole: Path | None = None) -> Subject:
+    """Of a model that came from a folder of the original's; no value is the default of its key."""
+    parts = SimpleNamespace(
+        whole=whole,
+        language=SimpleNamespace(vocab_size=77),
+        vision=SimpleNamespace(image_size=28),
+        language_folder=whole,
+    )
+    cfg = SimpleNamespace(patch_merge=PatchMerge.spatial, image_start_end=True)
+    model: Any = SimpleNamespace(parts=parts, cfg=cfg)
+    return Subject(
+        model=model,
+        template="plain",
+        aspect=AspectRatio.anyres,
+        grid_pinpoints=[[28, 56]],
+        pixels=Pixels.llava_v1_5,
+        special_tokens=SpecialTokens.parse,
+        max_length=55,
+        language="a/language",
+        vision="b/vision",
+        renamed_tower=None,
+        history={"run": "r", "stage": "s", "step": 3, "train": ["projector"]},
+    )
+
+
+def test_notes_say_all_of_it(tmp_path: Path) -> None:
+    write_notes(subject(), tmp_path, {"dtype": "bf16"})
+    found = json.loads((tmp_path / "llava_fsdp.json").read_text())
+    assert {key: value for key, value in found.items() if key not in ("files", "digest")} == {
+        "run": "r", "stage": "s", "step": 3, "train": ["projector"], "dtype": "bf16", "template": "plain",
+        "image_aspect_ratio": "anyres", "grid_pinpoints": [[28, 56]], "pixels": "llava_v1_5",
+        "special_tokens": "parse", "max_length": 55, "vocab_size": 77, "image_start_end": True,
+        "language": "a/language", "vision": "b/vision",
+    }  # fmt: skip
+
+
+def test_an_originals_configuration_is_kept_but_for_what_has_changed(tmp_path: Path) -> None:
+    """And no key is added that says what is the case without it."""
+    plain = {"model_type": "llava_llama", "mm_vision_tower": "first", "of_their_own": 3}
+    write_json(tmp_path / "config.json", plain)
+    own = subject(tmp_path)
+    said = config_of_original(own, torch.float16)
+    assert said == plain | {
+        "mm_patch_merge_type": "spatial",
+        "mm_use_im_start_end": True,
+        "tokenizer_model_max_length": 55,
+        "image_aspect_ratio": "anyres",
+        "image_grid_pinpoints": [[28, 56]],
+        "torch_dtype": "float16",
+    }
+    own.model.cfg.patch_merge, own.model.cfg.image_start_end = PatchMerge.flat, False  # type: ignore[misc]
+    trained = replace(own, aspect=AspectRatio.pad, renamed_tower="second", history={"train": ["projector", "vision"]})
+    assert config_of_original(trained, torch.bfloat16) == plain | {
+        "mm_vision_tower": "second",
+        "tokenizer_model_max_length": 55,
+        "unfreeze_mm_vision_tower": True,
+        "image_aspect_ratio": "pad",
+        "torch_dtype": "bfloat16",
+    }
+
+
+@pytest.mark.parametrize(("vocabulary", "rows"), [(62, 64), (63, 128), (64, 128), (100, 128)])
+def test_rows_of_a_model_without_a_tokenizer(vocabulary: int, rows: int, tmp_path: Path) -> None:
+    """Two ids follow the trained ones, and rows are a multiple of 64."""
+    language: Any = SimpleNamespace(vocab_size=vocabulary)
+    assert write_tokenizer(tmp_path, tmp_path, language, "v1", False) == (vocabulary, vocabulary + 1, rows)
+
+
+def test_a_tokenizer_for_an_older_release() -> None:
+    """Merges are text, tokens beyond the vocabulary are gone, and each Metaspace says whether it adds a space."""
+    space = {"type": "Metaspace", "replacement": "▁"}
+
+    def frozen(merges: list[Any]) -> dict[str, Any]:
+        return {
+            "added_tokens": [{"id": number} for number in (0, 6, 7, 8)],
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{**space, "prepend_scheme": "never"}, dict(space)]},
+            "decoder": {**space, "prepend_scheme": "first"},
+            "model": {"vocab": {"type": "Metaspace"}, "merges": merges},
+        }
+
+    made = as_older_release(frozen([["a", "b"], ["ab", "c"]]), 7)
+    assert made["added_tokens"] == [{"id": 0}, {"id": 6}]
+    assert made["model"] == {"vocab": {"type": "Metaspace"}, "merges": ["a b", "ab c"]}
+    added = [part["add_prefix_space"] for part in (*made["pre_tokenizer"]["pretokenizers"], made["decoder"])]
+    assert added == [False, True, True]
+    for kept in ([["a ", "b"]], ["a b"], []):  # a space of its own would not be told from the one between
+        assert as_older_release(frozen(kept), 7)["model"]["merges"] == kept
+
+
+def test_files_of_weights_are_listed_with_all_that_is_in_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies beside the weights is in the first file alone, and counts."""
+    monkeypatch.setattr(weights_writer, "SHARD_BYTES", 24)
+    held = {name: torch.full((2, 3), float(number)) for number, name in enumerate("abc")}
+    dtypes = {"a": torch.float32, "b": torch.bfloat16, "c": torch.bfloat16}
+    weights = Weights({name: (2, 3) for name in held}, dtypes, held.__getitem__)
+    write_shards(weights, tmp_path, lambda name: f"x.{name}", Vocabulary(9, 9), {"extra": torch.ones(5)})
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    first, second = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    assert index == {
+        "metadata": {"total_size": 24 + 12 + 12 + 20},
+        "weight_map": {"extra": first, "x.a": first, "x.b": second, "x.c": second},
+    }
+    for name, file in index["weight_map"].items():
+        found = load_file(tmp_path / file)[name]
+        expected = torch.ones(5) if name == "extra" else held[name[2:]].to(dtypes[name[2:]])
+        assert torch.equal(found, expected) and found.dtype == expected.dtype
+    assert len(load_file(tmp_path / second)) == 2
+
+
+@pytest.mark.parametrize("keep_ratio", [True, False])
+def test_all_of_the_preprocessing_is_written(keep_ratio: bool, tmp_path: Path) -> None:
+    """No value is the default of its key in transformers."""
+    sizes: dict[str, Any] = {"size": {"height": 42, "width": 42}}
+    if keep_ratio:
+        sizes = {"size": {"shortest_edge": 42}, "crop_size": {"height": 42, "width": 42}, "do_center_crop": True}
+    values = {"resample": 2, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], **sizes}
+    kind = "CLIPImageProcessor" if keep_ratio else "SiglipImageProcessor"
+    write_json(tmp_path / "vision" / "preprocessor_config.json", {"image_processor_type": kind, **values})
+    (tmp_path / "export").mkdir()
+    write_preprocessor(tmp_path / "vision", tmp_path / "export", pads=False)
+    assert read_preprocessor(tmp_path / "export") == read_preprocessor(tmp_path / "vision")
+    written = json.loads((tmp_path / "export" / "preprocessor_config.json").read_text())
+    assert {key: written[key] for key in values} == values

@@ -1,0 +1,60 @@
+"""Which token comes next and which ends an answer, to the last one that may."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from llava_fsdp.data.text.detokenize import PENDING, AnswerText, stops_of
+from llava_fsdp.model.generation import Sampling, choose
+
+
+def tokenizer(**words: list[int]) -> Any:
+    """Of texts whose ids are given; every id is a byte."""
+    return SimpleNamespace(
+        encode=lambda text: [SimpleNamespace(id=number) for number in words[text]],
+        decode=lambda ids: bytes(ids).decode(errors="replace"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("ends", "stop", "expected"),
+    [
+        (2, "one", {2, 7}),
+        ([2, 5], "one", {2, 5, 7}),
+        (None, "one", {7}),
+        (2, "two", {2}),
+        (2, "none", {2}),
+        ([0, True, None, 3.0], "two", {0}),
+    ],
+)
+def test_what_ends_an_answer(ends: Any, stop: str, expected: set[int]) -> None:
+    """A stop text of several tokens is looked for in the text: its last token alone ends nothing."""
+    assert stops_of(tokenizer(one=[7], two=[8, 9], none=[]), stop, ends) == expected
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"), [(0.25, {3}), (0.5, {3}), (0.51, {1, 3}), (0.75, {1, 3}), (0.76, {0, 1, 3})]
+)
+def test_the_fewest_tokens_that_have_the_probability_together(top_p: float, kept: set[int]) -> None:
+    """Of shares of exactly an eighth, a quarter, an eighth and a half."""
+    shares = torch.tensor([0.125, 0.25, 0.0625, 0.5, 0.0625])
+    logits = shares.log().expand(3000, 5).contiguous()
+    assert torch.equal(torch.softmax(logits[0], -1), shares)
+    drawn = choose(logits, Sampling(1, temperature=1.0, top_p=top_p), torch.Generator().manual_seed(0))
+    assert set(drawn.tolist()) == kept
+
+
+def test_temperature_divides_the_logits() -> None:
+    """At 2 the shares are as their square roots: a third and two thirds of 1 and 4."""
+    logits = torch.tensor([0.0, math.log(4)]).expand(20_000, 2).contiguous()
+    drawn = choose(logits, Sampling(1, temperature=2.0), torch.Generator().manual_seed(0))
+    assert float(drawn.double().mean()) == pytest.approx(2 / 3, abs=0.015)
+
+
+def test_bytes_wait_for_their_character_no_longer_than_so_many_tokens() -> None:
+    text = AnswerText(tokenizer(), "</s>", frozenset())
+    assert [bool(text.push(0xFF)) for _ in range(PENDING + 1)] == [False] * PENDING + [True]
+    assert PENDING == 8

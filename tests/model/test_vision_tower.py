@@ -1,0 +1,78 @@
+"""A tower runs to the layer that is asked for, and gives transformers' own hidden state."""
+
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModel, CLIPVisionConfig, PretrainedConfig, SiglipVisionConfig
+from transformers.utils import output_capturing
+
+from llava_fsdp.config import Feature
+from llava_fsdp.model.vision_tower import hidden_state, probe_tower
+
+SIZES = {
+    "hidden_size": 20, "intermediate_size": 30, "num_hidden_layers": 4, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+TOWERS: dict[str, PretrainedConfig] = {"clip": CLIPVisionConfig(**SIZES), "siglip": SiglipVisionConfig(**SIZES)}
+
+
+def built(config: PretrainedConfig, select_layer: int) -> tuple[nn.Module, str | None]:
+    """A tower with random weights, and the layer at which it may stop."""
+    with torch.device("meta"):
+        found = AutoModel.from_config(config, attn_implementation="sdpa")
+    cfg = SimpleNamespace(select_layer=select_layer, select_feature=Feature.full)
+    last_layer = probe_tower(found, config, cfg).last_layer  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    return AutoModel.from_config(config, attn_implementation="sdpa"), last_layer
+
+
+@pytest.mark.parametrize("select_layer", [-4, -2, -1, 1, 3, 4])
+@pytest.mark.parametrize("name", TOWERS)
+def test_hidden_states_of_transformers_from_the_layers_that_they_take(name: str, select_layer: int) -> None:
+    tower, last_layer = built(TOWERS[name], select_layer)
+    pixels = torch.rand((3, 3, 28, 28))
+    expected = tower(pixel_values=pixels, output_hidden_states=True).hidden_states[select_layer]
+    expected.sum().backward()
+    gradients = {n: p.grad for n, p in tower.named_parameters() if p.grad is not None}
+    tower.zero_grad(set_to_none=True)
+    ran: list[str] = []
+    for own, module in tower.named_modules():
+        module.register_forward_pre_hook(lambda *_, own=own: ran.append(own))
+    found = hidden_state(tower, pixels, select_layer, last_layer)
+    found.sum().backward()
+    assert torch.equal(found, expected)
+    assert {n for n, p in tower.named_parameters() if p.grad is not None} == set(gradients)
+    assert all(torch.equal(gradients[n], p.grad) for n, p in tower.named_parameters() if p.grad is not None)
+    layers = {int(own.rpartition(".")[2]) for own in ran if own.rpartition(".")[0].endswith("layers")}
+    assert layers == set(range(select_layer % 5))
+    assert not any("post_layernorm" in own or "head" in own for own in ran)
+
+
+def test_last_hidden_state_may_be_another_than_the_last_layers() -> None:
+    """Where transformers ties the two, the norm behind the last layer is part of it: all of the tower runs."""
+    if 'getattr(self.config, "tie_last_hidden_states"' not in open(output_capturing.__file__).read():
+        pytest.skip("this transformers has no configuration that ties them")
+    config = SiglipVisionConfig(**SIZES)
+    config.tie_last_hidden_states = True
+    tower, last_layer = built(config, -1)
+    assert last_layer is None
+    pixels = torch.rand((3, 3, 28, 28))
+    output = tower(pixel_values=pixels)
+    assert torch.equal(hidden_state(tower, pixels, -1, last_layer), output.last_hidden_state)
+    assert built(config, -2)[1] is not None
+
+
+def test_nothing_stays_in_memory_that_only_a_collection_would_find() -> None:
+    tower, last_layer = built(TOWERS["clip"], -2)
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.no_grad():
+            alive = weakref.ref(hidden_state(tower, torch.rand((3, 3, 28, 28)), -2, last_layer))
+        assert alive() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,28 @@
+"""The plan's worst moment of the run that begins, for its page."""
+
+from pathlib import Path
+
+from harness import single_world
+from small import make_config
+
+from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.plan.activations import MicroBatch
+from llava_fsdp.plan.auto import expected_peak
+from llava_fsdp.plan.planner import told_apart
+from llava_fsdp.plan.workload import Samples
+
+
+def test_more_in_a_row_is_more_memory(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    samples, found = Samples(100, 0.7, 20, 30, "imagined"), []
+    for tokens in (256, 1024):
+        cfg = make_config(parts, dataset, tmp_path, f"tokens_per_micro_batch={tokens}", "global_batch_size=64")
+        found.append(expected_peak(cfg, single_world(), find_parts(cfg.model), samples))
+    assert 0 < found[0] < found[1]
+
+
+def test_a_second_micro_batch_is_planned_beside_the_gradients_of_the_first() -> None:
+    """Though it is equal to it; more that are equal to the second are not."""
+    one, other = MicroBatch(1, 70, 70, 1, 20), MicroBatch(1, 30, 30, 0, 9)
+    assert told_apart([one, one]) == [one, one]
+    assert told_apart([one, other, one, other]) == [one, other, one]
+    assert told_apart([one]) == [one]

@@ -1,0 +1,309 @@
+"""The command: what it prints, for people and for programs, and that what it recommends is a training."""
+
+import json
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hydra import compose, initialize_config_dir
+from small import config_of, make_config
+
+from llava_fsdp.config import OffloadMode, PlanConfig, RecomputeConfig, RecomputeMode, Strategy, config_dir, load
+from llava_fsdp.distributed.mesh import World
+from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.plan import auto
+from llava_fsdp.plan.auto import decide
+from llava_fsdp.plan.hardware import GPUS, Machine, this_machine
+from llava_fsdp.plan.main import plan
+from llava_fsdp.plan.model_shapes import shapes_of
+from llava_fsdp.plan.planner import Choice, Planner
+from llava_fsdp.plan.workload import Samples, asked_for
+from llava_fsdp.runtime.errors import ConfigError
+
+
+def plan_of(*overrides: str) -> PlanConfig:
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return load(PlanConfig, compose("plan", list(overrides)))
+
+
+def printed(capsys: pytest.CaptureFixture[str], *overrides: str) -> dict:
+    plan(plan_of(*overrides, "format=json"), overrides)
+    return json.loads(capsys.readouterr().out)
+
+
+def test_13b_on_8_a100(capsys: pytest.CaptureFixture[str]) -> None:
+    found = printed(capsys, "model=llava_v1_5_13b", "stage=finetune", "gpus=8", "gpu=a100-80gb")
+    rows = found["rows"]
+    assert {row["strategy"] for row in rows} == {s.value for s in SHARD_PLANS} - {"HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"}
+    assert {row["recompute"] for row in rows} == {"none", "selective", "full", "budget", "offload"}
+    assert {row["offload"] for row in rows} == {"none", "optimizer", "params", "nvme"}
+    for row in rows:
+        assert row["fits"] == (row["bytes"]["total"] <= found["usable"])
+        assert row["bytes"]["total"] == sum(size for name, size in row["bytes"].items() if name != "total")
+        assert row["step_seconds"] > 0 and 0 < row["mfu"] < 0.6
+    by = {(r["sharding"], r["recompute"], r["offload"]): r for r in rows}
+    assert found["trainable"] == 13_047_331_840
+    assert not by["zero0", "full", "none"]["fits"], "208.8 GB of states"
+    assert sum(by["zero3", "full", "none"]["at_rest"].values()) == pytest.approx(26.1e9 + 0.6e9, rel=0.01)
+    assert by["zero3", "full", "params"]["bytes"]["parameters"] < 1e9
+    best = found["recommended"]
+    assert best["fits"] and best["step_seconds"] == min(row["step_seconds"] for row in rows if row["fits"])
+    assert best["command"].startswith("torchrun --standalone --nproc-per-node 8 -m llava_fsdp.train ")
+
+
+def of_parts(wide_parts: Path) -> list[str]:
+    """A model that takes no time."""
+    return [f"model.language={wide_parts / 'language'}", f"model.vision={wide_parts / 'vision'}", "data.max_length=256"]
+
+
+SLOW = [pytest.param(more, marks=pytest.mark.slow) for more in (["stage=pretrain", "precision=bf16_pure"],)]
+
+
+@pytest.mark.parametrize("more", [["pack=false"], *SLOW])
+def test_recommended_command_is_a_training(
+    more: list[str], wide_parts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = printed(capsys, "gpus=4", "gpu=4090", "global_batch_size=64", *of_parts(wide_parts), *more)
+    best = found["recommended"]
+    words = shlex.split(best["command"])
+    cfg = config_of(words[words.index("llava_fsdp.train") + 1 :])
+    assert (cfg.sharding.strategy.value, cfg.recompute.mode.value) == (best["strategy"], best["recompute"])
+    assert cfg.offload.mode.value == best["offload"] and cfg.global_batch_size == 64
+    assert cfg.row_tokens == best["tokens_per_micro_batch"] or not cfg.pack
+    assert cfg.micro_batch_size * cfg.data.max_length == best["tokens_per_micro_batch"] or cfg.pack
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["sharding=hybrid", "sharding.shard_size=2"],
+        ["offload=nvme", "offload.folder=/somewhere"],
+        ["offload.mode=params", "recompute.mode=none", "dry_run=4"],
+        ["order=llava_v1_5", "micro_batch_size=8"],
+        ["compat=llava_v1_5"],
+    ],
+    ids=lambda more: more[0],
+)
+def test_what_is_typed_and_what_is_planned_do_not_contradict(
+    more: list[str], wide_parts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = ["gpus=4", "gpu=v100", "global_batch_size=64", *of_parts(wide_parts), *more]
+    plan(plan_of(*keys, "format=json"), keys)
+    words = shlex.split(json.loads(capsys.readouterr().out)["recommended"]["command"])
+    cfg = config_of(words[words.index("llava_fsdp.train") + 1 :])
+    assert cfg.dry_run is None and len({w.partition("=")[0] for w in words if "=" in w}) == sum("=" in w for w in words)
+
+
+def test_rows_of_the_originals_order_are_those_of_its_micro_batches(
+    wide_parts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = ["gpus=4", "gpu=4090", "global_batch_size=64", *of_parts(wide_parts), "order=llava_v1_5"]
+    assert {r["micro_batches"] for r in printed(capsys, *keys, "micro_batch_size=4")["rows"]} == {4}
+    with pytest.raises(ConfigError, match="global_batch_size to be a multiple of the ranks, and 64 is none of 6"):
+        plan(plan_of(*keys, "gpus=6", "pack=false", "micro_batch_size=4"))
+
+
+def test_host_memory_is_said(wide_parts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = printed(capsys, "gpus=2", "gpu=4090", *of_parts(wide_parts))["rows"]
+    by = {(r["sharding"], r["recompute"], r["offload"]): r for r in rows}
+    assert by["zero3", "full", "none"]["host_bytes"] == 0 == by["zero3", "full", "params"]["disk_bytes"]
+    cfg = plan_of("gpus=2", *of_parts(wide_parts))
+    width, depth = shapes_of(cfg.model).language.hidden_size, shapes_of(cfg.model).language.num_hidden_layers
+    inputs = 2 * width * depth * by["zero3", "offload", "none"]["tokens_per_micro_batch"]
+    assert by["zero3", "offload", "none"]["host_bytes"] == pytest.approx(inputs, rel=0.02)
+
+
+def test_for_people(wide_parts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan(plan_of("gpus=2", "gpu=a10g", "rows=3", *of_parts(wide_parts)))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[3].startswith("Use sharding=") and "torchrun --standalone --nproc-per-node 2" in lines[5]
+    assert any("more, of which" in line for line in lines) and any("2P + 14P/N" in line for line in lines)
+
+
+def test_without_bf16_the_plan_is_of_fp16(wide_parts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = printed(capsys, "gpus=8", "gpu=v100", "stage=pretrain", *of_parts(wide_parts))
+    assert "precision=fp16" in found["recommended"]["command"]
+
+
+@pytest.mark.slow
+def test_what_fits_nowhere_is_not_recommended(wide_parts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = ["gpus=1", "gpu=t4", *of_parts(wide_parts), "pack=false", "data.max_length=40000000"]
+    assert printed(capsys, *cfg)["recommended"] is None
+    plan(plan_of(*cfg))
+    assert "Nothing fits" in capsys.readouterr().out
+
+
+def test_several_nodes(wide_parts: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "scaling.png"
+    more = ["global_batch_size=64", *of_parts(wide_parts), f"picture={picture}"]
+    found = printed(capsys, "gpus=8", "nodes=4", "gpu=a100-80gb", *more)
+    assert {row["sharding"] for row in found["rows"]} >= {"hybrid", "hybrid2"}
+    assert picture.read_bytes().startswith(b"\x89PNG") and found["picture"] == str(picture)
+    by = {(p["nodes"], p["sharding"]): p for p in found["scaling"]}
+    assert set(by) == {(1, "zero3"), (2, "zero3"), (2, "hybrid"), (4, "zero3"), (4, "hybrid")}
+    assert by[4, "hybrid"]["communication_seconds"] < by[4, "zero3"]["communication_seconds"]
+    assert " --nnodes 4 " in found["recommended"]["command"]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("gpu=a1000", "gpu=a1000 is not in the table; choose auto or one of a100-40gb"),
+        (
+            "model.language=some/model",
+            "model.language=some/model is not a folder, and a plan reads nothing from the net",
+        ),
+        ("gpus=0", "gpus=0 must be at least 1"),
+        ("gpu=a100-80gb precision=fp8", "a100-80gb has no fp8; choose precision=bf16"),
+        ("gpu=v100 precision=bf16_pure", "v100 has no bf16; choose precision=fp16"),
+        ("gpu=v100 attention=varlen", "attention=varlen: varlen_attn needs a GPU of compute capability 8.0"),
+        ("gpu=h100 attention=flash precision=fp32", "attention=flash: flash-attn computes in 16 bits"),
+    ],
+)
+def test_mistakes(override: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        plan(plan_of(*override.split()), override.split())
+
+
+def test_flash_attn_is_planned_where_it_is_not_installed(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [printed(capsys, "gpu=h100", "data.max_length=256", f"attention={a}")["rows"] for a in ("flash", "auto")]
+    assert rows[0] == rows[1]
+
+
+def test_more_ranks_than_samples(wide_parts: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    keys = ["gpus=64", "nodes=2", "gpu=h100", *of_parts(wide_parts), "global_batch_size=8"]
+    found = printed(capsys, *keys, f"picture={tmp_path / 'scaling.png'}")
+    assert {p["nodes"] for p in found["scaling"]} == {1}
+
+
+def test_a_gpu_that_the_table_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    def is_here(name: str, major: int, gib: int) -> Machine:
+        found = SimpleNamespace(name=name, major=major, total_memory=gib << 30)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+        return this_machine(1)
+
+    assert is_here("NVIDIA H100 80GB HBM3", 9, 79).name == "NVIDIA H100 80GB HBM3, as h100"
+    a6000 = is_here("NVIDIA RTX A6000", 8, 47)
+    assert a6000.memory == 47 << 30 and a6000.name == "NVIDIA RTX A6000, which the table of GPUs lacks, timed as l40s"
+    turing = is_here("Quadro RTX 8000", 7, 47)
+    assert turing.gpu is not None and turing.gpu.bf16 is None
+
+
+def test_every_gpu_says_where_its_numbers_are_from() -> None:
+    assert set(GPUS) == {"a100-40gb", "a100-80gb", "h100", "h200", "b200", "l40s", "a10g", "4090", "v100", "t4"}
+    for gpu in GPUS.values():
+        assert gpu.source and gpu.fp32 <= gpu.fp16 and gpu.network <= gpu.link
+
+
+def test_models_of_conf_have_shapes() -> None:
+    for path in (config_dir() / "model").glob("*.yaml"):
+        cfg = config_of([f"model={path.stem}"])
+        parts = shapes_of(cfg.model)
+        assert parts.language.hidden_size > 0 and parts.vision.image_size > 0
+
+
+def a_world(size: int) -> World:
+    import torch
+
+    return World(0, size, 0, size, torch.device("cpu"))
+
+
+def test_auto_leaves_out_rows_that_offload_refuses(wide_parts: Path, dataset: Path, tmp_path: Path) -> None:
+    keys = ["sharding=auto", "offload=params", "precision=bf16", "recompute=full", "global_batch_size=8"]
+    cfg = make_config(wide_parts, dataset, tmp_path, *keys)
+    decision = decide(cfg, a_world(4), find_parts(cfg.model), Samples(120, 0.6, 12, 30, "test"))
+    assert decision.applied(cfg).sharding.strategy not in (Strategy.NO_SHARD, Strategy.SHARD_OPTIMIZER)
+
+
+def test_auto_takes_what_fits_and_keeps_it(
+    wide_parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    auto_keys = ["sharding=auto", "tokens_per_micro_batch=auto", "precision=bf16", "recompute=full"]
+    cfg = make_config(wide_parts, dataset, tmp_path, *auto_keys, "global_batch_size=48")
+    parts, samples = find_parts(cfg.model), Samples(120, 0.6, 12, 30, "test")
+
+    def on(memory: int, continues: bool = False) -> auto.Decision:
+        monkeypatch.setattr(auto, "this_machine", lambda *_: Machine(None, "test", memory + auto_process(), 1e9))
+        return decide(cfg, a_world(4), parts, samples, continues)
+
+    ample, tight = on(1 << 30), on(9_500_000)
+    assert ample.tokens is not None and tight.tokens is not None and tight.tokens < ample.tokens
+    settled = tight.applied(cfg)
+    assert not settled.has_auto and settled.sharding.strategy in SHARD_PLANS
+    with pytest.raises(ConfigError, match="nothing fits by the plan"):
+        on(100_000)
+    (tmp_path / "config.yaml").write_text(
+        f"sharding: {{strategy: {Strategy.SHARD_GRAD_OP.value}}}\ntokens_per_micro_batch: {tight.tokens}\n"
+    )
+    kept = on(1 << 30, continues=True)
+    assert (kept.strategy, kept.tokens) == (Strategy.SHARD_GRAD_OP, tight.tokens)
+    assert on(1 << 30) == ample, "what is left of a run without a checkpoint binds nobody"
+    (tmp_path / "config.yaml").write_text(
+        f"sharding: {{strategy: {Strategy.SHARD_GRAD_OP.value}}}\ntokens_per_micro_batch: null\n"
+    )
+    assert on(1 << 30, continues=True) == ample, "no number is no answer"
+
+
+def test_auto_recomputes_no_more_than_it_must(
+    wide_parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With less and less memory: nothing, the cheap part, the block. The number of positions stays as configured."""
+    keys = ["sharding=zero3", "recompute=auto", "precision=bf16", "global_batch_size=48", "tokens_per_micro_batch=1024"]
+    cfg = make_config(wide_parts, dataset, tmp_path, *keys)
+    assert cfg.has_auto
+    parts, samples = find_parts(cfg.model), Samples(120, 0.6, 12, 30, "test")
+    planner = Planner(cfg, Machine(None, "test", 1 << 40, 1e9), samples, parts)
+    modes = [RecomputeMode.none, RecomputeMode.selective, RecomputeMode.full]
+    ways = asked_for(cfg, samples, 4, planner.model.image_tokens)
+    needs = [
+        planner.row(Choice(Strategy.FULL_SHARD, RecomputeConfig(mode=m, budget=None), OffloadMode.none), 4, 4, ways)
+        for m in modes
+    ]
+    totals = [row.bytes["total"] for row in needs]
+    assert totals == sorted(totals, reverse=True) and len(set(totals)) == 3
+
+    def on(memory: int, continues: bool = False) -> auto.Decision:
+        monkeypatch.setattr(auto, "this_machine", lambda *_: Machine(None, "test", memory + auto_process(), 1e9))
+        return decide(cfg, a_world(4), parts, samples, continues)
+
+    chosen = [on(total) for total in totals]
+    assert [one.recompute.mode for one in chosen] == modes
+    assert [one.applied(cfg).tokens_per_micro_batch for one in chosen] == [1024] * 3
+    assert not chosen[0].applied(cfg).has_auto
+    line = chosen[1].told(cfg)
+    assert line.startswith("auto: recompute=selective: ") and " GB, " in line and len(line) < 110, line
+    with pytest.raises(ConfigError, match="nothing fits by the plan"):
+        on(totals[2] - 100_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(cfg, "compile", True)  # which goes with SDPA in packed rows, but not with selective as well
+        assert on(totals[1]).recompute.mode is RecomputeMode.full
+    recorded = f"sharding: {{strategy: {Strategy.FULL_SHARD.value}}}\nrecompute: {{mode: full, budget: null}}\n"
+    (tmp_path / "config.yaml").write_text(recorded + "tokens_per_micro_batch: 1024\n")
+    kept = on(totals[0], continues=True)
+    assert kept.recompute.mode is RecomputeMode.full, "a run goes on as it began"
+    assert kept.told(cfg) == "auto: recompute=full: as this run began"
+    recorded = recorded.replace("mode: full, budget: null", "mode: budget, budget: 0.5")
+    (tmp_path / "config.yaml").write_text(recorded + "tokens_per_micro_batch: 1024\n")
+    assert on(totals[0], continues=True) == chosen[0], "what compile=false refuses binds nobody"
+
+
+def auto_process() -> int:
+    from llava_fsdp.plan.hardware import PROCESS
+
+    return PROCESS
+
+
+def test_auto_is_settled_before_anything_else_sees_it() -> None:
+    cfg = config_of(["sharding=auto", "tokens_per_micro_batch=auto"])
+    assert cfg.has_auto and cfg.sharding.strategy not in SHARD_PLANS
+    with pytest.raises(ConfigError, match="tokens_per_micro_batch=many is not a number"):
+        config_of(["tokens_per_micro_batch=many"])
+    with pytest.raises(ConfigError, match="is for pack=true"):
+        config_of(["pack=false", "tokens_per_micro_batch=auto"])

@@ -1,0 +1,122 @@
+"""Arithmetic of a plan: what a sample is like, how a step is cut, what machines have, and what moves."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from small import config_of
+
+from llava_fsdp.config import DType, OffloadMode, OrderName, PrecisionConfig, RecomputeMode
+from llava_fsdp.distributed.memory import Weight
+from llava_fsdp.plan.activations import MicroBatch
+from llava_fsdp.plan.fsdp_units import unit_of
+from llava_fsdp.plan.hardware import CONTEXT, DEVICES, GPUS, MIB, NCCL, PROCESS, Machine
+from llava_fsdp.plan.multinode import node_counts
+from llava_fsdp.plan.step_time import AGAIN, Volume, step_time
+from llava_fsdp.plan.workload import Samples, asked_for, cuts, samples_said, share
+from llava_fsdp.runtime.errors import ConfigError
+
+SAMPLES = Samples(positions=100.0, tiles=0.5, labels=30.0, spread=10.0, source="")
+
+
+def test_what_the_report_of_an_index_says_of_a_sample() -> None:
+    report = {
+        "kept": 8,
+        "lengths": {"histogram": [{"from": 0, "to": 20, "records": 6}, {"from": 40, "to": 80, "records": 2}]},
+        "sources": [
+            {"tokens": 100, "pictures": 3, "label_tokens": 40},
+            {"tokens": 60, "pictures": 1, "label_tokens": 8},
+        ],
+    }
+    found = samples_said(report, Path("report.json"), 50)
+    assert (found.positions, found.tiles, found.labels) == (20.0, 0.5, 6.0)
+    assert found.spread == pytest.approx(((6 * 10**2 + 2 * 30**2) / 8) ** 0.5), "a bar ends at the longest sample"
+    assert share(SAMPLES, 4) == 400 + 3 * 10 * 2
+
+
+def test_how_a_rank_s_part_of_a_step_is_cut() -> None:
+    """16 samples on 3 ranks are 5 and a third each."""
+    cfg = replace(
+        config_of(["data.max_length=200"]), global_batch_size=16, micro_batch_size=3, tokens_per_micro_batch=None
+    )
+    padded = replace(cfg, pack=False)
+    assert asked_for(padded, SAMPLES, 3, 24) == [MicroBatch(3, 200, 3, 2, 90)] * 2
+    assert asked_for(padded, SAMPLES, 9, 24) == [MicroBatch(2, 200, 2, 1, 60)]
+    ways = cuts(padded, SAMPLES, 3, 24)
+    assert [(len(way), way[0].rows) for way in ways] == [(1, 6), (2, 3), (3, 2), (6, 1)]
+    original = replace(padded, order=replace(cfg.order, name=OrderName.llava_v1_5), micro_batch_size=1)
+    assert [(len(way), way[0].rows) for way in cuts(original, SAMPLES, 4, 24)] == [(1, 4), (2, 2), (4, 1)]
+    with pytest.raises(ConfigError):
+        cuts(original, SAMPLES, 3, 24)
+    assert asked_for(cfg, SAMPLES, 4, 24) == [MicroBatch(1, 460, 5, 3, 150)]
+    assert [(len(way), way[0].length, way[0].samples) for way in cuts(cfg, SAMPLES, 4, 24)] == [
+        (1, 512, 5), (2, 256, 3),
+    ]  # fmt: skip
+    rows = replace(original, pack=True, micro_batch_size=2)
+    assert asked_for(rows, SAMPLES, 4, 24) == [MicroBatch(1, 243, 2, 1, 60)] * 2
+
+
+def test_what_machines_have() -> None:
+    assert {name for name, gpu in GPUS.items() if gpu.bf16 is None} == {"v100", "t4"}
+    assert {name for name, gpu in GPUS.items() if gpu.fp8} == {"h100", "h200", "b200", "l40s", "4090"}
+    assert all(gpu.bf16 in (None, gpu.fp16) and gpu.fp32 < gpu.fp16 for gpu in GPUS.values())
+    assert all(gpu.link >= gpu.pcie and 0 < gpu.efficiency < 1 for gpu in GPUS.values())
+    assert set(DEVICES.values()) <= set(GPUS)
+    gpu = GPUS["v100"]
+    assert (gpu.peak(DType.fp16), gpu.peak(DType.fp32)) == (125e12, 15.7e12)
+    with pytest.raises(ConfigError):
+        gpu.peak(DType.bf16)
+    machine = Machine(gpu, "v100", 10_000 * MIB, 0.0)
+    assert machine.usable(1) == 9600 * MIB - CONTEXT and machine.usable(2) == machine.usable(1) - NCCL
+    assert replace(machine, memory=MIB).usable(1) == 0
+    cores = Machine(None, "2 CPU cores", 1000 * MIB, 60e9)
+    assert cores.usable(2) == 1000 * MIB - PROCESS and cores.peak(DType.bf16) == 60e9
+    assert [node_counts(n) for n in (1, 2, 3, 4, 7, 8)] == [
+        [1, 1],
+        [1, 2],
+        [1, 2, 3],
+        [1, 2, 4],
+        [1, 2, 4, 7],
+        [1, 2, 4, 8],
+    ]
+
+
+def precision() -> PrecisionConfig:
+    return config_of([]).precision
+
+
+def test_what_fsdp_allocates_for_a_unit() -> None:
+    """Two weights of 7 rows on 3 ranks, padded to 9; one of them frozen. bf16, with fp32 masters and reductions."""
+    weights = [Weight((7, 4), True, False, False, unit="a"), Weight((7, 2), False, False, False, unit="a")]
+    found = unit_of("a", weights, precision(), 3, False, False)
+    assert (found.gathered, found.buffer) == (2 * 9 * (4 + 2),) * 2
+    assert (found.reduce_input, found.reduce_output, found.shard_gradients) == (4 * 36, 4 * 12, 4 * 12)
+    assert (found.widened, found.narrow) == ((4 * 28,), (2 * 28,)) and found.cast == 2 * 12
+    through = unit_of("a", weights, precision(), 3, True, True)
+    assert through.shard_gradients == 0 and through.cast == (4 + 2) * 12 + 2 * 6
+    alone = unit_of("a", weights, precision(), 1, False, False)
+    assert alone.buffer == 0 and alone.reduce_output == 2 * alone.reduce_input and alone.cast == 2 * 28
+
+
+def test_what_a_step_waits_for() -> None:
+    """What hides behind nine tenths of the arithmetic costs nothing; each way to offload moves other bytes."""
+    machine = Machine(GPUS["a100-80gb"], "a100", 0, 0.0)
+    steps = {
+        mode: step_time(machine, precision(), 1.5e14, 0.5e14, Volume(), 1e9, 5e8, 3, 4, mode) for mode in OffloadMode
+    }
+    plain = steps[OffloadMode.none]
+    assert plain.compute == pytest.approx(2e14 / (312e12 * 0.6)) and plain.exposed == 0
+    assert plain.copies == pytest.approx(38 * 1e9 * 3 / (0.8 * 2039e9))
+    assert plain.update == pytest.approx(28 * 5e8 / (0.8 * 2039e9))
+    assert steps[OffloadMode.optimizer].update == pytest.approx(plain.update + 16 * 5e8 / 32e9)
+    assert steps[OffloadMode.params].exposed == steps[OffloadMode.nvme].exposed == pytest.approx(3 * 12 * 5e8 / 32e9)
+    assert steps[OffloadMode.params].update == pytest.approx(28 * 5e8 / 12e9)
+    assert steps[OffloadMode.nvme].update == pytest.approx(28 * 5e8 / 12e9 + 40 * 5e8 / 2e9)
+    slow = Volume(sharded=1e12, shards=4)
+    waits = step_time(machine, precision(), 2e14, 0.0, slow, 1e9, 5e8, 3, 4, OffloadMode.none)
+    assert waits.exposed == pytest.approx(slow.seconds(300e9, 25e9) - 0.9 * waits.compute)
+    assert step_time(machine, precision(), 1.0, 0.0, Volume(), 1e9, 5e8, 3, 1, OffloadMode.none).copies == 0
+    assert {mode.name: share for mode, share in AGAIN.items()} == {
+        "none": 0.0, "full": 1.0, "selective": 0.15, "offload": 1.0,
+    }  # fmt: skip
+    assert RecomputeMode.budget not in AGAIN

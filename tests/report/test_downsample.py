@@ -1,0 +1,135 @@
+"""Curves in bounded room."""
+
+import json
+import math
+import random
+import re
+import time
+from pathlib import Path
+
+import pytest
+from imagined import imagine, row
+
+from llava_fsdp.report.downsample import Curve, History, Point
+from llava_fsdp.report.html import inline_json, table, ticks
+from llava_fsdp.report.run_reader import read_run
+from llava_fsdp.report.svg import Chart, Line, digits, draw, shown
+
+
+def test_a_short_curve_is_every_value() -> None:
+    curve = Curve()
+    for step in range(1, 11):
+        curve.add(step, step / 2)
+    assert [(p.step, p.mean, p.least, p.most) for p in curve.points()] == [
+        (s, s / 2, s / 2, s / 2) for s in range(1, 11)
+    ]
+
+
+@pytest.mark.parametrize("steps", [1001, 5000, 100_000])
+def test_a_long_curve_is_bounded_and_loses_no_spike(steps: int) -> None:
+    curve = Curve()
+    for step in range(1, steps + 1):
+        curve.add(step, 100.0 if step == 777 else step / steps)
+    points = curve.points()
+    assert 500 <= len(points) <= 1000 and max(p.most for p in points) == 100.0
+    assert points[0].step < curve.width + 1 and steps - curve.width <= points[-1].step <= steps
+    assert [p.step for p in points] == sorted(p.step for p in points)
+    counted = sum(values[0] for values in curve.stretches.values())
+    assert counted == steps
+    assert len(curve.points(100)) <= 100 and max(p.most for p in curve.points(100)) == 100.0
+
+
+def test_fewer_points_leave_the_curve_as_it_is() -> None:
+    curve = Curve()
+    for step in range(1, 101):
+        curve.add(step, float(step))
+    before = curve.points()
+    assert len(curve.points(9)) <= 9 and curve.points() == before
+
+
+def test_a_curve_depends_on_its_steps_alone() -> None:
+    """One that is read from the file after a resume is the one that was kept: stretches begin at fixed steps."""
+    whole, later = Curve(64), Curve(64)
+    for step in range(1, 301):
+        whole.add(step, float(step % 17))
+    order = list(range(1, 301))
+    random.Random(1).shuffle(order)
+    for step in order:
+        later.add(step, float(step % 17))
+    assert later.points() == whole.points()
+
+
+def test_what_is_no_number_is_no_point() -> None:
+    curve = Curve()
+    for step, value in enumerate([1.0, None, float("nan"), float("inf"), 2.0]):
+        curve.add(step, value)
+    assert [p.mean for p in curve.points()] == [1.0, 2.0]
+
+
+def test_a_history_adds_up() -> None:
+    dice, history = random.Random(0), History()
+    rows = [row(step, dice, ("a", "b")) for step in range(1, 1001)]
+    for own in rows:
+        history.add(own)
+    losses = [own["loss"] for own in rows if own["loss"] is not None]
+    assert history.step == history.steps == 1000 and history.sums["tokens"] == 90_000 * 1000
+    assert history.skipped == [997] and history.skipped_steps == 1
+    assert history.loss == pytest.approx(sum(losses[-20:]) / 20, rel=1e-12)
+    assert history.lowest_loss is not None and history.lowest_loss[0] <= history.loss
+    assert history.source_labels == {"a": 900_000, "b": 900_000}
+
+
+@pytest.mark.parametrize(
+    "broken", [None, [], {}, {"step": "1"}, {"step": True}, {"step": 1, "loss": "low"}, {"step": 1, "sources": [1]},
+               {"step": 1, "sources": {"a": 3}}, {"step": -1}, {"step": 1, "loss": 2.0, "tokens": "many"}],
+)  # fmt: skip
+def test_a_row_that_is_none_is_refused_whole(broken: object) -> None:
+    history = History()
+    with pytest.raises(ValueError):
+        history.add(broken)  # pyright: ignore[reportArgumentType]
+    assert history == History()
+
+
+def test_a_hundred_thousand_steps_are_a_small_page(tmp_path: Path) -> None:
+    """And a page of them is made in a moment: the curves are kept thinned."""
+    from llava_fsdp.report.run_page import report_page
+
+    run = read_run(imagine(tmp_path / "run", 60, tuple("abcdefghijklmnop")))
+    for step in range(61, 100_001):
+        for name, curve in run.history.curves.items():
+            curve.add(step, (step * 37 % 1009) + len(name) / 7)
+        for curve in run.history.sources.values():
+            curve.add(step, (step * 31 % 1013) / 7)
+    started = time.process_time()
+    page = report_page(run, lambda path: None)
+    assert len(page) < 3_000_000 and time.process_time() - started < 5
+
+
+def test_ticks_are_round() -> None:
+    assert ticks(0, 10, 5) == [0, 2, 4, 6, 8, 10]
+    assert ticks(0.013, 0.021, 5) == pytest.approx([0.014, 0.016, 0.018, 0.02])
+    assert ticks(3, 3) == [3] and len(ticks(0, 1e-12, 6)) <= 7
+
+
+def test_values_in_words() -> None:
+    assert [shown(v) for v in (0, 0.00002, 1.25, 20_000, 61e9, -3)] == ["0", "2e-5", "1.25", "20k", "61G", "-3"]
+    assert shown(0.485, share=True) == "48.5 %"
+
+
+def test_nothing_ends_a_script_or_a_cell() -> None:
+    assert "</script" not in inline_json(["</script><script>alert(1)"]) and json.loads(inline_json(["<&"])) == ["<&"]
+    assert "<b>" not in table(["<b>"], [["<b>", 3]])
+
+
+def test_values_that_differ_by_rounding_are_drawn() -> None:
+    """As the means of a constant learning rate, some of which are one rounding off."""
+    for value in (2e-5, 1e-3, 3.0):
+        means = [value, value, math.nextafter(value, 1e9), value]
+        figure = draw(Chart("Learning rate", [Line("lr", [Point(n, m, m, m) for n, m in enumerate(means)])]))
+        (path,) = re.findall(r"class='line c0' d='M([^']*)'", figure)
+        assert len({point.split()[1] for point in path.split("L")}) == 1
+    assert digits([1.0, 1.0]) == 4
+
+
+def test_a_chart_without_a_value_is_not_drawn() -> None:
+    assert draw(Chart("t", [Line("a", [])])) == ""

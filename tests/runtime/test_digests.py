@@ -1,0 +1,64 @@
+"""Who digests which file, and which files of a model's folder count."""
+
+from pathlib import Path
+
+import pytest
+
+from llava_fsdp.runtime.digests import Digest, share
+from llava_fsdp.runtime.errors import DamagedModel
+from llava_fsdp.runtime.provenance import checked_name, files_of, is_older, read_digest, refuse_strangers
+
+
+def test_every_file_is_digested_once_and_bytes_are_even() -> None:
+    """The largest first, each to the rank with the fewest bytes; of equal ones the first by name."""
+    files = {name: Digest(size, "") for name, size in {"e": 5, "a": 9, "d": 5, "b": 7, "c": 5, "f": 1}.items()}
+    assert [share(files, rank, 3) for rank in range(3)] == [["a", "f"], ["b", "e"], ["c", "d"]]
+    assert share(files, 0, 1) == ["a", "b", "c", "d", "e", "f"]
+    assert [share(files, rank, 8) for rank in (6, 7)] == [[], []]
+
+
+WOULD_BE_LOADED = """
+    config.json generation_config.json model.safetensors model.safetensors.index.json pytorch_model.bin
+    pytorch_model.bin.index.json mm_projector.bin mm_projector.safetensors adapter_config.json adapter_model.safetensors
+    adapter_model.bin non_lora_trainables.safetensors non_lora_trainables.bin tokenizer.json tokenizer.model
+    tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt chat_template.jinja
+    chat_template.json preprocessor_config.json processor_config.json
+"""
+
+
+@pytest.mark.parametrize("name", WOULD_BE_LOADED.split())
+def test_a_file_that_programs_would_load_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "README.md").touch()
+    (tmp_path / name).touch()
+    refuse_strangers(tmp_path, {name: Digest(0, "")})
+    with pytest.raises(DamagedModel):
+        refuse_strangers(tmp_path, {"other.json": Digest(0, "")})
+
+
+@pytest.mark.parametrize("name", ["../a", "a/../b", "/a", "a//b", "a/", ".hidden", "a/.b", "", "a\nb", "a\n"])
+def test_a_listed_file_lies_in_the_folder(name: str) -> None:
+    assert checked_name("a.b/c d-1+2=3.bin") and checked_name("-x")
+    with pytest.raises(ValueError):
+        checked_name(name)
+
+
+@pytest.mark.parametrize("entry", [
+    {"bytes": -1, "xxh128": "0" * 32}, {"bytes": True, "xxh128": "0" * 32}, {"bytes": 1.0, "xxh128": "0" * 32},
+    {"bytes": 1, "xxh128": "0" * 31}, {"bytes": 1, "xxh128": "0" * 33}, {"bytes": 1, "xxh128": "A" * 32},
+    {"bytes": 1}, {"xxh128": "0" * 32}, 7,
+], ids=str)  # fmt: skip
+def test_an_entry_is_a_size_and_a_digest(entry: object, tmp_path: Path) -> None:
+    good = {"bytes": 0, "xxh128": "0123456789abcdef" * 2}
+    assert files_of({"files": {"a": good}}, tmp_path) == {"a": Digest(0, good["xxh128"])}
+    with pytest.raises(DamagedModel):
+        files_of({"files": {"a": entry}}, tmp_path)
+
+
+def test_notes_of_an_earlier_version(tmp_path: Path) -> None:
+    """They have no digest of themselves, and of a file its digest alone."""
+    (tmp_path / "a").write_bytes(b"123")
+    assert read_digest(tmp_path / "a", "0" * 32) == Digest(3, "0" * 32)
+    assert read_digest(tmp_path / "gone", "0" * 32) == Digest(0, "0" * 32)
+    older, entry = {"files": {"a": "0" * 32}}, {"bytes": 3, "xxh128": "0" * 32}
+    assert is_older(older) and is_older({}) and not is_older({**older, "digest": "0"})
+    assert not is_older({"files": {"b": "0" * 32, "a": entry}}), "its digest of itself was taken out"

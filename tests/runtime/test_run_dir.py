@@ -1,0 +1,291 @@
+"""Who runs in a folder, and what its status says."""
+
+import errno
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from llava_fsdp.runtime import launch, run_dir, status_file
+from llava_fsdp.runtime.errors import ENDINGS, ExitCode, FolderInUse
+from llava_fsdp.runtime.run_dir import claimed, is_others
+from llava_fsdp.runtime.status_file import Outcome, first_failure, put_status, read_status, settled, write_ending
+from llava_fsdp.runtime.watchdog import Life, fresh
+
+HOLDER = """
+    import os, sys, time
+    from pathlib import Path
+    from llava_fsdp.runtime.run_dir import claimed
+    with claimed(Path(sys.argv[1]), 0):
+        child = os.fork()  # as a data worker: it outlives us for a while
+        if child:
+            print(child, flush=True)
+        time.sleep(60)
+"""
+
+
+def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+    """Killed with a child that lives on, it leaves the folder free at once."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(HOLDER), str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None
+    child = int(holder.stdout.readline())
+    before = read_status(tmp_path)
+    began = time.monotonic()
+    with pytest.raises(FolderInUse, match=rf"under way: process {holder.pid} on .*, since \d{{4}}-"):
+        with claimed(tmp_path, 0):
+            pass
+    assert time.monotonic() - began < run_dir.HANDOVER / 2, "only a launch's own restart waits for the one before it"
+    assert is_others(tmp_path)
+    assert before is not None and before["status"] == "running" and read_status(tmp_path) == before
+    holder.kill()
+    holder.wait()
+    try:
+        os.kill(child, 0)
+        assert not is_others(tmp_path)
+        with claimed(tmp_path, 0):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch):
+    """This process as a worker of torchrun's."""
+
+    def be(rank: int, attempt: int = 0, launch: str = "run7", **more: str) -> None:
+        values = {"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_RUN_ID": launch, **more}
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    return be
+
+
+def test_ranks_wait_for_the_first_to_have_the_folder(tmp_path: Path, launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it is the user's alone, whoever makes it."""
+    folder = tmp_path / "out"
+    launched(rank=1)
+    entered = threading.Event()
+
+    def second() -> None:
+        with claimed(folder, 1):
+            entered.set()
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    assert not entered.wait(0.3) and not folder.exists()
+    with claimed(folder, 0):
+        assert entered.wait(5)
+    thread.join()
+    monkeypatch.setattr(run_dir, "CLAIMING", 0.1)
+    with claimed(tmp_path / "late", 1):
+        assert stat.S_IMODE((tmp_path / "late").stat().st_mode) == 0o700
+
+
+def ending(name: str, reason: str = "") -> Outcome:
+    return Outcome(ENDINGS[name], reason)
+
+
+def test_the_first_failure_is_the_one_that_counts(tmp_path: Path, launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_file, "PATIENCE", 0.1)
+    launched(rank=1)
+    assert write_ending(tmp_path, ending("data", "record 7")) is None
+    launched(rank=0)
+    first = write_ending(tmp_path, ending("communication", "lost rank 1"))
+    assert first is not None and (first["rank"], first["exit_code"], first["reason"]) == (1, 2, "record 7")
+    said = read_status(tmp_path)
+    assert said is not None and (said["class"], said["exit_code"], said["rank"]) == ("data", 2, 1)
+    launched(rank=0, attempt=1)
+    assert first_failure(tmp_path) is None, "of the attempt before"
+    with claimed(tmp_path, 0):
+        assert not (tmp_path / status_file.FIRST_FAILURE).exists()
+    launched(rank=1, attempt=1)
+    assert write_ending(tmp_path, ending("communication", "lost rank 0")) is None, "nobody else said anything"
+
+
+def test_several_nodes_know_an_attempt_by_its_store(tmp_path: Path, launched) -> None:
+    """Each node counts its own restarts."""
+    nodes = {"GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "host0"}
+    launched(rank=1, attempt=3, MASTER_PORT="4000", **nodes)
+    write_ending(tmp_path, ending("bug", "a bug"))
+    launched(rank=0, attempt=1, MASTER_PORT="4000", **nodes)
+    assert first_failure(tmp_path) is not None
+    launched(rank=0, attempt=3, MASTER_PORT="4001", **nodes)
+    assert first_failure(tmp_path) is None
+
+
+def test_every_ending_has_its_exit_code() -> None:
+    """Schedulers are told these numbers (docs/running.md)."""
+    codes = {
+        "done": 0, "bug": 1, "config": 2, "model": 2, "data": 2, "memory": 2, "checkpoint": 3, "numeric": 4,
+        "corruption": 4, "communication": 5, "stopped": 75, "interrupted": 130,
+    }  # fmt: skip
+    assert {name: int(own.exit_code) for name, own in ENDINGS.items()} == codes
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_only_what_a_restart_may_mend_is_started_again(name: str, tmp_path: Path, launched) -> None:
+    launched(rank=0)
+    write_ending(tmp_path, ending(name))
+    launched(rank=1, attempt=1)
+    worth_it = name in ("communication", "bug", "corruption")
+    assert (settled(tmp_path) is None) == worth_it
+    launched(rank=1, attempt=0)
+    assert (settled(tmp_path) is None) == (worth_it or name == "stopped"), "more nodes have come"
+    launched(rank=1, attempt=1, launch="run8")
+    assert settled(tmp_path) is None, "another launch"
+    launched(rank=1, attempt=1)
+    path = tmp_path / status_file.STATUS_FILE
+    path.write_text(json.dumps({**json.loads(path.read_text()), "time": launch.started(os.getppid()) - 5}))
+    assert settled(tmp_path) is None, "a job of the same name, requeued"
+
+
+def test_the_culprit_has_the_key_of_a_wrong_setting(tmp_path: Path, launched) -> None:
+    launched(rank=0)
+    write_ending(tmp_path, ending("config", "data.max_length=1 must be at least 2"))
+    said = read_status(tmp_path)
+    assert said is not None and said["culprit"]["key"] == "data.max_length" and said["exit_code"] == ExitCode.USER
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        ({"status": "done", "exit_code": 0, "reason": ""}, 0),
+        ({"status": "stopping", "exit_code": 75, "reason": "SIGTERM"}, 75),
+        ({"status": "failed", "exit_code": 4, "reason": "nan"}, 4),
+        ({"status": "running", "exit_code": None, "reason": ""}, 1),
+        (None, 1),
+        ({"status": "done", "exit_code": 0, "reason": "", "time": 0.0}, 1),
+    ],
+)
+def test_launchers_read_the_exit_code(said: dict | None, code: int, tmp_path: Path) -> None:
+    if said is not None:
+        (tmp_path / "run_status.json").write_text(json.dumps({"time": time.time() + 60, **said}))
+    done = subprocess.run(
+        [sys.executable, "-m", "llava_fsdp.status", "--this-launch", f"output_dir={tmp_path}", "stage=pretrain"],
+        check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert str(tmp_path) in done.stderr
+
+
+def test_the_last_word_fits_onto_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_status(tmp_path, "running")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(status_file, "write_new", full)
+    write_ending(tmp_path, Outcome(ENDINGS["checkpoint"], "no room"))
+    said = read_status(tmp_path)
+    assert said is not None and (said["class"], said["exit_code"], said["reason"]) == ("checkpoint", 3, "no room")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run_status.json"]
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_private_run_is_read_by_its_user_alone(private: bool, tmp_path: Path) -> None:
+    """In a folder that others may read, too."""
+    before = os.umask(0o022)
+    try:
+        (tmp_path / status_file.STATUS_FILE).write_text("{}")
+        with claimed(tmp_path, 0, private):
+            put_status(tmp_path, "stopping", ending("stopped"))
+            write_ending(tmp_path, ending("bug"))
+    finally:
+        os.umask(before)
+    for name in (status_file.STATUS_FILE, status_file.FIRST_FAILURE):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == (0o600 if private else 0o644), name
+
+
+def test_a_run_that_was_killed_is_told_from_one_that_goes_on(tmp_path: Path) -> None:
+    """By the reader while it runs and afterwards, and by the next start."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(HOLDER), str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None
+    child = int(holder.stdout.readline())
+    reader = [sys.executable, "-m", "llava_fsdp.status", f"output_dir={tmp_path}"]
+    try:
+        put_status(tmp_path, "stopping", ending("stopped", "SIGTERM"))
+        said = [subprocess.run(reader, check=False, capture_output=True, text=True)]
+    finally:
+        os.kill(child, signal.SIGKILL)
+        holder.kill()
+        holder.wait()
+    said.append(subprocess.run(reader, check=False, capture_output=True, text=True))
+    assert [done.returncode for done in said] == [75, 75]
+    assert f"process {holder.pid} on {os.uname().nodename} is under way" in said[0].stderr
+    assert "asked to stop (SIGTERM), and killed before it had" in said[1].stderr
+    start = "import sys, pathlib, llava_fsdp.runtime.log as l, llava_fsdp.runtime.run_dir as r; l.setup_logging()\n"
+    start += "with r.claimed(pathlib.Path(sys.argv[1]), 0): pass"
+    for expected in ("was killed while it was stopping, asked to by SIGTERM", "was killed while it was running"):
+        done = subprocess.run([sys.executable, "-c", start, str(tmp_path)], check=True, capture_output=True, text=True)
+        assert expected in done.stderr
+
+
+def test_a_start_without_a_step_keeps_what_the_run_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(how: str, steps: int, reason: str = "") -> None:
+        with claimed(tmp_path, 0), Life(tmp_path, 0) as life:
+            assert (read_status(tmp_path) or {})["status"] == "running"
+            for _ in range(steps):
+                life.step_done()
+        ended(how, reason)
+
+    def ended(how: str, reason: str = "") -> None:
+        write_ending(tmp_path, ending(how, reason))
+        (tmp_path / status_file.FIRST_FAILURE).unlink(missing_ok=True)  # of this process, which stands for several
+
+    def found() -> tuple[object, object]:
+        said = read_status(tmp_path) or {}
+        assert "before" in said
+        return said["status"], said["before"] and (said["before"]["status"], said["before"]["reason"])
+
+    start("config", 0, "no such file")
+    assert found() == ("failed", None), "the first start has nothing before it"
+    start("numeric", 2, "nan")
+    assert found() == ("failed", None)
+    start("config", 0, "no such key")
+    ended("config", "a key that does not compose")
+    assert found() == ("failed", ("failed", "nan")), "what the run was is kept through every refusal"
+    start("done", 0)
+    assert found() == ("done", ("failed", "nan"))
+    start("checkpoint", 0, "written with other settings")
+    said = read_status(tmp_path) or {}
+    assert (said["status"], said["exit_code"], said["before"]) == ("done", 0, None), "a finished run stays finished"
+    assert (said["refused"]["status"], said["refused"]["exit_code"]) == ("failed", 3)
+    own = status_file.own_word(said)
+    assert (own["status"], own["reason"], own["before"]["status"]) == ("failed", "written with other settings", "done")
+    start("config", 0, "no such key")
+    said = read_status(tmp_path) or {}
+    assert (said["status"], said["refused"]["class"], said["refused"].get("refused")) == ("done", "config", None)
+    put_status(tmp_path, "running")
+    monkeypatch.setattr(run_dir.os, "getpid", lambda: 1)
+    assert (status_file.came_before(tmp_path) or {})["status"] == status_file.KILLED
+
+
+def test_stacks_of_the_start_before_stay(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.txt"
+    for number in range(3):
+        with fresh(path) as file:
+            file.write(f"start {number}")
+    assert [p.read_text() for p in sorted(tmp_path.iterdir())] == ["start 0", "start 1", "start 2"]
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("folders", "said"), [((), "0\n"), (("step-000004", "step-000012", "step-000099.tmp"), "12\n")]
+)
+def test_a_script_is_told_what_is_saved(folders: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    for name in folders:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    asked = [sys.executable, "-m", "llava_fsdp.status", "--saved", f"output_dir={tmp_path}"]
+    assert subprocess.run(asked, check=True, capture_output=True, text=True).stdout == said

@@ -1,0 +1,69 @@
+"""Bytes of all tensors that are alive in a real training step, counted after every operation."""
+
+import weakref
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from llava_fsdp.config import Config
+from llava_fsdp.distributed.mesh import World, make_mesh
+from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.plan.activations import MicroBatch
+from llava_fsdp.train import main as train
+from llava_fsdp.train.loop import train_step
+
+
+class AllAlive(TorchDispatchMode):
+    """The most bytes that were alive at once; FSDP resizes storages, so that each is asked again every time."""
+
+    def __init__(self, tensors: list[torch.Tensor]):
+        super().__init__()
+        self.storages: dict[int, Any] = {}
+        self.peak = 0
+        for tensor in tensors:
+            self.see(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                self.see(tensor)
+        self.peak = max(self.peak, self.now())
+        return made
+
+    def see(self, tensor: torch.Tensor) -> None:
+        tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key not in self.storages:
+            self.storages[key] = weakref.ref(storage, lambda _: self.storages.pop(key, None))
+
+    def now(self) -> int:
+        alive = [ref() for ref in list(self.storages.values())]
+        return sum(storage.nbytes() for storage in alive if storage is not None)
+
+
+def measure_step(world: World, cfg: Config) -> tuple[int, list[MicroBatch]]:
+    """Most bytes alive in a run's second step on this rank, and the micro-batches of that step."""
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+    state.model.train()
+    train_step(state, state.loader.steps.prepare(0), plan, cfg, 0.0)
+    step = state.loader.steps.prepare(1)
+    own = [*state.model.parameters(), *state.model.buffers(), *state.masters.named.values()]
+    own += [v for found in state.optimizer.state.values() for v in found.values()]
+    own += [t for micro in step.micro_batches for t in tree_leaves(micro.inputs) if torch.is_tensor(t)]
+    alive = AllAlive(own)
+    with alive:
+        train_step(state, step, plan, cfg, 0.0)
+    return alive.peak, [describe(micro) for micro in step.micro_batches]
+
+
+def describe(micro: Any) -> MicroBatch:
+    ids, segments, _, _, images, _, labels, _ = micro.inputs
+    rows, length = ids.shape
+    samples = rows if segments is None else len(segments[2])
+    return MicroBatch(rows, length, samples, len(images), len(labels))

@@ -1,0 +1,651 @@
+"""One torchrun a job: a job that fails does so alone, and the sweep ends with its exit code and a table."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from imagined import imagine
+
+from llava_fsdp.config import SweepConfig, SweepMetric, config_dir, load
+from llava_fsdp.config.cli import quoted
+from llava_fsdp.config.hydra_guard import check_command_line, check_plugin
+from llava_fsdp.report.run_reader import JOB_FILE, runs_in
+from llava_fsdp.runtime.errors import ConfigError, ExitCode, LlavaFsdpError
+from llava_fsdp.runtime.run_dir import restored_umask
+from llava_fsdp.runtime.status_file import mode_of
+from llava_fsdp.sweep import gpu_locks, torchrun
+from llava_fsdp.sweep import main as sweep
+from llava_fsdp.sweep.curves import MOST_POINTS, Curve, draw, thinned
+from llava_fsdp.sweep.gpu_locks import Device, check_devices, lent, list_devices
+from llava_fsdp.sweep.hydra_process import run_jobs
+from llava_fsdp.sweep.job import Job, make_job_folder, read_jobs, record_failure, train_command
+from llava_fsdp.sweep.results import best_of, differing, write_results
+from llava_fsdp.sweep.run_metrics import Numbers, numbers_of, value_of
+from llava_fsdp.sweep.stop import NOW, SAVE, Wishes
+
+
+def config(*overrides: str) -> SweepConfig:
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return load(SweepConfig, compose("sweep", overrides=list(overrides)))
+
+
+def environment(**more: str) -> dict[str, str]:
+    # what a torchrun around the sweep would leave behind; a job that saw it would wait for nine ranks
+    around = {"WORLD_SIZE": "9", "LOCAL_RANK": "0", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}
+    found = {**os.environ, "OMP_NUM_THREADS": "1", **around, **more}
+    found.pop("RANK", None)
+    return found
+
+
+SWEEP = [sys.executable, "-m", "llava_fsdp.sweep"]
+
+
+def run_sweep(*arguments: str, cwd: Path, **more: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [*SWEEP, *arguments], check=False, cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.e2e
+def test_a_job_that_fails_does_so_alone(tmp_path: Path, dataset: Path) -> None:
+    """The first job fails in training, the second at the door, and the third trains to its end."""
+    done = run_sweep(
+        "-m", "stage=pretrain", "data.max_length=100000,1,200", "launch.nproc_per_node=1", "hydra.sweep.dir=three",
+        "data=llava_json", f"data.path={dataset}/mixed.json", f"data.images={dataset}/images", "data.workers=0",
+        "max_steps=1", "global_batch_size=2", "micro_batch_size=2", "export.enabled=false",
+        cwd=tmp_path,
+    )  # fmt: skip
+    jobs = [json.loads((tmp_path / "three" / str(n) / "job.json").read_text()) for n in range(3)]
+    assert [(job["status"], job["exit_code"]) for job in jobs] == [("user", 2), ("user", 2), ("done", 0)], done.stderr
+    assert done.returncode == ExitCode.USER
+
+    assert "job 0: failed" in done.stderr and "data.max_length=100000 is above" in done.stderr
+    assert "command: " in done.stderr and "-m llava_fsdp.train stage=pretrain data.max_length=100000" in done.stderr
+    assert "data.max_length=1 must be at least 2" in done.stderr
+    assert not (tmp_path / "three" / "1" / "train.log").exists()  # refused at the door: nothing was launched
+    assert "Traceback" not in done.stderr
+    assert "job 2: step 1/1  loss" in done.stderr
+
+    last = json.loads((tmp_path / "three" / "2" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert jobs[2]["numbers"]["loss"] == last["loss"]
+    assert f"job 2: done in {jobs[2]['seconds']:.0f} s, loss {last['loss']:.4f}" in done.stderr
+    rows = [line for line in done.stdout.splitlines() if line.startswith("│")]
+    assert [("failed (user)" in row, "done" in row) for row in rows] == [(True, False), (True, False), (False, True)]
+    assert f"{last['loss']:.4f}" in rows[2]
+    assert re.search(
+        r"job 0 failed \(user\): data.max_length=100000 is above .*\n.*  log: three/0/train.log", done.stdout
+    )
+    assert "best by loss: job 2: data.max_length=200\n" in done.stdout
+
+    results = json.loads((tmp_path / "three" / "results.json").read_text())
+    assert results["best"] == 2 and results["metric"] == "loss"
+    assert [job["differs"] for job in results["jobs"]] == [[f"data.max_length={n}"] for n in (100000, 1, 200)]
+    assert results["jobs"][2]["numbers"]["last_loss"] == results["jobs"][2]["value"] == last["loss"]
+    assert "0: data.max_length=100000 - failed (user)" in svg_texts(tmp_path / "three" / "results.svg")
+    assert "step 1/1" in (tmp_path / "three" / "2" / "train.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-m", "optim.lrr=1,2"], "optim.lrr is not a key of the configuration; did you mean optim.lr?"),
+        (["-m", "stage=pretrain,nope"], "Could not find 'stage/nope'"),
+        (["optim.lr=1,2"], "To sweep over it, add --multirun"),
+        (["-m", "seed=1", "hydra.sweep.dir=a/${seed}"], "hydra.sweep.dir=a/${seed} must be a plain folder"),
+        (["-m", "seed=1", "sweep.metric=val_loss"], "needs validations, and val.every=null has none: set val.every="),
+        (
+            ["-m", "seed=1", "sweep.metric=val_score", "val.every=1", "val.answers=0"],
+            "needs answers, and val.answers=0",
+        ),
+        (["-m", "seed=1", "launch.nnodes=2"], "start each run on several machines with launch/multinode.sh"),
+        (["-m", "seed=1", "launch.nproc_per_node=0"], "launch.nproc_per_node=0 must be at least 1"),
+        (["-m", "seed=1", "output_dir=here"], "give hydra.sweep.dir=FOLDER instead"),
+        (["-m", "seed=1", "hydra.sweeper.direction=maximize"], "of what a sweeper is handed less is better"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_costs_no_launch(arguments: list[str], message: str, tmp_path: Path) -> None:
+    done = run_sweep(*arguments, cwd=tmp_path)
+    assert message in done.stderr
+    assert done.returncode == ExitCode.USER
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.rglob("train.log"))
+
+
+def svg_texts(path: Path) -> list[str]:
+    return [node.text or "" for node in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_command_of_a_job(tmp_path: Path) -> None:
+    overrides = ["stage=pretrain", "launch.nproc_per_node=4", "+launch.nnodes=1", "sweep.last_steps=2", "optim.lr=0.1"]
+    command = train_command(config(*overrides[:2]), overrides, Path("/sweeps/3"), ["/my/conf"])
+    assert command[0] == sys.executable
+    assert command[1:] == [
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", "llava_fsdp.train",
+        "--config-dir", "/my/conf", "stage=pretrain", "optim.lr=0.1", "output_dir=/sweeps/3",
+    ]  # fmt: skip
+
+
+def test_finetuning_job_starts_from_the_projector_that_the_run_alone_would_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    overrides = ["stage=finetune"]
+    assert "projector" not in " ".join(train_command(config(*overrides), overrides, Path("/3"), []))
+    (tmp_path / "outputs" / "pretrain").mkdir(parents=True)
+    command = train_command(config(*overrides), overrides, Path("/3"), [])
+    assert f"model.projector={tmp_path}/outputs/pretrain" in command
+    chosen = [*overrides, "model.projector=random"]
+    command = train_command(config(*chosen), chosen, Path("/3"), [])
+    assert [part for part in command if part.startswith("model.projector")] == ["model.projector=random"]
+
+
+@pytest.mark.parametrize(
+    "name", ["/plain/0", "/a b", "/it's", "/a,b=c", "/back\\slash", "/back\\'s", "/(x)[y]{z}", "日本/é"]
+)
+def test_any_text_survives_the_override_grammar(name: str) -> None:
+    (override,) = OverridesParser.create().parse_overrides([f"output_dir={quoted(name)}"])
+    value = override.value()
+    assert getattr(value, "text", value) == name
+
+
+def test_torchrun_gets_no_launcher_variables_and_its_end_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a worker of it lives on with the log open."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "GROUP_RANK", "ROLE_NAME"):
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("RANKING", "kept")
+    code = "import os, subprocess; print(sorted(os.environ)); subprocess.Popen(['sleep', '20'])"
+    started = time.monotonic()
+    torchrun.run_torchrun([sys.executable, "-c", code], tmp_path, "job 0")
+    assert time.monotonic() - started < 15
+    seen = (tmp_path / "train.log").read_text()
+    assert "'RANKING'" in seen
+    for name in ("'RANK'", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_"):
+        assert name not in seen
+
+
+@pytest.mark.parametrize(("given", "seen"), [(None, "600"), ("7", "7")])
+def test_torchrun_leaves_its_ranks_time_to_save(
+    given: str | None, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    if given is not None:
+        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", given)
+    code = "import os; print(os.environ['TORCH_ELASTIC_SHUTDOWN_TIMEOUT'])"
+    torchrun.run_torchrun([sys.executable, "-c", code], tmp_path, "job 0")
+    assert (tmp_path / "train.log").read_text() == f"{seen}\n"
+
+
+def test_reason_of_a_failure(tmp_path: Path) -> None:
+    """From `run_status.json`; where no worker lived to write it, the end of the log; never an earlier run's."""
+    (tmp_path / "run_status.json").write_text(
+        json.dumps({"status": "failed", "exit_code": 3, "reason": "of an earlier run"})
+    )
+    with pytest.raises(torchrun.JobFailed, match="torchrun returned 9: no memory") as caught:
+        torchrun.run_torchrun([sys.executable, "-c", "print('no memory'); raise SystemExit(9)"], tmp_path, "job 0")
+    assert "earlier" not in str(caught.value)
+    assert caught.value.code is ExitCode.BUG and not caught.value.took_steps
+
+    status = json.dumps({"status": "failed", "exit_code": 4, "reason": "step 7: loss nan"})
+    code = f"open('{tmp_path}/run_status.json', 'w').write('''{status}'''); raise SystemExit(1)"
+    with pytest.raises(torchrun.JobFailed, match=r"^step 7: loss nan$") as caught:
+        torchrun.run_torchrun([sys.executable, "-c", code], tmp_path, "job 0")
+    assert caught.value.code is ExitCode.NUMERIC and caught.value.took_steps
+
+
+REFUSED = """
+import pathlib, sys
+from llava_fsdp.runtime.errors import ENDINGS
+from llava_fsdp.runtime.run_dir import claimed
+from llava_fsdp.runtime.status_file import Outcome, write_ending
+folder = pathlib.Path(sys.argv[1])
+with claimed(folder, 0):
+    write_ending(folder, Outcome(ENDINGS[sys.argv[2]], "another recipe's"))
+raise SystemExit(sys.argv[2] != "done")
+"""
+
+
+def test_a_job_that_took_no_step_has_nothing_of_the_run_that_was_there(tmp_path: Path) -> None:
+    """Of another job's, that is; one that finished and is run again keeps what it measured."""
+    folder = imagine(tmp_path / "0", 60)
+
+    def start(how: str) -> Job:
+        job = Job(number=0, overrides=["optim.lr=5e-4"], folder=str(folder), command="torchrun")
+        try:
+            torchrun.run_torchrun([sys.executable, "-c", REFUSED, str(folder), how], folder, "job 0")
+        except torchrun.JobFailed as error:
+            record_failure(job, error, False, 1)
+        job.write()
+        write_results(tmp_path, [job])
+        return job
+
+    def seen() -> tuple[int, int]:
+        (run,) = runs_in(tmp_path)
+        drawn = [node.tag for node in ElementTree.parse(tmp_path / "results.svg").iter() if "polyline" in node.tag]
+        return len(drawn), run.history.step
+
+    start("done")
+    assert seen() == (1, 60)
+    job = start("checkpoint")
+    assert (job.exit_code, job.reason, job.numbers) == (ExitCode.CHECKPOINT, "another recipe's", Numbers())
+    assert seen() == (0, 0)
+    (run,) = runs_in(tmp_path)
+    assert (run.state, run.reason, run.config) == ("failed", "another recipe's", {})
+
+
+def test_folder_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["sweep", "seed=1"])
+    assert sweep.sweep_folder() is None
+    monkeypatch.setattr(sys, "argv", ["sweep", "-m", "seed=1,2"])
+    folder = sweep.sweep_folder()
+    assert folder is not None and folder.parent == Path("outputs/sweeps")
+    assert sys.argv[-1] == f"hydra.sweep.dir={folder}"  # what Hydra then uses
+    (tmp_path / "mine" / "0").mkdir(parents=True)
+    (tmp_path / "mine" / "0" / JOB_FILE).write_text("{}")
+    monkeypatch.setattr(sys, "argv", ["sweep", "-m", "seed=1,2", "hydra.sweep.dir='mine'"])
+    assert sweep.sweep_folder() == Path("mine")
+    assert read_jobs(Path("mine")) == []  # results of an earlier sweep are not shown as this one's
+    monkeypatch.setattr(sys, "argv", ["sweep", "-m", "hydra.sweep.dir=a${seed}"])
+    with pytest.raises(ConfigError, match="must be a plain folder"):
+        sweep.sweep_folder()
+
+
+FAKE_SMI = """#!/bin/sh
+echo "GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-aaaa)"
+echo "GPU 1: NVIDIA A100-SXM4-80GB (UUID: GPU-bbbb)"
+"""
+
+
+@pytest.fixture
+def two_gpus(tmp_path: Path) -> dict[str, str]:
+    """The environment of a machine whose nvidia-smi tells of two GPUs; torch finds none, and trains on the CPU."""
+    (tmp_path / "bin").mkdir()
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.write_text(FAKE_SMI)
+    smi.chmod(0o755)
+    (tmp_path / "tmp").mkdir()
+    return {
+        "PATH": f"{smi.parent}:{os.environ['PATH']}",
+        "TMPDIR": str(tmp_path / "tmp"),
+        "CUDA_VISIBLE_DEVICES": "0,1",
+    }
+
+
+TRAIN = ["stage=pretrain", "launch.nproc_per_node=1", "global_batch_size=2", "micro_batch_size=2",
+         "export.enabled=false", "data.workers=0", "data.max_length=200"]  # fmt: skip
+JOBLIB = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+
+
+def jobs_in(folder: Path) -> list[Job]:
+    with contextlib.chdir(folder.parent):
+        return read_jobs(Path(folder.name))
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_two_jobs_at_once_each_on_a_gpu_of_its_own(tmp_path: Path, two_gpus: dict[str, str]) -> None:
+    """One of four fails; the others go on, and two at a time run, on different GPUs."""
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    words = ["-m", *TRAIN, *JOBLIB, "max_steps=2", "optim.lr=1e-3,2e-3", "optim.weight_decay=0.0,-1.0"]
+    words += ["hydra.sweep.dir=four"]
+    done = run_sweep(*words, cwd=tmp_path, **two_gpus)
+    jobs = jobs_in(tmp_path / "four")
+    assert [job.status for job in jobs] == ["done", "user", "done", "user"], done.stderr
+    assert done.returncode == ExitCode.USER
+    assert {tuple(job.devices) for job in jobs if job.is_done} <= {("0",), ("1",)}
+    assert "Traceback" not in done.stderr
+    assert json.loads((tmp_path / "four" / "results.json").read_text())["best"] in (0, 2)
+
+
+def first_steps(folders: list[Path], process: subprocess.Popen, seconds: float = 200) -> None:
+    """Wait until runs have each taken a step."""
+    until = time.monotonic() + seconds
+    while not all((folder / "metrics.jsonl").exists() for folder in folders):
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.2)
+    time.sleep(1)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [[], JOBLIB], ids=["one at a time", "joblib"])
+def test_a_stopped_sweep_leaves_no_process_and_is_continued(launcher: list[str], tmp_path: Path) -> None:
+    """SIGTERM to the sweep alone: running jobs save, others do not begin; the same command then trains all to their
+    ends, and does not repeat what was done."""
+    words = ["-m", *TRAIN, *launcher, "max_steps=120", "optim.lr=1e-3,2e-3,3e-3", "hydra.sweep.dir=all"]
+    begun = 2 if launcher else 1
+    process = subprocess.Popen([*SWEEP, *words], cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True)
+    first_steps([tmp_path / "all" / str(n) for n in range(begun)], process)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=100)[1]
+    assert process.returncode == ExitCode.STOPPED, said
+    jobs = jobs_in(tmp_path / "all")
+    assert [job.exit_code for job in jobs] == [ExitCode.STOPPED] * 3
+    assert [bool(job.command) for job in jobs] == [True] * begun + [False] * (3 - begun)
+    assert not processes_of(tmp_path)
+    stopped = [job.numbers.steps for job in jobs[:begun]]
+    assert all(0 < steps < 120 for steps in stopped)
+
+    done = run_sweep(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [job.numbers.steps for job in jobs_in(tmp_path / "all")] == [120] * 3
+    assert f"continuing after step {stopped[0]} of 120" in (tmp_path / "all" / "0" / "train.log").read_text()
+    losses = [job.numbers.loss for job in jobs_in(tmp_path / "all")]
+    if not launcher:
+        return
+    again = run_sweep(*words, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert [job.numbers.loss for job in jobs_in(tmp_path / "all")] == losses
+    assert "this run has finished after step 120" in (tmp_path / "all" / "2" / "train.log").read_text()
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Command lines that name it."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if entry.name.isdecimal() and str(folder) in line and "llava_fsdp" in line:
+                found.append(line)
+    return found
+
+
+def test_what_a_job_is_wished(tmp_path: Path) -> None:
+    wishes = Wishes(tmp_path / "new" / ".stop")
+    assert wishes.level() == 0 and wishes.is_main()
+    wishes.at_least(SAVE)
+    assert wishes.level() == SAVE
+    wishes.at_least(NOW)
+    wishes.at_least(SAVE)
+    assert wishes.level() == NOW
+    wishes.forget()
+    assert wishes.level() == 0
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    wishes.main = (wishes.main[0], gone.pid)
+    assert wishes.level() == SAVE, "nobody is left to hand a result to"
+    wishes.main = ("another machine", gone.pid)
+    assert wishes.level() == 0
+
+
+SAVES = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); print('on', flush=True)"
+WAITS = "[time.sleep(0.1) for _ in range(600)]"  # a signal just before one long sleep would wait for its end
+
+
+@pytest.mark.parametrize(("level", "code"), [(SAVE, "returned 75: on"), (NOW, "was ended by SIGKILL: on")])
+def test_a_wish_reaches_torchrun(level: int, code: str, tmp_path: Path) -> None:
+    def wished() -> int:
+        return level if (tmp_path / "train.log").read_text() == "on\n" else 0
+
+    with pytest.raises(torchrun.JobFailed, match=code):
+        torchrun.run_torchrun([sys.executable, "-c", f"{SAVES}; {WAITS}"], tmp_path, "job 0", wished)
+
+
+def test_torchrun_ends_with_the_process_that_runs_it(tmp_path: Path) -> None:
+    """As asked to: SIGTERM, not SIGKILL."""
+    code = f"{SAVES.replace('sys.exit(75)', 'open(sys.argv[1], chr(119)).close()')}; {WAITS}"
+    program = f"""if True:
+        import pathlib, sys
+        from llava_fsdp.sweep.torchrun import run_torchrun
+        run_torchrun([sys.executable, "-c", {code!r}, "{tmp_path}/asked"], pathlib.Path("{tmp_path}"), "job 0")"""
+    process = subprocess.Popen([sys.executable, "-c", program])
+    until = time.monotonic() + 30
+    log = tmp_path / "train.log"
+    while not log.exists() or log.read_text() != "on\n":
+        assert time.monotonic() < until, log.read_text() if log.exists() else "not begun"
+        time.sleep(0.1)
+    process.kill()
+    process.wait()
+    while not (tmp_path / "asked").exists():
+        assert time.monotonic() < until, log.read_text()
+        time.sleep(0.1)
+    for number in [int(e.name) for e in Path("/proc").iterdir() if e.name.isdecimal()]:
+        with contextlib.suppress(OSError):
+            if f"{tmp_path}/asked".encode() in Path(f"/proc/{number}/cmdline").read_bytes():
+                os.kill(number, signal.SIGKILL)
+
+
+def write_jsonl(path: Path, *rows: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+
+
+def test_numbers_of_a_run(tmp_path: Path) -> None:
+    assert numbers_of(tmp_path, 10) == Numbers()
+    row = {"label_tokens": 10, "tokens": 100, "seconds": 2.0, "peak_memory_bytes": 5}
+    write_jsonl(
+        tmp_path / "metrics.jsonl",
+        {"step": 1, "loss": 9.0, **row, "seconds": 50.0},
+        {"step": 2, "loss": 3.0, **row},
+        {"step": 3, "loss": None, **row, "peak_memory_bytes": 7},
+        {"step": 4, "loss": 1.5, **row, "label_tokens": 30},
+        '{"step": 5, "lo',
+    )
+    found = numbers_of(tmp_path, 3)
+    assert found.loss == (3.0 * 10 + 1.5 * 30) / 40 and found.last_loss == 1.5 and found.steps == 4
+    assert found.tokens_per_second == 300 / 6, "without the first step, which compiles"
+    assert found.peak_memory_bytes == 7 and found.train_seconds == 56.0
+    assert numbers_of(tmp_path, 1).loss == 1.5
+    assert found.val_loss is None and value_of(found, SweepMetric.val_loss) is None
+    write_jsonl(
+        tmp_path / "validation.jsonl",
+        {"step": 2, "loss": 2.0, "score": 0.5},
+        {"step": 3, "loss": 1.0, "score": 0.75},
+        {"step": 4, "loss": 1.25, "score": None},
+    )
+    found = numbers_of(tmp_path, 1)
+    assert [value_of(found, metric) for metric in SweepMetric] == [1.5, 1.0, -0.75]
+
+
+def job_of(number: int, folder: Path, value: float | None, *overrides: str, **more: Any) -> Job:
+    code = ExitCode.BUG if value is None else ExitCode.DONE
+    return Job(
+        number=number, overrides=list(overrides), folder=str(folder), exit_code=code, value=value,
+        status="done" if value is not None else "numeric", **more,
+    )  # fmt: skip
+
+
+def test_results_of_a_sweep(tmp_path: Path) -> None:
+    """What differs names the jobs; the failed one is marked; a text of the user's is no markup."""
+    jobs = [
+        job_of(0, tmp_path / "0", 2.0, "seed=1", "optim.lr=1"),
+        job_of(1, tmp_path / "1", None, "seed=1", "data.path='<b>&'"),
+        job_of(2, tmp_path / "2", 1.0, "seed=1", "optim.lr=2"),
+    ]
+    for job in jobs[:2]:
+        write_jsonl(tmp_path / str(job.number) / "metrics.jsonl", {"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0})
+    write_jsonl(tmp_path / "0" / "validation.jsonl", {"step": 2, "loss": 2.5}, {"step": 2, "loss": None})
+    assert differing(jobs) == [["optim.lr=1"], ["data.path='<b>&'"], ["optim.lr=2"]]
+    assert differing(jobs[:1]) == [["seed=1", "optim.lr=1"]]
+    assert best_of(jobs) is jobs[2] and best_of(jobs[1:2]) is None
+    (tmp_path / "2").mkdir()
+    for job in jobs:
+        job.write()
+    write_results(tmp_path, jobs)
+    page = (tmp_path / "report.html").read_text()
+    assert "3 runs" in page and "&lt;b&gt;" in page and "<b>&" not in page
+    said = json.loads((tmp_path / "results.json").read_text())
+    assert said["best"] == 2 and [job["number"] for job in said["jobs"]] == [0, 1, 2]
+    texts = svg_texts(tmp_path / "results.svg")
+    assert {"0: optim.lr=1", "1: data.path='<b>&' - failed (numeric)", "2: optim.lr=2"} <= set(texts)
+    kinds = [node.tag.rpartition("}")[2] for node in ElementTree.parse(tmp_path / "results.svg").iter()]
+    assert (kinds.count("polyline"), kinds.count("circle"), kinds.count("path")) == (2, 1, 2)
+
+
+def test_a_page_that_cannot_be_made_costs_the_page_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(runs: list[Any]) -> str:
+        raise ZeroDivisionError("of a chart")
+
+    monkeypatch.setattr("llava_fsdp.sweep.results.comparison_page", broken)
+    job = job_of(0, tmp_path / "0", 2.0, "seed=1")
+    Path(job.folder).mkdir()
+    job.write()
+    write_results(tmp_path, [job])
+    assert json.loads((tmp_path / "results.json").read_text())["best"] == 0
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said == f"{tmp_path / 'report.html'} cannot be written (ZeroDivisionError: of a chart)"
+
+
+def test_a_job_whose_process_was_killed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "0").mkdir()
+    Job(number=0, overrides=["seed=1"], folder="0").write()
+    (job,) = read_jobs(tmp_path)
+    assert job.status == "lost" and job.exit_code == ExitCode.BUG and "was killed" in job.reason
+    (tmp_path / "0" / JOB_FILE).write_text('{"number": 0}')
+    assert read_jobs(tmp_path) == [], "of another version"
+
+
+@pytest.mark.parametrize(("private", "folder_mode", "mode"), [(True, 0o700, 0o600), (False, 0o755, 0o644)])
+def test_what_a_sweep_writes_is_its_users_alone(
+    private: bool, folder_mode: int, mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hydra's own way to a job, with a torchrun that ends at once."""
+    monkeypatch.chdir(tmp_path)
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 9\n")
+    python.chmod(0o700)
+    monkeypatch.setattr("sys.executable", str(python))
+    words = ["-m", "stage=pretrain", f"private={str(private).lower()}", "hydra.sweep.dir=s", "launch.devices=shared"]
+    monkeypatch.setattr(sys, "argv", ["sweep", *words])
+    with restored_umask():
+        os.umask(0o022)
+        jobs, succeeded, said = run_jobs(Wishes(tmp_path / ".stop"))
+        write_results(Path("s"), jobs)
+        assert os.umask(0o022) == 0o022
+    (job,) = jobs
+    assert not succeeded and job.reason.startswith("torchrun returned 9"), said
+    assert mode_of(Path("s/0")) == folder_mode
+    for name in ("0/job.json", "0/train.log", "results.json", "results.svg"):
+        assert mode_of(Path("s") / name) == mode, name
+    os.chmod("s/0", 0o750)
+    make_job_folder(Path("s/0"), True, True)
+    assert mode_of(Path("s/0")) == 0o750, "one that a run has been in stays as it is"
+
+
+def test_a_job_that_is_stopped_before_it_began_is_for_the_next_start(tmp_path: Path) -> None:
+    """Whatever an earlier start has left: how it ended is not how this one did, what it measured still counts."""
+    (tmp_path / "run_status.json").write_text(json.dumps({"exit_code": 2, "reason": "of an earlier start"}))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0, "label_tokens": 5}\n')
+
+    def ended(error: LlavaFsdpError, is_stopping: bool, command: str = "") -> Job:
+        job = Job(number=0, overrides=[], folder=str(tmp_path), command=command)
+        record_failure(job, error, is_stopping, 1)
+        return job
+
+    job = ended(torchrun.JobFailed("stopped"), True)
+    assert (job.status, job.exit_code, job.reason) == ("stopped", ExitCode.STOPPED, "stopped before it began")
+    assert job.numbers.loss == 3.0 and job.numbers.steps == 1
+    assert ended(torchrun.JobFailed("its own", ExitCode.USER), True, "torchrun").exit_code == ExitCode.USER
+    refused = ended(ConfigError("seed=x is wrong"), True)
+    assert (refused.exit_code, refused.reason, refused.numbers) == (ExitCode.USER, "seed=x is wrong", Numbers())
+
+
+def test_curves() -> None:
+    points = [(float(n), float(n % 2)) for n in range(1, 2 * MOST_POINTS + 1)]
+    thin = thinned(points)
+    assert len(thin) == MOST_POINTS and {value for _, value in thin} == {0.5} and thin[-1][0] == 2 * MOST_POINTS
+    assert thinned(points[:7]) == points[:7] and thinned([]) == []
+    assert "no step was finished" in draw([Curve("a", [])], "t")
+    for own in ([(1.0, 2.0)], [(1.0, 2.0), (2.0, 2.0)]):  # one step; a loss that stays
+        ElementTree.fromstring(draw([Curve("a", own)], "t"))
+
+
+LISTED = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-aaaa-1)
+GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-bbbb-2)
+  MIG 1g.5gb      Device  0: (UUID: MIG-cccc-3)
+  MIG 1g.5gb      Device  1: (UUID: MIG-dddd-4)
+"""
+
+
+@pytest.mark.parametrize(
+    ("visible", "names", "keys"),
+    [
+        (None, ["0", "MIG-cccc-3", "MIG-dddd-4"], ["GPU-aaaa-1", "MIG-cccc-3", "MIG-dddd-4"]),
+        ("1,0", ["1", "0"], ["GPU-bbbb-2", "GPU-aaaa-1"]),
+        ("GPU-bbbb", ["GPU-bbbb"], ["GPU-bbbb-2"]),
+        ("MIG-dddd-4", ["MIG-dddd-4"], ["MIG-dddd-4"]),
+        ("0,-1,1", ["0"], ["GPU-aaaa-1"]),
+        ("", [], []),
+    ],
+)
+def test_gpus_that_a_job_would_see(visible: str | None, names: list[str], keys: list[str]) -> None:
+    found = list_devices(LISTED, visible)
+    assert [device.name for device in found] == names and [device.key for device in found] == keys
+
+
+def test_more_ranks_than_gpus_are_refused() -> None:
+    gpus = [Device("0", "GPU-a"), Device("1", "GPU-b")]
+    check_devices([], 8)  # ranks on the CPU
+    check_devices(gpus, 2)
+    with pytest.raises(ConfigError, match=r"there are 2; set launch.nproc_per_node=2"):
+        check_devices(gpus, 3)
+    with pytest.raises(ConfigError, match="MIG"):
+        check_devices([Device("a", "MIG-a"), Device("b", "MIG-b")], 2)
+
+
+@pytest.fixture
+def own_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(gpu_locks.tempfile, "tempdir", str(tmp_path))
+    yield tmp_path
+
+
+def test_no_two_jobs_have_a_gpu(own_tmp: Path) -> None:
+    gpus = [Device(str(n), f"GPU-{n}") for n in range(3)]
+
+    def names(held: tuple[list[Device], list]) -> list[str]:
+        return [device.name for device in held[0]]
+
+    with lent(gpus, 1, "a", int) as one:
+        with lent(gpus, 2, "b", int) as two:
+            assert (names(one), names(two)) == (["0"], ["1", "2"])
+            looks = iter([0, 1])
+            with lent(gpus, 1, "c", lambda: next(looks)) as none:  # waits until it is told not to
+                assert names(none) == []
+        with lent(gpus, 1, "d", int) as three:
+            assert names(three) == ["1"]
+            with lent(gpus, 2, "e", lambda: 1) as none:  # one is free, which is not enough
+                assert names(none) == []
+            with lent(gpus, 1, "f", int) as four:
+                assert names(four) == ["2"], "what was not enough has been given back"
+    with lent([], 4, "on the CPU", int) as nothing:
+        assert names(nothing) == []
+
+
+def test_what_a_plugin_may_name() -> None:
+    """Optuna's samplers are given by their class; nothing else below a plugin's node is."""
+    check_plugin("sweeper._target_", "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper")
+    check_plugin("sweeper.sampler._target_", "optuna.samplers.TPESampler")
+    check_plugin("sweeper.sampler._partial_", True)
+    check_plugin("sweeper.params.optim.lr", "interval(1e-5,1e-3)")
+    for name, value in [
+        ("sweeper.sampler._target_", "os.system"),
+        ("launcher.sampler._target_", "optuna.samplers.TPESampler"),
+        ("sweeper.custom_search_space", "mine.search"),
+        ("sweeper.params.hydra.job_logging", "x"),
+        ("sweeper._partial_", True),
+    ]:
+        with pytest.raises(ConfigError, match=re.escape(f"hydra.{name}")):
+            check_plugin(name, value)
+
+
+def test_an_interval_is_a_sweeper_s_matter() -> None:
+    check_command_line(["-m", "optim.lr=interval(1e-5,1e-3)", "hydra.sweep.dir=x"], "sweep")

@@ -1,0 +1,157 @@
+"""A dry run holds what the ranks of a real run hold, moves what they move, and leaves nothing behind."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from small import make_config
+
+from llava_fsdp.config import Config
+from llava_fsdp.distributed.memory import bytes_per_rank
+from llava_fsdp.distributed.parallelize import weights_of
+from llava_fsdp.distributed.precision import DTYPES
+from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.runtime.errors import ConfigError, OutOfMemory
+from llava_fsdp.train import dry_run
+from llava_fsdp.train import main as train
+
+RANKS = 8
+ROWS = [
+    ("zero0", None, True),
+    ("zero1", None, True),
+    ("zero2", None, True),
+    ("zero3", None, True),
+    ("zero3", None, False),
+    ("hybrid", 4, True),
+    ("hybrid2", 2, True),
+]
+
+
+@pytest.fixture(autouse=True)
+def ordinary_malloc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is set there stays set for the process, and this one has other tests to run."""
+    monkeypatch.setattr(dry_run, "return_freed_memory", lambda: None)
+
+
+def config(parts: Path, dataset: Path, folder: Path, *overrides: str, ranks: int = RANKS) -> Config:
+    small = ["data.max_length=64", "micro_batch_size=1", "global_batch_size=32", "precision=bf16"]
+    return make_config(parts, dataset, folder / "run", *small, f"dry_run={ranks}", "format=json", *overrides)
+
+
+def reported(cfg: Config, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    train.train(cfg)
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("row", "shard_size", "pack"), ROWS)
+def test_states_are_those_of_the_plan(
+    row: str,
+    shard_size: int | None,
+    pack: bool,
+    parts: Path,
+    dataset: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    size = "null" if shard_size is None else shard_size
+    cfg = config(parts, dataset, tmp_path, f"sharding={row}", f"sharding.shard_size={size}", f"pack={pack}")
+    report = reported(cfg, capsys)
+    model = build_llava(find_parts(cfg.model), cfg.model, DTYPES[cfg.precision.param_dtype])
+    weights = list(weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision).values())
+    expected = bytes_per_rank(weights, cfg.sharding.strategy, cfg.precision, RANKS, shard_size or RANKS)
+    held = (expected.parameters, expected.gradients, expected.optimizer)
+    assert tuple(own["measured"] for own in report["bytes"].values()) == held
+    assert tuple(own["planned"] for own in report["bytes"].values()) == held
+    assert report["peak"]["peak_resident"] > sum(held)
+    assert report["micro_batches"] == 2 and report["micro_batch"]["positions"] == 64
+    gathered = cfg.sharding.strategy.value != "NO_SHARD"
+    assert (report["collectives"]["all_gather"]["bytes"] > 0) == gathered
+    assert not (tmp_path / "run").exists() and not dist.is_initialized()
+
+
+@pytest.mark.parametrize("offload", ["none", "params"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("ranks", [1, RANKS])
+def test_every_state_is_planned_wherever_it_lies(
+    ranks: int,
+    precision: str,
+    offload: str,
+    parts: Path,
+    dataset: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One rank has working copies of its masters, unless FSDP wraps it to offload them; fp16 skips no step here."""
+    keys = [f"precision={precision}", f"offload={offload}"]
+    report = reported(config(parts, dataset, tmp_path, *keys, ranks=ranks), capsys)
+    assert all(own["measured"] == own["planned"] > 0 for own in report["bytes"].values())
+
+
+@pytest.mark.parametrize(("mode", "ranks"), [("nf4", RANKS), ("int8", 1)])
+def test_a_packed_base_is_planned(
+    mode: str, ranks: int, parts: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bits, and what they are unpacked with, are parameters of every rank."""
+    found = {}
+    for quantized in (mode, "none"):
+        keys = ["stage=finetune_qlora", f"model.quantize.mode={quantized}", "sharding=zero3", "model.lora.r=2"]
+        report = reported(config(parts, dataset, tmp_path, *keys, ranks=ranks), capsys)
+        assert all(own["measured"] == own["planned"] > 0 for own in report["bytes"].values())
+        found[quantized] = {name: own["measured"] for name, own in report["bytes"].items()}
+    if ranks == 1:  # a shard of so small a model is less than what is whole everywhere
+        assert found[mode]["parameters"] < found["none"]["parameters"]
+    assert found[mode]["gradients"] == found["none"]["gradients"]
+
+
+def test_out_of_memory_is_said_with_its_cures(
+    parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+    monkeypatch.setattr(dry_run, "train_step", full)
+    with pytest.raises(OutOfMemory, match=r"out of GPU memory.*less is needed with"):
+        train.train(config(parts, dataset, tmp_path, ranks=1))
+
+
+def test_one_rank_has_no_collectives(
+    parts: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = reported(config(parts, dataset, tmp_path, ranks=1), capsys)
+    assert all(own["measured"] == own["planned"] > 0 for own in report["bytes"].values())
+    assert not any(own["calls"] for own in report["collectives"].values())
+
+
+def test_the_table_is_printed_and_a_run_that_is_there_stays_as_it_is(
+    parts: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run_status.json").write_text("as it was")
+    keys = ["dry_run=2", "data.max_length=32", "micro_batch_size=1", f"output_dir={run}", "sharding=auto"]
+    monkeypatch.setattr(sys, "argv", ["train", *keys])
+    train.main()
+    said = capsys.readouterr().out
+    assert "rank 0 of 2 imagined ranks" in said and "peak resident" in said
+    assert "auto" not in said and any(strategy.value in said for strategy in SHARD_PLANS)
+    assert [f.name for f in tmp_path.rglob("*")] == ["run", "run_status.json"]
+    assert (run / "run_status.json").read_text() == "as it was"
+
+
+def test_refusals(parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"dry_run=0 must be at least 1"):
+        config(parts, dataset, tmp_path, ranks=0)
+    with pytest.raises(ConfigError, match=r"dry_run=8 cannot tell how many.*set sharding\.shard_size"):
+        config(parts, dataset, tmp_path, "sharding=hybrid")
+    with pytest.raises(ConfigError, match=r"format=json is for dry_run=N"):
+        train.train(config(parts, dataset, tmp_path, "dry_run=null"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"dry_run=8 is rank 0 of 8 imagined ranks.*torchrun started 2"):
+        train.train(config(parts, dataset, tmp_path))
+    assert not (tmp_path / "run").exists()

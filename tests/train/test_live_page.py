@@ -1,0 +1,138 @@
+"""The page of a run that goes on, and how it ends."""
+
+import itertools
+import json
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import command
+from imagined import lines, validation
+from small import make_config
+
+from llava_fsdp.report.run_reader import read_run
+from llava_fsdp.train import live_page
+from llava_fsdp.train import main as train
+from llava_fsdp.train.live_page import LivePage
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_training_leaves_a_page(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """A resumed one tells where it was; one that has finished begins no more."""
+    words = "optim.schedule=constant", "optim.warmup_ratio=0"
+    for steps, starts in ((2, [0]), (4, [0, 2]), (4, [0, 2])):
+        at_end = train.AtEnd()
+        train.train(make_config(parts, dataset, tmp_path / "run", f"max_steps={steps}", *words), at_end)
+        assert at_end.show is not None
+        at_end.show()
+        assert [row["step"] for row in rows_of(tmp_path / "run" / "starts.jsonl")] == starts
+    run = read_run(tmp_path / "run")
+    assert run.history.steps == 4 and list(run.history.sources) == ["mixed"]
+    assert ["max_steps", "null", "4"] in run.about["recipe"] and run.about["trains"][1][1] > 0
+    assert {"torch", "transformers", "python"} <= run.about["versions"].keys()
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "of 4 steps" in page and "started after step 2" in page
+    assert stat.S_IMODE((tmp_path / "run" / "report.html").stat().st_mode) == 0o600
+
+
+def test_starting_over_begins_a_new_page(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    words = "max_steps=1", "checkpoint.resume=never"
+    for _ in range(2):
+        train.train(make_config(parts, dataset, tmp_path / "run", *words))
+    assert [row["step"] for row in rows_of(tmp_path / "run" / "starts.jsonl")] == [0]
+    assert (tmp_path / "run" / "old-1" / "report.html").is_file()
+
+
+def test_a_page_that_cannot_be_written_is_a_warning(
+    parts: Path, dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "run" / "report.html").mkdir(parents=True)
+    train.train(make_config(parts, dataset, tmp_path / "run", "max_steps=2"))
+    assert len([r for r in caplog.records if "report.html cannot be written" in r.message]) == 1
+    assert len(rows_of(tmp_path / "run" / "metrics.jsonl")) == 2
+    assert not list((tmp_path / "run").glob("*.tmp")) and not list((tmp_path / "run").glob(".*.tmp"))
+
+
+def live(parts: Path, dataset: Path, folder: Path, first_step: int = 0) -> LivePage:
+    folder.mkdir(exist_ok=True)
+    return LivePage(make_config(parts, dataset, folder), first_step, {"time": 1.0, "total_steps": 9})
+
+
+def test_pages_take_a_hundredth_of_the_time(
+    parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an imagined clock: one takes 2 seconds, so the next one waits for 200."""
+    clock, written = [1000.0], []
+
+    def draw(*_: Any) -> str:
+        clock[0] += 2
+        written.append(clock[0])
+        return "page"
+
+    monkeypatch.setattr(live_page.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(live_page, "report_page", draw)
+    page = live(parts, dataset, tmp_path / "run")
+    for step in range(1, 1001):
+        clock[0] += 1
+        page.add({"step": step, "loss": 1.0})
+    assert [b - a for a, b in itertools.pairwise(written)] == [202] * 5
+
+
+def test_validations_are_read_as_they_come(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    page, told = live(parts, dataset, tmp_path / "run"), []
+    page.on_validation = lambda row: told.append(row["step"])
+    for step in (2, 4):
+        page.add({"step": step, "loss": 1.0})
+        lines(tmp_path / "run" / "validation.jsonl", (validation(s, [None], ("a",)) for s in range(2, step + 1, 2)))
+        page.write()
+        page.write()
+    assert told == [2, 4]
+    assert "Sample answers, step 4" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_validation_that_was_owed_is_told(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Of the step that a run goes on from; what an earlier start told is no news."""
+    for owed in (False, True):
+        run = tmp_path / str(owed)
+        run.mkdir()
+        lines(run / "metrics.jsonl", ({"step": step, "loss": 1.0} for step in (1, 2, 3, 4)))
+        lines(run / "validation.jsonl", (validation(step, [None], ("a",)) for step in ([2] if owed else [2, 4])))
+        page, told = live(parts, dataset, run, 4), []
+        page.on_validation = lambda row, told=told: told.append(row["step"])
+        lines(run / "validation.jsonl", (validation(step, [None], ("a",)) for step in (2, 4)))
+        page.write()
+        assert told == ([4] if owed else [])
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_the_page_says_how_the_run_ended(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Stopped by a signal; then a start fails before its first step, which is told and does not undo what was."""
+    words = [
+        "llava_fsdp.train", f"model.language={parts / 'language'}", f"model.vision={parts / 'vision'}",
+        "data=llava_json", f"data.path={dataset / 'mixed.json'}", f"data.images={dataset / 'images'}",
+        "data.workers=0", "data.max_length=256", "global_batch_size=2", "micro_batch_size=2", "max_steps=100000",
+        "export.enabled=false", "output_dir=run", "compile=false",
+    ]  # fmt: skip
+    child = subprocess.Popen([sys.executable, "-m", *words], cwd=tmp_path, stderr=subprocess.DEVNULL)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    until = time.monotonic() + 120
+    while time.monotonic() < until and (not metrics.is_file() or len(metrics.read_text().splitlines()) < 2):
+        time.sleep(0.2)
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(60) == 75
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "class='state stopped'" in page and f"<b>{len(rows_of(metrics)):,}</b>" in page
+    ran = command(*words, "model.language=gone", cwd=tmp_path, ranks=0)
+    assert ran.returncode == 2, ran.stderr
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "class='state stopped'" in page and "a later start: failed before its first step: " in page
+    assert "gone" in page and "<figcaption>Loss" in page

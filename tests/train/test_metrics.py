@@ -1,0 +1,175 @@
+"""Rows of a run's files: what a step's row says, which rows a resumed run keeps, and what is read from them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from llava_fsdp.data.batching.batch import StepFacts
+from llava_fsdp.model.flops import Flops
+from llava_fsdp.plan.mfu import Utilization
+from llava_fsdp.report.downsample import MOST_SKIPS, MOST_SOURCES, SUMS, VALUES, WINDOW, History
+from llava_fsdp.report.run_reader import Run, own_overrides, thinned, validations_until
+from llava_fsdp.sweep.run_metrics import mean_loss, numbers_of
+from llava_fsdp.train import metrics
+from llava_fsdp.train.lost_rows import due_between, faults_of
+from llava_fsdp.train.metrics import begin_quarantine, cut_back, metrics_row
+from llava_fsdp.train.state import StepResult
+
+
+def test_a_row_has_every_number_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "peak_memory", lambda: 77)
+    facts = StepFacts(
+        6, samples=5, tokens=300, pairs=2, label_tokens=90, images=4, tiles=9, truncated=3, labels_cut=1,
+        unlabelled=["a", "b"], source_labels={"x": 80, "y": 10, "z": 0},
+    )  # fmt: skip
+    losses = {"x": 1.5, "y": float("nan"), "z": None}
+    result = StepResult(
+        facts, 2.5, 0.01, float("inf"), 1.5, skipped=True, skipped_steps=8, loss_scale=64.0, recompiles=2,
+        own_loss_is_finite=False, source_losses=losses, data_seconds=0.5,
+    )  # fmt: skip
+    row = {
+        "step": 7, "loss": 2.5, "lr": 0.01, "grad_norm": None, "skipped": True, "skipped_steps": 8, "loss_scale": 64.0,
+        "sources": {"x": {"loss": 1.5, "label_tokens": 80}, "y": {"loss": None, "label_tokens": 10},
+                    "z": {"loss": None, "label_tokens": 0}},
+        "label_tokens": 90, "tokens": 300, "samples": 5, "images": 4, "tiles": 9, "truncated": 3, "labels_cut": 1,
+        "unlabelled": 2, "quarantined": 0, "seconds": 1.5, "data_seconds": 0.5, "tokens_per_second": 200.0,
+        "flops": None, "mfu": None, "hfu": None, "recompiles": 2, "peak_memory_bytes": 77,
+    }  # fmt: skip
+    assert metrics_row(result) == row
+    known = Utilization(Flops(1, 0, 0, 0), Flops(1, 0, 0, 0), 400.0, "")
+    assert metrics_row(result, known) == row | {"flops": 300, "mfu": 0.5, "hfu": 1.0}
+
+
+def put(path: Path, *steps: int) -> None:
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in steps) + '{"step": 1, "lo')
+
+
+def steps_of(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_a_resumed_run_keeps_the_rows_of_the_steps_before(tmp_path: Path) -> None:
+    """Those of its own step too, which is done; what it does again goes, and a line that was cut."""
+    path = tmp_path / "metrics.jsonl"
+    put(path, 1, 2, 3, 4, 5)
+    cut_back(path, 3)
+    assert steps_of(path) == [1, 2, 3]
+    cut_back(path, 0)
+    assert steps_of(path) == []
+    cut_back(tmp_path / "none.jsonl", 3)
+    assert not (tmp_path / "none.jsonl").exists()
+
+
+def test_records_left_out_before_the_first_step_are_listed_anew(tmp_path: Path) -> None:
+    path = tmp_path / "quarantine.jsonl"
+    put(path, 0, 0, 1, 3, 3, 4)
+    begin_quarantine(path, 3, [{"record": "a"}])
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert rows == [{"step": 0, "record": "a"}, {"step": 1}, {"step": 3}, {"step": 3}]
+    begin_quarantine(path, 0, [])
+    assert not path.exists(), "an empty file says that something was left out"
+
+
+def test_validations_that_were_due_between_two_steps() -> None:
+    """After the first, and before the second: its own may be under way."""
+    facts = {"config": {"val": {"every": 5}}}
+    found = {pair: list(due_between(*pair, facts)) for pair in [(0, 15), (5, 16), (4, 11), (10, 15), (14, 15), (3, 3)]}
+    assert found == {(0, 15): [5, 10], (5, 16): [10, 15], (4, 11): [5, 10], (10, 15): [], (14, 15): [], (3, 3): []}
+    for every in (None, 0, -5, True, 5.0):
+        assert not due_between(0, 15, {"config": {"val": {"every": every}}})
+    assert (
+        faults_of({"quarantined": 3, "unlabelled": 2}) == 5 and faults_of({"quarantined": True, "unlabelled": "2"}) == 0
+    )
+
+
+def test_curves_and_sums_of_a_history() -> None:
+    assert set(VALUES) == {
+        "loss", "lr", "grad_norm", "tokens_per_second", "mfu", "hfu", "peak_memory_bytes", "seconds", "data_seconds",
+        "loss_scale",
+    }  # fmt: skip
+    assert set(SUMS) == {
+        "samples", "tokens", "label_tokens", "images", "seconds", "data_seconds", "truncated", "quarantined",
+        "unlabelled",
+    }  # fmt: skip
+    history = History()
+    for step in range(1, 4):
+        history.add({"step": step, **{name: step * (n + 1) for n, name in enumerate(SUMS)}})
+    assert history.sums == {name: 6 * (n + 1) for n, name in enumerate(SUMS)}
+
+
+def test_the_lowest_loss_is_that_of_a_whole_window() -> None:
+    """The first of equal ones; before there is a window, the mean of what there is."""
+    history = History()
+    for step in range(1, WINDOW):
+        history.add({"step": step, "loss": 1.0 if step < WINDOW - 1 else 2.0})
+    assert history.lowest is None and history.lowest_loss == (history.loss, WINDOW - 1)
+    for step in range(WINDOW, 4 * WINDOW):
+        history.add({"step": step, "loss": 3.0 if step < 2 * WINDOW else 0.5})
+    assert history.lowest_loss == (0.5, 3 * WINDOW - 1)
+
+
+def test_steps_and_sources_that_are_named_have_an_end() -> None:
+    history = History()
+    many = {f"s{n}": {"loss": 1.0, "label_tokens": n} for n in range(MOST_SOURCES + 3)}
+    for step in range(1, MOST_SKIPS + 4):
+        history.add({"step": step, "skipped": True, "sources": many})
+    assert history.skipped == list(range(1, MOST_SKIPS + 1)) and history.skipped_steps == MOST_SKIPS + 3
+    assert list(history.sources) == list(history.source_labels) == list(many)[:MOST_SOURCES]
+    assert history.source_labels["s7"] == 7 * (MOST_SKIPS + 3)
+    last = MOST_SOURCES - 1
+    assert [name for name, _ in history.largest_sources(2)] == [f"s{last - 1}", f"s{last}"]
+
+
+def test_a_mean_is_of_the_second_half() -> None:
+    history = History()
+    for step, value in enumerate((9.0, 8.0, 1.0, 2.0, 3.0), 1):
+        history.add({"step": step, "seconds": value})
+    assert history.mean("seconds") == 2.0 and history.most("seconds") == 9.0
+    assert history.mean("loss") is None and history.most("loss") is None
+
+
+def test_validations_of_a_resumed_run() -> None:
+    rows = [{"step": n, "loss": place} for place, n in enumerate((2, 4, 6, 4, 5, 8))]
+    assert validations_until(rows, 6) == [rows[0], rows[3], rows[4], rows[2]]
+    numbers = [{"step": n} for n in range(1, 8)]
+    assert [[row["step"] for row in thinned(numbers, most)] for most in (7, 6, 3, 2, 1)] == [
+        [1, 2, 3, 4, 5, 6, 7], [1, 3, 5, 7], [1, 4, 7], [3, 7], [7],
+    ]  # fmt: skip
+    assert thinned([], 3) == []
+
+
+def test_steps_without_a_row_are_counted_from_the_first_start() -> None:
+    run = Run(Path("run"), "run", starts=[{"step": 4}, {"step": 2}])
+    for step in (3, 4, 7):
+        run.history.add({"step": step})
+    assert run.num_lost == 2 and Run(Path("run"), "run", run.history).num_lost == 0
+
+
+def test_the_end_of_a_run_is_that_of_its_last_start_with_a_step() -> None:
+    before = {"status": "failed", "reason": "old"}
+    ends = {
+        status: Run(Path("run"), "run", status={"status": status, "before": before}).state
+        for status in ("running", "stopping", "done", "config", "stopped")
+    }
+    assert ends == {
+        "running": "running",
+        "stopping": "stopping",
+        "done": "done",
+        "config": "failed",
+        "stopped": "failed",
+    }
+
+
+def test_overrides_that_tell_jobs_apart() -> None:
+    jobs = [["a=1", "b=2"], ["a=1", "b=3", "b=3"], ["a=1", "c=4"]]
+    assert own_overrides(jobs) == [["b=2"], ["b=3", "b=3"], ["c=4"]]
+    assert own_overrides(jobs[:1]) == [["a=1", "b=2"]]
+
+
+def test_a_sweep_compares_the_loss_of_label_tokens(tmp_path: Path) -> None:
+    rows = [{"loss": 1.0, "label_tokens": 3}, {"loss": 5.0, "label_tokens": 1}, {"loss": None, "label_tokens": 9}]
+    assert mean_loss(rows) == 2.0 and mean_loss(rows[:1] * 3) == 1.0 and mean_loss([]) is None
+    assert mean_loss([{"loss": 1.0}, {"loss": 2.0}]) is None
+    (tmp_path / "metrics.jsonl").write_text('{"step": 5, "loss": 2.0, "tokens": 30, "seconds": 4}\n')
+    assert numbers_of(tmp_path, 1).tokens_per_second == 7.5, "a single step is all that there is"

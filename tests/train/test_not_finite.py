@@ -1,0 +1,362 @@
+"""Steps whose numbers are none: skipped alike on every rank, and how many in a row are too many."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from harness import RankPool, single_world
+from small import make_config
+from torch._inductor.exc import InductorError
+
+from llava_fsdp.checkpoint.commit import Committer
+from llava_fsdp.checkpoint.saver import Saver
+from llava_fsdp.config import Config
+from llava_fsdp.data.batching.batch import Step
+from llava_fsdp.distributed import local_shards
+from llava_fsdp.distributed.compile import Compilations
+from llava_fsdp.distributed.consensus import Votes
+from llava_fsdp.distributed.mesh import World, make_mesh, own_rank
+from llava_fsdp.distributed.precision import MasterWeights
+from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.runtime.errors import CheckpointError, NumericError, Stopped
+from llava_fsdp.runtime.heartbeat import Beat, Phase, make_beat
+from llava_fsdp.runtime.watchdog import BEAT, Life
+from llava_fsdp.train import loop
+from llava_fsdp.train import main as train
+from llava_fsdp.train.metrics import FEWEST, Spikes
+from llava_fsdp.train.resume import resume
+from llava_fsdp.train.state import StepResult, TrainState
+
+TrainStep = Callable[..., StepResult]
+do_step, clip_gradients = loop.train_step, loop.clip_gradients
+
+
+def poison_loss(state: TrainState, step: Step) -> None:
+    step.micro_batches[0].scale = float("inf")
+
+
+def poison_gradient(state: TrainState, step: Step) -> None:
+    """FSDP has no hook between the sum over ranks and the norm: what one rank's part of the sum is then counts."""
+
+    def poisoned(masters: MasterWeights, *rest: object) -> torch.Tensor:
+        loop.clip_gradients = clip_gradients
+        gradient = next(p.grad for p in masters.named.values() if p.grad is not None)
+        local_shards.local(gradient).view(-1)[:1] = float("nan")
+        return clip_gradients(masters, *rest)
+
+    loop.clip_gradients = poisoned
+
+
+def run(cfg: Config, world: World, change: TrainStep) -> tuple[TrainState, list[StepResult]]:
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+    results = []
+    for step in state.loader.from_step(0):
+        results.append(change(state, step, plan, cfg, 0.0))
+    return state, results
+
+
+def kept(state: TrainState) -> dict[str, torch.Tensor]:
+    local = {f"w {n}": p for n, p in state.masters.named.items()}
+    for name, parameter in state.masters.named.items():
+        local |= {f"{moment} {name}": value for moment, value in state.optimizer.state[parameter].items()}
+    return {n: (v.to_local() if hasattr(v, "to_local") else v).detach().clone() for n, v in local.items()}
+
+
+def skipped_or_left_out(world: World, cfg: Config, poison: Callable, at: int) -> bool:
+    """A run with a poisoned step on the last rank, and one that never updates there."""
+
+    def poisoned(state: TrainState, step: Step, *rest: object) -> StepResult:
+        if state.step == at and world.rank == world.size - 1:
+            poison(state, step)
+        before = kept(state) if state.step == at else {}
+        result = do_step(state, step, *rest)
+        assert result.skipped == (step.facts.step == at) and all(
+            torch.equal(v, kept(state)[n]) for n, v in before.items()
+        )
+        return result
+
+    def left_out(state: TrainState, step: Step, *rest: object) -> StepResult:
+        if state.step != at:
+            return do_step(state, step, *rest)
+        state.step += 1
+        state.samples += step.facts.samples
+        state.skipped += 1
+        return StepResult(step.facts, 0.0, 0.0, 0.0, 0.0)
+
+    (one, mine), (other, theirs) = run(cfg, world, poisoned), run(cfg, world, left_out)
+    assert (one.step, one.samples, one.skipped, one.consecutive) == (other.step, other.samples, 1, 0)
+    assert [r.loss for r in mine[at + 1 :]] == [r.loss for r in theirs[at + 1 :]]
+    first, second = kept(one), kept(other)
+    return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("poison", [poison_loss, poison_gradient])
+@pytest.mark.parametrize("strategy", ["zero3", "zero1"])
+def test_a_step_that_is_skipped_never_was(
+    poison: Callable, strategy: str, parts: Path, dataset: Path, tmp_path: Path, pools: dict[int, RankPool]
+) -> None:
+    """On one rank only; all ranks go on alike, to the bit as if they had left that update out."""
+    values = [f"sharding={strategy}", "optim.clip=null", "micro_batch_size=3", "max_steps=5"]
+    cfg = make_config(parts, dataset, tmp_path, *values)
+    assert all(pools[2].run(skipped_or_left_out, cfg, poison, 2, timeout=90))
+
+
+def train_poisoned(world: World, cfg: Config, steps: range) -> tuple[str, dict]:
+    """A whole run whose loss is infinite on the last rank in some steps; how it ends."""
+
+    def poisoned(state: TrainState, step: Step, *rest: object) -> StepResult:
+        if state.step in steps and own_rank() == world.size - 1:
+            poison_loss(state, step)
+        return do_step(state, step, *rest)
+
+    loop.train_step = poisoned
+    try:
+        train.train(cfg)
+    except NumericError as error:
+        return str(error), error.culprit
+    finally:
+        loop.train_step = do_step
+    return "", {}
+
+
+@pytest.mark.ranks
+def test_too_many_in_a_row_stop_with_their_samples(
+    parts: Path, dataset: Path, tmp_path: Path, pools: dict[int, RankPool]
+) -> None:
+    """What was saved before them stays, and nothing is saved among them; the samples of that rank alone are named."""
+    values = ["max_steps=8", "checkpoint.every=1", "numeric.max_consecutive_skips=2", "micro_batch_size=3"]
+    cfg = make_config(parts, dataset, tmp_path / "stops", *values)
+    (said, culprit), (again, _) = pools[2].run(train_poisoned, cfg, range(3, 8), timeout=90)
+    assert said == again
+    assert said.startswith("step 4 to 6: loss inf") and "the weights are those of step 3" in said
+    assert f"the last checkpoint is {tmp_path}/stops/checkpoints/step-000003" in said
+    assert "those of step 6 on rank 1: " in said and len(culprit["records"]) == 6
+    assert all("mixed.json" in record and "(id r" in record for record in culprit["records"])
+    assert saved(tmp_path / "stops") == ["step-000002", "step-000003"]
+
+    cfg = make_config(parts, dataset, tmp_path / "goes on", *values)
+    assert pools[2].run(train_poisoned, cfg, range(3, 5), timeout=90) == [("", {})] * 2
+    rows = [json.loads(line) for line in (tmp_path / "goes on" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["skipped_steps"] for row in rows] == [0, 0, 0, 1, 2, 2, 2, 2]
+    facts = json.loads((tmp_path / "goes on" / "checkpoints" / "step-000008" / "state.json").read_text())
+    assert (facts["skipped"], facts["samples"]) == (2, sum(row["samples"] for row in rows))
+
+
+def test_a_resume_continues_behind_skipped_steps(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """To the bit as if there had been no end: the schedule waited for skipped steps, and the loss scale was lowered."""
+    values = ["max_steps=6", "precision=fp16", "precision.scaler.initial_power=4", "precision.scaler.hysteresis=1"]
+    values += ["checkpoint.every=3", "numeric.max_consecutive_skips=9"]
+    whole, rest = tmp_path / "whole", tmp_path / "rest"
+    assert train_poisoned(single_world(), make_config(parts, dataset, whole, *values), range(1, 3)) == ("", {})
+    begun = whole / "checkpoints" / "step-000003"
+    train.train(make_config(parts, dataset, rest, *values, f"checkpoint.resume={begun}"))
+    names = "step", "loss", "lr", "grad_norm", "loss_scale", "skipped_steps"
+    expected, found = (
+        [[json.loads(line)[name] for name in names] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in (whole, rest)
+    )
+    assert found == expected[3:] and [row[-1] for row in expected] == [0, 1, 2, 2, 2, 2]
+    assert expected[3][2] == expected[1][2] > expected[4][2] and expected[3][4] == expected[0][4] / 4
+    facts = [json.loads((folder / "checkpoints/step-000006/state.json").read_text()) for folder in (whole, rest)]
+    for name in ("step", "samples", "skipped", "scaler", "broken", "run"):
+        assert facts[0][name] == facts[1][name], name
+
+
+def test_a_checkpoint_that_is_due_at_a_skipped_step_is_saved_after_the_next(
+    parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    cfg = make_config(parts, dataset, tmp_path, "max_steps=6", "checkpoint.every=3", "checkpoint.keep=9")
+    assert train_poisoned(single_world(), cfg, range(2, 4)) == ("", {})
+    assert saved(tmp_path) == ["step-000005", "step-000006"]
+
+
+def test_a_resume_knows_the_records_that_broke(
+    parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They count against the limit on bad records, and none of them twice."""
+
+    def breaking(state: TrainState, *rest: object) -> StepResult:
+        state.loader.broken |= {3, 5}
+        return do_step(state, *rest)
+
+    cfg = make_config(parts, dataset, tmp_path, "max_steps=2")
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", breaking)
+        train.train(cfg)
+    state = train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
+    assert resume(state, cfg) is not None
+    assert state.loader.broken == {3, 5}
+
+
+def saved(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
+
+
+def test_zero_stops_at_the_first(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    cfg = make_config(parts, dataset, tmp_path, "numeric.max_consecutive_skips=0")
+    said, culprit = train_poisoned(single_world(), cfg, range(1, 2))
+    assert said.startswith("step 2: loss inf") and "the last checkpoint is none" in said
+    assert len(culprit["records"]) == 12
+
+
+def cast(world: World) -> list[Votes]:
+    asked = [Votes(), Votes(stop=world.rank == 1), Votes(save=world.rank == 0, failed=world.rank == 1)]
+    return [votes.agreed() for votes in asked]
+
+
+@pytest.mark.ranks
+def test_what_one_rank_asks_for_all_do(pools: dict[int, RankPool]) -> None:
+    assert pools[4].run(cast) == [[Votes(), Votes(stop=True), Votes(save=True, failed=True)]] * 4
+    assert Votes(stop=True).agreed() == Votes(stop=True)
+
+
+def ask_to_stop(arguments: tuple[object, ...], now: bool) -> None:
+    """As a signal does; `arguments` are those of a step, the run's life among them."""
+    (life,) = (own for own in arguments if isinstance(own, Life))
+    life.stop = "SIGTERM" if now else ""
+
+
+def test_a_stop_is_saved_once(parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a step that is on disk already nothing is written again; and the same command goes on behind it."""
+    written: list[int] = []
+    save = Saver.save
+
+    def counted(saver: Saver) -> None:
+        written.append(saver.facts()["step"])
+        save(saver)
+
+    def asked(state: TrainState, *rest: object) -> StepResult:
+        result = do_step(state, *rest)
+        ask_to_stop(rest, state.step == 2)
+        return result
+
+    monkeypatch.setattr(Saver, "save", counted)
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "train_step", asked)
+        for every, expected in (("2", [2]), ("null", [2])):
+            written.clear()
+            cfg = make_config(parts, dataset, tmp_path / every, f"checkpoint.every={every}", "max_steps=4")
+            with pytest.raises(Stopped, match="SIGTERM: stopped after step 2"):
+                train.train(cfg)
+            assert written == expected
+    train.train(cfg)
+    assert written == [2, 4]
+
+
+@pytest.mark.parametrize("exported", [True, False])
+def test_a_stop_in_the_last_step_leaves_the_export_to_the_next_start(
+    exported: bool, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(state: TrainState, *rest: object) -> StepResult:
+        ask_to_stop(rest, state.step == 1)
+        return do_step(state, *rest)
+
+    cfg = make_config(parts, dataset, tmp_path, "max_steps=2", f"export.enabled={exported}", "export.verify=false")
+    expected = pytest.raises(Stopped, match="after the last step") if exported else contextlib.nullcontext()
+    with monkeypatch.context() as patched, expected:
+        patched.setattr(loop, "train_step", asked)
+        train.train(cfg)
+    assert (tmp_path / "checkpoints" / "step-000002").is_dir() and not (tmp_path / "export").exists()
+    if exported:
+        train.train(cfg)
+        assert (tmp_path / "export" / "config.json").is_file()
+
+
+def test_a_stop_does_not_promise_what_could_not_be_written(
+    parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(state: TrainState, *rest: object) -> StepResult:
+        ask_to_stop(rest, state.step == 1)
+        return do_step(state, *rest)
+
+    def refused(*_: object) -> Path:
+        raise CheckpointError("the disk is full")
+
+    monkeypatch.setattr(loop, "train_step", asked)
+    monkeypatch.setattr(Committer, "write", refused)
+    cfg = make_config(parts, dataset, tmp_path, "max_steps=4", "checkpoint.every=2", "checkpoint.on_save_error=warn")
+    with pytest.raises(Stopped, match="after step 2; the same command continues from the checkpoint before"):
+        train.train(cfg)
+
+
+@pytest.mark.parametrize("stop", ["SIGTERM", ""])
+def test_a_compiler_that_dies_of_the_stop_is_no_bug(
+    stop: str, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal to the process group ends the compiler of a later step too."""
+
+    def compiling(*_: object) -> StepResult:
+        raise InductorError(RuntimeError("g++ was ended"), None)
+
+    cfg = make_config(parts, dataset, tmp_path, "max_steps=2")
+    plan, world, life = SHARD_PLANS[cfg.sharding.strategy], single_world(), Life()
+    state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+    life.stop = stop
+    said: list[str] = []
+    monkeypatch.setattr(loop, "log", lambda: SimpleNamespace(info=said.append))
+    monkeypatch.setattr(loop, "train_step", compiling)
+    expected = pytest.raises(Stopped, match="SIGTERM: stopped in step 1, while it compiled; the same command continues")
+    with expected if stop else pytest.raises(InductorError):
+        loop.fit(state, plan, cfg, lambda _: None, life=life)
+    assert not said, "nothing is to be compiled"
+    state.compilations = Compilations()
+    with pytest.raises(InductorError):
+        loop.fit(state, plan, cfg, lambda _: None)
+    assert len(said) == 1 and said[0].startswith("compiling the language model's blocks")
+
+
+def test_a_rank_that_reports_a_step_is_behind_those_that_go_on(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Its disk or terminal may hang: it must not look as if it waited for them."""
+    cfg = make_config(parts, dataset, tmp_path, "max_steps=2")
+    plan, world, life = SHARD_PLANS[cfg.sharding.strategy], single_world(), Life()
+    state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+    seen: list[Beat] = []
+
+    def look() -> None:
+        seen.append(make_beat(0, life.step, life.phase, 0, "", 0))
+
+    loop.fit(state, plan, cfg, lambda _: look(), look, life)
+    assert [beat.place for beat in seen] == sorted({beat.place for beat in seen})
+
+
+def test_a_life_that_cannot_watch_hears_signals(tmp_path: Path) -> None:
+    def broken() -> str:
+        raise ValueError("no such place")
+
+    with Life(tmp_path) as life, life.steps():
+        life.detail = broken
+        life.at(Phase.DATA)
+        time.sleep(2 * BEAT)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        until = time.monotonic() + 10
+        while not (heard := life.wants_save()) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert heard and not life.wants_save()
+        life.at(Phase.COMPUTE)
+
+
+def test_a_life_that_was_not_entered_has_no_events() -> None:
+    life = Life()
+    assert not life.wants_stop() and not life.wants_save()
+
+
+def test_losses_that_stand_out() -> None:
+    dice = random.Random(0)
+    spikes = Spikes(6.0)
+    assert [spikes.stands_out(9.0 if n == 3 else 1.0) for n in range(FEWEST)] == [None] * FEWEST, "too early to say"
+    calm = Spikes(6.0)
+    assert not any(calm.stands_out(2 + dice.gauss(0, 0.1)) for _ in range(300))
+    found = calm.stands_out(3.0)
+    assert found is not None and found[0] == pytest.approx(2, abs=0.05) and found[1] == pytest.approx(0.1, abs=0.03)
+    assert calm.stands_out(float("nan")) is None and Spikes(None).stands_out(1e9) is None
+    assert calm.stands_out(3.0) is not None, "a loss that is no number is not one of those before"

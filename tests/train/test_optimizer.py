@@ -1,0 +1,142 @@
+"""Schedules are the ones they are named after; parameter groups are LLaVA's."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from harness import single_world
+from reference import outcome
+from small import make_config
+from torch import nn
+from transformers.optimization import (
+    get_constant_schedule_with_warmup,
+    get_cosine_schedule_with_warmup,
+    get_linear_schedule_with_warmup,
+)
+
+from llava_fsdp.config import Schedule
+from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.train import main as train
+from llava_fsdp.train.optimizer import SCHEDULES, decayed_names
+
+THEIRS = {
+    Schedule.cosine: get_cosine_schedule_with_warmup,
+    Schedule.linear: get_linear_schedule_with_warmup,
+    Schedule.constant: lambda o, w, t: get_constant_schedule_with_warmup(o, w),
+}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+@pytest.mark.parametrize(("total", "warmup"), [(50, 7), (10, 0), (3, 3), (1, 1)])
+def test_schedules_equal_transformers(name: Schedule, total: int, warmup: int) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = THEIRS[name](optimizer, warmup, total)
+    for step in range(total):
+        assert SCHEDULES[name](step, total, warmup) == scheduler.get_last_lr()[0], step
+        optimizer.step()
+        scheduler.step()
+
+
+def test_warmup_decay_is_logarithmic_then_linear() -> None:
+    """DeepSpeed's WarmupDecayLR: log(step + 1) / log(warmup), then a straight line to 0."""
+    values = [SCHEDULES[Schedule.warmup_decay](step, 20, 5) for step in range(20)]
+    assert values[:5] == [math.log(s + 1) / math.log(5) for s in range(5)]
+    assert values[5:] == pytest.approx([(20 - s) / 15 for s in range(5, 20)])
+    for warmup in (0, 1, 2):  # it is at least two steps long there
+        values = [SCHEDULES[Schedule.warmup_decay](step, 5, warmup) for step in range(5)]
+        assert values == pytest.approx([0.0, 1.0, 1.0, 2 / 3, 1 / 3])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_learning_rate_is_never_negative(name: Schedule) -> None:
+    """Not even behind the last step, nor where the warm-up is as long as the run or longer."""
+    for total, warmup in ((5, 2), (3, 3), (2, 7), (1, 0)):
+        values = [SCHEDULES[name](step, total, warmup) for step in range(total + 3)]
+        assert all(0 <= value <= 1 + 1e-12 or step < warmup for step, value in enumerate(values)), values
+        assert min(values) >= 0
+
+
+def test_warmup_log_is_logarithmic_then_constant() -> None:
+    """DeepSpeed's WarmupLR: log(step + 1) / log(warmup), then 1; a warm-up is at least two steps long there."""
+    values = [SCHEDULES[Schedule.warmup_log](step, 20, 5) for step in range(20)]
+    assert values == [math.log(s + 1) / math.log(5) for s in range(5)] + [1.0] * 15
+    assert [SCHEDULES[Schedule.warmup_log](step, 9, 0) for step in range(3)] == [0.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(("override", "expected"), [("null", 2), ("3", 3), ("0", 0)])
+def test_a_number_of_warmup_steps_wins_over_the_ratio(
+    override: str, expected: int, parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """ceil(0.3 x 4 steps) = 2, unless the number is given."""
+    cfg = make_config(
+        parts, dataset, tmp_path, "optim.warmup_ratio=0.3", f"optim.warmup_steps={override}", "max_steps=4"
+    )
+    state = train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
+    assert state.learning_rate.warmup_steps == expected
+
+
+def test_groups(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """No decay for norms and biases; the projector and the tower with their own learning rates."""
+    cfg = make_config(
+        parts, dataset, tmp_path, "model.train=[projector,language,vision]", "optim.lr=1e-3", "optim.weight_decay=0.1",
+        "optim.projector_lr=2e-3", "optim.vision_lr=3e-4",
+    )  # fmt: skip
+    state = train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
+    names = {id(p): n for n, p in state.masters.named.items()}
+    found = {}
+    for group in state.optimizer.param_groups:
+        for parameter in group["params"]:
+            found[names[id(parameter)]] = (group["base_lr"], group["weight_decay"])
+    assert set(found) == set(state.masters.named)
+    assert found["language_model.layers.0.mlp.up_proj.weight"] == (1e-3, 0.1)
+    assert found["language_model.embed_tokens.weight"] == found["lm_head.weight"] == (1e-3, 0.1)
+    assert found["language_model.layers.0.input_layernorm.weight"] == (1e-3, 0.0)
+    assert found["multi_modal_projector.linear_1.weight"] == (2e-3, 0.1)
+    assert found["multi_modal_projector.linear_1.bias"] == (2e-3, 0.0)
+    assert found["vision_tower.encoder.layers.0.layer_norm1.weight"] == (3e-4, 0.0)
+    assert found["vision_tower.encoder.layers.0.mlp.fc1.weight"] == (3e-4, 0.1)
+    assert "vision_tower.encoder.layers.2.mlp.fc1.weight" not in found, "it lies behind the selected layer"
+    assert "vision_tower.post_layernorm.weight" not in found
+    assert "language_model.norm.weight" not in decayed_names(state.model)
+
+
+def test_a_learning_rate_of_zero_is_one(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """It holds a part still; only null gives the part `optim.lr`."""
+    cfg = make_config(
+        parts, dataset, tmp_path, "model.train=[projector,language,vision]", "optim.lr=1e-3", "optim.projector_lr=0",
+        "optim.vision_lr=null",
+    )  # fmt: skip
+    state = train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
+    rates = {id(p): group["base_lr"] for group in state.optimizer.param_groups for p in group["params"]}
+    by_part = {name.partition(".")[0]: rates[id(p)] for name, p in state.masters.named.items()}
+    assert by_part == {"language_model": 1e-3, "lm_head": 1e-3, "vision_tower": 1e-3, "multi_modal_projector": 0.0}
+
+
+def test_clipping_scales_the_update_and_reports_the_norm_before(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """AdamW hardly notices a constant factor, so a step-dependent one must show; the reported norm is the raw one."""
+    runs = {}
+    for clip in ("null", "1e9", "1e-3"):
+        cfg = make_config(
+            parts, dataset, tmp_path / clip, f"optim.clip={clip}", "export.enabled=true", "export.dtype=fp32",
+            "export.verify=false", "optim.eps=1e-4",
+        )  # fmt: skip
+        train.train(cfg)
+        runs[clip] = outcome(tmp_path / clip)
+    assert runs["null"].losses == runs["1e9"].losses
+    assert runs["1e-3"].grad_norms[0] == runs["null"].grad_norms[0] > 1e-3
+    moved = [
+        float((runs[c].weights["lm_head.weight"] - runs["null"].weights["lm_head.weight"]).abs().max())
+        for c in ("1e9", "1e-3")
+    ]
+    assert moved[0] == 0 < moved[1]
+
+
+def test_the_end_of_a_line_decays(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """`image_newline` is no norm and no bias; it belongs to no module but the model itself."""
+    tiled = ["data.image_aspect_ratio=anyres", "model.patch_merge=spatial_unpad"]
+    cfg = make_config(parts, dataset, tmp_path / "run", *tiled)
+    state = train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
+    decayed = decayed_names(state.model)
+    assert "image_newline" in decayed
+    assert decayed <= {name for name, _ in state.model.named_parameters()}

@@ -1,0 +1,262 @@
+"""Packed rows are the same training: as padded ones, on any number of ranks, and no sample sees another."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from harness import CPU, RankPool
+from packed import Noted, build, gradients, write_every_kind
+from reference import EXPORTED, TOLERANCE, ZERO_GRADIENT, difference, outcome, run_ranks, vocabulary
+from small import make_config
+
+from llava_fsdp.data.batching.batch import MicroBatch
+from llava_fsdp.data.batching.collate import boundaries, packed
+from llava_fsdp.data.text.constants import IGNORE
+from llava_fsdp.data.text.encode import Sample
+from llava_fsdp.distributed.mesh import World
+from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.train import main as train
+from llava_fsdp.train.main import open_data
+from llava_fsdp.train.state import TrainState
+
+SAMPLES = 16
+STEPS = 20
+ROOMS = [1200, 500, 260]
+"""tokens_per_micro_batch: a step is one micro-batch on a rank, or several"""
+COMMON = ["data.max_length=256", f"global_batch_size={SAMPLES}"]
+
+
+@pytest.fixture(scope="module")
+def kinds(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_every_kind(dataset, tmp_path_factory.mktemp("kinds"))
+
+
+@pytest.mark.parametrize("train_parts", ["[projector]", "[projector,language]", "[projector,language,vision]"])
+@pytest.mark.parametrize("room", ROOMS)
+def test_loss_and_every_gradient_are_those_of_padded_rows(
+    room: int, train_parts: str, parts: Path, kinds: Path, tmp_path: Path
+) -> None:
+    found = []
+    for overrides in (["pack=false"], [f"tokens_per_micro_batch={room}"]):
+        cfg = make_config(parts, kinds, tmp_path, *COMMON, f"model.train={train_parts}", *overrides)
+        state = build(cfg)
+        step = state.loader.steps.prepare(0)
+        total = 0.0
+        for micro in step.micro_batches:
+            assert bool(micro.lengths) == cfg.pack
+            assert not cfg.pack or micro.input_ids.numel() == sum(micro.lengths) <= room, "padding, or too much"
+            loss = micro.scale * state.model(*state.loader.to_device(micro).inputs)
+            loss.backward()
+            total += float(loss.detach())
+        found.append((total, gradients(state), step.facts))
+    (loss, expected, facts), (packed_loss, got, packed_facts) = found
+    assert facts == packed_facts and facts.images > facts.samples / 2
+    assert packed_loss == pytest.approx(loss, rel=TOLERANCE)
+    assert got.keys() == expected.keys() and got
+    for name, gradient in expected.items():
+        if not name.endswith(ZERO_GRADIENT):
+            assert (got[name] - gradient).norm() <= TOLERANCE * gradient.norm(), name
+
+
+ALL_CUTS = list(itertools.product(((1, "zero3"), (2, "zero2"), (4, "zero3")), ROOMS))
+CUTS = [((1, "zero3"), ROOMS[0]), ((2, "zero2"), ROOMS[-1])]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("cuts", [CUTS, pytest.param(ALL_CUTS, marks=pytest.mark.slow)], ids=["two", "all"])
+def test_trajectory_is_that_of_padded_rows(
+    cuts: list, parts: Path, kinds: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """20 steps on 1, 2 and 4 ranks in three sizes of rows, of which the fast tier has two; every third step has two
+    samples for up to four ranks."""
+    common = [*COMMON, f"max_steps={STEPS}", *EXPORTED]
+    cfg = make_config(parts, kinds, tmp_path / "padded", *common, "pack=false", "micro_batch_size=4")
+    train.train(cfg)
+    expected = outcome(tmp_path / "padded")
+    assert expected.losses[-1] < 0.7 * expected.losses[0], "nothing was learnt"
+    for (size, sharding), room in cuts:
+        folder = tmp_path / f"{size}-{room}"
+        overrides = (
+            f"sharding={sharding}",
+            f"tokens_per_micro_batch={room}",
+            f"recompute={'full' if size > 1 else 'none'}",
+        )
+        cfg = make_config(parts, kinds, folder, *common, *overrides)
+        if size == 1:
+            train.train(cfg)
+        else:
+            pools[size].run(run_ranks, cfg, timeout=120)
+        got = outcome(folder)
+        assert len(got.losses) == STEPS
+        assert got.losses == pytest.approx(expected.losses, rel=TOLERANCE), folder.name
+        assert difference(got.weights, expected.weights, vocabulary(cfg)) < TOLERANCE, folder.name
+
+
+def test_a_step_has_the_same_samples_however_it_is_cut(parts: Path, kinds: Path, tmp_path: Path) -> None:
+    cfg = make_config(parts, kinds, tmp_path)
+    model = build_llava(find_parts(cfg.model), cfg.model, torch.float32)
+
+    def ids(size: int, *overrides: str) -> list[list[str]]:
+        """By step; one that is full, and one that has fewer samples than ranks."""
+        cfg = make_config(parts, kinds, tmp_path, *COMMON, *overrides)
+        steps = open_data(cfg, World(0, size, 0, size, CPU), model).steps
+        noted, found = Noted(steps), []
+        for step in (0, 2):
+            rows: list[list[list[str]]] = []
+            for rank in range(size):
+                steps.rank, noted.ids = rank, []
+                steps.prepare(step)
+                rows.append(noted.ids)
+            assert len({len(own) for own in rows}) == 1, "ranks run different numbers of micro-batches"
+            found.append(sorted(i for own in rows for row in own for i in row))
+        return found
+
+    expected = ids(1, "pack=false", "micro_batch_size=4")
+    assert [len(step) for step in expected] == [SAMPLES, 2]
+    for size, room in itertools.product((1, 2, 4), ROOMS):
+        assert ids(size, f"tokens_per_micro_batch={room}") == expected, (size, room)
+
+
+def one_row(state: TrainState) -> MicroBatch:
+    """All samples of the first step in one row."""
+    (micro,) = state.loader.steps.prepare(0).micro_batches
+    assert len(micro.lengths) == SAMPLES
+    return state.loader.to_device(micro)
+
+
+def with_heads(parts: Path, key_value_heads: int, folder: Path) -> Path:
+    shutil.copytree(parts, folder)
+    path = folder / "language" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_key_value_heads": key_value_heads}))
+    return folder
+
+
+class Leak:
+    """A packed row, what a model makes of every sample in it, and the row with one sample changed."""
+
+    def __init__(self, state: TrainState, count: int):
+        self.state = state
+        whole = one_row(state)
+        ends = list(itertools.accumulate(whole.lengths))[:count]
+        self.bounds = list(itertools.pairwise([0, *ends]))
+        shown = int((whole.image_positions < ends[-1]).sum())
+        self.tiles = shown // 4
+        self.row = replace(
+            whole,
+            input_ids=whole.input_ids[:, : ends[-1]],
+            position_ids=whole.position_ids[:, : ends[-1]],
+            cu_seqlens=whole.cu_seqlens[: count + 1],
+            lengths=whole.lengths[:count],
+            image_positions=whole.image_positions[:shown],
+            image_rows=whole.image_rows[:shown],
+            images=whole.images[: self.tiles],
+        )
+
+    @torch.no_grad()
+    def logits(self, row: MicroBatch) -> list[torch.Tensor]:
+        """Of every sample, at all its positions."""
+        everywhere = torch.arange(row.input_ids.numel())
+        return [
+            found.clone()
+            for found in self.state.model(*replace(row, label_positions=everywhere).inputs[:-1]).split(row.lengths)
+        ]
+
+    def gradients_of(self, row: MicroBatch, sample: int) -> dict[str, torch.Tensor]:
+        """Of the loss of one sample alone, at every position that has a next one."""
+        begin, end = self.bounds[sample]
+        positions = torch.arange(begin, end - 1)
+        own = replace(row, label_positions=positions, label_ids=self.row.input_ids.flatten()[positions + 1])
+        self.state.model(*own.inputs).backward()
+        return gradients(self.state)
+
+    def changes(self, sample: int) -> dict[str, MicroBatch]:
+        """The row with something of one sample changed: each of its texts' tokens, and each of its pictures."""
+        begin, end = self.bounds[sample]
+        inside = (self.row.image_positions >= begin) & (self.row.image_positions < end)
+        pictures = sorted({int(r) // 4 for r in self.row.image_rows[inside]})
+        text = [p for p in range(begin, end) if p not in set(self.row.image_positions.tolist())]
+        found = {}
+        for name, places in {"first": text[:1], "last": text[-1:], "every": text}.items():
+            ids = self.row.input_ids.clone()
+            ids[0, places] = (ids[0, places] + 7) % 100 + 3
+            found[f"{name} token"] = replace(self.row, input_ids=ids)
+        for tile in pictures:
+            images = self.row.images.clone()
+            images[tile] = images[tile].flip(-1) + 0.5
+            found[f"picture {tile}"] = replace(self.row, images=images)
+        return found
+
+
+def count_pictures(leak: Leak) -> list[int]:
+    return [sum(name.startswith("picture") for name in leak.changes(n)) for n in range(len(leak.bounds))]
+
+
+def test_positions_begin_anew_with_every_sample() -> None:
+    held = boundaries((3, 1, 4))
+    assert held["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1, 2, 3]]
+    assert held["cu_seqlens"].tolist() == [0, 3, 4, 8] and held["lengths"] == (3, 1, 4)
+
+
+def test_no_position_predicts_the_token_of_another_sample() -> None:
+    """Whatever is packed: each label is the next token of its own sample, and a sample's last position has none."""
+    samples = []
+    for first, length in ((10, 4), (20, 1), (30, 3)):
+        ids = np.arange(first, first + length)
+        samples.append(Sample(ids, ids, (), (), 0, 0))
+    ids, labels = packed(samples)
+    assert ids.tolist() == [[10, 11, 12, 13, 20, 30, 31, 32]]
+    assert labels.tolist() == [[11, 12, 13, IGNORE, IGNORE, 31, 32, IGNORE]]
+
+
+LEAKS = [
+    pytest.param(6, "none", "[projector,language]", id="heads of their own"),
+    pytest.param(3, "none", "[projector,language]", id="grouped heads"),
+    pytest.param(1, "full", "[projector,language,vision]", id="one key head, recomputed, tower too"),
+]
+
+
+@pytest.mark.parametrize(("key_value_heads", "recompute", "train_parts"), LEAKS)
+def test_no_sample_sees_another(
+    key_value_heads: int, recompute: str, train_parts: str, parts: Path, kinds: Path, tmp_path: Path
+) -> None:
+    """Bit for bit: no change of one sample changes a logit or a gradient of another, wherever in the row they are."""
+    parts = with_heads(parts, key_value_heads, tmp_path / "parts")
+    overrides = [*COMMON, "tokens_per_micro_batch=4000", f"recompute={recompute}", f"model.train={train_parts}"]
+    leak = Leak(build(make_config(parts, kinds, tmp_path / "run", *overrides)), 5)
+    assert leak.tiles >= 3 and min(count_pictures(leak)) == 0 and max(count_pictures(leak)) > 1
+    logits = leak.logits(leak.row)
+    own = [leak.gradients_of(leak.row, n) for n in range(len(leak.bounds))]
+    pictures = 0
+    for changed in range(len(leak.bounds)):
+        for name, row in leak.changes(changed).items():
+            pictures += name.startswith("picture")
+            for other, found in enumerate(leak.logits(row)):
+                same = torch.equal(found, logits[other])
+                assert same != (other == changed), f"{name} of {changed} in logits of {other}"
+            for other in range(len(leak.bounds)) if "every" in name or "picture" in name else ():
+                found = leak.gradients_of(row, other)
+                assert found.keys() == own[other].keys()
+                same = all(torch.equal(found[n], own[other][n]) for n in found)
+                assert same != (other == changed), f"{name} of {changed} in gradients of {other}"
+    assert pictures == leak.tiles
+
+
+def test_samples_that_are_not_kept_apart_would_be_noticed(parts: Path, kinds: Path, tmp_path: Path) -> None:
+    leak = Leak(build(make_config(parts, kinds, tmp_path, *COMMON, "tokens_per_micro_batch=4000")), 3)
+    total = sum(leak.row.lengths)
+
+    def as_one(row: MicroBatch) -> list[torch.Tensor]:
+        whole = replace(row, lengths=(total,), cu_seqlens=torch.tensor([0, total], dtype=torch.int32))
+        return list(leak.logits(whole)[0].split(leak.row.lengths))
+
+    before = as_one(leak.row)
+    after = as_one(leak.changes(0)["first token"])
+    assert not torch.equal(before[2], after[2])

@@ -1,0 +1,276 @@
+"""A run continues where it was, as itself, on any number of ranks."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from harness import RankPool
+from reference import EXPORTED, TOLERANCE, difference, outcome, run_ranks, vocabulary
+from safetensors.torch import load_file
+from saves import interrupted
+from small import make_config
+
+from llava_fsdp.checkpoint.layout import Part
+from llava_fsdp.checkpoint.snapshot import Staging
+from llava_fsdp.config import Config
+from llava_fsdp.distributed.mesh import World, make_mesh
+from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.model.weight_names import ours
+from llava_fsdp.runtime.errors import CheckpointError, ConfigError
+from llava_fsdp.runtime.run_dir import list_checkpoints
+from llava_fsdp.train import main as train
+from llava_fsdp.train.resume import resume
+
+OFTEN = ["max_steps=6", "checkpoint.every=2", "checkpoint.keep=9", *EXPORTED]
+
+
+@pytest.fixture(scope="module")
+def whole_run(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps on one rank, with a checkpoint after every second; an epoch is four steps."""
+    folder = tmp_path_factory.mktemp("whole")
+    train.train(make_config(parts, dataset, folder, *OFTEN))
+    return folder
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("size", "overrides"),
+    [
+        (1, []),
+        (2, ["sharding=zero3"]),
+        (4, ["sharding=zero2", "micro_batch_size=2", "recompute=full"]),
+        (4, ["sharding=hybrid", "sharding.shard_size=2"]),
+    ],
+)
+@pytest.mark.parametrize("step", [2, 4])
+def test_resumes_at_the_next_sample(
+    step: int,
+    size: int,
+    overrides: list[str],
+    whole_run: Path,
+    parts: Path,
+    dataset: Path,
+    pools: dict[int, RankPool],
+    tmp_path: Path,
+) -> None:
+    """Step 2 lies within an epoch, step 4 at its end. One rank continues to the bit."""
+    cfg = make_config(parts, dataset, interrupted(whole_run, tmp_path, step), *OFTEN, *overrides)
+    if size == 1:
+        train.train(cfg)
+    else:
+        pools[size].run(run_ranks, cfg)
+    expected, got = outcome(whole_run), outcome(tmp_path)
+    assert [json.loads(r)["step"] for r in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
+    if size == 1:
+        assert got.losses == expected.losses
+        assert all(torch.equal(got.weights[n], expected.weights[n]) for n in expected.weights)
+    else:
+        assert got.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+        assert difference(got.weights, expected.weights, vocabulary(cfg)) < TOLERANCE
+
+
+@pytest.mark.ranks
+def test_from_four_ranks_to_one(
+    whole_run: Path, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    sharded = ["sharding=zero3", "max_steps=6", "checkpoint.every=4", *EXPORTED]
+    pools[4].run(run_ranks, make_config(parts, dataset, tmp_path / "four", *sharded))
+    shutil.copytree(tmp_path / "four" / "checkpoints" / "step-000004", tmp_path / "one" / "checkpoints" / "step-000004")
+    cfg = make_config(parts, dataset, tmp_path / "one", *OFTEN)
+    train.train(cfg)
+    expected, got = outcome(whole_run), outcome(tmp_path / "one")
+    assert got.losses == pytest.approx(expected.losses[4:], rel=TOLERANCE)
+    assert difference(got.weights, expected.weights, vocabulary(cfg)) < TOLERANCE
+
+
+def test_bf16_masters_resume_to_the_bit(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """The working copies are made anew from the masters, which hold more than bf16."""
+    values = [*OFTEN, "precision=bf16"]
+    train.train(make_config(parts, dataset, tmp_path / "whole", *values))
+    folder = interrupted(tmp_path / "whole", tmp_path / "again", 4)
+    train.train(make_config(parts, dataset, folder, *values))
+    expected, got = outcome(tmp_path / "whole"), outcome(folder)
+    assert got.losses == expected.losses
+    assert all(torch.equal(got.weights[n], expected.weights[n]) for n in expected.weights)
+
+
+def test_finished_run_does_nothing(whole_run: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(whole_run, folder)
+    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file() and p.name != "config.yaml"}
+    train.train(make_config(parts, dataset, folder, *OFTEN))
+    for path, changed in before.items():
+        if path.name not in (
+            "metrics.jsonl",
+            "run_status.json",
+            ".lock",
+            ".stepped",
+            "rank-0.json",
+            "report.html",
+        ):  # cut back to the step it was at; says what runs
+            assert path.stat().st_mtime_ns == changed, path
+    assert (folder / "metrics.jsonl").read_text() == (whole_run / "metrics.jsonl").read_text()
+
+
+def test_more_steps_continue(whole_run: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole_run, tmp_path / "copy")
+    train.train(make_config(parts, dataset, tmp_path / "copy", *OFTEN, "max_steps=7"))
+    got = outcome(tmp_path / "copy")
+    assert len(got.losses) == 7 and got.losses[:6] == outcome(whole_run).losses
+    assert json.loads((tmp_path / "copy" / "export" / "llava_fsdp.json").read_text())["step"] == 7
+
+
+CHANGES = {
+    "seed": "seed=7",
+    "global_batch_size": "global_batch_size=6",
+    "optim.lr": "optim.lr=1e-3",
+    "optim.schedule": "optim.schedule=linear",
+    "loss.normalize": "loss.normalize=micro_batch pack=false",
+    "model.train": "model.train=[projector]",
+    "data.max_length": "data.max_length=100",
+    "data.template": "data.template=chatml",
+}
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_another_recipe_is_refused(key: str, whole_run: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    cfg = make_config(parts, dataset, interrupted(whole_run, tmp_path, 4), *OFTEN, *CHANGES[key].split())
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.")) as caught:
+        train.train(cfg)
+    assert "checkpoint.resume=never" in str(caught.value) and "output_dir" in str(caught.value)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 6, "a refused run must not touch anything"
+
+
+def test_another_dataset_is_refused_and_a_moved_one_is_not(
+    whole_run: Path, parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    records = json.loads((dataset / "mixed.json").read_text())
+    folder = interrupted(whole_run, tmp_path / "run", 4)
+    moved = tmp_path / "moved.json"
+    moved.write_text(json.dumps(records[:-1]))
+    with pytest.raises(CheckpointError, match=r"data\.path: the dataset is another one"):
+        train.train(make_config(parts, dataset, folder, *OFTEN, f"data.path={moved}"))
+    shutil.copyfile(dataset / "mixed.json", moved)
+    train.train(make_config(parts, dataset, folder, *OFTEN, f"data.path={moved}"))
+    assert outcome(folder).losses == outcome(whole_run).losses
+
+
+def test_another_model_is_refused(
+    whole_run: Path, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frozen weights are in no checkpoint, so another tower of the same shape must be noticed."""
+    first = tmp_path / "first"
+    values = ["max_steps=2", *EXPORTED]
+    train.train(make_config(parts, dataset, first, *values, stage="pretrain"))
+    shutil.rmtree(first / "export")
+    other = ["model.random_weights=false", f"model.checkpoint={whole_run / 'export'}", "max_steps=3"]
+    cfg = make_config(parts, dataset, first, *values, *other, stage="pretrain")
+    with pytest.raises(ConfigError, match=r"model\.random_weights: True -> False"):
+        train.train(cfg)
+    monkeypatch.setattr(train, "check_settings", lambda _: None)  # as of a folder that was filled with another
+    with pytest.raises(CheckpointError, match="the model is another one"):
+        train.train(cfg)
+
+
+def test_never_starts_over_and_loses_nothing(whole_run: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole_run, tmp_path / "copy")
+    cfg = make_config(parts, dataset, tmp_path / "copy", *OFTEN, "checkpoint.resume=never", "seed=9")
+    train.train(cfg)
+    assert outcome(tmp_path / "copy").losses != outcome(whole_run).losses
+    old = tmp_path / "copy" / "old-1"
+    kept = [p.name for p in list_checkpoints(old / "checkpoints")]
+    assert kept == ["step-000002", "step-000004", "step-000006"]
+    assert (old / "metrics.jsonl").read_text() == (whole_run / "metrics.jsonl").read_text()
+    before, after = outcome(whole_run).weights, outcome(tmp_path / "copy").weights
+    assert all(torch.equal(t, before[n]) for n, t in load_export(old).items()), "the old export is kept"
+    assert not all(torch.equal(after[n], before[n]) for n in before), "and is not taken for the new one's"
+
+
+def test_going_back_starts_a_branch(whole_run: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """From an earlier checkpoint by name: the later ones are another branch, and never continued from again."""
+    folder = tmp_path / "copy"
+    shutil.copytree(whole_run, folder)
+    back = f"checkpoint.resume={whole_run / 'checkpoints' / 'step-000002'}"
+    train.train(make_config(parts, dataset, folder, *OFTEN, "checkpoint.every=1", "max_steps=4", back))
+    found = [p.name for p in list_checkpoints(folder / "checkpoints")]
+    assert found == ["step-000002", "step-000003", "step-000004"]
+    kept = list_checkpoints(folder / "old-1" / "checkpoints")
+    assert [p.name for p in kept] == ["step-000004", "step-000006"]
+    assert len(outcome(folder).losses) == 4
+
+
+def test_another_tokenizer_is_refused(whole_run: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Two words swapped: the same shapes, other ids."""
+    shutil.copytree(parts, tmp_path / "parts")
+    path = tmp_path / "parts" / "language" / "tokenizer.json"
+    frozen = json.loads(path.read_text())
+    vocabulary = frozen["model"]["vocab"]
+    one, other = sorted(vocabulary, key=vocabulary.__getitem__)[-2:]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    path.write_text(json.dumps(frozen))
+    folder = interrupted(whole_run, tmp_path / "run", 4)
+    with pytest.raises(CheckpointError, match="the tokenizer or the preprocessor is another one"):
+        train.train(make_config(tmp_path / "parts", dataset, folder, *OFTEN))
+
+
+def resumed_step(world: World, cfg: Config, older: Path) -> int:
+    """Where this rank continues, when every rank but the first sees an older checkpoint as the newest."""
+    if world.rank:
+        cfg.checkpoint.resume = str(older)
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+    assert resume(state, cfg)
+    return state.step
+
+
+@pytest.mark.ranks
+def test_rank_0_chooses_the_checkpoint(
+    whole_run: Path, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """Ranks that each looked for themselves would train different steps together."""
+    cfg = make_config(parts, dataset, interrupted(whole_run, tmp_path / "run", 4), *OFTEN)
+    older = whole_run / "checkpoints" / "step-000002"
+    assert pools[2].run(resumed_step, cfg, older) == [4, 4]
+
+
+def load_export(folder: Path) -> dict[str, torch.Tensor]:
+    return {ours(n): t for n, t in load_file(folder / "export" / "model.safetensors").items()}
+
+
+def test_only_the_newest_are_kept(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    cfg = make_config(parts, dataset, tmp_path, "max_steps=5", "checkpoint.every=1", "checkpoint.keep=2")
+    (tmp_path / "checkpoints" / "step-000009.tmp").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-12").mkdir()
+    train.train(cfg)
+    found = [p.name for p in list_checkpoints(tmp_path / "checkpoints")]
+    assert found == ["step-000004", "step-000005"]
+
+
+def test_checkpoint_that_is_none(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    cfg = make_config(parts, dataset, tmp_path, f"checkpoint.resume={tmp_path / 'nothing'}")
+    with pytest.raises(CheckpointError, match=r"nothing is not a checkpoint; give auto, never, or a step-NNNNNN"):
+        train.train(cfg)
+
+
+@pytest.mark.parametrize("values", [[], ["precision=bf16"], ["precision=bf16_pure", "precision.moment_dtype=int8"]])
+def test_a_save_beside_the_steps_is_of_its_step(
+    values: list[str], parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late the copy is made: the update waits for it."""
+    values = ["max_steps=3", "checkpoint.every=1", "checkpoint.keep=9", "export.enabled=false", *values]
+    train.train(make_config(parts, dataset, tmp_path / "waits", *values, "checkpoint.asynchronous=false"))
+    fill = Staging.fill
+
+    def late(staging: Staging, parts: dict[str, Part]) -> None:
+        time.sleep(0.3)
+        fill(staging, parts)
+
+    monkeypatch.setattr(Staging, "fill", late)
+    train.train(make_config(parts, dataset, tmp_path / "beside", *values))
+    for step in (1, 2, 3):
+        folders = [tmp_path / name / "checkpoints" / f"step-{step:06d}" for name in ("waits", "beside")]
+        one, other = ((folder / "rank-00000.safetensors").read_bytes() for folder in folders)
+        assert one == other, step

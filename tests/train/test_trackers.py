@@ -1,0 +1,195 @@
+"""TensorBoard and Weights & Biases, for real: what they were told is read back from what they wrote."""
+
+import importlib.util
+import json
+import re
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from small import config_of, make_config
+
+from llava_fsdp.config import Config
+from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.train import trackers
+from llava_fsdp.train.metrics import Reporter
+from llava_fsdp.train.trackers import Trackers, check_installed, values_of_step, values_of_validation
+
+SECRET = "hf_abcdefghij0123456789xyz"
+PLANTED = {
+    "data.path": f"https://me:pass-word-7@host/{SECRET}.json",
+    "hub.token": "pass-word-7",
+    "data.token": [SECRET],
+}
+ROW = {
+    "step": 1, "loss": 2.5, "lr": 0.1, "grad_norm": None, "skipped_steps": 0, "tokens_per_second": 10.0, "mfu": None,
+    "seconds": 1.0, "data_seconds": 0.5, "peak_memory_bytes": 7,
+    "sources": {"a": {"loss": 2.0, "label_tokens": 1}, "b": {"loss": None, "label_tokens": 0}},
+}  # fmt: skip
+
+
+@pytest.fixture
+def cfg(parts: Path, dataset: Path, tmp_path: Path) -> Any:
+    return lambda *words: make_config(parts, dataset, tmp_path / "run", *words)
+
+
+def follow(cfg: Config, first: int, last: int, run: str = "abc123", **more: Any) -> Trackers:
+    """A start of a run that takes these steps."""
+    Path(cfg.output_dir).mkdir(exist_ok=True)
+    found = Trackers(cfg, first, run, {"command": f"train hub_token={SECRET}"}, {"optim.lr": 0.1, **PLANTED}, **more)
+    for step in range(first + 1, last + 1):
+        found.step({**ROW, "step": step, "loss": 10.0 * first + step})
+    return found
+
+
+def test_what_a_row_is_called() -> None:
+    found = values_of_step(ROW)
+    assert found["train/loss"] == 2.5 and found["loss_by_source/a"] == 2.0 and found["speed/data_seconds"] == 0.5
+    assert "speed/mfu" not in found and "loss_by_source/b" not in found and "train/gradient_norm" not in found
+    row = {"step": 3, "loss": 1.0, "score": None, "seconds": 2.0, "sources": {"a": {"loss": 1.0, "label_tokens": 4}}}
+    assert values_of_validation(row) == {"validation/loss": 1.0, "validation/seconds": 2.0}
+
+
+def test_tensorboard_files_are_read_back(cfg: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """After a resume at step 2 the steps that were done twice have their second values alone."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    configured = cfg("track.tensorboard=true")
+    follow(configured, 0, 4).close()
+    second = follow(configured, 2, 5)
+    second.validation({"step": 5, "loss": 1.5, "score": 0.25, "sources": {}})
+    second.close()
+    events = EventAccumulator(str(Path(configured.output_dir) / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 1), (2, 2), (3, 23), (4, 24), (5, 25)]
+    assert [e.value for e in events.Scalars("validation/score")] == [0.25]
+    assert events.Scalars("loss_by_source/a")[0].value == 2.0
+    written = b"".join(p.read_bytes() for p in Path(configured.output_dir).rglob("events*"))
+    assert b"optim.lr" in written and b"hf_abcdefghij" not in written and b"pass-word-7" not in written
+    assert not [record for record in caplog.records if record.name == "llava_fsdp"]
+
+
+def test_weights_and_biases_offline(cfg: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Both starts of a run are one run there, and no secret is written."""
+    wandb = pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef0123456789abcdef01234567")
+    monkeypatch.setattr(sys, "argv", ["train.py", f"hub_token={SECRET}", "of-this-command-line"])
+    for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    configured = cfg("track.wandb=offline", "track.project=seen", "track.name=a b")
+    follow(configured, 0, 2).close(patience=60)
+    second = follow(configured, 2, 4)
+    second.validation({"step": 3, "loss": 1.5, "score": None, "sources": {}})
+    second.close(patience=60)
+    files = sorted(Path(configured.output_dir).glob("wandb/offline-run-*/*.wandb"))
+    assert len(files) >= 1 and {file.stem for file in files} == {"run-abc123"}
+    steps, runs = [], []
+    for file in files:
+        for data in records_of(file.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            if record.HasField("run"):
+                runs.append((record.run.run_id, record.run.project, record.run.display_name))
+            if record.HasField("history"):
+                own = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
+                steps.append((own["_step"], own["train/loss"], own.get("validation/loss")))
+    assert sorted(steps) == [(1, 1, None), (2, 2, None), (3, 23, None), (4, 24, 1.5)]
+    assert set(runs) == {("abc123", "seen", "a b")}
+    for path in Path(configured.output_dir).rglob("*"):
+        if path.is_file():
+            data = path.read_bytes()
+            for planted in ("0123456789abcdef0123", "hf_abcdefghij", "pass-word-7", "of-this-command-line"):
+                assert planted.encode() not in data, (path, planted)
+            host = re.escape(socket.gethostname().encode())  # as a word: a short one is in many a random name
+            assert not re.search(rb"(?<![A-Za-z0-9])" + host + rb"(?![A-Za-z0-9])", data), path
+    assert wandb.run is None
+
+
+def records_of(content: bytes) -> Iterator[bytes]:
+    """Of a log in LevelDB's format: blocks of 32 KiB, records of which are whole or in pieces."""
+    at, piece = 7, b""  # behind the file's own head
+    while at + 7 <= len(content):
+        room = 32768 - at % 32768
+        if room < 7:
+            at += room
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, at)
+        piece += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield piece
+            piece = b""
+
+
+def test_what_a_tracker_raises_is_a_warning(
+    cfg: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken:
+        def __init__(self, run: Trackers):
+            pass
+
+        def log(self, step: int, values: dict[str, float]) -> None:
+            raise RuntimeError("no room")
+
+    monkeypatch.setattr(trackers, "TensorBoard", Broken)
+    follow(cfg("track.tensorboard=true"), 0, 3).close()
+    assert [r.levelname for r in caplog.records] == ["WARNING"] and "no room" in caplog.text
+
+
+def test_a_tracker_that_hangs_holds_nothing_up(
+    cfg: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Stuck:
+        def __init__(self, run: Trackers):
+            time.sleep(3600)
+
+    monkeypatch.setattr(trackers, "TensorBoard", Stuck)
+    monkeypatch.setattr(trackers, "MOST_WAITING", 3)
+    follow(cfg("track.tensorboard=true"), 0, 10).close(patience=0.2)
+    assert "behind by 3 rows" in caplog.text and "not finished" in caplog.text
+
+
+def test_the_end_has_one_deadline(cfg: Any) -> None:
+    """However the wait for room in the queue and that for the thread share it."""
+    found, joined = Trackers(cfg(), 0, "abc", {}, {}), []
+    found.thread = SimpleNamespace(join=joined.append, is_alive=lambda: False)  # pyright: ignore[reportAttributeAccessIssue]
+    found.waiting = SimpleNamespace(put=lambda row, timeout: time.sleep(0.05))  # pyright: ignore[reportAttributeAccessIssue]
+    found.close(patience=1.0)
+    assert len(joined) == 1 and joined[0] <= 0.95
+
+
+def test_the_last_words_of_a_lost_run_are_short(cfg: Any) -> None:
+    reporter, given = Reporter(cfg(), 0, 1, is_first_rank=False), []
+    reporter.enabled = True
+    run = SimpleNamespace(status={"exit_code": 5})
+    reporter.page = SimpleNamespace(write=lambda: None, run=run, failed=True)  # pyright: ignore[reportAttributeAccessIssue]
+    reporter.trackers = SimpleNamespace(close=lambda code, patience: given.append((code, patience)))  # pyright: ignore[reportAttributeAccessIssue]
+    reporter.end()
+    reporter.last_words()
+    assert given == [(5, trackers.PATIENCE), (5, trackers.HURRY)] and trackers.HURRY < trackers.PATIENCE
+
+
+def test_without_a_wish_there_is_no_thread(cfg: Any) -> None:
+    assert follow(cfg(), 0, 2).thread is None
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_missing_package_is_said_at_the_door(name: str, cfg: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    value = "true" if name == "tensorboard" else "online"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda found: None)
+    with pytest.raises(ConfigError, match=rf"track\.{name}={value} needs .*llava-fsdp\[{name}\]"):
+        check_installed(cfg(f"track.{name}={value}").track)
+    check_installed(cfg().track)
+
+
+def test_a_wrong_choice_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"track\.wandb=maybe must be one of \[off, offline, online\]"):
+        config_of(["track.wandb=maybe"])

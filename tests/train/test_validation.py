@@ -1,0 +1,479 @@
+"""A run is measured on held-out records: by the right numbers, on any number of ranks, and trains as without it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import RankPool, single_world
+from packed import write_every_kind
+from reference import TOLERANCE, open_steps, run_ranks, trained_weights
+from small import config_of, make_config, write_json
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional
+from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+from llava_fsdp.config import Config
+from llava_fsdp.data.batching.batch import LeftOut
+from llava_fsdp.data.loader import normalize
+from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
+from llava_fsdp.data.text.templates import template
+from llava_fsdp.data.validation_prompts import ask, lay_out_prompts
+from llava_fsdp.data.validation_set import order_of, spread, warn_of_trained
+from llava_fsdp.distributed.compile import run_block
+from llava_fsdp.distributed.eval_mode import evaluating
+from llava_fsdp.distributed.mesh import World, make_mesh
+from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.model.generation import write_answers
+from llava_fsdp.runtime.errors import ConfigError, DataError, Stopped
+from llava_fsdp.runtime.watchdog import Life
+from llava_fsdp.train import main as train
+from llava_fsdp.train.loop import train_step
+from llava_fsdp.train.validation import Validation
+
+LEARNT = [
+    "max_steps=30",
+    "epochs=9",
+    "optim.lr=1e-2",
+    "export.enabled=true",
+    "export.dtype=fp32",
+    "export.verify=false",
+]
+MOST = 12
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "validation.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def held(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Records of one picture, of several and of none, of very different lengths."""
+    return write_every_kind(dataset, tmp_path_factory.mktemp("held"))
+
+
+@pytest.fixture(scope="module")
+def trained(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has finished without ever being measured."""
+    folder = tmp_path_factory.mktemp("trained")
+    train.train(make_config(parts, dataset, folder, *LEARNT))
+    return folder
+
+
+def keys(held: Path, *others: str) -> list[str]:
+    values = ["val.every=100", f"val.path={held / 'mixed.json'}", f"val.images={held / 'images'}", "val.answers=34"]
+    return [*values, f"val.max_new_tokens={MOST}", "val.shown=99", *others]
+
+
+@pytest.fixture(scope="module")
+def expected(trained: Path, parts: Path, dataset: Path, held: Path) -> tuple[float, int, list[str]]:
+    """Loss, label tokens and answers by transformers' model, a record at a time, without padding."""
+    cfg = make_config(parts, dataset, trained, *keys(held)).held_out
+    steps = open_steps(cfg)
+    config = LlavaConfig.from_pretrained(trained / "export")
+    model = LlavaForConditionalGeneration.from_pretrained(
+        trained / "export", dtype=torch.float32, attn_implementation="eager"
+    )
+    table = torch.from_numpy(steps.pictures.preprocessor.pixel_table())
+    tokenizer, stop = steps.encoder.tokenizer, template("v1").stop
+    ends = sorted({model.generation_config.eos_token_id, tokenizer.encode(stop)[-1].id})
+    total, labels, answers = 0.0, 0, []
+    for number in range(len(steps.records)):
+        sample, pictures = steps.load(number)
+        asked = ask(steps.records[number], steps.encoder.tokenizer, steps.pictures, cfg)
+        with torch.no_grad():
+            logits = model(**inputs(sample.input_ids, pictures, table, config)).logits[0, :-1]
+            total += float(functional.cross_entropy(logits, torch.from_numpy(sample.labels[1:]), reduction="sum"))
+            labels += int((sample.labels[1:] != IGNORE).sum())
+            shown = inputs(asked.sample.input_ids, pictures[: len(asked.pictures)], table, config)
+            written = model.generate(**shown, max_new_tokens=MOST, do_sample=False, pad_token_id=0, eos_token_id=ends)
+        answer = [token for token in written[0, len(asked.sample.input_ids) :].tolist() if token not in ends]
+        answers.append(tokenizer.decode(answer).strip())
+    return total / labels, labels, answers
+
+
+def inputs(ids: np.ndarray, pictures: list[np.ndarray], table: torch.Tensor, config: LlavaConfig) -> dict[str, Any]:
+    tokens = torch.from_numpy(ids)[None]
+    found = {"input_ids": torch.where(tokens == IMAGE_ID, config.image_token_id, tokens)}
+    found["attention_mask"] = torch.ones_like(tokens)
+    return found | ({"pixel_values": normalize(torch.from_numpy(np.concatenate(pictures)), table)} if pictures else {})
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("size", "overrides"),
+    [
+        (1, []),
+        (1, ["pack=false", "micro_batch_size=5", "val.batch_size=3", "data.workers=2"]),
+        pytest.param(1, ["offload=params", "tokens_per_micro_batch=300"], marks=pytest.mark.slow),
+        (2, ["sharding=zero3", "recompute=full", "val.batch_size=4"]),
+        pytest.param(2, ["sharding=zero2", "pack=false", "recompute=offload"], marks=pytest.mark.slow),
+        (4, ["sharding=zero1", "tokens_per_micro_batch=400"]),
+        pytest.param(4, ["sharding=hybrid", "sharding.shard_size=2", "val.batch_size=20"], marks=pytest.mark.slow),
+        pytest.param(2, ["sharding=zero0"], marks=pytest.mark.slow),
+    ],
+)
+def test_numbers_are_those_of_transformers(
+    size: int,
+    overrides: list[str],
+    expected: tuple[float, int, list[str]],
+    trained: Path,
+    parts: Path,
+    dataset: Path,
+    held: Path,
+    pools: dict[int, RankPool],
+    tmp_path: Path,
+) -> None:
+    """The run has finished: the same command with `val.every` measures it once, whatever ranks it has now."""
+    folder = shutil.copytree(trained, tmp_path / "run")
+    cfg = make_config(parts, dataset, folder, *LEARNT, *keys(held), *overrides)
+    if size == 1:
+        train.train(cfg)
+    else:
+        pools[size].run(run_ranks, cfg)
+    loss, labels, answers = expected
+    (row,) = rows(folder)
+    assert row["step"] == 30 and row["label_tokens"] == labels and row["questions"] == len(answers) == 34
+    assert row["loss"] == pytest.approx(loss, rel=TOLERANCE)
+    assert row["sources"] == {"mixed": {"loss": row["loss"], "label_tokens": labels}}
+    assert [own["answer"] for own in row["answers"]] == answers
+    assert len({*answers}) > 5 and any(len(own.split()) < 9 for own in answers), "the answers prove little"
+    right = [own["answer"].strip().lower() == own["references"][0].strip().lower() for own in row["answers"]]
+    assert [own["score"] for own in row["answers"]] == right and row["score"] == sum(right) / 34
+    assert row["metric"] == "exact" and row["seconds"] > 0
+    with_picture = [own for own in row["answers"] if own["picture"]]
+    assert len(with_picture) > 20 and all(Path(own["picture"]).is_absolute() for own in with_picture)
+    assert all(Path(own["picture"]).is_file() and "<image>" not in own["question"] for own in with_picture)
+    train.train(make_config(parts, dataset, folder, *LEARNT, *keys(held))) if size == 1 else None
+    assert len(rows(folder)) == 1, "a run that has been measured is measured again"
+
+
+LORA = ["stage=finetune_lora", "model.lora.r=4", "model.lora.alpha=8", "model.lora.dropout=0.3"]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("size", "overrides"),
+    [
+        (1, ["precision=bf16", "recompute=full", *LORA]),
+        pytest.param(1, ["precision=bf16_pure", "offload=params"], marks=pytest.mark.slow),
+        (2, ["sharding=zero3", "recompute=full", "model.train=[projector,language,vision]"]),
+        pytest.param(2, ["sharding=zero1", "micro_batch_size=2", "precision=bf16"], marks=pytest.mark.slow),
+        pytest.param(2, ["sharding=zero2", "sharding.blocks_per_unit=2", *LORA], marks=pytest.mark.slow),
+    ],
+)
+def test_training_is_the_same_to_the_bit(
+    size: int, overrides: list[str], parts: Path, dataset: Path, held: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    found = []
+    for name, values in (("with", keys(held, "val.every=1", "val.answers=3")), ("without", [])):
+        # after the stage, which is chosen anew for adapters
+        cfg = make_config(parts, dataset, tmp_path / name, *overrides, *values)
+        if size == 1:
+            train.train(cfg)
+        else:
+            pools[size].run(run_ranks, cfg)
+        metrics = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        found.append(([(row["loss"], row["grad_norm"]) for row in metrics], trained_weights(tmp_path / name)))
+    (losses, weights), (expected_losses, expected_weights) = found
+    assert [row["step"] for row in rows(tmp_path / "with")] == [1, 2, 3, 4]
+    assert (
+        len({row["loss"] for row in rows(tmp_path / "with")}) == 4
+        and not (tmp_path / "without" / "validation.jsonl").exists()
+    )
+    assert losses == expected_losses and len(losses) == 4
+    assert weights.keys() == expected_weights.keys() and weights
+    assert all(torch.equal(weights[name], expected_weights[name]) for name in weights)
+
+
+def open_state(world: World, cfg: Config) -> tuple[train.TrainState, Validation]:
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+    assert state.held_out is not None
+    Path(cfg.output_dir).mkdir(exist_ok=True)
+    state.model.train()
+    pauses = Pauses()
+    return state, Validation(state, state.held_out, cfg, 4, Life(), pauses, lambda _: None)
+
+
+class Pauses:
+    """Counts batches, and ends the run at one of them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.last = 0
+
+    def __call__(self) -> None:
+        self.count += 1
+        if self.count == self.last:
+            raise Stopped("now")
+
+
+def leave_nothing(world: World, cfg: Config) -> None:
+    state, validation = open_state(world, cfg)
+    units = [module for module in state.model.modules() if isinstance(module, FSDPModule)]
+    assert units
+    modes: list[bool] = []
+    state.model.register_forward_pre_hook(
+        lambda model, _: modes.append(torch.is_grad_enabled() or any(module.training for module in model.modules()))
+    )
+    validation.measure()
+    assert len(modes) > 10 and not any(modes), "it ran as in training"
+    before = torch.get_rng_state()
+    validation.pause_run.last = validation.pause_run.count + 2  # type: ignore[attr-defined]
+    with pytest.raises(Stopped):
+        validation.measure()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.is_grad_enabled() and all(module.training for module in state.model.modules())
+    for unit in units:
+        own = unit._get_fsdp_state()
+        assert not own._comm_ctx.post_forward_order
+        group = own._fsdp_param_group
+        assert group is None or (not group._post_forward_indices and group.is_sharded)
+
+
+def test_a_model_in_the_middle_of_its_training_is_only_looked_at() -> None:
+    """No gradients, no dropout, random numbers of its own; and then it trains as if nothing had been."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).train()
+    torch.manual_seed(1)
+    expected = torch.rand(4)
+    torch.manual_seed(1)
+    with evaluating(model, torch.device("cpu")):
+        assert not any(module.training for module in model.modules())
+        assert not model(torch.rand(2, 3)).requires_grad
+        with pytest.raises(ZeroDivisionError), evaluating(model, torch.device("cpu")):
+            raise ZeroDivisionError
+    assert all(module.training for module in model.modules()) and torch.is_grad_enabled()
+    assert torch.equal(torch.rand(4), expected)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("sharding", ["zero1", "zero3"])
+def test_leaves_nothing_behind(
+    sharding: str, parts: Path, dataset: Path, held: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """Where it is cut short by a stop too."""
+    cfg = make_config(parts, dataset, tmp_path, *keys(held, f"sharding={sharding}", "global_batch_size=6"))
+    pools[2].run(leave_nothing, cfg)
+
+
+def test_continued_run_does_what_is_owed_once(parts: Path, dataset: Path, held: Path, tmp_path: Path) -> None:
+    """The run died in the validation of step 4, whose checkpoint was there, or behind it; or before step 4's was."""
+    common = ["max_steps=7", "checkpoint.every=2", "checkpoint.keep=9", *keys(held, "val.every=2", "val.answers=2")]
+    whole = tmp_path / "whole"
+    train.train(make_config(parts, dataset, whole, *common))
+    expected = rows(whole)
+    assert [row["step"] for row in expected] == [2, 4, 6, 7], "also after the last step"
+    for at, left in ((4, [2]), (4, [2, 4]), (2, [2, 4, 6])):
+        folder = tmp_path / f"{at}-{len(left)}"
+        shutil.copytree(whole / "checkpoints" / f"step-{at:06d}", folder / "checkpoints" / f"step-{at:06d}")
+        kept = [{**row, "seconds": -1.0} for row in expected if row["step"] in left]
+        torn = [*map(json.dumps, kept), '{"step": 4, "lo']
+        (folder / "validation.jsonl").write_text("\n".join(torn) + "\n")
+        train.train(make_config(parts, dataset, folder, *common))
+        got = rows(folder)
+        assert [row["step"] for row in got] == [2, 4, 6, 7]
+        assert [row["seconds"] < 0 for row in got] == [step in left and step <= at for step in (2, 4, 6, 7)]
+        for own, other in zip(got, expected, strict=True):
+            assert own | {"seconds": 0} == other | {"seconds": 0}
+    train.train(make_config(parts, dataset, whole, *common, "checkpoint.resume=never", "val.every=null"))
+    assert not (whole / "validation.jsonl").exists() and len(rows(whole / "old-1")) == 4
+
+
+def test_every_source_has_a_loss_of_its_own(parts: Path, dataset: Path, held: Path, tmp_path: Path) -> None:
+    files = [
+        f"++val.sources.caps.path={dataset / 'captions.json'}",
+        f"++val.sources.kinds.path={held / 'mixed.json'}",
+        f"++val.sources.text.path={dataset / 'text.json'}",
+    ]
+    common = ["max_steps=1", "val.every=1", "val.answers=6", "val.max_new_tokens=3"]
+    cfg = make_config(parts, dataset, tmp_path / "all", *common, *files, f"val.index={tmp_path / 'index'}")
+    train.train(cfg)
+    (row,) = rows(tmp_path / "all")
+    assert list(row["sources"]) == ["caps", "kinds", "text"] and (tmp_path / "index").is_dir()
+    assert row["label_tokens"] == sum(own["label_tokens"] for own in row["sources"].values())
+    assert row["loss"] == pytest.approx(
+        sum(own["loss"] * own["label_tokens"] for own in row["sources"].values()) / row["label_tokens"]
+    )
+    assert len({own["record"].partition(",")[0] for own in row["answers"]}) == 3
+    for name, file in (("caps", dataset / "captions.json"), ("text", dataset / "text.json")):
+        train.train(make_config(parts, dataset, tmp_path / name, *common, f"val.path={file}"))
+        (alone,) = rows(tmp_path / name)
+        assert alone["loss"] == pytest.approx(row["sources"][name]["loss"], rel=TOLERANCE)
+
+
+def test_order_is_spread_and_of_one_source_a_step() -> None:
+    order = order_of([5, 0, 9], limit=4, samples=3)
+    assert [order.samples(n) for n in range(order.per_epoch)] == [[0, 1, 2], [3], [5, 7, 9], [11]]
+    assert [order.source(n) for n in range(order.per_epoch)] == [0, 0, 2, 2]
+    assert spread(7, None) == spread(7, 7) == spread(7, 99) == list(range(7)) and spread(10, 3) == [0, 3, 6]
+    assert spread(5, 3) == [0, 1, 3] and spread(199, 100)[-1] == 197, "to the end of the file"
+
+
+ANYRES = ["data.image_aspect_ratio=anyres", "model.patch_merge=spatial_unpad", "data.max_length=400"]
+
+
+def test_answers_about_tiles_are_those_of_whole_passes(parts: Path, dataset: Path, held: Path, tmp_path: Path) -> None:
+    """anyres, which transformers' LLaVA has not: every token is the likeliest of a pass over all before it."""
+    values = keys(held, "val.answers=9", "model.train=[projector,language,vision]", *ANYRES)
+    cfg = make_config(parts, dataset, tmp_path, *values)
+    state, validation = open_state(single_world(), cfg)
+    held_out, model = validation.held_out, state.model
+    loader = held_out.loader
+    written: dict[str, list[int]] = {}
+    for asked in held_out.questions:
+        row = validation.asker.read(asked)
+        assert row is not None
+        ids = asked.sample.input_ids
+        with evaluating(model, loader.device):
+            for _ in range(5):
+                sample = replace(asked.sample, input_ids=ids, labels=np.full(len(ids), IGNORE))
+                micro = loader.to_device(loader.steps.collate([(sample, row[1])], loader.steps.facts(0, []), 1))
+                micro.label_positions = torch.tensor([len(ids) - 1])
+                ids = np.append(ids, int(model(*micro.inputs[:-1])[0].argmax()))
+        written[asked.record] = ids[len(asked.sample.input_ids) :].tolist()
+    assert len({len(asked.sample.input_ids) for asked in held_out.questions}) > 4
+    prompts = lay_out_prompts(
+        [row for asked in held_out.questions if (row := validation.asker.read(asked)) is not None], loader.steps.collate
+    )
+    micro = loader.to_device(prompts.micro)
+    shown = micro.image_positions, micro.image_rows, micro.images
+    with evaluating(model, loader.device):
+        tokens: list[list[int]] = []
+        write_answers(model, micro.input_ids, prompts.mask, shown, 5, lambda chosen: tokens.append(chosen) or False)
+    assert [list(row) for row in zip(*tokens, strict=True)] == list(written.values()) and len(micro.images) > 12
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (["val.every=2"], "val.every=2 needs held-out records: name a file of them, val.path=FILE, or set"),
+        (["val.every=0", "val.path=x"], "val.every=0 must be at least 1"),
+        (["val.answers=-1"], "val.answers=-1 must be at least 0"),
+        (["val.metric=bleu"], r"val.metric=bleu must be one of \[exact, vqa\]"),
+        (["val.path=x", "++val.sources.a.path=y"], "val.path=x and val.sources=.'a'. are both set"),
+        (["++val.sources.a.weight=2", "++val.sources.a.path=y"], "val.sources.a.weight is not a key"),
+        (["+val.ptah=2"], "val.ptah is not a key of the configuration; did you mean val.path"),
+    ],
+)
+def test_keys_are_checked(values: list[str], message: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_config(parts, dataset, tmp_path, *values)
+
+
+def test_held_out_records_are_checked_before_the_first_step(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    def refused(kind: type[Exception], message: str, records: list[dict[str, Any]] | None, *values: str) -> None:
+        file = tmp_path / "held.json"
+        if records is not None:
+            write_json(file, records)
+        cfg = make_config(parts, dataset, tmp_path / "run", "val.every=2", f"val.path={file}", *values)
+        with pytest.raises(kind, match=message):
+            train.train(cfg)
+        assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+    good = json.loads((dataset / "mixed.json").read_text())[:6]
+    refused(ConfigError, r"^val.path=.*held.json is not a file", None)
+    refused(ConfigError, r"^val.images=.*nowhere is not a folder", good, f"val.images={tmp_path / 'nowhere'}")
+    gone = [*good, {**good[0], "id": "gone", "image": "gone.jpg"}]
+    refused(DataError, r"held.json: 1 of 7 records are wrong(.|\n)*gone.jpg does not exist", gone)
+    refused(DataError, r"held.json, line 1, record 6 \(id odd\)", [*good, {"id": "odd", "conversations": []}])
+    long = "val.max_new_tokens=505"
+    refused(ConfigError, r"val.max_new_tokens=505: the question of .*held.json, line 1, record 0", good, long)
+    refused(ConfigError, r"val.sources.a.path=x is not a file", good, "val.path=null", "++val.sources.a.path=x")
+
+
+def test_picture_that_breaks_later(parts: Path, dataset: Path, held: Path, tmp_path: Path) -> None:
+    """Its records are left out of loss and answers alike, or it ends the run, by `data.bad`."""
+    folder = tmp_path / "held"
+    shutil.copytree(dataset / "images", folder / "images")
+    records = json.loads((dataset / "captions.json").read_text())
+    write_json(folder / "mixed.json", records)
+    quarantine = ["data.bad=quarantine", "data.bad_budget=5"]
+    cfg = make_config(parts, dataset, tmp_path / "run", *keys(folder, *quarantine))
+    _, validation = open_state(single_world(), cfg)
+    validation.measure()
+    name = records[3]["image"]
+    (folder / "images" / name).unlink()
+    validation.measure()
+    before, after = rows(tmp_path / "run")
+    lost = [n for n, record in enumerate(records) if record["image"] == name]
+    assert before["questions"] == 30 and after["questions"] == 30 - len(lost) and len(lost) == 3
+    steps = validation.held_out.loader.steps
+    assert before["label_tokens"] - after["label_tokens"] == sum(int(steps.records.labels[n]) for n in lost)
+    kept = [own for own in before["answers"] if not own["picture"].endswith(name)]
+    assert after["answers"] == kept
+    assert isinstance(steps.read(3), LeftOut)
+
+    validation.held_out.loader.data.bad = validation.held_out.loader.steps.bad = type(cfg.data.bad).fail
+    with pytest.raises(DataError, match=f"{name} does not exist"):
+        validation.measure()
+    validation.held_out.loader.steps.bad = cfg.data.bad  # the loss goes without it, and the question does not
+    with pytest.raises(DataError, match=f"{name} does not exist"):
+        validation.asker.answers()
+
+
+def test_embedded_run_is_measured_on_held_out_pictures(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    values = ["data.root=" + str(tmp_path / "shapes"), "max_steps=2", "global_batch_size=4", "export.enabled=false"]
+    few = ["val.every=2", "val.limit=9", "val.answers=4", "val.max_new_tokens=4", "val.metric=vqa", "val.shown=1"]
+    train.train(config_of([*values, *few, f"output_dir={tmp_path / 'run'}", "model.projector=random"]))
+    (row,) = rows(tmp_path / "run")
+    assert list(row["sources"]) == ["heldout"] and row["questions"] == 4 and len(row["answers"]) == 1
+    assert row["metric"] == "vqa" and row["loss"] is not None and 0 <= row["score"] <= 1
+    assert (tmp_path / "shapes" / "heldout.json.index").is_dir()
+    said = " ".join(capsys.readouterr().err.split())
+    assert "validation every 2 steps; " in said and "heldout.json: 300 records; 4 questions by vqa" in said
+
+
+def test_one_is_warned_of_measuring_what_is_trained_on(
+    parts: Path, dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    alias = tmp_path / "alias.json"
+    alias.symlink_to(dataset / "mixed.json")
+    for path, warned in ((alias, True), (dataset / "text.json", False)):
+        caplog.clear()
+        warn_of_trained(make_config(parts, dataset, tmp_path / "run", "val.every=1", f"val.path={path}"))
+        assert [f"val measures {alias}, which is trained on" in r.getMessage() for r in caplog.records] == [
+            True
+        ] * warned
+
+
+def test_the_loss_alone(parts: Path, dataset: Path, held: Path, tmp_path: Path) -> None:
+    train.train(
+        make_config(parts, dataset, tmp_path / "run", *keys(held, "max_steps=1", "val.every=1", "val.answers=0"))
+    )
+    (row,) = rows(tmp_path / "run")
+    assert row["loss"] > 0 and (row["questions"], row["score"], row["metric"], row["answers"]) == (0, None, None, [])
+
+
+def test_blocks_run_as_they_are_without_gradients() -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("compiled code ran")
+
+    hidden = torch.zeros(1, 7, 4)
+    with torch.no_grad():
+        ran = run_block(torch.nn.Identity(), lambda x: x + 1, refuse, None, True, hidden)
+    assert torch.equal(ran, hidden + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pack", ["pack=true", "pack=false"])
+def test_compiles_nothing_and_nothing_anew(pack: str, parts: Path, dataset: Path, held: Path, tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    cfg = make_config(parts, dataset, tmp_path, *keys(held, "compile=true", pack, "val.answers=5"))
+    state, validation = open_state(single_world(), cfg)
+    assert state.compilations is not None
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    graphs, losses = [], []
+    for step in state.loader.from_step(0):
+        losses.append(train_step(state, step, plan, cfg, 0.0).loss)
+        graphs.append(state.compilations.total)
+        validation.measure()
+    assert graphs[0] > 0 and len({*graphs}) == 1 and state.compilations.total == graphs[0]
+    assert len({row["loss"] for row in rows(tmp_path)}) == 4 and losses[-1] < losses[0]
