@@ -119,7 +119,8 @@ def test_of_a_source_only_its_places_may_change() -> None:
 
 FREE = {
     "data.path", "data.images", "data.root", "data.workers", "data.prefetch", "data.stall", "data.source", "data.index",
-    "data.examine", "data.allow_links", "data.bad", "data.bad_budget", "model.name", "model.language", "model.vision",
+    "data.examine", "data.allow_links", "data.bad_records", "data.max_bad_records", "model.name", "model.language",
+    "model.vision",
     "model.checkpoint", "model.projector", "model.lora.checkpoint",
 }  # fmt: skip
 """Keys of the groups that fix a run's results, and that say no more than where something lies or how it is read."""
@@ -240,7 +241,7 @@ def test_the_copy_must_fit_into_what_the_container_leaves(tmp_path: Path, monkey
 
 
 def test_starting_over_leaves_nothing_of_the_run_but_its_configuration(tmp_path: Path) -> None:
-    files = ("metrics.jsonl", "quarantine.jsonl", "validation.jsonl", "starts.jsonl", "report.html")
+    files = ("metrics.jsonl", "skipped_records.jsonl", "validation.jsonl", "starts.jsonl", "report.html")
     folders = ("checkpoints", "export", "adapter", "tensorboard")
     for name in (*files, "config.yaml", "train.log"):
         (tmp_path / name).write_text("of the run before")
