@@ -215,8 +215,8 @@ TOGETHER: list[tuple[dict[str, Any], bool]] = [
     ({"sharding.strategy": "HYBRID_SHARD", "sharding.shard_size": 3, "dry_run": 3}, False),
     ({"compile": False, "activation_checkpointing": ActivationCheckpointingConfig(mode=ActivationCheckpointing.budget,
          budget=0.5)}, True),
-    ({"compile": "auto",
-         "activation_checkpointing": ActivationCheckpointingConfig(ActivationCheckpointing.budget, budget=0.5)}, False),
+    ({"compile": "auto", "activation_checkpointing": ActivationCheckpointingConfig(
+        mode=ActivationCheckpointing.budget, budget=0.5)}, False),
     ({"compile": "never"}, True),
     ({"export.enabled": True, "model.projector_type": "linear"}, True),
     ({"export.enabled": False, "model.projector_type": "linear"}, False),

@@ -168,7 +168,7 @@ class Config:
     activation_checkpointing: ActivationCheckpointingConfig
     offload: OffloadConfig
     optim: OptimConfig
-    order: SamplerConfig
+    sampler: SamplerConfig
     compat: CompatConfig
     loss: LossConfig
     checkpoint: CheckpointConfig

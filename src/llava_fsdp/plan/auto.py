@@ -125,7 +125,9 @@ def recorded(cfg: Config) -> Config | None:
         ours = cfg.activation_checkpointing
         if asks_activation_checkpointing(cfg):
             mode = ActivationCheckpointing(OmegaConf.select(found, "activation_checkpointing.mode") or "auto")
-            ours = ActivationCheckpointingConfig(mode, OmegaConf.select(found, "activation_checkpointing.budget"))
+            ours = ActivationCheckpointingConfig(
+                mode=mode, budget=OmegaConf.select(found, "activation_checkpointing.budget")
+            )
         tokens = OmegaConf.select(found, "tokens_per_micro_batch")
         if (
             strategy is Strategy.auto

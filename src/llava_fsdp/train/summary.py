@@ -49,7 +49,7 @@ def unlike_original(cfg: Config, compiles: bool = False) -> str:
     # key, value, whether the original has it
     choices = [
         ("labels", cfg.labels.value, cfg.labels is Parity.llava_v1_5),
-        ("order", cfg.sampler.name.value, cfg.sampler.name is SamplerName.llava_v1_5),
+        ("sampler", cfg.sampler.name.value, cfg.sampler.name is SamplerName.llava_v1_5),
         ("loss.normalize", cfg.loss.normalize.value, cfg.loss.normalize is Normalize.micro_batch),
         ("data.pixels", cfg.data.pixels.value, cfg.data.pixels is Pixels.llava_v1_5),
         ("precision.reduce_dtype", precision.reduce_dtype.value, precision.reduce_dtype is precision.param_dtype),
