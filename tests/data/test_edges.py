@@ -21,7 +21,8 @@ from llava_fsdp.data.images import check, preprocess
 from llava_fsdp.data.images.anyres import feature_rows
 from llava_fsdp.data.images.fast_resize import Decoded
 from llava_fsdp.data.images.preprocess import PictureReader, Preprocessor, check_enlarged, parse_preprocessor
-from llava_fsdp.data.index import duplicate_ids
+from llava_fsdp.data.index import build, duplicate_ids, statistics
+from llava_fsdp.data.index.build import Index
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.integrity import read_rows
 from llava_fsdp.data.index.record_store import SourceFile, Texts, split
@@ -219,8 +220,39 @@ def test_places_add_up_over_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.concatenate(list(duplicate_ids.running_sum(counts))).tolist() == [0, *np.cumsum(counts).tolist()]
 
 
-def test_percentiles_of_lengths(tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", [3, 4, 1 << 20])
+def test_sources_are_counted_a_block_at_a_time(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first source some are left out; numbers are of what is kept, one source after the other."""
+    monkeypatch.setattr(statistics, "BLOCK", block)
+    dice = np.random.default_rng(0)
+    columns = {name: dice.integers(0, 3, 11).astype(np.int32) for name in ("lengths", "labels", "pictures")}
+    sources = [SourceFile("a", "a.json", None), SourceFile("b", "b.json", "images")]
+    texts = SimpleNamespace(sources=sources, firsts=[0, 9, 13])
+    records: Any = SimpleNamespace(index=SimpleNamespace(texts=texts), source_counts=[7, 4], **columns)
+    found = statistics.count_sources(records)
+    assert [(own.records, own.left_out) for own in found] == [(9, 2), (4, 0)]
+    for own, part in zip(found, (slice(0, 7), slice(7, 11)), strict=True):
+        assert [own.tokens, own.label_tokens, own.pictures] == [int(values[part].sum()) for values in columns.values()]
+        assert own.text_only == int((columns["pictures"][part] == 0).sum())
+
+
+@pytest.mark.parametrize("count", [0, 1, 6, 7, 8])
+def test_flags_come_a_block_at_a_time(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "BLOCK", 3)
+    folders = [tmp_path / name for name in ("records", "pictures", "encoded")]
+    for shift, folder in enumerate(folders):
+        folder.mkdir()
+        np.save(folder / "flags.npy", (np.arange(count, dtype=np.uint32) % 2) << shift)
+    texts: Any = range(count)
+    found = list(Index(tmp_path, texts, *folders, [], np.zeros(0)).blocks())
+    assert [begin for begin, _ in found] == list(range(0, count, 3))
+    assert [flag for _, flags in found for flag in flags.tolist()] == [7 * (n % 2) for n in range(count)]
+
+
+@pytest.mark.parametrize("block", [3, 17, 1 << 20])
+def test_percentiles_of_lengths(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The least length that so many samples do not exceed; a record that is no sample has none."""
+    monkeypatch.setattr(statistics, "BLOCK", block)
     np.save(tmp_path / "full.npy", np.array([0, *range(1, 101), 0], dtype=np.int32))
     index: Any = SimpleNamespace(encoded=tmp_path)
     found = describe_lengths(index)

@@ -12,7 +12,9 @@ from small import make_config
 from test_build import FITS, open_again
 
 from llava_fsdp.data.index.dataset import Records
+from llava_fsdp.data.index.worker_pool import run_chunks
 from llava_fsdp.data.loader import build_loader
+from llava_fsdp.data.records import parquet as records_parquet
 from llava_fsdp.data.records.problems import BITS, Kind
 from llava_fsdp.data.records.record import Record
 from llava_fsdp.data.records.record_file import RecordFile
@@ -45,6 +47,32 @@ def test_three_formats_are_one(parts: Path, dataset: Path, tmp_path: Path) -> No
     assert made[2][12].where == f"{paths[2]}, record 12 (id r12)", "behind the first row group"
     files = [RecordFile(path) for path in paths]
     assert [said(files[2][n]) for n in range(44)] == [said(files[0][n]) for n in range(44)]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 6, 7, 10])
+@pytest.mark.parametrize("at_once", [1, 3, 256])
+def test_rows_are_read_a_few_at_a_time(
+    rows: int, at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any row groups, which are then laid end to end a block at a time."""
+    monkeypatch.setattr(records_parquet, "ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr(records_parquet, "BLOCK", 7)
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    made = [{"id": f"r{n}", "conversations": turns} for n in range(rows)]
+    kinds = pyarrow.schema([
+        ("id", pyarrow.string()),
+        ("conversations", pyarrow.list_(pyarrow.struct([("from", pyarrow.string()), ("value", pyarrow.string())]))),
+    ])  # fmt: skip
+    path = write(tmp_path / "a.parquet", made, kinds, row_group_size=4)
+    assert [json.loads(line) for line in records_parquet.lines(path, None)] == made
+    groups = -(-rows // 4)
+    for group in range(groups):
+        own = records_parquet.lines(path, None, [group])
+        assert [json.loads(line) for line in own] == made[4 * group : 4 * group + 4]
+    writer = records_parquet.WriteRows(path, tmp_path / "rows", 1 << 20)
+    run_chunks(writer, tmp_path / "chunks", groups, 1, lambda _: None)
+    writer.gather(groups, tmp_path / "chunks")
+    assert [json.loads(line) for line in writer.whole.read_text().splitlines()] == made
 
 
 def test_lists_of_pictures(parts: Path, dataset: Path, tmp_path: Path) -> None:
