@@ -13,7 +13,6 @@ import torch
 from PIL import Image
 
 from llava_fsdp.config import AspectRatio, Normalize, Parity, Pixels, SourceConfig, TooLong
-from llava_fsdp.data import loader
 from llava_fsdp.data.batching.batch import LeftOut, MicroBatch, Step, StepFacts
 from llava_fsdp.data.batching.collate import Collator, drawn_from
 from llava_fsdp.data.batching.sampler import Shuffle, amounts, shares_of
@@ -160,17 +159,6 @@ def test_sources_and_passes_are_shuffled_apart() -> None:
     first, second = (order.members(share, 0) - share.first for share in shares)
     assert sorted(first.tolist()) != sorted(second.tolist())
     assert sorted(order.members(shares[0], 0).tolist()) != sorted(order.members(shares[0], 4).tolist())
-
-
-@pytest.mark.parametrize(
-    ("cores", "ranks", "workers"), [(1, 1, 0), (2, 1, 1), (5, 1, 4), (64, 1, 4), (16, 8, 1), (3, 8, 0)]
-)
-def test_workers_leave_a_rank_its_own_core(
-    cores: int, ranks: int, workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loader, "cores", lambda: cores)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    assert loader.loading_workers() == workers
 
 
 def test_which_problems_are_trained_on() -> None:

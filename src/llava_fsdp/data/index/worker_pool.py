@@ -38,10 +38,6 @@ class Task(Protocol):
     def __call__(self, chunk: int) -> Columns: ...
 
 
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def chunk_file(folder: Path, chunk: int) -> Path:
     return folder / f"{chunk:08d}.npz"
 
