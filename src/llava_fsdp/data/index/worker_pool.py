@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import pickle
-import secrets
 import selectors
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from typing import IO, Any, Protocol
 import numpy as np
 
 from llava_fsdp.data.index.integrity import read_column, seal
+from llava_fsdp.runtime.durable_files import replacing
 from llava_fsdp.runtime.errors import LlavaFsdpError, SourceError, WorkerError
 from llava_fsdp.runtime.progress import Advance
 
@@ -79,19 +79,9 @@ def is_whole(path: Path) -> bool:
 
 def do(task: Task, folder: Path, chunk: int) -> None:
     columns = task(chunk)
-    path = chunk_file(folder, chunk)
-    # nobody else's, on any machine: a worker may outlive the process that started it, and the next one go on beside it
-    staged = path.with_suffix(f".{secrets.token_hex(8)}.tmp")
-    with staged.open("wb") as file:
+    # a worker may outlive the process that started it, and write the same chunk as a worker of the next one
+    with replacing(chunk_file(folder, chunk), durable=True) as file:
         np.savez(file, **columns)  # pyright: ignore[reportArgumentType]
-        flush(file)
-    os.replace(staged, path)
-
-
-def flush(file: IO[bytes]) -> None:
-    """To the disk, so that a name that is given later never stands for less."""
-    file.flush()
-    os.fsync(file.fileno())
 
 
 class Worker:
