@@ -10,14 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from llava_fsdp.config import cli
-from llava_fsdp.runtime.console import TextConsole
-from llava_fsdp.runtime.log import leave_noise_out, log
-
-if __name__ == "__main__":  # before transformers is imported
-    leave_noise_out()
-
-from llava_fsdp.config import Format, PrepareConfig
+from llava_fsdp.config import Format, PrepareConfig, cli
 from llava_fsdp.data.images.preprocess import PictureReader
 from llava_fsdp.data.index.bad_records import same_files
 from llava_fsdp.data.index.build import Plan, open_index
@@ -31,8 +24,10 @@ from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.runtime.console import TextConsole
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.host import read_host
+from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.progress import watch
 from llava_fsdp.train.build_model import shape_of
 
@@ -124,7 +119,3 @@ def show(report: dict[str, Any], folder: Path) -> None:
     for kind, own in report["problems"].items():
         console.print(f"{kind}, for example: {own['first'][0]['reason']}", soft_wrap=True)
     console.print(f"{report['kept']:,} of {report['records']:,} records are kept; everything is in {folder / PAGE}")
-
-
-if __name__ == "__main__":
-    main()
