@@ -26,7 +26,7 @@ from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.duplicate_ids import duplicates
 from llava_fsdp.data.index.worker_pool import chunk_file, join, run_chunks
 from llava_fsdp.data.loader import ModelShape, open_encoding
-from llava_fsdp.runtime.errors import ConfigError, DataError, SourceError, WorkerError
+from llava_fsdp.runtime.errors import ConfigError, SourceError, WorkerError
 from llava_fsdp.runtime.progress import watch_silently
 
 FITS = ModelShape(image_tokens=4, image_size=28, max_length=512, vocab_size=10_000)
@@ -254,15 +254,6 @@ def test_an_index_that_cannot_be_written_names_the_key(parts: Path, dataset: Pat
         open_again(cfg, parts)
 
 
-@pytest.mark.usefixtures("chunks")
-def test_a_worker_that_dies_is_said(parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, _ = write_planted(tmp_path, lines=True)
-    cfg = make_config(parts, tmp_path, tmp_path, f"data.path={path}", f"data.images={tmp_path / 'images'}")
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(DataError, match=r"a worker process ended with 1 .*prepare\.workers="):
-        open_again(cfg, parts, workers=2)
-
-
 def test_duplicates_in_any_share(monkeypatch: pytest.MonkeyPatch) -> None:
     dice = np.random.default_rng(0)
     hashes = dice.integers(0, 60, 200).astype(np.uint64)
@@ -356,7 +347,7 @@ def test_a_full_disk_is_said_by_workers_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_worker_that_is_killed_is_reported(number: signal.Signals, tmp_path: Path) -> None:
-    with pytest.raises(WorkerError, match=f"ended with {-number} while") as raised:
+    with pytest.raises(WorkerError, match=rf"ended with {-number} while .*prepare\.workers=") as raised:
         run_chunks(Fails(-number), tmp_path, 5, 2, lambda _: None)
     assert raised.value.exit_code == 2 and not multiprocessing.active_children()
 
