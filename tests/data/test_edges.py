@@ -240,7 +240,7 @@ def test_what_is_left_out_for_its_length_is_not_wrong() -> None:
         found[too_long] = records._choose().tolist(), records.out, records.long
         assert (records.counts[Kind.too_long], records.counts[Kind.no_labels]) == (3, 3)
     assert found[TooLong.truncate] == ([0, 1], 4, 0)
-    assert found[TooLong.quarantine] == found[TooLong.fail] == ([0], 3, 2)
+    assert found[TooLong.skip] == found[TooLong.fail] == ([0], 3, 2)
 
 
 class FakeIndex:

@@ -221,7 +221,8 @@ def test_images_of_one_name_in_two_folders(parts: Path, dataset: Path, tmp_path:
             (tmp_path / name / "a.png").write_bytes(b"no image")
         (tmp_path / f"{name}.json").write_text(json.dumps([record]))
         sources.append(f"+data.sources.{name}={{path: {tmp_path / name}.json, images: {tmp_path / name}}}")
-    cfg = make_config(parts, dataset, tmp_path, "data.path=null", "data.bad=quarantine", "data.bad_budget=2", *sources,
+    cfg = make_config(parts, dataset, tmp_path, "data.path=null", "data.bad_records=skip", "data.max_bad_records=2",
+         *sources,
                       f"data.index={tmp_path / 'index'}")  # fmt: skip
     records = open_again(cfg, parts)
     assert [(r.where.partition(",")[0], r.sizes) for r in (records[0], records[1])] == [
