@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from llava_fsdp.config import AspectRatio, Bad, Normalize, Parity, Pixels, SourceConfig, TooLong
+from llava_fsdp.config import AspectRatio, BadRecords, Normalize, Parity, Pixels, SourceConfig, TooLong
 from llava_fsdp.data import loader
 from llava_fsdp.data.batching.batch import LeftOut, MicroBatch, Step, StepFacts
 from llava_fsdp.data.batching.collate import Collator, drawn_from
@@ -140,7 +140,7 @@ def test_dropout_and_sources_are_of_the_samples_that_are_kept() -> None:
 
 def test_only_a_record_that_broke_since_counts_against_the_limit() -> None:
     """A run that continues knows of two, and may have been given a lower limit meanwhile."""
-    data = SimpleNamespace(bad=Bad.quarantine, bad_budget="3", budget=lambda records: 3)
+    data = SimpleNamespace(bad_records=BadRecords.skip, max_bad_records="3", budget=lambda records: 3)
     records = SimpleNamespace(index=range(10), out=1)
     own = loader.Loader.__new__(loader.Loader)
     own.gather, own.broken, own.data = list, {4, 5}, data  # pyright: ignore[reportAttributeAccessIssue]
