@@ -118,7 +118,8 @@ def test_of_a_source_only_its_places_may_change() -> None:
 
 FREE = {
     "data.path", "data.images", "data.root", "data.workers", "data.prefetch", "data.stall", "data.source", "data.index",
-    "data.examine", "data.allow_links", "data.bad", "data.bad_budget", "model.name", "model.language", "model.vision",
+    "data.examine", "data.allow_links", "data.bad_records", "data.max_bad_records", "model.name", "model.language",
+    "model.vision",
     "model.checkpoint", "model.projector", "model.lora.checkpoint",
 }  # fmt: skip
 """Keys of the groups that fix a run's results, and that say no more than where something lies or how it is read."""
@@ -129,7 +130,7 @@ def test_which_keys_a_run_must_continue_with() -> None:
     keys = {key for key in every if not any(other.startswith(f"{key}.") for other in every)}
     fixed = {key for key in keys if is_fixed(key)}
     groups = {key.partition(".")[0] for key in fixed} - {"precision"}
-    assert groups == {"seed", "global_batch_size", "model", "loss", "optim", "data", "labels", "order"}
+    assert groups == {"seed", "global_batch_size", "model", "loss", "optim", "data", "labels", "sampler"}
     assert {key for key in fixed if key.startswith("precision.")} == {
         "precision.master_dtype",
         "precision.moment_dtype",
@@ -222,7 +223,7 @@ def test_room_for_exactly_one_checkpoint_is_room(tmp_path: Path, monkeypatch: py
 
 
 def test_starting_over_leaves_nothing_of_the_run_but_its_configuration(tmp_path: Path) -> None:
-    files = ("metrics.jsonl", "quarantine.jsonl", "validation.jsonl", "starts.jsonl", "report.html")
+    files = ("metrics.jsonl", "skipped_records.jsonl", "validation.jsonl", "starts.jsonl", "report.html")
     folders = ("checkpoints", "export", "adapter", "tensorboard")
     for name in (*files, "config.yaml", "train.log"):
         (tmp_path / name).write_text("of the run before")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from llava_fsdp.config import Bad, Config, Parity
+from llava_fsdp.config import BadRecords, Config, Parity
 from llava_fsdp.data.batching.batch import LeftOut, MicroBatch, Step
 from llava_fsdp.data.batching.cost_model import CostModel
 from llava_fsdp.data.batching.packing import num_micro_batches
@@ -68,7 +68,7 @@ def build_loader(
     """Open the dataset for one model.
 
     Args:
-        choose: gives the order of the records; None: the one that `order=` names.
+        choose: gives the order of the records; None: the one that `sampler=` names.
 
     Raises:
         ConfigError: the dataset, the model and the configuration do not fit together.
@@ -229,9 +229,9 @@ class Loader:
         """The step without what any rank had to leave out, on every rank alike.
 
         Raises:
-            DataError: more records are wrong than `data.bad_budget` allows.
+            DataError: more records are wrong than `data.max_bad_records` allows.
         """
-        if self.data.bad is Bad.fail:
+        if self.data.bad_records is BadRecords.fail:
             return step
         left_out = self.gather(step.facts.left_out)
         new = {sample.number for sample in left_out} - self.broken
@@ -241,8 +241,8 @@ class Loader:
         wrong, budget = records.out + len(self.broken), self.data.budget(total)
         if new and wrong > budget:
             raise DataError(
-                f"{wrong} of {total} records are wrong, more than the {budget} of data.bad_budget="
-                f"{self.data.bad_budget}; the last one: {left_out[-1].reason}"
+                f"{wrong} of {total} records are wrong, more than the {budget} of data.max_bad_records="
+                f"{self.data.max_bad_records}; the last one: {left_out[-1].reason}"
             )
         return step.without(left_out, self.steps.collate.normalize)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from llava_fsdp.config.renamed import present_row, present_tree
 from llava_fsdp.config.tree import dotted
 from llava_fsdp.report.downsample import History
 from llava_fsdp.runtime.durable_files import replace_file
@@ -223,7 +224,7 @@ def read_metrics(run: Run) -> None:
     path, first = run.folder / METRICS_FILE, ""
     for number, line in lines_of(path):
         try:
-            run.history.add(json.loads(line))
+            run.history.add(present_row(json.loads(line)))
         except (ValueError, OverflowError, RecursionError, TypeError) as error:
             first = first or f"line {number}: {str(error)[:200]}"
             run.unread[path.name] = run.unread.get(path.name, 0) + 1
@@ -312,7 +313,7 @@ def read_config(path: Path) -> dict[str, Any]:
         found = yaml.safe_load(refuse_yaml_bombs(path))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())[:300]}") from error
-    return redact_values(dotted(found), secrets_of()) if isinstance(found, dict) else {}
+    return redact_values(dotted(present_tree(found)), secrets_of()) if isinstance(found, dict) else {}
 
 
 def put_page(path: Path, page: str, *folders: Path) -> None:

@@ -43,7 +43,7 @@ LOCK_FILE = ".lock"
 BEGUN_FILE = ".begun"
 WRITTEN = frozenset({
     LOCK_FILE, STATUS_FILE, FIRST_FAILURE, STEPPED_FILE, BEGUN_FILE, "config.yaml", "metrics.jsonl",
-    "validation.jsonl", "quarantine.jsonl", "starts.jsonl", "report.html", ".heartbeats", "stacks", "checkpoints",
+    "validation.jsonl", "skipped_records.jsonl", "starts.jsonl", "report.html", ".heartbeats", "stacks", "checkpoints",
     "export", "adapter", "tensorboard", "profile", "profile.html",
 })  # fmt: skip
 """Files and folders of `output_dir` that a training writes."""

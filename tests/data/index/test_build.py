@@ -223,7 +223,8 @@ def test_images_of_one_name_in_two_folders(parts: Path, dataset: Path, tmp_path:
             (tmp_path / name / "a.png").write_bytes(b"no image")
         (tmp_path / f"{name}.json").write_text(json.dumps([record]))
         sources.append(f"+data.sources.{name}={{path: {tmp_path / name}.json, images: {tmp_path / name}}}")
-    cfg = make_config(parts, dataset, tmp_path, "data.path=null", "data.bad=quarantine", "data.bad_budget=2", *sources,
+    cfg = make_config(parts, dataset, tmp_path, "data.path=null", "data.bad_records=skip", "data.max_bad_records=2",
+         *sources,
                       f"data.index={tmp_path / 'index'}")  # fmt: skip
     records = open_again(cfg, parts)
     assert [(r.where.partition(",")[0], r.sizes) for r in (records[0], records[1])] == [
@@ -240,8 +241,11 @@ def test_no_record_is_lost_between_pieces(lines: bool, tmp_path: Path, monkeypat
         path, folder = tmp_path / f"{count}.json{'l' * lines}", tmp_path / f"pieces{count}"
         records = [json.dumps({"id": f"r{n}"}) for n in range(count)]
         path.write_text("\n".join(records) if lines else f"[{', '.join(records)}]")
-        for _ in range(2):  # the second time nothing is left to find
+        for lost in (0, 0, 1, 2):  # at first all is to be found, then nothing, then the last pieces
+            for piece in sorted(folder.glob("*.npy"))[::-1][:lost]:
+                piece.unlink()
             pieces = record_store.split_file(path, folder, 1 << 20)
+            assert [len(np.load(piece)) for piece in pieces] == [min(3, count - n) for n in range(0, count, 3)]
         spans = np.concatenate([np.load(piece) for piece in pieces])
         content = path.read_bytes()
         assert [json.loads(content[begin:][:size])["id"] for begin, size, _ in spans] == [f"r{n}" for n in range(count)]
