@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from llava_fsdp.config import AspectRatio, BadRecords, Normalize, Parity, Pixels, SourceConfig, TooLong
+from llava_fsdp.data import loader
 from llava_fsdp.data.batching.batch import LeftOut, MicroBatch, Step, StepFacts
 from llava_fsdp.data.batching.collate import Collator, drawn_from
 from llava_fsdp.data.batching.sampler import Shuffle, amounts, shares_of
