@@ -87,7 +87,8 @@ VALUES = (
 )  # fmt: skip
 """Keys of a row of metrics that become curves."""
 SUMS = (
-    "samples", "tokens", "label_tokens", "images", "seconds", "data_seconds", "truncated", "quarantined", "unlabelled",
+    "samples", "tokens", "label_tokens", "images", "seconds", "data_seconds", "truncated", "skipped_records",
+    "unlabelled",
 )  # fmt: skip
 """Keys of a row of metrics that are added up."""
 
