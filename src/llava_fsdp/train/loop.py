@@ -96,7 +96,17 @@ def train_step(
     # dropout of a resumed run draws what it would have drawn without the interruption
     torch.manual_seed(derive("step", cfg.seed, state.step, dist.get_rank() if dist.is_initialized() else 0))
     sources = SourceSums(step.facts, state.loader.device)
-    loss_sum = accumulate_gradients(state, step, plan, scale, sources, recorder)
+    loss_sum = torch.zeros((), device=state.loader.device)
+    for number, micro in enumerate(step.micro_batches, start=1):
+        begin_micro_batch(state.model, plan, is_last=number == len(step.micro_batches))
+        with recorder.part("forward"):
+            micro = state.loader.to_device(micro)
+            each = sources.each()
+            loss = micro.scale * state.model(*micro.inputs, each)
+            sources.add(micro, each)
+        with recorder.part("backward"):
+            (loss * scale).backward()
+        loss_sum += loss.detach()
     with recorder.part("optimizer"):
         norm = clip_gradients(state.masters, cfg.optim.clip, scale)
         # The one place where the host waits for the device; with weights on the host, the norm waits too.
@@ -121,31 +131,6 @@ def train_step(
         own_loss_is_finite=math.isfinite(own_loss),
         source_losses=sources.means(loss, source_sums),
     )
-
-
-def accumulate_gradients(
-    state: TrainState, step: Step, plan: ShardPlan, scale: float, sources: "SourceSums", recorder: Unrecorded
-) -> torch.Tensor:
-    """Run forward and backward of a step's micro-batches.
-
-    Args:
-        scale: the loss scale of fp16; 1 otherwise.
-
-    Returns:
-        float32 []: this rank's part of the step's loss, on the device.
-    """
-    loss_sum = torch.zeros((), device=state.loader.device)
-    for number, micro in enumerate(step.micro_batches, start=1):
-        begin_micro_batch(state.model, plan, is_last=number == len(step.micro_batches))
-        with recorder.part("forward"):
-            micro = state.loader.to_device(micro)
-            each = sources.each()
-            loss = micro.scale * state.model(*micro.inputs, each)
-            sources.add(micro, each)
-        with recorder.part("backward"):
-            (loss * scale).backward()
-        loss_sum += loss.detach()
-    return loss_sum
 
 
 def update_or_skip(state: TrainState, is_finite: bool, recorder: Unrecorded) -> None:
