@@ -14,7 +14,6 @@ from reference import outcome
 from saves import CONFIG as CHECKPOINTS
 from small import make_config
 
-from llava_fsdp.checkpoint import snapshot
 from llava_fsdp.checkpoint.commit import joined
 from llava_fsdp.checkpoint.manifest import Manifest
 from llava_fsdp.checkpoint.saver import Saver
@@ -221,23 +220,6 @@ def test_room_for_exactly_one_checkpoint_is_room(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(durable_files, "free_inodes", lambda _, n=inodes: n)
         with contextlib.nullcontext() if fits else pytest.raises(CheckpointError):
             durable_files.require_room(tmp_path, 100)
-
-
-def test_the_copy_must_fit_into_what_the_container_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least of the host's memory and of every control group's, where what a cache holds is given up."""
-    inner, outer = tmp_path / "job", tmp_path
-    inner.mkdir()
-    for group, limit, used, cached in ((inner, "900", 500, 50), (outer, "max", 0, 0)):
-        (group / "memory.max").write_text(f"{limit}\n")
-        (group / "memory.current").write_text(f"{used}\n")
-        (group / "memory.stat").write_text(f"anon 3\ninactive_file {cached}\nactive_file 7\n")
-    monkeypatch.setattr(snapshot, "cgroups", lambda: [inner, outer])
-    assert snapshot.available_bytes() == 450
-    assert snapshot.fits(360, None) and not snapshot.fits(361, None)
-    (outer / "memory.max").write_text("400\n")
-    assert snapshot.available_bytes() == 400
-    (inner / "memory.current").write_text("2000\n")
-    assert snapshot.available_bytes() == 0
 
 
 def test_starting_over_leaves_nothing_of_the_run_but_its_configuration(tmp_path: Path) -> None:

@@ -77,8 +77,8 @@ class PlanConfig(Config):
     """A name from the table in `plan/hardware.py`; auto: this machine's GPU."""
     rows: int
     """Most rows of the table that are printed."""
-    picture: str
-    """File of the chart of several nodes."""
+    page: str
+    """HTML file of tokens a second against nodes, for nodes > 1."""
     format: Format
 
     def __post_init__(self) -> None:
