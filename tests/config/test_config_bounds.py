@@ -132,7 +132,7 @@ def configuration(name: str) -> Any:
         case "long":
             return changed(cfg, "data.max_length", 39)
         case "plan":
-            return PlanConfig(**own(gpus=1, nodes=1, gpu="auto", rows=1, picture="a.png"))
+            return PlanConfig(**own(gpus=1, nodes=1, gpu="auto", rows=1, page="a.html"))
         case "doctor":
             return DoctorConfig(**own(gpus=None, nodes=1))
         case "prepare":

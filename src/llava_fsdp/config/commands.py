@@ -74,8 +74,8 @@ class PlanConfig(Config):
     """A name of the table in `plan/hardware.py`; auto: this machine's."""
     rows: int
     """Most rows of the table that are printed."""
-    picture: str
-    """Where the picture of several nodes goes."""
+    page: str
+    """HTML file of tokens a second against nodes, for nodes > 1."""
     format: Format
 
     def __post_init__(self) -> None:
