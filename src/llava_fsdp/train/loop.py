@@ -20,7 +20,7 @@ from llava_fsdp.runtime.errors import Stopped
 from llava_fsdp.runtime.heartbeat import Phase
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.seeds import derive
-from llava_fsdp.runtime.watchdog import Life
+from llava_fsdp.runtime.watchdog import Watchdog
 from llava_fsdp.train.gc_schedule import collected_by_plan
 from llava_fsdp.train.profiler import Unrecorded
 from llava_fsdp.train.state import StepResult, TrainState
@@ -32,7 +32,7 @@ def fit(
     cfg: Config,
     after_step: Callable[[StepResult], None],
     between_steps: Callable[[], None] = lambda: None,
-    life: Life | None = None,
+    watchdog: Watchdog | None = None,
     recorder: Unrecorded | None = None,
 ) -> None:
     """Train to the last step.
@@ -45,31 +45,31 @@ def fit(
     """
     state.model.train()
     started = time.perf_counter()
-    life, recorder = life or Life(), recorder or Unrecorded()
-    life.at(Phase.DATA, state.step)
+    watchdog, recorder = watchdog or Watchdog(), recorder or Unrecorded()
+    watchdog.at(Phase.DATA, state.step)
     if state.compilations is not None and state.step < state.loader.total_steps:
         log().info("compiling the language model's blocks: the first steps take much longer than those behind them")
-    steps = state.loader.prepared(state.step, life.wants_stop)  # held, so that its workers can be asked after
+    steps = state.loader.prepared(state.step, watchdog.wants_stop)  # held, so that its workers can be asked after
     try:
         with collected_by_plan(cfg.gc_every) as collect:
             for step in recorder.steps(steps):
                 waited = time.perf_counter() - started
-                life.at(Phase.AGREEING)
+                watchdog.at(Phase.AGREEING)
                 between_steps()
                 assert step is not None, "a rank that is asked to stop stops all"
-                life.at(Phase.COMPUTE)
-                result = train_step(state, state.loader.agree(step), plan, cfg, started, life, recorder)
-                life.at(Phase.REPORT, state.step)  # the next step's place already: whoever stays here is behind
+                watchdog.at(Phase.COMPUTE)
+                result = train_step(state, state.loader.agree(step), plan, cfg, started, watchdog, recorder)
+                watchdog.at(Phase.REPORT, state.step)  # the next step's place already: whoever stays here is behind
                 after_step(replace(result, data_seconds=waited))
                 collect(state.step)
-                life.at(Phase.DATA)
+                watchdog.at(Phase.DATA)
                 started = time.perf_counter()
     except RuntimeError as error:  # the DataLoader's signal handler raises it wherever a worker's death finds us
         state.loader.check_workers()
-        if is_of_compiler(error) and life.was_asked():  # the signal has ended the C++ compiler too
+        if is_of_compiler(error) and watchdog.wants_stop_soon():  # the signal has ended the C++ compiler too
             raise Stopped(
-                f"{life.stop}: stopped in step {state.step + 1}, while it compiled; the same command continues from "
-                "the last checkpoint"
+                f"{watchdog.stop}: stopped in step {state.step + 1}, while it compiled; the same command continues "
+                "from the last checkpoint"
             ) from error
         raise
 
@@ -80,7 +80,7 @@ def train_step(
     plan: ShardPlan,
     cfg: Config,
     started: float,
-    life: Life | None = None,
+    watchdog: Watchdog | None = None,
     recorder: Unrecorded | None = None,
 ) -> StepResult:
     """One optimizer step.
@@ -114,8 +114,8 @@ def train_step(
         found = summed(loss_sum.clone()), loss_sum, norm.to(loss_sum.device), *sources.summed().unbind()
         loss, own_loss, grad_norm, *of_sources = torch.stack(found).tolist()
     overflowed = not math.isfinite(grad_norm) or not math.isfinite(loss)  # both are sums over all ranks
-    if life is not None:
-        life.at(Phase.OPTIMIZER)
+    if watchdog is not None:
+        watchdog.at(Phase.OPTIMIZER)
     if state.scaler is not None:
         state.scaler.update(overflowed, state.step + 1)
     if overflowed:
