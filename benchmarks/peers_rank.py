@@ -70,8 +70,8 @@ def run_ours(plan: dict[str, Any], pack: bool) -> None:
     from llava_fsdp.distributed.zero import SHARD_PLANS
     from llava_fsdp.runtime.run_dir import claimed
     from llava_fsdp.runtime.watchdog import Watchdog
+    from llava_fsdp.train.build_state import build_state
     from llava_fsdp.train.loop import fit
-    from llava_fsdp.train.main import build_state
     from llava_fsdp.train.metrics import Reporter
     from llava_fsdp.train.save_and_stop import Keeper, open_saver
     from llava_fsdp.train.state import StepResult
@@ -119,7 +119,7 @@ def prepared_steps(cfgs: dict[str, Any], world: Any, model: Any, plan: dict[str,
     """Every data set's steps as our loader prepares them, out of what is timed."""
     from peers_data import Fixed
 
-    from llava_fsdp.train.main import open_data
+    from llava_fsdp.train.build_state import open_data
 
     prepared = {}
     for data, cfg in cfgs.items():
@@ -155,7 +155,7 @@ def run_by_hand_ours(plan: dict[str, Any]) -> None:
     from llava_fsdp.model.load_weights import find_weights, load_weights
     from llava_fsdp.model.pretrained import find_parts
     from llava_fsdp.train.build_model import build_model
-    from llava_fsdp.train.main import open_data
+    from llava_fsdp.train.build_state import open_data
 
     cfg, cfgs = ours_configured(plan, pack=True)
     with distributed(cfg) as world:

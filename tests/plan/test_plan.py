@@ -300,7 +300,7 @@ def test_auto_recomputes_no_more_than_it_must(
     assert [one.applied(cfg).tokens_per_micro_batch for one in chosen] == [1024] * 3
     assert not chosen[0].applied(cfg).has_auto
     line = chosen[1].told(cfg)
-    assert line.startswith("auto: activation_checkpointing=selective: ") and " GB, " in line and len(line) < 110, line
+    assert line.startswith("auto: activation_checkpointing=selective: ") and " GB, " in line and len(line) < 130, line
     with pytest.raises(ConfigError, match="nothing fits by the plan"):
         on(totals[2] - 100_000)
     with monkeypatch.context() as patch:

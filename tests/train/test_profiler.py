@@ -16,8 +16,8 @@ from llava_fsdp.report.profile_page import page_of
 from llava_fsdp.report.profile_trace import CATEGORIES, Times, TraceError, times_of, united, within, without
 from llava_fsdp.runtime.errors import ConfigError, StorageError
 from llava_fsdp.train import main as train
+from llava_fsdp.train.build_state import build_state
 from llava_fsdp.train.loop import fit
-from llava_fsdp.train.main import build_state
 from llava_fsdp.train.profiler import Recorder, open_recorder, without_lines
 
 PROFILE = "profile=true", "profile_steps=[2,3]", "micro_batch_size=6", "pack=false"
