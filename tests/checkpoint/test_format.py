@@ -42,6 +42,27 @@ def test_safetensors_reads_what_is_written(tmp_path: Path) -> None:
         assert not list(file.keys())
 
 
+@pytest.mark.parametrize("chunk", [8, 24])
+def test_a_file_is_the_same_whatever_the_pieces_are(
+    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors that fill their pieces, and others; the kernel is told of every byte once, but for the last few."""
+    given = {f"model.{n}": torch.arange(1.0, n + 1).to(dtype) for n in (1, 6, 7, 12) for dtype in (torch.float32,)}
+    given |= {"model.half": torch.arange(25.0).bfloat16(), "model.turned": torch.arange(15.0).view(3, 5).t()}
+    whole = write(tmp_path / "whole", given)
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(safetensors_stream, "CHUNK", chunk)
+    monkeypatch.setattr(safetensors_stream, "WRITEBACK", 40)
+    monkeypatch.setattr(safetensors_stream, "begin_writing", lambda _, begin, length: told.append((begin, length)))
+    assert write(tmp_path / "pieces", given) == whole
+    assert (tmp_path / "pieces").read_bytes() == (tmp_path / "whole").read_bytes()
+    ends = [begin + length for begin, length in told]
+    assert [begin for begin, _ in told] == [0, *ends[:-1]] and whole.bytes - 40 < ends[-1] <= whole.bytes
+    given["model.7"][-1] = float("inf")
+    with pytest.raises(NumericError):
+        write(tmp_path / "infinite", given)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e5m2])
 def test_nothing_that_is_not_finite_is_written(value: float, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -44,6 +44,21 @@ def test_in_fp32_it_is_torchs_fused_adamw_to_the_bit(monkeypatch: pytest.MonkeyP
             assert torch.equal(optimizers[0].state[mine][name], optimizers[1].state[other][name])
 
 
+@pytest.mark.parametrize("stretch", [1, 704, 1408])
+def test_int8_moments_do_not_depend_on_the_stretches(stretch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row, two rows and four rows of seven at a time."""
+    made = []
+    for elements in (lowbit_adamw.STRETCH, stretch):
+        monkeypatch.setattr(lowbit_adamw, "STRETCH", elements)
+        parameter = nn.Parameter(torch.randn(7, 352, generator=torch.Generator().manual_seed(1)))
+        optimizer = low_bit([parameter], MomentDType.int8)
+        for gradient in gradients((7, 352), 3):
+            parameter.grad = gradient
+            optimizer.step()
+        made.append([parameter.detach(), *(v for _, v in sorted(optimizer.state[parameter].items()))])
+    assert len(made[0]) == 6 and all(torch.equal(whole, cut) for whole, cut in zip(*made, strict=True))
+
+
 def test_int8_moments_are_torchaos_to_the_code() -> None:
     """Against its own step, uncompiled; what it computes in another order differs in the last bits of fp32."""
     pytest.importorskip("torchao", reason="torchao is not installed")

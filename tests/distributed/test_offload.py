@@ -17,7 +17,7 @@ from llava_fsdp.distributed.local_shards import local
 from llava_fsdp.distributed.mesh import World, make_mesh
 from llava_fsdp.distributed.offload import clear_memory_errors, describe_offload, managed
 from llava_fsdp.distributed.streamed_buffers import Copied, Mapped
-from llava_fsdp.distributed.streamed_optimizer import StreamedOptimizer
+from llava_fsdp.distributed.streamed_optimizer import StreamedOptimizer, cut, padded
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import ConfigError, OffloadError, OutOfMemory
 from llava_fsdp.train import main as train
@@ -197,6 +197,25 @@ def test_any_elementwise_optimizer_in_pieces_is_the_same_to_the_bit(
             assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True)), name
 
 
+@pytest.mark.parametrize("bucket", [1, 256, 2048, 2304, 4096, 1 << 20])
+def test_buckets_hold_every_element_once_and_are_filled_up_to_their_bound(bucket: int) -> None:
+    """256 elements of 8 bytes are the least that is moved; sizes at, below and above multiples of it."""
+    counts = [1, 255, 256, 257, 512, 0, 700]
+    groups = [{"params": [nn.Parameter(torch.zeros(n)) for n in own]} for own in (counts[:3], counts[3:])]
+    buckets = list(cut(groups, {torch.float32: 8}, bucket))
+    pieces = [piece for own in buckets for piece in own]
+    sizes = [sum(padded(piece.end - piece.begin) * 8 for piece in own) for own in buckets]
+    assert all(size <= max(bucket, 2048) for size in sizes)
+    assert all(size + padded(after[0].end - after[0].begin) * 8 > bucket
+               for size, after in zip(sizes, buckets[1:], strict=False))  # fmt: skip
+    for number, group in enumerate(groups):
+        for parameter in group["params"]:
+            own = [piece for piece in pieces if piece.parameter is parameter]
+            assert {piece.group for piece in own} <= {number}
+            assert [n for piece in own for n in range(piece.begin, piece.end)] == list(range(parameter.numel()))
+            assert all(piece.begin % 256 == 0 for piece in own)
+
+
 def test_state_that_is_no_moment_is_refused() -> None:
     class Odd(torch.optim.SGD):
         def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -258,8 +277,10 @@ def test_combinations_without_sense_are_refused(
 
 
 def test_one_message_where_memory_runs_out(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    cfg = make_config(parts, dataset, tmp_path, "recompute=none", "sharding=zero2")
-    with pytest.raises(OutOfMemory, match=r"out of host memory \(\d+ bytes more.*recompute=full.*offload=nvme"):
+    cfg = make_config(parts, dataset, tmp_path, "activation_checkpointing=none", "sharding=zero2")
+    with pytest.raises(
+        OutOfMemory, match=r"out of host memory \(\d+ bytes more.*activation_checkpointing=full.*offload=nvme"
+    ):
         with clear_memory_errors(cfg, CPU):
             torch.empty(1 << 60, dtype=torch.uint8)
     with pytest.raises(OutOfMemory), clear_memory_errors(cfg, CPU):

@@ -1,5 +1,6 @@
 """What a run continues with is the base that it began with, to the last bit."""
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from llava_fsdp.model import load_weights
 from llava_fsdp.model.init_weights import Drawn, DrawRule, Rule
 from llava_fsdp.model.load_weights import base_fingerprint, check_shape, digest_of, fingerprint, frozen_digests
 from llava_fsdp.model.tensor_files import Stored
@@ -36,6 +38,15 @@ def test_every_bit_of_a_frozen_weight_counts_and_ranks_do_not() -> None:
         assert fingerprint(model, changed) != first, (name, place)
         assert base_fingerprint(changed, []) != base_fingerprint(digests, []), (name, place)
         assert base_fingerprint(changed, [name]) == base_fingerprint(digests, [name]), "it comes with the adapter"
+
+
+@pytest.mark.parametrize("shape", [(7,), (6, 3), (7, 3), (5, 2, 3)])
+def test_a_weight_is_digested_in_pieces_as_in_one(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(shape).bfloat16()
+    expected = hashlib.sha256(b"torch.bfloat16" + weight.view(torch.uint8).numpy().tobytes()).hexdigest()
+    for size in (1, 7, 36, 1 << 24):
+        monkeypatch.setattr(load_weights, "DIGESTED_BYTES", size)
+        assert digest_of(Held(weight), shape) == expected
 
 
 def test_names_shapes_and_what_trains_count() -> None:

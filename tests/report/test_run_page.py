@@ -19,6 +19,7 @@ from small import config_of
 
 from llava_fsdp.config.recipes import differences
 from llava_fsdp.report import main as report
+from llava_fsdp.report import run_reader
 from llava_fsdp.report.compare_page import differing
 from llava_fsdp.report.run_reader import read_run, runs_in, values_typed
 from llava_fsdp.runtime.errors import LlavaFsdpError
@@ -27,6 +28,22 @@ from llava_fsdp.runtime.errors import LlavaFsdpError
 def texts(page: str) -> str:
     """What a reader sees, entities unescaped."""
     return re.sub(r"<[^>]+>", " ", re.sub(r"<(script|style)\b.*?</\1>", "", page, flags=re.S))
+
+
+def test_a_line_that_is_too_long_is_counted_and_the_next_ones_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line of as many characters as are read at once is the longest that is a row."""
+    run = imagine(tmp_path / "run", 3)
+    row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    texts = [json.dumps(row | {"step": step}) for step in (4, 5, 6)]
+    longest = max(len(line) for file in run.glob("*.jsonl") for line in file.read_text().splitlines()) + 10
+    texts[0], texts[1] = texts[0].ljust(longest - 1), texts[1].ljust(longest - 2)[:-1] + "," + " " * longest + "}"
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("\n".join(texts) + "\n")
+    monkeypatch.setattr(run_reader, "LONGEST_LINE", longest)
+    found = read_run(run)
+    assert (found.history.step, found.history.steps, found.unread) == (6, 5, {"metrics.jsonl": 2})
 
 
 def test_a_run(tmp_path: Path) -> None:

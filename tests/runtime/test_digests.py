@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
+from xxhash import xxh3_128
 
-from llava_fsdp.runtime.digests import Digest, share
+from llava_fsdp.runtime import digests
+from llava_fsdp.runtime.digests import Digest, digest_of, digest_of_file, share
 from llava_fsdp.runtime.errors import DamagedModel
 from llava_fsdp.runtime.provenance import checked_name, files_of, is_older, read_digest, refuse_strangers
 
@@ -15,6 +17,20 @@ def test_every_file_is_digested_once_and_bytes_are_even() -> None:
     assert [share(files, rank, 3) for rank in range(3)] == [["a", "f"], ["b", "e"], ["c", "d"]]
     assert share(files, 0, 1) == ["a", "b", "c", "d", "e", "f"]
     assert [share(files, rank, 8) for rank in (6, 7)] == [[], []]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7])
+def test_a_file_is_digested_in_pieces_as_in_one(chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that fill their pieces, and others."""
+    monkeypatch.setattr(digests, "CHUNK", chunk)
+    path = tmp_path / "file"
+    for size in (0, 1, 3, 6, 7, 8, 20, 21):
+        content = bytes(range(1, size + 1))
+        path.write_bytes(content)
+        assert digest_of_file(path) == Digest(size, xxh3_128(content).hexdigest())
+    with path.open("rb", buffering=0) as file:
+        file.seek(5)
+        assert digest_of(file) == Digest(16, xxh3_128(content[5:]).hexdigest())
 
 
 WOULD_BE_LOADED = """

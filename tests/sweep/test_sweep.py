@@ -20,7 +20,6 @@ from imagined import imagine
 
 from llava_fsdp.config import SweepConfig, SweepMetric, config_dir, load
 from llava_fsdp.config.cli import quoted
-from llava_fsdp.config.hydra_guard import check_command_line, check_plugin
 from llava_fsdp.report.run_reader import JOB_FILE, runs_in
 from llava_fsdp.runtime.errors import ConfigError, ExitCode, LlavaFsdpError
 from llava_fsdp.runtime.run_dir import restored_umask
@@ -628,24 +627,3 @@ def test_no_two_jobs_have_a_gpu(own_tmp: Path) -> None:
                 assert names(four) == ["2"], "what was not enough has been given back"
     with lent([], 4, "on the CPU", int) as nothing:
         assert names(nothing) == []
-
-
-def test_what_a_plugin_may_name() -> None:
-    """Optuna's samplers are given by their class; nothing else below a plugin's node is."""
-    check_plugin("sweeper._target_", "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper")
-    check_plugin("sweeper.sampler._target_", "optuna.samplers.TPESampler")
-    check_plugin("sweeper.sampler._partial_", True)
-    check_plugin("sweeper.params.optim.lr", "interval(1e-5,1e-3)")
-    for name, value in [
-        ("sweeper.sampler._target_", "os.system"),
-        ("launcher.sampler._target_", "optuna.samplers.TPESampler"),
-        ("sweeper.custom_search_space", "mine.search"),
-        ("sweeper.params.hydra.job_logging", "x"),
-        ("sweeper._partial_", True),
-    ]:
-        with pytest.raises(ConfigError, match=re.escape(f"hydra.{name}")):
-            check_plugin(name, value)
-
-
-def test_an_interval_is_a_sweeper_s_matter() -> None:
-    check_command_line(["-m", "optim.lr=interval(1e-5,1e-3)", "hydra.sweep.dir=x"], "sweep")

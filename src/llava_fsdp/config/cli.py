@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from llava_fsdp.config import SOURCES, config_dir, did_you_mean, load, schema_keys
-from llava_fsdp.config.hydra_guard import FOLDER_FLAGS, NAME_FLAGS, PATH_FLAGS, check_command_line
+from llava_fsdp.config.hydra_guard import FLAGS, check_command_line
 from llava_fsdp.runtime.errors import ENDINGS, ConfigError, ExitCode, FolderLost, LlavaFsdpError, Stopped
 from llava_fsdp.runtime.heartbeat import read_beat
 from llava_fsdp.runtime.launch import attempt, env_rank, is_one_node
@@ -46,7 +46,7 @@ LITERAL = frozenset({
 PLACE_OF = {"chat": "model.checkpoint", "evaluate": "model.checkpoint", "export": "source"}
 """The key that a path alone is most likely meant for, by program; of the others it is output_dir."""
 WITH_VALUES = frozenset({
-    *FOLDER_FLAGS, *PATH_FLAGS, *NAME_FLAGS, "--cfg", "-c", "--package", "-p", "--info", "-i", "--experimental-rerun",
+    *FLAGS, "--config-name", "-cn", "--cfg", "-c", "--package", "-p", "--info", "-i", "--experimental-rerun",
 })  # fmt: skip
 """Hydra's flags whose value may be the next word."""
 Status = Callable[[Path, Outcome], dict[str, Any] | None]
@@ -209,7 +209,7 @@ def compose(config_name: str, schema: type) -> DictConfig | None:
         composed.append(node)
 
     refuse_multirun(config_name)
-    check_command_line(sys.argv[1:], config_name)
+    check_command_line(sys.argv[1:])
     refuse_bare_words(sys.argv[1:], config_name)
     refuse_no_choice(sys.argv[1:])
     sys.argv[1:] = [taken_literally(argument) for argument in sys.argv[1:]]

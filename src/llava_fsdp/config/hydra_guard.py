@@ -1,47 +1,37 @@
-"""What neither a command line nor somebody's YAML may make Hydra do: call Python, tell secrets, write elsewhere.
+"""Checks of a command line before Hydra sees it: no secrets, and no Python that Hydra would call.
 
-Hydra calls classes that its own node names (callbacks, logging) before our code sees a configuration. So where others
-may have had a say in that node (`--config-dir`, `hydra...` on the command line), it is composed once without effect and
-looked at first. Imports no torch.
+Hydra instantiates classes that its own `hydra` node names (launcher, sweeper, callbacks, logging) before our code sees
+a configuration. Words that set this node, and every YAML file of a `--config-dir`, are therefore read first. Imports
+neither Hydra nor torch.
 """
 
 import itertools
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from hydra import compose, initialize_config_dir
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+import yaml
 
-from llava_fsdp.config import config_dir
-from llava_fsdp.config.tree import TARGETS, keys_of, leaves_of
+from llava_fsdp.config.tree import TARGETS, leaves_of
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.redact import HIDDEN, has_secret, is_secret_name
 from llava_fsdp.runtime.safe_load import refuse_yaml_bombs
 
 FOLDER_FLAGS = ("--config-dir", "-cd")
 PATH_FLAGS = ("--config-path", "-cp")
-NAME_FLAGS = ("--config-name", "-cn")
-PLUGINS = ("hydra._internal.core_plugins.", "hydra_plugins.")
-"""Where Hydra itself looks for launchers and sweepers, and nowhere else."""
-SAMPLERS = {"sweeper.sampler": "optuna.samplers."}
-"""What a plugin's node may name below itself, by the node."""
-CODE_IN_SWEEPERS = ("custom_search_space",)
-CODE_IN_LOGGING = ("()", "class", "factory", "ext://", "cfg://")
-MOST_JOBS = 64
-"""Jobs of a sweep that are looked at; further ones differ from these in values alone."""
+FLAGS = (*FOLDER_FLAGS, *PATH_FLAGS)
+SETTABLE = ("mode", "verbose", "sweep", "launcher", "sweeper")
+"""Keys below `hydra` that may be set; their groups are hydra/launcher, hydra/sweeper and hydra/sweeper/..."""
+CALLS = re.compile(rf"(?<!\w)(?:{'|'.join(TARGETS)}|custom_search_space)(?!\w)|oc\.(?:create|decode)\b")
+"""Keys by which Hydra or its Optuna plugin call Python, and resolvers that could make such a key out of a text."""
 
 
-def check_command_line(words: list[str], config_name: str) -> None:
-    """Look at the words behind a program's name, before Hydra does.
+def check_command_line(words: list[str]) -> None:
+    """Check the words behind a program's name.
 
     Raises:
-        ConfigError: one holds a secret, or Hydra would call what somebody's YAML names.
+        ConfigError: one holds a secret, sets what is fixed, or Hydra would call what it or a YAML file names.
     """
     refuse_secrets(words)
     flags = flag_values(words)
@@ -50,18 +40,13 @@ def check_command_line(words: list[str], config_name: str) -> None:
             raise ConfigError(
                 f"{flag}={flags[flag]}: the configuration is the package's own; add to it with --config-dir"
             )
-    folder = next((flags[f] for f in FOLDER_FLAGS if f in flags), None)
-    overrides = [word for word in words if (not word.startswith("-") and "=" in word) or word.startswith("~")]
-    if any(re.match(r"[+~]*hydra\.searchpath\b", word) for word in overrides):
-        raise ConfigError("hydra.searchpath is fixed; add a folder of YAML files with --config-dir FOLDER")
-    if folder is None and not any(re.match(r"[+~]*hydra[./=]", word) for word in overrides):
-        return
-    if folder is not None:
-        for path in [*Path(folder).rglob("*.yaml"), *Path(folder).rglob("*.yml")]:
-            refuse_yaml_bombs(path)
-    name = next((flags[f] for f in NAME_FLAGS if f in flags), config_name)
-    for job in jobs_of(overrides):
-        check_hydra(name, job, folder)
+    for word in words:
+        refuse_calls(word, word)
+        key, _, value = word.partition("=")
+        check_hydra_key(key.lstrip("+~"), value, word)
+    folder = next((flags[flag] for flag in FOLDER_FLAGS if flag in flags), None)
+    for path in yaml_files(folder) if folder is not None else ():
+        check_yaml(path, path.relative_to(folder))
 
 
 def flag_values(words: list[str]) -> dict[str, str]:
@@ -69,7 +54,7 @@ def flag_values(words: list[str]) -> dict[str, str]:
     found = {}
     for word, behind in itertools.zip_longest(words, words[1:], fillvalue=""):
         flag, equals, value = word.partition("=")
-        if flag in (*FOLDER_FLAGS, *PATH_FLAGS, *NAME_FLAGS):
+        if flag in FLAGS:
             found[flag] = value if equals else behind
     return found
 
@@ -86,62 +71,77 @@ def refuse_secrets(words: list[str]) -> None:
             )
 
 
-def jobs_of(overrides: list[str]) -> Iterator[list[str]]:
-    """The overrides of every job of a sweep; of a single run, one list."""
+def refuse_calls(text: str, shown: str) -> None:
+    """Raises ConfigError where a setting could make Hydra call Python."""
+    if CALLS.search(text):
+        raise ConfigError(f"{shown}: no configuration may name Python to call; take it out")
+
+
+def check_hydra_key(key: str, value: str, shown: str) -> None:
+    """Check one setting; those that are not Hydra's pass.
+
+    Args:
+        key: dotted, or a group; a package may stand behind its `@`.
+        shown: what a message names.
+
+    Raises:
+        ConfigError: the key is fixed.
+    """
+    parts = re.split(r"[./@:]", key)
+    if "hydra" not in parts:
+        return
+    if parts[0] == "hydra" and parts[1:2] == ["searchpath"]:
+        raise ConfigError("hydra.searchpath is fixed; add a folder of YAML files with --config-dir FOLDER")
+    quiet = key in ("hydra/job_logging", "hydra/hydra_logging") and value in ("none", "disabled")
+    is_single = "@" not in key and parts.count("hydra") == 1 and parts[0] == "hydra"  # sweeper.params may hold others
+    if not quiet and not (is_single and parts[1:2] and parts[1] in SETTABLE):
+        raise ConfigError(
+            f"{shown}: this key of Hydra's is fixed; settable are hydra.{', hydra.'.join(SETTABLE)}, and output_dir "
+            "says where a run writes"
+        )
+
+
+def yaml_files(folder: str) -> Iterator[Path]:
+    """Every YAML file below a folder, through links to folders too; each folder once."""
+    seen: set[str] = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        yield from (Path(place, name) for name in sorted(names) if name.endswith((".yaml", ".yml")))
+
+
+def check_yaml(path: Path, inside: Path) -> None:
+    """Check one file of a --config-dir.
+
+    Args:
+        inside: its path within that folder, which makes it a choice of a group.
+
+    Raises:
+        ConfigError: it is not YAML, or Hydra would call what it names.
+    """
+    text = refuse_yaml_bombs(path)
     try:
-        parsed: list[Override] = OverridesParser.create().parse_overrides(overrides)
-    except HydraException:
-        return  # Hydra says it better in a moment, and calls nothing
-    keys = [o.get_key_element() for o in parsed]
-    own = [
-        [f"{key}={value}" for value in choice.sweep_string_iterator()] if choice.is_discrete_sweep() else [text]
-        for key, choice, text in zip(keys, parsed, overrides, strict=True)
-        if not choice.is_interval_sweep()  # a sweeper draws numbers from it
-    ]
-    first = [values[0] for values in own]
-    yield from (list(job) for job in itertools.islice(itertools.product(*own), MOST_JOBS))
-    for place, values in enumerate(own):  # every value once, however many jobs there are
-        yield from ([*first[:place], value, *first[place + 1 :]] for value in values[1:])
+        tree = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())[:300]}") from error
+    headers = [line for line in text.splitlines() if line.lstrip("# \t").startswith("@")]
+    if any(re.search(r"\bhydra\b", line) for line in headers):
+        raise ConfigError(f"{path}: its package is Hydra's; write its keys below `hydra:`")
+    check_hydra_key(inside.with_suffix("").as_posix(), "", str(path))
+    for name, value in leaves_of(tree):
+        keys = name.split(".")
+        refuse_calls(f"{name}={value}", f"{path}: {name}")
+        if "defaults" in keys:
+            group, choice = default_of(keys[keys.index("defaults") + 2 :], str(value))
+            check_hydra_key(group, choice, f"{path}: {group}")
+        elif "hydra" in keys:
+            check_hydra_key(".".join(keys[keys.index("hydra") :]), str(value), f"{path}: {name}")
 
 
-def check_hydra(config_name: str, overrides: list[str], folder: str | None) -> None:
-    """Raises ConfigError where Hydra's own node names Python to call, or writes files of its own."""
-    added = [f"hydra.searchpath=[{Path(folder).absolute().as_uri()}]"] if folder is not None else []
-    try:
-        with initialize_config_dir(str(config_dir()), version_base="1.3"):
-            node = compose(config_name, [*overrides, *added], return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException):
-        return  # Hydra says it better in a moment, and calls nothing
-    found = raw_of(node)["hydra"]
-    if found.get("callbacks"):
-        raise ConfigError(f"hydra.callbacks={sorted(found['callbacks'])}: no configuration may name Python to call")
-    for name, key in keys_of(found):
-        if key in TARGETS and not name.startswith(("launcher.", "sweeper.")):
-            raise ConfigError(f"hydra.{name}: no configuration may name Python to call")
-    for name, value in leaves_of({part: found.get(part) for part in ("launcher", "sweeper")}):
-        check_plugin(name, value)
-    for part in ("job_logging", "hydra_logging"):
-        for name, key in keys_of(found.get(part) or {}):
-            if key in CODE_IN_LOGGING:
-                raise ConfigError(f"hydra.{part}.{name}: logging is the package's own; choose hydra/{part}=none")
-    if (found["run"]["dir"], found["output_subdir"]) != (".", None):
-        raise ConfigError("hydra.run.dir and hydra.output_subdir are fixed: Hydra writes nothing here; give output_dir")
-
-
-def check_plugin(name: str, value: Any) -> None:
-    """Raises ConfigError where a value below hydra.launcher or hydra.sweeper names Python of another's."""
-    node, _, key = name.rpartition(".")
-    if key in TARGETS and not (key == "_partial_" and node in SAMPLERS):
-        allowed = PLUGINS if node in ("launcher", "sweeper") else SAMPLERS.get(node, ())
-        if not str(value).startswith(allowed):
-            raise ConfigError(f"hydra.{name}={value} is no launcher or sweeper of Hydra's or of one of its plugins")
-    if key in CODE_IN_SWEEPERS and value is not None:
-        raise ConfigError(f"hydra.{name}={value}: no configuration may name Python to call")
-    if name.startswith("sweeper.params.") and re.match(r"[+~]*hydra\b", name.removeprefix("sweeper.params.")):
-        raise ConfigError(f"hydra.{name}: a job's overrides leave Hydra's own settings alone")
-
-
-def raw_of(node: DictConfig) -> dict[str, Any]:
-    found = OmegaConf.to_container(node, resolve=False)
-    assert isinstance(found, dict)
-    return {str(key): value for key, value in found.items()}
+def default_of(keys: list[str], value: str) -> tuple[str, str]:
+    """Group and choice of an entry of a defaults list: `- override /GROUP: CHOICE`, or `- GROUP/CHOICE` (no keys)."""
+    group, choice = (".".join(keys), value) if keys else value.rpartition("/")[::2]
+    return re.sub(r"^(?:(?:override|optional)\s+)*/?", "", group), choice

@@ -24,7 +24,7 @@ def main() -> None:
     """Run Hydra and its jobs, and end as they do."""
     setup_logging()
     try:
-        check_command_line(sys.argv[1:], "sweep")
+        check_command_line(sys.argv[1:])
         refuse_maximizing(sys.argv[1:])
         sweep = sweep_folder()
     except ConfigError as error:

@@ -37,9 +37,9 @@ from llava_fsdp.plan.auto import Decision, decide
 from llava_fsdp.plan.mfu import utilization_of
 from llava_fsdp.plan.workload import samples_in
 from llava_fsdp.report.run_reader import CONFIG_FILE, REPORT_FILE
+from llava_fsdp.runtime.durable_files import replace_file
 from llava_fsdp.runtime.errors import ConfigError, DataError, StorageError
 from llava_fsdp.runtime.heartbeat import Phase
-from llava_fsdp.runtime.jsonl import write_new
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.os_errors import why
 from llava_fsdp.runtime.progress import watch_loading
@@ -67,7 +67,7 @@ from llava_fsdp.train.validation import open_validation
 
 @dataclass
 class AtEnd:
-    """What shows how the run ended, once that has been written; None: it has not come to its first step."""
+    """Holds the function that shows how the run ended; None until the run is about to take its first step."""
 
     show: Callable[[], None] | None = None
 
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def train(cfg: Config, at_end: AtEnd | None = None) -> None:
-    """One run, from its configuration to its export."""
+    """Train one run from its configuration to its export."""
     at_end = at_end or AtEnd()
     if cfg.dry_run is not None:
         return dry_run(cfg)
@@ -118,7 +118,7 @@ def train(cfg: Config, at_end: AtEnd | None = None) -> None:
         mesh = make_mesh(world, plan, cfg)
         life.work = ranks.num_collectives(mesh)
         state = build_state(cfg, world, plan, mesh)
-        if cfg.private:  # from here on alone: a dataset's index, made before, is for whoever may read the dataset
+        if cfg.private:  # not before: the dataset's index is for everybody who may read the dataset
             os.umask(0o077)
         last_step = state.loader.total_steps
         resumed = resume(state, cfg)
@@ -143,7 +143,7 @@ def train(cfg: Config, at_end: AtEnd | None = None) -> None:
 
         def after_step(result: StepResult) -> None:
             life.step_done()
-            if keeper.loss() is None:  # what lies there else is not ours to write into
+            if keeper.loss() is None:  # a lost folder may belong to another run now
                 reporter(result)
             keeper.after_step(result)
             if state.step == first_step + 1:  # weights are loaded and kernels compiled
@@ -164,7 +164,7 @@ def train(cfg: Config, at_end: AtEnd | None = None) -> None:
 
 
 def settle_auto(cfg: Config, world: World) -> Config:
-    """What is left to the planner, settled by rank 0 for all: nothing behind it sees auto, config.yaml neither."""
+    """Replace every `auto` that the planner decides; rank 0 plans for all ranks. A collective."""
     if not cfg.has_auto:
         return cfg
     parts = find_parts(cfg.model)
@@ -180,7 +180,7 @@ def settle_auto(cfg: Config, world: World) -> Config:
 
 
 def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | None) -> TrainState:
-    """Model, weights, optimizer and data, sharded, at step 0."""
+    """Build model, optimizer and data, sharded, with their initial weights: the state at step 0."""
     parts = find_parts(cfg.model)
     projector = find_projector(cfg)
     model = build_model(cfg, parts, world.device)
@@ -227,10 +227,10 @@ def describe_projector(cfg: Config, projector: Path | None) -> str:
 
 
 def open_data(cfg: Config, world: World, model: Llava, choose: Choose | None = None) -> Loader:
-    """The dataset; the embedded one is drawn first, by one rank.
+    """Open the dataset. The embedded toy dataset is generated first, by one rank.
 
     Args:
-        choose: gives the order of its records; None: the run's.
+        choose: builds the sampler; None takes that of the configuration.
     """
     if cfg.data.source is Source.shapes:
         with first_rank_first(world):
@@ -240,7 +240,7 @@ def open_data(cfg: Config, world: World, model: Llava, choose: Choose | None = N
 
 
 def open_held_out_data(cfg: Config, world: World, model: Llava) -> HeldOut:
-    """What the run is measured on, examined before its first step as its own records are."""
+    """Open the validation data; its records are checked like those of the training data."""
     positions = model.parts.language.max_position_embeddings
     held_out = open_held_out(cfg, lambda own, choose: open_data(own, world, model, choose), positions)
     check_same_records(held_out.loader, "val.path, val.images")
@@ -250,10 +250,10 @@ def open_held_out_data(cfg: Config, world: World, model: Llava) -> HeldOut:
 
 
 def check_same_records(loader: Loader, keys: str = "data.path, data.images") -> None:
-    """Ranks of several machines may read copies of the files, and one may have looked before a picture was mended.
+    """Check that all ranks see the same records: machines may read different copies of the files. A collective.
 
     Raises:
-        DataError: on every rank alike.
+        DataError: on every rank, naming the ranks that differ from rank 0.
     """
     found = gather_lists([loader.steps.fingerprints()])
     differing = [rank for rank, other in enumerate(found) if other != found[0]]
@@ -267,9 +267,7 @@ def check_same_records(loader: Loader, keys: str = "data.path, data.images") -> 
 def write_config(cfg: Config, world: World) -> None:
     if world.is_first:
         path = Path(cfg.output_dir) / CONFIG_FILE
-        staged = path.with_name(f".{path.name}.tmp")
         try:
-            write_new(staged, OmegaConf.to_yaml(OmegaConf.structured(cfg)).encode(), 0o666)
-            os.replace(staged, path)
+            replace_file(path, OmegaConf.to_yaml(OmegaConf.structured(cfg)).encode())
         except OSError as error:
             raise StorageError(f"{path} cannot be written ({why(error, path)})") from error

@@ -1,4 +1,4 @@
-"""What a run says while it trains: one JSON object a step, a progress bar or plain lines, and how it ended."""
+"""Report a run's progress: one JSON object a step, a progress bar or plain lines, and how the run ended."""
 
 import contextlib
 import itertools
@@ -23,6 +23,7 @@ from rich.progress import (
 )
 
 from llava_fsdp.config import Config
+from llava_fsdp.config.renamed import rename_old_files
 from llava_fsdp.plan.mfu import Utilization
 from llava_fsdp.report.run_reader import METRICS_FILE
 from llava_fsdp.runtime.console import TextConsole
@@ -32,18 +33,18 @@ from llava_fsdp.runtime.jsonl import Rows, replace_lines
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.os_errors import why
 from llava_fsdp.train.live_page import LivePage
-from llava_fsdp.train.lost_rows import QUARANTINE_FILE, lost_rows
+from llava_fsdp.train.lost_rows import SKIPPED_FILE, lost_rows
 from llava_fsdp.train.state import StepResult
 from llava_fsdp.train.trackers import HURRY, PATIENCE, Trackers
 
 WINDOW = 128
-"""Steps that a loss is compared with."""
+"""Number of preceding losses that a loss is compared with."""
 FEWEST = 16
-"""Before so many steps nothing stands out."""
+"""Fewest preceding losses for a comparison."""
 
 
 class Reporter:
-    """Writes and shows every step on rank 0; quiet elsewhere."""
+    """Writes metrics and shows progress after every step, on rank 0; does nothing on other ranks."""
 
     def __init__(
         self,
@@ -58,10 +59,10 @@ class Reporter:
     ):
         """
         Args:
-            left_out: records that training never sees (record, kind, reason), listed as of step 0.
-            utilization: what a step costs; None: no row says.
-            run: names the run through all its starts.
-            about: what this start is, as `run_info.py` says it.
+            left_out: records skipped before training (record, kind, reason), listed with step 0.
+            utilization: computes FLOPs and MFU of a step; None leaves them out.
+            run: identifier of the run, kept when it resumes.
+            about: description of this start, from `run_info.py`.
         """
         self.cfg = cfg
         self.enabled = is_first_rank
@@ -71,17 +72,18 @@ class Reporter:
         self.spikes = Spikes(cfg.numeric.spike_sigma)
         self.progress: Progress | None = None
         self.recompiles = 0
-        self.recent: deque[float] = deque(maxlen=20)  # seconds a step, for the time left
+        self.recent: deque[float] = deque(maxlen=20)  # seconds of each step, to estimate the time left
         if not self.enabled:
             return
-        self.metrics, self.quarantine = Rows(self.folder / METRICS_FILE), Rows(self.folder / QUARANTINE_FILE)
+        self.metrics, self.skipped_records = Rows(self.folder / METRICS_FILE), Rows(self.folder / SKIPPED_FILE)
         try:
+            rename_old_files(self.folder)
             for said in self.lost(first_step):
                 log().warning(
                     "%s: %s: it was cut or damaged, and what it had is in no curve and no sum", self.folder, said
                 )
             cut_back(self.metrics.path, first_step)
-            begin_quarantine(self.quarantine.path, first_step, left_out)
+            begin_skipped_records(self.skipped_records.path, first_step, left_out)
         except OSError as error:
             raise StorageError(f"output_dir={cfg.output_dir} cannot be written ({why(error, self.folder)})") from error
         about = {**(about or {}), "run": run, "total_steps": total_steps}
@@ -102,27 +104,27 @@ class Reporter:
             self.progress.start()
 
     def lost(self, first_step: int) -> list[str]:
-        with contextlib.suppress(OSError):  # whoever writes there says it, where it matters
+        with contextlib.suppress(OSError):  # writing to the same files reports the error
             return lost_rows(self.folder, first_step) if first_step else []
         return []
 
     def close(self) -> None:
         if self.enabled:
             self.metrics.close()
-            self.quarantine.close()
+            self.skipped_records.close()
         if self.progress is not None:
             self.progress.stop()
 
     def note(self, said: str) -> None:
-        """Beside the bar, where there is one: what is done between two steps."""
+        """Show a text beside the progress bar, if there is one."""
         if self.progress is not None:
             self.progress.update(self.task, shown=said)
 
     def end(self, patience: float = PATIENCE) -> None:
-        """Show and tell how the run ended, once `run_status.json` says it: whatever the end.
+        """Write the final page and close the trackers, after `run_status.json` has been written.
 
         Args:
-            patience: seconds that trackers have.
+            patience: most seconds to wait for the trackers.
         """
         if self.enabled:
             self.page.write()
@@ -131,7 +133,7 @@ class Reporter:
             self.trackers.close(int(self.page.run.status.get("exit_code") or 0), patience)
 
     def last_words(self) -> None:
-        """As `end`, of a process that must be gone soon."""
+        """Do as `end` does, in a process that must end within seconds."""
         self.end(HURRY)
 
     def __call__(self, result: StepResult) -> None:
@@ -144,15 +146,15 @@ class Reporter:
         self.trackers.step(row)
         for sample in result.facts.left_out:
             said = {"step": row["step"], "record": sample.record, "kind": sample.kind, "reason": sample.reason}
-            self.quarantine.add(said)
+            self.skipped_records.add(said)
             log().warning("step %d goes without %s", row["step"], sample.reason)
         for where in result.facts.unlabelled:
-            self.quarantine.add({"step": row["step"], "record": where, "kind": "no_labels", "reason": "no label"})
+            self.skipped_records.add({"step": row["step"], "record": where, "kind": "no_labels", "reason": "no label"})
         self.warn(result)
         self.show(row)
 
     def warn_of_compiling(self, result: StepResult) -> None:
-        """On every rank: the others wait for the one that compiles."""
+        """Warn when a step compiled again, on any rank: all ranks wait for the one that compiles."""
         if result.recompiles > self.recompiles:
             log().warning(
                 "step %d: %d graphs were compiled anew, which the first steps should have seen to "
@@ -178,7 +180,7 @@ class Reporter:
             log().warning(
                 "step %d taught nothing: %d samples, %d label tokens, gradient norm %g (%d samples cut at "
                 "data.max_length, %d left out); see data.max_length, data.template and model.train",
-                *(row[k] for k in ("step", "samples", "label_tokens", "grad_norm", "truncated", "quarantined")),
+                *(row[k] for k in ("step", "samples", "label_tokens", "grad_norm", "truncated", "skipped_records")),
             )
         elif 2 * row["unlabelled"] > row["samples"]:
             log().warning("step %d: %d of %d samples have no label", row["step"], row["unlabelled"], row["samples"])
@@ -219,7 +221,7 @@ def metrics_row(result: StepResult, utilization: Utilization | None = None) -> d
         "truncated": facts.truncated,
         "labels_cut": facts.labels_cut,
         "unlabelled": len(facts.unlabelled),
-        "quarantined": len(facts.left_out),
+        "skipped_records": len(facts.left_out),
         "seconds": result.seconds,
         "data_seconds": result.data_seconds,
         "tokens_per_second": facts.tokens / result.seconds,
@@ -230,25 +232,25 @@ def metrics_row(result: StepResult, utilization: Utilization | None = None) -> d
 
 
 def finite(value: float) -> float | None:
-    """JSON has no word for a number that is none."""
+    """The value, or None if it is not finite, for which JSON has no number."""
     return value if math.isfinite(value) else None
 
 
 def peak_memory() -> int:
-    """Most bytes this rank has held: on the GPU where there is one, else of the process."""
+    """Peak memory of this rank in bytes: allocated on the GPU, or resident in the process without one."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Drop the rows of steps after `step`: a resumed run does them again."""
+    """Drop rows of steps after `step`, which a resumed run repeats."""
     if path.is_file():
         replace_lines(path, rows_of(path, range(step + 1)))
 
 
-def begin_quarantine(path: Path, step: int, left_out: Iterable[dict[str, Any]]) -> None:
-    """What was left out before the first step, and what the steps to `step` left out."""
+def begin_skipped_records(path: Path, step: int, left_out: Iterable[dict[str, Any]]) -> None:
+    """Write records that were skipped before training, followed by those that steps up to `step` skipped."""
     before = (json.dumps({"step": 0, **row}) for row in left_out)
     later = rows_of(path, range(1, step + 1)) if path.is_file() else []
     replace_lines(path, itertools.chain(before, later))
@@ -270,16 +272,16 @@ def number(value: float | None, form: str) -> str:
 
 
 class Spikes:
-    """The mean and the deviation of the last losses."""
+    """Finds losses far above the preceding ones."""
 
     def __init__(self, sigma: float | None):
         self.sigma = sigma
         self.losses: deque[float] = deque(maxlen=WINDOW)
 
     def stands_out(self, loss: float) -> tuple[float, float] | None:
-        """Mean and deviation of the losses before, where this one lies `sigma` deviations or more above; else None.
+        """Mean and deviation of the preceding losses if this one is at least `sigma` deviations above; else None.
 
-        It then is one of them: a loss that stays high is the new normal after a while.
+        The loss is then added to them, so that one that stays high is reported only for a while.
         """
         found = None
         if self.sigma is not None and math.isfinite(loss):

@@ -1,4 +1,4 @@
-"""The one screen that rank 0 prints before training: what this run is."""
+"""Print one screen about the run before training, on rank 0."""
 
 import re
 import sys
@@ -9,6 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from llava_fsdp.config import (
+    ActivationCheckpointing,
     Config,
     DType,
     LinearKind,
@@ -16,12 +17,11 @@ from llava_fsdp.config import (
     LoraConfig,
     Normalize,
     OffloadMode,
-    OrderName,
     Parity,
     Pixels,
     PrecisionConfig,
     Quantizer,
-    RecomputeMode,
+    SamplerName,
     Source,
 )
 from llava_fsdp.data.index.dataset import Records
@@ -40,16 +40,16 @@ from llava_fsdp.runtime.humanize import readable
 
 
 def unlike_original(cfg: Config, compiles: bool = False) -> str:
-    """One line: where this run's numbers are not those of the original trainer.
+    """One line with the settings that make numbers differ from the original trainer's.
 
     Args:
-        compiles: blocks are compiled, which rounds elsewhere.
+        compiles: whether blocks are compiled, which changes rounding.
     """
     precision = cfg.precision
-    # key, value, whether the original has it
+    # key, value, whether it equals the original's
     choices = [
         ("labels", cfg.labels.value, cfg.labels is Parity.llava_v1_5),
-        ("order", cfg.order.name.value, cfg.order.name is OrderName.llava_v1_5),
+        ("sampler", cfg.sampler.name.value, cfg.sampler.name is SamplerName.llava_v1_5),
         ("loss.normalize", cfg.loss.normalize.value, cfg.loss.normalize is Normalize.micro_batch),
         ("data.pixels", cfg.data.pixels.value, cfg.data.pixels is Pixels.llava_v1_5),
         ("precision.reduce_dtype", precision.reduce_dtype.value, precision.reduce_dtype is precision.param_dtype),
@@ -72,10 +72,10 @@ def show_run(
     kernel: Kernel | None,
     peak: str,
 ) -> None:
-    """Print what the model and the data are, how a step is cut, what trains, and what a rank holds.
+    """Print model, data, packing of a step, trainable parts, and memory of a rank.
 
     Args:
-        peak: what MFU is a share of, in words.
+        peak: text that names the peak FLOP/s that MFU refers to.
     """
     console = TextConsole(on_stderr=True, width=None if sys.stderr.isatty() else 120)
     toys = ["a model with random weights"] if cfg.model.random_weights and cfg.model.checkpoint is None else []
@@ -99,7 +99,9 @@ def show_run(
         facts.add_row("validation", describe_held_out(cfg, held_out))
     facts.add_row("attention", describe_attention(kernel))
     facts.add_row(
-        "compute", f"{world.device.type}, {cfg.precision.param_dtype.value}, recompute {describe_recompute(cfg, world)}"
+        "compute",
+        f"{world.device.type}, {cfg.precision.param_dtype.value}, "
+        f"activation checkpointing {describe_activation_checkpointing(cfg, world)}",
     )
     facts.add_row("peak", peak)
     compiling = choose_compiling(cfg, world.device, kernel and kernel.attention)
@@ -119,7 +121,7 @@ def show_run(
 
 
 def describe_adapters(lora: LoraConfig, names: list[str]) -> str:
-    """Rank and scale, and which modules have one: layers that differ in their number alone are said once."""
+    """Rank and scale of the adapters, and the modules that have one; layers are listed without their number."""
     modules = [module_of(name) for name in names if name.endswith(LORA_A)]
     kinds = Counter(re.sub(r"\.\d+\.", ".*.", module) for module in modules)
     found = f"rank {lora.r}, scale {lora.scaling:g}, dropout {lora.dropout:g}"
@@ -130,7 +132,7 @@ def describe_adapters(lora: LoraConfig, names: list[str]) -> str:
 
 
 def describe_packed(cfg: Config, weights: Iterable[Weight]) -> str:
-    """What is kept in few bits, and in how many with what it is unpacked with."""
+    """Number of quantized weights, and their bits each, quantization statistics included."""
     packed = [w for w in weights if w.per_element > 1]
     held = sum(w.numel * w.item_size(cfg.precision) + w.statistics for w in packed)
     count, quantize = sum(w.count for w in packed), cfg.model.quantize
@@ -164,7 +166,7 @@ def describe_precision(precision: PrecisionConfig) -> str:
 
 
 def describe_batch(cfg: Config, world: World, loader: Loader) -> str:
-    if cfg.order.name is OrderName.shuffle and cfg.pack:
+    if cfg.sampler.name is SamplerName.shuffle and cfg.pack:
         return (
             f"{cfg.global_batch_size} samples packed into rows of at most {cfg.row_tokens:,} positions, "
             f"as few as they need on each of {world.size} ranks"
@@ -187,11 +189,11 @@ def describe_compiling(found: Compiling) -> str:
     return f"the language model's blocks, when they first run, which takes a while ({found.reason})"
 
 
-def describe_recompute(cfg: Config, world: World) -> str:
-    mode = cfg.recompute.mode
-    if mode is RecomputeMode.budget:
-        return f"{mode.value} {cfg.recompute.budget:g}"
-    if mode is RecomputeMode.offload and world.device.type == "cpu":
+def describe_activation_checkpointing(cfg: Config, world: World) -> str:
+    mode = cfg.activation_checkpointing.mode
+    if mode is ActivationCheckpointing.budget:
+        return f"{mode.value} {cfg.activation_checkpointing.budget:g}"
+    if mode is ActivationCheckpointing.offload and world.device.type == "cpu":
         return f"{mode.value}: as full; without a GPU the host's memory is the device's, and this saves nothing more"
     return mode.value
 
@@ -204,7 +206,7 @@ def trains_table(weights: dict[str, Weight]) -> Table:
 
 
 def trained_counts(weights: dict[str, Weight]) -> dict[str, tuple[int, int]]:
-    """Parameters that train and that are frozen, by part."""
+    """Part of the model -> numbers of trainable and of frozen parameters."""
     found = {}
     for part in ("vision_tower", "multi_modal_projector", "image_newline", "language_model", "lm_head"):
         own = [w for n, w in weights.items() if n.partition(".")[0] == part]
@@ -215,7 +217,7 @@ def trained_counts(weights: dict[str, Weight]) -> dict[str, tuple[int, int]]:
 
 
 def bytes_table(cfg: Config, world: World, weights: Iterable[Weight]) -> Table:
-    """GiB on the rank that holds most, for every row of the ZeRO table."""
+    """GiB of states on the rank that holds most, for every sharding strategy."""
     weights = list(weights)
     table = Table(
         "sharding", "strategy", "parameters", "gradients", "optimizer", "sum",

@@ -5,9 +5,10 @@ import math
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
-from llava_fsdp.data.batching.packing import Cuts, cut_step, pack_step
+from llava_fsdp.data.batching.packing import Cuts, balance, cut_step, pack_step, place_by_cost
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
@@ -22,6 +23,20 @@ def test_every_sample_once_and_ranks_in_step(samples: int, world_size: int, micr
     assert all(len(micro) <= micro_batch_size for rank in cut for micro in rank)
     sizes = [len(micro) for rank in cut for micro in rank]
     assert max(sizes) - min(sizes) <= 1
+
+
+def test_a_bin_is_filled_to_its_last_token() -> None:
+    """By cost too: it is not left to the packing by length, which does not look at costs."""
+    place = place_by_cost(np.array([5, 3, 5, 3]), np.array([4.0, 3.0, 2.0, 1.0]), bins=2, most_tokens=8)
+    assert place is not None and np.bincount(place, [5, 3, 5, 3]).tolist() == [8, 8]
+    assert place_by_cost(np.array([5, 4]), np.array([2.0, 1.0]), bins=1, most_tokens=8) is None
+
+
+def test_balancing_ranks_empties_no_micro_batch() -> None:
+    """The first rank has more work, and could give away all that its second micro-batch has."""
+    place = np.arange(4)
+    balance(place, np.array([10.0, 1.0, 1.0, 1.0]), np.ones(4, dtype=np.int64), np.array([0, 0, 1, 1]), 100)
+    assert sorted(place.tolist()) == [0, 1, 2, 3]
 
 
 def test_rows_of_a_micro_batch_have_like_lengths() -> None:

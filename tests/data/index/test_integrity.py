@@ -1,6 +1,7 @@
 """A damaged index is refused with the file's name, whatever was done to which file, and never read as another."""
 
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +11,9 @@ from planted import write_planted
 from small import make_config
 from test_build import FITS, open_again, plan_of
 
+from llava_fsdp.data.index import integrity
 from llava_fsdp.data.index.build import Index, Plan, open_index
-from llava_fsdp.data.index.integrity import BLOCK, check_part, read_column, read_json, read_rows, seal
+from llava_fsdp.data.index.integrity import check_part, check_sum, read_column, read_json, read_rows, seal
 from llava_fsdp.data.loader import build_loader
 from llava_fsdp.runtime.errors import DamagedError, DataError, ExitCode
 from llava_fsdp.runtime.progress import watch_silently
@@ -113,15 +115,18 @@ def test_readers_say_what_they_met(tmp_path: Path) -> None:
                 read(path)
 
 
-def test_every_byte_of_a_large_file_is_in_its_checksum(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [0, 1, 6, 7, 8, 14, 17])
+def test_every_byte_of_a_large_file_is_in_its_checksum(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Files are read a block at a time."""
-    path = tmp_path / "column.npy"
-    path.write_bytes(bytes(2 * BLOCK + 3))
+    monkeypatch.setattr(integrity, "BLOCK", 7)
+    path, content = tmp_path / "column.npy", bytes(range(1, size + 1))
+    path.write_bytes(content)
+    assert check_sum(path) == zlib.crc32(content)
     seal(tmp_path, {})
     check_part(tmp_path, whole=True)
-    for at in (0, BLOCK - 1, BLOCK, 2 * BLOCK, 2 * BLOCK + 2):
-        content = bytearray(2 * BLOCK + 3)
-        content[at] = 1
-        path.write_bytes(content)
+    for at in range(size):
+        path.write_bytes(content[:at] + b"\0" + content[at + 1 :])
         with pytest.raises(DamagedError):
             check_part(tmp_path, whole=True)

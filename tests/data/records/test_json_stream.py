@@ -62,21 +62,29 @@ def test_lists_are_cut_right_wherever_a_stretch_ends(
         assert found(path) == json.loads(WRITTEN[name]), block
 
 
-def test_goes_on_behind_any_record(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    for text in (WRITTEN["utf-8"], WRITTEN["spaces"]):
+@pytest.mark.parametrize("block", [1, 3, 7, 1 << 20])
+def test_goes_on_behind_any_record(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "".join(json.dumps(value) + "\n" for value in NASTY)
+    texts = {"a.json": (WRITTEN["utf-8"], WRITTEN["spaces"], WRITTEN["indented"]), "a.jsonl": (lines, lines[:-1])}
+    for name, text in [(name, text) for name, own in texts.items() for text in own]:
+        path = tmp_path / name
         path.write_text(text, encoding="utf-8")
+        monkeypatch.setattr(json_stream, "BLOCK", 1 << 20)
         whole = list(spans(path))
+        monkeypatch.setattr(json_stream, "BLOCK", block)
         for number, span in enumerate(whole):
             assert list(spans(path, span)) == whole[number + 1 :]
 
 
-def test_lines(tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", [1, 3, 7, 1 << 20])
+def test_lines(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_stream, "BLOCK", block)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\n  \n{"b": 2} \nnot json\n[3]')
     content = path.read_bytes()
     whole = list(spans(path))
-    assert [content[o : o + s] for o, s, _ in whole] == [b'{"a": 1}', b'{"b": 2} ', b"not json", b"[3]"]
+    found = [content[o : o + s].rstrip(b" ") for o, s, _ in whole]  # a space may be in the next block
+    assert found == [b'{"a": 1}', b'{"b": 2}', b"not json", b"[3]"]
     assert [line for _, _, line in whole] == [1, 4, 5, 6]
     for number, span in enumerate(whole):
         assert list(spans(path, span)) == whole[number + 1 :]
@@ -181,6 +189,18 @@ def test_what_is_broken_is_not_called_large(text: str, tmp_path: Path) -> None:
     with pytest.raises(DataError) as many:
         list(spans(tmp_path / "a.json"))
     assert str(few.value) == str(many.value)
+
+
+def test_a_record_of_exactly_the_most_bytes_is_looked_into(tmp_path: Path) -> None:
+    """A larger one that is broken is passed by, and a larger list in a file of lines is refused."""
+    (tmp_path / "a.json").write_text('[{"a" 1}, 23]')
+    assert [size for _, size, _ in spans(tmp_path / "a.json", most=6)] == [7, 2]
+    with pytest.raises(DataError):
+        list(spans(tmp_path / "a.json", most=7))
+    (tmp_path / "a.jsonl").write_text("[1, 2]\n3")
+    assert [size for _, size, _ in spans(tmp_path / "a.jsonl", most=7)] == [6, 1]
+    with pytest.raises(DataError):
+        list(spans(tmp_path / "a.jsonl", most=6))
 
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl"])

@@ -12,7 +12,9 @@ from small import make_config
 from test_build import FITS, open_again
 
 from llava_fsdp.data.index.dataset import Records
+from llava_fsdp.data.index.worker_pool import run_chunks
 from llava_fsdp.data.loader import build_loader
+from llava_fsdp.data.records import parquet as records_parquet
 from llava_fsdp.data.records.problems import BITS, Kind
 from llava_fsdp.data.records.record import Record
 from llava_fsdp.data.records.record_file import RecordFile
@@ -47,6 +49,32 @@ def test_three_formats_are_one(parts: Path, dataset: Path, tmp_path: Path) -> No
     assert [said(files[2][n]) for n in range(44)] == [said(files[0][n]) for n in range(44)]
 
 
+@pytest.mark.parametrize("rows", [0, 1, 6, 7, 10])
+@pytest.mark.parametrize("at_once", [1, 3, 256])
+def test_rows_are_read_a_few_at_a_time(
+    rows: int, at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any row groups, which are then laid end to end a block at a time."""
+    monkeypatch.setattr(records_parquet, "ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr(records_parquet, "BLOCK", 7)
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    made = [{"id": f"r{n}", "conversations": turns} for n in range(rows)]
+    kinds = pyarrow.schema([
+        ("id", pyarrow.string()),
+        ("conversations", pyarrow.list_(pyarrow.struct([("from", pyarrow.string()), ("value", pyarrow.string())]))),
+    ])  # fmt: skip
+    path = write(tmp_path / "a.parquet", made, kinds, row_group_size=4)
+    assert [json.loads(line) for line in records_parquet.lines(path, None)] == made
+    groups = -(-rows // 4)
+    for group in range(groups):
+        own = records_parquet.lines(path, None, [group])
+        assert [json.loads(line) for line in own] == made[4 * group : 4 * group + 4]
+    writer = records_parquet.WriteRows(path, tmp_path / "rows", 1 << 20)
+    run_chunks(writer, tmp_path / "chunks", groups, 1, lambda _: None)
+    writer.gather(groups, tmp_path / "chunks")
+    assert writer.whole.read_bytes() == b"".join(line + b"\n" for line in records_parquet.lines(path, None))
+
+
 def test_lists_of_pictures(parts: Path, dataset: Path, tmp_path: Path) -> None:
     turns = [{"from": "human", "value": "<image> <image>"}, {"from": "gpt", "value": "b"}]
     rows = [{"image": ["0.jpg", "1.png"], "conversations": turns}]
@@ -77,7 +105,9 @@ def test_a_picture_that_was_written_out_and_is_gone(parts: Path, dataset: Path, 
     turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "b"}]
     whole = (dataset / "images" / "1.png").read_bytes()
     path = write(tmp_path / "a.parquet", [{"image": {"bytes": whole, "path": None}, "conversations": turns}])
-    cfg = make_config(parts, dataset, tmp_path, f"data.path={path}", "data.bad=quarantine", "data.bad_budget=100%")
+    cfg = make_config(
+        parts, dataset, tmp_path, f"data.path={path}", "data.bad_records=skip", "data.max_bad_records=100%"
+    )
     steps = build_loader(cfg, parts / "language", parts / "vision", FITS, 0, 1, CPU).steps
     record = steps.records[0]
     assert record.folder is not None
@@ -187,7 +217,9 @@ def test_media_in_columns_that_are_not_read(parts: Path, dataset: Path, tmp_path
         {"video": {"bytes": b"mp4", "path": None}, "conversations": [turn, answer]},
         {"video": None, "conversations": [named, answer]},
     ]
-    records = opened(write(tmp_path / "a.parquet", rows), parts, dataset, "data.bad=quarantine", "data.bad_budget=9")
+    records = opened(
+        write(tmp_path / "a.parquet", rows), parts, dataset, "data.bad_records=skip", "data.max_bad_records=9"
+    )
     assert records.index.flags(0, 3).tolist() == [0, BITS[Kind.media_not_read], BITS[Kind.media_not_read]]
 
 
@@ -198,7 +230,9 @@ def test_rows_that_are_too_large(parts: Path, dataset: Path, tmp_path: Path) -> 
         for n, text in enumerate(["b", "b" * 5000, "\n" * 1500, "c"])
     ]
     path = write(tmp_path / "a.parquet", rows)
-    records = opened(path, parts, dataset, "data.max_record_bytes=2000", "data.bad=quarantine", "data.bad_budget=9")
+    records = opened(
+        path, parts, dataset, "data.max_record_bytes=2000", "data.bad_records=skip", "data.max_bad_records=9"
+    )
     assert records.counts["record_too_large"] == records.out == 2 and [records[n].id for n in (0, 1)] == ["r0", "r3"]
     assert [row["id"] for row in records.index.rows()] == ["r1", "r2"]
     assert all("over data.max_record_bytes=2000" in row["reason"] for row in records.index.rows())
