@@ -151,4 +151,4 @@ def rule_of(key: str) -> Rule | None:
         name = name.removeprefix(block) if key.removeprefix(block) in ACCELERATE else name
     if name in ACCELERATE:
         return ACCELERATE[name]
-    return ACCELERATE["dynamo_config.*"] if name.startswith("dynamo_config.") else None
+    return next((rule for row, rule in ACCELERATE.items() if row.endswith("*") and name.startswith(row[:-1])), None)

@@ -1,8 +1,8 @@
 """The commands of a training script, split with `shlex` and never run.
 
-Understood: quotes, comments, continued lines, `X=v1`, `export X=v1`, and `$X` or `${X}` of the file's variables. Control
-flow, arrays, functions and here-documents are refused by file and line. Other parts of bash, such as `$(nproc)` or a
-pipe, are recorded as problems of their line: they matter only where that line starts the training.
+Understood: quotes, comments, continued lines, `X=v1`, `export X=v1`, `$X` and `${X}`. Control flow, arrays, functions
+and here-documents are refused by file and line. Other parts of bash, such as `$(nproc)` or a pipe, are recorded as
+problems of their line: they matter only where that line starts the training.
 """
 
 import re
@@ -20,13 +20,14 @@ KEYWORDS = frozenset("if then else elif fi for while until do done case esac sel
 PUNCTUATION = frozenset("();<>|&")
 COMMENT = r"(?<![^\s;])#[^\n]*"
 STRINGS = r"'[^']*'|\"(?:\\.|[^\"\\])*\""
-LINE = re.compile(rf"(?:{COMMENT}|{STRINGS}|\\.|[^\n\\'\"])*+", re.DOTALL)
+# Text up to the end of a line, `;` or `&&`.
+LINE = re.compile(rf"(?:{COMMENT}|{STRINGS}|\\.|[^\n;&\\'\"]|&(?!&))*+", re.DOTALL)
 # An escaped sign, a variable (its name is group 1 or 2), or an expansion that only bash can do.
 DOLLAR = rf"\\.|\$({NAME})|\$\{{({NAME})\}}|\$\{{[^}}]*\}}?|\$\([^)]*\)?|\$[@*#?!0-9]|`[^`]*`?"
 IN_STRING = re.compile(DOLLAR, re.DOTALL)
 PIECE = re.compile(rf"{DOLLAR}|{STRINGS}|{COMMENT}|(?<![^\s=])~(?=[/\s]|$)", re.DOTALL)
 # Text before a place that is inside the value of an assignment, where bash splits no words.
-ASSIGNING = re.compile(rf"(?:.*[;&])?\s*(?:(?:{'|'.join(DECLARE)})\s+)?(?:{NAME}\+?=\S*\s+)*{NAME}\+?=\S*", re.DOTALL)
+ASSIGNING = re.compile(rf"\s*(?:(?:{'|'.join(DECLARE)})\s+)?(?:{NAME}\+?=\S*\s+)*{NAME}\+?=\S*", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,12 @@ def commands(text: str, given: Mapping[str, str], where: str) -> list[Command]:
         matched = LINE.match(text, place)
         assert matched is not None
         number = text.count("\n", 0, place + len(matched[0]) - len(matched[0].lstrip())) + 1
-        place = matched.end() + 1
-        if text[place - 1 : place] not in ("\n", ""):
+        place = matched.end() + (2 if text.startswith("&&", matched.end()) else 1)
+        if text[matched.end() : place] not in ("\n", ";", "&&", ""):
             raise ConfigError(f"{where}, line {number}: a quote is not closed; is it a shell script?")
         problems: list[str] = []
         words = split(expanded(matched[0], variables, problems))
-        operators = [word for word in words if PUNCTUATION.issuperset(word) and word not in (";", "&&")]
+        operators = list(filter(is_operator, words))
         problems += [f"{sign} around the command" for sign in operators]
         for command in simple_commands(words):
             refuse_bash(command, operators, problems, f"{where}, line {number}")
@@ -125,10 +126,14 @@ def split(line: str) -> list[str]:
     return list(lexer)
 
 
+def is_operator(word: str) -> bool:
+    return bool(word) and PUNCTUATION.issuperset(word)
+
+
 def simple_commands(words: list[str]) -> list[list[str]]:
     found: list[list[str]] = [[]]
     for word in words:
-        if PUNCTUATION.issuperset(word) and word:
+        if is_operator(word):
             found.append([])
         else:
             found[-1].append(word)
