@@ -38,9 +38,10 @@ from llava_fsdp.runtime.console import TextConsole
 from llava_fsdp.runtime.errors import NumericError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.train.build_model import build_model, shape_of
+from llava_fsdp.train.build_state import assemble
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.peak_memory import PeakMeter
-from llava_fsdp.train.state import TrainState, assemble
+from llava_fsdp.train.state import TrainState
 
 STEPS = 2
 """The first step creates the optimizer's states; the second is measured with them."""

@@ -16,7 +16,7 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from llava_fsdp.config import Config
-from llava_fsdp.report.profile_page import write_page
+from llava_fsdp.report.profile_page import profile_page
 from llava_fsdp.report.profile_trace import RANGE, TraceError, times_of
 from llava_fsdp.runtime.errors import StorageError
 from llava_fsdp.runtime.log import log
@@ -139,7 +139,8 @@ class Recorder(Unrecorded):
             if self.on_cuda:
                 torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}.memory.pickle"))
             title = f"steps {self.first} to {self.last} of this start, rank {self.rank}"
-            page = write_page(times_of(trace), self.folder / name, title, self.first)
+            page = self.folder / f"{name}.html"
+            page.write_text(profile_page(times_of(trace), title, self.first))
         except OSError as error:
             raise StorageError(f"{self.folder} cannot be written ({why(error, self.folder)})") from error
         except TraceError as error:

@@ -1,32 +1,27 @@
-"""The state of a training run: model, optimizer, data and counters, and how they are put together."""
+"""The state of a training run: model, optimizer, data and counters.
 
-import logging
+Its parts are imported for their types alone: the training loop needs no more of the package than it calls.
+"""
+
+from __future__ import annotations
+
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
-from llava_fsdp.config import Config, DType
-from llava_fsdp.data.batching.batch import StepFacts
-from llava_fsdp.data.loader import Loader
-from llava_fsdp.data.validation_set import HeldOut
-from llava_fsdp.distributed.compile import Compilations, choose_compiling
-from llava_fsdp.distributed.mesh import World
-from llava_fsdp.distributed.offload import Offload, warn_of_no_use
-from llava_fsdp.distributed.parallelize import parallelize, without_use
-from llava_fsdp.distributed.precision import MasterWeights
-from llava_fsdp.distributed.zero import ShardPlan
-from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
-from llava_fsdp.model.llava import Llava
-from llava_fsdp.model.tensor_files import Stored
-from llava_fsdp.plan.mfu import Utilization
-from llava_fsdp.runtime.log import log
-from llava_fsdp.train.loss_scaler import LossScaler, build_scaler
-from llava_fsdp.train.optimizer import LearningRate, build_optimizer
+    from llava_fsdp.data.batching.batch import StepFacts
+    from llava_fsdp.data.loader import Loader
+    from llava_fsdp.data.validation_set import HeldOut
+    from llava_fsdp.distributed.compile import Compilations
+    from llava_fsdp.distributed.precision import MasterWeights
+    from llava_fsdp.model.tensor_files import Stored
+    from llava_fsdp.plan.mfu import Utilization
+    from llava_fsdp.train.loss_scaler import LossScaler
+    from llava_fsdp.train.optimizer import LearningRate
 
 
 @dataclass
@@ -91,36 +86,3 @@ class StepResult:
     `loss.kernel` that returns only the sum over all sources."""
     data_seconds: float = 0.0
     """Seconds that this rank waited for the step's data; differs between ranks."""
-
-
-def assemble(
-    model: Llava,
-    loader: Loader,
-    fill: Callable[[Llava, MasterWeights], None],
-    cfg: Config,
-    world: World,
-    plan: ShardPlan,
-    mesh: DeviceMesh | None,
-) -> TrainState:
-    """Parallelize a meta-device model, load its weights and build its optimizer: a run at step 0.
-
-    The order matters: what trains, activation checkpointing, sharding, weights into shards, optimizer.
-
-    Args:
-        fill: loads values into the shards.
-    """
-    buffers = computed_buffers(model)
-    offload = Offload(cfg, world.device)
-    warn_of_no_use(cfg, world)
-    compiling = choose_compiling(cfg, world.device, model.kernel and model.kernel.attention)
-    compilations = Compilations() if compiling.on else None
-    masters = parallelize(model, model.blocks(), mesh, plan, cfg, offload, model.whole_while_frozen(), compilations)
-    for said in without_use(cfg.sharding, model.blocks(), mesh["shard"].size() if mesh is not None else None):
-        log().log(logging.WARNING if world.is_first else logging.DEBUG, said)
-    fill(model, masters)
-    restore_buffers(model, buffers)
-    offload.loaded()
-    optimizer, learning_rate = build_optimizer(model, masters, cfg, loader.total_steps)
-    optimizer = offload.optimizer(optimizer)
-    scaler = build_scaler(cfg.precision.scaler) if cfg.precision.param_dtype is DType.fp16 else None
-    return TrainState(model, masters, optimizer, learning_rate, loader, scaler=scaler, compilations=compilations)
