@@ -41,7 +41,7 @@ class Line:
 @dataclass(frozen=True)
 class Chart:
     title: str
-    lines: list[Line]
+    lines: list[Line] = field(default_factory=list)
     unit: str = ""
     note: str = ""
     smooths: bool = False
