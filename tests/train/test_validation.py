@@ -33,7 +33,7 @@ from llava_fsdp.distributed.mesh import World, make_mesh
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.generation import write_answers
 from llava_fsdp.runtime.errors import ConfigError, DataError, Stopped
-from llava_fsdp.runtime.watchdog import Life
+from llava_fsdp.runtime.watchdog import Watchdog
 from llava_fsdp.train import main as train
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.state import TrainState
@@ -201,7 +201,7 @@ def open_state(world: World, cfg: Config) -> tuple[TrainState, Validation]:
     Path(cfg.output_dir).mkdir(exist_ok=True)
     state.model.train()
     pauses = Pauses()
-    return state, Validation(state, state.held_out, cfg, 4, Life(), pauses, lambda _: None)
+    return state, Validation(state, state.held_out, cfg, 4, Watchdog(), pauses, lambda _: None)
 
 
 class Pauses:

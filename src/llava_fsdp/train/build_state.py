@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from llava_fsdp.config import Config, DType, Source
+from llava_fsdp.config import Config, DType, Source, check_profile
 from llava_fsdp.data.loader import Loader, build_loader
 from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.data.validation_set import Choose, HeldOut, open_held_out, warn_of_trained
@@ -49,7 +49,7 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
         said = parts.language_folder, parts.language, cfg.trained_template, cfg.model.image_start_end
         on_first_rank(lambda: rehearse_tokenizer(*said), "cannot write the tokenizer of an export")
     loader = open_data(cfg, world, model)
-    cfg.check_profile(loader.total_steps)
+    check_profile(cfg, loader.total_steps)
     check_same_records(loader)
     held_out = open_held_out_data(cfg, world, model) if cfg.val.every is not None else None
     check_artifacts(artifacts_of(parts, projector, cfg.model), world.local_rank, world.local_size, world.is_first)
