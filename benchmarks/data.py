@@ -3,7 +3,7 @@
     python benchmarks/data.py                          # into benchmarks/results; about five minutes
     python benchmarks/data.py FOLDER --sizes 640x480 --pictures 4 --repeats 3 --steps 4
 
-From a file to the tower's bytes: `data.pixels=exact`, `data.pixels=lean`, and transformers' CLIPImageProcessor on the
+From a file to the tower's bytes: `data.pixels=exact`, `data.pixels=fast`, and transformers' CLIPImageProcessor on the
 padded picture, which is what the original runs. How to read the result is in benchmarks/README.md.
 """
 
@@ -38,7 +38,7 @@ from llava_fsdp.config import AspectRatio, Config, Pixels, config_dir, load
 from llava_fsdp.data.images.preprocess import Preprocessor, load_image, pad_to_square, read_preprocessor
 from llava_fsdp.data.loader import Loader, ModelShape, build_loader, normalize
 
-GOALS = {"exact": 120, "lean": 240}
+GOALS = {"exact": 120, "fast": 240}
 """Pictures a second a core, JPEG of quality 90 and 640 x 480, padded to 336."""
 GOAL_CASE = ("JPEG", "640x480", "pad")
 SIZES = ("336x336", "640x480", "480x640", "1024x768", "2048x1536")
@@ -118,20 +118,20 @@ def variants(preprocessor: Preprocessor, aspect: AspectRatio, folder: Path) -> d
 
     return {
         "exact": lambda file: load_image(file, preprocessor, aspect, "", Pixels.exact),
-        "lean": lambda file: load_image(file, preprocessor, aspect, "", Pixels.lean),
+        "fast": lambda file: load_image(file, preprocessor, aspect, "", Pixels.fast),
         "processor": processor,
     }
 
 
 def compare(files: list[Path], preprocessor: Preprocessor, ways: dict[str, Prepare]) -> dict[str, float]:
-    """Equal first: the exact path must be the processor's, to the bit; of the lean one the mean difference in bytes."""
+    """Equal first: the exact path must be the processor's, to the bit; of the fast one the mean difference in bytes."""
     table, far = torch.from_numpy(preprocessor.pixel_table()), []
     for file in files:
-        exact, lean = np.asarray(ways["exact"](file)), np.asarray(ways["lean"](file))
+        exact, fast = np.asarray(ways["exact"](file)), np.asarray(ways["fast"](file))
         values = normalize(torch.from_numpy(exact)[None], table)[0].numpy()
         if not np.array_equal(values, ways["processor"](file)):
             raise SystemExit(f"{file.name}: data.pixels=exact is not what CLIPImageProcessor makes; nothing was timed")
-        far.append(np.abs(exact.astype(int) - lean).mean())
+        far.append(np.abs(exact.astype(int) - fast).mean())
     return {"lean_mean": float(np.mean(far)), "lean_worst_picture": float(np.max(far))}
 
 
@@ -154,7 +154,7 @@ def per_second(row: dict, way: str, statistic: Callable = min) -> float:
 def together(files: list[Path], preprocessor: Preprocessor, repeats: int, processes: int) -> dict[str, list[float]]:
     """The same with several processes at once: CPU seconds a picture, by way, of each process its least."""
     context, found = multiprocessing.get_context("fork"), {}
-    for way in ("exact", "lean"):
+    for way in ("exact", "fast"):
         with context.Pool(processes) as pool:
             jobs = [pool.apply_async(alone, (files, preprocessor, Pixels(way), repeats)) for _ in range(processes)]
             found[way] = [min(job.get()) for job in jobs]
@@ -174,7 +174,7 @@ def deliver(options: argparse.Namespace, work: Path) -> list[dict]:
     count = options.steps * options.batch
     write_records(work, count, options.seed)
     rows: list[dict] = []
-    cases = [(workers, pixels) for workers in options.workers for pixels in ("exact", "lean")]
+    cases = [(workers, pixels) for workers in options.workers for pixels in ("exact", "fast")]
     for _ in range(options.repeats_of_loader):
         for workers, pixels in cases:
             loader = open_loader(work, options, workers, pixels)
@@ -266,7 +266,7 @@ def write(report: dict, folder: Path, console: Console) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"data-{report['date']}.json"
     path.write_text(json.dumps(report, indent=1) + "\n")
-    table = Table("format", "size", "aspect", "kB", "exact /s", "lean /s", "processor /s", "lean differs by")
+    table = Table("format", "size", "aspect", "kB", "exact /s", "fast /s", "processor /s", "fast differs by")
     for row in report["rows"]:
         rates = [f"{per_second(row, w):.0f} ({per_second(row, w, statistics.median):.0f})" for w in row["seconds"]]
         far = f"{row['differences']['lean_mean']:.2f} of 255"
@@ -300,7 +300,7 @@ def draw(report: dict, path: Path) -> bool:
 
     rows = [r for r in report["rows"] if r["aspect"] == "pad"]
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(11, 9), layout="constrained")
-    for offset, way in enumerate(("exact", "lean", "processor")):
+    for offset, way in enumerate(("exact", "fast", "processor")):
         places = [n + 0.27 * (offset - 1) for n in range(len(rows))]
         above.bar(places, [per_second(r, way) for r in rows], 0.25, color=f"C{offset}", label=way)
     for offset, (way, goal) in enumerate(GOALS.items()):

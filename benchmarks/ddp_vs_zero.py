@@ -142,7 +142,7 @@ def count_trained(world: World, work: Path, options: argparse.Namespace) -> int:
 
 def prepare(world: World, variant: str, batch: int, work: Path, options: argparse.Namespace) -> tuple[Run, Config]:
     """A run that has seen nothing yet; rows are recomputed, so that a sample costs little beside the states."""
-    chosen = argparse.Namespace(rows=batch, recompute="full")
+    chosen = argparse.Namespace(rows=batch, activation_checkpointing="full")
     cfg = specialize(configure(Case("finetune", 1), chosen, work, world.size), variant, "fp32")
     with contextlib.redirect_stderr(io.StringIO()):
         return build(variant, cfg, world), cfg

@@ -86,7 +86,7 @@ measure_memory() {
         [ "$gpus" -gt 0 ] || not_run "the real shape" "torch sees no GPU; tiny models run on the CPU instead"
     fi
     part memory 420 "$python" benchmarks/memory.py "$out" --real "${sizes[@]}"
-    part recompute 120 "$python" benchmarks/recompute.py "$out" --modes full "${recomputed[@]}"
+    part recompute 120 "$python" benchmarks/activation_checkpointing.py "$out" --modes full "${recomputed[@]}"
     has matplotlib || not_run "the pictures" "matplotlib is not installed"
 }
 

@@ -108,7 +108,7 @@ def row_of(variant: str, mode: str, layers: int, batch: int, limited: bool, outc
 
 
 def cpu_steps(world: World, variant: str, mode: str, batch: int, work: Path) -> dict[str, Any]:
-    chosen = argparse.Namespace(rows=batch, recompute="full")
+    chosen = argparse.Namespace(rows=batch, activation_checkpointing="full")
     cfg = specialize(configure(Case("finetune", 1), chosen, work, world.size), variant, "fp32")
     cfg = replace(cfg, offload=OffloadConfig(mode=OffloadMode(mode), folder=str(work) if mode == "nvme" else None))
     with PeakPrivate() as peak:
@@ -146,7 +146,7 @@ def gpu_attempt(mode: str, batch: int, work: Path, options: argparse.Namespace) 
     """A few steps in a process of their own, which may allocate `limit` MB of the GPU."""
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, options.limit * 10**6 / total))
-    chosen = argparse.Namespace(rows=batch, recompute="full")
+    chosen = argparse.Namespace(rows=batch, activation_checkpointing="full")
     cfg = specialize(configure(Case("finetune", 1), chosen, work, 1), "zero3", "bf16")
     cfg = replace(cfg, offload=OffloadConfig(mode=OffloadMode(mode), folder=str(work) if mode == "nvme" else None))
     row: dict[str, Any] = {

@@ -249,7 +249,8 @@ def configure(work: Path, samples: int, scale: int) -> Config:
         "stage=finetune", f"model.language={work / 'language'}", f"model.vision={work / 'vision'}",
         "model.projector=random", "data=llava_json", f"data.path={work / 'records.json'}",
         f"data.images={work / 'images'}", f"data.max_length={LONGEST // scale + 64}",
-        "data.workers=0", f"output_dir={work / 'run'}", "precision=fp32", "recompute=none", "export.enabled=false",
+        "data.workers=0", f"output_dir={work / 'run'}", "precision=fp32", "activation_checkpointing=none",
+        "export.enabled=false",
         f"global_batch_size={samples}", f"micro_batch_size={ROWS}", "max_steps=1000",
         "optim.lr=0", "optim.projector_lr=0",  # every step is the first one again, so that all must agree
     ]  # fmt: skip

@@ -84,7 +84,7 @@ def configure(work: Path, data: str, pack: bool, options: argparse.Namespace) ->
         "data.workers=0",
         f"output_dir={work / 'runs' / f'{data}-{pack}'}",
         "precision=fp32",
-        "recompute=none",
+        "activation_checkpointing=none",
         f"pack={str(pack).lower()}",
         f"micro_batch_size={ROWS}",
         f"global_batch_size={ROWS * RANKS}",

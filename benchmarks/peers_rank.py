@@ -295,13 +295,13 @@ def run_hf(plan: dict[str, Any]) -> None:
     leave()
 
 
-def run_deepspeed(plan: dict[str, Any], recompute: bool = False) -> None:
+def run_deepspeed(plan: dict[str, Any], activation_checkpointing: bool = False) -> None:
     """DeepSpeed's engine around transformers' model."""
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo", timeout=timedelta(seconds=plan["timeout"]))
     model = transformers_model(plan)
-    if recompute:
+    if activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -334,7 +334,7 @@ PEERS = {
     "hf": run_hf,
     "zero2": run_deepspeed,
     "zero3": run_deepspeed,
-    "original": lambda plan: run_deepspeed(plan, recompute=True),
+    "original": lambda plan: run_deepspeed(plan, activation_checkpointing=True),
 }
 
 

@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rows", type=int, default=16, help="samples of a rank in a step")
     parser.add_argument("--steps", type=int, default=12, help="of which the first two are not timed")
-    parser.add_argument("--recompute", default="none")
+    parser.add_argument("--activation_checkpointing", default="none")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results")
     options = parser.parse_args()
     report = facts(QUESTION, options) | {

@@ -103,7 +103,7 @@ def configure(work: Path, point: Point) -> Config:
         "data.workers=0",
         f"output_dir={work / 'run'}",
         "precision=fp32",
-        "recompute=none",
+        "activation_checkpointing=none",
         f"micro_batch_size={point.samples}",
         f"global_batch_size={point.samples * world}",
         *([f"dry_run={point.imagined}"] if point.imagined else []),

@@ -28,12 +28,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from activation_checkpointing import drawn
 from capped import facts as known_facts
 from capped import write
 from hydra import compose, initialize_config_dir
 from memory import write_model
 from provenance import REPOSITORY
-from recompute import drawn
 from rich.console import Console
 from rich.table import Table
 from speed_peers import PEERS, Work, samples_of_steps, time_steps
@@ -73,7 +73,7 @@ class Way:
     """A package."""
 
 
-AUTO = ("recompute=auto", "tokens_per_micro_batch=auto")
+AUTO = ("activation_checkpointing=auto", "tokens_per_micro_batch=auto")
 FIXED = ("tokens_per_micro_batch=8192",)
 SIDE_BY_SIDE = [
     Way("ours", None, AUTO),
@@ -84,12 +84,13 @@ SIDE_BY_SIDE = [
     Way("ours, once more", None, AUTO),
 ]
 VARIANTS = [
-    Way("compiled", None, ("compile=true", "recompute=full", *FIXED)),
-    Way("not compiled", None, ("compile=false", "recompute=full", *FIXED)),
-    Way("compiled, selective", None, ("compile=true", "recompute=selective", *FIXED)),
-    Way("compiled, nothing again", None, ("compile=true", "recompute=none", *FIXED)),
-    Way("compiled, fp8", None, ("compile=true", "recompute=full", "precision.linear=fp8", *FIXED), "torchao"),
-    Way("one of 8 ranks, zero3", None, ("dry_run=8", "sharding=zero3", "recompute=none", *FIXED)),
+    Way("compiled", None, ("compile=true", "activation_checkpointing=full", *FIXED)),
+    Way("not compiled", None, ("compile=false", "activation_checkpointing=full", *FIXED)),
+    Way("compiled, selective", None, ("compile=true", "activation_checkpointing=selective", *FIXED)),
+    Way("compiled, nothing again", None, ("compile=true", "activation_checkpointing=none", *FIXED)),
+    Way("compiled, fp8", None, ("compile=true", "activation_checkpointing=full", "precision.linear=fp8", *FIXED),
+         "torchao"),
+    Way("one of 8 ranks, zero3", None, ("dry_run=8", "sharding=zero3", "activation_checkpointing=none", *FIXED)),
 ]  # fmt: skip
 
 
@@ -127,7 +128,7 @@ def run_ours(work: Work, way: Way) -> dict[str, Any]:
         found = time_steps(work, world.device, run)
         kernel = model.kernel.attention.value if model.kernel else "sdpa"
         settled = {
-            "recompute": cfg.recompute.mode.value,
+            "activation_checkpointing": cfg.activation_checkpointing.mode.value,
             "tokens_per_micro_batch": cfg.tokens_per_micro_batch,
             "attention": kernel,
             "micro_batches": [len(step.micro_batches) for step in steps],
@@ -215,7 +216,7 @@ def compare_losses(work: Work) -> dict[str, float]:
     """
     import speed_peers
 
-    cfg = configure(work, ("recompute=none", *FIXED))
+    cfg = configure(work, ("activation_checkpointing=none", *FIXED))
     with distributed(cfg) as world, tempfile.TemporaryDirectory() as folder:
         parts = shapes_of(cfg.model)
         cut = Path(folder)
@@ -224,7 +225,7 @@ def compare_losses(work: Work) -> dict[str, float]:
             described = config.to_dict() | ({"num_hidden_layers": 2} if name == "language" else {})
             (cut / name / "config.json").write_text(json.dumps(described, default=str))
         small = Work(**{**vars(work), "model": None, "models": cut, "samples": work.rows})
-        cfg = configure(small, ("recompute=none", *FIXED))
+        cfg = configure(small, ("activation_checkpointing=none", *FIXED))
         state, model = drawn(cfg, world)
         weights = {name: shard.tensors[0] for name, shard in local_shards(model, state.masters).items()}
         theirs = speed_peers.build(small, model.parts.language, model.parts.vision, world.device)
@@ -339,7 +340,7 @@ def run_child(told: dict[str, Any]) -> dict[str, Any]:
     way = Way(name, peer, tuple(overrides), needs)
     if peer is None:
         return run_ours(work, way)
-    parts = shapes_of(configure(work, ("recompute=none", *FIXED)).model)
+    parts = shapes_of(configure(work, ("activation_checkpointing=none", *FIXED)).model)
     gc.collect()
     return PEERS[peer](work, parts.language, parts.vision, device)
 

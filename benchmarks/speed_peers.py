@@ -198,7 +198,7 @@ def tuned(work: Work, language: Any, vision: Any, device: torch.device) -> dict[
     while True:
         try:
             found = loop(work, model, prepared(work, model, by_length, rows, device), device)
-            return found | {"rows": rows, "recompute": again}
+            return found | {"rows": rows, "activation_checkpointing": again}
         except torch.OutOfMemoryError:
             pass
         for parameter in model.parameters():

@@ -47,7 +47,7 @@ from llava_fsdp.config import Config, DType, ShardingConfig, Strategy, config_di
 from llava_fsdp.data.batching.batch import MicroBatch, Step
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.data.toy_shapes import ensure_shapes
-from llava_fsdp.distributed.activation_checkpoint import apply_recompute, clean_name
+from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing, clean_name
 from llava_fsdp.distributed.comm_volume import KINDS, CollectiveBytes
 from llava_fsdp.distributed.local_shards import local_shards
 from llava_fsdp.distributed.mesh import World, distributed, make_mesh, read_world
@@ -150,7 +150,7 @@ def configure(case: Case, options: argparse.Namespace, work: Path, ranks: int) -
     rows = options.rows // case.accumulation
     overrides = [
         f"stage={case.stage}",
-        f"recompute={options.recompute}",
+        f"activation_checkpointing={options.activation_checkpointing}",
         f"model.language={work / 'language'}",
         "model.projector=random",
         "data=llava_json",
@@ -215,7 +215,7 @@ def mesh_of(variant: str, plan: ShardPlan, cfg: Config, world: World) -> DeviceM
 def materialize_whole(model: Any, cfg: Config, device: torch.device) -> MasterWeights:
     """The same storage as under FSDP, unsharded: fp32 trainables, frozen weights in the compute dtype."""
     store_weights(model, cfg.precision, sharded=True)
-    apply_recompute(model.blocks(), cfg.recompute, device)
+    apply_activation_checkpointing(model.blocks(), cfg.activation_checkpointing, device)
     model.to_empty(device=device)
     return MasterWeights({clean_name(n): p for n, p in model.named_parameters() if p.requires_grad})
 
@@ -486,7 +486,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--accumulations", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--repetitions", type=int, default=6, help="timed steps of each variant")
     parser.add_argument("--precision", choices=["fp32", "bf16"], help="of the timed steps; bf16 on CUDA, else fp32")
-    parser.add_argument("--recompute", choices=["none", "full"], default="full")
+    parser.add_argument("--activation_checkpointing", choices=["none", "full"], default="full")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank")
     parser.add_argument("--out", type=Path, help="JSON file; the picture goes beside it")
     options = parser.parse_args()

@@ -67,10 +67,11 @@ def packing() -> str:
     return f"{table(head, rows, 'llrrr')}\n\n{origin(path, report)}"
 
 
-def recompute() -> str:
-    path, report = newest("recompute-cpu")
+def activation_checkpointing() -> str:
+    path, report = newest("activation-checkpointing-cpu")
     rows = [
-        [code(f"recompute={row['mode']}"), f"{row['peak_bytes'] / 2**20:,.0f}", f"{row['memory_ratio']:.2f}",
+        [code(f"activation_checkpointing={row['mode']}"), f"{row['peak_bytes'] / 2**20:,.0f}",
+             f"{row['memory_ratio']:.2f}",
          f"{row['rise_ratio']:.2f}", f"{row['time_ratio']:.2f}"] for row in report["rows"]
     ]  # fmt: skip
     head = ("", "peak, MiB", "peak, of `none`", "what a step adds, of `none`", "CPU seconds, of `none`")
@@ -113,7 +114,7 @@ def planner() -> str:
         for row in report["rows"]
     ]
     worst = f"Mean error {report['error']['mean']:.1%}, worst {report['error']['worst']:.1%}."
-    head = ("ranks, model: row, precision, recompute, positions", "planned, MiB", "measured, MiB", "error")
+    head = ("ranks, model: row, precision, activation checkpointing, tokens", "planned, MiB", "measured, MiB", "error")
     return f"{table(head, rows, 'lrrr')}\n\n{worst} {origin(path, report)}"
 
 
@@ -130,9 +131,9 @@ def pictures() -> str:
     rows = []
     for row in report["rows"]:
         if row["aspect"] == "pad":
-            rates = [1 / min(row["seconds"][way]) for way in ("processor", "exact", "lean")]
+            rates = [1 / min(row["seconds"][way]) for way in ("processor", "exact", "fast")]
             rows.append([f"{row['format']} {row['size']}", *(f"{rate:,.0f}" for rate in rates)])
-    head = ("pictures a second and core, padded", "CLIPImageProcessor", "`data.pixels=exact`", "`data.pixels=lean`")
+    head = ("pictures a second and core, padded", "CLIPImageProcessor", "`data.pixels=exact`", "`data.pixels=fast`")
     return f"{table(head, rows, 'lrrr')}\n\n{origin(path, report)}"
 
 
@@ -147,7 +148,8 @@ def scaling() -> str:
 
 
 TABLES = {
-    "devices": devices, "stored": stored, "packing": packing, "recompute": recompute, "strategies": strategies,
+    "devices": devices, "stored": stored, "packing": packing, "activation_checkpointing": activation_checkpointing,
+    "strategies": strategies,
     "limited": limited, "planner": planner, "checkpoints": checkpoints, "pictures": pictures,
     "scaling": scaling,
 }  # fmt: skip

@@ -16,7 +16,7 @@ output="$2"
 shift 2
 
 # What is no checkpoint of its own: small, and written anew each time.
-SMALL=(config.yaml metrics.jsonl validation.jsonl starts.jsonl quarantine.jsonl run_status.json .begun)
+SMALL=(config.yaml metrics.jsonl validation.jsonl starts.jsonl skipped_records.jsonl run_status.json .begun)
 # What a run that is done leaves: the model, or its LoRA adapter alone (export.merge=false).
 RESULTS=(export adapter)
 

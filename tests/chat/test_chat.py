@@ -93,7 +93,7 @@ def test_a_run_with_the_originals_numbers_says_so(parts: Path, dataset: Path, tm
     model = build_llava(find_parts(cfg.model), cfg.model, torch.float32)
     subject = subject_of(model, cfg, "run", 1)
     assert (subject.pixels, subject.special_tokens) == (Pixels.llava_v1_5, SpecialTokens.parse)
-    lean = make_config(parts, dataset, tmp_path, "data.pixels=lean", "data.special_tokens=parse")
+    lean = make_config(parts, dataset, tmp_path, "data.pixels=fast", "data.special_tokens=parse")
     assert (subject_of(model, lean, "run", 1).pixels, lean.trained_special_tokens) == (
         Pixels.exact,
         SpecialTokens.parse,

@@ -14,7 +14,6 @@ from reference import outcome
 from saves import CONFIG as CHECKPOINTS
 from small import make_config
 
-from llava_fsdp.checkpoint import snapshot
 from llava_fsdp.checkpoint.commit import joined
 from llava_fsdp.checkpoint.manifest import Manifest
 from llava_fsdp.checkpoint.saver import Saver
@@ -119,7 +118,8 @@ def test_of_a_source_only_its_places_may_change() -> None:
 
 FREE = {
     "data.path", "data.images", "data.root", "data.workers", "data.prefetch", "data.stall", "data.source", "data.index",
-    "data.examine", "data.allow_links", "data.bad", "data.bad_budget", "model.name", "model.language", "model.vision",
+    "data.examine", "data.allow_links", "data.bad_records", "data.max_bad_records", "model.name", "model.language",
+    "model.vision",
     "model.checkpoint", "model.projector", "model.lora.checkpoint",
 }  # fmt: skip
 """Keys of the groups that fix a run's results, and that say no more than where something lies or how it is read."""
@@ -130,7 +130,7 @@ def test_which_keys_a_run_must_continue_with() -> None:
     keys = {key for key in every if not any(other.startswith(f"{key}.") for other in every)}
     fixed = {key for key in keys if is_fixed(key)}
     groups = {key.partition(".")[0] for key in fixed} - {"precision"}
-    assert groups == {"seed", "global_batch_size", "model", "loss", "optim", "data", "labels", "order"}
+    assert groups == {"seed", "global_batch_size", "model", "loss", "optim", "data", "labels", "sampler"}
     assert {key for key in fixed if key.startswith("precision.")} == {
         "precision.master_dtype",
         "precision.moment_dtype",
@@ -222,25 +222,8 @@ def test_room_for_exactly_one_checkpoint_is_room(tmp_path: Path, monkeypatch: py
             durable_files.require_room(tmp_path, 100)
 
 
-def test_the_copy_must_fit_into_what_the_container_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least of the host's memory and of every control group's, where what a cache holds is given up."""
-    inner, outer = tmp_path / "job", tmp_path
-    inner.mkdir()
-    for group, limit, used, cached in ((inner, "900", 500, 50), (outer, "max", 0, 0)):
-        (group / "memory.max").write_text(f"{limit}\n")
-        (group / "memory.current").write_text(f"{used}\n")
-        (group / "memory.stat").write_text(f"anon 3\ninactive_file {cached}\nactive_file 7\n")
-    monkeypatch.setattr(snapshot, "cgroups", lambda: [inner, outer])
-    assert snapshot.available_bytes() == 450
-    assert snapshot.fits(360, None) and not snapshot.fits(361, None)
-    (outer / "memory.max").write_text("400\n")
-    assert snapshot.available_bytes() == 400
-    (inner / "memory.current").write_text("2000\n")
-    assert snapshot.available_bytes() == 0
-
-
 def test_starting_over_leaves_nothing_of_the_run_but_its_configuration(tmp_path: Path) -> None:
-    files = ("metrics.jsonl", "quarantine.jsonl", "validation.jsonl", "starts.jsonl", "report.html")
+    files = ("metrics.jsonl", "skipped_records.jsonl", "validation.jsonl", "starts.jsonl", "report.html")
     folders = ("checkpoints", "export", "adapter", "tensorboard")
     for name in (*files, "config.yaml", "train.log"):
         (tmp_path / name).write_text("of the run before")

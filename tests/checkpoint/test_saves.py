@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import re
 import resource
 import shutil
 import stat
@@ -57,7 +58,8 @@ def test_each_thing_is_on_the_disk_before_what_names_it(tmp_path: Path, monkeypa
     fsync, rename, replace = os.fsync, os.rename, os.replace
 
     def forced(descriptor: int) -> None:
-        seen.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+        seen.append(f"fsync {re.sub('[.][0-9a-f]{8}[.]tmp$', '.tmp', name)}")
         fsync(descriptor)
 
     def renamed(source: Path, target: Path) -> None:

@@ -18,11 +18,11 @@ from llava_fsdp.config import (
     DType,
     EvaluateConfig,
     Normalize,
-    OrderName,
     Parity,
     Pixels,
     PlanConfig,
     PrepareConfig,
+    SamplerName,
     Strategy,
     SweepConfig,
     cli,
@@ -89,7 +89,7 @@ def test_every_choice_composes(group: str, choice: str) -> None:
 
 def test_choices_are_found() -> None:
     groups = {group for group, _ in CHOICES}
-    assert {"stage", "model", "data", "sharding", "precision", "recompute", "optim"} <= groups
+    assert {"stage", "model", "data", "sharding", "precision", "activation_checkpointing", "optim"} <= groups
     assert {"pretrain", "finetune"} <= set(STAGES)
 
 
@@ -150,7 +150,7 @@ WRONG = [
     ("deterministic=maybe", "deterministic=maybe must be true or false"),
     ("optim.lr=null", "optim.lr=null must be a number"),
     ("model.train=[all]", "model.train[0]=all must be one of [projector, language, vision]"),
-    ("data.too_long=drop", "data.too_long=drop must be one of [truncate, quarantine, fail]"),
+    ("data.too_long=drop", "data.too_long=drop must be one of [truncate, skip, fail]"),
     ("optim=null", "optim=null: one must be chosen of adamw"),
     ("data.sources.a.epochs=x data.sources.a.path=y", "data.sources.a.epochs=x must be a number or null"),
     ("+data.sources.a=3", "data.sources.a=3 must be a source with keys of its own: data.sources.a.path=FILE"),
@@ -224,16 +224,16 @@ def test_compat_sets_what_the_original_does() -> None:
     """One word sets them all, whatever the stage; a key on the command line still wins, and the screen says so."""
     cfg = config_of(["compat=llava_v1_5", "stage=pretrain"])
     assert (cfg.labels, cfg.data.pixels) == (Parity.llava_v1_5, Pixels.llava_v1_5)
-    assert (cfg.order.name, cfg.order.group_by_modality_length) == (OrderName.llava_v1_5, False)
+    assert (cfg.sampler.name, cfg.sampler.group_by_modality_length) == (SamplerName.llava_v1_5, False)
     assert cfg.loss.normalize is Normalize.micro_batch
     assert cfg.precision.reduce_dtype is cfg.precision.norm_dtype is cfg.precision.param_dtype is DType.bf16
     assert unlike_original(cfg).startswith("nothing of labels, order")
     cfg = config_of(["compat=llava_v1_5", "labels=exact", "precision=fp32"])
-    assert cfg.order.group_by_modality_length and cfg.precision.reduce_dtype is DType.fp32
+    assert cfg.sampler.group_by_modality_length and cfg.precision.reduce_dtype is DType.fp32
     assert unlike_original(cfg).startswith("labels=exact;")
-    assert unlike_original(config_of(["compat=llava_v1_5", "data.pixels=lean"])).startswith("data.pixels=lean;")
+    assert unlike_original(config_of(["compat=llava_v1_5", "data.pixels=fast"])).startswith("data.pixels=fast;")
     ours = unlike_original(config_of([]))
-    for key in ("labels=exact", "order=shuffle", "loss.normalize=step", "data.pixels=exact", "reduce_dtype=fp32"):
+    for key in ("labels=exact", "sampler=shuffle", "loss.normalize=step", "data.pixels=exact", "reduce_dtype=fp32"):
         assert key in ours
     assert "precision.norm_dtype=fp32" in ours and "compile" not in ours
     assert "compiled blocks (compile=false" in unlike_original(cfg, compiles=True)
@@ -246,14 +246,17 @@ def test_compat_sets_what_the_original_does() -> None:
         (["data.grid_pinpoints=[[336,672]]"], "data.grid_pinpoints is for data.image_aspect_ratio=anyres"),
         (["precision=fp32", "precision.norm_dtype=bf16"], "norm_dtype=bf16 needs precision.param_dtype=bf16"),
         (
-            ["recompute=full", "recompute.budget=0.5"],
-            "recompute.budget=0.5 is for recompute=budget",
+            ["activation_checkpointing=full", "activation_checkpointing.budget=0.5"],
+            "activation_checkpointing.budget=0.5 is for activation_checkpointing=budget",
         ),
         (
-            ["recompute=budget", "recompute.budget=1.5"],
-            "recompute.budget=1.5 must be the share",
+            ["activation_checkpointing=budget", "activation_checkpointing.budget=1.5"],
+            "activation_checkpointing.budget=1.5 must be the share",
         ),
-        (["recompute=budget", "recompute.budget=null"], "recompute.budget=None must be the share"),
+        (
+            ["activation_checkpointing=budget", "activation_checkpointing.budget=null"],
+            "activation_checkpointing.budget=None must be the share",
+        ),
         (["loss.chunk_tokens=0"], "loss.chunk_tokens=0 must be at least 1"),
         (["precision=fp16", "precision.norm_dtype=bf16"], "with param_dtype=fp16 it is fp16 or fp32"),
         (["precision.reduce_dtype=fp16"], "reduce_dtype=fp16 needs precision.param_dtype=fp16"),
@@ -320,8 +323,8 @@ WRONG_SOURCES = {
         "data.sources.a.path=x",
         "data.sources.a.epochs=1e18",
     ): r"epochs=1e\+18 of x is more than 1,000 in one epoch; raise the run's own epochs",
-    ("data.path=x", "data.bad_budget=100.5%"): r"data\.bad_budget=100\.5% is more than all records",
-    ("data.path=x", "data.bad_budget=lots"): r"data\.bad_budget=lots is neither a share of the records",
+    ("data.path=x", "data.max_bad_records=100.5%"): r"data\.max_bad_records=100\.5% is more than all records",
+    ("data.path=x", "data.max_bad_records=lots"): r"data\.max_bad_records=lots is neither a share of the records",
 }
 
 
@@ -337,4 +340,4 @@ def test_wrong_sources_are_refused(words: tuple[str, ...], monkeypatch: pytest.M
 def test_budget_of_bad_records() -> None:
     cfg = config_of(["data=llava_json", *FILL])
     assert [cfg.data.budget(n) for n in (999, 1000, 665_298)] == [0, 1, 665]
-    assert config_of(["data=llava_json", *FILL, "data.bad_budget=20"]).data.budget(10) == 20
+    assert config_of(["data=llava_json", *FILL, "data.max_bad_records=20"]).data.budget(10) == 20

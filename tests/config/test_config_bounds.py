@@ -11,6 +11,8 @@ import pytest
 from small import config_of
 
 from llava_fsdp.config import (
+    ActivationCheckpointing,
+    ActivationCheckpointingConfig,
     AskedConfig,
     ChatConfig,
     Config,
@@ -25,8 +27,6 @@ from llava_fsdp.config import (
     PlanConfig,
     PrepareConfig,
     PrepareKeys,
-    RecomputeConfig,
-    RecomputeMode,
     Source,
     SourceConfig,
     SpecialTokens,
@@ -53,7 +53,7 @@ BOUNDS: list[tuple[Any, str, tuple, tuple]] = [
     ("train", "data.workers", (None, 0), (-1,)),
     ("train", "data.prefetch", (1,), (0,)),
     ("train", "data.stall", (1,), (0,)),
-    ("train", "data.bad_budget", ("0", "7", "0%", "0.05%", "100%", "100.0%"),
+    ("train", "data.max_bad_records", ("0", "7", "0%", "0.05%", "100%", "100.0%"),
      ("", "-1", "1.5", ".5%", "5.%", "5 %", "100.01%")),
     ("train", "sharding.blocks_per_unit", (1,), (0,)),
     ("train", "sharding.prefetch", (None, 1), (0,)),
@@ -63,7 +63,7 @@ BOUNDS: list[tuple[Any, str, tuple, tuple]] = [
     ("fp16", "precision.scaler.hysteresis", (1,), (0,)),
     ("fp16", "precision.scaler.minimum", (SMALL, 65536.0), (0.0, 65536.5, *TOO_LARGE)),
     ("fp16", "precision.scaler.initial_power", (0, 127), (-1, 128)),
-    ("budget", "recompute.budget", (0.0, 1.0), (None, -SMALL, 1 + SMALL, math.nan)),
+    ("budget", "activation_checkpointing.budget", (0.0, 1.0), (None, -SMALL, 1 + SMALL, math.nan)),
     ("train", "loss.chunk_tokens", (1,), (0,)),
     ("train", "checkpoint.every", (None, 1), (0,)),
     ("train", "checkpoint.keep_every", (None, 1), (0,)),
@@ -123,7 +123,10 @@ def configuration(name: str) -> Any:
         case "hybrid":
             return changed(cfg, "sharding.strategy", Strategy.HYBRID_SHARD)
         case "budget":
-            return replace(cfg, recompute=RecomputeConfig(mode=RecomputeMode.budget, budget=0.5))
+            return replace(
+                cfg,
+                activation_checkpointing=ActivationCheckpointingConfig(mode=ActivationCheckpointing.budget, budget=0.5),
+            )
         case "profiled":
             return replace(cfg, profile=True, max_steps=7)
         case "long":
@@ -193,15 +196,15 @@ TOGETHER: list[tuple[dict[str, Any], bool]] = [
     ({"offload.mode": "nvme", "offload.folder": "disk"}, False),
     ({"offload.mode": "params", "offload.folder": "disk"}, True),
     ({"labels": "llava_v1_5"}, False),
-    ({"labels": "llava_v1_5", "data.too_long": "quarantine"}, True),
+    ({"labels": "llava_v1_5", "data.too_long": "skip"}, True),
     ({"labels": "llava_v1_5", "data.special_tokens": SpecialTokens.parse}, False),
     ({"labels": "llava_v1_5", "data.special_tokens": SpecialTokens.text}, True),
-    ({"order.name": "llava_v1_5", "global_batch_size": 6, "micro_batch_size": 3}, False),
-    ({"order.name": "llava_v1_5", "global_batch_size": 6, "micro_batch_size": 4}, True),
-    ({"order.name": "llava_v1_5", "tokens_per_micro_batch": 9999}, True),
-    ({"order.name": "llava_v1_5", "loss.normalize": "micro_batch"}, False),
-    ({"order.name": "shuffle", "loss.normalize": "micro_batch"}, True),
-    ({"order.name": "shuffle", "loss.normalize": "micro_batch", "pack": False}, False),
+    ({"sampler.name": "llava_v1_5", "global_batch_size": 6, "micro_batch_size": 3}, False),
+    ({"sampler.name": "llava_v1_5", "global_batch_size": 6, "micro_batch_size": 4}, True),
+    ({"sampler.name": "llava_v1_5", "tokens_per_micro_batch": 9999}, True),
+    ({"sampler.name": "llava_v1_5", "loss.normalize": "micro_batch"}, False),
+    ({"sampler.name": "shuffle", "loss.normalize": "micro_batch"}, True),
+    ({"sampler.name": "shuffle", "loss.normalize": "micro_batch", "pack": False}, False),
     *(({"pack": False, "attention": name}, refused)
       for name, refused in (("auto", False), ("sdpa", False), ("varlen", True), ("flash", True))),
     ({"pack": False, "tokens_per_micro_batch": 9999}, True),
@@ -210,8 +213,10 @@ TOGETHER: list[tuple[dict[str, Any], bool]] = [
     ({"sharding.strategy": "SHARD_GRAD_OP", "sharding.shard_size": 3}, True),
     *(({"sharding.strategy": name, "dry_run": 3}, True) for name in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")),
     ({"sharding.strategy": "HYBRID_SHARD", "sharding.shard_size": 3, "dry_run": 3}, False),
-    ({"compile": False, "recompute": RecomputeConfig(mode=RecomputeMode.budget, budget=0.5)}, True),
-    ({"compile": "auto", "recompute": RecomputeConfig(mode=RecomputeMode.budget, budget=0.5)}, False),
+    ({"compile": False, "activation_checkpointing": ActivationCheckpointingConfig(mode=ActivationCheckpointing.budget,
+         budget=0.5)}, True),
+    ({"compile": "auto", "activation_checkpointing": ActivationCheckpointingConfig(
+        mode=ActivationCheckpointing.budget, budget=0.5)}, False),
     ({"compile": "never"}, True),
     ({"export.enabled": True, "model.projector_type": "linear"}, True),
     ({"export.enabled": False, "model.projector_type": "linear"}, False),
@@ -221,9 +226,9 @@ TOGETHER: list[tuple[dict[str, Any], bool]] = [
     ({"export.enabled": True, "data.image_aspect_ratio": "anyres", "data.pixels": "llava_v1_5"}, False),
     ({"export.enabled": False, "data.image_aspect_ratio": "anyres", "data.pixels": "llava_v1_5",
       "model.patch_merge": "spatial"}, True),
-    ({"export.enabled": False, "data.image_aspect_ratio": "anyres", "data.pixels": "lean",
+    ({"export.enabled": False, "data.image_aspect_ratio": "anyres", "data.pixels": "fast",
       "model.patch_merge": "spatial"}, False),
-    *(({"order.name": "llava_v1_5", "global_batch_size": 6, "micro_batch_size": 3, "data.path": None,
+    *(({"sampler.name": "llava_v1_5", "global_batch_size": 6, "micro_batch_size": 3, "data.path": None,
         "data.sources": {"a": source}}, refused)
       for source, refused in ((SourceConfig(path="a", epochs=1.0), False), (SourceConfig(path="a", epochs=2.0), True),
                               (SourceConfig(path="a", weight=1.0), True))),
@@ -276,7 +281,9 @@ def test_what_a_training_makes_of_its_keys() -> None:
     assert cfg.data.source_names and not cfg.has_auto
     assert changed(cfg, "tokens_per_micro_batch", "auto").has_auto
     assert changed(cfg, "sharding.strategy", Strategy.auto).has_auto
-    assert replace(cfg, recompute=RecomputeConfig(mode=RecomputeMode.auto, budget=None)).has_auto
+    assert replace(
+        cfg, activation_checkpointing=ActivationCheckpointingConfig(mode=ActivationCheckpointing.auto, budget=None)
+    ).has_auto
     assert replace(cfg, tokens_per_micro_batch=None, micro_batch_size=3).row_tokens == 3 * cfg.data.max_length
     assert replace(LORA, r=16, alpha=24).scaling == 1.5 and replace(LORA, r=16, alpha=24, use_rslora=True).scaling == 6
 

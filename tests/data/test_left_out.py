@@ -66,7 +66,7 @@ class Watched(Loader):
 
 def one_epoch(world: World, parts: Path, dataset: Path, breaks: bool) -> tuple[list[str], int, list[LeftOut]]:
     """Run the data of one epoch; with `breaks`, rank 0 removes a picture half way that comes up soon after."""
-    bad = ["data.bad=quarantine"] if breaks else []
+    bad = ["data.bad_records=skip"] if breaks else []
     cfg = make_config(parts, dataset, Path("unused"), "max_steps=null", "epochs=1", "global_batch_size=64", *bad)
     folders = parts / "language", parts / "vision"
     steps = build_loader(cfg, *folders, SHAPE, world.rank, world.size, CPU, gather_lists).steps
@@ -119,7 +119,7 @@ def test_training_goes_on_without_what_broke(
 ) -> None:
     """The loss is of what remains, on any number of ranks; the other samples stay in their steps."""
     own = Path(shutil.copytree(dataset, tmp_path / "dataset"))
-    common = ["data.bad=quarantine", "data.bad_budget=6", *EXPORTED]
+    common = ["data.bad_records=skip", "data.max_bad_records=6", *EXPORTED]
     start = make_config(parts, own, tmp_path / "start", *common, "optim.lr=0")
     train.train(start)  # and the dataset is examined
     before = rows_of(tmp_path / "start")
@@ -137,9 +137,9 @@ def test_training_goes_on_without_what_broke(
         assert got.grad_norms == pytest.approx(reference.grad_norms, rel=TOLERANCE)
         assert difference(got.weights, reference.weights, vocabulary(cfg)) < TOLERANCE
         after = rows_of(tmp_path / f"{size}")
-        assert all(a["samples"] + a["quarantined"] == b["samples"] for a, b in zip(after, before, strict=True))
-        lists.append(sorted((tmp_path / f"{size}" / "quarantine.jsonl").read_text().splitlines()))
-    assert lists[0] == lists[1] == lists[2] and len(lists[0]) == sum(row["quarantined"] for row in after) > 1
+        assert all(a["samples"] + a["skipped_records"] == b["samples"] for a, b in zip(after, before, strict=True))
+        lists.append(sorted((tmp_path / f"{size}" / "skipped_records.jsonl").read_text().splitlines()))
+    assert lists[0] == lists[1] == lists[2] and len(lists[0]) == sum(row["skipped_records"] for row in after) > 1
     assert all(json.loads(line)["kind"] == "image_truncated" for line in lists[0])
 
 
@@ -155,7 +155,7 @@ def test_the_budget_stops_every_rank_alike(
 ) -> None:
     """Records that the examination left out count too."""
     own = Path(shutil.copytree(dataset, tmp_path / "dataset"))
-    common = ["data.bad=quarantine", f"data.bad_budget={budget}", "micro_batch_size=1"]
+    common = ["data.bad_records=skip", f"data.max_bad_records={budget}", "micro_batch_size=1"]
     for name in missing:
         (own / "images" / name).unlink()
     make = lambda name: make_config(parts, own, tmp_path / name, *common)  # noqa: E731
@@ -163,7 +163,7 @@ def test_the_budget_stops_every_rank_alike(
     (own / "images" / "3.png").unlink()
     said = pools[2].run(run_and_say, make("broken"))
     assert said[0] == said[1]
-    assert f"{wrong} of 44 records are wrong, more than the {budget} of data.bad_budget={budget}" in said[0]
+    assert f"{wrong} of 44 records are wrong, more than the {budget} of data.max_bad_records={budget}" in said[0]
     assert "picture" in said[0] and "3.png" in said[0]
 
 

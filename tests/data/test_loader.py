@@ -115,13 +115,13 @@ def test_means_of_micro_batches(parts: Path, dataset: Path) -> None:
 
 def test_too_long_records_are_left_out_and_named(parts: Path, dataset: Path) -> None:
     whole = open_loader(parts, dataset).steps
-    steps = open_loader(parts, dataset, "data.max_length=75", "data.too_long=quarantine").steps
+    steps = open_loader(parts, dataset, "data.max_length=75", "data.too_long=skip").steps
     left_out = {row["record"] for row in steps.records.left_out()}
     assert 0 < len(left_out) == len(whole.records) - len(steps.records) == (whole.records.lengths > 75).sum()
     seen = [steps.prepare(s).facts for s in range(steps.per_epoch)]
     assert sum(f.samples for f in seen) == len(steps.records) and not any(f.left_out for f in seen)
     assert left_out.isdisjoint(record.where for record in map(steps.records.__getitem__, range(len(steps.records))))
-    cut = open_loader(parts, dataset, "data.max_length=75", "data.bad=quarantine", "data.bad_budget=1").steps
+    cut = open_loader(parts, dataset, "data.max_length=75", "data.bad_records=skip", "data.max_bad_records=1").steps
     assert len(whole.records) - len(cut.records) == 1, "one is left without a label"
     facts = [cut.prepare(s).facts for s in range(cut.per_epoch)]
     assert sum(f.truncated for f in facts) == len(left_out) - 1
@@ -130,17 +130,17 @@ def test_too_long_records_are_left_out_and_named(parts: Path, dataset: Path) -> 
 
 def test_lean_pixels_are_another_encoding(parts: Path, dataset: Path) -> None:
     """Same ids in the same places, near pixels; a run does not go on with the other ones."""
-    steps = [open_loader(parts, dataset, f"data.pixels={p}").steps for p in ("exact", "lean")]
-    exact, lean = (s.prepare(0).micro_batches[0] for s in steps)
-    assert torch.equal(exact.input_ids, lean.input_ids) and torch.equal(exact.image_rows, lean.image_rows)
-    assert exact.images.shape == lean.images.shape and not torch.equal(exact.images, lean.images)
+    steps = [open_loader(parts, dataset, f"data.pixels={p}").steps for p in ("exact", "fast")]
+    exact, fast = (s.prepare(0).micro_batches[0] for s in steps)
+    assert torch.equal(exact.input_ids, fast.input_ids) and torch.equal(exact.image_rows, fast.image_rows)
+    assert exact.images.shape == fast.images.shape and not torch.equal(exact.images, fast.images)
     fingerprints = [s.fingerprints() for s in steps]
     assert [key for key in fingerprints[0] if fingerprints[0][key] != fingerprints[1][key]] == ["encoding"]
 
 
 def test_the_budget_is_of_different_records_over_all_steps(parts: Path, dataset: Path) -> None:
     """As many as it allows may be wrong, and one that was left out before is no other one."""
-    loader = open_loader(parts, dataset, "data.bad=quarantine", "data.bad_budget=2")
+    loader = open_loader(parts, dataset, "data.bad_records=skip", "data.max_bad_records=2")
     step = loader.steps.prepare(0)
     lacks = loader.steps.facts(0, loader.steps.order.samples(0)[:1])
     told: list[int] = []
@@ -155,7 +155,7 @@ def test_the_budget_is_of_different_records_over_all_steps(parts: Path, dataset:
 @pytest.mark.parametrize("column", ["lengths", "labels"])
 def test_a_sample_that_is_not_what_was_examined(column: str, parts: Path, dataset: Path) -> None:
     """It is nobody's fault that may be left out, whichever of the two differs."""
-    steps = open_loader(parts, dataset, "data.bad=quarantine", "data.bad_budget=9").steps
+    steps = open_loader(parts, dataset, "data.bad_records=skip", "data.max_bad_records=9").steps
     steps.read(0)
     setattr(steps.records, column, getattr(steps.records, column) + 1)
     with pytest.raises(DataError) as caught:
@@ -170,7 +170,7 @@ def test_pairs_of_long_samples_do_not_overflow(parts: Path, dataset: Path) -> No
 
 
 def test_what_just_fits_is_let_in(parts: Path, dataset: Path) -> None:
-    cut = "data.bad=quarantine", "data.bad_budget=44"
+    cut = "data.bad_records=skip", "data.max_bad_records=44"
     size = open_loader(parts, dataset, *cut, image_tokens=255, max_length=256).steps.encoder.tokenizer.size
     open_loader(parts, dataset, vocab_size=size)
     for wrong in ({"image_tokens": 256}, {"max_length": 255}, {"vocab_size": size - 1}):

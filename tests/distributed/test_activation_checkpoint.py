@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 from transformers import AutoConfig, AutoModel
 
-from llava_fsdp.config import Attention, Config, RecomputeConfig, RecomputeMode
+from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, Attention, Config
 from llava_fsdp.data.batching.collate import boundaries
 from llava_fsdp.distributed import compile
-from llava_fsdp.distributed.activation_checkpoint import apply_recompute, policy
+from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing, policy
 from llava_fsdp.distributed.activation_offload import Away, HostInputs
 from llava_fsdp.distributed.local_shards import local
 from llava_fsdp.distributed.mesh import World, make_mesh
@@ -63,7 +63,7 @@ def traces(world: World, configs: list[Config]) -> list[Trace]:
 def modes(parts: Path, dataset: Path, folder: Path, names: list[str], *overrides: str) -> list[Config]:
     common = ["sharding=zero3", "micro_batch_size=3", "global_batch_size=12", "max_steps=2", "optim.warmup_ratio=0"]
     common.append("compile=auto")  # off on a CPU, but for a budget
-    return [make_config(parts, dataset, folder, f"recompute={n}", *common, *overrides) for n in names]
+    return [make_config(parts, dataset, folder, f"activation_checkpointing={n}", *common, *overrides) for n in names]
 
 
 def run(configs: list[Config], size: int, pools: dict[int, RankPool], timeout: float = 60) -> list[list[Trace]]:
@@ -136,7 +136,9 @@ AGAIN = {"none": (0, 0, 0), "full": (2, 2, 2), "selective": (0, 0, 2), "offload"
 def test_what_runs_again(mode: str) -> None:
     """Of two blocks, counted in the backward pass."""
     stack = nn.ModuleList(Block() for _ in range(2))
-    apply_recompute([stack], RecomputeConfig(mode=RecomputeMode(mode), budget=None), CPU)
+    apply_activation_checkpointing(
+        [stack], ActivationCheckpointingConfig(mode=ActivationCheckpointing(mode), budget=None), CPU
+    )
     shown = torch.randn(2, 5, 8, requires_grad=True)
     loss = stack[1](stack[0](shown)).sum()
     with Counting() as counting:
@@ -174,7 +176,9 @@ def test_inputs_of_blocks_come_back_a_block_ahead(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Away, "copy", spy)
     stack = nn.ModuleList(Add(n) for n in range(3))
-    apply_recompute([stack], RecomputeConfig(mode=RecomputeMode.offload, budget=None), CPU)
+    apply_activation_checkpointing(
+        [stack], ActivationCheckpointingConfig(mode=ActivationCheckpointing.offload, budget=None), CPU
+    )
     shown = torch.zeros(4, requires_grad=True)
     for _ in range(2):
         told.clear()
@@ -263,7 +267,7 @@ def test_a_budget_is_near_none(
     common = [f"precision={precision}", f"pack={pack}"]
     configs = modes(parts, dataset, tmp_path, ["none"], *common)
     for share in shares:
-        configs += modes(parts, dataset, tmp_path, ["budget"], *common, f"recompute.budget={share}")
+        configs += modes(parts, dataset, tmp_path, ["budget"], *common, f"activation_checkpointing.budget={share}")
     by_rank = run(configs, size, pools, timeout=1100)
     bound = BOUND[precision]
     for exact, *others in by_rank:

@@ -95,10 +95,11 @@ def test_adapters_train_as_a_plain_loop_does(
     wanted = {name: reference.weights[name] for name in first}
     assert difference(wanted, first, EVERY_ROW) > 100 * TOLERANCE, "nothing was trained"
     for number, (strategy, size) in enumerate(cases):
-        packed, recompute = number % 2 == 0, ("none", "full")[number // 2 % 2]
+        packed, activation_checkpointing = number % 2 == 0, ("none", "full")[number // 2 % 2]
         folder = tmp_path / f"{strategy}-{size}"
         cfg = settings(
-            parts, dataset, folder, variant, f"sharding={strategy}", f"recompute={recompute}",
+            parts, dataset, folder, variant, f"sharding={strategy}",
+            f"activation_checkpointing={activation_checkpointing}",
             f"sharding.shard_size={2 if strategy in HYBRID else 'null'}", f"pack={str(packed).lower()}",
             f"micro_batch_size={SAMPLES // size // 2}",
         )  # fmt: skip

@@ -61,7 +61,7 @@ def unaligned(world: World, parts: Path, dataset: Path, folder: Path, stage: str
 
 CASES = {
     "fp32": (),
-    "bf16": ("precision=bf16", "recompute=full"),
+    "bf16": ("precision=bf16", "activation_checkpointing=full"),
     "workers": ("data.workers=1", "data.prefetch=1"),
     "micro-batches": ("tokens_per_micro_batch=257", "data.max_length=251", "loss.chunk_tokens=7"),
     "int8": ("precision.moment_dtype=int8",),

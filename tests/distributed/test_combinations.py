@@ -1,4 +1,4 @@
-"""Precision x recompute x offload: what is offered together trains, and neither recompute nor offload changes a bit.
+"""Precision x activation checkpointing x offload: all that go together train; the last two change no bit.
 
 Two combinations of every pair of choices are in the fast tier, the whole product in the slow one.
 """
@@ -22,7 +22,7 @@ from llava_fsdp.train.checkpoint_contents import tensors
 from llava_fsdp.train.loop import train_step
 
 PRECISIONS = ("bf16", "fp32", "fp16", "bf16_pure", "bf16 precision.moment_dtype=int8")
-RECOMPUTE = ("none", "full", "selective", "offload")
+CHECKPOINTING = ("none", "full", "selective", "offload")
 OFFLOAD = ("none", "optimizer", "params", "nvme")
 Way = tuple[str, str, str]
 Trace = tuple[list[float], str]
@@ -33,7 +33,7 @@ def is_offered(way: Way) -> bool:
     return way[2] in ("none", "params") or way[0] in PRECISIONS[:3]
 
 
-OFFERED = [way for way in product(PRECISIONS, RECOMPUTE, OFFLOAD) if is_offered(way)]
+OFFERED = [way for way in product(PRECISIONS, CHECKPOINTING, OFFLOAD) if is_offered(way)]
 
 
 def pairs(way: Way) -> set[tuple[tuple[int, str], ...]]:
@@ -69,9 +69,10 @@ def traces(world: World, configs: list[Config]) -> list[Trace]:
 
 
 def config(way: Way, parts: Path, dataset: Path, folder: Path) -> Config:
-    precision, recompute, offload = way
+    precision, activation_checkpointing, offload = way
     return make_config(
-        parts, dataset, folder, *f"precision={precision} recompute={recompute} offload={offload}".split(),
+        parts, dataset, folder,
+        *f"precision={precision} activation_checkpointing={activation_checkpointing} offload={offload}".split(),
         "sharding=zero3", "global_batch_size=4", "micro_batch_size=1", "max_steps=5", "optim.warmup_ratio=0",
     )  # fmt: skip
 
@@ -113,12 +114,12 @@ def test_every_combination_trains_to_the_same_bits(
 def test_offload_changes_no_bit_of_compiled_blocks(
     precision: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
-    """How far these are from recompute=none is test_recompute's."""
+    """How far these are from activation_checkpointing=none is test_activation_checkpointing's."""
     ways = [way for mode in OFFLOAD if is_offered(way := (precision, "budget", mode))]
     check(ways, parts, dataset, pools, tmp_path)
 
 
-@pytest.mark.parametrize("way", [w for w in product(PRECISIONS, RECOMPUTE, OFFLOAD) if not is_offered(w)], ids=str)
+@pytest.mark.parametrize("way", [w for w in product(PRECISIONS, CHECKPOINTING, OFFLOAD) if not is_offered(w)], ids=str)
 def test_what_is_not_offered_is_refused_at_the_door(way: Way, parts: Path, dataset: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is rounded by the row; choose offload=params"):
         config(way, parts, dataset, tmp_path)

@@ -10,11 +10,11 @@ from small import make_config
 from torch import nn
 from transformers import AutoConfig, AutoModel
 
-from llava_fsdp.config import Attention, Config, RecomputeConfig, RecomputeMode
+from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, Attention, Config
 from llava_fsdp.data.batching.batch import StepFacts
 from llava_fsdp.data.batching.collate import boundaries
 from llava_fsdp.distributed import compile
-from llava_fsdp.distributed.activation_checkpoint import apply_recompute
+from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing
 from llava_fsdp.distributed.compile import WARM_UP, Compilations, Compiling, choose_compiling
 from llava_fsdp.distributed.local_shards import local
 from llava_fsdp.distributed.mesh import World, make_mesh
@@ -51,9 +51,18 @@ def trace(world: World, cfg: Config) -> Trace:
 CASES = [
     pytest.param(1, ["pack=false"], id="one rank, padded", marks=pytest.mark.slow),
     pytest.param(2, ["pack=true", "tokens_per_micro_batch=512"], id="two ranks, packed", marks=pytest.mark.slow),
-    pytest.param(1, ["pack=true", "recompute=full"], id="one rank, packed, full", marks=pytest.mark.slow),
-    pytest.param(2, ["pack=false", "recompute=selective"], id="two ranks, padded, selective", marks=pytest.mark.slow),
-    pytest.param(2, ["pack=true", "recompute=offload"], id="two ranks, packed, offload", marks=pytest.mark.slow),
+    pytest.param(
+        1, ["pack=true", "activation_checkpointing=full"], id="one rank, packed, full", marks=pytest.mark.slow
+    ),
+    pytest.param(
+        2,
+        ["pack=false", "activation_checkpointing=selective"],
+        id="two ranks, padded, selective",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        2, ["pack=true", "activation_checkpointing=offload"], id="two ranks, packed, offload", marks=pytest.mark.slow
+    ),
 ]
 
 
@@ -141,7 +150,12 @@ def test_products_that_selective_keeps_do_not_run_again(
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 2}
     config = AutoConfig.for_model("llama", vocab_size=8, use_cache=False, **shape)
     model = AutoModel.from_config(config)
-    apply_recompute([find_stack(model)], RecomputeConfig(mode=RecomputeMode(mode), budget=None), CPU, Compilations())
+    apply_activation_checkpointing(
+        [find_stack(model)],
+        ActivationCheckpointingConfig(mode=ActivationCheckpointing(mode), budget=None),
+        CPU,
+        Compilations(),
+    )
     found = model(inputs_embeds=torch.randn(2, 9, 32, requires_grad=True)).last_hidden_state
     found.sum().backward()
     assert counted["forward"] == [7] and counted["backward"] == [products]
@@ -152,12 +166,12 @@ def test_products_that_selective_keeps_do_not_run_again(
     [
         ([], "cpu", None, False, "on cpu compiling takes longer"),
         (["compile=true"], "cpu", None, True, "as asked for"),
-        (["compile=true", "recompute=selective"], "cpu", None, True, "as asked for"),
+        (["compile=true", "activation_checkpointing=selective"], "cpu", None, True, "as asked for"),
         (["compile=false"], "cuda", None, False, "as asked for"),
         ([], "cuda", Attention.varlen, True, "Triton"),
         (["deterministic=true"], "cuda", Attention.varlen, False, "deterministic=true"),
-        (["recompute=selective"], "cuda", Attention.sdpa, False, "in one piece"),
-        (["recompute=budget"], "cpu", Attention.sdpa, True, "recompute=budget"),
+        (["activation_checkpointing=selective"], "cuda", Attention.sdpa, False, "in one piece"),
+        (["activation_checkpointing=budget"], "cpu", Attention.sdpa, True, "activation_checkpointing=budget"),
     ],
 )
 def test_what_is_compiled_and_why(
@@ -175,7 +189,11 @@ def test_what_is_compiled_and_why(
     ("overrides", "said"),
     [
         (["compile=true"], r"compile=true compiles blocks .* no C.. compiler.*set compile=auto"),
-        (["recompute=budget"], r"recompute=budget compiles blocks .* no C.. compiler.*set recompute=selective"),
+        (
+            ["activation_checkpointing=budget"],
+            r"activation_checkpointing=budget compiles blocks .* no C.. compiler.*set "
+            r"activation_checkpointing=selective",
+        ),
     ],
 )
 def test_compiling_is_refused_where_there_is_no_compiler(
@@ -188,8 +206,10 @@ def test_compiling_is_refused_where_there_is_no_compiler(
 
 
 def test_selective_is_refused_where_attention_cuts_blocks_in_two(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    cfg = make_config(parts, dataset, tmp_path, "compile=true", "recompute=selective", "pack=true")
-    with pytest.raises(ConfigError, match="compile=true: recompute=selective needs a block in one piece"):
+    cfg = make_config(parts, dataset, tmp_path, "compile=true", "activation_checkpointing=selective", "pack=true")
+    with pytest.raises(
+        ConfigError, match="compile=true: activation_checkpointing=selective needs a block in one piece"
+    ):
         choose_compiling(cfg, CPU, Attention.sdpa)
 
 

@@ -66,9 +66,9 @@ def test_table_equals_plain_loop(
     pools: dict[int, RankPool],
     tmp_path: Path,
 ) -> None:
-    """Losses and final weights of the six rows x 1/2/4 ranks x accumulation x recompute, against the plain loop.
+    """Losses and weights of six strategies x 1/2/4 ranks x accumulation x checkpointing, against the plain loop.
 
-    Where the order of sums is the same (rows that differ only in when weights are gathered; recompute on or off),
+    Where the order of sums is the same (rows that differ only in when weights are gathered; checkpointing on or off),
     they are equal to the bit.
     """
     stage, overrides = VARIANTS[variant]
@@ -76,17 +76,19 @@ def test_table_equals_plain_loop(
     by_order_of_sums: dict[object, Outcome] = {}
     for strategy, size in cases:
         for accumulation in accumulations:
-            # both settings of recompute meet every strategy, number of ranks and accumulation over the table
-            recomputes = ("none", "full") if (SHARDED + HYBRID).index(strategy) % 2 == accumulation % 2 else ("full",)
-            for recompute in recomputes:
-                folder = tmp_path / f"{strategy}-{size}-{accumulation}-{recompute}"
+            # both settings of checkpointing meet every strategy, number of ranks and accumulation over the table
+            checkpointings = (
+                ("none", "full") if (SHARDED + HYBRID).index(strategy) % 2 == accumulation % 2 else ("full",)
+            )
+            for activation_checkpointing in checkpointings:
+                folder = tmp_path / f"{strategy}-{size}-{accumulation}-{activation_checkpointing}"
                 cfg = make_config(
                     parts,
                     dataset,
                     folder,
                     f"sharding={strategy}",
                     f"sharding.shard_size={2 if strategy in HYBRID else 'null'}",
-                    f"recompute={recompute}",
+                    f"activation_checkpointing={activation_checkpointing}",
                     BATCH,
                     "pack=false",
                     f"micro_batch_size={SAMPLES // (size * accumulation)}",

@@ -139,10 +139,12 @@ def test_trains_repeats_and_continues(wide: Path, dataset: Path, pools: dict[int
     """As tests/distributed/test_presets.py; and a checkpoint is of plain fp32 weights, whoever reads it."""
     values = [*FP8, "sharding=zero3"]
     runs: dict[str, list[Trace]] = {}
-    for name, recompute in (("none", "none"), ("full", "full"), ("continued", "none")):
+    for name, activation_checkpointing in (("none", "none"), ("full", "full"), ("continued", "none")):
         if name == "continued":
             shutil.copytree(tmp_path / "none" / "checkpoints", tmp_path / name / "checkpoints")
-        cfg = make_config(wide, dataset, tmp_path / name, *values, f"recompute={recompute}")
+        cfg = make_config(
+            wide, dataset, tmp_path / name, *values, f"activation_checkpointing={activation_checkpointing}"
+        )
         runs[name] = pools[2].run(on_rank, steps, cfg)
     first = runs["none"]
     assert len(first[0].losses) == 5 and first[0].losses[-1] < first[0].losses[0] < 8

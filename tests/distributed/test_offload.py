@@ -277,8 +277,10 @@ def test_combinations_without_sense_are_refused(
 
 
 def test_one_message_where_memory_runs_out(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    cfg = make_config(parts, dataset, tmp_path, "recompute=none", "sharding=zero2")
-    with pytest.raises(OutOfMemory, match=r"out of host memory \(\d+ bytes more.*recompute=full.*offload=nvme"):
+    cfg = make_config(parts, dataset, tmp_path, "activation_checkpointing=none", "sharding=zero2")
+    with pytest.raises(
+        OutOfMemory, match=r"out of host memory \(\d+ bytes more.*activation_checkpointing=full.*offload=nvme"
+    ):
         with clear_memory_errors(cfg, CPU):
             torch.empty(1 << 60, dtype=torch.uint8)
     with pytest.raises(OutOfMemory), clear_memory_errors(cfg, CPU):

@@ -71,15 +71,15 @@ def test_an_update_below_a_step_of_bf16_is_seen(parts: Path, dataset: Path, tmp_
 def test_rows_are_equal_to_the_bit_in_bf16(
     tower: bool, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
-    """Rows that differ only in when weights are gathered, with and without recompute, on two ranks.
+    """Rows that differ only in when weights are gathered, with and without checkpointing, on two ranks.
 
     Norms are a unit of their own across all blocks, so that a block's recomputation meets them in the middle of it.
     """
-    for recompute in ("none", "full"):
+    for activation_checkpointing in ("none", "full"):
         found = []
         for sharding in ("zero2", "zero3"):
-            folder = tmp_path / f"{sharding}-{recompute}"
-            values = [*BF16, f"sharding={sharding}", f"recompute={recompute}", *EXPORTED]
+            folder = tmp_path / f"{sharding}-{activation_checkpointing}"
+            values = [*BF16, f"sharding={sharding}", f"activation_checkpointing={activation_checkpointing}", *EXPORTED]
             if tower:
                 values.append("model.train=[projector,language,vision]")
             pools[2].run(run_ranks, make_config(parts, dataset, folder, *values))

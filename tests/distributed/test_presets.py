@@ -71,13 +71,15 @@ def steps(world: World, cfg: Config) -> Trace:
 def test_trains_repeats_and_continues_on_two_ranks(
     preset: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
-    """Five steps; with recompute, and from the checkpoint, to the bit; from it on one rank, nearly."""
+    """Five steps; with checkpointing, and from the checkpoint, to the bit; from it on one rank, nearly."""
     values = [*SMALL, *of(preset), "sharding=zero3"]
     runs = {}
-    for name, recompute in (("none", "none"), ("full", "full"), ("continued", "none")):
+    for name, activation_checkpointing in (("none", "none"), ("full", "full"), ("continued", "none")):
         if name == "continued":
             shutil.copytree(tmp_path / "none" / "checkpoints", tmp_path / name / "checkpoints")
-        cfg = make_config(parts, dataset, tmp_path / name, *values, f"recompute={recompute}")
+        cfg = make_config(
+            parts, dataset, tmp_path / name, *values, f"activation_checkpointing={activation_checkpointing}"
+        )
         runs[name] = pools[2].run(steps, cfg)
     first = runs["none"]
     assert len(first[0].losses) == 5 and first[0].losses[-1] < first[0].losses[0] < 8

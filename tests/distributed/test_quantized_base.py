@@ -84,7 +84,8 @@ def test_a_packed_base_trains_as_a_plain_loop_does(
     for number, (strategy, size) in enumerate(cases):
         folder = tmp_path / f"{strategy}-{size}"
         cfg = settings(
-            parts, dataset, folder, variant, f"sharding={strategy}", f"recompute={('full', 'none')[number % 2]}",
+            parts, dataset, folder, variant, f"sharding={strategy}",
+            f"activation_checkpointing={('full', 'none')[number % 2]}",
             f"sharding.shard_size={2 if strategy in HYBRID else 'null'}", f"pack={str(number % 4 < 2).lower()}",
             f"micro_batch_size={SAMPLES // size // 2}",
         )  # fmt: skip
@@ -209,14 +210,16 @@ def test_what_runs_again_gives_the_same_bits(mode: str, parts: Path, dataset: Pa
     keys = "precision=bf16", "model.lora.dropout=0.1"
     found = []
     for own in ("none", mode):
-        cfg = settings(parts, dataset, tmp_path, "nf4", *keys, f"recompute={own}")
+        cfg = settings(parts, dataset, tmp_path, "nf4", *keys, f"activation_checkpointing={own}")
         found.append(run_steps(build_run(cfg, CPU, None), cfg))
     assert found[0].losses == found[1].losses and found[0].norms == found[1].norms
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("more", [["model.quantize.mode=nf4"], ["model.quantize.mode=int8", "recompute=full"]])
+@pytest.mark.parametrize(
+    "more", [["model.quantize.mode=nf4"], ["model.quantize.mode=int8", "activation_checkpointing=full"]]
+)
 def test_one_graph_serves_all_packed_blocks(more: list[str], parts: Path, dataset: Path, tmp_path: Path) -> None:
     found = []
     for on in ("false", "true"):

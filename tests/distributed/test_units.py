@@ -97,13 +97,20 @@ def test_what_is_set_is_on_the_screen(parts: Path, dataset: Path, tmp_path: Path
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("row", "recompute"), [("zero3", "full"), pytest.param("zero2", "none", marks=pytest.mark.slow)]
+    ("row", "activation_checkpointing"), [("zero3", "full"), pytest.param("zero2", "none", marks=pytest.mark.slow)]
 )
 def test_units_change_no_bit(
-    row: str, recompute: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+    row: str, activation_checkpointing: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
     """Losses, gradient norms, weights and bytes sent, in bf16 beside fp32 norms, the tower training too."""
-    common = [f"sharding={row}", f"recompute={recompute}", "precision=bf16", TOWER, "micro_batch_size=3", "max_steps=2"]
+    common = [
+        f"sharding={row}",
+        f"activation_checkpointing={activation_checkpointing}",
+        "precision=bf16",
+        TOWER,
+        "micro_batch_size=3",
+        "max_steps=2",
+    ]
     configs = [make_config(parts, dataset, tmp_path, *common, *way) for way in WAYS]
     for plain, *others in pools[2].run(traces, configs):
         assert plain[0][0] != plain[0][1]

@@ -21,7 +21,7 @@ CASES = {
     "packed": ((), 1),
     "packed-4": (SHORT, 4),
     "fp16": (("pack=false", "precision=fp16", "precision.scaler.scale=2"), 1),
-    "recompute": (("recompute=full", "precision=bf16"), 1),
+    "activation_checkpointing": (("activation_checkpointing=full", "precision=bf16"), 1),
 }
 
 

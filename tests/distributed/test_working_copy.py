@@ -159,11 +159,11 @@ SAME_BITS_CASES = [
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("stage", "sharding", "recompute"), SAME_BITS_CASES)
+@pytest.mark.parametrize(("stage", "sharding", "activation_checkpointing"), SAME_BITS_CASES)
 def test_one_rank_equals_fully_shard_bit_for_bit(
-    stage: str, sharding: str, recompute: str, parts: Path, dataset: Path, tmp_path: Path
+    stage: str, sharding: str, activation_checkpointing: str, parts: Path, dataset: Path, tmp_path: Path
 ) -> None:
-    values = [*BF16, f"sharding={sharding}", f"recompute={recompute}"]
+    values = [*BF16, f"sharding={sharding}", f"activation_checkpointing={activation_checkpointing}"]
     if stage == "tower":
         stage = "finetune"
         values.append("model.train=[projector,language,vision]")

@@ -21,10 +21,10 @@ from llava_fsdp.doctor.checks import CHECKS, Check, run_check
 from llava_fsdp.doctor.context import Needs, Subject
 from llava_fsdp.doctor.findings import Finding, Level, ok, output_of, said_of
 from llava_fsdp.doctor.gpus import TorchFacts, parse_links, parse_smi
-from llava_fsdp.doctor.host import Host
 from llava_fsdp.doctor.network import Interface
 from llava_fsdp.plan.hardware import Machine
 from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.host import Host
 from llava_fsdp.runtime.humanize import readable
 
 GIB = 1 << 30
@@ -190,38 +190,12 @@ def machine(**more: Any) -> Host:
 
 
 def test_cores_and_memory_of_a_container() -> None:
-    assert machine(quota=3.5).usable_cores == 4 and machine().usable_cores == 16
-    assert machine(limit=8 * GIB, used=6 * GIB).free == 2 * GIB and machine().free == 60 * GIB
     only(host.judge_cores(machine(), 8, None), Level.OK)
     only(host.judge_cores(machine(quota=4.0), 8, None), Level.WARN)
     assert only(host.judge_cores(machine(), 8, 4), Level.WARN).cure.startswith("data.workers=1: more workers than")
     only(host.judge_memory(machine(), 0, ""), Level.OK)
     only(host.judge_memory(machine(), 58 * GIB, "what is offloaded"), Level.WARN)
     only(host.judge_memory(machine(limit=32 * GIB), 58 * GIB, "what is offloaded"), Level.FAIL)
-
-
-def test_limits_of_control_groups(tmp_path: Path) -> None:
-    """Version 2 with a limit above the process's own group; version 1, whose largest number is no limit."""
-    own = tmp_path / "a" / "b"
-    own.mkdir(parents=True)
-    (own / "memory.max").write_text("max\n")
-    (tmp_path / "a" / "memory.max").write_text(f"{4 * GIB}\n")
-    (tmp_path / "a" / "cpu.max").write_text("150000 100000\n")
-    folders = host.folders_of("0::/a/b\n", tmp_path)
-    assert folders == [own, tmp_path / "a", tmp_path]
-    assert [host.limit_of(folder) for folder in folders] == [None, 4 * GIB, None]
-    assert [host.quota_of(folder) for folder in folders] == [None, 1.5, None]
-    (tmp_path / "a" / "memory.current").write_text(f"{3 * GIB}\n")
-    (tmp_path / "a" / "memory.stat").write_text(f"anon 5\ninactive_file {2 * GIB}\n")
-    assert host.used_of(tmp_path / "a") == GIB, "what is but a cache can be had"
-    assert host.used_of(tmp_path) == 0
-    old = tmp_path / "memory"
-    old.mkdir()
-    (old / "memory.limit_in_bytes").write_text("9223372036854771712\n")
-    assert host.limit_of(old) is None
-    assert old / "x" in host.folders_of("5:memory:/x\n3:pids:/y\n", tmp_path)
-    read = host.read_host()
-    assert 0 < read.free <= read.memory and read.usable_cores >= 1
 
 
 def test_shared_memory_and_limits() -> None:

@@ -397,9 +397,9 @@ def test_a_missing_picture_is_named_before_any_model_work(keys: list[str], datas
     base = [*keys, "task=vqa", f"questions={path}", f"data.images={images}"]
     with pytest.raises(DataError, match=r"line 3, record 2 \(id 102\): picture .*gone.jpg does not exist"):
         evaluate(config(*base, f"model.checkpoint={tmp_path / 'nowhere'}"))
-    with pytest.raises(DataError, match=r"2 of 5 questions .*data.bad_budget=1 allows 1"):
-        evaluate(config(*base, "data.bad=quarantine", "data.bad_budget=1"))
-    evaluate(config(*base, "data.bad=quarantine", "data.bad_budget=2"))
+    with pytest.raises(DataError, match=r"2 of 5 questions .*data.max_bad_records=1 allows 1"):
+        evaluate(config(*base, "data.bad_records=skip", "data.max_bad_records=1"))
+    evaluate(config(*base, "data.bad_records=skip", "data.max_bad_records=2"))
     kept = [json.loads(line)["question_id"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert kept == [101, 103, 104]
 

@@ -31,7 +31,7 @@ def test_whether_pictures_are_padded(tmp_path: Path) -> None:
     with pytest.raises(ModelError):
         aspect_of(tmp_path, {}, {"image_aspect_ratio": "wide"})
     assert choice_of(Pixels, {}, "pixels", Pixels.exact, tmp_path) is Pixels.exact
-    assert choice_of(Pixels, {"pixels": "lean"}, "pixels", Pixels.exact, tmp_path) is Pixels.lean
+    assert choice_of(Pixels, {"pixels": "fast"}, "pixels", Pixels.exact, tmp_path) is Pixels.fast
     with pytest.raises(ModelError):
         choice_of(Pixels, {"pixels": "blurred"}, "pixels", Pixels.exact, tmp_path)
 
@@ -45,12 +45,12 @@ def test_what_a_folder_says_wins_over_what_is_assumed(tmp_path: Path) -> None:
     found = subject_of_folder(tmp_path, MODEL, PARTS, cfg)
     assert (found.max_length, found.grid_pinpoints) == (777, [[3, 4]])
     notes = {"max_length": 99, "template": "v0", "language": "l", "vision": "v", "run": "r", "step": 3, "seed": 8,
-             "stage": "finetune", "train": ["projector"], "grid_pinpoints": [[5, 6]], "pixels": "lean",
+             "stage": "finetune", "train": ["projector"], "grid_pinpoints": [[5, 6]], "pixels": "fast",
              "special_tokens": "parse"}  # fmt: skip
     write_json(tmp_path / "llava_fsdp.json", notes)
     found = subject_of_folder(tmp_path, MODEL, PARTS, cfg)
     assert (found.max_length, found.template, found.language, found.vision) == (99, "v0", "l", "v")
-    assert (found.grid_pinpoints, found.pixels.value, found.special_tokens.value) == ([[5, 6]], "lean", "parse")
+    assert (found.grid_pinpoints, found.pixels.value, found.special_tokens.value) == ([[5, 6]], "fast", "parse")
     assert found.history == {key: notes[key] for key in ("run", "stage", "step", "train")}
     named = conversion(tmp_path, tmp_path / "to", "vision=mine", "image_aspect_ratio=pad")
     found = subject_of_folder(tmp_path, MODEL, PARTS, named)

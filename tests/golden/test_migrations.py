@@ -104,7 +104,7 @@ def test_command_is_the_script(name: str, tmp_path: Path) -> None:
     assert cfg.epochs == args["num_train_epochs"] and cfg.max_steps is None
     assert cfg.seed == args["seed"]
     assert cfg.precision.param_dtype.value == ("bf16" if args["bf16"] else "fp32")
-    assert cfg.recompute.mode.value == ("full" if args["gradient_checkpointing"] else "none")
+    assert cfg.activation_checkpointing.mode.value == ("full" if args["gradient_checkpointing"] else "none")
     stage = record["deepspeed_resolved"]["config"]["zero_optimization"]["stage"]
     assert cfg.sharding.strategy.value == {2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}[stage]
     assert [part.value for part in cfg.model.train] == (

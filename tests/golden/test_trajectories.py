@@ -94,10 +94,10 @@ def config_for(case: str, record: dict, language: Path, output: Path) -> Config:
         *([f"model.lora.checkpoint={initial_adapter(case, record, output)}"] if adapts else []),
         "model.random_weights=false",
         "precision=fp32",
-        f"recompute={'full' if said.get('--gradient_checkpointing') == 'True' else 'none'}",
+        f"activation_checkpointing={'full' if said.get('--gradient_checkpointing') == 'True' else 'none'}",
         "optim.projector_lr=null",  # the tiny model's recipe has one
         *(f"{key}={said[flag]}" for flag, key in FLAGS.items() if flag in said),
-        f"order.group_by_modality_length={grouped}",
+        f"sampler.group_by_modality_length={grouped}",
         f"global_batch_size={rows * record['world_size']}",
         f"optim.clip={clip or 'null'}",
         f"output_dir={output}",

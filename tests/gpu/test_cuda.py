@@ -48,11 +48,11 @@ def cuda() -> torch.device:
     return device
 
 
-@pytest.mark.parametrize(("stage", "sharding", "recompute"), SAME_BITS_CASES)
+@pytest.mark.parametrize(("stage", "sharding", "activation_checkpointing"), SAME_BITS_CASES)
 def test_one_rank_equals_fully_shard_bit_for_bit(
     stage: str,
     sharding: str,
-    recompute: str,
+    activation_checkpointing: str,
     cuda: torch.device,
     parts: Path,
     dataset: Path,
@@ -62,7 +62,13 @@ def test_one_rank_equals_fully_shard_bit_for_bit(
     """With kernels that repeat themselves: scattered additions on CUDA otherwise differ from run to run."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     cfg = make_config(
-        parts, dataset, tmp_path / "run", *BF16, f"sharding={sharding}", f"recompute={recompute}", stage=stage
+        parts,
+        dataset,
+        tmp_path / "run",
+        *BF16,
+        f"sharding={sharding}",
+        f"activation_checkpointing={activation_checkpointing}",
+        stage=stage,
     )
     torch.use_deterministic_algorithms(True)
     try:

@@ -17,17 +17,17 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize("activation_checkpointing", ["none", "full", "selective"])
 @pytest.mark.parametrize("pack", ["true", "false"])
 @pytest.mark.parametrize("stage", ["pretrain", "finetune"])
 def test_no_wait_but_the_planned_one(
-    stage: str, pack: str, recompute: str, parts: Path, dataset: Path, tmp_path: Path
+    stage: str, pack: str, activation_checkpointing: str, parts: Path, dataset: Path, tmp_path: Path
 ) -> None:
     cuda = torch.device("cuda", 0)
     torch.cuda.set_device(cuda)
     cfg = make_config(
         parts, dataset, tmp_path, "precision=bf16", f"pack={pack}", "micro_batch_size=6", "optim.clip=0.5",
-        f"recompute={recompute}", "max_steps=3", stage=stage,
+        f"activation_checkpointing={activation_checkpointing}", "max_steps=3", stage=stage,
     )  # fmt: skip
     state, plan = build_run(cfg, cuda, None), SHARD_PLANS[cfg.sharding.strategy]
     first, second, third = list(state.loader.from_step(0))

@@ -29,7 +29,8 @@ class Job:
         self.cluster, self.output, self.log = cluster, folder / "out", folder / "job.txt"
         training = [
             "stage=pretrain", f"output_dir={self.output}", "global_batch_size=4", "micro_batch_size=2",
-            "data.workers=0", "precision=fp32", "recompute=none", "compile=false", "export.enabled=false",
+            "data.workers=0", "precision=fp32", "activation_checkpointing=none", "compile=false",
+            "export.enabled=false",
             "checkpoint.every=null", *words,
         ]  # fmt: skip
         self.number = cluster.submit(

@@ -313,7 +313,7 @@ def test_what_the_script_leaves_to_defaults_is_said(tmp_path: Path) -> None:
     )
     assert (cfg.epochs, cfg.data.max_length, cfg.data.image_aspect_ratio.value) == (3, 512, "square")
     assert (cfg.model.select_layer, cfg.model.projector_type, cfg.model.projector) == (-1, "linear", "random")
-    assert (cfg.precision.param_dtype.value, cfg.recompute.mode.value) == ("fp32", "none")
+    assert (cfg.precision.param_dtype.value, cfg.activation_checkpointing.mode.value) == ("fp32", "none")
     assert (cfg.global_batch_size, cfg.micro_batch_size, cfg.data.template) == (32, 8, "v1")
     assert cfg.sharding.strategy.value == "NO_SHARD"
     silent = {r.key for r in done.rows if r.source == "not in the script"}
@@ -413,7 +413,7 @@ FLAGS_AND_VERDICTS = [
     ),
     ("--mm_use_im_start_end True", "mm_use_im_start_end", Verdict.unsupported, {}),
     ("--group_by_modality_length True", "group_by_modality_length", Verdict.mapped, {}),
-    ("", "group_by_modality_length", Verdict.mapped, {"order.group_by_modality_length": False}),
+    ("", "group_by_modality_length", Verdict.mapped, {"sampler.group_by_modality_length": False}),
     ("--freeze_backbone True", "freeze_backbone", Verdict.unsupported, {"model.train": ["projector"]}),
     ("--freeze_mm_mlp_adapter True", "freeze_mm_mlp_adapter", Verdict.mapped, {"model.train": ["language"]}),
     (
@@ -841,19 +841,24 @@ def test_activations_on_the_host(tmp_path: Path) -> None:
     """LLaVA's models never call DeepSpeed's own checkpointing; what a JSON alone is for is not known."""
     block = {"activation_checkpointing": {"cpu_checkpointing": True}}
     alone = moved(tmp_path, zero=ZERO2 | block)
-    assert alone.kept["recompute"] == "offload" and not alone.refused
+    assert alone.kept["activation_checkpointing"] == "offload" and not alone.refused
     scripts = finetune(tmp_path, zero=ZERO2 | block)
-    assert scripts.decided["recompute"] == "full"
+    assert scripts.decided["activation_checkpointing"] == "full"
     found = row(scripts, "activation_checkpointing.cpu_checkpointing")
-    assert found.verdict is Verdict.no_effect and "recompute=offload does what this asks for" in found.text
+    assert (
+        found.verdict is Verdict.no_effect and "activation_checkpointing=offload does what this asks for" in found.text
+    )
 
 
-@pytest.mark.parametrize(("said", "recompute"), [("true", "full"), ("false", "none")])
-def test_accelerates_checkpointing(said: str, recompute: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("said", "activation_checkpointing"), [("true", "full"), ("false", "none")])
+def test_accelerates_checkpointing(said: str, activation_checkpointing: str, tmp_path: Path) -> None:
     fsdp = f"distributed_type: FSDP\nfsdp_config:\n  fsdp_activation_checkpointing: {said}\n"
     done = moved(tmp_path, accelerate=fsdp)
-    assert done.kept["recompute"] == recompute
-    assert row(done, "fsdp_config.fsdp_activation_checkpointing").text == f"recompute={recompute}"
+    assert done.kept["activation_checkpointing"] == activation_checkpointing
+    assert (
+        row(done, "fsdp_config.fsdp_activation_checkpointing").text
+        == f"activation_checkpointing={activation_checkpointing}"
+    )
 
 
 def test_json_alone_says_what_it_can(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ KEYS = {
     "unused kernel": (["attention=varlen", "pack=false"], "attention=varlen is for the rows of pack=true"),
     "means": (["loss.normalize=micro_batch"], "loss.normalize=micro_batch is a mean of means"),
     "cuts of its own": (
-        ["order=llava_v1_5", "tokens_per_micro_batch=9000"],
+        ["sampler=llava_v1_5", "tokens_per_micro_batch=9000"],
         "tokens_per_micro_batch=9000 would cut none",
     ),
 }

@@ -49,30 +49,42 @@ def causal_half(flops: Flops, samples: int, length: int) -> float:
 
 
 @pytest.mark.parametrize("pack", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("train_parts", "recompute", "select_layer"), CASES)
+@pytest.mark.parametrize(("train_parts", "activation_checkpointing", "select_layer"), CASES)
 def test_every_product_is_counted_and_no_other(
-    train_parts: str, recompute: str, select_layer: int, pack: bool, parts: Path, dataset: Path, tmp_path: Path
+    train_parts: str,
+    activation_checkpointing: str,
+    select_layer: int,
+    pack: bool,
+    parts: Path,
+    dataset: Path,
+    tmp_path: Path,
 ) -> None:
     """To the last one: samples of one length, packed and padded, in which nothing is padding."""
-    overrides = f"model.train={train_parts}", f"recompute={recompute}", f"model.select_layer={select_layer}"
+    overrides = (
+        f"model.train={train_parts}",
+        f"activation_checkpointing={activation_checkpointing}",
+        f"model.select_layer={select_layer}",
+    )
     model = build(make_config(parts, dataset, tmp_path, *overrides, f"pack={str(pack).lower()}")).model
     assert isinstance(model, Llava) and next(model.parameters()).device == CPU
-    check_counts(model, recompute == "full", pack)
+    check_counts(model, activation_checkpointing == "full", pack)
 
 
-@pytest.mark.parametrize(("recompute", "base"), [("none", "none"), ("full", "none"), ("none", "nf4"), ("full", "int8")])
+@pytest.mark.parametrize(
+    ("activation_checkpointing", "base"), [("none", "none"), ("full", "none"), ("none", "nf4"), ("full", "int8")]
+)
 def test_adapters_are_counted_and_no_gradient_of_what_is_frozen(
-    recompute: str, base: str, parts: Path, dataset: Path, tmp_path: Path
+    activation_checkpointing: str, base: str, parts: Path, dataset: Path, tmp_path: Path
 ) -> None:
     """A packed weight counts as what it is unpacked to."""
-    keys = *LORA, f"recompute={recompute}", f"model.quantize.mode={base}"
+    keys = *LORA, f"activation_checkpointing={activation_checkpointing}", f"model.quantize.mode={base}"
     model = build(make_config(parts, dataset, tmp_path, *keys)).model
     assert isinstance(model, Llava) and model.adapted
-    check_counts(model, recompute == "full", pack=True)
+    check_counts(model, activation_checkpointing == "full", pack=True)
 
 
-def check_counts(model: Llava, recompute: bool, pack: bool) -> None:
-    flops = count_flops(model, recompute)
+def check_counts(model: Llava, activation_checkpointing: bool, pack: bool) -> None:
+    flops = count_flops(model, activation_checkpointing)
     for samples, length, labels, tiles in ((1, LENGTH, LABELS, TILES), (3, LENGTH, LABELS, TILES), (2, 64, 31, 3)):
         found = counted(model, samples, length, labels, tiles, pack) - causal_half(flops, samples, length)
         assert found == flops.of(samples * length, samples * length**2, labels, tiles)
@@ -81,6 +93,6 @@ def check_counts(model: Llava, recompute: bool, pack: bool) -> None:
 def test_a_step_without_pictures_has_no_tower(parts: Path, dataset: Path, tmp_path: Path) -> None:
     model = build(make_config(parts, dataset, tmp_path)).model
     assert isinstance(model, Llava) and Part.vision not in model.cfg.train
-    flops = count_flops(model, recompute=False)
+    flops = count_flops(model, activation_checkpointing=False)
     found = counted(model, 2, LENGTH, LABELS, 0, True) - causal_half(flops, 2, LENGTH)
     assert found == flops.of(2 * LENGTH, 2 * LENGTH**2, LABELS, 0)

@@ -9,7 +9,7 @@ from harness import CPU
 from packed import build, write_every_kind
 from small import make_config
 
-from llava_fsdp.config import DType, RecomputeConfig, RecomputeMode
+from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, DType
 from llava_fsdp.data.batching.batch import StepFacts
 from llava_fsdp.data.loader import ModelShape, build_loader
 from llava_fsdp.model.flops import Flops
@@ -84,9 +84,11 @@ def test_the_peak_is_that_of_all_devices(
     assert utilization_of(model, cfg, torch.device("cuda"), 3).peak == 3 * 989e12
 
 
-def test_selective_recompute_runs_no_product_again() -> None:
-    shares = {m: flops_share(RecomputeConfig(mode=m, budget=0.25 if m is RecomputeMode.budget else None))
-              for m in RecomputeMode if m.name in ("none", "full", "selective", "budget", "offload")}  # fmt: skip
+def test_selective_checkpointing_runs_no_product_again() -> None:
+    shares = {m: flops_share(ActivationCheckpointingConfig(mode=m,
+         budget=0.25 if m is ActivationCheckpointing.budget else None))
+              for m in ActivationCheckpointing if m.name in ("none", "full", "selective", "budget",
+                   "offload")}  # fmt: skip
     assert {m.name: share for m, share in shares.items()} == {
         "none": 0.0, "full": 1.0, "selective": 0.0, "budget": 0.75, "offload": 1.0,
     }  # fmt: skip
@@ -100,7 +102,9 @@ def test_a_compiled_block_that_runs_again_does_so_to_the_end(
     model = build(make_config(parts, dataset, tmp_path)).model
     assert isinstance(model, Llava)
     plain, compiled = (
-        utilization_of(model, make_config(parts, dataset, tmp_path, f"recompute={mode}", f"compile={on}"), CPU, 1)
+        utilization_of(
+            model, make_config(parts, dataset, tmp_path, f"activation_checkpointing={mode}", f"compile={on}"), CPU, 1
+        )
         for on in ("false", "true" if mode != "selective" else "auto")
     )
     last = 3 * 36 * 50  # three layers' down projections

@@ -9,7 +9,15 @@ import pytest
 from hydra import compose, initialize_config_dir
 from small import config_of, make_config
 
-from llava_fsdp.config import OffloadMode, PlanConfig, RecomputeConfig, RecomputeMode, Strategy, config_dir, load
+from llava_fsdp.config import (
+    ActivationCheckpointing,
+    ActivationCheckpointingConfig,
+    OffloadMode,
+    PlanConfig,
+    Strategy,
+    config_dir,
+    load,
+)
 from llava_fsdp.distributed.mesh import World
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.pretrained import find_parts
@@ -37,13 +45,13 @@ def test_13b_on_8_a100(capsys: pytest.CaptureFixture[str]) -> None:
     found = printed(capsys, "model=llava_v1_5_13b", "stage=finetune", "gpus=8", "gpu=a100-80gb")
     rows = found["rows"]
     assert {row["strategy"] for row in rows} == {s.value for s in SHARD_PLANS} - {"HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"}
-    assert {row["recompute"] for row in rows} == {"none", "selective", "full", "budget", "offload"}
+    assert {row["activation_checkpointing"] for row in rows} == {"none", "selective", "full", "budget", "offload"}
     assert {row["offload"] for row in rows} == {"none", "optimizer", "params", "nvme"}
     for row in rows:
         assert row["fits"] == (row["bytes"]["total"] <= found["usable"])
         assert row["bytes"]["total"] == sum(size for name, size in row["bytes"].items() if name != "total")
         assert row["step_seconds"] > 0 and 0 < row["mfu"] < 0.6
-    by = {(r["sharding"], r["recompute"], r["offload"]): r for r in rows}
+    by = {(r["sharding"], r["activation_checkpointing"], r["offload"]): r for r in rows}
     assert found["trainable"] == 13_047_331_840
     assert not by["zero0", "full", "none"]["fits"], "208.8 GB of states"
     assert sum(by["zero3", "full", "none"]["at_rest"].values()) == pytest.approx(26.1e9 + 0.6e9, rel=0.01)
@@ -69,7 +77,10 @@ def test_recommended_command_is_a_training(
     best = found["recommended"]
     words = shlex.split(best["command"])
     cfg = config_of(words[words.index("llava_fsdp.train") + 1 :])
-    assert (cfg.sharding.strategy.value, cfg.recompute.mode.value) == (best["strategy"], best["recompute"])
+    assert (cfg.sharding.strategy.value, cfg.activation_checkpointing.mode.value) == (
+        best["strategy"],
+        best["activation_checkpointing"],
+    )
     assert cfg.offload.mode.value == best["offload"] and cfg.global_batch_size == 64
     assert cfg.row_tokens == best["tokens_per_micro_batch"] or not cfg.pack
     assert cfg.micro_batch_size * cfg.data.max_length == best["tokens_per_micro_batch"] or cfg.pack
@@ -80,8 +91,8 @@ def test_recommended_command_is_a_training(
     [
         ["sharding=hybrid", "sharding.shard_size=2"],
         ["offload=nvme", "offload.folder=/somewhere"],
-        ["offload.mode=params", "recompute.mode=none", "dry_run=4"],
-        ["order=llava_v1_5", "micro_batch_size=8"],
+        ["offload.mode=params", "activation_checkpointing.mode=none", "dry_run=4"],
+        ["sampler=llava_v1_5", "micro_batch_size=8"],
         ["compat=llava_v1_5"],
     ],
     ids=lambda more: more[0],
@@ -99,7 +110,7 @@ def test_what_is_typed_and_what_is_planned_do_not_contradict(
 def test_rows_of_the_originals_order_are_those_of_its_micro_batches(
     wide_parts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keys = ["gpus=4", "gpu=4090", "global_batch_size=64", *of_parts(wide_parts), "order=llava_v1_5"]
+    keys = ["gpus=4", "gpu=4090", "global_batch_size=64", *of_parts(wide_parts), "sampler=llava_v1_5"]
     assert {r["micro_batches"] for r in printed(capsys, *keys, "micro_batch_size=4")["rows"]} == {4}
     with pytest.raises(ConfigError, match="global_batch_size to be a multiple of the ranks, and 64 is none of 6"):
         plan(plan_of(*keys, "gpus=6", "pack=false", "micro_batch_size=4"))
@@ -107,7 +118,7 @@ def test_rows_of_the_originals_order_are_those_of_its_micro_batches(
 
 def test_host_memory_is_said(wide_parts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = printed(capsys, "gpus=2", "gpu=4090", *of_parts(wide_parts))["rows"]
-    by = {(r["sharding"], r["recompute"], r["offload"]): r for r in rows}
+    by = {(r["sharding"], r["activation_checkpointing"], r["offload"]): r for r in rows}
     assert by["zero3", "full", "none"]["host_bytes"] == 0 == by["zero3", "full", "params"]["disk_bytes"]
     cfg = plan_of("gpus=2", *of_parts(wide_parts))
     width, depth = shapes_of(cfg.model).language.hidden_size, shapes_of(cfg.model).language.num_hidden_layers
@@ -216,7 +227,7 @@ def a_world(size: int) -> World:
 
 
 def test_auto_leaves_out_rows_that_offload_refuses(wide_parts: Path, dataset: Path, tmp_path: Path) -> None:
-    keys = ["sharding=auto", "offload=params", "precision=bf16", "recompute=full", "global_batch_size=8"]
+    keys = ["sharding=auto", "offload=params", "precision=bf16", "activation_checkpointing=full", "global_batch_size=8"]
     cfg = make_config(wide_parts, dataset, tmp_path, *keys)
     decision = decide(cfg, a_world(4), find_parts(cfg.model), Samples(120, 0.6, 12, 30, "test"))
     assert decision.applied(cfg).sharding.strategy not in (Strategy.NO_SHARD, Strategy.SHARD_OPTIMIZER)
@@ -225,7 +236,7 @@ def test_auto_leaves_out_rows_that_offload_refuses(wide_parts: Path, dataset: Pa
 def test_auto_takes_what_fits_and_keeps_it(
     wide_parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    auto_keys = ["sharding=auto", "tokens_per_micro_batch=auto", "precision=bf16", "recompute=full"]
+    auto_keys = ["sharding=auto", "tokens_per_micro_batch=auto", "precision=bf16", "activation_checkpointing=full"]
     cfg = make_config(wide_parts, dataset, tmp_path, *auto_keys, "global_batch_size=48")
     parts, samples = find_parts(cfg.model), Samples(120, 0.6, 12, 30, "test")
 
@@ -255,15 +266,26 @@ def test_auto_recomputes_no_more_than_it_must(
     wide_parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With less and less memory: nothing, the cheap part, the block. The number of positions stays as configured."""
-    keys = ["sharding=zero3", "recompute=auto", "precision=bf16", "global_batch_size=48", "tokens_per_micro_batch=1024"]
+    keys = [
+        "sharding=zero3",
+        "activation_checkpointing=auto",
+        "precision=bf16",
+        "global_batch_size=48",
+        "tokens_per_micro_batch=1024",
+    ]
     cfg = make_config(wide_parts, dataset, tmp_path, *keys)
     assert cfg.has_auto
     parts, samples = find_parts(cfg.model), Samples(120, 0.6, 12, 30, "test")
     planner = Planner(cfg, Machine(None, "test", 1 << 40, 1e9), samples, parts)
-    modes = [RecomputeMode.none, RecomputeMode.selective, RecomputeMode.full]
+    modes = [ActivationCheckpointing.none, ActivationCheckpointing.selective, ActivationCheckpointing.full]
     ways = asked_for(cfg, samples, 4, planner.model.image_tokens)
     needs = [
-        planner.row(Choice(Strategy.FULL_SHARD, RecomputeConfig(mode=m, budget=None), OffloadMode.none), 4, 4, ways)
+        planner.row(
+            Choice(Strategy.FULL_SHARD, ActivationCheckpointingConfig(mode=m, budget=None), OffloadMode.none),
+            4,
+            4,
+            ways,
+        )
         for m in modes
     ]
     totals = [row.bytes["total"] for row in needs]
@@ -274,21 +296,21 @@ def test_auto_recomputes_no_more_than_it_must(
         return decide(cfg, a_world(4), parts, samples, continues)
 
     chosen = [on(total) for total in totals]
-    assert [one.recompute.mode for one in chosen] == modes
+    assert [one.activation_checkpointing.mode for one in chosen] == modes
     assert [one.applied(cfg).tokens_per_micro_batch for one in chosen] == [1024] * 3
     assert not chosen[0].applied(cfg).has_auto
     line = chosen[1].told(cfg)
-    assert line.startswith("auto: recompute=selective: ") and " GB, " in line and len(line) < 110, line
+    assert line.startswith("auto: activation_checkpointing=selective: ") and " GB, " in line and len(line) < 110, line
     with pytest.raises(ConfigError, match="nothing fits by the plan"):
         on(totals[2] - 100_000)
     with monkeypatch.context() as patch:
         patch.setattr(cfg, "compile", True)  # which goes with SDPA in packed rows, but not with selective as well
-        assert on(totals[1]).recompute.mode is RecomputeMode.full
+        assert on(totals[1]).activation_checkpointing.mode is ActivationCheckpointing.full
     recorded = f"sharding: {{strategy: {Strategy.FULL_SHARD.value}}}\nrecompute: {{mode: full, budget: null}}\n"
     (tmp_path / "config.yaml").write_text(recorded + "tokens_per_micro_batch: 1024\n")
     kept = on(totals[0], continues=True)
-    assert kept.recompute.mode is RecomputeMode.full, "a run goes on as it began"
-    assert kept.told(cfg) == "auto: recompute=full: as this run began"
+    assert kept.activation_checkpointing.mode is ActivationCheckpointing.full, "a run goes on as it began"
+    assert kept.told(cfg) == "auto: activation_checkpointing=full: as this run began"
     recorded = recorded.replace("mode: full, budget: null", "mode: budget, budget: 0.5")
     (tmp_path / "config.yaml").write_text(recorded + "tokens_per_micro_batch: 1024\n")
     assert on(totals[0], continues=True) == chosen[0], "what compile=false refuses binds nobody"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from small import config_of
 
-from llava_fsdp.config import DType, OffloadMode, OrderName, PrecisionConfig, RecomputeMode
+from llava_fsdp.config import ActivationCheckpointing, DType, OffloadMode, PrecisionConfig, SamplerName
 from llava_fsdp.distributed.memory import Weight
 from llava_fsdp.plan.activations import MicroBatch
 from llava_fsdp.plan.fsdp_units import unit_of
@@ -44,7 +44,7 @@ def test_how_a_rank_s_part_of_a_step_is_cut() -> None:
     assert asked_for(padded, SAMPLES, 9, 24) == [MicroBatch(2, 200, 2, 1, 60)]
     ways = cuts(padded, SAMPLES, 3, 24)
     assert [(len(way), way[0].rows) for way in ways] == [(1, 6), (2, 3), (3, 2), (6, 1)]
-    original = replace(padded, order=replace(cfg.order, name=OrderName.llava_v1_5), micro_batch_size=1)
+    original = replace(padded, sampler=replace(cfg.sampler, name=SamplerName.llava_v1_5), micro_batch_size=1)
     assert [(len(way), way[0].rows) for way in cuts(original, SAMPLES, 4, 24)] == [(1, 4), (2, 2), (4, 1)]
     with pytest.raises(ConfigError):
         cuts(original, SAMPLES, 3, 24)
@@ -119,4 +119,4 @@ def test_what_a_step_waits_for() -> None:
     assert {mode.name: share for mode, share in AGAIN.items()} == {
         "none": 0.0, "full": 1.0, "selective": 0.15, "offload": 1.0,
     }  # fmt: skip
-    assert RecomputeMode.budget not in AGAIN
+    assert ActivationCheckpointing.budget not in AGAIN

@@ -15,7 +15,7 @@ CLOSE = 4e-3
 """Of the most bytes alive. What is left are scalars and numbers that name places: some thousand bytes, of megabytes."""
 
 CASES = [
-    # ranks, sharding, precision, recompute, more
+    # ranks, sharding, precision, activation checkpointing, more
     (1, "zero3", "bf16", "none", "micro_batch_size=12"),
     (1, "zero3", "bf16_pure", "full", "micro_batch_size=3"),
     (2, "zero0", "bf16", "full", "micro_batch_size=3"),
@@ -34,7 +34,7 @@ def configure(
     ranks: int,
     row: str,
     precision: str,
-    recompute: str,
+    activation_checkpointing: str,
     more: str,
     stage: str,
 ) -> Config:
@@ -44,7 +44,7 @@ def configure(
         output,
         f"sharding={row}",
         f"precision={precision}",
-        f"recompute={recompute}",
+        f"activation_checkpointing={activation_checkpointing}",
         more,
         *(["pack=false"] if more.startswith("micro") else []),
         *(["sharding.shard_size=2"] if row.startswith("hybrid") else []),
@@ -133,13 +133,22 @@ UNITS = [
 def test_larger_units_and_units_ahead_take_what_they_take(
     case: tuple[str, str, str], wide_parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
-    row, recompute, more = case
-    common = [f"sharding={row}", f"recompute={recompute}", "precision=bf16", "pack=false", "global_batch_size=24"]
+    row, activation_checkpointing, more = case
+    common = [
+        f"sharding={row}",
+        f"activation_checkpointing={activation_checkpointing}",
+        "precision=bf16",
+        "pack=false",
+        "global_batch_size=24",
+    ]
     cfg = make_config(wide_parts, dataset, tmp_path, *common, "micro_batch_size=6", *more.split())
     check(cfg, 2, pools)
     plain = make_config(wide_parts, dataset, tmp_path, *common, "micro_batch_size=6")
     more_bytes = peak(cfg, 2, "cpu").bytes["gathered"] - peak(plain, 2, "cpu").bytes["gathered"]
-    assert more_bytes > 0 or (row, recompute) != ("zero3", "full")  # else the worst moment has little gathered
+    assert more_bytes > 0 or (row, activation_checkpointing) != (
+        "zero3",
+        "full",
+    )  # else the worst moment has little gathered
 
 
 def test_worst_moment_is_no_sum_of_worst_moments(wide_parts: Path, dataset: Path, tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def test_the_last_word_fits_onto_a_full_disk(tmp_path: Path, monkeypatch: pytest
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(status_file, "write_new", full)
+    monkeypatch.setattr(status_file, "replace_file", full)
     write_ending(tmp_path, Outcome(ENDINGS["checkpoint"], "no room"))
     said = read_status(tmp_path)
     assert said is not None and (said["class"], said["exit_code"], said["reason"]) == ("checkpoint", 3, "no room")

@@ -46,7 +46,8 @@ class Run:
             "stage=finetune", f"output_dir={self.output}", f"model.language={parts / 'language'}",
             f"model.vision={parts / 'vision'}", "model.projector=random", "model.random_weights=true",
             "data=llava_json", f"data.path={dataset / 'mixed.json'}", f"data.images={dataset / 'images'}",
-            "data.workers=1", "data.max_length=256", "precision=fp32", "recompute=none", "export.enabled=false",
+            "data.workers=1", "data.max_length=256", "precision=fp32", "activation_checkpointing=none",
+            "export.enabled=false",
             "global_batch_size=4", "micro_batch_size=2", "max_steps=6", "epochs=9", "checkpoint.every=2", *overrides,
         ]  # fmt: skip
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "FAULT": fault, "PACE": str(pace), **(env or {})}

@@ -129,7 +129,7 @@ def make_config(parts: Path, dataset: Path, output: Path, *overrides: str, stage
         "data.max_length=256",
         f"output_dir={output}",
         "precision=fp32",
-        "recompute=none",
+        "activation_checkpointing=none",
         "compile=false",
         "export.enabled=false",
         "optim.lr=3e-3",

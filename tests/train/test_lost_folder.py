@@ -173,6 +173,9 @@ def test_another_recipe_is_refused_before_the_folder_is_touched(
     assert caught.value.exit_code == 2 and set(caught.value.culprit["keys"]) == {"seed", "optim.lr"}
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
     monkeypatch.undo()
-    for words in (("max_steps=5",), ("max_steps=6", "recompute=none", "data.workers=0", "checkpoint.every=3")):
+    for words in (
+        ("max_steps=5",),
+        ("max_steps=6", "activation_checkpointing=none", "data.workers=0", "checkpoint.every=3"),
+    ):
         train.train(make_config(parts, dataset, folder, *words))
     assert json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 6

@@ -18,11 +18,11 @@ def written(folder: Path, start: int = 0) -> Path:
     saved.mkdir(parents=True)
     (saved / "state.json").write_text(json.dumps({"config": {"val": {"every": 5}}}))
     steps = range(start + 1, STEPS + 3)  # what was taken behind the checkpoint is done again
-    rows = [{"step": n, "loss": 1.0, "quarantined": int(n == 7), "unlabelled": 0} for n in steps]
+    rows = [{"step": n, "loss": 1.0, "skipped_records": int(n == 7), "unlabelled": 0} for n in steps]
     put(folder / "metrics.jsonl", rows)
     put(folder / "starts.jsonl", [{"step": n, "time": 1.0} for n in sorted({start, 24})])
     put(folder / "validation.jsonl", [{"step": n, "loss": 1.0} for n in range(5, STEPS, 5)])
-    put(folder / "quarantine.jsonl", [{"step": 0, "record": "a"}, {"step": 7, "record": "b"}])
+    put(folder / "skipped_records.jsonl", [{"step": 0, "record": "a"}, {"step": 7, "record": "b"}])
     return folder
 
 
@@ -54,7 +54,7 @@ def test_nothing_is_said_of_a_whole_run(tmp_path: Path) -> None:
         ("metrics.jsonl", lambda p: p.write_text(""), ["lacks the rows of 40 of 40 steps (1 to 40)"]),
         ("metrics.jsonl", lambda p: p.unlink(), ["lacks the rows of 40 of 40 steps (1 to 40)"]),
         ("metrics.jsonl", lambda p: damage(p, 19), ["lacks the rows of 1 of 40 steps (20)"]),
-        ("quarantine.jsonl", lambda p: p.unlink(), ["lacks records that metrics.jsonl counts, of steps 7"]),
+        ("skipped_records.jsonl", lambda p: p.unlink(), ["lacks records that metrics.jsonl counts, of steps 7"]),
         ("starts.jsonl", lambda p: p.write_text(""), ["has no start before step 40"]),
         ("validation.jsonl", lambda p: damage(p, 5), ["lacks the rows of steps 30"]),
     ],

@@ -13,7 +13,7 @@ from llava_fsdp.report.run_reader import Run, own_overrides, thinned, validation
 from llava_fsdp.sweep.run_metrics import mean_loss, numbers_of
 from llava_fsdp.train import metrics
 from llava_fsdp.train.lost_rows import due_between, faults_of
-from llava_fsdp.train.metrics import begin_quarantine, cut_back, metrics_row
+from llava_fsdp.train.metrics import begin_skipped_records, cut_back, metrics_row
 from llava_fsdp.train.state import StepResult
 
 
@@ -33,7 +33,7 @@ def test_a_row_has_every_number_of_its_step(monkeypatch: pytest.MonkeyPatch) -> 
         "sources": {"x": {"loss": 1.5, "label_tokens": 80}, "y": {"loss": None, "label_tokens": 10},
                     "z": {"loss": None, "label_tokens": 0}},
         "label_tokens": 90, "tokens": 300, "samples": 5, "images": 4, "tiles": 9, "truncated": 3, "labels_cut": 1,
-        "unlabelled": 2, "quarantined": 0, "seconds": 1.5, "data_seconds": 0.5, "tokens_per_second": 200.0,
+        "unlabelled": 2, "skipped_records": 0, "seconds": 1.5, "data_seconds": 0.5, "tokens_per_second": 200.0,
         "flops": None, "mfu": None, "hfu": None, "recompiles": 2, "peak_memory_bytes": 77,
     }  # fmt: skip
     assert metrics_row(result) == row
@@ -62,12 +62,12 @@ def test_a_resumed_run_keeps_the_rows_of_the_steps_before(tmp_path: Path) -> Non
 
 
 def test_records_left_out_before_the_first_step_are_listed_anew(tmp_path: Path) -> None:
-    path = tmp_path / "quarantine.jsonl"
+    path = tmp_path / "skipped_records.jsonl"
     put(path, 0, 0, 1, 3, 3, 4)
-    begin_quarantine(path, 3, [{"record": "a"}])
+    begin_skipped_records(path, 3, [{"record": "a"}])
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert rows == [{"step": 0, "record": "a"}, {"step": 1}, {"step": 3}, {"step": 3}]
-    begin_quarantine(path, 0, [])
+    begin_skipped_records(path, 0, [])
     assert not path.exists(), "an empty file says that something was left out"
 
 
@@ -79,7 +79,8 @@ def test_validations_that_were_due_between_two_steps() -> None:
     for every in (None, 0, -5, True, 5.0):
         assert not due_between(0, 15, {"config": {"val": {"every": every}}})
     assert (
-        faults_of({"quarantined": 3, "unlabelled": 2}) == 5 and faults_of({"quarantined": True, "unlabelled": "2"}) == 0
+        faults_of({"skipped_records": 3, "unlabelled": 2}) == 5
+        and faults_of({"skipped_records": True, "unlabelled": "2"}) == 0
     )
 
 
@@ -89,7 +90,7 @@ def test_curves_and_sums_of_a_history() -> None:
         "loss_scale",
     }  # fmt: skip
     assert set(SUMS) == {
-        "samples", "tokens", "label_tokens", "images", "seconds", "data_seconds", "truncated", "quarantined",
+        "samples", "tokens", "label_tokens", "images", "seconds", "data_seconds", "truncated", "skipped_records",
         "unlabelled",
     }  # fmt: skip
     history = History()

@@ -202,6 +202,21 @@ def saved(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
 
 
+def test_a_loss_that_is_not_finite_skips_the_step_whatever_the_gradients_are(
+    parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = make_config(parts, dataset, tmp_path, "micro_batch_size=6", "optim.warmup_ratio=0")
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    state = train.build_state(cfg, single_world(), plan, None)
+    step = state.loader.steps.prepare(0)
+    step.micro_batches[-1].scale = float("inf")
+    monkeypatch.setattr(loop, "clip_gradients", lambda *_: torch.ones(()))
+    before = {name: master.detach().clone() for name, master in state.masters.named.items()}
+    assert loop.train_step(state, step, plan, cfg, 0.0).skipped and state.skipped == 1
+    for name, master in state.masters.named.items():
+        assert torch.equal(master, before[name]) and (master.grad is None or not master.grad.any())
+
+
 def test_zero_stops_at_the_first(parts: Path, dataset: Path, tmp_path: Path) -> None:
     cfg = make_config(parts, dataset, tmp_path, "numeric.max_consecutive_skips=0")
     said, culprit = train_poisoned(single_world(), cfg, range(1, 2))

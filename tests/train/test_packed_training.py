@@ -87,7 +87,7 @@ def test_trajectory_is_that_of_padded_rows(
         overrides = (
             f"sharding={sharding}",
             f"tokens_per_micro_batch={room}",
-            f"recompute={'full' if size > 1 else 'none'}",
+            f"activation_checkpointing={'full' if size > 1 else 'none'}",
         )
         cfg = make_config(parts, kinds, folder, *common, *overrides)
         if size == 1:
@@ -223,13 +223,18 @@ LEAKS = [
 ]
 
 
-@pytest.mark.parametrize(("key_value_heads", "recompute", "train_parts"), LEAKS)
+@pytest.mark.parametrize(("key_value_heads", "activation_checkpointing", "train_parts"), LEAKS)
 def test_no_sample_sees_another(
-    key_value_heads: int, recompute: str, train_parts: str, parts: Path, kinds: Path, tmp_path: Path
+    key_value_heads: int, activation_checkpointing: str, train_parts: str, parts: Path, kinds: Path, tmp_path: Path
 ) -> None:
     """Bit for bit: no change of one sample changes a logit or a gradient of another, wherever in the row they are."""
     parts = with_heads(parts, key_value_heads, tmp_path / "parts")
-    overrides = [*COMMON, "tokens_per_micro_batch=4000", f"recompute={recompute}", f"model.train={train_parts}"]
+    overrides = [
+        *COMMON,
+        "tokens_per_micro_batch=4000",
+        f"activation_checkpointing={activation_checkpointing}",
+        f"model.train={train_parts}",
+    ]
     leak = Leak(build(make_config(parts, kinds, tmp_path / "run", *overrides)), 5)
     assert leak.tiles >= 3 and min(count_pictures(leak)) == 0 and max(count_pictures(leak)) > 1
     logits = leak.logits(leak.row)

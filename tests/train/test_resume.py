@@ -41,7 +41,7 @@ def whole_run(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFacto
     [
         (1, []),
         (2, ["sharding=zero3"]),
-        (4, ["sharding=zero2", "micro_batch_size=2", "recompute=full"]),
+        (4, ["sharding=zero2", "micro_batch_size=2", "activation_checkpointing=full"]),
         (4, ["sharding=hybrid", "sharding.shard_size=2"]),
     ],
 )

@@ -95,7 +95,7 @@ def test_a_source_without_labels_has_no_loss(labels: dict[str, int]) -> None:
 
 
 def test_samples_that_turn_out_broken_are_in_no_source(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    cfg = make_config(parts, dataset, tmp_path, *SEVERAL, *sources(dataset), "data.bad=quarantine")
+    cfg = make_config(parts, dataset, tmp_path, *SEVERAL, *sources(dataset), "data.bad_records=skip")
     plan = SHARD_PLANS[cfg.sharding.strategy]
     steps = build_state(cfg, single_world(), plan, None).loader.steps
     number = steps.order.samples(0)[0]

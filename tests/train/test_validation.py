@@ -113,8 +113,8 @@ def inputs(ids: np.ndarray, pictures: list[np.ndarray], table: torch.Tensor, con
         (1, []),
         (1, ["pack=false", "micro_batch_size=5", "val.batch_size=3", "data.workers=2"]),
         pytest.param(1, ["offload=params", "tokens_per_micro_batch=300"], marks=pytest.mark.slow),
-        (2, ["sharding=zero3", "recompute=full", "val.batch_size=4"]),
-        pytest.param(2, ["sharding=zero2", "pack=false", "recompute=offload"], marks=pytest.mark.slow),
+        (2, ["sharding=zero3", "activation_checkpointing=full", "val.batch_size=4"]),
+        pytest.param(2, ["sharding=zero2", "pack=false", "activation_checkpointing=offload"], marks=pytest.mark.slow),
         (4, ["sharding=zero1", "tokens_per_micro_batch=400"]),
         pytest.param(4, ["sharding=hybrid", "sharding.shard_size=2", "val.batch_size=20"], marks=pytest.mark.slow),
         pytest.param(2, ["sharding=zero0"], marks=pytest.mark.slow),
@@ -162,9 +162,9 @@ LORA = ["stage=finetune_lora", "model.lora.r=4", "model.lora.alpha=8", "model.lo
 @pytest.mark.parametrize(
     ("size", "overrides"),
     [
-        (1, ["precision=bf16", "recompute=full", *LORA]),
+        (1, ["precision=bf16", "activation_checkpointing=full", *LORA]),
         pytest.param(1, ["precision=bf16_pure", "offload=params"], marks=pytest.mark.slow),
-        (2, ["sharding=zero3", "recompute=full", "model.train=[projector,language,vision]"]),
+        (2, ["sharding=zero3", "activation_checkpointing=full", "model.train=[projector,language,vision]"]),
         pytest.param(2, ["sharding=zero1", "micro_batch_size=2", "precision=bf16"], marks=pytest.mark.slow),
         pytest.param(2, ["sharding=zero2", "sharding.blocks_per_unit=2", *LORA], marks=pytest.mark.slow),
     ],
@@ -391,13 +391,13 @@ def test_held_out_records_are_checked_before_the_first_step(parts: Path, dataset
 
 
 def test_picture_that_breaks_later(parts: Path, dataset: Path, held: Path, tmp_path: Path) -> None:
-    """Its records are left out of loss and answers alike, or it ends the run, by `data.bad`."""
+    """Its records are left out of loss and answers alike, or it ends the run, by `data.bad_records`."""
     folder = tmp_path / "held"
     shutil.copytree(dataset / "images", folder / "images")
     records = json.loads((dataset / "captions.json").read_text())
     write_json(folder / "mixed.json", records)
-    quarantine = ["data.bad=quarantine", "data.bad_budget=5"]
-    cfg = make_config(parts, dataset, tmp_path / "run", *keys(folder, *quarantine))
+    skipping = ["data.bad_records=skip", "data.max_bad_records=5"]
+    cfg = make_config(parts, dataset, tmp_path / "run", *keys(folder, *skipping))
     _, validation = open_state(single_world(), cfg)
     validation.measure()
     name = records[3]["image"]
@@ -412,10 +412,10 @@ def test_picture_that_breaks_later(parts: Path, dataset: Path, held: Path, tmp_p
     assert after["answers"] == kept
     assert isinstance(steps.read(3), LeftOut)
 
-    validation.held_out.loader.data.bad = validation.held_out.loader.steps.bad = type(cfg.data.bad).fail
+    validation.held_out.loader.data.bad_records = validation.held_out.loader.steps.bad = type(cfg.data.bad_records).fail
     with pytest.raises(DataError, match=f"{name} does not exist"):
         validation.measure()
-    validation.held_out.loader.steps.bad = cfg.data.bad  # the loss goes without it, and the question does not
+    validation.held_out.loader.steps.bad = cfg.data.bad_records  # the loss goes without it, and the question does not
     with pytest.raises(DataError, match=f"{name} does not exist"):
         validation.asker.answers()
 

@@ -7,7 +7,7 @@ import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from llava_fsdp.runtime.durable_files import replace_durably, sync_folder
+from llava_fsdp.runtime.durable_files import replace_file, sync_folder
 from llava_fsdp.runtime.errors import CheckpointError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.run_dir import FOLDER, list_checkpoints, step_of
@@ -38,7 +38,7 @@ def report_strangers(parent: Path) -> None:
 
 
 def point_to(folder: Path) -> None:
-    replace_durably(folder.parent / POINTER, folder.name.encode() + b"\n")
+    replace_file(folder.parent / POINTER, folder.name.encode() + b"\n", 0o600, durable=True)
 
 
 def delete(folder: Path) -> None:

@@ -5,10 +5,8 @@ waits for it.
 """
 
 import mmap
-import os
 import socket
 import threading
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,6 +15,7 @@ from llava_fsdp.checkpoint.layout import Part
 from llava_fsdp.distributed.consensus import gathered
 from llava_fsdp.distributed.host_memory import PAGE, Arena
 from llava_fsdp.runtime.errors import OffloadError, OutOfMemory
+from llava_fsdp.runtime.host import read_host
 from llava_fsdp.runtime.log import log
 
 SHARE = 0.8
@@ -99,7 +98,7 @@ def fits(nbytes: int, group: dist.ProcessGroup | None) -> bool:
     """Whether the copies of all ranks fit into the memory of their hosts. A collective: the answer is one for all."""
     host = socket.gethostname()
     needed = sum(count for name, count in gathered((host, nbytes), group) if name == host)
-    available = available_bytes()
+    available = read_host().free
     answers = gathered((needed <= SHARE * available, needed, available), group)
     short = [(needed, available) for enough, needed, available in answers if not enough]
     if short:
@@ -111,33 +110,3 @@ def fits(nbytes: int, group: dist.ProcessGroup | None) -> bool:
             available / 1e9,
         )
     return not short
-
-
-def available_bytes() -> int:
-    """Of the host's memory, and of the container's where that is less."""
-    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf(pages)]
-    for line in lines_of(Path("/proc/meminfo")):
-        if line.startswith("MemAvailable:"):
-            found = [int(line.split()[1]) * 1024]
-    for group in cgroups():
-        limit, used, stat = (lines_of(group / f"memory.{name}") for name in ("max", "current", "stat"))
-        cached = [int(line.split()[1]) for line in stat if line.startswith("inactive_file ")]  # given up when wanted
-        if limit and used and limit[0].isdigit():
-            found.append(int(limit[0]) - int(used[0]) + sum(cached))
-    return max(0, min(found))
-
-
-def cgroups() -> list[Path]:
-    """The control group of this process, as a scheduler may have made it for the job, and those around it."""
-    root = Path("/sys/fs/cgroup")
-    own = [line[3:] for line in lines_of(Path("/proc/self/cgroup")) if line.startswith("0::/")]
-    inner = root / own[0].lstrip("/") if own else root
-    return [inner, *(parent for parent in inner.parents if parent.is_relative_to(root))]
-
-
-def lines_of(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []

@@ -7,7 +7,17 @@ from fractions import Fraction
 from pathlib import Path
 
 from llava_fsdp.config.checks import at_least
-from llava_fsdp.config.enums import AspectRatio, Bad, Examine, Metric, OrderName, Pixels, Source, SpecialTokens, TooLong
+from llava_fsdp.config.enums import (
+    AspectRatio,
+    BadRecords,
+    Examine,
+    Metric,
+    Pixels,
+    SamplerName,
+    Source,
+    SpecialTokens,
+    TooLong,
+)
 from llava_fsdp.runtime.errors import ConfigError
 
 MOST_EPOCHS = 1000
@@ -65,11 +75,11 @@ class DataConfig:
     """decode: every picture is read to its end before the first training; head: its size alone."""
     allow_links: bool
     """Whether symbolic links in the folder of pictures may lead out of it."""
-    bad: Bad
-    """Records that cannot be trained on: fail stops before training begins, or where a picture breaks later; quarantine
-    goes on without them, on every rank alike, and lists them in quarantine.jsonl."""
-    bad_budget: str
-    """Most that data.bad=quarantine leaves out: a share of the records (`0.1%`, rounded down) or a number (`20`)."""
+    bad_records: BadRecords
+    """Records that cannot be trained on: fail stops before training begins, or where a picture breaks later; skip
+    goes on without them, on every rank alike, and lists them in skipped_records.jsonl."""
+    max_bad_records: str
+    """Most that data.bad_records=skip leaves out: a share of the records (`0.1%`, rounded down) or a number (`20`)."""
     template: str
     image_aspect_ratio: AspectRatio
     grid_pinpoints: list[list[int]]
@@ -77,7 +87,7 @@ class DataConfig:
     LLaVA-NeXT's, 1x2, 2x1, 2x2, 3x1 and 1x3 times the tower's."""
     pixels: Pixels
     """exact: pictures as a viewer shows them; llava_v1_5: as the original reads them (no EXIF orientation, 16-bit
-    and floating point values clipped, transparency ignored, anyres as square); lean: as exact, in fewer operations, not
+    and floating point values clipped, transparency ignored, anyres as square); fast: as exact, in fewer operations, not
     to the bit (data/images/fast_resize.py)."""
     max_length: int
     """Longest sample in positions, image positions included."""
@@ -113,9 +123,9 @@ class DataConfig:
 
     def budget(self, records: int) -> int:
         """Most of so many records that may be left out."""
-        if self.bad_budget.endswith("%"):
-            return math.floor(Fraction(self.bad_budget[:-1]) * records / 100)
-        return int(self.bad_budget)
+        if self.max_bad_records.endswith("%"):
+            return math.floor(Fraction(self.max_bad_records[:-1]) * records / 100)
+        return int(self.max_bad_records)
 
     def __post_init__(self) -> None:
         if self.path is None and not self.sources:
@@ -129,12 +139,13 @@ class DataConfig:
             own.weight is not None and own.epochs is not None for own in self.sources.values()
         ):
             raise ConfigError("data.sources: give every source a weight, or none of them; a weight replaces epochs")
-        if not re.fullmatch(r"\d+|\d+(\.\d+)?%", self.bad_budget):
+        if not re.fullmatch(r"\d+|\d+(\.\d+)?%", self.max_bad_records):
             raise ConfigError(
-                f"data.bad_budget={self.bad_budget} is neither a share of the records, as 0.1%, nor a number of them"
+                f"data.max_bad_records={self.max_bad_records} is neither a share of the records, as 0.1%, nor a "
+                f"number of them"
             )
-        if self.bad_budget.endswith("%") and Fraction(self.bad_budget[:-1]) > 100:
-            raise ConfigError(f"data.bad_budget={self.bad_budget} is more than all records; 100% is the most")
+        if self.max_bad_records.endswith("%") and Fraction(self.max_bad_records[:-1]) > 100:
+            raise ConfigError(f"data.max_bad_records={self.max_bad_records} is more than all records; 100% is the most")
         at_least("data.max_length", self.max_length, 2)
         at_least("data.max_record_bytes", self.max_record_bytes, 1024)
         if self.grid_pinpoints and self.image_aspect_ratio is not AspectRatio.anyres:
@@ -152,8 +163,8 @@ class DataConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class OrderConfig:
-    name: OrderName
+class SamplerConfig:
+    name: SamplerName
     """shuffle: a permutation of (seed, epoch), cut anew for any number of ranks; llava_v1_5: the original's samplers,
     whose order depends on the number of ranks and on micro_batch_size."""
     group_by_modality_length: bool

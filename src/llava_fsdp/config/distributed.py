@@ -3,7 +3,15 @@
 from dataclasses import dataclass
 
 from llava_fsdp.config.checks import at_least
-from llava_fsdp.config.enums import DType, LinearKind, MasterDType, MomentDType, OffloadMode, RecomputeMode, Strategy
+from llava_fsdp.config.enums import (
+    ActivationCheckpointing,
+    DType,
+    LinearKind,
+    MasterDType,
+    MomentDType,
+    OffloadMode,
+    Strategy,
+)
 from llava_fsdp.runtime.errors import ConfigError
 
 
@@ -105,20 +113,22 @@ class PrecisionConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class RecomputeConfig:
-    mode: RecomputeMode
+class ActivationCheckpointingConfig:
+    mode: ActivationCheckpointing
     budget: float | None
     """budget only: the share of what a compiled block would keep, 0 (its input alone) to 1 (all that is worth it)."""
 
     def __post_init__(self) -> None:
-        if self.mode is RecomputeMode.budget:
+        if self.mode is ActivationCheckpointing.budget:
             if self.budget is None or not 0 <= self.budget <= 1:
                 raise ConfigError(
-                    f"recompute.budget={self.budget} must be the share of a block's activations that is kept, 0 to 1"
+                    f"activation_checkpointing.budget={self.budget} must be the share of a block's activations that "
+                    f"is kept, 0 to 1"
                 )
         elif self.budget is not None:
             raise ConfigError(
-                f"recompute.budget={self.budget} is for recompute=budget, and this is recompute={self.mode.value}: "
+                f"activation_checkpointing.budget={self.budget} is for activation_checkpointing=budget, and this is "
+                f"activation_checkpointing={self.mode.value}: "
                 "set it to null"
             )
 

@@ -29,15 +29,15 @@ class Source(Enum):
 
 class TooLong(Enum):
     truncate = "truncate"
-    quarantine = "quarantine"
+    skip = "skip"
     fail = "fail"
 
 
-class Bad(Enum):
+class BadRecords(Enum):
     """What becomes of a record that cannot be trained on."""
 
     fail = "fail"
-    quarantine = "quarantine"
+    skip = "skip"
 
 
 class Examine(Enum):
@@ -65,7 +65,7 @@ class Pixels(Enum):
 
     exact = "exact"
     llava_v1_5 = "llava_v1_5"
-    lean = "lean"
+    fast = "fast"
 
 
 class SpecialTokens(Enum):
@@ -75,7 +75,7 @@ class SpecialTokens(Enum):
     parse = "parse"
 
 
-class OrderName(Enum):
+class SamplerName(Enum):
     shuffle = "shuffle"
     llava_v1_5 = "llava_v1_5"
 
@@ -127,7 +127,7 @@ class LinearKind(Enum):
     fp8 = "fp8"
 
 
-class RecomputeMode(Enum):
+class ActivationCheckpointing(Enum):
     """What of a block of layers is kept from the forward pass for the backward pass."""
 
     none = "none"

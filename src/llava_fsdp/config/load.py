@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from llava_fsdp.config.data import HeldOutConfig, SourceConfig
 from llava_fsdp.config.describe import takes
+from llava_fsdp.config.renamed import VALUES, present_key
 from llava_fsdp.config.tree import ENV, TARGETS, keys_of, leaves_of
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.redact import has_secret, is_secret_variable
@@ -99,7 +100,8 @@ def about_value(schema: Any, node: DictConfig, error: OmegaConfBaseException) ->
     if wanted is None:
         return f"{key}={value}: {str(error).splitlines()[0]}"
     shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
-    return f"{key}={shown} must be {wanted}"
+    new = VALUES.get((key, str(value)))
+    return f"{key}={shown} must be {wanted}" + (f"; it is called {key}={new} now" if new else "")
 
 
 def value_at(node: DictConfig, key: object) -> object:
@@ -146,7 +148,9 @@ def refuse_unknown_keys(schema: Any, node: DictConfig) -> None:
 
 
 def did_you_mean(name: str, known: list[str]) -> str:
-    """The nearest key, where one is near; a dotted name is near to no group."""
+    """What to write instead of an unknown key: its present name, or the nearest key. No group is near a dotted name."""
+    if new := present_key(name):
+        return f"; it is called {new} now"
     groups = {key.rpartition(".")[0] for key in known}
     near = difflib.get_close_matches(name, [k for k in known if "." not in name or k not in groups], n=1)
     return f"; did you mean {near[0]}?" if near else ""

@@ -5,10 +5,17 @@ from pathlib import Path
 from typing import Self
 
 from llava_fsdp.config.checks import AUTO, at_least
-from llava_fsdp.config.data import HELDOUT, DataConfig, OrderConfig, SourceConfig, StageConfig, ValConfig
+from llava_fsdp.config.data import HELDOUT, DataConfig, SamplerConfig, SourceConfig, StageConfig, ValConfig
 from llava_fsdp.config.describe import WORDS
-from llava_fsdp.config.distributed import CommConfig, OffloadConfig, PrecisionConfig, RecomputeConfig, ShardingConfig
+from llava_fsdp.config.distributed import (
+    ActivationCheckpointingConfig,
+    CommConfig,
+    OffloadConfig,
+    PrecisionConfig,
+    ShardingConfig,
+)
 from llava_fsdp.config.enums import (
+    ActivationCheckpointing,
     AspectRatio,
     Attention,
     CompatName,
@@ -21,13 +28,12 @@ from llava_fsdp.config.enums import (
     Normalize,
     OffloadMode,
     OnSaveError,
-    OrderName,
     Parity,
     Part,
     PatchMerge,
     Pixels,
     Quantizer,
-    RecomputeMode,
+    SamplerName,
     Schedule,
     Source,
     SpecialTokens,
@@ -159,10 +165,10 @@ class Config:
     data: DataConfig
     sharding: ShardingConfig
     precision: PrecisionConfig
-    recompute: RecomputeConfig
+    activation_checkpointing: ActivationCheckpointingConfig
     offload: OffloadConfig
     optim: OptimConfig
-    order: OrderConfig
+    sampler: SamplerConfig
     compat: CompatConfig
     loss: LossConfig
     checkpoint: CheckpointConfig
@@ -245,7 +251,7 @@ class Config:
         """Something is left to the planner."""
         return (
             self.sharding.strategy is Strategy.auto
-            or self.recompute.mode is RecomputeMode.auto
+            or self.activation_checkpointing.mode is ActivationCheckpointing.auto
             or self.tokens_per_micro_batch == AUTO
         )
 
@@ -271,16 +277,17 @@ class Config:
         if self.dry_run is not None:
             self.check_dry_run(self.dry_run)
         self.check_labels()
-        if self.order.name is OrderName.llava_v1_5 and self.global_batch_size % self.micro_batch_size:
+        if self.sampler.name is SamplerName.llava_v1_5 and self.global_batch_size % self.micro_batch_size:
             raise ConfigError(
-                f"order=llava_v1_5 has whole micro-batches, and global_batch_size={self.global_batch_size} is no "
+                f"sampler=llava_v1_5 has whole micro-batches, and global_batch_size={self.global_batch_size} is no "
                 f"multiple of micro_batch_size={self.micro_batch_size}"
             )
         plain = all(own.weight is None and own.epochs in (None, 1) for own in self.data.sources.values())
-        if self.order.name is OrderName.llava_v1_5 and not plain:
+        if self.sampler.name is SamplerName.llava_v1_5 and not plain:
             raise ConfigError(
-                "order=llava_v1_5 has every record once an epoch, as the original does; take epochs and weight out of "
-                "data.sources, or set order=shuffle"
+                "sampler=llava_v1_5 has every record once an epoch, as the original does; take epochs and weight out "
+                "of "
+                "data.sources, or set sampler=shuffle"
             )
         anyres = self.data.image_aspect_ratio is AspectRatio.anyres
         if self.model.patch_merge is not PatchMerge.flat and not anyres:
@@ -291,7 +298,7 @@ class Config:
         if anyres and self.data.pixels is Pixels.llava_v1_5 and self.model.patch_merge is not PatchMerge.flat:
             raise ConfigError(
                 f"data.pixels=llava_v1_5 trains anyres as square, as the original does; "
-                f"model.patch_merge={self.model.patch_merge.value} needs data.pixels=exact or lean"
+                f"model.patch_merge={self.model.patch_merge.value} needs data.pixels=exact or fast"
             )
         without = "export.merge=false" if self.model.lora.enabled else "export.enabled=false"
         if self.exports_model and self.data.trained_aspect is AspectRatio.anyres:
@@ -355,10 +362,11 @@ class Config:
         """Raises ConfigError where blocks are compiled and are not."""
         if isinstance(self.compile, str) and self.compile != AUTO:
             raise ConfigError(f"compile={self.compile} must be {WORDS['compile']}")
-        if self.compile is False and self.recompute.mode is RecomputeMode.budget:
+        if self.compile is False and self.activation_checkpointing.mode is ActivationCheckpointing.budget:
             raise ConfigError(
-                "compile=false with recompute=budget: what runs again is chosen while blocks are compiled; set "
-                "compile=auto, or choose recompute=selective"
+                "compile=false with activation_checkpointing=budget: what runs again is chosen while blocks are "
+                "compiled; set "
+                "compile=auto, or choose activation_checkpointing=selective"
             )
 
     def check_offload(self) -> None:
@@ -424,10 +432,10 @@ class Config:
                 f"tokens_per_micro_batch={tokens} has no room for a sample of data.max_length={self.data.max_length}; "
                 "a sample is never split: raise it, or lower data.max_length"
             )
-        if self.order.name is OrderName.llava_v1_5:
+        if self.sampler.name is SamplerName.llava_v1_5:
             if tokens is not None:
                 raise ConfigError(
-                    f"order=llava_v1_5 has micro-batches of its own, of micro_batch_size samples; "
+                    f"sampler=llava_v1_5 has micro-batches of its own, of micro_batch_size samples; "
                     f"tokens_per_micro_batch={tokens} would cut none: set it to null"
                 )
         elif self.loss.normalize is Normalize.micro_batch:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from llava_fsdp.config import Bad, Config, Parity
+from llava_fsdp.config import BadRecords, Config, Parity
 from llava_fsdp.data.batching.batch import LeftOut, MicroBatch, Step
 from llava_fsdp.data.batching.cost_model import CostModel
 from llava_fsdp.data.batching.packing import num_micro_batches
@@ -24,13 +24,13 @@ from llava_fsdp.data.images.anyres import grid_sizes
 from llava_fsdp.data.images.preprocess import PictureReader, Preprocessor, read_preprocessor
 from llava_fsdp.data.index.bad_records import open_records, remarks
 from llava_fsdp.data.index.dataset import Records
-from llava_fsdp.data.index.worker_pool import cores
 from llava_fsdp.data.text.conversation import IM_END, IM_START
 from llava_fsdp.data.text.encode import Encoder, ExactEncoder, OriginalEncoder
 from llava_fsdp.data.text.llava_v1_5 import Original
 from llava_fsdp.data.text.templates import template
 from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.runtime.errors import ConfigError, DataError, LlavaFsdpError
+from llava_fsdp.runtime.host import read_host
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.progress import watch, watch_silently
 
@@ -68,7 +68,7 @@ def build_loader(
     """Open the dataset for one model.
 
     Args:
-        choose: gives the order of the records; None: the one that `order=` names.
+        choose: gives the order of the records; None: the one that `sampler=` names.
 
     Raises:
         ConfigError: the dataset, the model and the configuration do not fit together.
@@ -79,7 +79,9 @@ def build_loader(
     if rank == 0 and (said := remarks(records)):
         log().warning(said)
     order = open_order(records.words, cfg, world_size, records.source_counts) if choose is None else choose(records)
-    workers = loading_workers() if cfg.data.workers is None else cfg.data.workers
+    workers = cfg.data.workers
+    if workers is None:
+        workers = read_host().data_workers(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     watched = replace(pictures, watch=Watch(workers))
     return Loader(Steps(records, order, encoder, watched, cfg, rank, world_size, shape.cost), cfg, device, gather)
 
@@ -227,9 +229,9 @@ class Loader:
         """The step without what any rank had to leave out, on every rank alike.
 
         Raises:
-            DataError: more records are wrong than `data.bad_budget` allows.
+            DataError: more records are wrong than `data.max_bad_records` allows.
         """
-        if self.data.bad is Bad.fail:
+        if self.data.bad_records is BadRecords.fail:
             return step
         left_out = self.gather(step.facts.left_out)
         new = {sample.number for sample in left_out} - self.broken
@@ -239,8 +241,8 @@ class Loader:
         wrong, budget = records.out + len(self.broken), self.data.budget(total)
         if new and wrong > budget:
             raise DataError(
-                f"{wrong} of {total} records are wrong, more than the {budget} of data.bad_budget="
-                f"{self.data.bad_budget}; the last one: {left_out[-1].reason}"
+                f"{wrong} of {total} records are wrong, more than the {budget} of data.max_bad_records="
+                f"{self.data.max_bad_records}; the last one: {left_out[-1].reason}"
             )
         return step.without(left_out, self.steps.collate.normalize)
 
@@ -252,12 +254,6 @@ class Loader:
         """The micro-batch on the device, its pictures normalised by table: the processor's very numbers."""
         moved = micro.map(lambda values: values.to(self.device, non_blocking=True))
         return replace(moved, images=normalize(moved.images, self.table))
-
-
-def loading_workers() -> int:
-    """Up to 4, LLaVA's own number, and no more than the cores that this rank has beside the one it runs on."""
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(0, min(4, cores() // ranks_here - 1))
 
 
 def pixel_table(preprocessor: Preprocessor, device: torch.device) -> torch.Tensor:

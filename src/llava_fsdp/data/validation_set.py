@@ -89,7 +89,7 @@ def open_held_out(cfg: Config, open_loader: Callable[[Config, Choose], Loader], 
 
     Raises:
         ConfigError: a file or folder does not exist, or a question is too long.
-        DataError: by `data.bad`, `data.bad_budget` and `data.too_long`, records of it are wrong.
+        DataError: by `data.bad_records`, `data.max_bad_records` and `data.too_long`, records of it are wrong.
     """
     own = cfg.held_out
     sources_of(own.data, "val")  # whose message names the keys of val

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
-from llava_fsdp.config import RecomputeConfig, RecomputeMode
+from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig
 from llava_fsdp.distributed.activation_offload import BlockFromHost, HostInputs
 from llava_fsdp.distributed.compile import Compilations, compile_blocks
 
@@ -33,9 +33,9 @@ KEPT = (
 """THE table: operations whose results are kept."""
 
 
-def apply_recompute(
+def apply_activation_checkpointing(
     stacks: list[nn.ModuleList],
-    cfg: RecomputeConfig,
+    cfg: ActivationCheckpointingConfig,
     device: torch.device,
     count: Compilations | None = None,
     one_row: bool = False,
@@ -52,21 +52,21 @@ def apply_recompute(
     host = HostInputs(device)  # of all stacks: what comes back first was sent last
     selective = partial(checkpoint_wrapper, context_fn=keep_products_and_attention)
     wrap = {
-        RecomputeMode.full: checkpoint_wrapper,
-        RecomputeMode.selective: selective,
-        RecomputeMode.offload: lambda block: BlockFromHost(block, host),
+        ActivationCheckpointing.full: checkpoint_wrapper,
+        ActivationCheckpointing.selective: selective,
+        ActivationCheckpointing.offload: lambda block: BlockFromHost(block, host),
     }
-    compiles = count is not None or cfg.mode is RecomputeMode.budget
-    if compiles and cfg.mode is not RecomputeMode.selective:
+    compiles = count is not None or cfg.mode is ActivationCheckpointing.budget
+    if compiles and cfg.mode is not ActivationCheckpointing.selective:
         compile_blocks(stacks[0], cfg.budget, count, one_row)
     for number, stack in enumerate(stacks):
         around = wrap.get(cfg.mode)
-        if cfg.mode is RecomputeMode.budget and number:
+        if cfg.mode is ActivationCheckpointing.budget and number:
             around = selective
         for index, block in enumerate(stack if around is not None else ()):
             assert around is not None
             stack[index] = around(block)
-    if compiles and cfg.mode is RecomputeMode.selective:
+    if compiles and cfg.mode is ActivationCheckpointing.selective:
         compile_blocks(stacks[0], None, count, one_row)
 
 

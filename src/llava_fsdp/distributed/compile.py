@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.fx.experimental import _config as shapes
 
-from llava_fsdp.config import AUTO, Attention, Config, RecomputeMode
+from llava_fsdp.config import AUTO, ActivationCheckpointing, Attention, Config
 from llava_fsdp.runtime.errors import ConfigError
 
 WARM_UP = 5
@@ -40,18 +40,22 @@ def choose_compiling(cfg: Config, device: torch.device, attention: Attention | N
     Raises:
         ConfigError: it is asked for, and cannot be had here.
     """
-    mode = cfg.recompute.mode
-    if mode is RecomputeMode.budget:
-        check_compiler(device, "recompute=budget")
-        return Compiling(True, "recompute=budget is the compiler's choice")
+    mode = cfg.activation_checkpointing.mode
+    if mode is ActivationCheckpointing.budget:
+        check_compiler(device, "activation_checkpointing=budget")
+        return Compiling(True, "activation_checkpointing=budget is the compiler's choice")
     if cfg.compile is False:
         return Compiling(False, "as asked for")
     cut = is_cut(mode, attention)
-    why_cut = "recompute=selective needs a block in one piece, and SDPA a sample at a time cuts it in two"
+    why_cut = (
+        "activation_checkpointing=selective needs a block in one piece, and SDPA a sample at a time cuts it in two"
+    )
     if cfg.compile is True:
         check_compiler(device, "compile=true")
         if cut:
-            raise ConfigError(f"compile=true: {why_cut}; choose recompute=none or full, pack=false, or compile=auto")
+            raise ConfigError(
+                f"compile=true: {why_cut}; choose activation_checkpointing=none or full, pack=false, or compile=auto"
+            )
         return Compiling(True, "as asked for")
     assert cfg.compile == AUTO
     if device.type != "cuda":
@@ -64,16 +68,16 @@ def choose_compiling(cfg: Config, device: torch.device, attention: Attention | N
     return Compiling(False, why_cut) if cut else Compiling(True, "Triton is here")
 
 
-def is_cut(mode: RecomputeMode, attention: Attention | None) -> bool:
+def is_cut(mode: ActivationCheckpointing, attention: Attention | None) -> bool:
     """Whether a block that has to be compiled in one piece cannot be: SDPA runs a sample at a time."""
-    return mode is RecomputeMode.selective and attention is Attention.sdpa
+    return mode is ActivationCheckpointing.selective and attention is Attention.sdpa
 
 
 def check_compiler(device: torch.device, asked: str) -> None:
     """Raises ConfigError, naming what was asked for, where torch.compile cannot work."""
     lack = compiler_missing(device)
     if lack is not None:
-        other = "compile=auto" if asked.startswith("compile") else "recompute=selective"
+        other = "compile=auto" if asked.startswith("compile") else "activation_checkpointing=selective"
         raise ConfigError(f"{asked} compiles blocks with torch.compile, and {lack}; set {other}")
 
 

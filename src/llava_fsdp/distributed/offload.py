@@ -46,7 +46,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from llava_fsdp.config import Config, OffloadMode, RecomputeMode, Strategy
+from llava_fsdp.config import ActivationCheckpointing, Config, OffloadMode, Strategy
 from llava_fsdp.distributed.host_memory import Arena
 from llava_fsdp.distributed.local_shards import like, local
 from llava_fsdp.distributed.malloc import return_freed_memory
@@ -195,7 +195,9 @@ def clear_memory_errors(cfg: Config, device: torch.device) -> Iterator[None]:
 
 def cures(cfg: Config, device: torch.device) -> list[str]:
     """What takes less memory than this configuration, the cheapest first."""
-    found = ["recompute=full"] if cfg.recompute.mode is RecomputeMode.none else []
+    found = (
+        ["activation_checkpointing=full"] if cfg.activation_checkpointing.mode is ActivationCheckpointing.none else []
+    )
     found.append("a smaller tokens_per_micro_batch" if cfg.pack else "a smaller micro_batch_size")
     if cfg.sharding.strategy is not Strategy.FULL_SHARD:
         found.append("sharding=zero3")

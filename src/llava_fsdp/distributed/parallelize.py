@@ -1,8 +1,8 @@
 """Parallelism, applied to a model from outside. Knows stacks of blocks, and no model class.
 
-The order is: meta device, freeze, fp8, compile, recompute, `fully_shard`, then weights into shards, then the optimizer.
-Recompute goes inside the sharded unit, so that a block's weights are gathered before it runs again; weights come after,
-so that no rank ever holds more than its shards.
+The order is: meta device, freeze, fp8, compile, activation checkpointing, `fully_shard`, weights, then the optimizer.
+Checkpointing goes inside the sharded unit, so that a block's weights are gathered before it runs again; weights come
+after, so that no rank ever holds more than its shards.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from llava_fsdp.config import Config, LinearKind, PrecisionConfig, ShardingConfig
-from llava_fsdp.distributed.activation_checkpoint import apply_recompute, clean_name
+from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing, clean_name
 from llava_fsdp.distributed.compile import Compilations
 from llava_fsdp.distributed.fp8 import multiply_in_fp8, weights_in_fp8
 from llava_fsdp.distributed.memory import Weight
@@ -63,7 +63,7 @@ def parallelize(
     if in_fp8:
         multiply_in_fp8(stacks[0], sharded=mesh is not None)
     one_row = cfg.pack or cfg.micro_batch_size == 1
-    apply_recompute(stacks, cfg.recompute, offload.device, count, one_row)
+    apply_activation_checkpointing(stacks, cfg.activation_checkpointing, offload.device, count, one_row)
     if mesh is not None:
         ignored = frozen_left_whole(model, plan, [*whole, *norms_kept_in_fp32(model, cfg.precision)])
         shard(model, stacks, mesh, plan, cfg, ignored, offload)

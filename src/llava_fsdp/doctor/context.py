@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from llava_fsdp.config import DoctorConfig
 from llava_fsdp.doctor.gpus import SmiGpu, TorchFacts, parse_smi, read_smi, read_torch, seen_gpus
-from llava_fsdp.doctor.host import Host, read_host
+from llava_fsdp.runtime.host import Host, read_host
 
 if TYPE_CHECKING:
     from llava_fsdp.plan.planner import PlanRow
@@ -63,7 +63,7 @@ class Subject:
     def workers(self) -> int:
         """Data workers of each rank."""
         asked = self.cfg.data.workers
-        return max(0, min(4, self.host.usable_cores // self.ranks - 1)) if asked is None else asked
+        return self.host.data_workers(self.ranks) if asked is None else asked
 
     @property
     def output_dir(self) -> Path:

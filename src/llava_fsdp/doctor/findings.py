@@ -4,7 +4,6 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 
 
 class Level(Enum):
@@ -47,14 +46,6 @@ def output_of(command: Sequence[str], seconds: float) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
-
-
-def text_of(path: Path) -> str | None:
-    """A file of the system's; None where it cannot be read."""
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return None
 
 
 def said_of(error: Exception) -> tuple[str, str]:

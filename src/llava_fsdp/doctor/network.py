@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llava_fsdp.doctor.findings import Finding, fail, ok, text_of, warn
+from llava_fsdp.doctor.findings import Finding, fail, ok, warn
+from llava_fsdp.runtime.host import text_of
 
 CHOICES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 SIOCGIFADDR = 0x8915

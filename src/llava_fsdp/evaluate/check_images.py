@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from llava_fsdp.config import Bad, DataConfig
+from llava_fsdp.config import BadRecords, DataConfig
 from llava_fsdp.data.images.check import check_links, look_at, real
 from llava_fsdp.data.text.templates import IMAGE_TAG
 from llava_fsdp.evaluate.question import Asked
@@ -17,12 +17,13 @@ NAMED = 5
 def check_pictures(asked: list[Asked], cfg: DataConfig) -> list[Asked]:
     """The questions whose pictures can be shown.
 
-    With data.bad=fail it is looked whether every picture is there, and what it holds when it is asked about. With
-    data.bad=quarantine every picture is read, by data.examine, and questions whose pictures are bad are left out.
+    With data.bad_records=fail it is looked whether every picture is there,
+    and what it holds when it is asked about. With
+    data.bad_records=skip every picture is read, by data.examine, and questions whose pictures are bad are left out.
 
     Raises:
         DataError: data.images is not set, or a question has not one tag for every picture; with fail, a picture is
-            missing or outside; with quarantine, more are bad than data.bad_budget allows.
+            missing or outside; with skip, more are bad than data.max_bad_records allows.
     """
     if cfg.images is not None and not Path(cfg.images).is_dir():
         raise DataError(f"data.images={cfg.images} is not a folder; give the one that the questions' pictures are in")
@@ -31,15 +32,15 @@ def check_pictures(asked: list[Asked], cfg: DataConfig) -> list[Asked]:
     if not bad:
         return asked
     listed = "\n".join(["", *list(bad.values())[:NAMED], *(["..."] if len(bad) > NAMED else [])])
-    if cfg.bad is Bad.fail:
+    if cfg.bad_records is BadRecords.fail:
         raise DataError(
             f"{len(bad)} of {len(asked)} questions have a picture that cannot be shown; is data.images right? "
-            f"data.bad=quarantine leaves them out:{listed}"
+            f"data.bad_records=skip leaves them out:{listed}"
         )
     if len(bad) > cfg.budget(len(asked)) or len(bad) == len(asked):
         raise DataError(
-            f"{len(bad)} of {len(asked)} questions have a picture that cannot be shown, and data.bad_budget="
-            f"{cfg.bad_budget} allows {cfg.budget(len(asked))}; mend them, or raise it:{listed}"
+            f"{len(bad)} of {len(asked)} questions have a picture that cannot be shown, and data.max_bad_records="
+            f"{cfg.max_bad_records} allows {cfg.budget(len(asked))}; mend them, or raise it:{listed}"
         )
     if env_rank() == 0:
         log().warning("%d of %d questions are left out, also of the scores:%s", len(bad), len(asked), listed)
@@ -62,7 +63,7 @@ def problem_of(asked: Asked, cfg: DataConfig, real_folder: str) -> str | None:
 
 
 def look(folder: Path, name: str, cfg: DataConfig, real_folder: str) -> None:
-    if cfg.bad is Bad.quarantine:
+    if cfg.bad_records is BadRecords.skip:
         look_at(folder, name, real_folder, cfg.examine, scaled=True, allow_links=cfg.allow_links)
         return
     check_links(folder / name, real_folder, cfg.allow_links)

@@ -65,7 +65,7 @@ class Subject:
     grid_pinpoints: list[list[int]]
     """anyres only: sizes in pixels that a picture may be fitted into; empty: LLaVA-NeXT's"""
     pixels: Pixels
-    """How questions about it read an image: as its training did, but never lean."""
+    """How questions about it read an image: as its training did, but never fast."""
     special_tokens: SpecialTokens
     max_length: int
     language: str

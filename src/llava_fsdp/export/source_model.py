@@ -23,6 +23,7 @@ from llava_fsdp.config import (
     SpecialTokens,
     load,
 )
+from llava_fsdp.config.renamed import VALUES, present_tree
 from llava_fsdp.data.images.preprocess import preprocessor_fields
 from llava_fsdp.export.adapter_folder import Base, comes_along
 from llava_fsdp.export.check_folders import check_artifacts
@@ -180,7 +181,7 @@ def open_checkpoint(found: Checkpoint, cfg: ConversionConfig) -> Opened:
 
 def run_config(facts: dict[str, Any], folder: Path) -> Config:
     try:
-        node = OmegaConf.create(facts["config"])
+        node = OmegaConf.create(present_tree(facts["config"]))
         assert isinstance(node, DictConfig)
         return load(Config, node)
     except ConfigError as error:
@@ -290,6 +291,7 @@ def choice_of(kind: type[C], notes: dict[str, Any], key: str, unless: C, folder:
         ModelError: it is none of the values that there are.
     """
     said = notes.get(key, unless.value)
+    said = VALUES.get((f"data.{key}", str(said)), said)
     if said not in [choice.value for choice in kind]:
         raise ModelError(f"{folder / NOTES} has {key}={said}; it must be {' or '.join(str(c.value) for c in kind)}")
     return kind(said)

@@ -123,10 +123,12 @@ def dynamo_detail(why: str, *usual: object) -> Rule:
 
 def checkpointing(context: Context, value: object) -> Outcome:
     if not context.run.launch:
-        return mapped(context.tell("recompute"))
+        return mapped(context.tell("activation_checkpointing"))
     if bool(plain(value)) == context.run.truth("gradient_checkpointing"):
-        return mapped(context.tell("recompute"))
-    return unsupported(f"--gradient_checkpointing of the script says otherwise: {context.tell('recompute')}")
+        return mapped(context.tell("activation_checkpointing"))
+    return unsupported(
+        f"--gradient_checkpointing of the script says otherwise: {context.tell('activation_checkpointing')}"
+    )
 
 
 ACCELERATE: Mapping[str, Outcome | Rule] = {

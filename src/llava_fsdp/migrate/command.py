@@ -17,7 +17,7 @@ from llava_fsdp.migrate.table import rows_of
 from llava_fsdp.runtime.errors import ConfigError
 
 FRAME = ("stage", "model", "data")
-GROUPS = ("sharding", "precision", "recompute", "offload")
+GROUPS = ("sharding", "precision", "activation_checkpointing", "offload")
 
 
 @dataclass(frozen=True)

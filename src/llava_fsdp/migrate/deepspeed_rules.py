@@ -331,11 +331,13 @@ def activation_checkpointing(context: Context, value: object) -> Outcome:
     """Its block counts for models that call DeepSpeed's checkpointing; LLaVA's call torch's."""
     asks_for_host = context.key.endswith(".cpu_checkpointing") and plain(value) is True
     if asks_for_host and not context.run.launch:
-        return mapped(f"{context.tell('recompute')}: blocks run again from inputs that wait in the host's memory")
-    nearest = "; recompute=offload does what this asks for" if asks_for_host else ""
+        return mapped(
+            f"{context.tell('activation_checkpointing')}: blocks run again from inputs that wait in the host's memory"
+        )
+    nearest = "; activation_checkpointing=offload does what this asks for" if asks_for_host else ""
     return no_effect(
-        "only for models that call DeepSpeed's own checkpointing; LLaVA's is --gradient_checkpointing, recompute= here"
-        + nearest
+        "only for models that call DeepSpeed's own checkpointing; LLaVA's is --gradient_checkpointing, "
+        "activation_checkpointing= here" + nearest
     )
 
 

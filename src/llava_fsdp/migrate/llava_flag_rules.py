@@ -159,7 +159,8 @@ def projector_lr(context: Context, value: object) -> Outcome:
 
 def group_by_modality_length(context: Context, value: object) -> Outcome:
     return mapped(
-        f"{context.tell('order.group_by_modality_length')}: read with order=llava_v1_5 or compat=llava_v1_5; else the "
+        f"{context.tell('sampler.group_by_modality_length')}: read with sampler=llava_v1_5 or compat=llava_v1_5; "
+        f"else the "
         "order is a permutation of (seed, epoch)"
     )
 

@@ -65,7 +65,7 @@ def decide(run: Run) -> Overrides:
     found: Overrides = {}
     if run.launch:
         found |= model(run) | data(run) | writing(run) | tracking(run)
-    memory = recompute(run) | sharding(run) | offload(run) | precision(run)
+    memory = activation_checkpointing(run) | sharding(run) | offload(run) | precision(run)
     return found | memory | compiling(run) | batch(run) | optimizer(run) | schedule(run)
 
 
@@ -132,7 +132,7 @@ def data(run: Run) -> Overrides:
         "data.image_aspect_ratio": ratio if is_open(ratio) or ratio == "pad" else "square",
         "data.max_length": run.hf("model_max_length"),
         "data.workers": run.hf("dataloader_num_workers"),
-        "order.group_by_modality_length": run.truth("group_by_modality_length"),
+        "sampler.group_by_modality_length": run.truth("group_by_modality_length"),
     }
     if run.hf("image_folder"):
         found["data.images"] = run.hf("image_folder")
@@ -177,14 +177,14 @@ def tracking(run: Run) -> Overrides:
     return found
 
 
-def recompute(run: Run) -> Overrides:
+def activation_checkpointing(run: Run) -> Overrides:
     """The script's; without one what the JSON asks for, for models that call DeepSpeed's own checkpointing."""
     if run.launch:
-        return {"recompute": "full" if run.truth("gradient_checkpointing") else "none"}
+        return {"activation_checkpointing": "full" if run.truth("gradient_checkpointing") else "none"}
     if run.ds("activation_checkpointing.cpu_checkpointing") is True:
-        return {"recompute": "offload"}
+        return {"activation_checkpointing": "offload"}
     accelerates = plain(run.launched("fsdp_activation_checkpointing")) if run.distributed_type == "FSDP" else None
-    return {"recompute": "full" if accelerates else "none"} if isinstance(accelerates, bool) else {}
+    return {"activation_checkpointing": "full" if accelerates else "none"} if isinstance(accelerates, bool) else {}
 
 
 def compiling(run: Run) -> Overrides:

@@ -33,7 +33,7 @@ class Flops(NamedTuple):
         return self.position * positions + self.pair * pairs + self.label * labels + self.tile * tiles
 
 
-def count_flops(model: Llava, recompute: bool, compiled: bool = False) -> Flops:
+def count_flops(model: Llava, activation_checkpointing: bool, compiled: bool = False) -> Flops:
     """A weight costs 2 forward, 2 for the gradient of its input and 2 for its own where it trains, 2 to run again.
 
     With adapters those are the ones that train. What DoRA makes of whole weights once a micro-batch is not counted, and
@@ -50,18 +50,22 @@ def count_flops(model: Llava, recompute: bool, compiled: bool = False) -> Flops:
     language: Any = model.language_model.config
     stack = find_stack(model.language_model)
     weights = matrix_weights(stack)
-    again = 2 * (weights - (0 if compiled else last_products(stack))) if recompute else 0
-    label = 4 + 2 * model.lm_head.weight.requires_grad + 2 * (recompute and model.compute_dtype is torch.float16)
+    again = 2 * (weights - (0 if compiled else last_products(stack))) if activation_checkpointing else 0
+    label = (
+        4
+        + 2 * model.lm_head.weight.requires_grad
+        + 2 * (activation_checkpointing and model.compute_dtype is torch.float16)
+    )
     width = language.num_attention_heads * head_size(language)
     return Flops(
         position=4 * weights + 2 * trained_weights(stack) + again,
-        pair=(2 + 4 + 2 * recompute) * language.num_hidden_layers * width,
+        pair=(2 + 4 + 2 * activation_checkpointing) * language.num_hidden_layers * width,
         label=label * model.lm_head.weight.numel(),
-        tile=tower_flops(model, trains[Part.vision], recompute) + projector_flops(model, trains),
+        tile=tower_flops(model, trains[Part.vision], activation_checkpointing) + projector_flops(model, trains),
     )
 
 
-def tower_flops(model: Llava, trains: bool, recompute: bool) -> float:
+def tower_flops(model: Llava, trains: bool, activation_checkpointing: bool) -> float:
     """Of the layers that run; a frozen tower runs forward alone. Every position attends to every other.
 
     Pixels have no gradient, and the product that makes positions of them, a convolution, runs once a patch.
@@ -76,7 +80,7 @@ def tower_flops(model: Llava, trains: bool, recompute: bool) -> float:
     patches = (vision.image_size // vision.patch_size) ** 2
     attention = 4 * len(stack) * vision.hidden_size * positions**2
     forward = 2 * positions * blocks + attention
-    again = forward - 2 * positions * last_products(stack) if trains and recompute else 0
+    again = forward - 2 * positions * last_products(stack) if trains and activation_checkpointing else 0
     if not trains:
         return forward + 2 * patches * others
     own = 2 * positions * trained_weights(*stack) + 2 * patches * others * (Part.vision not in model.cfg.adapted)

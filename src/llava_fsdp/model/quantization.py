@@ -9,7 +9,7 @@ runs beside it. `LLM.int8()` also quantises the inputs, apart from columns in wh
 a large value; bitsandbytes itself leaves that out where it trains on a CPU (`MatMul8bitFp`), and this does everywhere.
 
 Of what `prepare_model_for_kbit_training` does (peft), nothing is left to do: `Llava.freeze` freezes, norms compute in
-`precision.norm_dtype`, lm_head stays in the compute dtype, and recompute is the non-reentrant kind, which needs no
+`precision.norm_dtype`, lm_head stays in the compute dtype, and checkpointing is the non-reentrant kind, which needs no
 input that requires a gradient.
 """
 

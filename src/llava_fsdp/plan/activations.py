@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from llava_fsdp.config import Attention, Config, RecomputeConfig
-from llava_fsdp.distributed.activation_checkpoint import apply_recompute
+from llava_fsdp.config import ActivationCheckpointingConfig, Attention, Config
+from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing
 from llava_fsdp.distributed.parallelize import block_names
 from llava_fsdp.distributed.precision import DTYPES, MASTERS, compute_norms_in_fp32, store_weights
 from llava_fsdp.model.attention import Kernel
@@ -98,16 +98,18 @@ def minus(one: Live, other: Live) -> Live:
 
 
 class Measuring:
-    """A model of three blocks, ready to be run on the meta device under one way to recompute."""
+    """A model of three blocks, ready to be run on the meta device under one kind of activation checkpointing."""
 
-    def __init__(self, parts: Parts, cfg: Config, recompute: RecomputeConfig, kernel: Kernel | None):
+    def __init__(
+        self, parts: Parts, cfg: Config, activation_checkpointing: ActivationCheckpointingConfig, kernel: Kernel | None
+    ):
         cut = cut_to(parts, CUT)
         # for padded rows ours is transformers' own SDPA, without its mask, which would ask for values
         attention = kernel or Kernel(Attention.sdpa, "padded rows")
         model = build_llava(cut, cfg.model, DTYPES[cfg.precision.param_dtype], attention, cfg.loss)
         store_weights(model, cfg.precision, sharded=False)
         compute_norms_in_fp32(model, cfg.precision)
-        apply_recompute(model.blocks(), recompute, torch.device("meta"))
+        apply_activation_checkpointing(model.blocks(), activation_checkpointing, torch.device("meta"))
         model.train()
         self.model = model
         self.packed = kernel is not None

@@ -1,7 +1,7 @@
 """Will it fit, how fast, and what to choose: `python -m llava_fsdp.plan model=llava_v1_5_13b stage=finetune gpus=8`.
 
 Needs no GPU, no weights, no network and no process group. Takes the keys of `train`: the plan is of the training that
-the same keys describe, but for sharding, recompute and offload, of which it tries all.
+the same keys describe, but for sharding, activation checkpointing and offload, of which it tries all.
 """
 
 import json
@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from llava_fsdp.config import DType, Format, OffloadMode, OrderName, PlanConfig, Source, cli
+from llava_fsdp.config import DType, Format, OffloadMode, PlanConfig, SamplerName, Source, cli
 from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh
 from llava_fsdp.plan.hardware import Machine, machine_named
 from llava_fsdp.plan.multinode import draw, scale
@@ -22,7 +22,7 @@ from llava_fsdp.plan.table import as_object, names, show_plan
 from llava_fsdp.runtime.console import TextConsole
 
 OWN_KEYS = {"gpus", "nodes", "gpu", "rows", "picture", "format"}
-CHOSEN = {"sharding", "recompute", "offload", "tokens_per_micro_batch", "dry_run"}
+CHOSEN = {"sharding", "activation_checkpointing", "offload", "tokens_per_micro_batch", "dry_run"}
 """What the plan chooses, with the keys below it; and what would not train."""
 
 
@@ -83,7 +83,7 @@ def command(cfg: PlanConfig, row: PlanRow, typed: Sequence[str]) -> str:
         if cfg.nodes == 1
         else f"torchrun --nnodes {cfg.nodes} --nproc-per-node {cfg.gpus} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
     )
-    in_order = cfg.order.name is OrderName.llava_v1_5
+    in_order = cfg.sampler.name is SamplerName.llava_v1_5
     chosen = CHOSEN | (set() if cfg.pack else {"micro_batch_size"})
     kept = [word for word in typed if key_of(word) not in OWN_KEYS and key_of(word).partition(".")[0] not in chosen]
     keys = {key_of(word) for word in kept}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llava_fsdp.config import Config, DType, RecomputeConfig, RecomputeMode
+from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, Config, DType
 from llava_fsdp.data.batching.batch import StepFacts
 from llava_fsdp.distributed.compile import choose_compiling
 from llava_fsdp.model.flops import Flops, count_flops
@@ -46,8 +46,11 @@ class Utilization:
 def utilization_of(model: Llava, cfg: Config, device: torch.device, world_size: int) -> Utilization:
     """Of a training on so many devices of this kind."""
     compiled = choose_compiling(cfg, device, model.kernel and model.kernel.attention).on
-    needed, everything = count_flops(model, recompute=False), count_flops(model, recompute=True, compiled=compiled)
-    share = flops_share(cfg.recompute)
+    needed, everything = (
+        count_flops(model, activation_checkpointing=False),
+        count_flops(model, activation_checkpointing=True, compiled=compiled),
+    )
+    share = flops_share(cfg.activation_checkpointing)
     again = Flops(*(share * (more - less) for more, less in zip(everything, needed, strict=True)))
     again = again._replace(label=everything.label - needed.label)  # in fp16, whatever blocks do
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
@@ -55,9 +58,13 @@ def utilization_of(model: Llava, cfg: Config, device: torch.device, world_size: 
     return Utilization(needed, again, None if peak is None else peak * world_size, source)
 
 
-def flops_share(recompute: RecomputeConfig) -> float:
+def flops_share(activation_checkpointing: ActivationCheckpointingConfig) -> float:
     """How much of a block's products runs again; `selective` keeps the results of all of them."""
-    return 0.0 if recompute.mode is RecomputeMode.selective else again_share(recompute)
+    return (
+        0.0
+        if activation_checkpointing.mode is ActivationCheckpointing.selective
+        else again_share(activation_checkpointing)
+    )
 
 
 def peak_of(name: str, dtype: DType) -> tuple[float | None, str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from llava_fsdp.config import OffloadMode, Strategy
 from llava_fsdp.plan.planner import Choice, Planner
-from llava_fsdp.plan.search import plan_rows, recomputes, ways_to_cut
+from llava_fsdp.plan.search import checkpointings, plan_rows, ways_to_cut
 from llava_fsdp.runtime.errors import ConfigError
 
 STRATEGIES = {"zero3": Strategy.FULL_SHARD, "hybrid": Strategy.HYBRID_SHARD}
@@ -29,14 +29,14 @@ def scale(planner: Planner, gpus: int, nodes: int, is_free: bool) -> list[dict[s
         for name, strategy in STRATEGIES.items():
             if count == 1 and name == "hybrid":
                 continue  # within one node it is zero3
-            ways = [Choice(strategy, r, OffloadMode.none) for r in recomputes(planner.cfg, planner.machine.device)]
+            ways = [Choice(strategy, r, OffloadMode.none) for r in checkpointings(planner.cfg, planner.machine.device)]
             cut = ways_to_cut(planner, planner.cfg, world_size, is_free)
             row = plan_rows(planner, ways, world_size, gpus, gpus, cut)[0]
             found.append(
                 {
                     "nodes": count,
                     "sharding": name,
-                    "recompute": row.choice.recompute.mode.value,
+                    "activation_checkpointing": row.choice.activation_checkpointing.mode.value,
                     "fits": row.fits,
                     "tokens_per_second": row.tokens_per_second,
                     "step_seconds": row.step.seconds,

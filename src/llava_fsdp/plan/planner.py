@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llava_fsdp.config import Config, OffloadMode, RecomputeConfig, RecomputeMode, Strategy
+from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, Config, OffloadMode, Strategy
 from llava_fsdp.distributed.memory import Bytes, bytes_per_rank, storage_per_rank
 from llava_fsdp.distributed.mesh import mesh_shape
 from llava_fsdp.distributed.parallelize import units_of_blocks, weights_of
@@ -36,7 +36,7 @@ class Choice:
     """One way to train."""
 
     strategy: Strategy
-    recompute: RecomputeConfig
+    activation_checkpointing: ActivationCheckpointingConfig
     offload: OffloadMode
 
 
@@ -79,7 +79,7 @@ class PlanRow:
 
 
 class Planner:
-    """A configuration's model on a machine; passes are measured once for each way to recompute."""
+    """A configuration's model on a machine; passes are measured once for each kind of activation checkpointing."""
 
     def __init__(self, cfg: Config, machine: Machine, samples: Samples | None = None, parts: Parts | None = None):
         """
@@ -100,34 +100,36 @@ class Planner:
         self.unit_names = units_of_blocks(self.model, blocks, per_unit)
         packed = sum(weight.statistics for weight in self.weights)  # counted with the parameters
         self.buffer_bytes = sum(b.numel() * b.element_size() for b in self.model.buffers()) - packed
-        self.flops = count_flops(self.model, recompute=False)
-        self.flops_again = count_flops(self.model, recompute=True)
+        self.flops = count_flops(self.model, activation_checkpointing=False)
+        self.flops_again = count_flops(self.model, activation_checkpointing=True)
         self.samples = samples or samples_of(cfg, self.model.image_tokens)
-        self.models: dict[RecomputeMode, Measuring] = {}
-        self.measured: dict[tuple[RecomputeMode, MicroBatch], list[Segment]] = {}
-        self.between: dict[tuple[RecomputeMode, MicroBatch], list[Segment]] = {}
+        self.models: dict[ActivationCheckpointing, Measuring] = {}
+        self.measured: dict[tuple[ActivationCheckpointing, MicroBatch], list[Segment]] = {}
+        self.between: dict[tuple[ActivationCheckpointing, MicroBatch], list[Segment]] = {}
 
     @property
     def trainable(self) -> int:
         """Parameters that train."""
         return sum(w.numel for w in self.weights if w.trainable)
 
-    def segments(self, mode: RecomputeMode, micro: MicroBatch) -> list[Segment]:
+    def segments(self, mode: ActivationCheckpointing, micro: MicroBatch) -> list[Segment]:
         """A pass of `none`, `full` or `selective`."""
         key = mode, micro
         if key not in self.measured:
             if mode not in self.models:
-                recompute = RecomputeConfig(mode=mode, budget=None)
-                self.models[mode] = Measuring(self.parts, self.cfg, recompute, self.kernel)
+                activation_checkpointing = ActivationCheckpointingConfig(mode=mode, budget=None)
+                self.models[mode] = Measuring(self.parts, self.cfg, activation_checkpointing, self.kernel)
             self.measured[key] = self.models[mode].segments(micro)
         return self.measured[key]
 
-    def passes(self, mode: RecomputeMode, micros: Sequence[MicroBatch], between: Sequence[MicroBatch]) -> list[Pass]:
+    def passes(
+        self, mode: ActivationCheckpointing, micros: Sequence[MicroBatch], between: Sequence[MicroBatch]
+    ) -> list[Pass]:
         """Passes of a step's micro-batches: measured, or drawn between two that are."""
         apart = told_apart(micros)
         return [self.drawn(mode, micro, between) if between else self.segments(mode, micro) for micro in apart]
 
-    def drawn(self, mode: RecomputeMode, micro: MicroBatch, between: Sequence[MicroBatch]) -> list[Segment]:
+    def drawn(self, mode: ActivationCheckpointing, micro: MicroBatch, between: Sequence[MicroBatch]) -> list[Segment]:
         """A pass between two measured ones; measured itself where those differ in more than sizes."""
         key = mode, micro
         small, large = between
@@ -162,14 +164,14 @@ class Planner:
         ledger = self.walk(choice, world_size, shard_size, micros, between, rank)
         bytes_ = {**ledger.worst, "total": sum(ledger.worst.values())}
         host, disk = self.elsewhere(offload, SHARD_PLANS[strategy], storage_per_rank(*of))
-        if choice.recompute.mode is RecomputeMode.offload and self.machine.device != "cpu":
-            passes = self.passes(RecomputeMode.full, micros, between)
+        if choice.activation_checkpointing.mode is ActivationCheckpointing.offload and self.machine.device != "cpu":
+            passes = self.passes(ActivationCheckpointing.full, micros, between)
             host += max(sum(inputs_of_blocks(own).values()) for own in passes)
         sent = volume(self.weights, strategy, precision, world_size, shard_size, node_size or world_size, len(micros))
         own = self.samples
         a_sample = own.positions, own.spread, own.labels, own.tiles
         flops = sample_flops(self.flops, *a_sample)
-        again = again_share(choice.recompute) * (sample_flops(self.flops_again, *a_sample) - flops)
+        again = again_share(choice.activation_checkpointing) * (sample_flops(self.flops_again, *a_sample) - flops)
         each = self.cfg.global_batch_size / world_size
         _, shards = mesh_shape(SHARD_PLANS[strategy], world_size, shard_size)
         step = step_time(
@@ -213,20 +215,20 @@ class Planner:
         between: Sequence[MicroBatch],
         rank: int,
     ) -> Ledger:
-        """A step of these micro-batches, under a way to recompute."""
-        mode = choice.recompute.mode
-        if mode is RecomputeMode.budget:
+        """A step of these micro-batches, under a kind of activation checkpointing."""
+        mode = choice.activation_checkpointing.mode
+        if mode is ActivationCheckpointing.budget:
             # what the compiler's partitioner keeps is its own choice: drawn between everything and nothing
             kept, none = (
                 self.walk_passes(choice, world_size, shard_size, micros, self.passes(own, micros, between), rank)
-                for own in (RecomputeMode.none, RecomputeMode.full)
+                for own in (ActivationCheckpointing.none, ActivationCheckpointing.full)
             )
-            part = choice.recompute.budget or 0.0
+            part = choice.activation_checkpointing.budget or 0.0
             worst = {n: int(part * kept.worst[n] + (1 - part) * none.worst[n]) for n in kept.worst}
             return Ledger(held=none.held, worst=worst, moment=none.moment)
-        measured = RecomputeMode.full if mode is RecomputeMode.offload else mode
+        measured = ActivationCheckpointing.full if mode is ActivationCheckpointing.offload else mode
         passes = self.passes(measured, micros, between)
-        if mode is RecomputeMode.offload and self.machine.device != "cpu":
+        if mode is ActivationCheckpointing.offload and self.machine.device != "cpu":
             passes = [inputs_away(own) for own in passes]
         return self.walk_passes(choice, world_size, shard_size, micros, passes, rank)
 
@@ -295,11 +297,11 @@ def told_apart(micros: Sequence[MicroBatch]) -> list[MicroBatch]:
     return [micros[0], *dict.fromkeys(micros[1:])]
 
 
-def again_share(recompute: RecomputeConfig) -> float:
+def again_share(activation_checkpointing: ActivationCheckpointingConfig) -> float:
     """Of a forward pass through the blocks, in time."""
-    if recompute.mode is RecomputeMode.budget:
-        return 1 - (recompute.budget or 0.0)
-    return AGAIN[recompute.mode]
+    if activation_checkpointing.mode is ActivationCheckpointing.budget:
+        return 1 - (activation_checkpointing.budget or 0.0)
+    return AGAIN[activation_checkpointing.mode]
 
 
 def peak(
@@ -317,5 +319,5 @@ def peak(
     """
     planner = Planner(cfg, machine_for(device.type if isinstance(device, torch.device) else device, world_size))
     found = micros or asked_for(cfg, planner.samples, world_size, planner.model.image_tokens)
-    choice = Choice(cfg.sharding.strategy, cfg.recompute, cfg.offload.mode)
+    choice = Choice(cfg.sharding.strategy, cfg.activation_checkpointing, cfg.offload.mode)
     return planner.row(choice, world_size, cfg.sharding.shard_size or world_size, found, rank=rank)

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from llava_fsdp.config import (
+    ActivationCheckpointing,
+    ActivationCheckpointingConfig,
     Config,
     OffloadConfig,
     OffloadMode,
-    OrderName,
-    RecomputeConfig,
-    RecomputeMode,
+    SamplerName,
     ShardingConfig,
     Strategy,
 )
@@ -20,17 +20,19 @@ from llava_fsdp.plan.workload import asked_for, cuts
 from llava_fsdp.runtime.errors import ConfigError
 
 BUDGET = 0.5
-"""The share that recompute=budget is planned with, where the configuration names none."""
+"""The share that activation_checkpointing=budget is planned with, where the configuration names none."""
 
 
 def choices(cfg: Config, device: str, strategies: Sequence[Strategy]) -> list[Choice]:
-    """Strategies, ways to recompute and to offload that go together, and that are not another one in disguise."""
+    """Strategies, kinds of activation checkpointing and of offload that go together, without equivalent duplicates."""
     # on a CPU machine the host's memory is the device's, and files alone help
     modes = list(OffloadMode) if device != "cpu" else [OffloadMode.none, OffloadMode.nvme]
     found = []
     for strategy in strategies:
-        for recompute in recomputes(cfg, device):
-            found += [Choice(strategy, recompute, mode) for mode in modes if allowed(cfg, strategy, mode)]
+        for activation_checkpointing in checkpointings(cfg, device):
+            found += [
+                Choice(strategy, activation_checkpointing, mode) for mode in modes if allowed(cfg, strategy, mode)
+            ]
     return found
 
 
@@ -42,12 +44,19 @@ def rows_of(world_size: int, shard_size: int) -> list[Strategy]:
     return [s for s, plan in SHARD_PLANS.items() if hybrid or plan.mesh is not Mesh.HYBRID]
 
 
-def recomputes(cfg: Config, device: str) -> list[RecomputeConfig]:
-    modes = [RecomputeMode.none, RecomputeMode.selective, RecomputeMode.full]
+def checkpointings(cfg: Config, device: str) -> list[ActivationCheckpointingConfig]:
+    modes = [ActivationCheckpointing.none, ActivationCheckpointing.selective, ActivationCheckpointing.full]
     if device != "cpu":  # there the host's memory is the device's, and compiling takes longer than it saves
-        modes += [RecomputeMode.budget, RecomputeMode.offload]
-    asked = cfg.recompute.budget if cfg.recompute.mode is RecomputeMode.budget else BUDGET
-    return [RecomputeConfig(mode=m, budget=asked if m is RecomputeMode.budget else None) for m in modes]
+        modes += [ActivationCheckpointing.budget, ActivationCheckpointing.offload]
+    asked = (
+        cfg.activation_checkpointing.budget
+        if cfg.activation_checkpointing.mode is ActivationCheckpointing.budget
+        else BUDGET
+    )
+    return [
+        ActivationCheckpointingConfig(mode=m, budget=asked if m is ActivationCheckpointing.budget else None)
+        for m in modes
+    ]
 
 
 def allowed(cfg: Config, strategy: Strategy, mode: OffloadMode) -> bool:
@@ -76,10 +85,10 @@ def plan_rows(
     ends = [ways[-1][0], ways[0][0]] if len(ways) > 1 else []
     rows = [largest_that_fits(planner, choice, world_size, shard_size, node_size, ways, ends) for choice in found]
     # where two are as fast, what moves less: nothing is copied to the host that has room
-    modes = list(RecomputeMode)
+    modes = list(ActivationCheckpointing)
     rows.sort(
         key=lambda r: (
-            not r.fits, -r.samples_per_second, modes.index(r.choice.recompute.mode), r.bytes["total"]
+            not r.fits, -r.samples_per_second, modes.index(r.choice.activation_checkpointing.mode), r.bytes["total"]
         )
     )  # fmt: skip
     best = rows[0]  # measured as it is: what is drawn between two micro-batches may be a little too much
@@ -90,7 +99,7 @@ def plan_rows(
 def ways_to_cut(planner: Planner, cfg: Config, world_size: int, is_free: bool) -> list[list[MicroBatch]]:
     """Any micro-batches, the largest first; or those that the configuration's own keys make."""
     told = cfg, planner.samples, world_size, planner.model.image_tokens
-    is_bound = cfg.pack and cfg.order.name is OrderName.llava_v1_5  # to rows of micro_batch_size samples
+    is_bound = cfg.pack and cfg.sampler.name is SamplerName.llava_v1_5  # to rows of micro_batch_size samples
     return cuts(*told) if is_free and not is_bound else [asked_for(*told)]
 
 

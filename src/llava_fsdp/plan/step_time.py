@@ -6,7 +6,7 @@ An estimate from published rates (the table of GPUs says which), good to tell ro
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llava_fsdp.config import OffloadMode, PrecisionConfig, RecomputeMode, Strategy
+from llava_fsdp.config import ActivationCheckpointing, OffloadMode, PrecisionConfig, Strategy
 from llava_fsdp.distributed.memory import Weight
 from llava_fsdp.distributed.mesh import mesh_shape
 from llava_fsdp.distributed.zero import SHARD_PLANS, Sync
@@ -28,10 +28,10 @@ UPDATED = 28
 CPU_LINK = 2e9
 CPU_BANDWIDTH = 10e9
 AGAIN = {
-    RecomputeMode.none: 0.0,
-    RecomputeMode.full: 1.0,
-    RecomputeMode.selective: 0.15,
-    RecomputeMode.offload: 1.0,
+    ActivationCheckpointing.none: 0.0,
+    ActivationCheckpointing.full: 1.0,
+    ActivationCheckpointing.selective: 0.15,
+    ActivationCheckpointing.offload: 1.0,
 }
 """How much of a block's forward pass runs again, in time. Selective: norms, rotations and activation functions, which
 are memory traffic and few FLOPs. Budget: by its share."""

@@ -52,9 +52,14 @@ def show_plan(console: Console, planner: Planner, rows: Sequence[PlanRow], shown
 
 def names(row: PlanRow) -> str:
     choice = row.choice
-    budget = f" recompute.budget={choice.recompute.budget}" if choice.recompute.budget is not None else ""
+    budget = (
+        f" activation_checkpointing.budget={choice.activation_checkpointing.budget}"
+        if choice.activation_checkpointing.budget is not None
+        else ""
+    )
     offload = f" offload={choice.offload.value}" if choice.offload.value != "none" else ""
-    return f"sharding={SHARD_PLANS[choice.strategy].zero} recompute={choice.recompute.mode.value}{budget}{offload}"
+    mode = choice.activation_checkpointing.mode.value
+    return f"sharding={SHARD_PLANS[choice.strategy].zero} activation_checkpointing={mode}{budget}{offload}"
 
 
 def elsewhere(row: PlanRow) -> str:
@@ -65,7 +70,8 @@ def elsewhere(row: PlanRow) -> str:
 
 def rows_table(rows: Sequence[PlanRow]) -> Table:
     table = Table(
-        "sharding", "recompute", "offload", "tokens x micro-batches", "fits", "total GB", "states", "gathered",
+        "sharding", "activation_checkpointing", "offload", "tokens x micro-batches", "fits", "total GB", "states",
+        "gathered",
         "reducing", "acts.", "logits", "s/step", "tokens/s", "MFU", "sent GB",
         title="GB on a rank at the worst moment of a step; best first", title_justify="left",
     )  # fmt: skip
@@ -74,7 +80,7 @@ def rows_table(rows: Sequence[PlanRow]) -> Table:
         states = held["parameters"] + held["gradients"] + held["optimizer"] + held["buffers"]
         table.add_row(
             SHARD_PLANS[row.choice.strategy].zero,
-            row.choice.recompute.mode.value,
+            row.choice.activation_checkpointing.mode.value,
             row.choice.offload.value,
             f"{row.tokens:,} x {len(row.micro_batches)}",
             "yes" if row.fits else "NO",
@@ -133,8 +139,8 @@ def row_object(row: PlanRow) -> dict[str, Any]:
     return {
         "sharding": SHARD_PLANS[choice.strategy].zero,
         "strategy": choice.strategy.value,
-        "recompute": choice.recompute.mode.value,
-        "budget": choice.recompute.budget,
+        "activation_checkpointing": choice.activation_checkpointing.mode.value,
+        "budget": choice.activation_checkpointing.budget,
         "offload": choice.offload.value,
         "tokens_per_micro_batch": row.tokens,
         "micro_batches": len(row.micro_batches),

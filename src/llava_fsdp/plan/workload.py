@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from llava_fsdp.config import Config, OrderName, Part, Source
+from llava_fsdp.config import Config, Part, SamplerName, Source
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.plan.activations import MicroBatch
 from llava_fsdp.runtime.errors import ConfigError
@@ -102,13 +102,14 @@ def cuts(cfg: Config, samples: Samples, world_size: int, image_tokens: int) -> l
     if not cfg.pack:
         for count in range(1, math.ceil(each) + 1):
             rows = math.ceil(each / count)
-            if cfg.order.name is OrderName.llava_v1_5 and rows * count != each:
+            if cfg.sampler.name is SamplerName.llava_v1_5 and rows * count != each:
                 continue
             micro = micro_batch(samples, rows, cfg.data.max_length, rows, image_tokens)
             found.setdefault(micro, [micro] * count)
         if not found:
             raise ConfigError(
-                f"order=llava_v1_5 needs global_batch_size to be a multiple of the ranks, and {cfg.global_batch_size} "
+                f"sampler=llava_v1_5 needs global_batch_size to be a multiple of the ranks, and "
+                f"{cfg.global_batch_size} "
                 f"is none of {world_size}"
             )
         return list(found.values())
@@ -128,7 +129,7 @@ def asked_for(cfg: Config, samples: Samples, world_size: int, image_tokens: int)
         rows = min(cfg.micro_batch_size, math.ceil(each))
         micro = micro_batch(samples, rows, cfg.data.max_length, rows, image_tokens)
         return [micro] * max(1, math.ceil(each / cfg.micro_batch_size))
-    if cfg.order.name is OrderName.llava_v1_5:  # any micro_batch_size samples make a row
+    if cfg.sampler.name is SamplerName.llava_v1_5:  # any micro_batch_size samples make a row
         held = cfg.micro_batch_size
         tokens = min(cfg.row_tokens, max(cfg.data.max_length, share(samples, held)))
         return [micro_batch(samples, 1, tokens, held, image_tokens)] * max(1, math.ceil(each / held))

@@ -87,7 +87,8 @@ VALUES = (
 )  # fmt: skip
 """What of a row of metrics becomes a curve."""
 SUMS = (
-    "samples", "tokens", "label_tokens", "images", "seconds", "data_seconds", "truncated", "quarantined", "unlabelled",
+    "samples", "tokens", "label_tokens", "images", "seconds", "data_seconds", "truncated", "skipped_records",
+    "unlabelled",
 )  # fmt: skip
 """What adds up."""
 

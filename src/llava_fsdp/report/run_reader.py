@@ -9,7 +9,6 @@ import functools
 import json
 import math
 import operator
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,12 +17,14 @@ from typing import Any
 
 import yaml
 
+from llava_fsdp.config.renamed import present_row, present_tree
 from llava_fsdp.config.tree import dotted
 from llava_fsdp.report.downsample import History
+from llava_fsdp.runtime.durable_files import replace_file
 from llava_fsdp.runtime.errors import ConfigError, DataError, LlavaFsdpError
 from llava_fsdp.runtime.humanize import moment
 from llava_fsdp.runtime.redact import redact_values, secrets_of
-from llava_fsdp.runtime.run_dir import is_known_free, write_new
+from llava_fsdp.runtime.run_dir import is_known_free
 from llava_fsdp.runtime.safe_load import refuse_yaml_bombs
 from llava_fsdp.runtime.small_json import BadJson, Kinds, MissingJson, read_object
 from llava_fsdp.runtime.status_file import KILLED, is_without_end, mode_of, status_of
@@ -223,7 +224,7 @@ def read_metrics(run: Run) -> None:
     path, first = run.folder / METRICS_FILE, ""
     for number, line in lines_of(path):
         try:
-            run.history.add(json.loads(line))
+            run.history.add(present_row(json.loads(line)))
         except (ValueError, OverflowError, RecursionError, TypeError) as error:
             first = first or f"line {number}: {str(error)[:200]}"
             run.unread[path.name] = run.unread.get(path.name, 0) + 1
@@ -312,15 +313,10 @@ def read_config(path: Path) -> dict[str, Any]:
         found = yaml.safe_load(refuse_yaml_bombs(path))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())[:300]}") from error
-    return redact_values(dotted(found), secrets_of()) if isinstance(found, dict) else {}
+    return redact_values(dotted(present_tree(found)), secrets_of()) if isinstance(found, dict) else {}
 
 
 def put_page(path: Path, page: str, *folders: Path) -> None:
     """In one piece, for those who may read the metrics of every run that is in it."""
     modes = [mode_of(folder / METRICS_FILE) for folder in folders]
-    staged = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write_new(staged, shown_text(page).encode(), functools.reduce(operator.and_, modes))
-        os.replace(staged, path)
-    finally:
-        staged.unlink(missing_ok=True)
+    replace_file(path, shown_text(page).encode(), functools.reduce(operator.and_, modes))

@@ -153,6 +153,6 @@ def starts(run: Run) -> Iterator[str]:
 
 
 def samples(run: Run) -> Iterator[str]:
-    counted = {name: int(run.history.sums[name]) for name in ("truncated", "quarantined", "unlabelled")}
+    counted = {name: int(run.history.sums[name]) for name in ("truncated", "skipped_records", "unlabelled")}
     if any(counted.values()):
         yield section("Samples", table(["what", "samples"], counted.items()))

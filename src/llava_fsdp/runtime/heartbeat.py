@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
-from llava_fsdp.runtime.jsonl import write_new
+from llava_fsdp.runtime.durable_files import replace_file
 from llava_fsdp.runtime.small_json import BadJson, kinds_of, read_object
 
 FOLDER = ".heartbeats"
@@ -72,10 +72,7 @@ def make_beat(rank: int, step: int, phase: Phase, work: int, detail: str, count:
 
 
 def put_beat(folder: Path, beat: Beat) -> None:
-    path = folder / FOLDER / f"rank-{beat.rank}.json"
-    staged = path.with_suffix(".tmp")
-    write_new(staged, json.dumps(asdict(beat)).encode(), 0o666)
-    os.replace(staged, path)
+    replace_file(folder / FOLDER / f"rank-{beat.rank}.json", json.dumps(asdict(beat)).encode())
 
 
 def read_beat(folder: Path, rank: int) -> Beat | None:

@@ -17,9 +17,10 @@ from omegaconf import DictConfig
 from llava_fsdp.config import Devices, SweepConfig, SweepMetric, at_least, load
 from llava_fsdp.config.cli import quoted
 from llava_fsdp.report.run_reader import JOB, JOB_FILE, job_files
+from llava_fsdp.runtime.durable_files import replace_file
 from llava_fsdp.runtime.errors import ConfigError, ExitCode, LlavaFsdpError
 from llava_fsdp.runtime.log import log, setup_logging
-from llava_fsdp.runtime.run_dir import make_run_folder, write_new
+from llava_fsdp.runtime.run_dir import make_run_folder
 from llava_fsdp.runtime.small_json import BadJson, kinds_of, read_object, require_kinds
 from llava_fsdp.runtime.status_file import STATUS_FILE
 from llava_fsdp.sweep.gpu_locks import check_devices, devices_here, lent
@@ -65,11 +66,8 @@ class Job:
         return 0o600 if self.private else 0o666
 
     def write(self) -> None:
-        """Beside first: what looks for it from another process sees all of it."""
-        path = Path(self.folder) / JOB_FILE
-        staged = path.with_suffix(".tmp")
-        write_new(staged, (json.dumps(asdict(self), indent=2) + "\n").encode(), self.file_mode)
-        os.replace(staged, path)
+        content = json.dumps(asdict(self), indent=2) + "\n"
+        replace_file(Path(self.folder) / JOB_FILE, content.encode(), self.file_mode)
 
 
 def read_jobs(folder: Path) -> list[Job]:

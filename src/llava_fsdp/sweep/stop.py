@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from llava_fsdp.runtime.durable_files import replace_file
 from llava_fsdp.runtime.errors import ExitCode
 from llava_fsdp.runtime.log import log
 
@@ -62,9 +63,7 @@ class Wishes:
     def at_least(self, level: int) -> None:
         if self.level() < level:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            staged = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-            staged.write_text(str(level))
-            os.replace(staged, self.path)
+            replace_file(self.path, str(level).encode())
 
     def forget(self) -> None:
         self.path.unlink(missing_ok=True)

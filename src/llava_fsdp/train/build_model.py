@@ -38,5 +38,5 @@ def shape_of(model: Llava) -> ModelShape:
         max_length=language.max_position_embeddings,
         vocab_size=language.vocab_size,
         # without recomputation, whatever the run does: with and without it the same cut gives the same bits
-        cost=CostModel(*count_flops(model, recompute=False)),
+        cost=CostModel(*count_flops(model, activation_checkpointing=False)),
     )

@@ -14,17 +14,18 @@ from llava_fsdp.checkpoint.manifest import FORMAT, LARGEST, STATE_FILE
 from llava_fsdp.checkpoint.safetensors_stream import open_file
 from llava_fsdp.checkpoint.state_json import jsonable
 from llava_fsdp.config import Config, LoraConfig, QuantizeConfig
+from llava_fsdp.config.renamed import present_tree
 from llava_fsdp.distributed.local_shards import plain
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.small_json import parse_object
 from llava_fsdp.train.state import TrainState
 
-FIXED_KEYS = ("seed", "global_batch_size", "model", "loss", "optim", "data", "labels", "order")
+FIXED_KEYS = ("seed", "global_batch_size", "model", "loss", "optim", "data", "labels", "sampler")
 STORED_AS = ("precision.master_dtype", "precision.moment_dtype")  # the dtypes of a checkpoint's tensors
 FREE_KEYS = {  # paths, how records are read from disk, and names; none of them changes the result
     "data.path", "data.images", "data.root", "data.workers", "data.prefetch", "data.stall", "data.source",
-    "data.index", "data.examine", "data.allow_links", "data.bad", "data.bad_budget",
+    "data.index", "data.examine", "data.allow_links", "data.bad_records", "data.max_bad_records",
     "model.name", "model.language", "model.vision", "model.checkpoint", "model.projector", "model.lora.checkpoint",
 }  # fmt: skip
 
@@ -80,7 +81,7 @@ def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder
     meanings = {
         "dataset": f"data.path: the dataset is another one, has changed, or has other wrong records now ({moved})",
         "encoding": "model.language, model.vision: the tokenizer or the preprocessor is another one",
-        "order": "order: the original's order depends on micro_batch_size and on the number of ranks; one has changed",
+        "order": "sampler: the original's order depends on micro_batch_size and on the number of ranks; one changed",
         "model": "model: the model is another one: other shapes, or other frozen weights",
     }
     for what, meaning in meanings.items():
@@ -94,7 +95,7 @@ def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder
         differing.append(f"model.train: {len(trainable)} parameters were added or removed, such as {min(trainable)}")
     if differing:
         raise CheckpointError(other_settings(folder, differing))
-    say_recomputed_schedule(then, now)
+    report_changed_schedule(then, now)
 
 
 def other_settings(folder: Path, differing: list[str]) -> str:
@@ -108,7 +109,9 @@ def other_settings(folder: Path, differing: list[str]) -> str:
 def settings_then(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration that a checkpoint records, by dotted key."""
     added = {"model": {"lora": asdict(LoraConfig()), "quantize": asdict(QuantizeConfig())}}
-    return flat(jsonable(added)) | flat(config)  # older checkpoints lack these keys; their runs used neither
+    return flat(jsonable(added)) | flat(
+        present_tree(config)
+    )  # older checkpoints lack these keys; their runs used neither
 
 
 def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -138,7 +141,7 @@ def refuse_other_settings(folder: Path, cfg: Config) -> None:
         raise ConfigError(other_settings(folder, differing)).about(key=keys[0], keys=keys)
 
 
-def say_recomputed_schedule(then: dict[str, Any], now: dict[str, Any]) -> None:
+def report_changed_schedule(then: dict[str, Any], now: dict[str, Any]) -> None:
     for key in ("max_steps", "epochs"):
         if then.get(key) != now.get(key):
             log().info("%s: %s -> %s; the learning rate schedule is recomputed", key, then.get(key), now.get(key))

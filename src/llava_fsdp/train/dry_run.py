@@ -112,7 +112,7 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
         "ranks": world.size,
         "strategy": cfg.sharding.strategy.value,
         "precision": cfg.precision.param_dtype.value,
-        "recompute": cfg.recompute.mode.value,
+        "activation_checkpointing": cfg.activation_checkpointing.mode.value,
         "device": device_name(world.device),
         "micro_batches": len(step.micro_batches),
         "micro_batch": described(contents),
@@ -186,7 +186,7 @@ def show(report: dict[str, Any]) -> None:
     plural = "es" if report["micro_batches"] > 1 else ""
     console.print(
         f"rank 0 of {report['ranks']} imagined ranks on {report['device']}: {report['strategy']}, "
-        f"{report['precision']}, recompute {report['recompute']}\n"
+        f"{report['precision']}, activation checkpointing {report['activation_checkpointing']}\n"
         f"{report['micro_batches']} micro-batch{plural} of {micro['positions']:,} positions in {micro['samples']:,} "
         f"samples, {micro['pictures']:,} pictures ({micro['tiles']:,} tiles), {micro['labels']:,} labels; "
         "random weights, synthetic samples, nothing written"

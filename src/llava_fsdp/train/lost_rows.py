@@ -5,13 +5,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from llava_fsdp.config.renamed import present_row
 from llava_fsdp.report.run_reader import METRICS_FILE, STARTS_FILE, VALIDATION_FILE
 from llava_fsdp.runtime.jsonl import read_rows
 from llava_fsdp.runtime.run_dir import FOLDER, folder_name
 from llava_fsdp.runtime.safe_load import SMALL
 from llava_fsdp.runtime.small_json import object_or_none
 
-QUARANTINE_FILE = "quarantine.jsonl"
+SKIPPED_FILE = "skipped_records.jsonl"
 MOST_STRETCHES = 8
 """How many stretches of steps a sentence names at most."""
 
@@ -38,9 +39,9 @@ def lost_rows(folder: Path, step: int) -> list[str]:
     steps = range(begin + 1, step + 1)
     if missing := [own for own in steps if own not in rows]:
         said.append(f"{METRICS_FILE} lacks the rows of {len(missing)} of {len(steps)} steps ({stretches(missing)})")
-    listed = Counter(row["step"] for row in of_steps(folder / QUARANTINE_FILE, step))
+    listed = Counter(row["step"] for row in of_steps(folder / SKIPPED_FILE, step))
     if short := [own for own in steps if listed[own] < faults_of(rows.get(own, {}))]:
-        said.append(f"{QUARANTINE_FILE} lacks records that {METRICS_FILE} counts, of steps {stretches(short)}")
+        said.append(f"{SKIPPED_FILE} lacks records that {METRICS_FILE} counts, of steps {stretches(short)}")
     measured = set(steps_in(folder / VALIDATION_FILE, step))
     due = due_between(max(starts, default=step), step, object_or_none(checkpoint / "state.json", largest=SMALL) or {})
     if missing := [own for own in due if own not in measured]:
@@ -59,8 +60,8 @@ def due_between(begin: int, end: int, facts: dict[str, Any]) -> range:
 
 
 def faults_of(row: dict[str, Any]) -> int:
-    """How many rows a step must have in `quarantine.jsonl`, according to its row in the metrics file."""
-    counts = [row.get(name) for name in ("quarantined", "unlabelled")]
+    """How many rows a step must have in `skipped_records.jsonl`, according to its row in the metrics file."""
+    counts = [present_row(row).get("skipped_records"), row.get("unlabelled")]
     return sum(count for count in counts if type(count) is int)
 
 

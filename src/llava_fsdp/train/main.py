@@ -37,9 +37,9 @@ from llava_fsdp.plan.auto import Decision, decide
 from llava_fsdp.plan.mfu import utilization_of
 from llava_fsdp.plan.workload import samples_in
 from llava_fsdp.report.run_reader import CONFIG_FILE, REPORT_FILE
+from llava_fsdp.runtime.durable_files import replace_file
 from llava_fsdp.runtime.errors import ConfigError, DataError, StorageError
 from llava_fsdp.runtime.heartbeat import Phase
-from llava_fsdp.runtime.jsonl import write_new
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.os_errors import why
 from llava_fsdp.runtime.progress import watch_loading
@@ -267,9 +267,7 @@ def check_same_records(loader: Loader, keys: str = "data.path, data.images") -> 
 def write_config(cfg: Config, world: World) -> None:
     if world.is_first:
         path = Path(cfg.output_dir) / CONFIG_FILE
-        staged = path.with_name(f".{path.name}.tmp")
         try:
-            write_new(staged, OmegaConf.to_yaml(OmegaConf.structured(cfg)).encode(), 0o666)
-            os.replace(staged, path)
+            replace_file(path, OmegaConf.to_yaml(OmegaConf.structured(cfg)).encode())
         except OSError as error:
             raise StorageError(f"{path} cannot be written ({why(error, path)})") from error

@@ -23,6 +23,7 @@ from rich.progress import (
 )
 
 from llava_fsdp.config import Config
+from llava_fsdp.config.renamed import rename_old_files
 from llava_fsdp.plan.mfu import Utilization
 from llava_fsdp.report.run_reader import METRICS_FILE
 from llava_fsdp.runtime.console import TextConsole
@@ -32,7 +33,7 @@ from llava_fsdp.runtime.jsonl import Rows, replace_lines
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.os_errors import why
 from llava_fsdp.train.live_page import LivePage
-from llava_fsdp.train.lost_rows import QUARANTINE_FILE, lost_rows
+from llava_fsdp.train.lost_rows import SKIPPED_FILE, lost_rows
 from llava_fsdp.train.state import StepResult
 from llava_fsdp.train.trackers import HURRY, PATIENCE, Trackers
 
@@ -74,14 +75,15 @@ class Reporter:
         self.recent: deque[float] = deque(maxlen=20)  # seconds a step, for the time left
         if not self.enabled:
             return
-        self.metrics, self.quarantine = Rows(self.folder / METRICS_FILE), Rows(self.folder / QUARANTINE_FILE)
+        self.metrics, self.skipped_records = Rows(self.folder / METRICS_FILE), Rows(self.folder / SKIPPED_FILE)
         try:
+            rename_old_files(self.folder)
             for said in self.lost(first_step):
                 log().warning(
                     "%s: %s: it was cut or damaged, and what it had is in no curve and no sum", self.folder, said
                 )
             cut_back(self.metrics.path, first_step)
-            begin_quarantine(self.quarantine.path, first_step, left_out)
+            begin_skipped_records(self.skipped_records.path, first_step, left_out)
         except OSError as error:
             raise StorageError(f"output_dir={cfg.output_dir} cannot be written ({why(error, self.folder)})") from error
         about = {**(about or {}), "run": run, "total_steps": total_steps}
@@ -109,7 +111,7 @@ class Reporter:
     def close(self) -> None:
         if self.enabled:
             self.metrics.close()
-            self.quarantine.close()
+            self.skipped_records.close()
         if self.progress is not None:
             self.progress.stop()
 
@@ -144,10 +146,10 @@ class Reporter:
         self.trackers.step(row)
         for sample in result.facts.left_out:
             said = {"step": row["step"], "record": sample.record, "kind": sample.kind, "reason": sample.reason}
-            self.quarantine.add(said)
+            self.skipped_records.add(said)
             log().warning("step %d goes without %s", row["step"], sample.reason)
         for where in result.facts.unlabelled:
-            self.quarantine.add({"step": row["step"], "record": where, "kind": "no_labels", "reason": "no label"})
+            self.skipped_records.add({"step": row["step"], "record": where, "kind": "no_labels", "reason": "no label"})
         self.warn(result)
         self.show(row)
 
@@ -178,7 +180,7 @@ class Reporter:
             log().warning(
                 "step %d taught nothing: %d samples, %d label tokens, gradient norm %g (%d samples cut at "
                 "data.max_length, %d left out); see data.max_length, data.template and model.train",
-                *(row[k] for k in ("step", "samples", "label_tokens", "grad_norm", "truncated", "quarantined")),
+                *(row[k] for k in ("step", "samples", "label_tokens", "grad_norm", "truncated", "skipped_records")),
             )
         elif 2 * row["unlabelled"] > row["samples"]:
             log().warning("step %d: %d of %d samples have no label", row["step"], row["unlabelled"], row["samples"])
@@ -219,7 +221,7 @@ def metrics_row(result: StepResult, utilization: Utilization | None = None) -> d
         "truncated": facts.truncated,
         "labels_cut": facts.labels_cut,
         "unlabelled": len(facts.unlabelled),
-        "quarantined": len(facts.left_out),
+        "skipped_records": len(facts.left_out),
         "seconds": result.seconds,
         "data_seconds": result.data_seconds,
         "tokens_per_second": facts.tokens / result.seconds,
@@ -247,7 +249,7 @@ def cut_back(path: Path, step: int) -> None:
         replace_lines(path, rows_of(path, range(step + 1)))
 
 
-def begin_quarantine(path: Path, step: int, left_out: Iterable[dict[str, Any]]) -> None:
+def begin_skipped_records(path: Path, step: int, left_out: Iterable[dict[str, Any]]) -> None:
     """What was left out before the first step, and what the steps to `step` left out."""
     before = (json.dumps({"step": 0, **row}) for row in left_out)
     later = rows_of(path, range(1, step + 1)) if path.is_file() else []

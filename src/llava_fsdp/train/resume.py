@@ -78,7 +78,7 @@ def wish_of(cfg: Config) -> str:
 
 def start_over(output: Path) -> None:
     left = (
-        FOLDER, "export", BESIDE, "metrics.jsonl", "quarantine.jsonl", "validation.jsonl", "starts.jsonl",
+        FOLDER, "export", BESIDE, "metrics.jsonl", "skipped_records.jsonl", "validation.jsonl", "starts.jsonl",
         "report.html", "tensorboard",
     )  # fmt: skip
     set_aside(output, [output / name for name in left])

@@ -104,7 +104,7 @@ def assemble(
 ) -> TrainState:
     """A meta-device model made into a run at step 0, on this rank.
 
-    The order matters: what trains, recompute, sharding, weights into shards, optimizer.
+    The order matters: what trains, activation checkpointing, sharding, weights into shards, optimizer.
 
     Args:
         fill: gives the shards their values.

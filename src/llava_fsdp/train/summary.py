@@ -9,6 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from llava_fsdp.config import (
+    ActivationCheckpointing,
     Config,
     DType,
     LinearKind,
@@ -16,12 +17,11 @@ from llava_fsdp.config import (
     LoraConfig,
     Normalize,
     OffloadMode,
-    OrderName,
     Parity,
     Pixels,
     PrecisionConfig,
     Quantizer,
-    RecomputeMode,
+    SamplerName,
     Source,
 )
 from llava_fsdp.data.index.dataset import Records
@@ -49,7 +49,7 @@ def unlike_original(cfg: Config, compiles: bool = False) -> str:
     # key, value, whether the original has it
     choices = [
         ("labels", cfg.labels.value, cfg.labels is Parity.llava_v1_5),
-        ("order", cfg.order.name.value, cfg.order.name is OrderName.llava_v1_5),
+        ("sampler", cfg.sampler.name.value, cfg.sampler.name is SamplerName.llava_v1_5),
         ("loss.normalize", cfg.loss.normalize.value, cfg.loss.normalize is Normalize.micro_batch),
         ("data.pixels", cfg.data.pixels.value, cfg.data.pixels is Pixels.llava_v1_5),
         ("precision.reduce_dtype", precision.reduce_dtype.value, precision.reduce_dtype is precision.param_dtype),
@@ -99,7 +99,9 @@ def show_run(
         facts.add_row("validation", describe_held_out(cfg, held_out))
     facts.add_row("attention", describe_attention(kernel))
     facts.add_row(
-        "compute", f"{world.device.type}, {cfg.precision.param_dtype.value}, recompute {describe_recompute(cfg, world)}"
+        "compute",
+        f"{world.device.type}, {cfg.precision.param_dtype.value}, "
+        f"activation checkpointing {describe_activation_checkpointing(cfg, world)}",
     )
     facts.add_row("peak", peak)
     compiling = choose_compiling(cfg, world.device, kernel and kernel.attention)
@@ -164,7 +166,7 @@ def describe_precision(precision: PrecisionConfig) -> str:
 
 
 def describe_batch(cfg: Config, world: World, loader: Loader) -> str:
-    if cfg.order.name is OrderName.shuffle and cfg.pack:
+    if cfg.sampler.name is SamplerName.shuffle and cfg.pack:
         return (
             f"{cfg.global_batch_size} samples packed into rows of at most {cfg.row_tokens:,} positions, "
             f"as few as they need on each of {world.size} ranks"
@@ -187,11 +189,11 @@ def describe_compiling(found: Compiling) -> str:
     return f"the language model's blocks, when they first run, which takes a while ({found.reason})"
 
 
-def describe_recompute(cfg: Config, world: World) -> str:
-    mode = cfg.recompute.mode
-    if mode is RecomputeMode.budget:
-        return f"{mode.value} {cfg.recompute.budget:g}"
-    if mode is RecomputeMode.offload and world.device.type == "cpu":
+def describe_activation_checkpointing(cfg: Config, world: World) -> str:
+    mode = cfg.activation_checkpointing.mode
+    if mode is ActivationCheckpointing.budget:
+        return f"{mode.value} {cfg.activation_checkpointing.budget:g}"
+    if mode is ActivationCheckpointing.offload and world.device.type == "cpu":
         return f"{mode.value}: as full; without a GPU the host's memory is the device's, and this saves nothing more"
     return mode.value
 

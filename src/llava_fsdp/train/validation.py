@@ -111,7 +111,8 @@ class Validation(NoValidation):
 
         Raises:
             Stopped: a stop was asked for; the run continues with this validation.
-            DataError: a held-out record is wrong that was right before the run began, and `data.bad` does not allow it.
+            DataError: a held-out record is wrong that was right before the run began,
+            and `data.bad_records` does not allow it.
         """
         if self.is_due():
             self.measure()

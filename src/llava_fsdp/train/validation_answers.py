@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import DynamicCache
 
-from llava_fsdp.config import Bad, Config, Metric
+from llava_fsdp.config import BadRecords, Config, Metric
 from llava_fsdp.data.batching.collate import Row
 from llava_fsdp.data.text.detokenize import AnswerText, stops_of
 from llava_fsdp.data.text.templates import template
@@ -81,7 +81,7 @@ class Asker:
         """On every rank those of all, in the order of the questions. A collective.
 
         Raises:
-            PictureError: a picture cannot be read any more, and `data.bad=fail`.
+            PictureError: a picture cannot be read any more, and `data.bad_records=fail`.
         """
         if not self.questions:
             return []
@@ -122,11 +122,11 @@ class Asker:
         ]
 
     def read(self, asked: HeldOutQuestion) -> Row | None:
-        """A question and its tiles; None where a picture is broken, and `data.bad=quarantine`."""
+        """A question and its tiles; None where a picture is broken, and `data.bad_records=skip`."""
         try:
             return asked.sample, [self.loader.steps.pictures.load(path, asked.record) for path in asked.pictures]
         except PictureError as error:
-            if self.loader.data.bad is Bad.fail:
+            if self.loader.data.bad_records is BadRecords.fail:
                 error.on_every_rank = False  # every rank reads its own
                 error.about(record=asked.record)
                 raise

@@ -76,7 +76,7 @@ def test_sources_that_give_nothing_are_refused() -> None:
         shares([10, 0], a={}, b={})
     sources = ["data=llava_json", "+data.sources.a.path=a.json", "+data.sources.a.epochs=2"]
     for entry in ("train", "prepare"):
-        with pytest.raises(ConfigError, match=r"order=llava_v1_5 has every record once an epoch"):
+        with pytest.raises(ConfigError, match=r"sampler=llava_v1_5 has every record once an epoch"):
             config_of([*sources, "compat=llava_v1_5"], entry)
 
 

@@ -1,4 +1,4 @@
-"""The lean path shows the same picture in the same place; where nothing is resized, the same bytes."""
+"""The fast path shows the same picture in the same place; where nothing is resized, the same bytes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,7 @@ def photo(width: int, height: int) -> Image.Image:
 
 
 def both(path: Path, preprocessor: Preprocessor, aspect: AspectRatio) -> tuple[np.ndarray, np.ndarray]:
-    made = [load_image(path, preprocessor, aspect, "x", pixels) for pixels in (Pixels.exact, Pixels.lean)]
+    made = [load_image(path, preprocessor, aspect, "x", pixels) for pixels in (Pixels.exact, Pixels.fast)]
     return made[0].astype(int), made[1].astype(int)
 
 
@@ -43,18 +43,18 @@ def both(path: Path, preprocessor: Preprocessor, aspect: AspectRatio) -> tuple[n
 def test_nearly_the_same_picture(ending: str, way: str, shape: tuple[int, int], tmp_path: Path) -> None:
     path = tmp_path / f"a.{ending}"
     photo(*shape).save(path)
-    exact, lean = both(path, *WAYS[way])
-    assert exact.shape == lean.shape == (3, 56, 56)
+    exact, fast = both(path, *WAYS[way])
+    assert exact.shape == fast.shape == (3, 56, 56)
     if way == "padded":
         where = [lines_within(n, max(shape), 56)[:2] for n in shape[::-1]]
         bars = np.ones((56, 56), dtype=bool)
         bars[slice(*where[0]), slice(*where[1])] = False
-        assert (lean[:, bars] == np.array(CLIP.mean_colour)[:, None]).all()
+        assert (fast[:, bars] == np.array(CLIP.mean_colour)[:, None]).all()
         # the exact path blends the two at the edge, as far as its filter reaches
-        exact, lean = (
-            p[:, where[0][0] + 2 : where[0][1] - 2, where[1][0] + 2 : where[1][1] - 2] for p in (exact, lean)
+        exact, fast = (
+            p[:, where[0][0] + 2 : where[0][1] - 2, where[1][0] + 2 : where[1][1] - 2] for p in (exact, fast)
         )
-    assert np.abs(exact - lean).mean() < (1 if ending == "png" else 2)
+    assert np.abs(exact - fast).mean() < (1 if ending == "png" else 2)
 
 
 def test_lines_that_a_picture_fills() -> None:
@@ -78,8 +78,8 @@ def test_lines_that_a_picture_fills() -> None:
 def test_equal_where_nothing_is_reduced(ending: str, way: str, shape: tuple[int, int], tmp_path: Path) -> None:
     path = tmp_path / f"a.{ending}"
     photo(*shape).save(path)
-    exact, lean = both(path, *WAYS[way])
-    assert np.array_equal(exact, lean)
+    exact, fast = both(path, *WAYS[way])
+    assert np.array_equal(exact, fast)
 
 
 @pytest.mark.parametrize("shape", [(448, 500), (449, 500), (447, 500), (223, 900), (60, 56), (1000, 1000), (112, 112)])
@@ -104,8 +104,8 @@ def test_turned_as_shown(way: str, orientation: int, tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
     photo(449, 457).save(tmp_path / "a.jpg", exif=exif, quality=95)
-    exact, lean = both(tmp_path / "a.jpg", *WAYS[way])
-    assert np.abs(exact - lean)[:, 2:-2, 2:-2].mean() < 1.5
+    exact, fast = both(tmp_path / "a.jpg", *WAYS[way])
+    assert np.abs(exact - fast)[:, 2:-2, 2:-2].mean() < 1.5
 
 
 def test_tiles_are_those_of_the_full_size(tmp_path: Path) -> None:
@@ -113,13 +113,13 @@ def test_tiles_are_those_of_the_full_size(tmp_path: Path) -> None:
     sizes = ((112, 56), (56, 112), (112, 112))
     readers = [
         PictureReader(tmp_path, CLIP, AspectRatio.anyres, pixels, 16, sizes, PatchMerge.spatial)
-        for pixels in (Pixels.exact, Pixels.lean)
+        for pixels in (Pixels.exact, Pixels.fast)
     ]
     for shape in [(601, 301), (301, 602), (999, 998), (40, 30), (112, 56)]:
         photo(*shape).save(tmp_path / "a.jpg")
-        exact, lean = (reader.load(tmp_path / "a.jpg", "x").astype(int) for reader in readers)
-        assert exact.shape == lean.shape, shape
-        assert np.abs(exact - lean).mean() < 4, shape
+        exact, fast = (reader.load(tmp_path / "a.jpg", "x").astype(int) for reader in readers)
+        assert exact.shape == fast.shape, shape
+        assert np.abs(exact - fast).mean() < 4, shape
     assert readers[0].fingerprint != readers[1].fingerprint
 
 
@@ -132,7 +132,7 @@ def test_refuses_what_the_exact_path_refuses(way: str, tmp_path: Path) -> None:
     Image.fromarray(np.full((60, 60), -1, dtype=np.float32)).save(tmp_path / "negative.tiff")
     kinds = {"thin.png": "image_shape", "cut.jpg": "image_truncated", "negative.tiff": "image_unreadable"}
     for name, kind in kinds.items():
-        for pixels in (Pixels.exact, Pixels.lean):
+        for pixels in (Pixels.exact, Pixels.fast):
             with pytest.raises(PictureError) as caught:
                 load_image(tmp_path / name, *WAYS[way], "x", pixels)
             assert caught.value.kind == kind, (name, pixels)

@@ -62,7 +62,7 @@ def test_every_fault_is_named_exactly(case: tuple[Path, list[str | None]], parts
 
 def test_what_is_kept_and_what_is_not(case: tuple[Path, list[str | None]], parts: Path) -> None:
     path, planted = case
-    cfg = config(parts, path, "data.bad=quarantine", "data.bad_budget=99%")
+    cfg = config(parts, path, "data.bad_records=skip", "data.max_bad_records=99%")
     records = open_again(cfg, parts)
     kept = [n for n, kind in enumerate(planted) if kind is None or is_kept(Kind(kind), cfg.labels, cfg.data.too_long)]
     assert [records[n].index for n in range(len(records))] == kept
@@ -90,26 +90,30 @@ def test_training_stops_at_the_door(case: tuple[Path, list[str | None]], parts: 
     said = str(caught.value)
     assert said.startswith(f"{path}: {records.out} of {len(planted)} records are wrong\n  ")
     assert f"\n  path_outside: 3 ({PROBLEMS[Kind.path_outside].meaning})\n" in said and "too_long" not in said
-    assert "report.html; mend them, or leave them out: data.bad=quarantine" in said
-    with pytest.raises(DataError, match=rf"raise data\.bad_budget={records.out - 1}, which allows {records.out - 1}$"):
-        check_door(records, config(parts, path, "data.bad=quarantine", f"data.bad_budget={records.out - 1}").data)
-    check_door(records, config(parts, path, "data.bad=quarantine", f"data.bad_budget={records.out}").data)
+    assert "report.html; fix them, or leave them out: data.bad_records=skip" in said
+    with pytest.raises(
+        DataError, match=rf"raise data\.max_bad_records={records.out - 1}, which allows {records.out - 1}$"
+    ):
+        check_door(
+            records, config(parts, path, "data.bad_records=skip", f"data.max_bad_records={records.out - 1}").data
+        )
+    check_door(records, config(parts, path, "data.bad_records=skip", f"data.max_bad_records={records.out}").data)
     with pytest.raises(DataError, match=r"2 of \d+ records are too long"):
-        check_door(records, config(parts, path, "data.bad=quarantine", "data.too_long=fail").data)
+        check_door(records, config(parts, path, "data.bad_records=skip", "data.too_long=fail").data)
 
 
 def test_training_goes_on_without_them(case: tuple[Path, list[str | None]], parts: Path, tmp_path: Path) -> None:
     """An epoch of all that are kept and of nothing else, and a list of the others."""
     path, planted = case
-    said = f"output_dir={tmp_path}", "epochs=1", "max_steps=null", "data.bad=quarantine", "data.bad_budget=99%"
+    said = f"output_dir={tmp_path}", "epochs=1", "max_steps=null", "data.bad_records=skip", "data.max_bad_records=99%"
     cfg = config(parts, path, *said)
     train.train(cfg)
     kept = sum(kind is None or is_kept(Kind(kind), cfg.labels, cfg.data.too_long) for kind in planted)
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert sum(step["samples"] for step in steps) == kept and not any(step["quarantined"] for step in steps)
-    rows = [json.loads(line) for line in (tmp_path / "quarantine.jsonl").read_text().splitlines()]
+    assert sum(step["samples"] for step in steps) == kept and not any(step["skipped_records"] for step in steps)
+    rows = [json.loads(line) for line in (tmp_path / "skipped_records.jsonl").read_text().splitlines()]
     assert {row["step"] for row in rows} == {0} and len({row["record"] for row in rows}) == len(planted) - kept
-    with pytest.raises(DataError, match=r"mend them, or leave them out: data\.bad=quarantine"):
+    with pytest.raises(DataError, match=r"fix them, or leave them out: data\.bad_records=skip"):
         train.train(config(parts, path, f"output_dir={tmp_path / 'other'}"))
     assert not (tmp_path / "other" / "metrics.jsonl").exists()
 
@@ -250,7 +254,7 @@ def test_a_record_that_is_too_large_is_never_parsed(
     own = texts_module.parse_text
     monkeypatch.setattr(texts_module, "parse_text", lambda p, n, *a: (parsed.append(n), own(p, n, *a))[1])
     small = config(
-        parts, path, f"data.images={dataset / 'images'}", "data.max_record_bytes=2000", "data.bad=quarantine"
+        parts, path, f"data.images={dataset / 'images'}", "data.max_record_bytes=2000", "data.bad_records=skip"
     )
     records = open_again(small, parts)
     assert kinds_found(records) == [set(), {"record_too_large"}, set()] and set(parsed) == {0, 2}

@@ -71,7 +71,7 @@ READER = PictureReader(Path("a"), CLIP, AspectRatio.square, Pixels.exact, 4)
         {"preprocessor": replace(CLIP, size=56)}, {"preprocessor": replace(CLIP, keep_ratio=False)},
         {"preprocessor": replace(CLIP, resample=Image.Resampling.BILINEAR)},
         {"preprocessor": replace(CLIP, mean=(0.5, 0.4, 0.2))}, {"preprocessor": replace(CLIP, std=(0.5, 0.4, 0.2))},
-        {"aspect": AspectRatio.pad}, {"pixels": Pixels.lean}, {"image_tokens": 9}, {"sizes": ((28, 56),)},
+        {"aspect": AspectRatio.pad}, {"pixels": Pixels.fast}, {"image_tokens": 9}, {"sizes": ((28, 56),)},
         {"merge": PatchMerge.spatial},
     ],
 )  # fmt: skip

@@ -120,7 +120,7 @@ def test_what_is_left_out_is_listed_once(parts: Path, dataset: Path, tmp_path: P
     """As of step 0, before what later steps leave out, however often the run goes on."""
     cfg = make_config(parts, dataset, tmp_path)
     listed = [{"record": "a", "kind": "url", "reason": "b"}]
-    path = tmp_path / metrics.QUARANTINE_FILE
+    path = tmp_path / metrics.SKIPPED_FILE
     metrics.Reporter(cfg, 0, 4, True, listed)
     assert path.read_text() == '{"step": 0, "record": "a", "kind": "url", "reason": "b"}\n'
     rows = Rows(path)

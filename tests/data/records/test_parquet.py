@@ -72,7 +72,7 @@ def test_rows_are_read_a_few_at_a_time(
     writer = records_parquet.WriteRows(path, tmp_path / "rows", 1 << 20)
     run_chunks(writer, tmp_path / "chunks", groups, 1, lambda _: None)
     writer.gather(groups, tmp_path / "chunks")
-    assert [json.loads(line) for line in writer.whole.read_text().splitlines()] == made
+    assert writer.whole.read_bytes() == b"".join(line + b"\n" for line in records_parquet.lines(path, None))
 
 
 def test_lists_of_pictures(parts: Path, dataset: Path, tmp_path: Path) -> None:
@@ -105,7 +105,9 @@ def test_a_picture_that_was_written_out_and_is_gone(parts: Path, dataset: Path, 
     turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "b"}]
     whole = (dataset / "images" / "1.png").read_bytes()
     path = write(tmp_path / "a.parquet", [{"image": {"bytes": whole, "path": None}, "conversations": turns}])
-    cfg = make_config(parts, dataset, tmp_path, f"data.path={path}", "data.bad=quarantine", "data.bad_budget=100%")
+    cfg = make_config(
+        parts, dataset, tmp_path, f"data.path={path}", "data.bad_records=skip", "data.max_bad_records=100%"
+    )
     steps = build_loader(cfg, parts / "language", parts / "vision", FITS, 0, 1, CPU).steps
     record = steps.records[0]
     assert record.folder is not None
@@ -215,7 +217,9 @@ def test_media_in_columns_that_are_not_read(parts: Path, dataset: Path, tmp_path
         {"video": {"bytes": b"mp4", "path": None}, "conversations": [turn, answer]},
         {"video": None, "conversations": [named, answer]},
     ]
-    records = opened(write(tmp_path / "a.parquet", rows), parts, dataset, "data.bad=quarantine", "data.bad_budget=9")
+    records = opened(
+        write(tmp_path / "a.parquet", rows), parts, dataset, "data.bad_records=skip", "data.max_bad_records=9"
+    )
     assert records.index.flags(0, 3).tolist() == [0, BITS[Kind.media_not_read], BITS[Kind.media_not_read]]
 
 
@@ -226,7 +230,9 @@ def test_rows_that_are_too_large(parts: Path, dataset: Path, tmp_path: Path) -> 
         for n, text in enumerate(["b", "b" * 5000, "\n" * 1500, "c"])
     ]
     path = write(tmp_path / "a.parquet", rows)
-    records = opened(path, parts, dataset, "data.max_record_bytes=2000", "data.bad=quarantine", "data.bad_budget=9")
+    records = opened(
+        path, parts, dataset, "data.max_record_bytes=2000", "data.bad_records=skip", "data.max_bad_records=9"
+    )
     assert records.counts["record_too_large"] == records.out == 2 and [records[n].id for n in (0, 1)] == ["r0", "r3"]
     assert [row["id"] for row in records.index.rows()] == ["r1", "r2"]
     assert all("over data.max_record_bytes=2000" in row["reason"] for row in records.index.rows())

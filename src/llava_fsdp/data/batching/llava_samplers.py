@@ -40,14 +40,15 @@ class OriginalOrder:
         self.epochs: list[Cuts] = []
         if grouped and 0 in lengths:
             raise ConfigError(
-                f"order=llava_v1_5: record {lengths.index(0)} has no words, and the original's sampler stops at it; "
-                "mend the record, or set order=shuffle"
+                f"sampler=llava_v1_5: record {lengths.index(0)} has no words, and the original's sampler stops at it; "
+                "mend the record, or set sampler=shuffle"
             )
         self.batches_per_epoch = len(self.epoch(0)[0])
         if self.batches_per_epoch < accumulation:
             raise ConfigError(
-                f"order=llava_v1_5: an epoch has {self.batches_per_epoch} micro-batches for each rank, fewer than the "
-                f"{accumulation} of a step; lower global_batch_size, or set order=shuffle"
+                f"sampler=llava_v1_5: an epoch has {self.batches_per_epoch} micro-batches for each rank, fewer than "
+                f"the "
+                f"{accumulation} of a step; lower global_batch_size, or set sampler=shuffle"
             )
 
     @property

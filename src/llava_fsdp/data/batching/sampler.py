@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from llava_fsdp.config import Config, OrderName, SourceConfig
+from llava_fsdp.config import Config, SamplerName, SourceConfig
 from llava_fsdp.data.batching.llava_samplers import OriginalOrder
 from llava_fsdp.data.batching.packing import Cuts
 from llava_fsdp.runtime.errors import ConfigError
@@ -160,7 +160,7 @@ def amounts(sources: dict[str, SourceConfig], counts: Sequence[int]) -> list[int
 
 
 def open_order(words: Sequence[int] | np.ndarray, cfg: Config, world_size: int, counts: Sequence[int] = ()) -> Order:
-    """The order that `order=` names.
+    """The order that `sampler=` names.
 
     Args:
         words: of every record, negative where it has no picture.
@@ -169,14 +169,14 @@ def open_order(words: Sequence[int] | np.ndarray, cfg: Config, world_size: int, 
     Raises:
         ConfigError: the original's order cannot be had with this many ranks or records.
     """
-    if cfg.order.name is OrderName.shuffle:
+    if cfg.sampler.name is SamplerName.shuffle:
         shares = shares_of(cfg.data.sources, counts)
         return Shuffle(len(words), cfg.seed, cfg.global_batch_size, shares)
     accumulation, rest = divmod(cfg.global_batch_size, cfg.micro_batch_size * world_size)
     if rest or not accumulation:
         raise ConfigError(
-            f"order=llava_v1_5 needs global_batch_size to be micro_batch_size x ranks x accumulation, and "
+            f"sampler=llava_v1_5 needs global_batch_size to be micro_batch_size x ranks x accumulation, and "
             f"{cfg.global_batch_size} is not a multiple of {cfg.micro_batch_size} x {world_size}"
         )
-    grouped = cfg.order.group_by_modality_length
+    grouped = cfg.sampler.group_by_modality_length
     return OriginalOrder(list(map(int, words)), cfg.micro_batch_size, accumulation, world_size, cfg.seed, grouped)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from llava_fsdp.config import Bad, Config
+from llava_fsdp.config import BadRecords, Config
 from llava_fsdp.data.batching.batch import LeftOut, MicroBatch, Step, StepFacts
 from llava_fsdp.data.batching.collate import Collator, Row
 from llava_fsdp.data.batching.cost_model import CostModel
@@ -49,7 +49,7 @@ class Steps(Dataset):
         self.global_batch_size = cfg.global_batch_size
         self.micro_batch_size = cfg.micro_batch_size
         self.most_tokens = cfg.row_tokens if cfg.pack else None
-        self.bad = cfg.data.bad
+        self.bad = cfg.data.bad_records
         self.collate = Collator(pictures, cfg.loss.normalize, cfg.pack)
         self.cost = cost
         self.rank = rank
@@ -121,15 +121,15 @@ class Steps(Dataset):
         )
 
     def read(self, number: int) -> Row | LeftOut:
-        """A sample and its pictures, or what is wrong with them where `data.bad=quarantine`.
+        """A sample and its pictures, or what is wrong with them where `data.bad_records=skip`.
 
         Raises:
-            DataError: it is wrong, and `data.bad=fail`; or it is not what was examined.
+            DataError: it is wrong, and `data.bad_records=fail`; or it is not what was examined.
         """
         try:
             return self.load(number)
         except DataError as error:
-            if self.bad is Bad.fail or error.kind is None:
+            if self.bad is BadRecords.fail or error.kind is None:
                 raise
             where, lacks = self.records.where(number), self.facts(0, [number])
             return LeftOut(number, where, error.kind, str(error), lacks)

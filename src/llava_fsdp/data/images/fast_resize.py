@@ -1,4 +1,4 @@
-"""Pixels in fewer operations, near to the exact ones and not equal (`data.pixels=lean`).
+"""Pixels in fewer operations, near to the exact ones and not equal (`data.pixels=fast`).
 
 It differs from `exact` in four things. A JPEG is decoded at a half, a quarter or an eighth of its size where that is
 still no smaller than what is needed. What is more than twice too large is averaged over whole blocks before it is

@@ -183,7 +183,7 @@ class PictureReader:
         if not self.in_tiles:
             return load_image(path, self.preprocessor, self.aspect, where, self.pixels)[None]
         size, sizes = self.preprocessor.size, list(self.sizes)
-        if self.pixels is Pixels.lean:
+        if self.pixels is Pixels.fast:
             with opened(path, where) as file:
                 tiles = fast_resize.tiles(file, size, sizes, f"{where}: {path}")
         else:
@@ -199,7 +199,7 @@ def load_image(
     Raises:
         PictureError: with what is wrong as its `kind` (check.py); `where` names the record.
     """
-    if pixels is Pixels.lean:
+    if pixels is Pixels.fast:
         return load_lean(path, preprocessor, aspect, where)
     picture = open_picture(path, where, pixels)
     check_enlarged(picture.size, preprocessor, aspect, f"{where}: {path}")

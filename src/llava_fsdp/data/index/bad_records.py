@@ -4,16 +4,16 @@ import itertools
 import os
 from pathlib import Path
 
-from llava_fsdp.config import Bad, Config, DataConfig, TooLong
+from llava_fsdp.config import BadRecords, Config, DataConfig, TooLong
 from llava_fsdp.data.images.preprocess import PictureReader
 from llava_fsdp.data.index.build import Plan, last_look, open_index
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.statistics import PAGE, write_report
-from llava_fsdp.data.index.worker_pool import cores
 from llava_fsdp.data.records.problems import PROBLEMS, Kind
 from llava_fsdp.data.text.encode import Encoder
 from llava_fsdp.data.text.templates import IMAGE_TAG
 from llava_fsdp.runtime.errors import BuildError, DataError
+from llava_fsdp.runtime.host import read_host
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.progress import Watch
 
@@ -36,10 +36,10 @@ def open_records(cfg: Config, encoder: Encoder, reader: PictureReader, show: Wat
     """The dataset's records, by its index, which is made where it is absent; and whether training may begin.
 
     Raises:
-        DataError: by `data.bad`, `data.bad_budget` and `data.too_long`, it may not.
+        DataError: by `data.bad_records`, `data.max_bad_records` and `data.too_long`, it may not.
         ConfigError: a path does not exist, or the index cannot be written.
     """
-    plan = Plan(cfg.data, encoder, reader, cores())
+    plan = Plan(cfg.data, encoder, reader, read_host().usable_cores)
     since = last_look(plan)
     records = Records(open_index(plan, show), cfg.labels, cfg.data.too_long)
     try:
@@ -95,21 +95,24 @@ def remarks(records: Records) -> str:
 
 
 def check_door(records: Records, cfg: DataConfig) -> None:
-    """Whether training may begin, by `data.bad` and `data.too_long`.
+    """Whether training may begin, by `data.bad_records` and `data.too_long`.
 
     Raises:
         DataError: naming the kinds, the first records and the way on.
     """
     report = cfg.index_folder / PAGE
     if cfg.too_long is TooLong.fail and records.counts[Kind.too_long]:
-        how = "raise data.max_length, or set data.too_long=truncate or quarantine"
+        how = "raise data.max_length, or set data.too_long=truncate or skip"
         raise DataError(describe(records, [Kind.too_long], "too long", how, report))
     kinds = [kind for kind in records.dropping if kind is not Kind.too_long and records.counts[kind]]
-    if records.out and cfg.bad is Bad.fail:
-        how = "mend them, or leave them out: data.bad=quarantine"
+    if records.out and cfg.bad_records is BadRecords.fail:
+        how = "fix them, or leave them out: data.bad_records=skip"
         raise DataError(describe(records, kinds, "wrong", how, report))
     if records.out > cfg.budget(len(records.index)):
-        how = f"mend them, or raise data.bad_budget={cfg.bad_budget}, which allows {cfg.budget(len(records.index))}"
+        how = (
+            f"fix them, or raise data.max_bad_records={cfg.max_bad_records}, which allows "
+            f"{cfg.budget(len(records.index))}"
+        )
         raise DataError(describe(records, kinds, "wrong", how, report))
     if not len(records):
         raise DataError(f"{records.index.texts.sources[0].path}: no record is left to train on; see {report}")

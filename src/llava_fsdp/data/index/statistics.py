@@ -1,7 +1,6 @@
 """What was found in a dataset, as one object: counts, lengths, what maximum lengths cost, and every problem."""
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from llava_fsdp.data.index.token_pass import LOSSES
 from llava_fsdp.data.index.worker_pool import BLOCK, open_column
 from llava_fsdp.data.records.problems import PROBLEMS
 from llava_fsdp.report.dataset_page import write_page
+from llava_fsdp.runtime.durable_files import replacing
 from llava_fsdp.runtime.terminal_text import shown_text
 
 SHOWN = 1000
@@ -174,7 +174,5 @@ def write_report(records: Records, cfg: Config, folder: Path) -> dict[str, Any]:
 
 
 def put(path: Path, text: Iterator[str] | list[str]) -> None:
-    staged = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with staged.open("w", encoding="utf-8", errors="backslashreplace") as file:  # an id may be half a surrogate pair
-        file.writelines(text)
-    os.replace(staged, path)
+    with replacing(path) as file:
+        file.writelines(piece.encode(errors="backslashreplace") for piece in text)  # an id may be half a surrogate pair

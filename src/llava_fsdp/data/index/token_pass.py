@@ -117,7 +117,7 @@ def check_cut(record: Record, made: Measured, max_length: int, tell: Tell) -> No
         tell(
             Kind.too_long,
             f"{record.where} is {full} positions long, over data.max_length={max_length}; raise it, or set "
-            "data.too_long=truncate or quarantine",
+            "data.too_long=truncate or skip",
         )
     if sample.num_labels == 0:
         cut = made.whole.num_labels > 0

@@ -111,10 +111,10 @@ class ExactEncoder:
         if self.too_long is TooLong.fail:
             raise DataError(
                 f"{record.where} is {len(whole.input_ids)} positions long, over data.max_length={self.max_length}; "
-                "raise it, or set data.too_long=truncate or quarantine",
+                "raise it, or set data.too_long=truncate or skip",
                 Kind.too_long,
             )
-        return None if self.too_long is TooLong.quarantine else truncate(whole, self.max_length)
+        return None if self.too_long is TooLong.skip else truncate(whole, self.max_length)
 
     def measure(self, record: Record, limits: Sequence[int]) -> Measured:
         whole = self._whole(record)

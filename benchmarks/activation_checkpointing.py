@@ -1,7 +1,8 @@
 """What does recomputation save, and what does it cost?
 
-    python benchmarks/recompute.py                              # into benchmarks/results; none, selective and full
-    python benchmarks/recompute.py FOLDER --model llava_v1_5_7b --ranks 8 --tokens 4096      # on a GPU
+    python benchmarks/activation_checkpointing.py                              # into benchmarks/results; none,
+    selective and full
+    python benchmarks/activation_checkpointing.py FOLDER --model llava_v1_5_7b --ranks 8 --tokens 4096      # on a GPU
 
 The field's rule of thumb is half the memory for a fifth more time. Each mode trains the same steps of the same model,
 as one rank or as rank 0 of imagined ones; the losses are compared to the bit first. Steps of the modes take turns.
@@ -30,7 +31,7 @@ from provenance import commit, machine
 from rich.console import Console
 from rich.table import Table
 
-from llava_fsdp.config import Config, RecomputeConfig, RecomputeMode, config_dir, load
+from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, Config, config_dir, load
 from llava_fsdp.data.loader import ModelShape
 from llava_fsdp.data.synthetic import SyntheticLoader, fullest, synthetic_step
 from llava_fsdp.distributed.comm_volume import Traffic
@@ -85,8 +86,10 @@ def configure(options: argparse.Namespace, work: Path) -> Config:
 
 def build(mode: str, cfg: Config, world: World) -> Run:
     """The same weights in every mode."""
-    recompute = RecomputeConfig(mode=RecomputeMode(mode), budget=0.5 if mode == "budget" else None)
-    cfg = replace(cfg, recompute=recompute)
+    activation_checkpointing = ActivationCheckpointingConfig(
+        mode=ActivationCheckpointing(mode), budget=0.5 if mode == "budget" else None
+    )
+    cfg = replace(cfg, activation_checkpointing=activation_checkpointing)
     state, model = drawn(cfg, world)
     run = Run(cfg, state, shape_of(model))
     step(run, world)  # makes the optimizer's states, and what libraries allocate once
@@ -169,12 +172,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1, help="imagined ranks")
     parser.add_argument("--tokens", type=int, default=2048, help="positions of the row")
     parser.add_argument("--repetitions", type=int, default=5)
-    modes = [mode.value for mode in RecomputeMode]
+    modes = [mode.value for mode in ActivationCheckpointing]
     parser.add_argument("--modes", nargs="*", choices=modes, default=["none", "selective", "full"])
     parser.add_argument("--tiny", action="store_true", help="a model of a few megabytes")
     options = parser.parse_args()
     options.modes = ["none", *[mode for mode in options.modes if mode != "none"]]
-    with tempfile.TemporaryDirectory(prefix="recompute-") as made:
+    with tempfile.TemporaryDirectory(prefix="checkpointing-") as made:
         write_model(Path(made) / "deep", *MODELS["tiny" if options.tiny else "deep"])
         options.model = None if options.tiny else options.model
         rows = compare(options, Path(made))
@@ -187,7 +190,9 @@ def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
         "question": "what does recomputation save, and what does it cost?",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "command": " ".join(["python benchmarks/recompute.py", *[a for a in sys.argv[1:] if a != str(options.folder)]]),
+        "command": " ".join(
+            ["python benchmarks/activation_checkpointing.py", *[a for a in sys.argv[1:] if a != str(options.folder)]]
+        ),
         "machine": machine(torch.cuda.get_device_name() if cuda else None),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -200,7 +205,10 @@ def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     }
     options.folder.mkdir(parents=True, exist_ok=True)
     name = f"{options.model}-" if options.model else ""
-    path = options.folder / f"recompute-{name}{'cuda' if cuda else 'cpu'}-{datetime.date.today().isoformat()}.json"
+    path = (
+        options.folder
+        / f"activation-checkpointing-{name}{'cuda' if cuda else 'cpu'}-{datetime.date.today().isoformat()}.json"
+    )
     path.write_text(json.dumps(report, indent=1) + "\n")
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     console.print(table_of(report))
@@ -209,7 +217,7 @@ def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
 
 
 def table_of(report: dict[str, Any]) -> Table:
-    heads = ["recompute", "peak", "/ none", "held", "rise in a step", "/ none", "seconds", "/ none"]
+    heads = ["activation_checkpointing", "peak", "/ none", "held", "rise in a step", "/ none", "seconds", "/ none"]
     table = Table(*heads)
     for row in report["rows"]:
         sizes = [f"{row[key] / 2**20:,.0f} MiB" for key in ("peak_bytes", "held_bytes")]

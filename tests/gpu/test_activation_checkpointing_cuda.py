@@ -1,4 +1,4 @@
-"""Recompute and the loss as only a CUDA GPU can show them: streams, pinned memory, Triton, bytes of the device."""
+"""Activation checkpointing and the loss on a CUDA GPU: streams, pinned memory, Triton, bytes of the device."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ from small import make_config
 from test_working_copy import BF16, assert_same_bits, build_run, run_steps, train_alone
 from torch import nn
 
-from llava_fsdp.config import RecomputeConfig, RecomputeMode
-from llava_fsdp.distributed.activation_checkpoint import apply_recompute
+from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig
+from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing
 from llava_fsdp.distributed.activation_offload import Away
 from llava_fsdp.distributed.compile import choose_compiling
 from llava_fsdp.model.loss import chunked_loss, loss_bytes, whole_loss
@@ -38,10 +38,10 @@ class Block(nn.Module):
         return shown + nn.functional.gelu(self.inner(shown))
 
 
-def stack_of(mode: RecomputeMode, device: torch.device) -> nn.ModuleList:
+def stack_of(mode: ActivationCheckpointing, device: torch.device) -> nn.ModuleList:
     torch.manual_seed(0)
     stack = nn.ModuleList(Block() for _ in range(BLOCKS)).to(device)
-    apply_recompute([stack], RecomputeConfig(mode=mode, budget=None), device)
+    apply_activation_checkpointing([stack], ActivationCheckpointingConfig(mode=mode, budget=None), device)
     return stack
 
 
@@ -57,7 +57,7 @@ def through(stack: nn.ModuleList, shown: torch.Tensor, busy: bool) -> torch.Tens
 def test_inputs_on_the_host_give_the_same_bits(busy: bool, cuda: torch.device) -> None:
     """Also where the computation is behind, so that copies wait for it and memory is asked for again early."""
     found = []
-    for mode in (RecomputeMode.full, RecomputeMode.offload):
+    for mode in (ActivationCheckpointing.full, ActivationCheckpointing.offload):
         stack = stack_of(mode, cuda)
         for _ in range(3):
             shown = torch.randn(ROWS, WIDTH, device=cuda, generator=torch.Generator(cuda).manual_seed(1))
@@ -72,15 +72,15 @@ def test_inputs_on_the_host_are_not_on_the_device(cuda: torch.device, monkeypatc
     copy = Away.copy
     monkeypatch.setattr(Away, "copy", lambda self, *a: (pinned.append(self.host.is_pinned()), copy(self, *a))[1])
     held = {}
-    for mode in (RecomputeMode.full, RecomputeMode.offload):
+    for mode in (ActivationCheckpointing.full, ActivationCheckpointing.offload):
         stack = stack_of(mode, cuda)
         shown = torch.randn(ROWS, WIDTH, device=cuda).requires_grad_()
         before = torch.cuda.memory_allocated(cuda)
         output = through(stack, shown, busy=False)
         held[mode] = torch.cuda.memory_allocated(cuda) - before
         output.sum().backward()
-    assert held[RecomputeMode.full] == BLOCKS * INPUT
-    assert held[RecomputeMode.offload] <= 2 * INPUT
+    assert held[ActivationCheckpointing.full] == BLOCKS * INPUT
+    assert held[ActivationCheckpointing.offload] <= 2 * INPUT
     assert pinned and all(pinned)
 
 
@@ -92,7 +92,7 @@ def test_training_gives_the_bits_of_none(
     torch.use_deterministic_algorithms(True)
     try:
         traces = [
-            train_alone(make_config(parts, dataset, tmp_path / "run", *BF16, f"recompute={name}"), cuda)
+            train_alone(make_config(parts, dataset, tmp_path / "run", *BF16, f"activation_checkpointing={name}"), cuda)
             for name in ("none", mode)
         ]
     finally:
@@ -106,7 +106,8 @@ def test_a_budget_is_near_none(pack: bool, cuda: torch.device, parts: Path, data
     traces = []
     for mode in ("none", "budget"):
         cfg = make_config(
-            parts, dataset, tmp_path / "run", "precision=bf16", f"pack={str(pack).lower()}", f"recompute={mode}",
+            parts, dataset, tmp_path / "run", "precision=bf16", f"pack={str(pack).lower()}",
+            f"activation_checkpointing={mode}",
             "micro_batch_size=3", "max_steps=3", "compile=auto" if mode == "budget" else "compile=false",
         )  # fmt: skip
         traces.append(run_steps(build_run(cfg, cuda, None), cfg))
@@ -123,7 +124,8 @@ def test_compiled_blocks_are_near_uncompiled_ones(
     traces = []
     for compiles in ("false", "auto"):
         cfg = make_config(
-            parts, dataset, tmp_path / "run", "precision=bf16", f"pack={str(pack).lower()}", f"recompute={mode}",
+            parts, dataset, tmp_path / "run", "precision=bf16", f"pack={str(pack).lower()}",
+            f"activation_checkpointing={mode}",
             "micro_batch_size=3", "max_steps=3", f"compile={compiles}",
         )  # fmt: skip
         torch._dynamo.reset()

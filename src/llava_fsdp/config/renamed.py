@@ -1,0 +1,58 @@
+"""Keys, values, files and columns that had another name: what to write instead, and how older artifacts are read."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+KEYS: Mapping[str, str] = MappingProxyType({
+    "recompute": "activation_checkpointing",
+    "order": "sampler",
+    "data.bad": "data.bad_records",
+    "data.bad_budget": "data.max_bad_records",
+})  # fmt: skip
+"""Old key or group to the present one; what follows a group's name is unchanged."""
+VALUES: Mapping[tuple[str, str], str] = MappingProxyType({
+    ("data.bad_records", "quarantine"): "skip",
+    ("data.too_long", "quarantine"): "skip",
+    ("data.pixels", "lean"): "fast",
+})  # fmt: skip
+"""Present key and old value to the present value."""
+OLD_FILES: Mapping[str, str] = MappingProxyType({"quarantine.jsonl": "skipped_records.jsonl"})
+"""Old name of a file in the run folder to the present one."""
+
+
+def present_key(key: str) -> str | None:
+    """The present name of an old dotted key; None where the key was not renamed."""
+    for old, new in KEYS.items():
+        if key == old or key.startswith(f"{old}."):
+            return new + key.removeprefix(old)
+    return None
+
+
+def present_tree(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested configuration that an older version wrote, with the present keys and values."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = KEYS.get(f"{prefix}{key}", f"{prefix}{key}")
+        if isinstance(value, dict):
+            value = present_tree(value, f"{name}.")
+        elif isinstance(value, str):
+            value = VALUES.get((name, value), value)
+        found[name.removeprefix(prefix)] = value
+    return found
+
+
+def present_row(row: Any) -> Any:
+    """A row of `metrics.jsonl` with the present column; anything else is returned unchanged."""
+    if isinstance(row, dict) and "quarantined" in row:
+        row = {**row, "skipped_records": row["quarantined"]}
+        del row["quarantined"]
+    return row
+
+
+def rename_old_files(folder: Path) -> None:
+    """Rename files of a run folder that an older version wrote, before the run continues in it."""
+    for old, new in OLD_FILES.items():
+        if (folder / old).is_file() and not (folder / new).exists():
+            (folder / old).rename(folder / new)
