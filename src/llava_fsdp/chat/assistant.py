@@ -215,13 +215,13 @@ class Assistant:
         features = sum(len(image.tiles) for image in images) * self.reader.image_tokens
         starts = itertools.accumulate((len(i.tiles) * self.reader.image_tokens for i in images), initial=0)
         rows = [np.where(i.rows == NEWLINE_ROW, features, i.rows + at) for i, at in zip(images, starts, strict=False)]
-        size = self.reader.preprocessor.size
-        tiles = np.concatenate([np.zeros((0, 3, size, size), np.uint8), *(i.tiles for i in images)])
-        pixels = normalize(torch.from_numpy(tiles).to(self.device), self._table)
+        pixels = None
+        if images:
+            pixels = normalize(torch.from_numpy(np.concatenate([i.tiles for i in images])).to(self.device), self._table)
         return torch.from_numpy(np.where(ids == IMAGE_ID, 0, ids)).to(self.device), (
             torch.from_numpy(np.flatnonzero(ids == IMAGE_ID)).to(self.device),
             torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *rows])).to(self.device),
-            torch.zeros_like(pixels) if blank else pixels,
+            torch.zeros_like(pixels) if blank and pixels is not None else pixels,
         )
 
     def find_stops(self, folder: Path) -> frozenset[int]:

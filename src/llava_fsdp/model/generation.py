@@ -13,7 +13,7 @@ from llava_fsdp.model.attention import Continued
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.runtime.errors import ConfigError
 
-ImageInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+ImageInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """`image_positions`, `image_rows` and `images` of `Llava.forward`."""
 
 
@@ -82,7 +82,7 @@ def write_tokens(
         yield chosen
         ids, positions = chosen[:, None], positions[:, -1:] + 1
         mask = torch.cat([mask, mask.new_ones(rows, 1)], dim=1)
-        images = empty, empty, images[2][:0]
+        images = empty, empty, None
         last = torch.arange(rows, device=ids.device)
 
 

@@ -80,26 +80,32 @@ def make_page(sessions: Sessions, cfg: ChatConfig) -> gr.Blocks:
         def ask(said: dict[str, Any], heat: float, share: float, length: float, request: gr.Request) -> Iterator[Any]:
             yield from answer(sessions, str(request.session_hash), said, (heat, share, length))
 
-        def stopped(request: gr.Request) -> tuple[Any, ...]:
-            return history(sessions.stop(str(request.session_hash))), gr.MultimodalTextbox(interactive=True)
+        def show(request: gr.Request) -> tuple[Any, ...]:
+            return history(sessions.get(str(request.session_hash))), gr.MultimodalTextbox(interactive=True)
 
-        def cleared(request: gr.Request) -> tuple[Any, ...]:
+        def stop_answer(request: gr.Request) -> None:
+            sessions.stop(str(request.session_hash))
+
+        def begin_anew(request: gr.Request) -> tuple[Any, ...]:
             sessions.forget(str(request.session_hash))
             return [], box_with("", [])
 
-        def closed(request: gr.Request) -> None:
+        def leave(request: gr.Request) -> None:
             sessions.forget(str(request.session_hash))
 
         asked = box.submit(
             ask, [box, temperature, top_p, tokens], [chat, box], concurrency_limit=1, api_visibility="private",
             show_progress="minimal", show_progress_on=[chat],
         )  # fmt: skip
-        # `cancels` takes a waiting question out of the queue. These must not wait themselves: no queue.
-        at_once: dict[str, Any] = {"cancels": [asked], "queue": False, "api_visibility": "private"}
-        stop.click(stopped, None, [chat, box], show_progress="hidden", **at_once)
+        # None of these waits behind the questions: no queue.
+        at_once: dict[str, Any] = {"queue": False, "api_visibility": "private", "show_progress": "hidden"}
+        # also after a cancelled answer, whose last pieces the browser may show over what the other events have shown
+        asked.then(show, None, [chat, box], **at_once)
+        # `cancels` takes a waiting question out of the queue
+        stop.click(stop_answer, None, None, cancels=[asked], **at_once)
         for event in (clear.click, chat.clear):  # the bin above the conversation empties only what is shown
-            event(cleared, None, [chat, box], show_progress="hidden", **at_once)
-        page.unload(closed)
+            event(begin_anew, None, [chat, box], cancels=[asked], **at_once)
+        page.unload(leave)
     return page.queue(api_open=False, max_size=MAX_WAITING)
 
 
@@ -108,12 +114,12 @@ def answer(sessions: Sessions, key: str, said: dict[str, Any], settings: tuple[f
     text, files = said["text"].strip(), [str(name) for name in said["files"]]
     if not text and not files:
         return
+    yield gr.skip(), gr.MultimodalTextbox(interactive=False)
     session = sessions.get(key)
     try:
         for _ in sessions.ask(session, text, [Path(name) for name in files], checked_sampling(*settings)):
             # with every piece: the browser may skip updates and show only the last
-            yield history(session), box_with("", [], interactive=False)
-        yield history(session), gr.MultimodalTextbox(interactive=True)
+            yield history(session), box_with("", [])
     except Exception as error:
         yield history(session), box_with(text, files)
         if not isinstance(error, (DataError, OutOfMemory)):
@@ -121,8 +127,8 @@ def answer(sessions: Sessions, key: str, said: dict[str, Any], settings: tuple[f
         gr.Warning(html.escape(str(error)), duration=None)
 
 
-def box_with(text: str, files: list[str], interactive: bool = True) -> gr.MultimodalTextbox:
-    return gr.MultimodalTextbox(value={"text": text, "files": files}, interactive=interactive)
+def box_with(text: str, files: list[str]) -> gr.MultimodalTextbox:
+    return gr.MultimodalTextbox(value={"text": text, "files": files})
 
 
 def checked_sampling(temperature: float, top_p: float, max_new_tokens: float) -> Sampling:

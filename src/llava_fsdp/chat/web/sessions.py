@@ -84,19 +84,18 @@ class Sessions:
         if path.is_file() and path.stat().st_size > self.cfg.max_upload_mb << 20:
             raise DataError(f"{path.name} has more than {self.cfg.max_upload_mb} MiB; make it smaller")
 
-    def stop(self, key: str) -> Session:
-        """The tab's session, after its answer has stopped; what was written of it stays."""
+    def stop(self, key: str) -> None:
+        """Stop the tab's answer; what was written of it stays."""
         with self._model_lock:
-            session = self.get(key)
-            if session.answer is not None:
+            session = self._sessions.get(key)
+            if session is not None and session.answer is not None:
                 session.answer.close()
-            return session
 
     def forget(self, key: str) -> None:
         """Stop the tab's answer and drop its conversation."""
         with self._model_lock:
             self.stop(key)
-            del self._sessions[key]
+            self._sessions.pop(key, None)
 
     def end(self) -> None:
         """Stop all answers, and begin none."""

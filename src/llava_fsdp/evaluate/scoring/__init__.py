@@ -1,4 +1,4 @@
-"""How right answers are: pure functions of texts, which need neither torch nor transformers."""
+"""Scores of answers: pure functions of texts, without torch or transformers."""
 
 from llava_fsdp.evaluate.scoring.multiple_choice import ChoiceScores, chosen, score_choices
 from llava_fsdp.evaluate.scoring.vqa import (

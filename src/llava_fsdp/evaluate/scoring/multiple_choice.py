@@ -1,4 +1,4 @@
-"""Multiple choice, read as LLaVA's eval_science_qa.py reads it."""
+"""Multiple choice, scored like LLaVA's eval_science_qa.py."""
 
 import re
 from collections.abc import Sequence
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 LETTERS = "ABCDE"
 SENTENCE = re.compile(r"The answer is ([A-Z]).")
-"""Any character may follow the letter, but one must."""
+"""One character, whichever, must follow the letter."""
 
 
 @dataclass(frozen=True)
 class ChoiceScores:
-    """Of some questions; an invalid answer is a wrong one."""
+    """Counts over questions; invalid answers count as wrong."""
 
     questions: int
     right: int
@@ -24,29 +24,29 @@ class ChoiceScores:
 
 
 def chosen(answer: str, choices: int) -> int | None:
-    """Which choice an answer names, from 0; None where it names none of them.
+    """The choice that an answer names, from 0; None if it names none of them.
 
-    It is named by a letter alone (`B`), by one before a period and a space (`B. a cat`), or by `The answer is B.`,
-    anywhere but only once. Other forms, such as `(B)`, `B.`, `b` or the choice's own words, name none.
+    It is named by a letter alone (`B`), by a letter before a period and a space (`B. a cat`), or by `The answer is B.`
+    anywhere, but only once. Other forms, such as `(B)`, `B.`, `b` or the choice's own words, name none.
 
     Args:
-        choices: how many there are; the letters after them name none.
+        choices: number of choices; letters behind them name none.
     """
     if answer in tuple(LETTERS):
         letter = answer
     elif answer[:1] in tuple(LETTERS) and answer[1:3] == ". ":
         letter = answer[0]
     else:
-        said = SENTENCE.findall(answer)
-        letter = said[0] if len(said) == 1 else ""
+        named = SENTENCE.findall(answer)
+        letter = named[0] if len(named) == 1 else ""
     return LETTERS.index(letter) if letter and letter in LETTERS[:choices] else None
 
 
 def score_choices(picked: Sequence[int | None], right: Sequence[int]) -> ChoiceScores:
-    """Counts of what `chosen` read, beside the right choices.
+    """Compare choices, as `chosen` reads them, with the right ones.
 
     Raises:
-        ValueError: there is not one right choice for every answer.
+        ValueError: their numbers differ.
     """
     pairs = list(zip(picked, right, strict=True))
     return ChoiceScores(len(pairs), sum(p == r for p, r in pairs), sum(p is None for p, _ in pairs))

@@ -1,4 +1,4 @@
-"""Short answers against several people's: the rules of VQAv2's evaluation and of EvalAI's preparation of answers.
+"""Short answers compared with several people's, by VQAv2's evaluation and EvalAI's preparation of answers.
 
 The rules, their order and their oddities are those of vqaEval.py (github.com/GT-Vision-Lab/VQA) and of the
 EvalAIAnswerProcessor that LLaVA, MMF and lmms-eval use (llava/eval/m4c_evaluator.py); `docs/evaluation.md` lists
@@ -12,13 +12,13 @@ from types import MappingProxyType
 PUNCTUATION = ';/[]"{}()=+\\_->@<`,?!'
 PERIOD = re.compile(r"\.(?!\d)")
 MOST_PERIODS = 32
-"""The official code hands re.UNICODE, which is 32, to where the number of replacements goes."""
+"""The official code passes re.UNICODE, which is 32, as the number of replacements."""
 COMMA_IN_NUMBER = re.compile(r"\d,\d")
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 WORDS = {word: str(number) for number, word in enumerate(NUMBERS)} | {"none": "0"}
 ARTICLES = frozenset({"a", "an", "the"})
 ENOUGH = 3
-"""People whose agreement makes an answer wholly right."""
+"""People who must agree for an accuracy of 1."""
 
 WHOLE = """
     ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't he'd he'd've
@@ -29,9 +29,9 @@ WHOLE = """
     what're what's what've when's where'd where's where've who'd who'd've who'll who's who've why'll why're why's won't
     would've wouldn't wouldn't've y'all y'all'd've y'all'll you'd you'd've you'll you're you've
 """
-"""As they should be written. A word is mended to one of these where exactly one of its apostrophes is missing."""
+"""Contractions. A word becomes one of these if exactly one apostrophe is missing."""
 AGAINST_THE_RULE = {"somebody'd": "somebodyd"}
-"""The official table has this one the wrong way round; an answer and its references suffer it alike."""
+"""The official table has this one the wrong way round, for answers and references alike."""
 
 
 def lacking_one(whole: str) -> list[str]:
@@ -39,18 +39,18 @@ def lacking_one(whole: str) -> list[str]:
     return [whole[:n] + whole[n + 1 :] for n, sign in enumerate(whole) if sign == "'"]
 
 
-MENDED = MappingProxyType(
+CONTRACTIONS = MappingProxyType(
     {lacking: whole for whole in WHOLE.split() for lacking in lacking_one(whole)} | AGAINST_THE_RULE
 )
-"""From a word as found to the word as compared. The official table also has forms of I'd've, I'm and I've with a
-capital I, which are never found there, as words are lower-cased before; they are left out."""
+"""From a word to the word that is compared. The official table's forms of I'd've, I'm and I've are left out: they have
+a capital I, and words are lower-cased before."""
 
 
 def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
-    """From 0 to 1: what VQAv2 gives an answer that is submitted as LLaVA submits it, prepared by `prepare_submission`.
+    """VQAv2's accuracy, 0 to 1, of an answer that is submitted like LLaVA's, prepared by `prepare_submission`.
 
-    With fewer than four references, as a file of one answer each has, no answer could ever be wholly right; there it
-    is 1 where the answer is one of them, both normalised, and else 0.
+    With fewer than four references no answer could reach 1; there it is 1 if the answer is one of them, both
+    normalised, and else 0.
     """
     if len(references) <= ENOUGH:
         return float(normalize_vqa(prepare_submission(answer)) in {normalize_vqa(r) for r in references})
@@ -58,9 +58,9 @@ def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
 
 
 def official_accuracy(answer: str, references: Sequence[str]) -> float:
-    """VQAv2's accuracy of an answer as it is handed in.
+    """VQAv2's accuracy, 0 to 1, of an answer as it is submitted.
 
-    Where all references are the same text, neither side is normalised: `Yes` is wrong to ten times `yes`.
+    If all references are the same text, neither side is normalised: `Yes` is wrong to ten times `yes`.
     """
     answer, references = one_line(answer), [one_line(r) for r in references]
     if len(set(references)) > 1:
@@ -69,19 +69,19 @@ def official_accuracy(answer: str, references: Sequence[str]) -> float:
 
 
 def is_out_of_reach(references: Sequence[str]) -> bool:
-    """Whether no answer can match by `vqa_accuracy`: all references are one text, which is then compared as it was
-    written, and which preparing changes, as `four` to `4`."""
+    """Whether no answer can match by `vqa_accuracy`: all references are one text, which is not normalised, and which
+    the preparation of answers changes, as `four` to `4`."""
     written = {one_line(r) for r in references}
     return len(references) > ENOUGH and len(written) == 1 and not written & {prepare_submission(r) for r in written}
 
 
 def textvqa_accuracy(answer: str, references: Sequence[str]) -> float:
-    """From 0 to 1, as LLaVA scores TextVQA: everything is prepared as for a submission, whatever the references."""
+    """LLaVA's accuracy on TextVQA, 0 to 1: answer and references are always prepared as for a submission."""
     return leave_one_out(prepare_submission(answer), [prepare_submission(r) for r in references])
 
 
 def leave_one_out(answer: str, references: Sequence[str]) -> float:
-    """The mean, over leaving out each reference in turn, of min(1, matches among the others / 3)."""
+    """Mean of min(1, matches / 3) over leaving out each reference in turn."""
     if not references:
         raise ValueError("an answer without references has no accuracy")
     matches = sum(r == answer for r in references)
@@ -90,18 +90,18 @@ def leave_one_out(answer: str, references: Sequence[str]) -> float:
 
 
 def exact_match(answer: str, references: Sequence[str]) -> float:
-    """1 where the answer is one of the references, without regard to case and surrounding white space; else 0."""
+    """1 if the answer is one of the references, except for case and surrounding white space; else 0."""
     return float(answer.strip().lower() in {r.strip().lower() for r in references})
 
 
 def normalize_vqa(text: str) -> str:
-    """An answer as VQAv2's evaluation compares it: without punctuation and articles, digits for number words."""
+    """Normalise an answer like VQAv2's evaluation: no punctuation or articles, digits for number words."""
     return plain_words(without_punctuation(one_line(text)))
 
 
 def prepare_submission(text: str) -> str:
-    """An answer as it is sent to EvalAI: lower case, no comma and no question mark, `'s` a word of its own, and then
-    as `normalize_vqa` has it."""
+    """Prepare an answer for EvalAI: lower case, no commas and question marks, `'s` as its own word, then like
+    `normalize_vqa`."""
     text = text.lower().replace(",", "").replace("?", "").replace("'s", " 's").strip()
     return plain_words(without_punctuation(one_line(text)))
 
@@ -111,8 +111,8 @@ def one_line(text: str) -> str:
 
 
 def without_punctuation(text: str) -> str:
-    """A sign is taken out where it stands beside a space anywhere in the text, or where a number has a comma; else it
-    becomes a space. Periods go, except before a digit; apostrophes, colons and the like stay."""
+    """Remove each sign that stands beside a space anywhere in the text, or all if a number has a comma; others become
+    spaces. Periods go, except before a digit; apostrophes, colons and the like stay."""
     numbered = COMMA_IN_NUMBER.search(text) is not None
     left = text
     for sign in PUNCTUATION:
@@ -123,4 +123,4 @@ def without_punctuation(text: str) -> str:
 
 def plain_words(text: str) -> str:
     words = [WORDS.get(word, word) for word in text.lower().split()]
-    return " ".join(MENDED.get(word, word) for word in words if word not in ARTICLES)
+    return " ".join(CONTRACTIONS.get(word, word) for word in words if word not in ARTICLES)

@@ -1,4 +1,4 @@
-"""Yes or no, read and counted as POPE does (LLaVA's eval_pope.py). Positive is yes."""
+"""Yes-no answers, scored like POPE (LLaVA's eval_pope.py); yes is the positive class."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ NEGATIONS = frozenset({"No", "no", "not"})
 
 @dataclass(frozen=True)
 class YesNoScores:
-    """Counts, and the rates of them; a rate of nothing is 0 (the original divides by zero there)."""
+    """Counts and their rates; a rate whose divisor is 0 is 0, where the original fails."""
 
     true_yes: int
     false_yes: int
@@ -25,22 +25,22 @@ class YesNoScores:
 
     @property
     def precision(self) -> float:
-        """The share of right ones among the answers that say yes."""
+        """Share of right answers among those that say yes."""
         return rate(self.true_yes, self.true_yes + self.false_yes)
 
     @property
     def recall(self) -> float:
-        """The share of answers that say yes among the questions where that is right."""
+        """Share of answers that say yes among the questions where that is right."""
         return rate(self.true_yes, self.true_yes + self.false_no)
 
     @property
     def f1(self) -> float:
-        """Twice the product of precision and recall over their sum, without rounding in between."""
+        """Harmonic mean of precision and recall, from the counts, so that nothing is rounded in between."""
         return rate(2 * self.true_yes, 2 * self.true_yes + self.false_yes + self.false_no)
 
     @property
     def yes_ratio(self) -> float:
-        """The share of answers that say yes: a model that always does has 1."""
+        """Share of answers that say yes; 1 for a model that always does."""
         return rate(self.true_yes + self.false_yes, self.questions)
 
 
@@ -54,11 +54,11 @@ def says_yes(answer: str) -> bool:
     return NEGATIONS.isdisjoint(sentence.split(" "))
 
 
-def score_yes_no(said: Sequence[bool], right: Sequence[bool]) -> YesNoScores:
-    """Counts of what `says_yes` read, beside the right answers (True: yes).
+def score_yes_no(answers: Sequence[bool], right: Sequence[bool]) -> YesNoScores:
+    """Compare answers, as `says_yes` reads them, with the right ones; True is yes.
 
     Raises:
-        ValueError: there is not one right answer for every answer.
+        ValueError: their numbers differ.
     """
-    pairs = list(zip(said, right, strict=True))
+    pairs = list(zip(answers, right, strict=True))
     return YesNoScores(*(pairs.count(kind) for kind in ((True, True), (True, False), (False, False), (False, True))))
