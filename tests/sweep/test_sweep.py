@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -20,19 +19,18 @@ from imagined import imagine
 
 from llava_fsdp.config import SweepConfig, SweepMetric, config_dir, load
 from llava_fsdp.config.cli import quoted
+from llava_fsdp.report.results import Results, read_results
 from llava_fsdp.report.run_reader import JOB_FILE, runs_in
 from llava_fsdp.runtime.errors import ConfigError, ExitCode, LlavaFsdpError
 from llava_fsdp.runtime.run_dir import restored_umask
 from llava_fsdp.runtime.status_file import mode_of
 from llava_fsdp.sweep import gpu_locks, torchrun
 from llava_fsdp.sweep import main as sweep
-from llava_fsdp.sweep.curves import MOST_POINTS, Curve, draw, thinned
-from llava_fsdp.sweep.gpu_locks import Device, check_devices, lent, list_devices
+from llava_fsdp.sweep.gpu_locks import Device, check_devices, list_devices, locked
 from llava_fsdp.sweep.hydra_process import run_jobs
-from llava_fsdp.sweep.job import Job, make_job_folder, read_jobs, record_failure, train_command
+from llava_fsdp.sweep.job import Job, make_job_folder, read_jobs, record_failure, train_command, value_of
 from llava_fsdp.sweep.results import best_of, differing, write_results
-from llava_fsdp.sweep.run_metrics import Numbers, numbers_of, value_of
-from llava_fsdp.sweep.stop import NOW, SAVE, Wishes
+from llava_fsdp.sweep.stop import NOW, SAVE, StopRequest
 
 
 def config(*overrides: str) -> SweepConfig:
@@ -91,8 +89,7 @@ def test_a_job_that_fails_does_so_alone(tmp_path: Path, dataset: Path) -> None:
     results = json.loads((tmp_path / "three" / "results.json").read_text())
     assert results["best"] == 2 and results["metric"] == "loss"
     assert [job["differs"] for job in results["jobs"]] == [[f"data.max_length={n}"] for n in (100000, 1, 200)]
-    assert results["jobs"][2]["numbers"]["last_loss"] == results["jobs"][2]["value"] == last["loss"]
-    assert "0: data.max_length=100000 - failed (user)" in svg_texts(tmp_path / "three" / "results.svg")
+    assert results["jobs"][2]["value"] == last["loss"]
     assert "step 1/1" in (tmp_path / "three" / "2" / "train.log").read_text()
 
 
@@ -121,10 +118,6 @@ def test_a_mistake_costs_no_launch(arguments: list[str], message: str, tmp_path:
     assert done.returncode == ExitCode.USER
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.rglob("train.log"))
-
-
-def svg_texts(path: Path) -> list[str]:
-    return [node.text or "" for node in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
 
 
 def test_command_of_a_job(tmp_path: Path) -> None:
@@ -228,23 +221,18 @@ def test_a_job_that_took_no_step_has_nothing_of_the_run_that_was_there(tmp_path:
         try:
             torchrun.run_torchrun([sys.executable, "-c", REFUSED, str(folder), how], folder, "job 0")
         except torchrun.JobFailed as error:
-            record_failure(job, error, False, 1)
+            record_failure(job, error, False)
         job.write()
         write_results(tmp_path, [job])
         return job
 
-    def seen() -> tuple[int, int]:
-        (run,) = runs_in(tmp_path)
-        drawn = [node.tag for node in ElementTree.parse(tmp_path / "results.svg").iter() if "polyline" in node.tag]
-        return len(drawn), run.history.step
-
     start("done")
-    assert seen() == (1, 60)
+    assert runs_in(tmp_path)[0].history.step == 60 and "<figcaption>Loss" in (tmp_path / "report.html").read_text()
     job = start("checkpoint")
-    assert (job.exit_code, job.reason, job.numbers) == (ExitCode.CHECKPOINT, "another recipe's", Numbers())
-    assert seen() == (0, 0)
+    assert (job.exit_code, job.reason, job.numbers) == (ExitCode.CHECKPOINT, "another recipe's", Results())
     (run,) = runs_in(tmp_path)
-    assert (run.state, run.reason, run.config) == ("failed", "another recipe's", {})
+    assert (run.state, run.reason, run.config, run.history.step) == ("failed", "another recipe's", {}, 0)
+    assert "<figure" not in (tmp_path / "report.html").read_text()
 
 
 def test_folder_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,22 +353,20 @@ def processes_of(folder: Path) -> list[str]:
     return found
 
 
-def test_what_a_job_is_wished(tmp_path: Path) -> None:
-    wishes = Wishes(tmp_path / "new" / ".stop")
-    assert wishes.level() == 0 and wishes.is_main()
-    wishes.at_least(SAVE)
-    assert wishes.level() == SAVE
-    wishes.at_least(NOW)
-    wishes.at_least(SAVE)
-    assert wishes.level() == NOW
-    wishes.forget()
-    assert wishes.level() == 0
+def test_levels_of_a_stop_request(tmp_path: Path) -> None:
+    stop = StopRequest(tmp_path / "new" / ".stop")
+    assert stop.level() == 0 and stop.is_main()
+    for level, found in ((SAVE, SAVE), (NOW, NOW), (SAVE, NOW)):
+        stop.raise_to(level)
+        assert stop.level() == found
+    stop.clear()
+    assert stop.level() == 0
     gone = subprocess.Popen(["true"])
     gone.wait()
-    wishes.main = (wishes.main[0], gone.pid)
-    assert wishes.level() == SAVE, "nobody is left to hand a result to"
-    wishes.main = ("another machine", gone.pid)
-    assert wishes.level() == 0
+    stop.main = (stop.main[0], gone.pid)
+    assert stop.level() == SAVE, "nobody is left to hand a result to"
+    stop.main = ("another machine", gone.pid)
+    assert stop.level() == 0
 
 
 SAVES = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); print('on', flush=True)"
@@ -388,12 +374,12 @@ WAITS = "[time.sleep(0.1) for _ in range(600)]"  # a signal just before one long
 
 
 @pytest.mark.parametrize(("level", "code"), [(SAVE, "returned 75: on"), (NOW, "was ended by SIGKILL: on")])
-def test_a_wish_reaches_torchrun(level: int, code: str, tmp_path: Path) -> None:
-    def wished() -> int:
+def test_a_stop_request_reaches_torchrun(level: int, code: str, tmp_path: Path) -> None:
+    def requested() -> int:
         return level if (tmp_path / "train.log").read_text() == "on\n" else 0
 
     with pytest.raises(torchrun.JobFailed, match=code):
-        torchrun.run_torchrun([sys.executable, "-c", f"{SAVES}; {WAITS}"], tmp_path, "job 0", wished)
+        torchrun.run_torchrun([sys.executable, "-c", f"{SAVES}; {WAITS}"], tmp_path, "job 0", requested)
 
 
 def test_torchrun_ends_with_the_process_that_runs_it(tmp_path: Path) -> None:
@@ -425,22 +411,22 @@ def write_jsonl(path: Path, *rows: object) -> None:
     path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
 
 
-def test_numbers_of_a_run(tmp_path: Path) -> None:
-    assert numbers_of(tmp_path, 10) == Numbers()
-    row = {"label_tokens": 10, "tokens": 100, "seconds": 2.0, "peak_memory_bytes": 5}
+def test_results_of_a_run(tmp_path: Path) -> None:
+    assert read_results(tmp_path, 10) == Results()
+    row = {"label_tokens": 10, "tokens_per_second": 50.0, "seconds": 2.0, "data_seconds": 1.0, "peak_memory_bytes": 5}
     write_jsonl(
         tmp_path / "metrics.jsonl",
-        {"step": 1, "loss": 9.0, **row, "seconds": 50.0},
+        {"step": 1, "loss": 9.0, **row, "tokens_per_second": 2.0},
         {"step": 2, "loss": 3.0, **row},
-        {"step": 3, "loss": None, **row, "peak_memory_bytes": 7},
+        {"step": 3, "loss": None, **row, "peak_memory_bytes": 7, "skipped": True},
         {"step": 4, "loss": 1.5, **row, "label_tokens": 30},
         '{"step": 5, "lo',
     )
-    found = numbers_of(tmp_path, 3)
-    assert found.loss == (3.0 * 10 + 1.5 * 30) / 40 and found.last_loss == 1.5 and found.steps == 4
-    assert found.tokens_per_second == 300 / 6, "without the first step, which compiles"
-    assert found.peak_memory_bytes == 7 and found.train_seconds == 56.0
-    assert numbers_of(tmp_path, 1).loss == 1.5
+    found = read_results(tmp_path, 2)
+    assert found.loss == (3.0 * 10 + 1.5 * 30) / 40 == found.lowest_loss and found.steps == 4
+    assert found.tokens_per_second == 50, "without the first half, which compiles"
+    assert (found.peak_memory_bytes, found.train_seconds, found.data_share, found.skipped_steps) == (7, 8.0, 0.5, 1)
+    assert read_results(tmp_path, 1).loss == 1.5
     assert found.val_loss is None and value_of(found, SweepMetric.val_loss) is None
     write_jsonl(
         tmp_path / "validation.jsonl",
@@ -448,8 +434,9 @@ def test_numbers_of_a_run(tmp_path: Path) -> None:
         {"step": 3, "loss": 1.0, "score": 0.75},
         {"step": 4, "loss": 1.25, "score": None},
     )
-    found = numbers_of(tmp_path, 1)
-    assert [value_of(found, metric) for metric in SweepMetric] == [1.5, 1.0, -0.75]
+    assert [value_of(read_results(tmp_path, 1), metric) for metric in SweepMetric] == [1.5, 1.0, -0.75]
+    write_jsonl(tmp_path / "metrics.jsonl", "nonsense")
+    assert read_results(tmp_path, 1) == Results()
 
 
 def job_of(number: int, folder: Path, value: float | None, *overrides: str, **more: Any) -> Job:
@@ -461,7 +448,7 @@ def job_of(number: int, folder: Path, value: float | None, *overrides: str, **mo
 
 
 def test_results_of_a_sweep(tmp_path: Path) -> None:
-    """What differs names the jobs; the failed one is marked; a text of the user's is no markup."""
+    """What differs names the jobs; the best one is marked; a text of the user's is not markup."""
     jobs = [
         job_of(0, tmp_path / "0", 2.0, "seed=1", "optim.lr=1"),
         job_of(1, tmp_path / "1", None, "seed=1", "data.path='<b>&'"),
@@ -478,13 +465,9 @@ def test_results_of_a_sweep(tmp_path: Path) -> None:
         job.write()
     write_results(tmp_path, jobs)
     page = (tmp_path / "report.html").read_text()
-    assert "3 runs" in page and "&lt;b&gt;" in page and "<b>&" not in page
-    said = json.loads((tmp_path / "results.json").read_text())
-    assert said["best"] == 2 and [job["number"] for job in said["jobs"]] == [0, 1, 2]
-    texts = svg_texts(tmp_path / "results.svg")
-    assert {"0: optim.lr=1", "1: data.path='<b>&' - failed (numeric)", "2: optim.lr=2"} <= set(texts)
-    kinds = [node.tag.rpartition("}")[2] for node in ElementTree.parse(tmp_path / "results.svg").iter()]
-    assert (kinds.count("polyline"), kinds.count("circle"), kinds.count("path")) == (2, 1, 2)
+    assert "3 runs" in page and "&lt;b&gt;" in page and "<b>&" not in page and ", best" in page
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["best"] == 2 and [job["number"] for job in found["jobs"]] == [0, 1, 2]
 
 
 def test_a_page_that_cannot_be_made_costs_the_page_alone(
@@ -527,13 +510,13 @@ def test_what_a_sweep_writes_is_its_users_alone(
     monkeypatch.setattr(sys, "argv", ["sweep", *words])
     with restored_umask():
         os.umask(0o022)
-        jobs, succeeded, said = run_jobs(Wishes(tmp_path / ".stop"))
+        jobs, succeeded, said = run_jobs(StopRequest(tmp_path / ".stop"))
         write_results(Path("s"), jobs)
         assert os.umask(0o022) == 0o022
     (job,) = jobs
     assert not succeeded and job.reason.startswith("torchrun returned 9"), said
     assert mode_of(Path("s/0")) == folder_mode
-    for name in ("0/job.json", "0/train.log", "results.json", "results.svg"):
+    for name in ("0/job.json", "0/train.log", "results.json"):
         assert mode_of(Path("s") / name) == mode, name
     os.chmod("s/0", 0o750)
     make_job_folder(Path("s/0"), True, True)
@@ -547,7 +530,7 @@ def test_a_job_that_is_stopped_before_it_began_is_for_the_next_start(tmp_path: P
 
     def ended(error: LlavaFsdpError, is_stopping: bool, command: str = "") -> Job:
         job = Job(number=0, overrides=[], folder=str(tmp_path), command=command)
-        record_failure(job, error, is_stopping, 1)
+        record_failure(job, error, is_stopping)
         return job
 
     job = ended(torchrun.JobFailed("stopped"), True)
@@ -555,17 +538,7 @@ def test_a_job_that_is_stopped_before_it_began_is_for_the_next_start(tmp_path: P
     assert job.numbers.loss == 3.0 and job.numbers.steps == 1
     assert ended(torchrun.JobFailed("its own", ExitCode.USER), True, "torchrun").exit_code == ExitCode.USER
     refused = ended(ConfigError("seed=x is wrong"), True)
-    assert (refused.exit_code, refused.reason, refused.numbers) == (ExitCode.USER, "seed=x is wrong", Numbers())
-
-
-def test_curves() -> None:
-    points = [(float(n), float(n % 2)) for n in range(1, 2 * MOST_POINTS + 1)]
-    thin = thinned(points)
-    assert len(thin) == MOST_POINTS and {value for _, value in thin} == {0.5} and thin[-1][0] == 2 * MOST_POINTS
-    assert thinned(points[:7]) == points[:7] and thinned([]) == []
-    assert "no step was finished" in draw([Curve("a", [])], "t")
-    for own in ([(1.0, 2.0)], [(1.0, 2.0), (2.0, 2.0)]):  # one step; a loss that stays
-        ElementTree.fromstring(draw([Curve("a", own)], "t"))
+    assert (refused.exit_code, refused.reason, refused.numbers) == (ExitCode.USER, "seed=x is wrong", Results())
 
 
 LISTED = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-aaaa-1)
@@ -613,17 +586,17 @@ def test_no_two_jobs_have_a_gpu(own_tmp: Path) -> None:
     def names(held: tuple[list[Device], list]) -> list[str]:
         return [device.name for device in held[0]]
 
-    with lent(gpus, 1, "a", int) as one:
-        with lent(gpus, 2, "b", int) as two:
+    with locked(gpus, 1, "a", int) as one:
+        with locked(gpus, 2, "b", int) as two:
             assert (names(one), names(two)) == (["0"], ["1", "2"])
             looks = iter([0, 1])
-            with lent(gpus, 1, "c", lambda: next(looks)) as none:  # waits until it is told not to
+            with locked(gpus, 1, "c", lambda: next(looks)) as none:  # waits until it is told not to
                 assert names(none) == []
-        with lent(gpus, 1, "d", int) as three:
+        with locked(gpus, 1, "d", int) as three:
             assert names(three) == ["1"]
-            with lent(gpus, 2, "e", lambda: 1) as none:  # one is free, which is not enough
+            with locked(gpus, 2, "e", lambda: 1) as none:  # one is free, which is not enough
                 assert names(none) == []
-            with lent(gpus, 1, "f", int) as four:
+            with locked(gpus, 1, "f", int) as four:
                 assert names(four) == ["2"], "what was not enough has been given back"
-    with lent([], 4, "on the CPU", int) as nothing:
+    with locked([], 4, "on the CPU", int) as nothing:
         assert names(nothing) == []

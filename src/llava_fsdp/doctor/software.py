@@ -11,7 +11,6 @@ from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
 OLDEST, NEWEST = (3, 11), (3, 12)
 OPTIONAL = (
     "flash-attn", "torchao", "peft", "bitsandbytes", "triton", "pyarrow", "tensorboard", "wandb", "gradio",
-    "matplotlib",
 )  # fmt: skip
 SLOW = {
     "CUDA_LAUNCH_BLOCKING": "every kernel is waited for",

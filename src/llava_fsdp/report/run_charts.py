@@ -1,6 +1,6 @@
-"""The charts of one training."""
+"""The charts of one run."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,15 +11,14 @@ from llava_fsdp.report.svg import Chart, Line, draw, points_each
 GIB = 1 << 30
 MOST_MARKS = 100
 MOST_SOURCES = 12
-"""Whose curves are drawn."""
+"""Sources whose curves are drawn."""
 HELP = "Drag over a chart to zoom all of them, with Shift to pan; a double click shows everything again."
 
 
-def charts(run: Run) -> str:
-    found = [draw(chart) for chart in charts_of(run)]
-    if not any(found):
-        return "<p>No step has been taken yet.</p>\n"
-    return f"<p class='help'>{HELP}</p><div class='charts'>{''.join(found)}</div>\n"
+def charts_or_none(charts: Iterable[Chart]) -> str | None:
+    """The charts that have something to draw; None where no chart has."""
+    drawn = "".join(map(draw, charts))
+    return f"<p class='help'>{HELP}</p><div class='charts'>{drawn}</div>\n" if drawn else None
 
 
 def charts_of(run: Run) -> Iterator[Chart]:
@@ -57,8 +56,7 @@ def charts_of(run: Run) -> Iterator[Chart]:
     memory = [replace(line, points=in_gib(line.points)) for line in lines({"peak_memory_bytes": "peak memory"})]
     level = ("planned", planned / GIB) if isinstance(planned, int) else None
     yield Chart("Peak memory", memory, "GiB, rank 0", marks=marks, level=level)
-    if "loss_scale" in history.curves:
-        yield Chart("Loss scale", lines({"loss_scale": "loss scale"}), "fp16", logs=True, marks=marks)
+    yield Chart("Loss scale", lines({"loss_scale": "loss scale"}), "fp16", logs=True, marks=marks)
 
 
 def in_gib(points: list[Point]) -> list[Point]:

@@ -14,7 +14,7 @@ from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.token_pass import LOSSES
 from llava_fsdp.data.index.worker_pool import BLOCK, open_column
 from llava_fsdp.data.records.problems import PROBLEMS
-from llava_fsdp.report.dataset_page import write_page
+from llava_fsdp.report.dataset_page import dataset_page
 from llava_fsdp.runtime.durable_files import replacing
 from llava_fsdp.runtime.terminal_text import shown_text
 
@@ -168,7 +168,7 @@ def write_report(records: Records, cfg: Config, folder: Path) -> dict[str, Any]:
     report = make_report(records, cfg)
     folder.mkdir(parents=True, exist_ok=True)
     put(folder / LIST, (json.dumps(row) + "\n" for row in problem_rows(records)))
-    put(folder / PAGE, map(shown_text, write_page(report)))
+    put(folder / PAGE, [shown_text(dataset_page(report))])
     put(folder / TABLE, [json.dumps(report, indent=1) + "\n"])
     return report
 
