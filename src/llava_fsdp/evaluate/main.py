@@ -6,13 +6,11 @@ Under torchrun every process loads the model and answers its share of the questi
 import json
 import os
 import sys
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import track
 from xxhash import xxh3_128_hexdigest
 
 from llava_fsdp.chat.assistant import Assistant, Question
@@ -34,10 +32,9 @@ from llava_fsdp.runtime.digests import digest_of_file
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
 from llava_fsdp.runtime.jsonl import replace_lines
 from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.progress import watch, watch_silently
 from llava_fsdp.runtime.run_dir import FOLDER, list_checkpoints
 from llava_fsdp.runtime.terminal_text import shown_name
-
-MINUTE = 60.0
 
 
 def main() -> None:
@@ -152,16 +149,18 @@ class AnswerGenerator:
         cfg = self.cfg
         if self.assistant is None:
             self.assistant = Assistant(cfg.model.checkpoint, cfg.data.template, cfg.data.image_aspect_ratio)
-        for start in with_progress(range(0, len(questions), cfg.batch_size), len(questions), blank):
-            batch = questions[start : start + cfg.batch_size]
-            try:
-                texts = self.assistant.answers(
-                    [with_paths(question, cfg.data.images) for question in batch], cfg.max_new_tokens, blank
-                )
-            except LlavaFsdpError as error:
-                error.on_every_rank = False  # only this process meets it, so it must report it itself
-                raise
-            yield batch, texts
+        label = "questions, blank images" if blank else "questions"
+        with watch_silently(label, 0) if cli.is_later_rank() else watch(label, len(questions)) as advance:
+            for start in range(0, len(questions), cfg.batch_size):
+                batch = questions[start : start + cfg.batch_size]
+                paths = [with_paths(question, cfg.data.images) for question in batch]
+                try:
+                    texts = self.assistant.answers(paths, cfg.max_new_tokens, blank)
+                except LlavaFsdpError as error:
+                    error.on_every_rank = False  # only this process meets it, so it must report it itself
+                    raise
+                yield batch, texts
+                advance(len(batch))
 
 
 def with_paths(question: BenchmarkQuestion, folder: str | None) -> Question:
@@ -187,28 +186,6 @@ def model_digest(checkpoint: str) -> str:
         files = sorted(p for p in folder.rglob("*") if p.is_file())
         lines = [f"{p.relative_to(folder)} {digest_of_file(p).xxh128}" for p in files]
         return xxh3_128_hexdigest("\n".join(lines).encode())
-
-
-def with_progress(starts: range, questions: int, blank: bool) -> Iterable[int]:
-    """The starts of batches, with a progress bar, or a line in the log every minute; nothing on later ranks."""
-    label = "answering, blank images" if blank else "answering"
-    if cli.is_later_rank():
-        return starts
-    if sys.stderr.isatty():
-        return track(starts, description=label, console=TextConsole(on_stderr=True), transient=True)
-    log().info("%s: %d questions", label, questions)
-    return with_log(starts, questions, label)
-
-
-def with_log(starts: range, questions: int, label: str) -> Iterator[int]:
-    began = last = time.monotonic()
-    for start in starts:
-        now = time.monotonic()
-        if start and now - last >= MINUTE:
-            left = (now - began) / start * (questions - start)
-            log().info("%s: %d of %d, about %.0f minutes left", label, start, questions, left / MINUTE)
-            last = now
-        yield start
 
 
 def print_result(

@@ -9,6 +9,7 @@ from rich.table import Table
 from llava_fsdp.config import Task
 from llava_fsdp.evaluate.question import CATEGORY, BenchmarkQuestion
 from llava_fsdp.evaluate.scoring import (
+    LETTERS,
     chosen,
     exact_match,
     prepare_submission,
@@ -18,7 +19,6 @@ from llava_fsdp.evaluate.scoring import (
     textvqa_accuracy,
     vqa_accuracy,
 )
-from llava_fsdp.evaluate.scoring.multiple_choice import LETTERS
 
 Numbers = dict[str, Any]
 COLUMNS = ("accuracy", "invalid", "precision", "recall", "f1", "yes_ratio")
@@ -39,14 +39,11 @@ def mean_of(rule: Callable[[str, Sequence[str]], float]) -> Score:
 
 def score_letters(questions: Questions, answers: Sequence[str]) -> Numbers:
     picked = [chosen(text, q.choices or len(LETTERS)) for q, text in zip(questions, answers, strict=True)]
-    scores = score_choices(picked, [LETTERS.index(q.references[0]) for q in questions])
-    return {"accuracy": scores.accuracy, "right": scores.right, "invalid": scores.invalid}
+    return score_choices(picked, [LETTERS.index(q.references[0]) for q in questions])
 
 
 def score_yes(questions: Questions, answers: Sequence[str]) -> Numbers:
-    scores = score_yes_no([says_yes(text) for text in answers], [q.references[0] == "yes" for q in questions])
-    names = "accuracy", "precision", "recall", "f1", "yes_ratio", "true_yes", "false_yes", "true_no", "false_no"
-    return {name: getattr(scores, name) for name in names}
+    return score_yes_no([says_yes(text) for text in answers], [q.references[0] == "yes" for q in questions])
 
 
 SCORES: dict[Task, Score] = {

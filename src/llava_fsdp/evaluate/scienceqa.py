@@ -8,8 +8,7 @@ from typing import Any
 from llava_fsdp.data.records.record import parse_record, shown
 from llava_fsdp.evaluate.question import BenchmarkQuestion, check_unread, image_names, with_image_tag
 from llava_fsdp.evaluate.references import count_choices, letter_of
-from llava_fsdp.evaluate.scoring import chosen
-from llava_fsdp.evaluate.scoring.multiple_choice import LETTERS
+from llava_fsdp.evaluate.scoring import LETTERS, chosen
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.safe_load import LARGE, read_json
 

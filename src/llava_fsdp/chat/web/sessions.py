@@ -66,7 +66,6 @@ class Sessions:
         try:
             with self._model_lock:
                 for path in files:
-                    self.check_size(path)
                     conversation.add(path, path.name)
                 session.answer = answer = conversation.ask(text, sampling, session.generator)
             while not self._has_ended:
@@ -79,10 +78,6 @@ class Sessions:
             raise DataError(without_folders(str(error), files), error.kind) from error
         finally:
             conversation.next_images = []
-
-    def check_size(self, path: Path) -> None:
-        if path.is_file() and path.stat().st_size > self.cfg.max_upload_mb << 20:
-            raise DataError(f"{path.name} has more than {self.cfg.max_upload_mb} MiB; make it smaller")
 
     def stop(self, key: str) -> None:
         """Stop the tab's answer; what was written of it stays."""

@@ -1,14 +1,20 @@
-"""Short answers compared with several people's, by VQAv2's evaluation and EvalAI's preparation of answers.
+"""Scores of answers: pure functions of texts, without torch or transformers.
 
-The rules, their order and their oddities are those of vqaEval.py (github.com/GT-Vision-Lab/VQA) and of the
-EvalAIAnswerProcessor that LLaVA, MMF and lmms-eval use (llava/eval/m4c_evaluator.py); `docs/evaluation.md` lists
-them.
+Multiple choice is scored like LLaVA's eval_science_qa.py, yes-no answers like POPE (LLaVA's eval_pope.py), and short
+answers by VQAv2's evaluation and EvalAI's preparation of answers. Their rules, order and oddities are those of
+vqaEval.py (github.com/GT-Vision-Lab/VQA) and of the EvalAIAnswerProcessor that LLaVA, MMF and lmms-eval use
+(llava/eval/m4c_evaluator.py); `docs/evaluation.md` lists them.
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from types import MappingProxyType
 
+LETTERS = "ABCDE"
+SENTENCE = re.compile(r"The answer is ([A-Z]).")
+"""One character, whichever, must follow the letter."""
+NEGATIONS = frozenset({"No", "no", "not"})
 PUNCTUATION = ';/[]"{}()=+\\_->@<`,?!'
 PERIOD = re.compile(r"\.(?!\d)")
 MOST_PERIODS = 32
@@ -32,6 +38,69 @@ WHOLE = """
 """Contractions. A word becomes one of these if exactly one apostrophe is missing."""
 AGAINST_THE_RULE = {"somebody'd": "somebodyd"}
 """The official table has this one the wrong way round, for answers and references alike."""
+
+
+def chosen(answer: str, choices: int) -> int | None:
+    """The choice that an answer names, from 0; None if it names none of them.
+
+    It is named by a letter alone (`B`), by a letter before a period and a space (`B. a cat`), or by `The answer is B.`
+    anywhere, but only once. Other forms, such as `(B)`, `B.`, `b` or the choice's own words, name none.
+
+    Args:
+        choices: number of choices; letters behind them name none.
+    """
+    if answer in tuple(LETTERS):
+        letter = answer
+    elif answer[:1] in tuple(LETTERS) and answer[1:3] == ". ":
+        letter = answer[0]
+    else:
+        named = SENTENCE.findall(answer)
+        letter = named[0] if len(named) == 1 else ""
+    return LETTERS.index(letter) if letter and letter in LETTERS[:choices] else None
+
+
+def score_choices(picked: Sequence[int | None], right: Sequence[int]) -> dict[str, float]:
+    """`accuracy`, and the numbers of `right` and `invalid` ones, of at least one choice as `chosen` reads it.
+
+    Raises:
+        ValueError: there are more or fewer right choices.
+    """
+    hits = sum(p == r for p, r in zip(picked, right, strict=True))
+    return {"accuracy": hits / len(picked), "right": hits, "invalid": sum(p is None for p in picked)}
+
+
+def says_yes(answer: str) -> bool:
+    """Whether the first sentence has none of the words No, no and not. `NO`, an empty answer and `Maybe` say yes."""
+    sentence = answer.partition(".")[0].replace(",", "")
+    return NEGATIONS.isdisjoint(sentence.split(" "))
+
+
+def score_yes_no(answers: Sequence[bool], right: Sequence[bool]) -> dict[str, float]:
+    """Rates and counts of answers, as `says_yes` reads them; yes is the positive class.
+
+    `yes_ratio` is the share of answers that say yes. A rate whose divisor is 0 is 0, where the original fails.
+
+    Raises:
+        ValueError: there are more or fewer right answers.
+    """
+    counts = Counter(zip(answers, right, strict=True))
+    true_yes, false_yes = counts[True, True], counts[True, False]
+    true_no, false_no = counts[False, False], counts[False, True]
+    return {
+        "accuracy": rate(true_yes + true_no, len(answers)),
+        "precision": rate(true_yes, true_yes + false_yes),
+        "recall": rate(true_yes, true_yes + false_no),
+        "f1": rate(2 * true_yes, 2 * true_yes + false_yes + false_no),
+        "yes_ratio": rate(true_yes + false_yes, len(answers)),
+        "true_yes": true_yes,
+        "false_yes": false_yes,
+        "true_no": true_no,
+        "false_no": false_no,
+    }
+
+
+def rate(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
 
 
 def lacking_one(whole: str) -> list[str]:
