@@ -501,11 +501,11 @@ def test_labels_of_other_questions_are_refused(keys: list[str], tmp_path: Path) 
         (["task=vqa"], "task=vqa needs questions=FILE"),
         (["questions=x.jsonl"], "questions=x.jsonl is not for task=conversations"),
         (["task=vqa", "questions=nowhere.jsonl"], "questions=nowhere.jsonl is not a file"),
-        (["task=yes_no", "questions=QUESTIONS", "submission=x.json"], "submission=x.json is of task=vqa"),
+        (["task=yes_no", "questions=QUESTIONS", "submission=x.json"], "submission=x.json"),
         (["task=vqa", "questions=QUESTIONS", "suffix=true"], "already; set suffix=false"),
         (["task=vqa", "questions=QUESTIONS", "answers=a.json"], "give it a name that ends in .jsonl"),
         (["task=vqa", "questions=QUESTIONS", "submission=nowhere/x.json"], "is in no folder that exists"),
-        (["suffix=true", "limit=1"], "are asked as they are; set suffix=false"),
+        (["suffix=true", "limit=1"], "set suffix=false"),
         (["task=multiple_choice", "questions=PROBLEMS", "split=none"], "split=none is not in"),
     ],
 )
