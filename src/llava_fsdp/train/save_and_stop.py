@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from llava_fsdp.checkpoint.commit import Beside
+from llava_fsdp.checkpoint.commit import AdapterFolder
 from llava_fsdp.checkpoint.saver import Saver
 from llava_fsdp.config import CheckpointConfig, Config, OffloadMode
 from llava_fsdp.distributed.consensus import Votes, on_first_rank
@@ -228,12 +228,14 @@ def is_due(step: int, last_step: int, cfg: CheckpointConfig) -> bool:
     return step == last_step or (cfg.every is not None and step % cfg.every == 0)
 
 
-def open_saver(state: TrainState, cfg: Config, resumed: Path | None = None, beside: Beside | None = None) -> "Saver":
+def open_saver(
+    state: TrainState, cfg: Config, resumed: Path | None = None, adapter_folder: AdapterFolder | None = None
+) -> "Saver":
     """The saver of a run that is about to begin or to continue. A collective.
 
     Args:
         resumed: the checkpoint that it continues from, which has been verified.
-        beside: on rank 0, what each checkpoint holds for other programs.
+        adapter_folder: what writes adapters into each checkpoint, on rank 0.
 
     Raises:
         CheckpointError: there is no room for a checkpoint, or no permission.
@@ -247,7 +249,7 @@ def open_saver(state: TrainState, cfg: Config, resumed: Path | None = None, besi
         lambda: facts_of(state, cfg),
         in_place=cfg.offload.mode is OffloadMode.nvme,
         good=[resumed] if resumed is not None and resumed.parent.resolve() == parent.resolve() else [],
-        beside=beside,
+        adapter_folder=adapter_folder,
         check=partial(check_replicas, state, parent),
     )
     state.optimizer.register_step_pre_hook(lambda *_: saver.before_update())
