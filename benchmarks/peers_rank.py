@@ -69,7 +69,7 @@ def run_ours(plan: dict[str, Any], pack: bool) -> None:
     from llava_fsdp.distributed import mesh as ranks
     from llava_fsdp.distributed.zero import SHARD_PLANS
     from llava_fsdp.runtime.run_dir import claimed
-    from llava_fsdp.runtime.watchdog import Life
+    from llava_fsdp.runtime.watchdog import Watchdog
     from llava_fsdp.train.build_state import build_state
     from llava_fsdp.train.loop import fit
     from llava_fsdp.train.metrics import Reporter
@@ -80,9 +80,9 @@ def run_ours(plan: dict[str, Any], pack: bool) -> None:
     folder = Path(cfg.output_dir)
     with (
         claimed(folder, ranks.own_rank(), cfg.private),
-        Life(folder, ranks.own_rank(), cfg.comm) as life,
+        Watchdog(folder, ranks.own_rank(), cfg.comm.timeout, cfg.comm.warn_after) as watchdog,
         ranks.distributed(cfg) as world,
-        life.among(ranks.meet()),
+        watchdog.among(ranks.meet()),
     ):
         shard_plan = SHARD_PLANS[cfg.sharding.strategy]
         state = build_state(cfg, world, shard_plan, ranks.make_mesh(world, shard_plan, cfg))
@@ -91,7 +91,7 @@ def run_ours(plan: dict[str, Any], pack: bool) -> None:
         line = Line(plan)
         state.loader = kept(state.loader, line.steps(steps))
         reporter = Reporter(cfg, 0, last, world.is_first)
-        keeper = Keeper(state, open_saver(state, cfg), cfg, last, life)
+        keeper = Keeper(state, open_saver(state, cfg), cfg, last, watchdog)
 
         def after_step(result: StepResult) -> None:
             reporter(result)
@@ -99,8 +99,8 @@ def run_ours(plan: dict[str, Any], pack: bool) -> None:
             line.losses.append(result.loss)
             line.norms.append(result.grad_norm)
 
-        with life.steps():
-            fit(state, shard_plan, cfg, after_step, keeper.between_steps, life)
+        with watchdog.steps():
+            fit(state, shard_plan, cfg, after_step, keeper.between_steps, watchdog)
         reporter.close()
 
 

@@ -15,7 +15,7 @@ from saves import CONFIG as CHECKPOINTS
 from small import make_config
 
 from llava_fsdp.checkpoint.commit import joined
-from llava_fsdp.checkpoint.manifest import Manifest
+from llava_fsdp.checkpoint.manifest import Manifest, RowRange, TensorEntry, rank_file
 from llava_fsdp.checkpoint.saver import Saver
 from llava_fsdp.checkpoint.state_json import parse_facts, render_facts
 from llava_fsdp.config import Config, SourceConfig, schema_keys
@@ -206,12 +206,12 @@ def test_when_a_checkpoint_is_due(step: int, every: int | None, due: bool) -> No
 
 def test_pieces_of_all_ranks_are_in_the_order_of_rows() -> None:
     """Whatever rank has written the first of them."""
-    kind = torch.bfloat16, (7, 2)
-    found = joined([{"b": (*kind, 5, 7), "a": (torch.float32, (), 0, 1)}, {"b": (*kind, 0, 3)}, {"b": (*kind, 3, 5)}])
-    places = [(piece.file, piece.begin, piece.end) for piece in found["b"].pieces]
-    names = [f"rank-0000{n}.safetensors" for n in range(3)]
-    assert list(found) == ["a", "b"] and places == [(names[1], 0, 3), (names[2], 3, 5), (names[0], 5, 7)]
-    assert (found["b"].dtype, found["b"].shape, found["a"].rows) == (*kind, 1)
+    ranges = [RowRange(rank_file(n), *rows) for n, rows in enumerate([(5, 7), (0, 3), (3, 5)])]
+    written = [{"b": TensorEntry(torch.bfloat16, (7, 2), (rows,))} for rows in ranges]
+    written[0]["a"] = scalar = TensorEntry(torch.float32, (), (RowRange(rank_file(0), 0, 1),))
+    whole = TensorEntry(torch.bfloat16, (7, 2), (ranges[1], ranges[2], ranges[0]))
+    found = joined(written)
+    assert found == {"a": scalar, "b": whole} and list(found) == ["a", "b"] and scalar.rows == 1
 
 
 def test_room_for_exactly_one_checkpoint_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

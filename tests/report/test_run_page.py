@@ -264,7 +264,9 @@ def test_a_wrong_command_line(words: list[str], said: str, tmp_path: Path) -> No
 
 
 def test_the_command_is_light() -> None:
-    code = "import sys, llava_fsdp.report; print([m for m in ('torch', 'transformers', 'hydra') if m in sys.modules])"
+    code = (
+        "import sys, llava_fsdp.report.main; print([m for m in ('torch', 'transformers', 'hydra') if m in sys.modules])"
+    )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == "[]\n"
 

@@ -18,7 +18,7 @@ from llava_fsdp.runtime import launch, run_dir, status_file
 from llava_fsdp.runtime.errors import ENDINGS, ExitCode, FolderInUse
 from llava_fsdp.runtime.run_dir import claimed, is_others
 from llava_fsdp.runtime.status_file import Outcome, first_failure, put_status, read_status, settled, write_ending
-from llava_fsdp.runtime.watchdog import Life, fresh
+from llava_fsdp.runtime.watchdog import Watchdog, fresh
 
 HOLDER = """
     import os, sys, time
@@ -234,10 +234,10 @@ def test_a_run_that_was_killed_is_told_from_one_that_goes_on(tmp_path: Path) -> 
 
 def test_a_start_without_a_step_keeps_what_the_run_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def start(how: str, steps: int, reason: str = "") -> None:
-        with claimed(tmp_path, 0), Life(tmp_path, 0) as life:
+        with claimed(tmp_path, 0), Watchdog(tmp_path, 0) as watchdog:
             assert (read_status(tmp_path) or {})["status"] == "running"
             for _ in range(steps):
-                life.step_done()
+                watchdog.step_done()
         ended(how, reason)
 
     def ended(how: str, reason: str = "") -> None:

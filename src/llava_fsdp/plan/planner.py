@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, Config, OffloadMode, Strategy
-from llava_fsdp.distributed.memory import Bytes, bytes_per_rank, storage_per_rank
+from llava_fsdp.distributed.memory import Bytes, bytes_per_rank
 from llava_fsdp.distributed.mesh import mesh_shape
 from llava_fsdp.distributed.parallelize import units_of_blocks, weights_of
 from llava_fsdp.distributed.precision import DTYPES
@@ -183,7 +183,7 @@ class Planner:
         args = self.weights, strategy, precision, world_size, shard_size, rank, offload
         at_rest = bytes_per_rank(*args)
         ledger = self.simulate(choice, ranks, micros, between, rank)
-        host, disk = self.off_device(offload, SHARD_PLANS[strategy], storage_per_rank(*args))
+        host, disk = self.off_device(offload, SHARD_PLANS[strategy], bytes_per_rank(*args, padded=True))
         if self.offloads_activations(choice):
             passes = self.passes(ActivationCheckpointing.full, micros, between)
             host += max(sum(inputs_of_blocks(one).values()) for one in passes)
@@ -258,9 +258,8 @@ class Planner:
     ) -> Ledger:
         precision, plan = self.cfg.precision, SHARD_PLANS[choice.strategy]
         world_size, shard_size = ranks.world_size, ranks.shard_size
-        stored = storage_per_rank(
-            self.weights, choice.strategy, precision, world_size, shard_size, rank, choice.offload
-        )
+        args = self.weights, choice.strategy, precision, world_size, shard_size, rank, choice.offload
+        stored = bytes_per_rank(*args, padded=True)
         states = self.on_device(choice.offload, plan, stored, self.buffer_bytes + self.input_bytes(micros))
         if world_size == 1 and not choice.offload.moves_weights:
             return simulate_unsharded_step(passes, states)

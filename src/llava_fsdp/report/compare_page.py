@@ -1,7 +1,8 @@
 """The page of several runs: their curves in common charts, their results, and the keys in which they differ."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from html import escape
 from typing import Any
 
@@ -9,7 +10,7 @@ from llava_fsdp.config.tree import written
 from llava_fsdp.report.downsample import Point
 from llava_fsdp.report.html import heading, section, table, whole_page
 from llava_fsdp.report.results import columns, results_of
-from llava_fsdp.report.run_charts import charts_or_none, in_gib, values_of
+from llava_fsdp.report.run_charts import CURVES, figures, points_of, values_of
 from llava_fsdp.report.run_reader import Run
 from llava_fsdp.report.svg import Chart, Line, points_each
 from llava_fsdp.runtime.humanize import moment
@@ -18,23 +19,13 @@ MOST_DRAWN = 64
 """Runs with curves; the tables have all."""
 IGNORED = ("output_dir", "track.name")
 """Keys that no two runs share."""
-CURVES = {
-    "loss": ("Loss", "a label token"),
-    "lr": ("Learning rate", ""),
-    "grad_norm": ("Gradient norm", ""),
-    "tokens_per_second": ("Tokens a second", "all ranks"),
-    "mfu": ("MFU", "of the peak"),
-    "seconds": ("Time of a step", "seconds, rank 0"),
-    "data_seconds": ("Waiting for data", "seconds a step, rank 0"),
-    "peak_memory_bytes": ("Peak memory", "GiB, rank 0"),
-}
 
 
 def comparison_page(runs: list[Run]) -> str:
     parts = [
         heading(f"{len(runs):,} runs", f"As of {moment(time.time())}."),
         section("Results", results_table(runs)),
-        charts_or_none(charts(runs[:MOST_DRAWN])) or "",
+        figures(charts(runs[:MOST_DRAWN])),
     ]
     if len(runs) > MOST_DRAWN:
         parts.append(f"<p class='note'>Drawn are the first {MOST_DRAWN} runs.</p>")
@@ -43,8 +34,7 @@ def comparison_page(runs: list[Run]) -> str:
 
 def results_table(runs: list[Run]) -> str:
     """Results of all runs; the one with the lowest value of a sweep's metric is marked best."""
-    least = min((run.value for run in runs if run.value is not None), default=None)
-    best = next((run for run in runs if run.value == least), None) if least is not None else None
+    best = min((run for run in runs if run.value is not None), key=lambda run: run.value or 0.0, default=None)
     shown = columns([results_of(run) for run in runs])
     rows = (
         [run.name, f"{run.state}, best" if run is best else run.state, *(texts[place] for texts in shown.values())]
@@ -54,28 +44,20 @@ def results_table(runs: list[Run]) -> str:
 
 
 def charts(runs: list[Run]) -> Iterator[Chart]:
-    shown = [key for key in CURVES if any(len(run.history.curves.get(key, ())) for run in runs)]
-    most = points_each(len(runs) * (len(shown) + 2))
-
-    def overlaid(points: Callable[[Run], list[Point]], dots: bool = False) -> list[Line]:
-        return [Line(run.name, points(run), number, dots) for number, run in enumerate(runs)]
-
-    for key in shown:
-        title, unit = CURVES[key]
-        is_rate = key == "lr"
-        lines = overlaid(lambda run, key=key: means(run, key, most))
-        yield Chart(title, lines, unit, "", not is_rate, not is_rate, wide=key == "loss", share=key == "mfu")
+    """A chart of every curve, with a line for each run, without bands: they would cover other runs' curves."""
+    curves = [(chart, names, key) for chart, names in CURVES for key in names]
+    most = points_each(len(runs) * (len(curves) + 2))
+    for chart, names, key in curves:
+        lines = []
+        for number, run in enumerate(runs):
+            points = [Point(p.step, p.mean, p.mean, p.mean) for p in points_of(run, key, most)]
+            lines.append(Line(run.name, points, number))
+        title = chart.title if len(names) == 1 else f"{chart.title}: {names[key]}"
+        yield replace(chart, title=title, lines=lines)
     for key in ("loss", "score"):
-        lines = overlaid(lambda run, key=key: values_of(run.validations, lambda row: row.get(key)), dots=True)
+        points = [values_of(run.validations, lambda row, key=key: row.get(key)) for run in runs]
+        lines = [Line(run.name, own, n, True) for n, (run, own) in enumerate(zip(runs, points, strict=True))]
         yield Chart(f"Validation {key}", lines)
-
-
-def means(run: Run, key: str, most: int) -> list[Point]:
-    """A curve without its bands, which would cover other runs' curves."""
-    curve = run.history.curves.get(key)
-    points = curve.points(most) if curve is not None else []
-    points = in_gib(points) if key == "peak_memory_bytes" else points
-    return [Point(point.step, point.mean, point.mean, point.mean) for point in points]
 
 
 def differences(runs: list[Run]) -> Iterator[str]:

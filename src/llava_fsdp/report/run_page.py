@@ -5,7 +5,7 @@ from html import escape
 
 from llava_fsdp.report.html import shortened, whole_page
 from llava_fsdp.report.results import results_of
-from llava_fsdp.report.run_charts import charts_of, charts_or_none
+from llava_fsdp.report.run_charts import charts_of, figures
 from llava_fsdp.report.run_reader import Run
 from llava_fsdp.report.run_tables import Thumbnail, answers, history_tables, settings
 from llava_fsdp.report.svg import short_text
@@ -13,7 +13,7 @@ from llava_fsdp.runtime.humanize import duration, moment, readable
 
 
 def report_page(run: Run, thumbnail: Thumbnail) -> str:
-    charts = charts_or_none(charts_of(run)) or "<p>No step has been taken yet.</p>\n"
+    charts = figures(charts_of(run)) or "<p>No step has been taken yet.</p>\n"
     parts = [header(run), tiles(run), charts, *answers(run, thumbnail), *settings(run), *history_tables(run)]
     return whole_page(f"{run.name} · {run.state}", "".join(parts))
 

@@ -27,6 +27,8 @@ RARE = 3
 """Percent of the bands that may lie outside of a chart: a spike of one step would flatten everything else."""
 MOST_LABELS = 16
 """Bars that have their label below them."""
+WIDEST_BAR = 90
+"""Pixels."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Line:
 @dataclass(frozen=True)
 class Chart:
     title: str
-    lines: list[Line]
+    lines: list[Line] = field(default_factory=list)
     unit: str = ""
     note: str = ""
     smooths: bool = False
@@ -101,10 +103,11 @@ def draw_bars(title: str, unit: str, bars: Sequence[Bar], names: Sequence[str] =
     scale = Scale(0, len(bars), 0, longest * 1.1, WIDE_WIDTH, WIDE_HEIGHT)
     body, every = grid(scale), -(-len(bars) // MOST_LABELS)
     for place, bar in enumerate(bars):
-        width = (scale.x(1) - scale.x(0)) * 0.9 / (1 if stacked else len(bar.values))
+        middle, beside = scale.x(place + 0.5), 1 if stacked else len(bar.values)
+        width = min(WIDEST_BAR, (scale.x(1) - scale.x(0)) * 0.9 / beside)
         low = 0.0
         for number, (value, text) in enumerate(zip(bar.values, bar.texts, strict=True)):
-            x = scale.x(place + 0.05) + (0 if stacked else width * number)
+            x = middle + width * ((0 if stacked else number) - beside / 2)
             y, bottom = scale.y(low + value), scale.y(low)
             low += value if stacked else 0
             body.append(
@@ -112,9 +115,8 @@ def draw_bars(title: str, unit: str, bars: Sequence[Bar], names: Sequence[str] =
                 f"height='{bottom - y:.1f}'><title>{escape(text)}</title></rect>"
             )
         if place % every == 0:
-            x = scale.x(place + 0.5)
-            body.append(text_at(x, scale.height - 6, bar.label, "middle"))
-            body += [text_at(x, scale.y(sum(bar.values)) - 4, bar.sum, "middle")] if bar.sum else []
+            body.append(text_at(middle, scale.height - 6, bar.label, "middle"))
+            body += [text_at(middle, scale.y(sum(bar.values)) - 4, bar.sum, "middle")] if bar.sum else []
     return figure("wide", title, unit, scale, body, [(name, colour_class(n)) for n, name in enumerate(names)])
 
 

@@ -5,8 +5,6 @@ what counts is for how long a file has not changed, or has stayed behind.
 """
 
 import json
-import os
-import socket
 import time
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -65,10 +63,6 @@ class Beat:
     @property
     def name(self) -> str:
         return f"rank {self.rank} (process {self.pid} on {self.host})"
-
-
-def make_beat(rank: int, step: int, phase: Phase, work: int, detail: str, count: int) -> Beat:
-    return Beat(rank, socket.gethostname(), os.getpid(), step, phase.value, work, detail, count)
 
 
 def put_beat(folder: Path, beat: Beat) -> None:

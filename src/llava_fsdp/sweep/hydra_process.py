@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 import hydra
 from omegaconf import DictConfig
@@ -74,19 +73,14 @@ def end(jobs: list[Job], succeeded: bool, was_stopped: bool, errors: str) -> Non
     """Exit with the code of the first job that failed; 75 where the same command continues what was stopped."""
     failed = [job.exit_code for job in jobs if job.exit_code not in (ExitCode.DONE, ExitCode.STOPPED)]
     if failed:
-        leave(failed[0])
+        sys.exit(failed[0])
     if was_stopped or any(job.exit_code == ExitCode.STOPPED for job in jobs):
-        leave(ExitCode.STOPPED, "stopped; the same command with the same hydra.sweep.dir continues")
+        log().error("stopped; the same command with the same hydra.sweep.dir continues")
+        sys.exit(ExitCode.STOPPED)
     if not succeeded:  # before the first job, between two, or in the launcher
-        if not jobs and "Traceback" not in errors:
-            leave(ExitCode.USER, f"ConfigError: {shorten(errors, SweepConfig)}")
-        leave(ExitCode.BUG, errors)
-
-
-def leave(code: int, message: str = "") -> NoReturn:
-    if message:
-        log().error("%s", message)
-    sys.exit(code)
+        is_mistake = not jobs and "Traceback" not in errors
+        log().error("%s", f"ConfigError: {shorten(errors, SweepConfig)}" if is_mistake else errors)
+        sys.exit(ExitCode.USER if is_mistake else ExitCode.BUG)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from llava_fsdp.sweep.stop import StopRequest, ignore_signals
 from llava_fsdp.sweep.torchrun import LOG_FILE, JobFailed, run_torchrun
 
 RUNNING = "running"
-VALIDATES = "set val.every and name what to validate on"
 
 
 @dataclass(kw_only=True)
@@ -96,12 +95,15 @@ def run_job(node: DictConfig, stop: StopRequest) -> Job:
         setup_logging()
     settings = HydraConfig.get()
     is_sweep = settings.mode == RunMode.MULTIRUN
-    number = settings.job.num if is_sweep else 0
     folder = Path(settings.runtime.output_dir if is_sweep else str(node.output_dir))
     private = node.get("private") is not False  # another value is refused by load() below
     make_job_folder(folder, private, is_sweep)
-    overrides = list(settings.overrides.task)
-    job = Job(number=number, overrides=overrides, folder=os.path.relpath(folder), private=private)
+    job = Job(
+        number=settings.job.num if is_sweep else 0,
+        overrides=list(settings.overrides.task),
+        folder=os.path.relpath(folder),
+        private=private,
+    )
     job.write()
     if not stop.is_main():
         ignore_signals()
@@ -114,7 +116,11 @@ def run_job(node: DictConfig, stop: StopRequest) -> Job:
         job.numbers = read_results(folder, job.last_steps)
         job.value = value_of(job.numbers, config.sweep.metric)
         if job.value is None:
-            raise JobFailed(f"the run finished, but {folder} has {missing(config.sweep.metric)}", took_steps=True)
+            raise JobFailed(
+                f"the run finished, but {folder} has no {job.metric}, which sweep.metric={job.metric} needs; "
+                "val_loss and val_score need val.every and records to validate on",
+                took_steps=True,
+            )
         job.status, job.exit_code = "done", ExitCode.DONE
     except LlavaFsdpError as error:
         record_failure(job, error, stop.level() > 0)
@@ -126,9 +132,8 @@ def run_job(node: DictConfig, stop: StopRequest) -> Job:
 
 def value_of(results: Results, metric: SweepMetric) -> float | None:
     """The value that a sweeper minimises; None where the run has no such result."""
-    if metric is SweepMetric.val_score:
-        return None if results.val_score is None else -results.val_score
-    return results.loss if metric is SweepMetric.loss else results.val_loss
+    value = getattr(results, metric.value)
+    return -value if metric is SweepMetric.val_score and value is not None else value
 
 
 def make_job_folder(folder: Path, private: bool, is_sweep: bool) -> None:
@@ -169,7 +174,8 @@ def train(config: SweepConfig, job: Job, level: Callable[[], int]) -> None:
     with locked(devices, count, name, level) as (taken, locks):
         if level():
             raise JobFailed("stopped before it began")
-        command = train_command(config, job.overrides, folder, config_folders())
+        folders = [s.path for s in HydraConfig.get().runtime.config_sources if s.provider == "command-line"]
+        command = train_command(config, job.overrides, folder, folders)
         job.command, job.devices = shlex.join(command), [device.name for device in taken]
         job.write()
         on = f" on GPUs {','.join(job.devices)}" if taken else ""
@@ -180,24 +186,12 @@ def train(config: SweepConfig, job: Job, level: Callable[[], int]) -> None:
 
 def report_end(job: Job) -> None:
     if job.is_done:
-        log().info("job %d: done in %.0f s, %s", job.number, job.seconds, shown_value(job))
+        text = f"{job.metric.replace('_', ' ')} {getattr(job.numbers, job.metric):.4f}"
+        log().info("job %d: done in %.0f s, %s", job.number, job.seconds, text)
         return
     hint = f"\n  command: {job.command}\n  log: {job.folder}/{LOG_FILE}" if job.command else ""
     end = "stopped" if job.exit_code == ExitCode.STOPPED else "failed"
     log().error("job %d: %s after %.0f s (%s): %s%s", job.number, end, job.seconds, job.status, job.reason, hint)
-
-
-def shown_value(job: Job) -> str:
-    """The result that the sweep compares, by the name it has in the table."""
-    name = job.metric.replace("_", " ")
-    return f"{name} {job.numbers.val_score if job.metric == SweepMetric.val_score.value else job.value:.4f}"
-
-
-def missing(metric: SweepMetric) -> str:
-    if metric is SweepMetric.loss:
-        return "no step with a loss in metrics.jsonl"
-    what = "loss" if metric is SweepMetric.val_loss else "score"
-    return f"no validation {what} in validation.jsonl, which sweep.metric={metric.value} needs: {VALIDATES}"
 
 
 def check_job(config: SweepConfig, overrides: list[str], is_sweep: bool) -> None:
@@ -221,13 +215,12 @@ def check_job(config: SweepConfig, overrides: list[str], is_sweep: bool) -> None
         )
 
 
-def config_folders() -> list[str]:
-    """Folders of `--config-dir`."""
-    return [s.path for s in HydraConfig.get().runtime.config_sources if s.provider == "command-line"]
-
-
 def train_command(config: SweepConfig, overrides: list[str], folder: Path, config_folders: list[str]) -> list[str]:
-    """The torchrun of one job: its overrides without the sweep's keys, and its output folder."""
+    """The torchrun of one job: its overrides without the sweep's keys, and its output folder.
+
+    Args:
+        config_folders: of `--config-dir`.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(config.launch.nproc_per_node), "-m", "llava_fsdp.train"]
     for path in config_folders:

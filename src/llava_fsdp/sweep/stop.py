@@ -44,14 +44,11 @@ class StopRequest:
     def is_abandoned(self) -> bool:
         """Whether the process that runs Hydra is gone, as far as this machine can tell."""
         host, pid = self.main
-        if host != socket.gethostname():
-            return False
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        except OSError:
-            return False
+        with contextlib.suppress(PermissionError):
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                return host == socket.gethostname()
         return False
 
     def level(self) -> int:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from llava_fsdp.checkpoint.commit import Beside
+from llava_fsdp.checkpoint.commit import AdapterFolder
 from llava_fsdp.checkpoint.reader import saved_weights
 from llava_fsdp.checkpoint.verify import Checkpoint
 from llava_fsdp.config import Config, DType, FolderFormat, LinearKind, Quantizer
@@ -235,13 +235,13 @@ def writer_of(state: TrainState, cfg: Config) -> AdapterWriter:
     )
 
 
-def in_checkpoints(state: TrainState, cfg: Config) -> Beside | None:
+def in_checkpoints(state: TrainState, cfg: Config) -> AdapterFolder | None:
     """The writer of the adapter folder in each checkpoint; None without adapters and on other ranks. A collective."""
 
     if not cfg.model.lora.enabled:
         return None
 
-    def prepare() -> Beside | None:
+    def prepare() -> AdapterFolder | None:
         if dist.is_initialized() and dist.get_rank() > 0:
             return None
         writer, trained = writer_of(state, cfg), state.masters.named
@@ -254,7 +254,7 @@ def in_checkpoints(state: TrainState, cfg: Config) -> Beside | None:
             writer.write(folder, {n: tensors[n] for n in along}, history(run, cfg.stage.name, step, cfg.model.train))
 
         shapes = {n: Held(p.detach()) if (p := trained.get(n)) is not None else frozen[n] for n in along}
-        return Beside(writer.nbytes(shapes), write)
+        return AdapterFolder(writer.nbytes(shapes), write)
 
     return on_all_ranks(prepare, "folders of adapters cannot be prepared")
 

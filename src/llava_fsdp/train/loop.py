@@ -20,7 +20,7 @@ from llava_fsdp.runtime.errors import Stopped
 from llava_fsdp.runtime.heartbeat import Phase
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.seeds import derive
-from llava_fsdp.runtime.watchdog import Life
+from llava_fsdp.runtime.watchdog import Watchdog
 from llava_fsdp.train.gc_schedule import collected_by_plan
 from llava_fsdp.train.profiler import Unrecorded
 from llava_fsdp.train.state import StepResult, TrainState
@@ -32,7 +32,7 @@ def fit(
     cfg: Config,
     after_step: Callable[[StepResult], None],
     between_steps: Callable[[], None] = lambda: None,
-    life: Life | None = None,
+    watchdog: Watchdog | None = None,
     recorder: Unrecorded | None = None,
 ) -> None:
     """Train to the last step.
@@ -45,33 +45,32 @@ def fit(
     """
     state.model.train()
     started = time.perf_counter()
-    life, recorder = life or Life(), recorder or Unrecorded()
-    life.at(Phase.DATA, state.step)
+    watchdog, recorder = watchdog or Watchdog(), recorder or Unrecorded()
+    watchdog.at(Phase.DATA, state.step)
     if state.compilations is not None and state.step < state.loader.total_steps:
         log().info("compiling the language model's blocks: the first steps take much longer than those behind them")
-    steps = state.loader.prepared(state.step, life.wants_stop)  # a name keeps its workers alive for check_workers
+    steps = state.loader.prepared(state.step, watchdog.wants_stop)  # a name keeps its workers alive for check_workers
     try:
         with collected_by_plan(cfg.gc_every) as collect:
             for step in recorder.steps(steps):
                 waited = time.perf_counter() - started
-                life.at(Phase.AGREEING)
+                watchdog.at(Phase.AGREEING)
                 between_steps()
                 assert step is not None, "between_steps raises on every rank when one of them was asked to stop"
-                life.at(Phase.COMPUTE)
-                result = train_step(state, state.loader.agree(step), plan, cfg, started, life, recorder)
-                life.at(
-                    Phase.REPORT, state.step
-                )  # counts as progress into the next step: a rank that hangs here is late
+                watchdog.at(Phase.COMPUTE)
+                result = train_step(state, state.loader.agree(step), plan, cfg, started, watchdog, recorder)
+                # counts as progress into the next step: a rank that hangs here is late
+                watchdog.at(Phase.REPORT, state.step)
                 after_step(replace(result, data_seconds=waited))
                 collect(state.step)
-                life.at(Phase.DATA)
+                watchdog.at(Phase.DATA)
                 started = time.perf_counter()
     except RuntimeError as error:  # the DataLoader's signal handler raises it anywhere when a worker dies
         state.loader.check_workers()
-        if is_of_compiler(error) and life.was_asked():  # the signal to stop has ended the C++ compiler too
+        if is_of_compiler(error) and watchdog.wants_stop_soon():  # the signal to stop has ended the C++ compiler too
             raise Stopped(
-                f"{life.stop}: stopped in step {state.step + 1}, while it compiled; the same command continues from "
-                "the last checkpoint"
+                f"{watchdog.stop}: stopped in step {state.step + 1}, while it compiled; the same command continues "
+                "from the last checkpoint"
             ) from error
         raise
 
@@ -82,7 +81,7 @@ def train_step(
     plan: ShardPlan,
     cfg: Config,
     started: float,
-    life: Life | None = None,
+    watchdog: Watchdog | None = None,
     recorder: Unrecorded | None = None,
 ) -> StepResult:
     """Run one optimizer step, or skip the update where the loss or the gradients' norm is not finite.
@@ -113,8 +112,8 @@ def train_step(
         values = summed(loss_sum.clone()), loss_sum, norm.to(loss_sum.device), *sources.summed().unbind()
         loss, own_loss, grad_norm, *source_sums = torch.stack(values).tolist()
     is_finite = math.isfinite(grad_norm) and math.isfinite(loss)  # the same on every rank: both are sums over all
-    if life is not None:
-        life.at(Phase.OPTIMIZER)
+    if watchdog is not None:
+        watchdog.at(Phase.OPTIMIZER)
     update_or_skip(state, is_finite, recorder)
     state.step += 1
     state.samples += step.facts.samples

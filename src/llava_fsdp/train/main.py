@@ -33,7 +33,7 @@ from llava_fsdp.runtime.os_errors import why
 from llava_fsdp.runtime.run_dir import FOLDER, claimed, restored_umask
 from llava_fsdp.runtime.run_dir_watch import Hold
 from llava_fsdp.runtime.status_file import Outcome, last_word, write_ending
-from llava_fsdp.runtime.watchdog import Life
+from llava_fsdp.runtime.watchdog import Run, Watchdog
 from llava_fsdp.train import final_export
 from llava_fsdp.train.build_state import build_state, open_data
 from llava_fsdp.train.dry_run import dry_run
@@ -45,36 +45,56 @@ from llava_fsdp.train.replica_check import check_replicas
 from llava_fsdp.train.resume import check_settings, continues, resume
 from llava_fsdp.train.same_software import check_same_software
 from llava_fsdp.train.save_and_stop import Keeper, open_saver
-from llava_fsdp.train.state import StepResult
+from llava_fsdp.train.state import StepResult, TrainState
 from llava_fsdp.train.trackers import check_installed
 from llava_fsdp.train.validation import open_validation
 
 
 @dataclass
-class AtEnd:
-    """Holds the function that shows how the run ended; None until the run is about to take its first step."""
+class RunParts(Run):
+    """Parts of a run, None before they exist. The watchdog and the end of the process ask for them."""
 
-    show: Callable[[], None] | None = None
+    folder: Path = Path()
+    hold: Hold | None = None
+    count_collectives: Callable[[], int] = int
+    state: TrainState | None = None
+    reporter: Reporter | None = None
+
+    def check_folder(self) -> None:
+        if self.hold is not None:
+            self.hold.look()
+
+    def collectives(self) -> int:
+        return self.count_collectives()
+
+    def data_position(self) -> str:
+        return self.state.loader.watch.late(self.state.step) if self.state is not None else ""
+
+    def last_words(self) -> None:
+        if self.reporter is not None:
+            self.reporter.last_words()
+        elif ranks.own_rank() == 0:
+            rewrite_page(self.folder)
 
 
 def main() -> None:
-    at_end = AtEnd()
+    parts = RunParts()
 
     def on_exit(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
         first = write_ending(folder, outcome)
         with last_word(folder / REPORT_FILE):
-            if at_end.show is not None:
-                at_end.show()
+            if parts.reporter is not None:
+                parts.reporter.end()
             elif ranks.own_rank() == 0:
                 rewrite_page(folder)
         return first
 
-    cli.run("train", Config, partial(train, at_end=at_end), on_exit)
+    cli.run("train", Config, partial(train, parts=parts), on_exit)
 
 
-def train(cfg: Config, at_end: AtEnd | None = None) -> None:
+def train(cfg: Config, parts: RunParts | None = None) -> None:
     """Train one run from its configuration to its export."""
-    at_end = at_end or AtEnd()
+    parts = parts or RunParts()
     if cfg.dry_run is not None:
         return dry_run(cfg)
     if cfg.format is Format.json:
@@ -83,26 +103,23 @@ def train(cfg: Config, at_end: AtEnd | None = None) -> None:
     check_installed(cfg.track)
     check_settings(cfg)
     folder, rank = Path(cfg.output_dir), ranks.own_rank()
+    parts.folder = folder
     with (
         claimed(folder, rank, cfg.private) as lock,
         restored_umask(),
-        Life(folder, rank, cfg.comm.init_timeout, cfg.comm.warn_after) as life,
+        Watchdog(folder, rank, cfg.comm.init_timeout, cfg.comm.warn_after, parts) as watchdog,
         distributed(cfg) as world,
-        life.among(ranks.meet()),
+        watchdog.among(ranks.meet()),
         clear_memory_errors(cfg, world.device),
     ):
-        hold = Hold(folder, lock, cfg.private) if lock is not None else None
-        if hold is not None:
-            life.look = hold.look
-        if world.is_first:
-            life.last_words = partial(rewrite_page, folder)
+        parts.hold = Hold(folder, lock, cfg.private) if lock is not None else None
         check_same_software(cfg, world.device, gather_lists)
         check_same_settings(cfg, gather_lists)
         cfg = settle_auto(cfg, world)
         plan = SHARD_PLANS[cfg.sharding.strategy]
         mesh = make_mesh(world, plan, cfg)
-        life.work = ranks.num_collectives(mesh)
-        state = build_state(cfg, world, plan, mesh)
+        parts.count_collectives = ranks.num_collectives(mesh)
+        state = parts.state = build_state(cfg, world, plan, mesh)
         if cfg.private:  # not before: the dataset's index is for everybody who may read the dataset
             os.umask(0o077)
         last_step = state.loader.total_steps
@@ -117,31 +134,29 @@ def train(cfg: Config, at_end: AtEnd | None = None) -> None:
         saver = open_saver(state, cfg, resumed, folder_of_adapters) if state.step < last_step else None
         left_out = state.loader.steps.records.left_out()
         told = state.utilization, state.run, state.about
-        reporter = Reporter(cfg, state.step, last_step, world.is_first, left_out, *told)
-        at_end.show, life.last_words = reporter.end, reporter.last_words
+        reporter = parts.reporter = Reporter(cfg, state.step, last_step, world.is_first, left_out, *told)
 
         recorder = open_recorder(cfg, world.rank, world.device, state.step, last_step)
-        keeper = Keeper(state, saver, cfg, last_step, life, hold)
-        validation = open_validation(state, cfg, last_step, life, keeper.between_steps, reporter.note)
-        life.detail = lambda: state.loader.watch.late(state.step)
+        keeper = Keeper(state, saver, cfg, last_step, watchdog, parts.hold)
+        validation = open_validation(state, cfg, last_step, watchdog, keeper.between_steps, reporter.note)
         first_step = state.step
 
         def after_step(result: StepResult) -> None:
-            life.step_done()
+            watchdog.step_done()
             if keeper.loss() is None:  # a lost folder may belong to another run now
                 reporter(result)
             keeper.after_step(result)
             if state.step == first_step + 1:  # weights are loaded and kernels compiled
                 ranks.shorten_timeout(mesh, cfg.comm.timeout)
-                life.limit = cfg.comm.timeout
+                watchdog.limit = cfg.comm.timeout
             validation.after_step()
 
-        with life.steps():
+        with watchdog.steps():
             validation.catch_up()
-            fit(state, plan, cfg, after_step, keeper.between_steps, life, recorder)
+            fit(state, plan, cfg, after_step, keeper.between_steps, watchdog, recorder)
             keeper.close()
         reporter.close()
-        life.at(Phase.EXPORT)
+        watchdog.at(Phase.EXPORT)
         with keeper.explained():
             if cfg.export.enabled and not final_export.is_current(state, cfg):
                 log().info("exported to %s", final_export.export(state, cfg, world.is_first))

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from llava_fsdp.checkpoint.manifest import BESIDE, MANIFEST_FILE, STATE_FILE
+from llava_fsdp.checkpoint.manifest import ADAPTER_FOLDER, MANIFEST_FILE, STATE_FILE
 from llava_fsdp.checkpoint.reader import load
 from llava_fsdp.checkpoint.retention import leave_branch, set_aside
 from llava_fsdp.checkpoint.verify import Checkpoint, newest_together, verify_together
@@ -78,7 +78,7 @@ def wish_of(cfg: Config) -> str:
 
 def start_over(output: Path) -> None:
     left = (
-        FOLDER, "export", BESIDE, "metrics.jsonl", "skipped_records.jsonl", "validation.jsonl", "starts.jsonl",
+        FOLDER, "export", ADAPTER_FOLDER, "metrics.jsonl", "skipped_records.jsonl", "validation.jsonl", "starts.jsonl",
         "report.html", "tensorboard",
     )  # fmt: skip
     set_aside(output, [output / name for name in left])

@@ -28,7 +28,7 @@ from llava_fsdp.runtime.heartbeat import Phase
 from llava_fsdp.runtime.jsonl import Rows
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.os_errors import why
-from llava_fsdp.runtime.watchdog import Life
+from llava_fsdp.runtime.watchdog import Watchdog
 from llava_fsdp.train.metrics import cut_back, finite, rows_of
 from llava_fsdp.train.state import TrainState
 from llava_fsdp.train.validation_answers import Answered, Asker
@@ -68,7 +68,7 @@ class Validation(NoValidation):
         held_out: HeldOut,
         cfg: Config,
         last_step: int,
-        life: Life,
+        watchdog: Watchdog,
         pause: Callable[[], None],
         note: Callable[[str], None],
     ):
@@ -81,11 +81,11 @@ class Validation(NoValidation):
         self.held_out = held_out
         self.cfg = cfg
         self.last_step = last_step
-        self.life = life
+        self.watchdog = watchdog
         self.note = note
         self.pause_run = pause
         self.rows = Rows(Path(cfg.output_dir) / VALIDATION_FILE)
-        self.asker = Asker(state.model, held_out, cfg, life.wants_stop, self.pause)
+        self.asker = Asker(state.model, held_out, cfg, watchdog.wants_stop, self.pause)
         self.done = on_first_rank(self.begin_file, f"cannot begin {self.rows.path}")
         if held_out.questions:
             with evaluating(state.model, held_out.loader.device):
@@ -122,11 +122,11 @@ class Validation(NoValidation):
 
     def pause(self) -> None:
         self.pause_run()
-        self.life.at(Phase.VALIDATION, self.state.step)
+        self.watchdog.at(Phase.VALIDATION, self.state.step)
 
     def measure(self) -> None:
         started = time.perf_counter()
-        self.life.at(Phase.VALIDATION, self.state.step)
+        self.watchdog.at(Phase.VALIDATION, self.state.step)
         device = self.held_out.loader.device
         try:
             with evaluating(self.state.model, device):
@@ -143,7 +143,7 @@ class Validation(NoValidation):
         loader, order = self.held_out.loader, self.held_out.order
         labels = [0] * len(self.held_out.names)
         sums = torch.zeros(len(labels), dtype=torch.float64, device=loader.device)
-        steps = loader.prepared(0, self.life.wants_stop)
+        steps = loader.prepared(0, self.watchdog.wants_stop)
         for number, step in enumerate(steps):
             self.pause()
             assert step is not None, "a rank that is asked to stop stops all"
@@ -214,7 +214,7 @@ def open_validation(
     state: TrainState,
     cfg: Config,
     last_step: int,
-    life: Life,
+    watchdog: Watchdog,
     pause: Callable[[], None],
     note: Callable[[str], None],
 ) -> NoValidation:
@@ -228,4 +228,4 @@ def open_validation(
         if cfg.val.is_named and own_rank() == 0:
             log().warning("held-out records are named, and val.every=null never looks at them; set val.every=STEPS")
         return NoValidation()
-    return Validation(state, state.held_out, cfg, last_step, life, pause, note)
+    return Validation(state, state.held_out, cfg, last_step, watchdog, pause, note)
