@@ -70,7 +70,7 @@ class Llava(nn.Module):
         segments: Segments | Continued | None,
         image_positions: torch.Tensor,
         image_rows: torch.Tensor,
-        images: torch.Tensor,
+        images: torch.Tensor | None,
         seeds: tuple[torch.Tensor, torch.Tensor],
         label_positions: torch.Tensor,
         label_ids: torch.Tensor | None = None,
@@ -87,7 +87,7 @@ class Llava(nn.Module):
             image_positions: int64 [positions], into the rows laid end to end.
             image_rows: int64 [positions], into the features of all tiles laid end to end; the row behind the last is
                 the end of a line.
-            images: float32 [tiles, 3, size, size], normalised.
+            images: float32 [tiles, 3, size, size], normalised. None: no rank has any, and the tower is left out.
             seeds: int64 [samples] and int64 [tiles], what their dropout depends on; read in training, if there is any.
             label_positions: int64 [labels], into the rows laid end to end: where each label is predicted.
             label_ids: int64 [labels].
@@ -110,9 +110,15 @@ class Llava(nn.Module):
         return self.label_loss(labelled, self.lm_head.weight, label_ids, each=each)
 
     def embedded(
-        self, input_ids: torch.Tensor, image_positions: torch.Tensor, image_rows: torch.Tensor, images: torch.Tensor
+        self,
+        input_ids: torch.Tensor,
+        image_positions: torch.Tensor,
+        image_rows: torch.Tensor,
+        images: torch.Tensor | None,
     ) -> torch.Tensor:
         """What the language model reads, [rows, length, hidden]; the arguments are those of `forward`."""
+        if images is None:
+            return self.language_model.get_input_embeddings()(input_ids)
         features = self.multi_modal_projector(self.image_features(images)).flatten(0, 1)  # [tiles * tokens, hidden]
         if self.cfg.patch_merge is PatchMerge.spatial_unpad:
             features = torch.cat([features, self.image_newline[None].to(features.dtype)])

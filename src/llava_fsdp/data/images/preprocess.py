@@ -125,7 +125,9 @@ class PictureReader:
     @property
     def fingerprint(self) -> str:
         """Of everything that decides the values and the places of features, the pictures themselves apart."""
-        form = f"{self.aspect.value} {self.pixels.value} {self.merge.value}"
+        # data.pixels=fast was called lean: checkpoints of that time must still resume
+        pixels = "lean" if self.pixels is Pixels.fast else self.pixels.value
+        form = f"{self.aspect.value} {pixels} {self.merge.value}"
         return f"{self.preprocessor} {self.image_tokens} {self.sizes} {form}"
 
     @property
