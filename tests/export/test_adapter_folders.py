@@ -28,7 +28,7 @@ from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.export.adapter_folder import whole
 from llava_fsdp.export.main import export
 from llava_fsdp.export.source_model import Opened, open_source
-from llava_fsdp.export.verify_logits import CLOSE, Adapted, apart, prove_merge
+from llava_fsdp.export.verify_logits import CLOSE, Adapted, prove_merge, relative_difference
 from llava_fsdp.model.lora_files import find_adapter
 from llava_fsdp.model.lora_merge import merged
 from llava_fsdp.model.lora_names import is_adapter, without_base
@@ -102,7 +102,7 @@ def base_alone(made: Made) -> Any:
     """transformers' own language model, with the weights that the run began with: its biases were 0."""
     assert made.opened.adapter is not None
     sources = {without_base(n): t for n, t in made.opened.adapter.adapted.sources.items() if not is_adapter(n)}
-    model = AutoModelForCausalLM.from_config(made.opened.subject.model.parts.language, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(made.opened.source.model.parts.language, dtype=torch.float32)
     began = {n: torch.zeros_like(t) if n.endswith("bias") else whole(sources[ours(n)]) for n, t in named(model).items()}
     model.load_state_dict(began)
     return model.eval()
@@ -129,14 +129,14 @@ def test_peft_loads_and_merges_it_as_we_do(kind: str, made: Callable[[str], Made
     adapted = sum(isinstance(m, peft.tuners.lora.LoraLayer) for m in found.modules())
     assert adapted == 3 * 7, "every linear layer of every block, and nothing else"
     side_by_side = logits(found)
-    assert apart(before, side_by_side) > 0.01, "the adapter changes something"
+    assert relative_difference(before, side_by_side) > 0.01, "the adapter changes something"
     merged = named(found.merge_and_unload())
     for name, tensor in merged.items():
         if kind == "dora":
             torch.testing.assert_close(ours_merged[ours(name)], tensor, rtol=1e-6, atol=1e-7)
         else:
             assert torch.equal(ours_merged[ours(name)], tensor), name
-    assert apart(logits(base), side_by_side) < 1e-5
+    assert relative_difference(logits(base), side_by_side) < 1e-5
     if "biases" in kind:
         biases = [t for n, t in merged.items() if n.endswith("bias")]
         assert len(biases) == 9 and all(t.abs().max() > 0 for t in biases), "they have trained, and were loaded"
@@ -182,7 +182,7 @@ def test_merged_logits_are_those_of_base_and_adapter(kind: str, made: Callable[[
     """By peft's own layers, side by side; the bound is far above what is found."""
     opened = made(kind).opened
     assert opened.adapter is not None
-    assert prove_merge(opened.subject.model, opened.adapter.adapted) < CLOSE / 30
+    assert prove_merge(opened.source.model, opened.adapter.adapted) < CLOSE / 30
 
 
 def test_another_scale_is_not_merged(made: Callable[[str], Made]) -> None:
@@ -190,14 +190,14 @@ def test_another_scale_is_not_merged(made: Callable[[str], Made]) -> None:
     assert opened.adapter is not None
     own = opened.adapter.adapted
     with pytest.raises(ModelError, match="the merged weights' logits differ by"):
-        prove_merge(opened.subject.model, MergedTwice(own.lora, own.modules, own.sources))
+        prove_merge(opened.source.model, MergedTwice(own.lora, own.modules, own.sources))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_merged_weights_are_rounded_once(dtype: str, made: Callable[[str], Made], tmp_path: Path) -> None:
     exact = {theirs(n): whole(t) for n, t in made("plain").opened.sources.items()}
     merged = export(conversion(made("plain").adapter, tmp_path / "to", f"dtype={dtype}"))
-    rows = made("plain").opened.subject.vocabulary
+    rows = made("plain").opened.source.vocabulary
     for name, tensor in load_file(merged / "model.safetensors").items():
         assert torch.equal(tensor[:rows], exact[name].to(tensor.dtype)[:rows]), name
         assert tensor.dtype is {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
@@ -384,7 +384,10 @@ def test_logits_in_full_are_the_runs_own(made: Callable[[str], Made], dataset: P
     state.model.eval()
     with torch.no_grad():
         live = state.model(*micro.inputs[:-1])
-    assert apart(final_export.logits_in_full(state.model, {}, run.opened.adapter.adapted, micro), live) < 1e-5
+    assert (
+        relative_difference(final_export.logits_in_full(state.model, {}, run.opened.adapter.adapted, micro), live)
+        < 1e-5
+    )
 
 
 @pytest.mark.parametrize("mode", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
@@ -405,7 +408,7 @@ def test_a_quantised_run_merges_into_the_base_in_full(mode: str, dataset: Path, 
     state.model.eval()
     with torch.no_grad():
         live = state.model(*micro.inputs[:-1])
-    assert apart(final_export.logits_in_full(state.model, {}, opened.adapted, micro), live) > 10 * CLOSE
+    assert relative_difference(final_export.logits_in_full(state.model, {}, opened.adapted, micro), live) > 10 * CLOSE
 
 
 def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:

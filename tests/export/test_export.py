@@ -395,7 +395,9 @@ def test_the_proof_can_fail(form: str, llava: Path, tmp_path: Path, monkeypatch:
 
 def test_twins_are_compared(llava: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights_writer, "save_file", lambda t, f, metadata: save_file({n: -v for n, v in t.items()}, f))
-    with pytest.raises(ModelError, match=r"mm_projector\.bin and its twin differ in model\.mm_projector\.0\.bias"):
+    with pytest.raises(
+        ModelError, match=r"mm_projector\.bin and mm_projector\.safetensors differ in model\.mm_projector\.0\.bias"
+    ):
         export(conversion(llava, tmp_path / "made", "format=projector"))
 
 
@@ -407,7 +409,7 @@ def test_target(llava: Path, tmp_path: Path) -> None:
     write_json(taken / "notes.json", {})
     with pytest.raises(ConfigError, match="is not empty; give another folder, or replace it with overwrite=true"):
         export(conversion(source, taken))
-    with pytest.raises(ConfigError, match="is no model folder, so overwrite=true does not replace it"):
+    with pytest.raises(ConfigError, match="is not a model folder, so overwrite=true keeps it"):
         export(conversion(source, taken, "overwrite=true"))
     with pytest.raises(ConfigError, match="is a file; give a folder"):
         export(conversion(source, taken / "notes.json"))
@@ -515,7 +517,7 @@ def test_what_is_written_first_replaces_nothing_of_the_users(llava: Path, tmp_pa
     """`TO.tmp` may be a folder of the user's, or the very source."""
     (tmp_path / "made.tmp").mkdir()
     (tmp_path / "made.tmp" / "precious.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"made\.tmp first, which exists and is not ours"):
+    with pytest.raises(ConfigError, match=r"made\.tmp first, which exists and is not from an export"):
         export(conversion(llava, tmp_path / "made"))
     assert (tmp_path / "made.tmp" / "precious.txt").read_text() == "mine"
     shutil.copytree(llava, tmp_path / "other.tmp")
