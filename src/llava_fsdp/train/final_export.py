@@ -29,10 +29,10 @@ from llava_fsdp.export.verify_logits import (
     CLOSE_BF16,
     CLOSE_FP8,
     Adapted,
-    apart,
     compute_dtype,
     filled,
     logits,
+    relative_difference,
     reloaded_logits,
 )
 from llava_fsdp.export.weights_writer import Weights, publish_folder
@@ -194,7 +194,7 @@ def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None
         if quantised:
             ours = logits_in_full(state.model, sources, adapted, dataclasses.replace(micro, images=images))
         reloaded = reloaded_logits(staged, micro, images, DTYPES[cfg.precision.param_dtype])
-        difference = apart(reloaded[:, : ours.shape[1]], ours)
+        difference = relative_difference(reloaded[:, : ours.shape[1]], ours)
         bound = CLOSE if (cfg.export.dtype, cfg.precision.param_dtype) == (DType.fp32, DType.fp32) else CLOSE_BF16
         bound = CLOSE_FP8 if cfg.precision.linear is LinearKind.fp8 else bound
         log().info("export: logits after reloading differ by %.2g of the largest (bound %.2g)", difference, bound)
