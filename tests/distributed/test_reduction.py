@@ -1,11 +1,9 @@
 """Gradients of every row of the table are sums over micro-batches and ranks, and their norm is of the whole."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from harness import RankPool
-from small import make_config
+from small import Configure
 from torch import nn
 
 from llava_fsdp.config import Config
@@ -59,7 +57,7 @@ def reduced(world: World, cfg: Config) -> tuple[dict[str, torch.Tensor], float, 
 @pytest.mark.ranks
 @pytest.mark.parametrize("row", [plan.zero for plan in SHARD_PLANS.values()])
 def test_gradients_are_sums_over_micro_batches_and_ranks(
-    row: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+    row: str, configure: Configure, pools: dict[int, RankPool]
 ) -> None:
     plain = Stack()
     for parameter in plain.parameters():
@@ -69,7 +67,7 @@ def test_gradients_are_sums_over_micro_batches_and_ranks(
             plain(inputs(rank, micro)).backward()
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
     size = 2 if row.startswith("hybrid") else "null"
-    cfg = make_config(parts, dataset, tmp_path, f"sharding={row}", f"sharding.shard_size={size}")
+    cfg = configure(f"sharding={row}", f"sharding.shard_size={size}")
     for gradients, norm, total in pools[4].run(reduced, cfg):
         assert gradients.keys() == expected.keys() and total == 10
         for name, gradient in gradients.items():
@@ -106,11 +104,9 @@ def added_in_bf16(world: World, cfg: Config) -> torch.Tensor:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("row", [plan.zero for plan in SHARD_PLANS.values()])
-def test_gradients_in_bf16_are_added_in_fp32(
-    row: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
-) -> None:
+def test_gradients_in_bf16_are_added_in_fp32(row: str, configure: Configure, pools: dict[int, RankPool]) -> None:
     """256 + 1 is 256 in bf16, and here it is 256 and eleven times 1, over ranks and micro-batches."""
     size = 2 if row.startswith("hybrid") else "null"
-    cfg = make_config(parts, dataset, tmp_path, "precision=bf16", f"sharding={row}", f"sharding.shard_size={size}")
+    cfg = configure("precision=bf16", f"sharding={row}", f"sharding.shard_size={size}")
     for gradient in pools[4].run(added_in_bf16, cfg):
         assert torch.equal(gradient, torch.full((7, 5), 267.0))
