@@ -4,34 +4,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import CPU, RankPool, single_world
+from harness import RankPool, single_world
 from reference import EXPORTED, outcome, run_ranks
-from small import Configure, make_config
+from small import Configure
 from steps import begin
 from torch import nn
 
-from llava_fsdp.distributed.zero import SHARD_PLANS
-from llava_fsdp.train import main as train
 from llava_fsdp.train.loop import train_step
-from llava_fsdp.train.state import TrainState
 
 BF16 = ["precision=bf16", "micro_batch_size=4", "global_batch_size=16"]
 
 
-def built(parts: Path, dataset: Path, folder: Path, *values: str) -> TrainState:
-    cfg = make_config(parts, dataset, folder, *BF16, *values)
-    assert single_world().device == CPU
-    return train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
-
-
-def norms(model: nn.Module) -> dict[str, nn.Module]:
-    return {n: m for n, m in model.named_modules() if "Norm" in type(m).__name__}
-
-
-def test_norms_are_fp32_and_what_goes_between_layers_is_bf16(parts: Path, dataset: Path, tmp_path: Path) -> None:
+def test_norms_are_fp32_and_what_goes_between_layers_is_bf16(configure: Configure) -> None:
     """Of both kinds: the language model's, without a bias, and the frozen tower's, with one."""
-    model = built(parts, dataset, tmp_path).model
-    found = norms(model)
+    model = begin(single_world(), configure(*BF16))[0].model
+    found = {n: m for n, m in model.named_modules() if "Norm" in type(m).__name__}
     kept = {p for norm in found.values() for p in norm.parameters()}
     assert {n.partition(".")[0] for n in found} == {"language_model", "vision_tower"}
     assert {p.dtype for p in kept} == {torch.float32}

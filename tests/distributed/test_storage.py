@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from small import Configure
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llava_fsdp.config import Config, Strategy
+from llava_fsdp.distributed.local_shards import local
 from llava_fsdp.distributed.memory import bytes_per_rank
 from llava_fsdp.distributed.mesh import World, make_mesh
 from llava_fsdp.distributed.offload import Offload
@@ -58,12 +58,8 @@ def rank(request: pytest.FixtureRequest) -> Iterator[int]:
     dist.destroy_process_group()
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def size(tensors: list[torch.Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in map(local, tensors))
+    return sum(local(tensor).nbytes for tensor in tensors)
 
 
 def storage(tensors: list[torch.Tensor]) -> int:
