@@ -36,7 +36,7 @@ from llava_fsdp.config import Config, Normalize, config_dir, load
 from llava_fsdp.data.batching.batch import MicroBatch, Step, StepFacts
 from llava_fsdp.data.batching.collate import Collator, Row
 from llava_fsdp.data.batching.llava_samplers import modality_grouped, stretches
-from llava_fsdp.data.batching.packing import Cuts, cut_step, pack_step
+from llava_fsdp.data.batching.packing import Assignment, pack_step, split_step
 from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.distributed.mesh import World
 from llava_fsdp.distributed.zero import SHARD_PLANS
@@ -82,7 +82,7 @@ def as_they_come(lengths: list[tuple[int, bool]], rows: int) -> list[list[int]]:
 
 def by_length(lengths: list[tuple[int, bool]], rows: int) -> list[list[int]]:
     """Ours with pack=false: sorted by length."""
-    (rank,) = cut_step([n for n, _ in lengths], 1, rows)
+    (rank,) = split_step([n for n, _ in lengths], 1, rows)
     return rank
 
 
@@ -144,12 +144,12 @@ def cost(length: int) -> int:
     return round(38_856 * length + 0.7864 * length**2)
 
 
-def excess(cuts: Cuts, costs: list[int]) -> float:
+def excess(cuts: Assignment, costs: list[int]) -> float:
     totals = [sum(costs[i] for micro in rank for i in micro) for rank in cuts]
     return max(totals) / (sum(totals) / len(totals))
 
 
-def longest_first(costs: list[int], ranks: int) -> Cuts:
+def longest_first(costs: list[int], ranks: int) -> Assignment:
     """Longest processing time alone, to compare with."""
     totals, cuts = [0] * ranks, [[[]] for _ in range(ranks)]
     for sample in sorted(range(len(costs)), key=lambda i: -costs[i]):
@@ -263,12 +263,13 @@ def micro_batches(state: TrainState, cfg: Config, layout: str) -> Step:
     steps = state.loader.steps
     if layout == PACKED:
         return steps.prepare(0)
-    numbers = steps.order.samples(0)
+    numbers = steps.sampler.samples(0)
     rows: list[Row] = [steps.load(number) for number in numbers]
     facts = StepFacts(0, samples=len(rows), label_tokens=sum(s.num_labels for s, _ in rows))
-    collate = Collator(steps.pictures, Normalize.step, pack=False)
+    collate = Collator(steps.image_reader, Normalize.step, pack=False)
     lengths = [
-        (len(s.input_ids) + (PICTURE - steps.pictures.image_tokens) * bool(s.images), bool(s.images)) for s, _ in rows
+        (len(s.input_ids) + (PICTURE - steps.image_reader.image_tokens) * bool(s.images), bool(s.images))
+        for s, _ in rows
     ]
     if layout == GROUPED:  # the records were written in its order
         cut = stretches(sorted(range(len(rows)), key=lambda place: numbers[place]), ROWS)

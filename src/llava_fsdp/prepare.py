@@ -18,7 +18,7 @@ if __name__ == "__main__":  # before transformers is imported
     leave_noise_out()
 
 from llava_fsdp.config import Format, PrepareConfig
-from llava_fsdp.data.images.preprocess import PictureReader
+from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.bad_records import same_files
 from llava_fsdp.data.index.build import Plan, open_index
 from llava_fsdp.data.index.dataset import Records
@@ -66,7 +66,7 @@ def prepare(cfg: PrepareConfig) -> None:
             show(report, folder)
 
 
-def verify(cfg: PrepareConfig, encoding: tuple[Encoder, PictureReader]) -> None:
+def verify(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader]) -> None:
     """Compare the index of every dataset with its files, and say that they agree.
 
     Raises:
@@ -84,7 +84,7 @@ def verify(cfg: PrepareConfig, encoding: tuple[Encoder, PictureReader]) -> None:
         print(f"{own['records']:,} records and {own['images']:,} images are what the index {own['index']} was made of")
 
 
-def examine(cfg: PrepareConfig, encoding: tuple[Encoder, PictureReader], folder: Path) -> dict[str, Any]:
+def examine(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader], folder: Path) -> dict[str, Any]:
     """The records that `cfg.data` names; what was found goes into the folder, and is returned."""
     encoder, reader = encoding
     plan = Plan(cfg.data, encoder, reader, cfg.prepare.workers or cores())

@@ -17,6 +17,7 @@ from llava_fsdp.model.attention import (
     Kernel,
     Lengths,
     Row,
+    attention_arguments,
     check_full_attention,
     check_reaches_all_layers,
     choose_kernel,
@@ -25,7 +26,6 @@ from llava_fsdp.model.attention import (
     not_for_flash,
     refuse_other_attention,
     register_attention,
-    told,
 )
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train import main as train
@@ -85,7 +85,7 @@ def test_models_that_can_be_packed(kind: str) -> None:
     embeds, lengths = torch.randn(1, 9, SMALL["hidden_size"]), (4, 5)
     segments = torch.tensor([[*range(4), *range(5)]]), torch.tensor([0, 4, 9], dtype=torch.int32), lengths
     with torch.no_grad():
-        packed = model(inputs_embeds=embeds, use_cache=False, **told(segments)).last_hidden_state
+        packed = model(inputs_embeds=embeds, use_cache=False, **attention_arguments(segments)).last_hidden_state
         alone = [model(inputs_embeds=e, use_cache=False).last_hidden_state for e in embeds.split(lengths, dim=1)]
     torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-5, atol=1e-5)
 

@@ -12,8 +12,8 @@ import torch
 from llava_fsdp.chat.open_model import open_asked, says_no_aspect, wanted_dtype
 from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.images.anyres import NEWLINE_ROW, grid_sizes
-from llava_fsdp.data.images.check import picture_size
-from llava_fsdp.data.images.preprocess import PictureReader, read_preprocessor
+from llava_fsdp.data.images.check import read_size
+from llava_fsdp.data.images.preprocess import ImageReader, read_preprocessor
 from llava_fsdp.data.loader import normalize, pixel_table
 from llava_fsdp.data.records.record import Turn
 from llava_fsdp.data.text.constants import IMAGE_ID
@@ -72,7 +72,7 @@ class Assistant:
         self.name = checkpoint
         self.template = subject.template
         self.form: Template = template(subject.template)
-        self.reader = PictureReader(
+        self.reader = ImageReader(
             folder=None,
             preprocessor=read_preprocessor(shapes.parts.vision_folder),
             aspect=aspect if says_no_aspect(opened.folder) else subject.aspect,
@@ -176,11 +176,11 @@ class Assistant:
         """A picture file, read.
 
         Raises:
-            PictureError: it cannot be, with what is wrong as its `kind`.
+            ImageError: it cannot be, with what is wrong as its `kind`.
         """
         rows = np.arange(self.reader.image_tokens)
         if self.reader.in_tiles:
-            rows = self.reader.rows_of(picture_size(path, where))
+            rows = self.reader.rows_of(read_size(path, where))
         return Shown(next(self._numbers), self.reader.load(path, where), rows)
 
     def ids(self, turns: Sequence[Turn], pictures: Sequence[Shown], where: str) -> np.ndarray:

@@ -29,7 +29,7 @@ class Conversation:
     def add(self, path: Path, where: str) -> None:
         """
         Raises:
-            PictureError: it cannot be read; `where` begins the message.
+            ImageError: it cannot be read; `where` begins the message.
             DataError: it is no file, or there are too many already.
         """
         if not path.is_file():

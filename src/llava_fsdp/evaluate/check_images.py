@@ -6,7 +6,7 @@ from llava_fsdp.config import BadRecords, DataConfig
 from llava_fsdp.data.images.check import check_links, look_at, real
 from llava_fsdp.data.text.templates import IMAGE_TAG
 from llava_fsdp.evaluate.question import Asked
-from llava_fsdp.runtime.errors import DataError, PictureError
+from llava_fsdp.runtime.errors import DataError, ImageError
 from llava_fsdp.runtime.launch import env_rank
 from llava_fsdp.runtime.log import log
 
@@ -57,7 +57,7 @@ def problem_of(asked: Asked, cfg: DataConfig, real_folder: str) -> str | None:
     try:
         for name in asked.images:
             look(Path(cfg.images or "."), name, cfg, real_folder)
-    except PictureError as error:
+    except ImageError as error:
         return f"  {asked.where}: {error}"
     return None
 
@@ -68,4 +68,4 @@ def look(folder: Path, name: str, cfg: DataConfig, real_folder: str) -> None:
         return
     check_links(folder / name, real_folder, cfg.allow_links)
     if not (folder / name).is_file():
-        raise PictureError(f"picture {folder / name} does not exist")
+        raise ImageError(f"picture {folder / name} does not exist")

@@ -142,7 +142,9 @@ def write_answers(
     nothing = ids.new_zeros(0)
     last = torch.arange(1, rows + 1, device=ids.device) * length - 1
     for _ in range(most):
-        logits = model(ids, Continued(positions, mask, kept), *shown, (nothing, nothing), last)  # [rows, vocabulary]
+        logits = model(
+            ids, Continued(positions, mask, kept), *shown, (nothing, nothing), last, return_logits=True
+        )  # [rows, vocabulary]
         chosen = logits.argmax(-1)
         if all_done(chosen.tolist()):
             return

@@ -62,7 +62,7 @@ def kernel_for(cfg: Config, language: PretrainedConfig, device: str, bf16: bool)
     if device == "cpu":
         return choose_kernel(cfg.attention, language, torch.device("cpu"), compute)
     if cfg.attention is Attention.sdpa:
-        return Kernel(Attention.sdpa, "as asked for")
+        return Kernel(Attention.sdpa, "as configured")
     what = "flash-attn" if cfg.attention is Attention.flash else "varlen_attn"
     lack = not_for_flash(language, compute, what) if bf16 else f"{what} needs a GPU of compute capability 8.0"
     if lack is None:  # flash-attn keeps what varlen_attn does, and need not be installed here

@@ -65,7 +65,7 @@ def fit(
                 life.at(Phase.DATA)
                 started = time.perf_counter()
     except RuntimeError as error:  # the DataLoader's signal handler raises it wherever a worker's death finds us
-        state.loader.check_workers()
+        state.loader.watch.check()
         if is_of_compiler(error) and life.was_asked():  # the signal has ended the C++ compiler too
             raise Stopped(
                 f"{life.stop}: stopped in step {state.step + 1}, while it compiled; the same command continues from "
@@ -103,7 +103,7 @@ def train_step(
         with recorder.part("forward"):
             micro = state.loader.to_device(micro)
             each = sources.each()
-            loss = micro.scale * state.model(*micro.inputs, each)
+            loss = micro.scale * state.model(*micro.inputs, each=each)
             sources.add(micro, each)
         with recorder.part("backward"):
             (loss * scale).backward()

@@ -91,7 +91,7 @@ class Validation(NoValidation):
         self.done = on_first_rank(self.begin_file, f"cannot begin {self.rows.path}")
         if held_out.questions:
             with evaluating(state.model, held_out.loader.device):
-                size = held_out.loader.steps.pictures.preprocessor.size
+                size = held_out.loader.steps.image_reader.preprocessor.size
                 check_answers(state.model, held_out.loader.device, size)
 
     def begin_file(self) -> bool:
@@ -136,14 +136,14 @@ class Validation(NoValidation):
                 losses = self.losses()
                 answers = self.asker.answers()
         except RuntimeError:  # raised wherever a data worker's death finds us
-            self.held_out.loader.check_workers()
+            self.held_out.loader.watch.check()
             raise
         if own_rank() == 0:
             self.report(losses, answers, time.perf_counter() - started)
 
     def losses(self) -> list[Loss]:
         """Of each source, over all its records on all ranks. A collective."""
-        loader, order = self.held_out.loader, self.held_out.order
+        loader, sampler = self.held_out.loader, self.held_out.sampler
         labels = [0] * len(self.held_out.names)
         sums = torch.zeros(len(labels), dtype=torch.float64, device=loader.device)
         steps = loader.prepared(0, self.life.wants_stop)
@@ -151,13 +151,13 @@ class Validation(NoValidation):
             self.pause()
             assert step is not None, "a rank that is asked to stop stops all"
             step = loader.agree(step)
-            source = order.source(number)
+            source = sampler.source(number)
             for micro in step.micro_batches:
                 sums[source] += self.state.model(*loader.to_device(micro).inputs)
             labels[source] += step.facts.label_tokens
-            for left_out in step.facts.left_out if own_rank() == 0 else ():
+            for left_out in step.facts.skipped if own_rank() == 0 else ():
                 log().warning("the validation goes without %s", left_out.reason)
-            self.note(f"validating: {number + 1} of {order.per_epoch}")
+            self.note(f"validating: {number + 1} of {sampler.per_epoch}")
         if dist.is_initialized():
             dist.all_reduce(sums)
         return [Loss(total, count) for total, count in zip(sums.tolist(), labels, strict=True)]
@@ -194,7 +194,7 @@ def shown(asked: HeldOutQuestion, answered: Answered) -> dict[str, Any]:
         "answer": answered.text,
         "references": [asked.reference],
         "score": answered.score,
-        "picture": str(asked.pictures[0].absolute()) if asked.pictures else None,
+        "picture": str(asked.images[0].absolute()) if asked.images else None,
     }
 
 

@@ -19,7 +19,7 @@ from llava_fsdp.distributed.mesh import gather_lists
 from llava_fsdp.evaluate.scoring import exact_match, vqa_accuracy
 from llava_fsdp.model.generation import write_answers
 from llava_fsdp.model.llava import Llava
-from llava_fsdp.runtime.errors import PictureError
+from llava_fsdp.runtime.errors import ImageError
 from llava_fsdp.runtime.log import log
 
 SCORES = {Metric.exact: exact_match, Metric.vqa: vqa_accuracy}
@@ -80,7 +80,7 @@ class Asker:
         """On every rank those of all, in the order of the questions. A collective.
 
         Raises:
-            PictureError: a picture cannot be read any more, and `data.bad_records=fail`.
+            ImageError: a picture cannot be read any more, and `data.bad_records=fail`.
         """
         if not self.questions:
             return []
@@ -123,8 +123,8 @@ class Asker:
     def read(self, asked: HeldOutQuestion) -> Row | None:
         """A question and its tiles; None where a picture is broken, and `data.bad_records=skip`."""
         try:
-            return asked.sample, [self.loader.steps.pictures.load(path, asked.record) for path in asked.pictures]
-        except PictureError as error:
+            return asked.sample, [self.loader.steps.image_reader.load(path, asked.record) for path in asked.images]
+        except ImageError as error:
             if self.loader.data.bad_records is BadRecords.fail:
                 error.on_every_rank = False  # every rank reads its own
                 error.about(record=asked.record)

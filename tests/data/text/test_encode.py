@@ -330,14 +330,14 @@ def test_the_originals_cuts(tokenizer: Tokenizer) -> None:
 def test_the_original_counts_pictures_before_training(tokenizer: Tokenizer) -> None:
     """Two tags in two messages and one picture: the original would take the next record's."""
     wrong = record("<image>\na", "b", "<image>\nc", "d", images=("a.png",))
-    with pytest.raises(DataError, match=r"record 3 \(id abc\): 2 pictures in the text of a record with 1"):
+    with pytest.raises(DataError, match=r"record 3 \(id abc\): 2 images in the text of a record with 1"):
         original(tokenizer, 999).check(wrong)
     original(tokenizer, 999).check(record("<image> <image>\na", "b", "c", "d", images=("a.png",)))
     original(tokenizer, 20).check(wrong)  # the second tag is cut away
 
 
 def test_the_original_reads_one_picture_a_record(tokenizer: Tokenizer) -> None:
-    with pytest.raises(DataError, match="has a list of 2 pictures, at which the original stops"):
+    with pytest.raises(DataError, match="has a list of 2 images, at which the original stops"):
         original(tokenizer, 999).check(record("<image>\na", "b", images=("a.png", "b.png")))
 
 
