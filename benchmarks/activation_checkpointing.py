@@ -42,10 +42,11 @@ from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.train.build_model import build_model, shape_of
+from llava_fsdp.train.build_state import assemble
 from llava_fsdp.train.dry_run import draw_shards, states
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.peak_memory import PeakMeter
-from llava_fsdp.train.state import TrainState, assemble
+from llava_fsdp.train.state import TrainState
 
 RULE_OF_THUMB = {"memory": 0.5, "time": 1.2}
 """Of `none`: "half the memory, a fifth slower"."""

@@ -30,8 +30,8 @@ from llava_fsdp.distributed.mesh import World, distributed, make_mesh
 from llava_fsdp.distributed.offload import clear_memory_errors
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import OutOfMemory
+from llava_fsdp.train.build_state import build_state
 from llava_fsdp.train.loop import train_step
-from llava_fsdp.train.main import build_state
 
 QUESTION = "what trains under a limit on memory that DDP, or sharding alone, does not fit into?"
 STEPS = 2

@@ -69,9 +69,9 @@ def run_ours(plan: dict[str, Any], pack: bool) -> None:
     from llava_fsdp.distributed import mesh as ranks
     from llava_fsdp.distributed.zero import SHARD_PLANS
     from llava_fsdp.runtime.run_dir import claimed
-    from llava_fsdp.runtime.watchdog import Life
+    from llava_fsdp.runtime.watchdog import Watchdog
+    from llava_fsdp.train.build_state import build_state
     from llava_fsdp.train.loop import fit
-    from llava_fsdp.train.main import build_state
     from llava_fsdp.train.metrics import Reporter
     from llava_fsdp.train.save_and_stop import Keeper, open_saver
     from llava_fsdp.train.state import StepResult
@@ -80,9 +80,9 @@ def run_ours(plan: dict[str, Any], pack: bool) -> None:
     folder = Path(cfg.output_dir)
     with (
         claimed(folder, ranks.own_rank(), cfg.private),
-        Life(folder, ranks.own_rank(), cfg.comm) as life,
+        Watchdog(folder, ranks.own_rank(), cfg.comm.timeout, cfg.comm.warn_after) as watchdog,
         ranks.distributed(cfg) as world,
-        life.among(ranks.meet()),
+        watchdog.among(ranks.meet()),
     ):
         shard_plan = SHARD_PLANS[cfg.sharding.strategy]
         state = build_state(cfg, world, shard_plan, ranks.make_mesh(world, shard_plan, cfg))
@@ -91,7 +91,7 @@ def run_ours(plan: dict[str, Any], pack: bool) -> None:
         line = Line(plan)
         state.loader = kept(state.loader, line.steps(steps))
         reporter = Reporter(cfg, 0, last, world.is_first)
-        keeper = Keeper(state, open_saver(state, cfg), cfg, last, life)
+        keeper = Keeper(state, open_saver(state, cfg), cfg, last, watchdog)
 
         def after_step(result: StepResult) -> None:
             reporter(result)
@@ -99,8 +99,8 @@ def run_ours(plan: dict[str, Any], pack: bool) -> None:
             line.losses.append(result.loss)
             line.norms.append(result.grad_norm)
 
-        with life.steps():
-            fit(state, shard_plan, cfg, after_step, keeper.between_steps, life)
+        with watchdog.steps():
+            fit(state, shard_plan, cfg, after_step, keeper.between_steps, watchdog)
         reporter.close()
 
 
@@ -119,7 +119,7 @@ def prepared_steps(cfgs: dict[str, Any], world: Any, model: Any, plan: dict[str,
     """Every data set's steps as our loader prepares them, out of what is timed."""
     from peers_data import Fixed
 
-    from llava_fsdp.train.main import open_data
+    from llava_fsdp.train.build_state import open_data
 
     prepared = {}
     for data, cfg in cfgs.items():
@@ -155,7 +155,7 @@ def run_by_hand_ours(plan: dict[str, Any]) -> None:
     from llava_fsdp.model.load_weights import find_weights, load_weights
     from llava_fsdp.model.pretrained import find_parts
     from llava_fsdp.train.build_model import build_model
-    from llava_fsdp.train.main import open_data
+    from llava_fsdp.train.build_state import open_data
 
     cfg, cfgs = ours_configured(plan, pack=True)
     with distributed(cfg) as world:

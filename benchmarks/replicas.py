@@ -24,8 +24,8 @@ from llava_fsdp.config import Config
 from llava_fsdp.data.toy_shapes import ensure_shapes
 from llava_fsdp.distributed.mesh import World, make_mesh
 from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.train.build_state import build_state
 from llava_fsdp.train.loop import fit
-from llava_fsdp.train.main import build_state
 from llava_fsdp.train.replica_check import all_tensors, check_replicas
 
 QUESTION = "what does it cost to compare replicas before each checkpoint?"

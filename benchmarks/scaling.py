@@ -41,11 +41,10 @@ from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.train.build_model import build_model, shape_of
+from llava_fsdp.train.build_state import assemble, open_data
 from llava_fsdp.train.dry_run import draw_shards, states
 from llava_fsdp.train.loop import train_step
-from llava_fsdp.train.main import open_data
 from llava_fsdp.train.peak_memory import PeakMeter
-from llava_fsdp.train.state import assemble
 
 QUESTION = "what does a step cost as sequences, pictures, the model, the ranks and the dataset grow?"
 SIDE, VOCABULARY, TEXT = 6, 2048, 64

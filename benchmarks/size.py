@@ -84,7 +84,7 @@ def lines_of_code(text: str) -> int:
 
 
 def closure(package: Path) -> set[Path]:
-    """The package's files that importing the training loop runs, those imported inside of functions included."""
+    """Files of the package that the training loop imports, inside functions too; imports for types alone do not run."""
     waiting, seen = [next(package / name for name in LOOP if (package / name).is_file())], set()
     while waiting:
         path = waiting.pop()
@@ -97,7 +97,15 @@ def closure(package: Path) -> set[Path]:
 
 
 def imports_of(tree: ast.AST) -> Iterator[str]:
+    types = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
     for node in ast.walk(tree):
+        if node in types:
+            continue
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == PACKAGE:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):

@@ -21,7 +21,7 @@ from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.load_weights import find_weights
 from llava_fsdp.model.pretrained import NOTES, find_parts
 from llava_fsdp.model.weight_names import theirs
-from llava_fsdp.train.main import open_data
+from llava_fsdp.train.build_state import open_data
 
 
 def write_llava(folder: Path, cfg: Config, tokenizer: Path, preprocessor: Path) -> None:

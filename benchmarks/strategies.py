@@ -57,8 +57,8 @@ from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.load_weights import find_weights, load_weights
 from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.train.build_state import build_state, open_data
 from llava_fsdp.train.loop import clip_gradients, summed, train_step
-from llava_fsdp.train.main import build_state, open_data
 from llava_fsdp.train.optimizer import build_optimizer
 from llava_fsdp.train.peak_memory import forget_peak, of_process
 from llava_fsdp.train.state import TrainState
@@ -142,7 +142,7 @@ def variants(world_size: int) -> list[str]:
     return ["ddp", *(z for z, s in STRATEGIES.items() if two_by_two or SHARD_PLANS[s].mesh is not Mesh.HYBRID)]
 
 
-# How it is built: the order of `llava_fsdp.train.main.build_state`
+# How it is built: the order of `llava_fsdp.train.build_state.build_state`
 
 
 def configure(case: Case, options: argparse.Namespace, work: Path, ranks: int) -> Config:

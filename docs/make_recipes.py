@@ -14,12 +14,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from llava_fsdp.config import config_dir
 from llava_fsdp.migrate.command import assignments
-from llava_fsdp.migrate.context import Context, outcome, written
 from llava_fsdp.migrate.inputs import flat, read_json
+from llava_fsdp.migrate.keys import Context, outcome, written
 from llava_fsdp.migrate.launch_command import Launch
 from llava_fsdp.migrate.llava_flags import FLAGS
 from llava_fsdp.migrate.overrides import decide
-from llava_fsdp.migrate.source_run import Options, Run
+from llava_fsdp.migrate.source_run import Run
 
 DOCS = Path(__file__).parent
 GOLDEN = DOCS.parent / "tests" / "golden" / "open"
@@ -58,7 +58,7 @@ def original(stage: str, golden: Path) -> Run:
     flags = record["explicit_cli"]
     launch = Launch("deepspeed", {"num_gpus": str(GPUS)}, record["entry_point"], [], 1, None)
     zero = read_json(golden / "configs" / Path(flags["deepspeed"]).name)
-    return Run(record["script"], FLAGS, Options(), launch, flags, deepspeed=zero)
+    return Run(record["script"], launch, FLAGS, flags, deepspeed=zero)
 
 
 def composed(overrides: list[str]) -> dict[str, object]:
@@ -94,11 +94,11 @@ def sources(stage: str, golden: Path) -> dict[str, list[str]]:
     context = Context(run, decide(run))
     found: dict[str, list[str]] = {}
     for name, flag in FLAGS.items():
-        told: set[str] = set()
-        outcome(flag.rule, replace(context, key=name, told=told), run.hf(name))
+        mentioned: set[str] = set()
+        outcome(flag.rule, replace(context, key=name, mentioned=mentioned), run.hf(name))
         given = run.flags.get(name)
         text = f"`--{name} {given}`" if name in run.flags else f"no `--{name}`: {written(flag.default)}"
-        for key in told & context.decided.keys():
+        for key in mentioned & context.decided.keys():
             found.setdefault(key, []).append(text)
     name = run.deepspeed.name if run.deepspeed else ""
     found["sharding"] = [f"`zero_optimization.stage` {run.ds('zero_optimization.stage')} in `{name}`"]

@@ -3,7 +3,7 @@
 #
 #   NNODES=2 RDZV_ENDPOINT=host0:29400 RDZV_ID=run7 launch/multinode.sh stage=finetune model=llava_v1_5_7b ...
 #
-#   NNODES          how many machines; 3:4 goes on with three where one of four is lost, and takes a fourth again
+#   NNODES          how many machines; 3:4 continues with three where one of four is lost, and takes a fourth again
 #   RDZV_ENDPOINT   host:port of one of them, reachable from all; torchrun meets there
 #   RDZV_ID         a name that is the same on all machines, and new for every run
 #   NODE_RANK       optional; 0 on the machine that RDZV_ENDPOINT names, another number elsewhere: for networks in

@@ -10,7 +10,7 @@ VENV="$ROOT/.venv"
 
 say() { printf '== %s\n' "$*" >&2; }
 
-# For a mistake to mend, with its exit code (docs/running.md): a scheduler does not start it again.
+# For a mistake to fix, with its exit code (docs/running.md): a scheduler does not start it again.
 die() {
     printf 'error: %s\n' "$*" >&2
     exit 2

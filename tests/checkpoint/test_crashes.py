@@ -57,7 +57,7 @@ def save_and_crash(rank: int, parent: Path, crash: tuple[int, str]) -> None:
         safetensors_stream.write_all = write_some
     if crash == (rank, "adapter half"):
         commit.sync_tree = lambda folder: os._exit(9)
-    saver, step = saver_of(parent, tensors, at=at, with_beside=True)
+    saver, step = saver_of(parent, tensors, at=at, with_adapter=True)
     step[0] = 4
     saver.save()
     saver.close()
@@ -67,7 +67,7 @@ def save_and_crash(rank: int, parent: Path, crash: tuple[int, str]) -> None:
 @pytest.mark.parametrize(("rank", "point"), CRASHES)
 def test_the_newest_whole_checkpoint_is_found(rank: int, point: str, tmp_path: Path) -> None:
     parent = tmp_path / "checkpoints"
-    save_steps(single_world(), parent, [1, 2], with_beside=True)
+    save_steps(single_world(), parent, [1, 2], with_adapter=True)
     if point in REPLACING:  # of the same step, but damaged: never in the way, never trusted
         shutil.copytree(parent / "step-000002", parent / "step-000004")
     context = multiprocessing.get_context("fork")

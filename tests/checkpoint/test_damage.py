@@ -32,13 +32,13 @@ def good(pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory) -
     """Checkpoints of steps 2 and 4, by two ranks, with a folder for other programs; and in `four`, of step 4 by four,
     without."""
     parent = tmp_path_factory.mktemp("good")
-    pools[2].run(save_with_beside, parent)
+    pools[2].run(save_with_adapter, parent)
     pools[4].run(save_steps, parent / "four", [4])
     return parent
 
 
-def save_with_beside(world: World, parent: Path) -> None:
-    save_steps(world, parent, [2, 4], with_beside=True)
+def save_with_adapter(world: World, parent: Path) -> None:
+    save_steps(world, parent, [2, 4], with_adapter=True)
 
 
 @pytest.fixture

@@ -14,9 +14,8 @@ from reference import outcome
 from saves import CONFIG as CHECKPOINTS
 from small import make_config
 
-from llava_fsdp.checkpoint import snapshot
 from llava_fsdp.checkpoint.commit import joined
-from llava_fsdp.checkpoint.manifest import Manifest
+from llava_fsdp.checkpoint.manifest import Manifest, RowRange, TensorEntry, rank_file
 from llava_fsdp.checkpoint.saver import Saver
 from llava_fsdp.checkpoint.state_json import parse_facts, render_facts
 from llava_fsdp.config import Config, SourceConfig, schema_keys
@@ -207,12 +206,12 @@ def test_when_a_checkpoint_is_due(step: int, every: int | None, due: bool) -> No
 
 def test_pieces_of_all_ranks_are_in_the_order_of_rows() -> None:
     """Whatever rank has written the first of them."""
-    kind = torch.bfloat16, (7, 2)
-    found = joined([{"b": (*kind, 5, 7), "a": (torch.float32, (), 0, 1)}, {"b": (*kind, 0, 3)}, {"b": (*kind, 3, 5)}])
-    places = [(piece.file, piece.begin, piece.end) for piece in found["b"].pieces]
-    names = [f"rank-0000{n}.safetensors" for n in range(3)]
-    assert list(found) == ["a", "b"] and places == [(names[1], 0, 3), (names[2], 3, 5), (names[0], 5, 7)]
-    assert (found["b"].dtype, found["b"].shape, found["a"].rows) == (*kind, 1)
+    ranges = [RowRange(rank_file(n), *rows) for n, rows in enumerate([(5, 7), (0, 3), (3, 5)])]
+    written = [{"b": TensorEntry(torch.bfloat16, (7, 2), (rows,))} for rows in ranges]
+    written[0]["a"] = scalar = TensorEntry(torch.float32, (), (RowRange(rank_file(0), 0, 1),))
+    whole = TensorEntry(torch.bfloat16, (7, 2), (ranges[1], ranges[2], ranges[0]))
+    found = joined(written)
+    assert found == {"a": scalar, "b": whole} and list(found) == ["a", "b"] and scalar.rows == 1
 
 
 def test_room_for_exactly_one_checkpoint_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,23 +220,6 @@ def test_room_for_exactly_one_checkpoint_is_room(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(durable_files, "free_inodes", lambda _, n=inodes: n)
         with contextlib.nullcontext() if fits else pytest.raises(CheckpointError):
             durable_files.require_room(tmp_path, 100)
-
-
-def test_the_copy_must_fit_into_what_the_container_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least of the host's memory and of every control group's, where what a cache holds is given up."""
-    inner, outer = tmp_path / "job", tmp_path
-    inner.mkdir()
-    for group, limit, used, cached in ((inner, "900", 500, 50), (outer, "max", 0, 0)):
-        (group / "memory.max").write_text(f"{limit}\n")
-        (group / "memory.current").write_text(f"{used}\n")
-        (group / "memory.stat").write_text(f"anon 3\ninactive_file {cached}\nactive_file 7\n")
-    monkeypatch.setattr(snapshot, "cgroups", lambda: [inner, outer])
-    assert snapshot.available_bytes() == 450
-    assert snapshot.fits(360, None) and not snapshot.fits(361, None)
-    (outer / "memory.max").write_text("400\n")
-    assert snapshot.available_bytes() == 400
-    (inner / "memory.current").write_text("2000\n")
-    assert snapshot.available_bytes() == 0
 
 
 def test_starting_over_leaves_nothing_of_the_run_but_its_configuration(tmp_path: Path) -> None:

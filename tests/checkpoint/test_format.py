@@ -11,8 +11,8 @@ from saves import LAYOUTS, loaded, loaded_alone, save_steps, whole_tensors
 from xxhash import xxh3_128
 
 from llava_fsdp.checkpoint import safetensors_stream
-from llava_fsdp.checkpoint.manifest import Manifest, Piece, Saved, parse, render
-from llava_fsdp.checkpoint.reader import saved_rows
+from llava_fsdp.checkpoint.manifest import Manifest, RowRange, TensorEntry, parse, render
+from llava_fsdp.checkpoint.reader import SavedTensor
 from llava_fsdp.checkpoint.safetensors_stream import CHUNK, CODES, Digest, write_tensors
 from llava_fsdp.checkpoint.verify import verify
 from llava_fsdp.runtime.errors import CheckpointError, NumericError
@@ -20,7 +20,9 @@ from llava_fsdp.runtime.errors import CheckpointError, NumericError
 
 def write(path: Path, tensors: dict[str, torch.Tensor]) -> Digest:
     with ThreadPoolExecutor(1) as hasher:
-        return write_tensors(path, tensors, hasher)
+        return write_tensors(
+            path, {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}, tensors.__getitem__, hasher
+        )
 
 
 def test_safetensors_reads_what_is_written(tmp_path: Path) -> None:
@@ -96,24 +98,23 @@ def test_rows_that_several_ranks_hold_are_written_once(pools: dict[int, RankPool
         found = verify(tmp_path / layout / "step-000001").manifest
         sizes = [digest.bytes for name, digest in found.files.items() if name.startswith("rank")]
         held = {name: 0 for name in found.files}
-        for saved in found.tensors.values():
-            width = saved.dtype.itemsize * torch.Size(saved.shape[1:]).numel()
-            for piece in saved.pieces:
-                held[piece.file] += (piece.end - piece.begin) * width
+        for entry in found.tensors.values():
+            for rows in entry.ranges:
+                held[rows.file] += (rows.end - rows.begin) * entry.row_bytes
         whole = whole_tensors(1)
         assert sum(held.values()) == sum(t.nbytes for t in whole.values())
         largest_row = max(t[:1].nbytes if t.ndim else t.nbytes for t in whole.values())
         shares = [count for name, count in held.items() if name.startswith("rank")]
         assert len(sizes) == 4 and max(shares) - min(shares) <= len(whole) * 2 * largest_row
-        assert saved_rows(
-            tmp_path / layout / "step-000001", "model.a.weight", found.tensors["model.a.weight"], 5, 29
-        ).equal(whole["model.a.weight"][5:29])
+        name = "model.a.weight"
+        saved = SavedTensor(tmp_path / layout / "step-000001", name, found.tensors[name])
+        assert saved.rows(5, 29).equal(whole[name][5:29])
 
 
 GOOD = Manifest(
     3,
     {"state.json": Digest(5, "0" * 32), "rank-00000.safetensors": Digest(7, "1" * 32)},
-    {"a": Saved(torch.float32, (4, 2), (Piece("rank-00000.safetensors", 0, 4),))},
+    {"a": TensorEntry(torch.float32, (4, 2), (RowRange("rank-00000.safetensors", 0, 4),))},
 )
 
 
@@ -131,9 +132,9 @@ def test_every_flip_of_a_bit_of_a_manifest_is_seen() -> None:
     "pieces", [[(0, 3)], [(1, 4)], [(0, 2), (3, 4)], [(0, 3), (2, 4)], [(0, 4), (4, 4)], [(0, 5)], []]
 )
 def test_rows_that_are_nowhere_or_twice_are_never_committed(pieces: list[tuple[int, int]]) -> None:
-    own = tuple(Piece("rank-00000.safetensors", *piece) for piece in pieces)
+    own = tuple(RowRange("rank-00000.safetensors", *piece) for piece in pieces)
     with pytest.raises(CheckpointError, match="a: rows"):
-        render(Manifest(3, GOOD.files, {"a": Saved(torch.float32, (4, 2), own)}))
+        render(Manifest(3, GOOD.files, {"a": TensorEntry(torch.float32, (4, 2), own)}))
 
 
 @pytest.mark.parametrize("contiguous", [True, False])

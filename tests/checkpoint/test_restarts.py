@@ -58,7 +58,7 @@ def test_a_branch_begins_once(launch: None, parts: Path, dataset: Path, tmp_path
     """From another run's step 4: what is older here is of another branch, and not continued from."""
     (tmp_path / "out").mkdir()
     save_steps(single_world(), tmp_path / "other", [4])
-    save_steps(single_world(), tmp_path / "out" / FOLDER, [2, 6])
+    save_steps(single_world(), tmp_path / "out" / FOLDER, [2, 4, 6])
     wish = tmp_path / "other" / "step-000004"
     cfg = make_config(parts, dataset, tmp_path / "out", f"checkpoint.resume={wish}")
 
@@ -73,3 +73,14 @@ def test_a_branch_begins_once(launch: None, parts: Path, dataset: Path, tmp_path
     assert chosen() == wish, "nothing has been saved since"
     save_steps(single_world(), tmp_path / "out" / FOLDER, [5])
     assert chosen() == tmp_path / "out" / FOLDER / "step-000005"
+
+
+def test_every_later_checkpoint_is_of_the_branch_that_is_left(tmp_path: Path) -> None:
+    """The next step's too; and `latest` names the checkpoint that the run goes back to."""
+    folders = [tmp_path / FOLDER / f"step-00000{step}" for step in (2, 4, 5, 9)]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    leave_branch(tmp_path, folders[1], 4)
+    assert [folder.exists() for folder in folders] == [True, True, False, False]
+    assert sorted(path.name for path in (tmp_path / "old-1" / FOLDER).iterdir()) == ["step-000005", "step-000009"]
+    assert (tmp_path / FOLDER / "latest").read_text() == "step-000004\n"

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import re
 import resource
 import shutil
 import stat
@@ -14,12 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 from harness import RankPool, single_world
-from saves import cut, loaded, loaded_alone, save_steps, saver_of, whole_tensors
+from saves import cut, is_busy, loaded, loaded_alone, save_steps, saver_of, whole_tensors
 
-from llava_fsdp.checkpoint.layout import Part
 from llava_fsdp.checkpoint.retention import prune
 from llava_fsdp.checkpoint.saver import Saver
-from llava_fsdp.checkpoint.snapshot import Staging
+from llava_fsdp.checkpoint.snapshot import Snapshot
 from llava_fsdp.checkpoint.verify import verify
 from llava_fsdp.config import OnSaveError
 from llava_fsdp.distributed.mesh import World, is_lost_peer
@@ -57,7 +57,8 @@ def test_each_thing_is_on_the_disk_before_what_names_it(tmp_path: Path, monkeypa
     fsync, rename, replace = os.fsync, os.rename, os.replace
 
     def forced(descriptor: int) -> None:
-        seen.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+        seen.append(f"fsync {re.sub('[.][0-9a-f]{8}[.]tmp$', '.tmp', name)}")
         fsync(descriptor)
 
     def renamed(source: Path, target: Path) -> None:
@@ -95,18 +96,18 @@ def test_a_checkpoint_put_aside_is_not_swept_away(tmp_path: Path) -> None:
 
 def test_what_changes_next_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps go on while the copy is made, up to the update."""
-    tensors, fill, may_copy = cut(whole_tensors(2), single_world(), "shard"), Staging.fill, threading.Event()
+    tensors, fill, may_copy = cut(whole_tensors(2), single_world(), "shard"), Snapshot.fill, threading.Event()
 
-    def late(staging: Staging, parts: dict[str, Part]) -> None:
+    def late(snapshot: Snapshot, tensors: dict[str, torch.Tensor]) -> None:
         assert may_copy.wait(20)
-        fill(staging, parts)
+        fill(snapshot, tensors)
 
-    monkeypatch.setattr(Staging, "fill", late)
+    monkeypatch.setattr(Snapshot, "fill", late)
     saver, step = saver_of(tmp_path, tensors)
     saver.before_update()  # nothing is under way
     step[0] = 2
     saver.save()
-    assert saver.is_busy, "the save itself does not wait"
+    assert is_busy(saver), "the save itself does not wait"
     threading.Timer(0.2, may_copy.set).start()
     saver.before_update()
     assert may_copy.is_set()
@@ -134,7 +135,7 @@ def save_while_training(world: World, parent: Path) -> list[object]:
     saver, step = saver_of(parent, tensors, at=gate)
     step[0] = 2
     saver.save()
-    assert gate.reached.wait(20) and saver.is_busy and not saver.failed
+    assert gate.reached.wait(20) and is_busy(saver) and not saver.failed
     with torch.no_grad():
         for name, value in cut(whole_tensors(4), world, "shard").items():
             tensors[name].copy_(value)
@@ -377,8 +378,8 @@ def many(world: World, parent: Path) -> list[tuple[int, int, int]]:
 
 
 def state_of(saver: Saver) -> tuple[int, int, int]:
-    assert saver.staging is not None
-    return descriptors(), threading.active_count(), saver.staging.arena.size
+    assert saver.snapshot is not None
+    return descriptors(), threading.active_count(), saver.snapshot.arena.size
 
 
 @pytest.mark.ranks

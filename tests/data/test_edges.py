@@ -12,11 +12,12 @@ import pytest
 import torch
 from PIL import Image
 
-from llava_fsdp.config import AspectRatio, Normalize, Parity, Pixels, SourceConfig, TooLong
+from llava_fsdp.config import AspectRatio, BadRecords, Normalize, Parity, Pixels, SourceConfig, TooLong
 from llava_fsdp.data import loader
 from llava_fsdp.data.batching.batch import MicroBatch, SkippedSample, Step, StepFacts
 from llava_fsdp.data.batching.collate import Collator, drawn_from
 from llava_fsdp.data.batching.sampler import Shuffle, amounts, shares_of
+from llava_fsdp.data.batching.step_dataset import Steps
 from llava_fsdp.data.images import check, preprocess
 from llava_fsdp.data.images.anyres import feature_rows
 from llava_fsdp.data.images.fast_resize import Decoded
@@ -37,6 +38,7 @@ from llava_fsdp.data.text.llava_v1_5 import Original
 from llava_fsdp.data.text.templates import ALIASES, template
 from llava_fsdp.data.text.tokenizer import Tokenizer, any_of, open_tokenizer
 from llava_fsdp.runtime.errors import DamagedError, DataError, ImageError, ModelError
+from llava_fsdp.runtime.seeds import derive
 
 TINY = Path(check.__file__).parents[2] / "assets" / "tiny-llama"
 TURNS = (Turn("human", "what colour"), Turn("gpt", "red blue green circle"))
@@ -111,7 +113,49 @@ def test_every_count_of_a_step_is_without_what_is_left_out() -> None:
     out = [SkippedSample(n, "r", "url", "", lacks) for n in range(2)]
     rest = whole.without(out)
     assert [getattr(rest, name) for name in names] == [100 + n - 2 * (n + 1) for n in range(8)]
-    assert (rest.step, rest.unlabelled, rest.source_labels, rest.left_out) == (5, ["a"], {"x": 5}, out)
+    assert (rest.step, rest.unlabelled, rest.source_labels, rest.skipped) == (5, ["a"], {"x": 5}, out)
+
+
+def test_dropout_and_sources_are_of_the_samples_that_are_kept() -> None:
+    """Of three samples the middle one, which has another source, turns out broken."""
+    given: list[tuple[Any, ...]] = []
+    out = SkippedSample(1, "r", "url", "", StepFacts(0))
+    steps = Steps.__new__(Steps)
+    stand_ins = {
+        "sampler": SimpleNamespace(samples=lambda step: [2, 1, 0], assignment=lambda step: [[[2, 1], [0]]]),
+        "facts": lambda step, numbers: StepFacts(step),
+        "read": lambda number: out if number == 1 else f"row {number}",
+        "collate": lambda rows, facts, total, seeds, sources: given.append((rows, total, seeds, sources)),
+    }
+    vars(steps).update(stand_ins, rank=0, world_size=3, seed=5, drops=True, sources=["a", "b"], ends=np.array([2, 3]))
+    assert steps.prepare(7).facts.skipped == [out]
+    seeds = [derive("dropout", 5, 7, number) % 2**31 for number in (2, 0)]
+    assert given == [(["row 2"], 6, seeds[:1], [1]), (["row 0"], 6, seeds[1:], [0])]
+    vars(steps).update(drops=False, sources=["a"])
+    steps.prepare(7)
+    assert [own[2:] for own in given[2:]] == [([], []), ([], [])]
+
+
+def test_only_a_record_that_broke_since_counts_against_the_limit() -> None:
+    """A run that continues knows of two, and may have been given a lower limit meanwhile."""
+    data = SimpleNamespace(bad_records=BadRecords.skip, max_bad_records="3", budget=lambda records: 3)
+    records = SimpleNamespace(index=range(10), out=1)
+    own = loader.Loader.__new__(loader.Loader)
+    own.gather, own.broken, own.data = list, {4, 5}, data  # pyright: ignore[reportAttributeAccessIssue]
+    own.steps = SimpleNamespace(records=records, collate=SimpleNamespace(normalize=Normalize.step))  # pyright: ignore
+
+    def agreed(*numbers: int) -> int:
+        facts = StepFacts(
+            0, samples=4, skipped=[SkippedSample(n, "r", "url", "", StepFacts(0, samples=1)) for n in numbers]
+        )
+        return own.agree(Step(facts, [])).facts.samples
+
+    assert agreed(5, 4) == 2 and own.broken == {4, 5}
+    with pytest.raises(DataError):
+        agreed(4, 6)
+    assert agreed(6) == 3, "it was counted when it broke"
+    own.broken = {4}
+    assert agreed(5) == 3 and own.broken == {4, 5}, "as many as are allowed"
 
 
 def test_a_step_without_labels_has_a_scale() -> None:
@@ -159,17 +203,6 @@ def test_sources_and_passes_are_shuffled_apart() -> None:
     first, second = (order.members(share, 0) - share.first for share in shares)
     assert sorted(first.tolist()) != sorted(second.tolist())
     assert sorted(order.members(shares[0], 0).tolist()) != sorted(order.members(shares[0], 4).tolist())
-
-
-@pytest.mark.parametrize(
-    ("cores", "ranks", "workers"), [(1, 1, 0), (2, 1, 1), (5, 1, 4), (64, 1, 4), (16, 8, 1), (3, 8, 0)]
-)
-def test_workers_leave_a_rank_its_own_core(
-    cores: int, ranks: int, workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loader, "cores", lambda: cores)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    assert loader.loading_workers() == workers
 
 
 def test_which_problems_are_trained_on() -> None:
@@ -228,7 +261,7 @@ def test_sources_are_counted_a_block_at_a_time(block: int, monkeypatch: pytest.M
     texts = SimpleNamespace(sources=sources, firsts=[0, 9, 13])
     records: Any = SimpleNamespace(index=SimpleNamespace(texts=texts), source_counts=[7, 4], **columns)
     found = statistics.count_sources(records)
-    assert [(own.records, own.left_out) for own in found] == [(9, 2), (4, 0)]
+    assert [(own.records, own.skipped) for own in found] == [(9, 2), (4, 0)]
     for own, part in zip(found, (slice(0, 7), slice(7, 11)), strict=True):
         assert [own.tokens, own.label_tokens, own.pictures] == [int(values[part].sum()) for values in columns.values()]
         assert own.text_only == int((columns["pictures"][part] == 0).sum())

@@ -120,7 +120,7 @@ def test_too_long_records_are_left_out_and_named(parts: Path, dataset: Path) -> 
     left_out = {row["record"] for row in steps.records.left_out()}
     assert 0 < len(left_out) == len(whole.records) - len(steps.records) == (whole.records.lengths > 75).sum()
     seen = [steps.prepare(s).facts for s in range(steps.sampler.per_epoch)]
-    assert sum(f.samples for f in seen) == len(steps.records) and not any(f.left_out for f in seen)
+    assert sum(f.samples for f in seen) == len(steps.records) and not any(f.skipped for f in seen)
     assert left_out.isdisjoint(record.where for record in map(steps.records.__getitem__, range(len(steps.records))))
     cut = open_loader(parts, dataset, "data.max_length=75", "data.bad_records=skip", "data.max_bad_records=1").steps
     assert len(whole.records) - len(cut.records) == 1, "one is left without a label"
@@ -182,8 +182,8 @@ def test_what_just_fits_is_let_in(parts: Path, dataset: Path) -> None:
 
 
 MISFITS = {
-    "tower of another size": ({"image_size": 56}, (), r"makes pictures of 28 pixels, and the tower takes 56"),
-    "too long": ({"max_length": 100}, (), r"data\.max_length=256 is above the 100 positions"),
+    "tower of another size": ({"image_size": 56}, (), r"makes images of 28 pixels, and the vision tower takes 56"),
+    "too long": ({"max_length": 100}, (), r"data\.max_length=256 is above the 100 tokens"),
     "no room": ({"image_tokens": 300}, (), r"data\.max_length=256 has no room for an image of 300 tokens"),
     "no room for tiles": (
         {},
@@ -193,7 +193,7 @@ MISFITS = {
     "uneven tiles": (
         {},
         ("data.image_aspect_ratio=anyres", "data.grid_pinpoints=[[28,30]]"),
-        r"data\.grid_pinpoints: \[28, 30\] is no multiple of the tower's 28 pixels",
+        r"data\.grid_pinpoints: \[28, 30\] is no multiple of the vision tower's 28 pixels",
     ),
     "tokens that the tokenizer lacks": ({}, ("model.image_start_end=true",), r"has no <im_start>; only checkpoints"),
     "small vocabulary": ({"vocab_size": 10}, (), r"the tokenizer has \d+ tokens, and the model 10 rows"),

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModel
 from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, Attention, Config
 from llava_fsdp.data.batching.collate import boundaries
 from llava_fsdp.distributed import compile
-from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing, policy
+from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing, keep_products_and_attention
 from llava_fsdp.distributed.activation_offload import Away, HostInputs
 from llava_fsdp.distributed.local_shards import local
 from llava_fsdp.distributed.mesh import World, make_mesh
@@ -151,10 +151,10 @@ def test_attention_that_drops_runs_again() -> None:
     """Were its result kept, the generator would stand elsewhere for what comes behind it."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention.default
     parts: Any = [None] * 3
-    assert policy(None, flash, *parts) is CheckpointPolicy.MUST_SAVE  # type: ignore[arg-type]
-    assert policy(None, flash, *parts, 0.0) is CheckpointPolicy.MUST_SAVE  # type: ignore[arg-type]
-    assert policy(None, flash, *parts, 0.1) is CheckpointPolicy.PREFER_RECOMPUTE  # type: ignore[arg-type]
-    assert policy(None, flash, *parts, dropout_p=0.1) is CheckpointPolicy.PREFER_RECOMPUTE  # type: ignore[arg-type]
+    assert keep_products_and_attention(None, flash, *parts) is CheckpointPolicy.MUST_SAVE  # type: ignore[arg-type]
+    assert keep_products_and_attention(None, flash, *parts, 0.0) is CheckpointPolicy.MUST_SAVE  # type: ignore[arg-type]
+    assert keep_products_and_attention(None, flash, *parts, 0.1) is CheckpointPolicy.PREFER_RECOMPUTE  # type: ignore[arg-type]
+    assert keep_products_and_attention(None, flash, *parts, dropout_p=0.1) is CheckpointPolicy.PREFER_RECOMPUTE  # type: ignore[arg-type]
 
 
 def test_inputs_of_blocks_come_back_a_block_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

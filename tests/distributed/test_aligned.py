@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from llava_fsdp.distributed.mesh import make_mesh
 from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.train.build_state import build_state
 from llava_fsdp.train.loop import train_step
-from llava_fsdp.train.main import build_state
 
 ALIGNMENT = 64
 

@@ -15,6 +15,7 @@ from test_working_copy import build_run, run_steps
 from torch.distributed.fsdp import FSDPModule
 
 from llava_fsdp.config import Config, DType
+from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.distributed.activation_checkpoint import clean_name
 from llava_fsdp.distributed.local_shards import local, whole
 from llava_fsdp.distributed.mesh import World, make_mesh
@@ -200,7 +201,7 @@ def embedded(folder: Path, *overrides: str) -> Config:
 @pytest.mark.slow
 def test_the_embedded_default_learns_over_a_packed_base(tmp_path: Path) -> None:
     cfg = embedded(tmp_path)
-    train.draw_shapes(cfg.data)
+    draw_shapes(cfg.data)
     trains_and_keeps_its_bits(cfg, CPU)
 
 

@@ -11,8 +11,8 @@ from waiting import HostWaits
 
 from llava_fsdp.distributed.mesh import make_mesh
 from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.train.build_state import build_state
 from llava_fsdp.train.loop import train_step
-from llava_fsdp.train.main import build_state
 
 PLANNED = {"loop.py train_step: tolist": 1}
 SHORT = "tokens_per_micro_batch=256", "data.max_length=256", "global_batch_size=24"

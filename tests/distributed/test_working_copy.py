@@ -28,8 +28,8 @@ from llava_fsdp.distributed.local_shards import whole
 from llava_fsdp.distributed.mesh import World
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.train import final_export
+from llava_fsdp.train.build_state import build_state
 from llava_fsdp.train.loop import train_step
-from llava_fsdp.train.main import build_state
 from llava_fsdp.train.state import TrainState
 
 STEPS = 3

@@ -1,11 +1,11 @@
-"""Every probe on outputs of machines that are not here; what a machine fails on, and that nothing hangs."""
+"""Probes on the outputs of other machines, what counts as a failure, and that no probe hangs."""
 
 import errno
 import json
 import os
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,21 +18,34 @@ from llava_fsdp.config import DoctorConfig, config_dir, load
 from llava_fsdp.data.batching.workers import lock_bytes
 from llava_fsdp.doctor import collectives, config_checks, disk, gpus, host, network, software
 from llava_fsdp.doctor.checks import CHECKS, Check, run_check
-from llava_fsdp.doctor.context import Needs, Subject
-from llava_fsdp.doctor.findings import Finding, Level, ok, output_of, said_of
+from llava_fsdp.doctor.context import Context, Needs
+from llava_fsdp.doctor.findings import Finding, Level, ok, output_of, result_and_cure
 from llava_fsdp.doctor.gpus import TorchFacts, parse_links, parse_smi
-from llava_fsdp.doctor.host import Host
 from llava_fsdp.doctor.network import Interface
 from llava_fsdp.plan.hardware import Machine
 from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.host import Host
 from llava_fsdp.runtime.humanize import readable
 
 GIB = 1 << 30
+Judged = Callable[[], Iterable[Finding]]
 
 
 def config(*overrides: str) -> DoctorConfig:
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         return load(DoctorConfig, compose("doctor", list(overrides)))
+
+
+def context_of(*overrides: str, **known: Any) -> Context:
+    """A context in which some of the cached values are known."""
+    context = Context(config(*overrides))
+    context.__dict__ |= known
+    return context
+
+
+def rows_of(name: str, context: Context) -> list[Finding]:
+    (check,) = (check for check in CHECKS if check.name == name)
+    return run_check(check, context)
 
 
 def levels(found: Iterable[Finding]) -> dict[str, str]:
@@ -57,71 +70,6 @@ Unable to determine the device handle for GPU 0000:41:00.0: Unknown Error
 """
 A100 = {"name": "NVIDIA A100-SXM4-80GB", "capability": [8, 0], "memory": 80 * GIB, "bf16": True, "error": ""}
 V100 = {**A100, "name": "Tesla V100-SXM2-32GB", "capability": [7, 0], "bf16": False}
-
-
-def torch_of(*devices: dict[str, Any], **more: Any) -> TorchFacts:
-    known = {"version": "2.13.0", "cuda": "12.8", "hip": None, "nccl": "2.27.3", "available": bool(devices)}
-    return TorchFacts(**{**known, "devices": list(devices), "no_peers": [], **more})
-
-
-def test_gpus_as_the_driver_tells() -> None:
-    found = parse_smi(SMI)
-    assert [gpu.index for gpu in found] == [0, 1, 2, 3]
-    assert found[1].used == 40000 << 20 and found[2].mig and found[2].ecc_errors == 0 and found[3].ecc_errors == 17
-    judged = levels(gpus.judge_gpus(found, torch_of(A100, A100, {**A100, "error": "CUDA error: unspecified"}, V100)))
-    assert judged == {
-        "GPU 0": "OK", "GPU 1": "WARN", "GPU 2": "WARN", "GPU 3": "FAIL", "GPU 2 in use": "FAIL",
-        "kinds of GPU": "WARN",
-    }  # fmt: skip
-    assert levels(gpus.judge_gpus([], torch_of())) == {"GPUs": "OK"}
-    assert parse_smi("") == []
-
-
-@pytest.mark.parametrize(
-    ("visible", "wanted", "seen"),
-    [
-        (None, None, [0, 1, 2, 3]),
-        (None, 2, [0, 1]),
-        ("3,1", None, [3, 1]),
-        ("3,1", 1, [3]),
-        ("GPU-d", None, [3]),
-        ("0,-1,1", None, [0]),
-        ("", None, []),
-        ("MIG-x", None, [2]),
-    ],
-)
-def test_only_gpus_that_ranks_run_on_are_judged(
-    visible: str | None, wanted: int | None, seen: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What others do on the rest of the machine is no matter."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    subject = Subject(config(f"gpus={wanted or 'null'}"))
-    subject.__dict__ |= {
-        "smi": parse_smi(SMI),
-        "torch": torch_of(*[A100] * (wanted or len(seen))),
-        "needs": needs(50 * GIB, 50 * GIB),
-    }
-    (check,) = (check for check in CHECKS if check.name == "GPUs")
-    judged = [row.name for row in run_check(check, subject) if row.name.startswith("GPU ")]
-    assert judged == [f"GPU {index}" for index in seen]
-    (check,) = (check for check in CHECKS if check.name == "memory by the plan")
-    assert any("GPU 1: " in row.said for row in run_check(check, subject)) == (1 in seen)
-
-
-def test_torch_against_the_driver() -> None:
-    there = parse_smi(SMI)[:2]
-    assert "NCCL 2.27.3" in only(gpus.judge_torch(torch_of(A100), there, None), Level.OK).said
-    only(gpus.judge_torch(torch_of(cuda=None), [], None), Level.OK)
-    built = only(gpus.judge_torch(torch_of(cuda=None), there, None), Level.FAIL)
-    assert "2 GPUs, which it cannot use" in built.said
-    old = only(gpus.judge_torch(torch_of(), there, None), Level.FAIL)
-    assert old.cure.startswith("update the driver (550.54.15) to one for CUDA 12.8")
-    only(gpus.judge_torch(torch_of(), there, ""), Level.WARN)
-    only(gpus.judge_torch(torch_of(error="hangs"), there, None), Level.FAIL)
-
-
 NVLINK = """\x1b[4m\tGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\x1b[0m
 GPU0\t X \tNV12\tSYS\tPXB\t0-23
 GPU1\tNV12\t X \tNV12\tSYS\t0-23
@@ -130,25 +78,165 @@ NIC0\tPXB\tSYS\tSYS\t X \t
 
 Legend:
 """
+ETHERNET = [Interface("lo", "127.0.0.1", True, None), Interface("eth0", "10.0.0.7", True, 25000)]
+NCCL, GLOO = network.CHOICES
+LIMITS = {"nofile": 1024, "hard": 1 << 20, "memlock": 8 << 20}
+PORTS = {"mlx5_0:1": "4: ACTIVE", "mlx5_1:1": "1: DOWN"}
 
 
-def test_links_between_gpus() -> None:
+def torch_of(*devices: dict[str, Any], **more: Any) -> TorchFacts:
+    known = {"version": "2.13.0", "cuda": "12.8", "hip": None, "nccl": "2.27.3", "available": bool(devices)}
+    return TorchFacts(**{**known, "devices": list(devices), "no_peers": [], **more})
+
+
+def machine(**more: Any) -> Host:
+    known = {"cores": 16, "quota": None, "memory": 64 * GIB, "available": 60 * GIB, "limit": None, "used": 0}
+    return Host(**{**known, **more})
+
+
+def needs(total: int, usable: int) -> Needs:
+    row: Any = SimpleNamespace(bytes={"total": total}, usable=usable, fits=total <= usable, moment="in the update")
+    return Needs(row, "A100", 0, 0, 0)
+
+
+def speed(write: float) -> Iterable[Finding]:
+    return disk.judge_speed("speed", Path(), 10**9, lambda _: disk.Speed(write, 1e9))
+
+
+def interfaces(nodes: int = 1, found: int = 2, **environment: str) -> Iterable[Finding]:
+    return network.judge_interfaces(ETHERNET[:found], {}, environment, nodes)
+
+
+TWO = parse_smi(SMI)[:2]
+THREE = torch_of(A100, A100, A100)
+
+
+@pytest.mark.parametrize(
+    ("judge", "expected", "text"),
+    [
+        (lambda: gpus.judge_gpus([], torch_of()), {"GPUs": "OK"}, ""),
+        (lambda: gpus.judge_torch(torch_of(A100), TWO, None), {"torch": "OK"}, "NCCL 2.27.3"),
+        (lambda: gpus.judge_torch(torch_of(cuda=None), [], None), {"torch": "OK"}, ""),
+        (lambda: gpus.judge_torch(torch_of(cuda=None), TWO, None), {"torch": "FAIL"}, "2 GPUs, which it cannot use"),
+        (lambda: gpus.judge_torch(torch_of(), TWO, None), {"torch": "FAIL"}, "driver (550.54.15) to one for CUDA 12.8"),
+        (lambda: gpus.judge_torch(torch_of(), TWO, ""), {"torch": "WARN"}, ""),
+        (lambda: gpus.judge_torch(torch_of(error="hangs"), TWO, None), {"torch": "FAIL"}, ""),
+        (lambda: gpus.judge_links(NVLINK, THREE), {"links": "WARN", "P2P": "OK"}, "GPUs 0-2 have no NVLink"),
+        (lambda: gpus.judge_links(NVLINK.replace("SYS", "NV12"), THREE), {"links": "OK", "P2P": "OK"}, ""),
+        (lambda: gpus.judge_links(NVLINK.replace("NV12", "PHB"), THREE), {"links": "WARN", "P2P": "OK"}, ""),
+        (lambda: gpus.judge_links(None, torch_of(A100, A100, no_peers=[[0, 1]])), {"P2P": "WARN"}, "0-1"),
+        (lambda: gpus.judge_links(NVLINK, torch_of(A100)), {}, ""),
+        (lambda: gpus.judge_count(2, torch_of(A100, A100), {}), {"ranks": "OK"}, ""),
+        (lambda: gpus.judge_count(8, torch_of(), {}), {"ranks": "OK"}, ""),
+        (
+            lambda: gpus.judge_count(8, torch_of(A100), {"CUDA_VISIBLE_DEVICES": "0"}),
+            {"ranks": "FAIL"}, "CUDA_VISIBLE_DEVICES=0",
+        ),
+        (lambda: software.judge_python((3, 13, 0)), {"Python": "FAIL"}, ""),
+        (lambda: software.judge_python((3, 12, 1)), {"Python": "OK"}, ""),
+        (lambda: software.judge_optional({"peft": "0.21"}.get), {"extras": "OK"}, "peft 0.21; not installed: flash"),
+        (
+            lambda: software.judge_environment({NCCL: "x", "NCCL_P2P_DISABLE": "1", "CUDA_LAUNCH_BLOCKING": "0"}),
+            {"NCCL_P2P_DISABLE": "WARN"}, "unset NCCL_P2P_DISABLE",
+        ),
+        (lambda: software.judge_environment({}), {"environment": "OK"}, ""),
+        (lambda: host.judge_cores(machine(), 8, None), {"cores": "OK"}, ""),
+        (lambda: host.judge_cores(machine(quota=4.0), 8, None), {"cores": "WARN"}, ""),
+        (lambda: host.judge_cores(machine(), 8, 4), {"cores": "WARN"}, "data.workers=1: more workers than"),
+        (lambda: host.judge_memory(machine(), 0, ""), {"memory": "OK"}, ""),
+        (lambda: host.judge_memory(machine(), 58 * GIB, "it"), {"memory": "WARN"}, "it takes 58 GiB"),
+        (lambda: host.judge_memory(machine(limit=32 * GIB), 58 * GIB, "it"), {"memory": "FAIL"}, ""),
+        (
+            lambda: host.judge_shared(64 << 10, 60 << 10, 2 * lock_bytes(2), several=False),
+            {"shared memory": "WARN"}, "data.workers=0",
+        ),
+        (lambda: host.judge_shared(64 << 10, 60 << 10, lock_bytes(0), several=False), {"shared memory": "OK"}, ""),
+        (lambda: host.judge_shared(64 << 20, 60 << 20, lock_bytes(8), several=False), {"shared memory": "OK"}, ""),
+        (lambda: host.judge_shared(64 << 20, 60 << 20, 0, several=True), {"shared memory": "WARN"}, "--shm-size"),
+        (lambda: host.judge_shared(8 * GIB, 8 * GIB, lock_bytes(4), several=True), {"shared memory": "OK"}, ""),
+        (
+            lambda: host.judge_limits(LIMITS, has_infiniband=True),
+            {"open files": "WARN", "locked memory": "WARN"}, "ulimit -n 65536 before the start",
+        ),
+        (
+            lambda: host.judge_limits({**LIMITS, "hard": 1024}, has_infiniband=False),
+            {"open files": "WARN", "locked memory": "OK"}, "docker run --ulimit",
+        ),
+        (
+            lambda: host.judge_limits(dict.fromkeys(LIMITS, -1), has_infiniband=True),
+            {"open files": "OK", "locked memory": "OK"}, "",
+        ),
+        (lambda: speed(1e6), {"speed": "WARN"}, ""),
+        (lambda: speed(1e8), {"speed": "OK"}, "10 s a checkpoint"),
+        (lambda: disk.judge_room("room", Path(), GIB, 2 * GIB, "it takes", "more"), {"room": "FAIL"}, "it takes 2 GiB"),
+        (lambda: disk.judge_room("room", Path(), 2 * GIB, GIB, "it takes", ""), {"room": "OK"}, "it takes 1 GiB"),
+        (lambda: disk.check_writable("output_dir", Path("/proc/none")), {"output_dir": "FAIL"}, ""),
+        (lambda: interfaces(2), {"interfaces": "OK"}, "eth0 10.0.0.7 (25 Gb/s)"),
+        (lambda: interfaces(NCCL_SOCKET_IFNAME="eth"), {"interfaces": "OK"}, ""),
+        (lambda: interfaces(NCCL_SOCKET_IFNAME="ib0"), {"interfaces": "FAIL"}, "there is no ib0"),
+        (lambda: interfaces(NCCL_SOCKET_IFNAME="^docker"), {"interfaces": "OK"}, ""),
+        (lambda: interfaces(NCCL_SOCKET_IFNAME="=eth"), {"interfaces": "FAIL"}, ""),
+        (lambda: interfaces(GLOO_SOCKET_IFNAME="eth"), {"interfaces": "FAIL"}, ""),
+        (lambda: interfaces(1, 1), {"interfaces": "OK"}, "loopback"),
+        (lambda: interfaces(2, 1), {"interfaces": "FAIL"}, ""),
+        (lambda: network.judge_interfaces(ETHERNET, PORTS, {}, 1), {"interfaces": "OK", "InfiniBand": "WARN"}, "DOWN"),
+        (lambda: network.judge_name("a", None, 1), {"host name": "WARN"}, ""),
+        (lambda: network.judge_name("a", None, 2), {"host name": "FAIL"}, ""),
+        (lambda: network.judge_name("a", "127.0.1.1", 1), {"host name": "OK"}, ""),
+        (lambda: network.judge_name("a", "127.0.1.1", 2), {"host name": "FAIL"}, ""),
+        (lambda: config_checks.judge_plan(needs(70 * GIB, 75 * GIB), True), {"memory by the plan": "OK"}, ""),
+        (
+            lambda: config_checks.judge_plan(needs(100 * GIB, 75 * GIB), True),
+            {"memory by the plan": "FAIL"}, "100 GiB of 75 GiB",
+        ),
+        (lambda: config_checks.judge_taken(needs(70 * GIB, 75 * GIB), {0: 80 * GIB, 1: 79 * GIB}), {}, ""),
+        (
+            lambda: config_checks.judge_taken(needs(70 * GIB, 75 * GIB), {2: 80 * GIB, 5: 40 * GIB}),
+            {"free memory": "FAIL"}, "GPU 5: 40 GiB",
+        ),
+        (lambda: config_checks.judge_bf16(config(), [V100]), {"precision": "FAIL"}, "precision=fp16"),
+        (lambda: config_checks.judge_bf16(config("precision=fp16"), [V100]), {"precision": "OK"}, ""),
+        (lambda: config_checks.judge_bf16(config(), [A100]), {"precision": "OK"}, ""),
+    ],
+)  # fmt: skip
+def test_what_a_machine_fails_on(judge: Judged, expected: dict[str, str], text: str) -> None:
+    found = list(judge())
+    assert levels(found) == expected
+    assert any(text in row.result or text in row.cure for row in found) or not text
+
+
+def test_gpus_as_the_driver_reports_them() -> None:
+    found = parse_smi(SMI)
+    assert [gpu.index for gpu in found] == [0, 1, 2, 3] and parse_smi("") == []
+    assert found[1].used == 40000 << 20 and found[2].mig and found[2].ecc_errors == 0 and found[3].ecc_errors == 17
+    judged = levels(gpus.judge_gpus(found, torch_of(A100, A100, {**A100, "error": "CUDA error: unspecified"}, V100)))
+    assert judged == {
+        "GPU 0": "OK", "GPU 1": "WARN", "GPU 2": "WARN", "GPU 3": "FAIL", "GPU 2 in use": "FAIL",
+        "kinds of GPU": "WARN",
+    }  # fmt: skip
     assert parse_links(NVLINK) == {(0, 1): "NV12", (0, 2): "SYS", (1, 2): "NV12"}
-    three = torch_of(A100, A100, A100)
-    mixed = list(gpus.judge_links(NVLINK, three))
-    assert levels(mixed) == {"links": "WARN", "P2P": "OK"} and "GPUs 0-2 have no NVLink" in mixed[0].said
-    assert levels(gpus.judge_links(NVLINK.replace("SYS", "NV12"), three))["links"] == "OK"
-    assert levels(gpus.judge_links(NVLINK.replace("NV12", "PHB"), three))["links"] == "WARN"
-    apart = list(gpus.judge_links(None, torch_of(A100, A100, no_peers=[[0, 1]])))
-    assert levels(apart) == {"P2P": "WARN"} and "0-1" in apart[0].said
-    assert list(gpus.judge_links(NVLINK, torch_of(A100))) == []
 
 
-def test_ranks_against_gpus() -> None:
-    only(gpus.judge_count(2, torch_of(A100, A100), {}), Level.OK)
-    only(gpus.judge_count(8, torch_of(), {}), Level.OK)
-    few = only(gpus.judge_count(8, torch_of(A100), {"CUDA_VISIBLE_DEVICES": "0"}), Level.FAIL)
-    assert "CUDA_VISIBLE_DEVICES=0" in few.said
+@pytest.mark.parametrize(
+    ("visible", "wanted", "seen"),
+    [
+        (None, None, [0, 1, 2, 3]), (None, 2, [0, 1]), ("3,1", None, [3, 1]), ("3,1", 1, [3]), ("GPU-d", None, [3]),
+        ("0,-1,1", None, [0]), ("", None, []), ("MIG-x", None, [2]),
+    ],
+)  # fmt: skip
+def test_only_gpus_that_ranks_run_on_are_judged(
+    visible: str | None, wanted: int | None, seen: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    context = context_of(
+        f"gpus={wanted or 'null'}", smi=parse_smi(SMI), torch=torch_of(*[A100] * (wanted or len(seen))),
+        needs=needs(50 * GIB, 50 * GIB),
+    )  # fmt: skip
+    judged = [row.name for row in rows_of("GPUs", context) if row.name.startswith("GPU ")]
+    assert judged == [f"GPU {index}" for index in seen]
+    assert any("GPU 1: " in row.result for row in rows_of("memory by the plan", context)) == (1 in seen)
 
 
 def test_packages_in_the_declared_versions() -> None:
@@ -157,13 +245,9 @@ def test_packages_in_the_declared_versions() -> None:
     assert levels(software.judge_packages(declared, found.get)) == {"torch": "FAIL", "gone": "FAIL"}
     found = {"torch": "2.13.0+cpu", "numpy": "2.4.6", "gone": "1"}
     assert levels(software.judge_packages(declared, found.get)) == {"packages": "OK"}
-    only(software.judge_python((3, 13, 0)), Level.FAIL)
-    only(software.judge_python((3, 12, 1)), Level.OK)
-    (extras,) = software.judge_optional({"peft": "0.21"}.get)
-    assert extras.said.startswith("peft 0.21; not there: flash-attn")
 
 
-def test_what_a_configuration_needs_is_asked_each_in_its_turn() -> None:
+def test_each_need_of_a_configuration_is_checked() -> None:
     def missing() -> str:
         raise ConfigError("adapters (model.lora) need peft, which cannot be imported (gone): pip install 'x[lora]'")
 
@@ -173,281 +257,169 @@ def test_what_a_configuration_needs_is_asked_each_in_its_turn() -> None:
     assert set(software.needs_of(config("stage=finetune_qlora", "pack=false"))) == {
         "compile", "adapters", "quantized base",
     }  # fmt: skip
-    fp8 = software.needs_of(config("precision=fp8"))["fp8"]
-    (found,) = software.judge_needs({"fp8": fp8})
-    assert found.level is Level.FAIL and "needs a CUDA GPU" in found.said and "precision=bf16" in found.cure
+    (found,) = software.judge_needs({"fp8": software.needs_of(config("precision=fp8"))["fp8"]})
+    assert found.level is Level.FAIL and "needs a CUDA GPU" in found.result and "precision=bf16" in found.cure
 
 
-def test_variables_that_cost_speed() -> None:
-    found = software.judge_environment({"NCCL_P2P_DISABLE": "1", "CUDA_LAUNCH_BLOCKING": "0", "HOME": "/"})
-    assert only(found, Level.WARN).cure == "unset NCCL_P2P_DISABLE"
-    only(software.judge_environment({}), Level.OK)
-
-
-def machine(**more: Any) -> Host:
-    known = {"cores": 16, "quota": None, "memory": 64 * GIB, "available": 60 * GIB, "limit": None, "used": 0}
-    return Host(**{**known, **more})
-
-
-def test_cores_and_memory_of_a_container() -> None:
-    assert machine(quota=3.5).usable_cores == 4 and machine().usable_cores == 16
-    assert machine(limit=8 * GIB, used=6 * GIB).free == 2 * GIB and machine().free == 60 * GIB
-    only(host.judge_cores(machine(), 8, None), Level.OK)
-    only(host.judge_cores(machine(quota=4.0), 8, None), Level.WARN)
-    assert only(host.judge_cores(machine(), 8, 4), Level.WARN).cure.startswith("data.workers=1: more workers than")
-    only(host.judge_memory(machine(), 0, ""), Level.OK)
-    only(host.judge_memory(machine(), 58 * GIB, "what is offloaded"), Level.WARN)
-    only(host.judge_memory(machine(limit=32 * GIB), 58 * GIB, "what is offloaded"), Level.FAIL)
-
-
-def test_limits_of_control_groups(tmp_path: Path) -> None:
-    """Version 2 with a limit above the process's own group; version 1, whose largest number is no limit."""
-    own = tmp_path / "a" / "b"
-    own.mkdir(parents=True)
-    (own / "memory.max").write_text("max\n")
-    (tmp_path / "a" / "memory.max").write_text(f"{4 * GIB}\n")
-    (tmp_path / "a" / "cpu.max").write_text("150000 100000\n")
-    folders = host.folders_of("0::/a/b\n", tmp_path)
-    assert folders == [own, tmp_path / "a", tmp_path]
-    assert [host.limit_of(folder) for folder in folders] == [None, 4 * GIB, None]
-    assert [host.quota_of(folder) for folder in folders] == [None, 1.5, None]
-    (tmp_path / "a" / "memory.current").write_text(f"{3 * GIB}\n")
-    (tmp_path / "a" / "memory.stat").write_text(f"anon 5\ninactive_file {2 * GIB}\n")
-    assert host.used_of(tmp_path / "a") == GIB, "what is but a cache can be had"
-    assert host.used_of(tmp_path) == 0
-    old = tmp_path / "memory"
-    old.mkdir()
-    (old / "memory.limit_in_bytes").write_text("9223372036854771712\n")
-    assert host.limit_of(old) is None
-    assert old / "x" in host.folders_of("5:memory:/x\n3:pids:/y\n", tmp_path)
-    read = host.read_host()
-    assert 0 < read.free <= read.memory and read.usable_cores >= 1
-
-
-def test_shared_memory_and_limits() -> None:
-    small = only(host.judge_shared(64 << 10, 60 << 10, 2 * lock_bytes(2), several=False), Level.WARN)
-    assert "--shm-size" in small.cure and "data.workers=0" in small.said
-    only(host.judge_shared(64 << 10, 60 << 10, lock_bytes(0), several=False), Level.OK)
-    only(host.judge_shared(64 << 20, 60 << 20, lock_bytes(8), several=False), Level.OK)
-    only(host.judge_shared(64 << 20, 60 << 20, 0, several=True), Level.WARN)
-    only(host.judge_shared(8 * GIB, 8 * GIB, lock_bytes(4), several=True), Level.OK)
-    limits = {"nofile": 1024, "hard": 1 << 20, "memlock": 8 << 20}
-    found = list(host.judge_limits(limits, has_infiniband=True))
-    assert levels(found) == {"open files": "WARN", "locked memory": "WARN"}
-    assert found[0].cure == "ulimit -n 65536 before the start"
-    capped = next(host.judge_limits({**limits, "hard": 1024}, has_infiniband=False))
-    assert capped.cure.startswith("docker run --ulimit")
-    free = {"nofile": -1, "hard": -1, "memlock": -1}
-    assert set(levels(host.judge_limits(free, has_infiniband=True)).values()) == {"OK"}
-    assert set(host.read_limits()) == set(limits) and host.read_shared()[0] > 0
-
-
-def test_speed_of_a_folder_leaves_nothing(tmp_path: Path) -> None:
-    speed = disk.measure(tmp_path, most=2 * disk.BLOCK)
-    assert speed.write > 0 and speed.read > 0
-    assert list(tmp_path.iterdir()) == []
-
-    def judged(write: float) -> Iterable[Finding]:
-        return disk.judge_speed("speed", tmp_path, 10**9, lambda _: disk.Speed(write, 1e9))
-
-    only(judged(1e6), Level.WARN)
-    assert "10 s a checkpoint" in only(judged(1e8), Level.OK).said
-    assert only(disk.judge_room("room", tmp_path, GIB, 2 * GIB, "takes", "make room"), Level.FAIL).cure == "make room"
-    only(disk.judge_room("room", tmp_path, 2 * GIB, GIB, "takes", ""), Level.OK)
-    assert "takes" not in only(disk.judge_room("room", tmp_path, 2 * GIB, 0, "takes", ""), Level.OK).said
+def test_this_machine_can_be_read(tmp_path: Path) -> None:
+    assert set(host.read_limits()) == set(LIMITS) and host.read_shared()[0] > 0
+    assert any(each.address == "127.0.0.1" for each in network.read_interfaces())
+    measured = disk.measure(tmp_path, most=2 * disk.BLOCK)
+    assert measured.write > 0 and measured.read > 0 and list(tmp_path.iterdir()) == []
     assert list(disk.check_writable("output_dir", tmp_path / "not" / "yet")) == []
-    only(disk.check_writable("output_dir", Path("/proc/none")), Level.FAIL)
+    assert "takes" not in only(disk.judge_room("room", tmp_path, 2 * GIB, 0, "takes", ""), Level.OK).result
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_no_bug_of_the_probe(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_not_a_bug_of_the_probe(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(handle: int, data: bytes) -> int:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(disk.os, "write", full)
-    subject = Subject(config(f"output_dir={tmp_path}"))
-    subject.__dict__["known_needs"] = None
-    (check,) = (own for own in CHECKS if own.name == "speed of output_dir")
-    (row,) = run_check(check, subject)
-    assert row.level is Level.WARN and "no room" in row.said and "report" not in row.said + row.cure
+    (row,) = rows_of("speed of output_dir", context_of(f"output_dir={tmp_path}", known_needs=None))
+    assert row.level is Level.WARN and "no room" in row.result and "report" not in row.result + row.cure
 
 
 @pytest.mark.parametrize(("part", "level"), [(3.5, Level.FAIL), (5, Level.OK)])
 def test_room_is_asked_for_one_checkpoint_more_than_are_kept(part: float, level: Level, tmp_path: Path) -> None:
-    """The next one is written before the oldest goes."""
-    subject = Subject(config(f"output_dir={tmp_path}", "checkpoint.keep=3"))
+    """The next one is written before the oldest is deleted."""
     row: Any = None
-    subject.__dict__["known_needs"] = Needs(row, "", int(shutil.disk_usage(tmp_path).free / part), 0, 0)
-    (check,) = (own for own in CHECKS if own.name == "output_dir")
-    (found,) = (own for own in run_check(check, subject) if own.name == "room in output_dir")
+    known = Needs(row, "", int(shutil.disk_usage(tmp_path).free / part), 0, 0)
+    context = context_of(f"output_dir={tmp_path}", "checkpoint.keep=3", known_needs=known)
+    (found,) = (row for row in rows_of("output_dir", context) if row.name == "room in output_dir")
     assert found.level is level
 
 
 def test_the_dataset_is_read(tmp_path: Path) -> None:
-    (tmp_path / "records.json").write_text("[]" * 100)
-    assert "no index yet" in only(disk.judge_records("data.path", tmp_path / "records.json"), Level.OK).said
+    records, images = tmp_path / "records.json", tmp_path / "images" / "coco"
+    records.write_text("[]" * 100)
+    assert "no index yet" in only(disk.judge_records("data.path", records), Level.OK).result
     (tmp_path / "records.json.index").mkdir()
-    assert "index" not in only(disk.judge_records("data.path", tmp_path / "records.json"), Level.OK).said
-    (tmp_path / "empty.json").touch()
-    only(disk.judge_records("data.path", tmp_path / "empty.json"), Level.FAIL)
-    pictures = tmp_path / "images" / "coco"
-    pictures.mkdir(parents=True)
-    assert "no file" in only(disk.judge_pictures("data.images", disk.pictures_in(tmp_path / "images")), Level.FAIL).said
+    assert "index" not in only(disk.judge_records("data.path", records), Level.OK).result
+    records.write_text("")
+    only(disk.judge_records("data.path", records), Level.FAIL)
+    images.mkdir(parents=True)
+    assert "no file" in only(disk.judge_images("data.images", disk.images_in(images.parent)), Level.FAIL).result
     for number in range(5):
-        (pictures / f"{number}.jpg").write_bytes(b"x" * 1000)
-    found = disk.pictures_in(tmp_path / "images", most=3)
+        (images / f"{number}.jpg").write_bytes(b"x" * 1000)
+    found = disk.images_in(images.parent, most=3)
     assert len(found) == 3
-    only(disk.judge_pictures("data.images", found), Level.OK)
-    only(disk.judge_pictures("data.images", [pictures / "gone.jpg"]), Level.FAIL)
+    only(disk.judge_images("data.images", found), Level.OK)
+    only(disk.judge_images("data.images", [images / "gone.jpg"]), Level.FAIL)
 
 
-ETHERNET = [Interface("lo", "127.0.0.1", True, None), Interface("eth0", "10.0.0.7", True, 25000)]
-
-
-def test_interfaces_and_names() -> None:
-    assert "eth0 10.0.0.7 (25 Gb/s)" in only(network.judge_interfaces(ETHERNET, {}, {}, 2), Level.OK).said
-    for chosen, level in (("eth", Level.OK), ("ib0", Level.FAIL), ("^docker", Level.OK), ("=eth", Level.FAIL)):
-        only(network.judge_interfaces(ETHERNET, {}, {"NCCL_SOCKET_IFNAME": chosen}, 1), level)
-    only(network.judge_interfaces(ETHERNET, {}, {"GLOO_SOCKET_IFNAME": "eth"}, 1), Level.FAIL)
-    only(network.judge_interfaces(ETHERNET[:1], {}, {}, 1), Level.OK)
-    only(network.judge_interfaces(ETHERNET[:1], {}, {}, 2), Level.FAIL)
-    ports = {"mlx5_0:1": "4: ACTIVE", "mlx5_1:1": "1: DOWN"}
-    assert levels(network.judge_interfaces(ETHERNET, ports, {}, 1)) == {"interfaces": "OK", "InfiniBand": "WARN"}
-    only(network.judge_name("a", None, 1), Level.WARN)
-    only(network.judge_name("a", None, 2), Level.FAIL)
-    only(network.judge_name("a", "127.0.1.1", 1), Level.OK)
-    only(network.judge_name("a", "127.0.1.1", 2), Level.FAIL)
-    assert any(own.address == "127.0.0.1" for own in network.read_interfaces())
-
-
-def test_places_and_parts_of_the_model(tmp_path: Path) -> None:
-    assert levels(config_checks.judge_places(config())) == {"places": "OK"}
-    gone = config("data=llava_json", "data.path=gone.json", "data.images=/nowhere")
-    assert levels(config_checks.judge_places(gone)) == {"data.path": "FAIL", "data.images": "FAIL"}
+def test_paths_that_a_configuration_names(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     (tmp_path / "records.json").write_text("[]")
+    gone = ["data=llava_json", "data.path=gone.json", "data.images=/nowhere"]
     there = [f"data.path={tmp_path}/records.json", f"data.images={tmp_path}/images", "data=llava_json"]
-    assert levels(config_checks.judge_places(config(*there))) == {"places": "OK"}
+    held_out = [*there, "val.path=gone.json", "val.images=/nowhere"]
+    for overrides, expected in (
+        ([], {"places": "OK"}),
+        (gone, {"data.path": "FAIL", "data.images": "FAIL"}),
+        (there, {"places": "OK"}),
+        (held_out, {"places": "OK"}),  # nothing is validated
+        ([*held_out, "val.every=1"], {"val.path": "FAIL", "val.images": "FAIL"}),
+        ([*there, "val.every=1", "+val.sources.few={path: gone.json}"], {"val.sources.few.path": "FAIL"}),
+        ([f"model.language={tmp_path}", f"output_dir={tmp_path}/run"], {"places": "FAIL"}),
+    ):
+        assert levels(config_checks.judge_places(config(*overrides))) == expected
     assert config_checks.data_paths(config(*there)) == (
         {"data.path": tmp_path / "records.json"}, {"data.images": tmp_path / "images"},
     )  # fmt: skip
-    held_out = [*there, "val.path=gone.json", "val.images=/nowhere"]
-    assert levels(config_checks.judge_places(config(*held_out))) == {"places": "OK"}, "nothing is validated"
-    absent = {"val.path": "FAIL", "val.images": "FAIL"}
-    assert levels(config_checks.judge_places(config(*held_out, "val.every=1"))) == absent
-    several = [*there, "val.every=1", "+val.sources.few={path: gone.json}"]
-    assert levels(config_checks.judge_places(config(*several))) == {"val.sources.few.path": "FAIL"}
-    inside = config("model.language=" + str(tmp_path), f"output_dir={tmp_path}/run")
-    assert "places" in levels(config_checks.judge_places(inside))
 
+
+def test_parts_of_the_model_on_the_hub(tmp_path: Path) -> None:
     vicuna = config("model=llava_v1_5_7b")
-    assert set(levels(config_checks.judge_model(vicuna, {}, tmp_path)).values()) == {"WARN"}
-    assert set(levels(config_checks.judge_model(vicuna, {"HF_HUB_OFFLINE": "1"}, tmp_path)).values()) == {"FAIL"}
+
+    def found(**environment: str) -> set[str]:
+        return set(levels(config_checks.judge_model(vicuna, environment, tmp_path)).values())
+
+    assert (found(), found(HF_HUB_OFFLINE="1")) == ({"WARN"}, {"FAIL"})
     for name in (vicuna.model.language, vicuna.model.vision):
         snapshot = tmp_path / f"models--{name.replace('/', '--')}" / "snapshots" / "1"
         snapshot.mkdir(parents=True)
         (snapshot / "config.json").touch()
-    assert set(levels(config_checks.judge_model(vicuna, {}, tmp_path)).values()) == {"OK"}
+    assert found() == {"OK"}
     assert config_checks.hub_cache({"HF_HOME": "/big"}) == Path("/big/hub")
     assert config_checks.hub_cache({"HF_HOME": "/big", "HF_HUB_CACHE": "/c"}) == Path("/c")
 
 
-def needs(total: int, usable: int) -> Needs:
-    row: Any = SimpleNamespace(bytes={"total": total}, usable=usable, fits=total <= usable, moment="in the update")
-    return Needs(row, "A100", 0, 0, 0)
-
-
-def test_memory_by_the_plan() -> None:
-    only(config_checks.judge_plan(needs(70 * GIB, 75 * GIB), True), Level.OK)
-    over = only(config_checks.judge_plan(needs(100 * GIB, 75 * GIB), True), Level.FAIL)
-    assert "100 GiB of 75 GiB" in over.said and "llava_fsdp.plan" in over.cure
-    assert list(config_checks.judge_taken(needs(70 * GIB, 75 * GIB), {0: 80 * GIB, 1: 79 * GIB})) == []
-    taken = only(config_checks.judge_taken(needs(70 * GIB, 75 * GIB), {2: 80 * GIB, 5: 40 * GIB}), Level.FAIL)
-    assert "GPU 5: 40 GiB" in taken.said
-    only(config_checks.judge_bf16(config(), [V100]), Level.FAIL)
-    only(config_checks.judge_bf16(config("precision=fp16"), [V100]), Level.OK)
-    only(config_checks.judge_bf16(config(), [A100]), Level.OK)
-
-
 def test_a_model_that_is_too_large_fails_by_the_plan() -> None:
-    """The real planner, on this machine's CPUs: 13B in full does not fit into them."""
-    subject = Subject(config("model=llava_v1_5_13b", "data.max_length=256", "global_batch_size=2"))
-    subject.__dict__["torch"] = torch_of(cuda=None)
-    found = subject.needs
+    """The real planner on this machine's CPUs: 13B in full does not fit into them."""
+    context = context_of(
+        "model=llava_v1_5_13b", "data.max_length=256", "global_batch_size=2", torch=torch_of(cuda=None)
+    )
+    found = context.needs
     assert found.export == pytest.approx(26.7e9, rel=0.01), "13.35 B parameters in bf16"
-    assert found.checkpoint > 150e9 and subject.checkpoint == found.checkpoint
+    assert found.checkpoint > 150e9 and context.checkpoint == found.checkpoint
     only(config_checks.judge_plan(found, False), Level.FAIL)
 
 
 def test_a_folder_without_a_model_is_one_row(tmp_path: Path) -> None:
-    """What depends on the model's size says so, or is judged without it."""
+    """Checks that depend on the model's size report that, or judge without it."""
     (tmp_path / "shapes").mkdir()
-    subject = Subject(
-        config("stage=finetune_task", f"model.checkpoint={tmp_path}/shapes", f"output_dir={tmp_path}/out")
-    )
-    subject.__dict__["torch"] = torch_of(cuda=None)
-    asked = {"places", "needs", "memory by the plan", "memory", "shared memory", "output_dir", "offload.folder"}
-    rows = [row for check in CHECKS if check.name in asked for row in run_check(check, subject)]
+    context = context_of(
+        "stage=finetune_task", f"model.checkpoint={tmp_path}/shapes", f"output_dir={tmp_path}/out",
+        torch=torch_of(cuda=None),
+    )  # fmt: skip
+    names = "places", "needs", "memory by the plan", "memory", "shared memory", "output_dir", "offload.folder"
+    rows = [row for name in names for row in rows_of(name, context)]
     failed = only((row for row in rows if row.level is Level.FAIL), Level.FAIL)
-    assert (failed.name, "no config.json" in failed.said) == (
-        "model.checkpoint",
-        True,
-    ) and "model folder" in failed.cure
+    assert failed.name == "model.checkpoint" and "no config.json" in failed.result and "model folder" in failed.cure
     found = {row.name: row for row in rows}
-    assert found["memory by the plan"].cure == "mend model.checkpoint first" and "attention" not in found
-    assert "checkpoints" not in found["room in output_dir"].said and "takes" not in found["memory"].said
+    assert found["memory by the plan"].cure == "fix model.checkpoint first" and "attention" not in found
+    assert "checkpoints" not in found["room in output_dir"].result and "takes" not in found["memory"].result
 
     (tmp_path / "shapes" / "config.json").write_text('{"model_type": "llama"}')
-    (row,) = config_checks.judge_model(subject.cfg, {}, tmp_path)
-    assert row.level is Level.FAIL and "not a LLaVA one" in row.said
+    (row,) = config_checks.judge_model(context.cfg, {}, tmp_path)
+    assert row.level is Level.FAIL and "not a LLaVA one" in row.result
     (row,) = config_checks.judge_model(config(f"model.checkpoint={__file__}"), {}, tmp_path)
-    assert row.level is Level.FAIL and "is no folder" in row.said
+    assert row.level is Level.FAIL and "is not a folder" in row.result
 
 
 def test_more_ranks_on_a_cpu_than_fit_fail_in_every_row() -> None:
-    """Ranks share the memory, so more of them are no cure; no row shows less than nothing."""
-    subject = Subject(config("gpus=256"))
-    subject.__dict__["torch"] = torch_of(cuda=None)
-    subject.__dict__["host"] = machine(memory=16 * GIB, available=16 * GIB)
-    row: Any = SimpleNamespace(
-        bytes={"total": 50 << 20}, usable=Machine(None, "", 16 * GIB // 256, 1.0).usable(256), fits=False, moment=""
-    )
-    subject.__dict__["needs"] = Needs(row, "2 CPU cores", 0, 0, 0)
-    rows = {row.name: row for check in CHECKS if "memory" in check.name for row in run_check(check, subject)}
-    by_plan, memory = rows["memory by the plan"], rows["memory"]
+    """Ranks share the memory, so more of them are no cure; no row shows a negative number."""
+    usable = Machine(None, "", 16 * GIB // 256, 1.0).usable(256)
+    row: Any = SimpleNamespace(bytes={"total": 50 << 20}, usable=usable, fits=False, moment="")
+    context = context_of(
+        "gpus=256", torch=torch_of(cuda=None), host=machine(memory=16 * GIB, available=16 * GIB),
+        needs=Needs(row, "2 CPU cores", 0, 0, 0),
+    )  # fmt: skip
+    (by_plan,), (memory,) = rows_of("memory by the plan", context), rows_of("memory", context)
     assert by_plan.level is memory.level is Level.FAIL
-    assert "50 MiB of 0 B for tensors" in by_plan.said and "-" not in by_plan.said
+    assert "50 MiB of 0 B for tensors" in by_plan.result and "-" not in by_plan.result
     assert by_plan.cure.partition("; ")[2].startswith("fewer ranks") and "fewer ranks" in memory.cure
     over = only(config_checks.judge_plan(needs(100 * GIB, 75 * GIB), True), Level.FAIL)
     assert "more gpus" in over.cure
 
 
 def test_a_probe_that_crashes_or_hangs_is_a_row() -> None:
-    def crash(subject: Subject) -> list[Finding]:
+    def crash(context: Context) -> list[Finding]:
         raise ZeroDivisionError("by nothing")
 
-    def half(subject: Subject) -> Iterable[Finding]:
+    def half(context: Context) -> Iterable[Finding]:
         yield ok("first", "fine")
         raise ConfigError("gpu=x is not in the table; choose auto")
 
-    def hang(subject: Subject) -> Iterable[Finding]:
+    def hang(context: Context) -> Iterable[Finding]:
         yield ok("first", "fine")
         time.sleep(30)
 
-    subject = Subject(config())
-    (row,) = run_check(Check("g", "n", crash), subject)
-    assert row.level is Level.WARN and "ZeroDivisionError: by nothing (test_doctor.py:" in row.said and row.cure
-    rows = run_check(Check("g", "n", half), subject)
+    context = Context(config())
+    (row,) = run_check(Check("g", "n", crash), context)
+    assert row.level is Level.WARN and "ZeroDivisionError: by nothing (test_doctor.py:" in row.result and row.cure
+    rows = run_check(Check("g", "n", half), context)
     assert [row.level for row in rows] == [Level.OK, Level.FAIL] and rows[1].cure == "choose auto"
-    rows = run_check(Check("g", "n", hang, 0.2), subject)
-    assert [row.level for row in rows] == [Level.OK, Level.FAIL] and "no answer within" in rows[1].said
+    rows = run_check(Check("g", "n", hang, 0.2), context)
+    assert [row.level for row in rows] == [Level.OK, Level.FAIL] and "no answer within" in rows[1].result
     assert len({(check.group, check.name) for check in CHECKS}) == len(CHECKS)
 
 
-def test_words() -> None:
+def test_text_of_sizes_errors_and_programs() -> None:
     assert [readable(n) for n in (0, 1023, 1536, 5 << 20, 3 << 40)] == ["0 B", "1023 B", "1.5 KiB", "5 MiB", "3072 GiB"]
-    assert said_of(ConfigError("a is wrong; set b")) == ("a is wrong", "set b")
-    assert said_of(ConfigError("a is wrong")) == ("a is wrong", "")
+    assert result_and_cure(ConfigError("a is wrong; set b")) == ("a is wrong", "set b")
+    assert result_and_cure(ConfigError("a is wrong")) == ("a is wrong", "")
     assert output_of(["no-such-program"], 5) is None and output_of(["false"], 5) is None
     assert output_of(["sleep", "20"], 0.1) is None and output_of(["echo", "x"], 5) == "x\n"
 
@@ -469,7 +441,7 @@ def test_ranks_that_hang_are_named(tmp_path: Path) -> None:
     start = time.monotonic()
     found = only(collectives.try_ranks(2, False, limit=20, program=[str(program)]), Level.FAIL)
     assert time.monotonic() - start < 50
-    assert found.said == "not done after 20 s: rank 1 has not met the others" and "/etc/hosts" in found.cure
+    assert found.result == "not done after 20 s: rank 1 has not met the others" and "/etc/hosts" in found.cure
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
             try:
@@ -483,11 +455,11 @@ def test_ranks_that_fail_say_why(tmp_path: Path) -> None:
     program = tmp_path / "fails.py"
     program.write_text("raise RuntimeError('NCCL error: unhandled system error')")
     found = only(collectives.try_ranks(2, True, program=[str(program)]), Level.FAIL)
-    assert "NCCL error: unhandled system error" in found.said and "NCCL_DEBUG" in found.cure
+    assert "NCCL error: unhandled system error" in found.result and "NCCL_DEBUG" in found.cure
 
 
 @pytest.mark.ranks
-def test_ranks_that_agree_say_nothing(tmp_path: Path) -> None:
+def test_ranks_that_agree_print_nothing(tmp_path: Path) -> None:
     """As docs/doctor.md has them started by hand."""
     start = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
     done = command(*start, "llava_fsdp.doctor.collectives_worker", str(tmp_path), cwd=tmp_path)
@@ -504,12 +476,12 @@ def test_ranks_over_gloo_see_no_gpu(on_gpus: bool, seen: str, tmp_path: Path, mo
     monkeypatch.setattr("sys.executable", str(python))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
     found = only(collectives.try_ranks(2, on_gpus), Level.FAIL)
-    assert f"sees {seen!r}" in found.said
+    assert f"sees {seen!r}" in found.result
 
 
 def test_who_is_stuck() -> None:
-    assert "every rank waits in its first all_reduce" in collectives.stuck("2 ranks", ["joined"] * 2, 60, True).said
-    assert "rank 1, 2 has not started" in collectives.stuck("3 ranks", ["joined", "", ""], 60, True).said
+    assert "every rank waits in its first all_reduce" in collectives.stuck("2 ranks", ["joined"] * 2, 60, True).result
+    assert "rank 1, 2 has not started" in collectives.stuck("3 ranks", ["joined", "", ""], 60, True).result
     assert (
         collectives.stuck("2 ranks", ["joined"] * 2, 60, False).cure
         != collectives.stuck("2 ranks", ["joined"] * 2, 60, True).cure
@@ -524,12 +496,12 @@ def test_doctor_of_this_machine(tmp_path: Path) -> None:
         "llava_fsdp.doctor", "stage=pretrain", "data=llava_json", "data.path=gone.json", "data.images=.",
         "format=json", cwd=tmp_path, timeout=400,
     )  # fmt: skip
-    said = json.loads(done.stdout)
-    rows = {row["name"]: row for row in said["checks"]}
+    report = json.loads(done.stdout)
+    rows = {row["name"]: row for row in report["checks"]}
     failed = [name for name, row in rows.items() if row["level"] == "FAIL"]
     assert failed == ["data.path"] and done.returncode == 2, done.stderr
-    assert f"1 of {len(said['checks'])} checks fail: data.path" in done.stderr and "Traceback" not in done.stderr
+    assert f"1 of {len(report['checks'])} checks fail: data.path" in done.stderr and "Traceback" not in done.stderr
     talked = [row for name, row in rows.items() if name.startswith("2 ranks")]
-    assert talked[0]["level"] == "OK" and talked[0]["said"].startswith("right sums")
+    assert talked[0]["level"] == "OK" and talked[0]["result"].startswith("right sums")
     assert {"Python", "torch", "GPUs", "memory by the plan", "shared memory", "speed of output_dir"} <= set(rows)
     assert not any((tmp_path / name).exists() for name in ("outputs", "data"))

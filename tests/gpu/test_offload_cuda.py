@@ -16,7 +16,7 @@ from llava_fsdp.distributed.mesh import World
 from llava_fsdp.distributed.streamed_buffers import Copied
 from llava_fsdp.distributed.streamed_optimizer import StreamedOptimizer
 from llava_fsdp.distributed.zero import SHARD_PLANS
-from llava_fsdp.train.main import build_state
+from llava_fsdp.train.build_state import build_state
 from llava_fsdp.train.state import TrainState
 
 pytestmark = [

@@ -9,8 +9,8 @@ from test_quantized_base import embedded, trains_and_keeps_its_bits
 from torch import nn
 
 from llava_fsdp.config import QuantizeConfig, Quantizer
+from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.model.quantization import QuantizedLinear, check_quantizer, unpacked
-from llava_fsdp.train import main as train
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,5 +74,5 @@ def test_a_cpu_unpacks_the_same_weight(cfg: QuantizeConfig, cuda: torch.device) 
 def test_it_trains(mode: str, compiled: str, cuda: torch.device, tmp_path: Path) -> None:
     keys = [f"model.quantize.mode={mode}", f"compile={compiled}", "precision=bf16"]
     cfg = embedded(tmp_path, *keys)
-    train.draw_shapes(cfg.data)
+    draw_shapes(cfg.data)
     trains_and_keeps_its_bits(cfg, cuda)

@@ -147,12 +147,11 @@ def test_what_fits_nowhere_is_not_recommended(wide_parts: Path, capsys: pytest.C
 
 
 def test_several_nodes(wide_parts: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "scaling.png"
-    more = ["global_batch_size=64", *of_parts(wide_parts), f"picture={picture}"]
+    page = tmp_path / "scaling.html"
+    more = ["global_batch_size=64", *of_parts(wide_parts), f"page={page}"]
     found = printed(capsys, "gpus=8", "nodes=4", "gpu=a100-80gb", *more)
     assert {row["sharding"] for row in found["rows"]} >= {"hybrid", "hybrid2"}
-    assert picture.read_bytes().startswith(b"\x89PNG") and found["picture"] == str(picture)
+    assert page.read_text().count("<path class='line") == 3 and found["page"] == str(page)
     by = {(p["nodes"], p["sharding"]): p for p in found["scaling"]}
     assert set(by) == {(1, "zero3"), (2, "zero3"), (2, "hybrid"), (4, "zero3"), (4, "hybrid")}
     assert by[4, "hybrid"]["communication_seconds"] < by[4, "zero3"]["communication_seconds"]
@@ -185,9 +184,8 @@ def test_flash_attn_is_planned_where_it_is_not_installed(capsys: pytest.CaptureF
 
 
 def test_more_ranks_than_samples(wide_parts: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     keys = ["gpus=64", "nodes=2", "gpu=h100", *of_parts(wide_parts), "global_batch_size=8"]
-    found = printed(capsys, *keys, f"picture={tmp_path / 'scaling.png'}")
+    found = printed(capsys, *keys, f"page={tmp_path / 'scaling.html'}")
     assert {p["nodes"] for p in found["scaling"]} == {1}
 
 
@@ -300,7 +298,7 @@ def test_auto_recomputes_no_more_than_it_must(
     assert [one.applied(cfg).tokens_per_micro_batch for one in chosen] == [1024] * 3
     assert not chosen[0].applied(cfg).has_auto
     line = chosen[1].told(cfg)
-    assert line.startswith("auto: activation_checkpointing=selective: ") and " GB, " in line and len(line) < 110, line
+    assert line.startswith("auto: activation_checkpointing=selective: ") and " GB, " in line and len(line) < 130, line
     with pytest.raises(ConfigError, match="nothing fits by the plan"):
         on(totals[2] - 100_000)
     with monkeypatch.context() as patch:

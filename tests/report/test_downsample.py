@@ -1,4 +1,4 @@
-"""Curves in bounded room."""
+"""Curves in bounded memory, and the charts that are drawn from them."""
 
 import json
 import math
@@ -11,55 +11,50 @@ import pytest
 from imagined import imagine, row
 
 from llava_fsdp.report.downsample import Curve, History, Point
-from llava_fsdp.report.html import inline_json, table, ticks
+from llava_fsdp.report.html import inline_json, table
+from llava_fsdp.report.run_page import report_page
 from llava_fsdp.report.run_reader import read_run
-from llava_fsdp.report.svg import Chart, Line, digits, draw, shown
+from llava_fsdp.report.svg import Bar, Chart, Line, digits, draw, draw_bars, short_text, ticks
+
+
+def curve_of(values: dict[int, float], most: int = 1000) -> Curve:
+    curve = Curve(most)
+    for step, value in values.items():
+        curve.add(step, value)
+    return curve
 
 
 def test_a_short_curve_is_every_value() -> None:
-    curve = Curve()
-    for step in range(1, 11):
-        curve.add(step, step / 2)
-    assert [(p.step, p.mean, p.least, p.most) for p in curve.points()] == [
-        (s, s / 2, s / 2, s / 2) for s in range(1, 11)
-    ]
+    points = curve_of({step: step / 2 for step in range(1, 11)}).points()
+    assert points == [(s, s / 2, s / 2, s / 2) for s in range(1, 11)]
 
 
 @pytest.mark.parametrize("steps", [1001, 5000, 100_000])
 def test_a_long_curve_is_bounded_and_loses_no_spike(steps: int) -> None:
-    curve = Curve()
-    for step in range(1, steps + 1):
-        curve.add(step, 100.0 if step == 777 else step / steps)
+    curve = curve_of({step: 100.0 if step == 777 else step / steps for step in range(1, steps + 1)})
     points = curve.points()
     assert 500 <= len(points) <= 1000 and max(p.most for p in points) == 100.0
     assert points[0].step < curve.width + 1 and steps - curve.width <= points[-1].step <= steps
     assert [p.step for p in points] == sorted(p.step for p in points)
-    counted = sum(values[0] for values in curve.stretches.values())
-    assert counted == steps
+    assert sum(values[0] for values in curve.stretches.values()) == steps
     assert len(curve.points(100)) <= 100 and max(p.most for p in curve.points(100)) == 100.0
 
 
 def test_fewer_points_leave_the_curve_as_it_is() -> None:
-    curve = Curve()
-    for step in range(1, 101):
-        curve.add(step, float(step))
+    curve = curve_of({step: float(step) for step in range(1, 101)})
     before = curve.points()
     assert len(curve.points(9)) <= 9 and curve.points() == before
 
 
 def test_a_curve_depends_on_its_steps_alone() -> None:
     """One that is read from the file after a resume is the one that was kept: stretches begin at fixed steps."""
-    whole, later = Curve(64), Curve(64)
-    for step in range(1, 301):
-        whole.add(step, float(step % 17))
     order = list(range(1, 301))
     random.Random(1).shuffle(order)
-    for step in order:
-        later.add(step, float(step % 17))
-    assert later.points() == whole.points()
+    whole, shuffled = (curve_of({s: float(s % 17) for s in steps}, most=64) for steps in (range(1, 301), order))
+    assert shuffled.points() == whole.points()
 
 
-def test_what_is_no_number_is_no_point() -> None:
+def test_missing_values_are_not_points() -> None:
     curve = Curve()
     for step, value in enumerate([1.0, None, float("nan"), float("inf"), 2.0]):
         curve.add(step, value)
@@ -69,9 +64,9 @@ def test_what_is_no_number_is_no_point() -> None:
 def test_a_history_adds_up() -> None:
     dice, history = random.Random(0), History()
     rows = [row(step, dice, ("a", "b")) for step in range(1, 1001)]
-    for own in rows:
-        history.add(own)
-    losses = [own["loss"] for own in rows if own["loss"] is not None]
+    for one in rows:
+        history.add(one)
+    losses = [one["loss"] for one in rows if one["loss"] is not None]
     assert history.step == history.steps == 1000 and history.sums["tokens"] == 90_000 * 1000
     assert history.skipped == [997] and history.skipped_steps == 1
     assert history.loss == pytest.approx(sum(losses[-20:]) / 20, rel=1e-12)
@@ -83,7 +78,7 @@ def test_a_history_adds_up() -> None:
     "broken", [None, [], {}, {"step": "1"}, {"step": True}, {"step": 1, "loss": "low"}, {"step": 1, "sources": [1]},
                {"step": 1, "sources": {"a": 3}}, {"step": -1}, {"step": 1, "loss": 2.0, "tokens": "many"}],
 )  # fmt: skip
-def test_a_row_that_is_none_is_refused_whole(broken: object) -> None:
+def test_a_bad_row_is_refused_whole(broken: object) -> None:
     history = History()
     with pytest.raises(ValueError):
         history.add(broken)  # pyright: ignore[reportArgumentType]
@@ -91,9 +86,6 @@ def test_a_row_that_is_none_is_refused_whole(broken: object) -> None:
 
 
 def test_a_hundred_thousand_steps_are_a_small_page(tmp_path: Path) -> None:
-    """And a page of them is made in a moment: the curves are kept thinned."""
-    from llava_fsdp.report.run_page import report_page
-
     run = read_run(imagine(tmp_path / "run", 60, tuple("abcdefghijklmnop")))
     for step in range(61, 100_001):
         for name, curve in run.history.curves.items():
@@ -105,15 +97,13 @@ def test_a_hundred_thousand_steps_are_a_small_page(tmp_path: Path) -> None:
     assert len(page) < 3_000_000 and time.process_time() - started < 5
 
 
-def test_ticks_are_round() -> None:
+def test_ticks_and_values_are_short() -> None:
     assert ticks(0, 10, 5) == [0, 2, 4, 6, 8, 10]
     assert ticks(0.013, 0.021, 5) == pytest.approx([0.014, 0.016, 0.018, 0.02])
-    assert ticks(3, 3) == [3] and len(ticks(0, 1e-12, 6)) <= 7
-
-
-def test_values_in_words() -> None:
-    assert [shown(v) for v in (0, 0.00002, 1.25, 20_000, 61e9, -3)] == ["0", "2e-5", "1.25", "20k", "61G", "-3"]
-    assert shown(0.485, share=True) == "48.5 %"
+    assert ticks(3, 3, 6) == [3] and len(ticks(0, 1e-12, 6)) <= 7
+    found = [short_text(v) for v in (0, 0.00002, 1.25, 20_000, 61e9, -3)]
+    assert found == ["0", "2e-5", "1.25", "20k", "61G", "-3"] and short_text(0.485, share=True) == "48.5 %"
+    assert digits([1.0, 1.0]) == 4
 
 
 def test_nothing_ends_a_script_or_a_cell() -> None:
@@ -121,15 +111,28 @@ def test_nothing_ends_a_script_or_a_cell() -> None:
     assert "<b>" not in table(["<b>"], [["<b>", 3]])
 
 
-def test_values_that_differ_by_rounding_are_drawn() -> None:
+@pytest.mark.parametrize("value", [2e-5, 1e-3, 3.0])
+def test_values_that_differ_by_rounding_are_a_flat_line(value: float) -> None:
     """As the means of a constant learning rate, some of which are one rounding off."""
-    for value in (2e-5, 1e-3, 3.0):
-        means = [value, value, math.nextafter(value, 1e9), value]
-        figure = draw(Chart("Learning rate", [Line("lr", [Point(n, m, m, m) for n, m in enumerate(means)])]))
-        (path,) = re.findall(r"class='line c0' d='M([^']*)'", figure)
-        assert len({point.split()[1] for point in path.split("L")}) == 1
-    assert digits([1.0, 1.0]) == 4
+    means = [value, value, math.nextafter(value, 1e9), value]
+    figure = draw(Chart("Learning rate", [Line("lr", [Point(n, m, m, m) for n, m in enumerate(means)])]))
+    (path,) = re.findall(r"class='line c0' d='M([^']*)'", figure)
+    assert len({point.split()[1] for point in path.split("L")}) == 1
 
 
-def test_a_chart_without_a_value_is_not_drawn() -> None:
+def test_charts_without_a_value_are_not_drawn() -> None:
     assert draw(Chart("t", [Line("a", [])])) == ""
+    assert draw_bars("t", "", []) == draw_bars("t", "", [Bar("a", [0, 0], ["", ""])]) == ""
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_bars_have_heights_by_their_values(stacked: bool) -> None:
+    figure = draw_bars("t", "ms", [Bar("<a>", [1, 3], ["<x>", "y"], "4 ms")], ["p", "q"], stacked)
+    small, large = ({k: float(v) for k, v in re.findall(r"(x|y|width|height)='([\d.]+)'", rect)}
+                    for rect in re.findall(r"<rect[^>]*>", figure))  # fmt: skip
+    assert large["height"] == pytest.approx(3 * small["height"], abs=0.2)
+    if stacked:
+        assert large["x"] == small["x"] and large["y"] + large["height"] == pytest.approx(small["y"], abs=0.2)
+    else:
+        assert large["x"] == pytest.approx(small["x"] + small["width"], abs=0.2)
+    assert "&lt;a&gt;" in figure and "&lt;x&gt;" in figure and "4 ms" in figure and figure.count("<li") == 2

@@ -1,4 +1,4 @@
-"""The page of a run, of several, and of a sweep."""
+"""Pages of a run, of several, and of a sweep."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def test_a_run(tmp_path: Path) -> None:
     for words in (
         "outputs/finetune", "failed", "300", "of 300 steps", "vision_tower", "20,979,712", "0123456789ab", "2.28",
         "Unlike LLaVA: labels=exact", "optim.lr", "2e-05", "1e-05", "torchrun --nproc-per-node 8", "captions &lt;i&gt;",
-        "picture missing", "no picture", "red | dark red", "8 x NVIDIA H100", "planned 59.14 GiB",
+        "image missing", "no image", "red | dark red", "8 x NVIDIA H100", "planned 59.14 GiB",
     ):  # fmt: skip
         assert words in seen, words
     assert "started after step 100" in page and page.count("data:image/jpeg;base64,") == 2
@@ -80,7 +80,7 @@ def test_without_javascript_every_curve_is_drawn(tmp_path: Path) -> None:
         assert re.search(r"<path class='line c\d' d='M[\d.]+ [\d.]+L", figure)
 
 
-def test_a_run_that_was_cut_short(tmp_path: Path) -> None:
+def test_lines_that_were_cut_short(tmp_path: Path) -> None:
     """Half a line is counted; a validation of a step that is to be done again is not shown."""
     run = imagine(tmp_path / "run", 120, status="running")
     with (run / "metrics.jsonl").open("a") as file:
@@ -92,7 +92,7 @@ def test_a_run_that_was_cut_short(tmp_path: Path) -> None:
     assert "120" in seen and "0.1235" not in seen
 
 
-def test_a_run_whose_lock_cannot_be_read_is_not_said_to_be_killed(tmp_path: Path) -> None:
+def test_a_run_whose_lock_cannot_be_read_is_not_killed(tmp_path: Path) -> None:
     """A colleague's lock is theirs alone; a link to itself is refused to every user."""
     run = imagine(tmp_path / "run", 20, status="running")
     (run / ".lock").write_text("{}")
@@ -114,7 +114,7 @@ def test_a_run_whose_lock_cannot_be_read_is_not_said_to_be_killed(tmp_path: Path
     assert read_run(run).state == "running"
 
 
-def test_a_refused_start_is_no_end_of_the_run(tmp_path: Path) -> None:
+def test_a_refused_start_does_not_end_the_run(tmp_path: Path) -> None:
     run = imagine(tmp_path / "run", 60)
     status = {"status": "failed", "reason": "other settings: <seed>", "exit_code": 3}
     for before, state, kind in (({"status": "done", "reason": ""}, "done", "note"), (None, "failed", "reason")):
@@ -149,49 +149,45 @@ def test_a_page_with_a_private_run_is_private(order: tuple[str, str], tmp_path: 
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+def job_file(folder: Path, number: int, *overrides: str, **more: Any) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "job.json").write_text(json.dumps({"number": number, "overrides": overrides, **more}))
+
+
 def test_a_sweep_is_all_of_its_jobs(tmp_path: Path) -> None:
     sweep = tmp_path / "sweep"
-    for number, lr in ((0, "1e-5"), (1, "2e-5")):
-        folder = imagine(
-            sweep / str(number), 60, seed=number, config=f"optim:\n  lr: {lr.replace('e', '.0e')}\nseed: 42\n"
-        )
-        (folder / "job.json").write_text(
-            json.dumps({"number": number, "overrides": ["max_steps=60", f"optim.lr={lr}"], "exit_code": 0})
-        )
-    (sweep / "2").mkdir()  # a job that ended before it had a run
-    job = {
-        "number": 2,
-        "overrides": ["max_steps=60", "optim.lr=x"],
-        "exit_code": 2,
-        "reason": "optim.lr=x must be a number",
-    }
-    (sweep / "2" / "job.json").write_text(json.dumps(job))
+    for number, lr in ((0, "1.0e-05"), (1, "2.0e-05")):
+        folder = imagine(sweep / str(number), 60, seed=number, config=f"optim:\n  lr: {lr}\nseed: 42\n")
+        job_file(folder, number, "max_steps=60", f"optim.lr={float(lr)}", exit_code=0, value=2.0 - number, last_steps=1)
+    bad = {"exit_code": 2, "reason": "optim.lr=x must be a number", "value": 0.0}  # ended before it had a run
+    job_file(sweep / "2", 2, "max_steps=60", "optim.lr=x", **bad)
     out = tmp_path / "c.html"
-    seen = texts(report.write([str(sweep), f"out={out}"]).read_text())
-    assert (
-        "3 runs" in seen
-        and "0: optim.lr=1e-5" in seen
-        and "max_steps" not in seen
-        and "optim.lr=x must be a number" in seen
-    )
-    page = out.read_text()
-    assert not re.search(r"<td[^>]*>seed<", page), "the job without a configuration tells nothing"
-    [row] = re.findall(r"<tr><td[^>]*>optim.lr</td>.*</tr>", page)
-    assert re.findall(r">([^<>]+)</td>", row) == ["optim.lr", "1e-05", "2e-05", "x"]
-    assert "ranks" not in re.findall(r"<h2>What differs</h2>.*", page, re.DOTALL)[0], "nor of where it ran"
-    single = report.write([f"output_dir={sweep / '1'}"])
-    assert single == sweep / "1" / "report.html"
+    page = report.write([str(sweep), f"out={out}"]).read_text()
+    seen = texts(page)
+    assert "3 runs" in seen and "0: optim.lr=1e-05" in seen and "max_steps" not in seen and str(bad["reason"]) in seen
+    assert not re.search(r"<td[^>]*>seed<", page), "the job without a configuration is not compared"
+    assert cells(page, "optim.lr") == ["optim.lr", "1e-05", "2e-05", "x"]
+    assert "ranks" not in re.findall(r"<h2>What differs</h2>.*", page, re.DOTALL)[0]
+    last = json.loads((sweep / "1" / "metrics.jsonl").read_text().splitlines()[-1])["loss"]
+    assert cells(page, "1: optim.lr=2e-05")[1:4] == ["done, best", "60", f"{last:.4f}"], "the loss of last_steps"
+    assert "best" not in cells(page, "0: optim.lr=1e-05")[1]
+    assert report.write([f"output_dir={sweep / '1'}"]) == sweep / "1" / "report.html"
+
+
+def cells(page: str, first: str) -> list[str]:
+    """Texts of the first row that begins so."""
+    row, *_ = re.findall(rf"<tr><td[^>]*>{re.escape(first)}</td>.*?</tr>", page)
+    return re.findall(r">([^<>]*)</td>", row)
 
 
 def test_names_of_runs_stay_as_they_are(tmp_path: Path) -> None:
     for number in (1, 2):
-        folder = imagine(tmp_path / str(number), 60, config=f"max_steps: {number}\n")
-        (folder / "job.json").write_text(json.dumps({"number": number, "overrides": [f"max_steps={number}"]}))
+        job_file(imagine(tmp_path / str(number), 60, config=f"max_steps: {number}\n"), number, f"max_steps={number}")
     seen = texts(report.write([str(tmp_path), f"out={tmp_path / 'c.html'}"]).read_text())
-    assert seen.count("1: max_steps=1") >= 2 and "max steps" not in seen and "last loss" in seen
+    assert seen.count("1: max_steps=1") >= 2 and "max steps" not in seen and "lowest loss" in seen
 
 
-def test_what_a_job_was_told_is_compared_as_what_a_configuration_says() -> None:
+def test_overrides_of_a_job_are_compared_as_values() -> None:
     typed = values_typed(["stage=pretrain", "optim.lr=1e-4", "+a.b='x y'", "~data", "max_steps=5", "x=False", "y=null"])
     assert typed == {"stage": "pretrain", "optim.lr": 0.0001, "a.b": "x y", "max_steps": 5, "x": False, "y": None}
     trees = [{"optim.lr": 0.0001, "n": 1}, {"optim.lr": 0.0001}, {}]
@@ -200,23 +196,21 @@ def test_what_a_job_was_told_is_compared_as_what_a_configuration_says() -> None:
     assert differing([{}, {}], [{"n": 1}, {"n": 2}]) == []
 
 
-def test_a_sweep_s_jobs_may_lie_deeper_and_one_be_damaged(tmp_path: Path) -> None:
+def test_jobs_of_a_sweep_may_lie_deeper_and_one_be_damaged(tmp_path: Path) -> None:
     """As with hydra.sweep.subdir='${model.name}/${hydra.job.num}'."""
     for number in (0, 1):
-        folder = imagine(tmp_path / "small" / str(number), 60, seed=number)
-        (folder / "job.json").write_text(json.dumps({"number": number, "overrides": [f"seed={number}"]}))
+        job_file(imagine(tmp_path / "small" / str(number), 60, seed=number), number, f"seed={number}")
     (tmp_path / "small" / "1" / "metrics.jsonl").write_text("nonsense\n")
     good, damaged = runs_in(tmp_path)
     assert (good.name, good.history.step, damaged.name, damaged.history.step) == ("0: seed=0", 60, "1: seed=1", 0)
     assert "none is a step" in damaged.status["reason"]
-    seen = texts(report.write([str(tmp_path), f"out={tmp_path / 'c.html'}"]).read_text())
-    assert "2 runs" in seen
+    assert "2 runs" in texts(report.write([str(tmp_path), f"out={tmp_path / 'c.html'}"]).read_text())
 
 
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        (None, "", "is no training's"),
+        (None, "", "is not a training's"),
         ("metrics.jsonl", "\0\1\2 nonsense\nmore of it\n", "has 2 lines, and none is a step"),
         ("metrics.jsonl", "[1, 2]\n", "none is a step"),
         ("metrics.jsonl", "[" * 100_000, "none is a step"),
@@ -249,7 +243,7 @@ def test_nonsense_is_refused_by_name(name: str | None, content: str, said: str, 
         '{"step": 5, "time": 1, "versions": {"a": {}}, "total_steps": "x", "planned_peak": "y", "ranks": []}',
     ],
 )  # fmt: skip
-def test_whatever_stands_in_the_other_files_there_is_a_page(name: str, content: str, tmp_path: Path) -> None:
+def test_a_page_in_spite_of_damaged_files(name: str, content: str, tmp_path: Path) -> None:
     run = imagine(tmp_path / "run", 60)
     (run / name).write_text(content)
     page = report.write([str(run)]).read_text()
@@ -260,20 +254,19 @@ def test_whatever_stands_in_the_other_files_there_is_a_page(name: str, content: 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "usage"),
-        (["out=x.html"], "no RUN"),
-        (["--x"], "no option"),
-        (["."], "no training's"),
-        (["gone"], "no folder"),
+        ([], "usage"), (["out=x.html"], "no RUN"), (["--x"], "not an option"), (["."], "not a training's"),
+        (["gone"], "not a folder"),
     ],
-)
-def test_the_command_says_what_is_wrong(words: list[str], said: str, tmp_path: Path) -> None:
+)  # fmt: skip
+def test_a_wrong_command_line(words: list[str], said: str, tmp_path: Path) -> None:
     ran = command("llava_fsdp.report", *words, cwd=tmp_path)
     assert ran.returncode == 2 and said in ran.stdout + ran.stderr and "Traceback" not in ran.stderr
 
 
 def test_the_command_is_light() -> None:
-    code = "import sys, llava_fsdp.report; print([m for m in ('torch', 'transformers', 'hydra') if m in sys.modules])"
+    code = (
+        "import sys, llava_fsdp.report.main; print([m for m in ('torch', 'transformers', 'hydra') if m in sys.modules])"
+    )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == "[]\n"
 
@@ -300,7 +293,7 @@ def test_a_page_hides_the_secrets_of_a_configuration(tmp_path: Path) -> None:
     assert "pass-word-7" not in page
 
 
-def test_a_folder_of_ones_own_has_recipes_too(tmp_path: Path) -> None:
+def test_recipes_of_a_config_dir(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     source = Path(report.__file__).parents[3] / "conf" / "model" / "tiny.yaml"
     (tmp_path / "model" / "mine.yaml").write_text(re.sub(r"(?m)^name:.*", "name: mine", source.read_text()))

@@ -18,7 +18,7 @@ from llava_fsdp.runtime import launch, run_dir, status_file
 from llava_fsdp.runtime.errors import ENDINGS, ExitCode, FolderInUse
 from llava_fsdp.runtime.run_dir import claimed, is_others
 from llava_fsdp.runtime.status_file import Outcome, first_failure, put_status, read_status, settled, write_ending
-from llava_fsdp.runtime.watchdog import Life, fresh
+from llava_fsdp.runtime.watchdog import Watchdog, fresh
 
 HOLDER = """
     import os, sys, time
@@ -184,7 +184,7 @@ def test_the_last_word_fits_onto_a_full_disk(tmp_path: Path, monkeypatch: pytest
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(status_file, "write_new", full)
+    monkeypatch.setattr(status_file, "replace_file", full)
     write_ending(tmp_path, Outcome(ENDINGS["checkpoint"], "no room"))
     said = read_status(tmp_path)
     assert said is not None and (said["class"], said["exit_code"], said["reason"]) == ("checkpoint", 3, "no room")
@@ -234,10 +234,10 @@ def test_a_run_that_was_killed_is_told_from_one_that_goes_on(tmp_path: Path) -> 
 
 def test_a_start_without_a_step_keeps_what_the_run_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def start(how: str, steps: int, reason: str = "") -> None:
-        with claimed(tmp_path, 0), Life(tmp_path, 0) as life:
+        with claimed(tmp_path, 0), Watchdog(tmp_path, 0) as watchdog:
             assert (read_status(tmp_path) or {})["status"] == "running"
             for _ in range(steps):
-                life.step_done()
+                watchdog.step_done()
         ended(how, reason)
 
     def ended(how: str, reason: str = "") -> None:

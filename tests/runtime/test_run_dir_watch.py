@@ -23,7 +23,7 @@ from llava_fsdp.runtime.os_errors import why
 from llava_fsdp.runtime.run_dir import claimed, held_by
 from llava_fsdp.runtime.run_dir_watch import Hold
 from llava_fsdp.runtime.status_file import Outcome, first_failure, put_status, read_status, write_ending
-from llava_fsdp.runtime.watchdog import ONE_WISH, Life
+from llava_fsdp.runtime.watchdog import ONE_WISH, Watchdog
 from llava_fsdp.train.live_page import rewrite_page
 
 CODES = ["ESTALE", "EIO", "EACCES", "ENOSPC", "EROFS"]
@@ -166,7 +166,7 @@ def test_no_refusal_of_the_disk_hides_how_a_run_ended(
     folder = tmp_path / "out"
     with claimed(folder, 0):
         (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
-        with Life(folder, 0):
+        with Watchdog(folder, 0):
             monkeypatch.setattr(os, call, refusing(call, getattr(errno, name), folder))
         write_ending(folder, Outcome(ENDINGS["checkpoint"], "no room"))
         rewrite_page(folder)
@@ -200,41 +200,41 @@ def test_what_is_written_last_goes_on_behind_what_fails(tmp_path: Path, monkeypa
 
 
 @pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Life, list[Outcome]]]:
-    """A process's life between two steps, and how it would have ended by a signal."""
-    with claimed(tmp_path, 0), Life(tmp_path, 0) as life:
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Watchdog, list[Outcome]]]:
+    """A watchdog between two steps, and how it would have ended by a signal."""
+    with claimed(tmp_path, 0), Watchdog(tmp_path, 0) as watchdog:
         ended: list[Outcome] = []
-        monkeypatch.setattr(life, "end", ended.append)
-        life.at(Phase.COMPUTE, 11)
-        life.step_done()
-        yield life, ended
+        monkeypatch.setattr(watchdog, "end", ended.append)
+        watchdog.at(Phase.COMPUTE, 11)
+        watchdog.step_done()
+        yield watchdog, ended
 
 
-def test_a_stop_that_is_asked_for_often_is_one(asked: tuple[Life, list[Outcome]]) -> None:
+def test_a_stop_that_is_asked_for_often_is_one(asked: tuple[Watchdog, list[Outcome]]) -> None:
     """Also when the steps are over because of the first."""
-    life, ended = asked
+    watchdog, ended = asked
     for number in range(60):
-        life.stepping = number < 30
-        life.heard(signal.SIGTERM)
-    assert not ended and life.wants_stop() and life.stop == "SIGTERM"
+        watchdog.stepping = number < 30
+        watchdog.handle_signal(signal.SIGTERM)
+    assert not ended and watchdog.wants_stop() and watchdog.stop == "SIGTERM"
 
 
-def test_a_signal_behind_the_last_step_says_so(asked: tuple[Life, list[Outcome]]) -> None:
-    life, ended = asked
-    life.stepping = False
-    life.heard(signal.SIGTERM)
+def test_a_signal_behind_the_last_step_says_so(asked: tuple[Watchdog, list[Outcome]]) -> None:
+    watchdog, ended = asked
+    watchdog.stepping = False
+    watchdog.handle_signal(signal.SIGTERM)
     assert [own.ending.name for own in ended] == ["stopped"] and "after the last step" in ended[0].reason
 
 
-def test_two_interrupts_at_once_are_one_wish(asked: tuple[Life, list[Outcome]]) -> None:
+def test_two_interrupts_at_once_are_one_wish(asked: tuple[Watchdog, list[Outcome]]) -> None:
     """A later one ends the run at once."""
-    life, ended = asked
+    watchdog, ended = asked
     for _ in range(3):
-        life.heard(signal.SIGINT)
-    assert not ended and life.stop == "SIGINT"
-    assert life.interrupted_at is not None
-    life.interrupted_at -= 2 * ONE_WISH
-    life.heard(signal.SIGINT)
+        watchdog.handle_signal(signal.SIGINT)
+    assert not ended and watchdog.stop == "SIGINT"
+    assert watchdog.interrupted_at is not None
+    watchdog.interrupted_at -= 2 * ONE_WISH
+    watchdog.handle_signal(signal.SIGINT)
     assert [own.ending.exit_code for own in ended] == [ExitCode.INTERRUPTED]
 
 

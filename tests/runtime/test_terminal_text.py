@@ -18,7 +18,7 @@ from small import config_of, make_config
 from llava_fsdp import status
 from llava_fsdp.data.batching.workers import Watch
 from llava_fsdp.data.records.record import name_record
-from llava_fsdp.prepare import prepare
+from llava_fsdp.prepare.main import prepare
 from llava_fsdp.report import main as report
 from llava_fsdp.runtime.console import TextConsole
 from llava_fsdp.runtime.errors import DataError, ImageError

@@ -5,11 +5,10 @@ from pathlib import Path
 
 from golden_folder import golden_folder, read_json
 
-from llava_fsdp.migrate.context import Context
 from llava_fsdp.migrate.inputs import read_runs, sort_paths
-from llava_fsdp.migrate.key_outcome import Row
+from llava_fsdp.migrate.keys import Context, Row
 from llava_fsdp.migrate.overrides import decide
-from llava_fsdp.migrate.source_run import Options, Run
+from llava_fsdp.migrate.source_run import Run
 from llava_fsdp.migrate.table import rows_of
 
 ZERO = ("zero2", "zero3", "zero3_offload")
@@ -45,9 +44,9 @@ def write_script(record: dict, folder: Path) -> Path:
     return path
 
 
-def run_of(record: dict, folder: Path, **options: int) -> Run:
+def run_of(record: dict, folder: Path, gpus: int = 8) -> Run:
     given = sort_paths([str(write_script(record, folder))])
-    (run,) = read_runs(given, {}, Options(**options))
+    (run,) = read_runs(given, {}, gpus)
     return run
 
 

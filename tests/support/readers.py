@@ -20,7 +20,6 @@ from llava_fsdp.data.loader import ModelShape, open_encoding
 from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.migrate.command import migrate
 from llava_fsdp.migrate.inputs import read_runs, sort_paths
-from llava_fsdp.migrate.source_run import Options
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.model.tensor_files import open_tensors
@@ -164,7 +163,13 @@ def read_picture(path: Path) -> None:
 
 
 def read_settings(path: Path) -> None:
-    for run in read_runs(sort_paths([str(path)]), {}, Options()):
+    """A script, or a file that the script beside it names."""
+    starts = {".sh": "", ".json": "deepspeed train.py --deepspeed", ".yaml": "accelerate launch --config_file"}
+    if start := starts[path.suffix]:
+        script = written(path.parent / "train.sh", f"{start} {path} {'train.py' * (path.suffix == '.yaml')}")
+    else:
+        script = path
+    for run in read_runs(sort_paths([str(script)]), {}, 8):
         migrate(run)
 
 

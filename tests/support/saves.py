@@ -1,4 +1,4 @@
-"""Tensors cut over ranks as a run's are, and the saving and loading of them without a model."""
+"""Tensors sharded as a run's are, saved and loaded without a model."""
 
 import shutil
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from llava_fsdp.checkpoint.commit import Beside
-from llava_fsdp.checkpoint.reader import load, saved_rows
+from llava_fsdp.checkpoint.commit import AdapterFolder
+from llava_fsdp.checkpoint.reader import SavedTensor, load
 from llava_fsdp.checkpoint.saver import Saver
 from llava_fsdp.checkpoint.verify import Checkpoint, newest_together, verify_together
 from llava_fsdp.config import CheckpointConfig, OnSaveError
@@ -65,31 +65,32 @@ def facts(step: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def beside() -> Beside:
-    """A folder with a folder in it, of what the ranks have just written."""
-
-    def write(folder: Path, found: Checkpoint) -> None:
-        (folder / "vision_tower").mkdir(parents=True)
-        (folder / "vision_tower" / "config.json").write_text("{}")
-        saved = found.manifest.tensors["model.a.weight"]
-        rows = saved_rows(found.folder, "model.a.weight", saved, 0, saved.rows)
-        save_file({"a": rows}, folder / "adapter_model.safetensors")
-
-    return Beside(4096, write)
+def write_adapter(folder: Path, checkpoint: Checkpoint) -> None:
+    """A folder with a folder in it, made from what the ranks have just written."""
+    (folder / "vision_tower").mkdir(parents=True)
+    (folder / "vision_tower" / "config.json").write_text("{}")
+    name = "model.a.weight"
+    saved = SavedTensor(checkpoint.folder, name, checkpoint.manifest.tensors[name])
+    save_file({"a": saved.rows(0, saved.entry.rows)}, folder / "adapter_model.safetensors")
 
 
 def saver_of(
     parent: Path,
     tensors: Tensors,
     at: Callable[[str], None] = lambda _: None,
-    with_beside: bool = False,
+    with_adapter: bool = False,
     **values: Any,
 ) -> tuple[Saver, list[int]]:
-    """A saver of these tensors; the step that it says is the list's one number."""
+    """A saver of these tensors; the step that it saves is the list's one number."""
     step = [0]
-    extra = beside() if with_beside and (not dist.is_initialized() or dist.get_rank() == 0) else None
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    adapter = AdapterFolder(4096, write_adapter) if with_adapter and is_first else None
     cfg = replace(CONFIG, **values)
-    return Saver(parent, cfg, lambda: tensors, lambda: facts(step[0]), at=at, beside=extra), step
+    return Saver(parent, cfg, lambda: tensors, lambda: facts(step[0]), at=at, adapter_folder=adapter), step
+
+
+def is_busy(saver: Saver) -> bool:
+    return saver.under_way is not None and not saver.under_way.done()
 
 
 def save_steps(world: World, parent: Path, steps: list[int], layout: str = "shard", **values: Any) -> None:

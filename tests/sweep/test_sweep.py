@@ -8,10 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -20,19 +18,18 @@ from imagined import imagine
 
 from llava_fsdp.config import SweepConfig, SweepMetric, config_dir, load
 from llava_fsdp.config.cli import quoted
+from llava_fsdp.report.results import Results, read_results
 from llava_fsdp.report.run_reader import JOB_FILE, runs_in
 from llava_fsdp.runtime.errors import ConfigError, ExitCode, LlavaFsdpError
 from llava_fsdp.runtime.run_dir import restored_umask
 from llava_fsdp.runtime.status_file import mode_of
 from llava_fsdp.sweep import gpu_locks, torchrun
 from llava_fsdp.sweep import main as sweep
-from llava_fsdp.sweep.curves import MOST_POINTS, Curve, draw, thinned
-from llava_fsdp.sweep.gpu_locks import Device, check_devices, lent, list_devices
+from llava_fsdp.sweep.gpu_locks import Device, check_devices, list_devices, locked
 from llava_fsdp.sweep.hydra_process import run_jobs
-from llava_fsdp.sweep.job import Job, make_job_folder, read_jobs, record_failure, train_command
+from llava_fsdp.sweep.job import Job, make_job_folder, read_jobs, record_failure, train_command, value_of
 from llava_fsdp.sweep.results import best_of, differing, write_results
-from llava_fsdp.sweep.run_metrics import Numbers, numbers_of, value_of
-from llava_fsdp.sweep.stop import NOW, SAVE, Wishes
+from llava_fsdp.sweep.stop import NOW, SAVE, StopRequest
 
 
 def config(*overrides: str) -> SweepConfig:
@@ -40,60 +37,52 @@ def config(*overrides: str) -> SweepConfig:
         return load(SweepConfig, compose("sweep", overrides=list(overrides)))
 
 
-def environment(**more: str) -> dict[str, str]:
+def start_sweep(*arguments: str, cwd: Path, **more: str) -> subprocess.Popen[str]:
     # what a torchrun around the sweep would leave behind; a job that saw it would wait for nine ranks
     around = {"WORLD_SIZE": "9", "LOCAL_RANK": "0", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}
     found = {**os.environ, "OMP_NUM_THREADS": "1", **around, **more}
     found.pop("RANK", None)
-    return found
+    command = [sys.executable, "-m", "llava_fsdp.sweep", *arguments]
+    return subprocess.Popen(command, cwd=cwd, env=found, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-SWEEP = [sys.executable, "-m", "llava_fsdp.sweep"]
-
-
-def run_sweep(*arguments: str, cwd: Path, **more: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [*SWEEP, *arguments], check=False, cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=300
-    )
+def run_sweep(*arguments: str, cwd: Path, **more: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr."""
+    process = start_sweep(*arguments, cwd=cwd, **more)
+    out, err = process.communicate(timeout=300)
+    assert "Traceback" not in err, err
+    return process.returncode, out, err
 
 
 @pytest.mark.e2e
 def test_a_job_that_fails_does_so_alone(tmp_path: Path, dataset: Path) -> None:
     """The first job fails in training, the second at the door, and the third trains to its end."""
-    done = run_sweep(
+    code, out, err = run_sweep(
         "-m", "stage=pretrain", "data.max_length=100000,1,200", "launch.nproc_per_node=1", "hydra.sweep.dir=three",
         "data=llava_json", f"data.path={dataset}/mixed.json", f"data.images={dataset}/images", "data.workers=0",
         "max_steps=1", "global_batch_size=2", "micro_batch_size=2", "export.enabled=false",
         cwd=tmp_path,
     )  # fmt: skip
-    jobs = [json.loads((tmp_path / "three" / str(n) / "job.json").read_text()) for n in range(3)]
-    assert [(job["status"], job["exit_code"]) for job in jobs] == [("user", 2), ("user", 2), ("done", 0)], done.stderr
-    assert done.returncode == ExitCode.USER
-
-    assert "job 0: failed" in done.stderr and "data.max_length=100000 is above" in done.stderr
-    assert "command: " in done.stderr and "-m llava_fsdp.train stage=pretrain data.max_length=100000" in done.stderr
-    assert "data.max_length=1 must be at least 2" in done.stderr
-    assert not (tmp_path / "three" / "1" / "train.log").exists()  # refused at the door: nothing was launched
-    assert "Traceback" not in done.stderr
-    assert "job 2: step 1/1  loss" in done.stderr
-
-    last = json.loads((tmp_path / "three" / "2" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert jobs[2]["numbers"]["loss"] == last["loss"]
-    assert f"job 2: done in {jobs[2]['seconds']:.0f} s, loss {last['loss']:.4f}" in done.stderr
-    rows = [line for line in done.stdout.splitlines() if line.startswith("│")]
+    folder = tmp_path / "three"
+    jobs = [json.loads((folder / str(n) / "job.json").read_text()) for n in range(3)]
+    assert [(job["status"], job["exit_code"]) for job in jobs] == [("user", 2), ("user", 2), ("done", 0)], err
+    loss = json.loads((folder / "2" / "metrics.jsonl").read_text().splitlines()[-1])["loss"]
+    assert code == ExitCode.USER and jobs[2]["value"] == jobs[2]["numbers"]["loss"] == loss
+    for words in (
+        "job 0: failed", "data.max_length=100000 is above", "data.max_length=1 must be at least 2", "command: ",
+        "-m llava_fsdp.train stage=pretrain data.max_length=100000", "job 2: step 1/1  loss",
+        f"job 2: done in {jobs[2]['seconds']:.0f} s, loss {loss:.4f}",
+    ):  # fmt: skip
+        assert words in err, words
+    assert not (folder / "1" / "train.log").exists()  # refused at the door: nothing was launched
+    assert "step 1/1" in (folder / "2" / "train.log").read_text()
+    rows = [line for line in out.splitlines() if line.startswith("│")]
     assert [("failed (user)" in row, "done" in row) for row in rows] == [(True, False), (True, False), (False, True)]
-    assert f"{last['loss']:.4f}" in rows[2]
-    assert re.search(
-        r"job 0 failed \(user\): data.max_length=100000 is above .*\n.*  log: three/0/train.log", done.stdout
-    )
-    assert "best by loss: job 2: data.max_length=200\n" in done.stdout
-
-    results = json.loads((tmp_path / "three" / "results.json").read_text())
+    assert f"{loss:.4f}" in rows[2] and "best by loss: job 2: data.max_length=200\n" in out
+    assert re.search(r"job 0 failed \(user\): data.max_length=100000 is above .*\n.*  log: three/0/train.log", out)
+    results = json.loads((folder / "results.json").read_text())
     assert results["best"] == 2 and results["metric"] == "loss"
     assert [job["differs"] for job in results["jobs"]] == [[f"data.max_length={n}"] for n in (100000, 1, 200)]
-    assert results["jobs"][2]["numbers"]["last_loss"] == results["jobs"][2]["value"] == last["loss"]
-    assert "0: data.max_length=100000 - failed (user)" in svg_texts(tmp_path / "three" / "results.svg")
-    assert "step 1/1" in (tmp_path / "three" / "2" / "train.log").read_text()
 
 
 @pytest.mark.parametrize(
@@ -104,10 +93,7 @@ def test_a_job_that_fails_does_so_alone(tmp_path: Path, dataset: Path) -> None:
         (["optim.lr=1,2"], "To sweep over it, add --multirun"),
         (["-m", "seed=1", "hydra.sweep.dir=a/${seed}"], "hydra.sweep.dir=a/${seed} must be a plain folder"),
         (["-m", "seed=1", "sweep.metric=val_loss"], "needs validations, and val.every=null has none: set val.every="),
-        (
-            ["-m", "seed=1", "sweep.metric=val_score", "val.every=1", "val.answers=0"],
-            "needs answers, and val.answers=0",
-        ),
+        (["-m", "sweep.metric=val_score", "val.every=1", "val.answers=0"], "needs answers, and val.answers=0"),
         (["-m", "seed=1", "launch.nnodes=2"], "start each run on several machines with launch/multinode.sh"),
         (["-m", "seed=1", "launch.nproc_per_node=0"], "launch.nproc_per_node=0 must be at least 1"),
         (["-m", "seed=1", "output_dir=here"], "give hydra.sweep.dir=FOLDER instead"),
@@ -116,18 +102,12 @@ def test_a_job_that_fails_does_so_alone(tmp_path: Path, dataset: Path) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_mistake_costs_no_launch(arguments: list[str], message: str, tmp_path: Path) -> None:
-    done = run_sweep(*arguments, cwd=tmp_path)
-    assert message in done.stderr
-    assert done.returncode == ExitCode.USER
-    assert "Traceback" not in done.stderr
+    code, _, err = run_sweep(*arguments, cwd=tmp_path)
+    assert message in err and code == ExitCode.USER
     assert not list(tmp_path.rglob("train.log"))
 
 
-def svg_texts(path: Path) -> list[str]:
-    return [node.text or "" for node in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
-
-
-def test_command_of_a_job(tmp_path: Path) -> None:
+def test_command_of_a_job() -> None:
     overrides = ["stage=pretrain", "launch.nproc_per_node=4", "+launch.nnodes=1", "sweep.last_steps=2", "optim.lr=0.1"]
     command = train_command(config(*overrides[:2]), overrides, Path("/sweeps/3"), ["/my/conf"])
     assert command[0] == sys.executable
@@ -137,18 +117,19 @@ def test_command_of_a_job(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_finetuning_job_starts_from_the_projector_that_the_run_alone_would_take(
+def test_a_finetuning_job_starts_from_the_projector_that_a_single_run_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    overrides = ["stage=finetune"]
-    assert "projector" not in " ".join(train_command(config(*overrides), overrides, Path("/3"), []))
+
+    def projectors(*overrides: str) -> list[str]:
+        command = train_command(config("stage=finetune", *overrides), list(overrides), Path("/3"), [])
+        return [word for word in command if word.startswith("model.projector")]
+
+    assert projectors() == []
     (tmp_path / "outputs" / "pretrain").mkdir(parents=True)
-    command = train_command(config(*overrides), overrides, Path("/3"), [])
-    assert f"model.projector={tmp_path}/outputs/pretrain" in command
-    chosen = [*overrides, "model.projector=random"]
-    command = train_command(config(*chosen), chosen, Path("/3"), [])
-    assert [part for part in command if part.startswith("model.projector")] == ["model.projector=random"]
+    assert projectors() == [f"model.projector={tmp_path}/outputs/pretrain"]
+    assert projectors("model.projector=random") == ["model.projector=random"]
 
 
 @pytest.mark.parametrize(
@@ -160,41 +141,29 @@ def test_any_text_survives_the_override_grammar(name: str) -> None:
     assert getattr(value, "text", value) == name
 
 
-def test_torchrun_gets_no_launcher_variables_and_its_end_is_enough(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("seconds", [None, "7"])
+def test_torchrun_gets_no_launcher_variables_and_time_to_save(
+    seconds: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a worker of it lives on with the log open."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "GROUP_RANK", "ROLE_NAME"):
+    """Also its end is enough where a worker of it lives on with the log open."""
+    launcher = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "GROUP_RANK", "ROLE_NAME",
+                "TORCHELASTIC_RUN_ID"]  # fmt: skip
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    for name in (*launcher, "RANKING", *(["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] if seconds else [])):
         monkeypatch.setenv(name, "7")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    monkeypatch.setenv("RANKING", "kept")
-    code = "import os, subprocess; print(sorted(os.environ)); subprocess.Popen(['sleep', '20'])"
+    code = "import json, os, subprocess; print(json.dumps(dict(os.environ))); subprocess.Popen(['sleep', '20'])"
     started = time.monotonic()
     torchrun.run_torchrun([sys.executable, "-c", code], tmp_path, "job 0")
     assert time.monotonic() - started < 15
-    seen = (tmp_path / "train.log").read_text()
-    assert "'RANKING'" in seen
-    for name in ("'RANK'", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_"):
-        assert name not in seen
-
-
-@pytest.mark.parametrize(("given", "seen"), [(None, "600"), ("7", "7")])
-def test_torchrun_leaves_its_ranks_time_to_save(
-    given: str | None, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
-    if given is not None:
-        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", given)
-    code = "import os; print(os.environ['TORCH_ELASTIC_SHUTDOWN_TIMEOUT'])"
-    torchrun.run_torchrun([sys.executable, "-c", code], tmp_path, "job 0")
-    assert (tmp_path / "train.log").read_text() == f"{seen}\n"
+    seen = json.loads((tmp_path / "train.log").read_text())
+    assert seen["RANKING"] == "7" and seen["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == (seconds or "600")
+    assert not {name for name in seen if name.startswith(("MASTER_", "TORCHELASTIC_"))} | ({*launcher} & {*seen})
 
 
 def test_reason_of_a_failure(tmp_path: Path) -> None:
     """From `run_status.json`; where no worker lived to write it, the end of the log; never an earlier run's."""
-    (tmp_path / "run_status.json").write_text(
-        json.dumps({"status": "failed", "exit_code": 3, "reason": "of an earlier run"})
-    )
+    earlier = {"status": "failed", "exit_code": 3, "reason": "of an earlier run"}
+    (tmp_path / "run_status.json").write_text(json.dumps(earlier))
     with pytest.raises(torchrun.JobFailed, match="torchrun returned 9: no memory") as caught:
         torchrun.run_torchrun([sys.executable, "-c", "print('no memory'); raise SystemExit(9)"], tmp_path, "job 0")
     assert "earlier" not in str(caught.value)
@@ -219,8 +188,8 @@ raise SystemExit(sys.argv[2] != "done")
 """
 
 
-def test_a_job_that_took_no_step_has_nothing_of_the_run_that_was_there(tmp_path: Path) -> None:
-    """Of another job's, that is; one that finished and is run again keeps what it measured."""
+def test_a_job_that_took_no_step_has_no_results_of_an_earlier_run(tmp_path: Path) -> None:
+    """The folder may hold another job's run; one that finished and is run again keeps its results."""
     folder = imagine(tmp_path / "0", 60)
 
     def start(how: str) -> Job:
@@ -228,64 +197,40 @@ def test_a_job_that_took_no_step_has_nothing_of_the_run_that_was_there(tmp_path:
         try:
             torchrun.run_torchrun([sys.executable, "-c", REFUSED, str(folder), how], folder, "job 0")
         except torchrun.JobFailed as error:
-            record_failure(job, error, False, 1)
+            record_failure(job, error, False)
         job.write()
         write_results(tmp_path, [job])
         return job
 
-    def seen() -> tuple[int, int]:
-        (run,) = runs_in(tmp_path)
-        drawn = [node.tag for node in ElementTree.parse(tmp_path / "results.svg").iter() if "polyline" in node.tag]
-        return len(drawn), run.history.step
-
     start("done")
-    assert seen() == (1, 60)
+    assert runs_in(tmp_path)[0].history.step == 60 and "<figcaption>Loss" in (tmp_path / "report.html").read_text()
     job = start("checkpoint")
-    assert (job.exit_code, job.reason, job.numbers) == (ExitCode.CHECKPOINT, "another recipe's", Numbers())
-    assert seen() == (0, 0)
+    assert (job.exit_code, job.reason, job.numbers) == (ExitCode.CHECKPOINT, "another recipe's", Results())
     (run,) = runs_in(tmp_path)
-    assert (run.state, run.reason, run.config) == ("failed", "another recipe's", {})
+    assert (run.state, run.reason, run.config, run.history.step) == ("failed", "another recipe's", {}, 0)
+    assert "<figure" not in (tmp_path / "report.html").read_text()
 
 
 def test_folder_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def folder(*words: str) -> Path | None:
+        monkeypatch.setattr(sys, "argv", ["sweep", *words])
+        return sweep.sweep_folder()
+
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["sweep", "seed=1"])
-    assert sweep.sweep_folder() is None
-    monkeypatch.setattr(sys, "argv", ["sweep", "-m", "seed=1,2"])
-    folder = sweep.sweep_folder()
-    assert folder is not None and folder.parent == Path("outputs/sweeps")
-    assert sys.argv[-1] == f"hydra.sweep.dir={folder}"  # what Hydra then uses
+    assert folder("seed=1") is None
+    found = folder("-m", "seed=1,2")
+    assert found is not None and found.parent == Path("outputs/sweeps")
+    assert sys.argv[-1] == f"hydra.sweep.dir={found}"  # what Hydra then uses
     (tmp_path / "mine" / "0").mkdir(parents=True)
     (tmp_path / "mine" / "0" / JOB_FILE).write_text("{}")
-    monkeypatch.setattr(sys, "argv", ["sweep", "-m", "seed=1,2", "hydra.sweep.dir='mine'"])
-    assert sweep.sweep_folder() == Path("mine")
+    assert folder("-m", "seed=1,2", "hydra.sweep.dir='mine'") == Path("mine")
     assert read_jobs(Path("mine")) == []  # results of an earlier sweep are not shown as this one's
-    monkeypatch.setattr(sys, "argv", ["sweep", "-m", "hydra.sweep.dir=a${seed}"])
-    with pytest.raises(ConfigError, match="must be a plain folder"):
-        sweep.sweep_folder()
 
 
 FAKE_SMI = """#!/bin/sh
 echo "GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-aaaa)"
 echo "GPU 1: NVIDIA A100-SXM4-80GB (UUID: GPU-bbbb)"
 """
-
-
-@pytest.fixture
-def two_gpus(tmp_path: Path) -> dict[str, str]:
-    """The environment of a machine whose nvidia-smi tells of two GPUs; torch finds none, and trains on the CPU."""
-    (tmp_path / "bin").mkdir()
-    smi = tmp_path / "bin" / "nvidia-smi"
-    smi.write_text(FAKE_SMI)
-    smi.chmod(0o755)
-    (tmp_path / "tmp").mkdir()
-    return {
-        "PATH": f"{smi.parent}:{os.environ['PATH']}",
-        "TMPDIR": str(tmp_path / "tmp"),
-        "CUDA_VISIBLE_DEVICES": "0,1",
-    }
-
-
 TRAIN = ["stage=pretrain", "launch.nproc_per_node=1", "global_batch_size=2", "micro_batch_size=2",
          "export.enabled=false", "data.workers=0", "data.max_length=200"]  # fmt: skip
 JOBLIB = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
@@ -298,27 +243,21 @@ def jobs_in(folder: Path) -> list[Job]:
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_two_jobs_at_once_each_on_a_gpu_of_its_own(tmp_path: Path, two_gpus: dict[str, str]) -> None:
-    """One of four fails; the others go on, and two at a time run, on different GPUs."""
+def test_two_jobs_at_once_each_on_a_gpu_of_its_own(tmp_path: Path) -> None:
+    """Two of four fail; the others continue, two at a time, on different GPUs. torch finds none, and trains on CPU."""
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    for name in ("bin", "tmp"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "bin" / "nvidia-smi").write_text(FAKE_SMI)
+    (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
+    variables = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "TMPDIR": str(tmp_path / "tmp")}
     words = ["-m", *TRAIN, *JOBLIB, "max_steps=2", "optim.lr=1e-3,2e-3", "optim.weight_decay=0.0,-1.0"]
     words += ["hydra.sweep.dir=four"]
-    done = run_sweep(*words, cwd=tmp_path, **two_gpus)
+    code, _, err = run_sweep(*words, cwd=tmp_path, CUDA_VISIBLE_DEVICES="0,1", **variables)
     jobs = jobs_in(tmp_path / "four")
-    assert [job.status for job in jobs] == ["done", "user", "done", "user"], done.stderr
-    assert done.returncode == ExitCode.USER
+    assert code == ExitCode.USER and [job.status for job in jobs] == ["done", "user", "done", "user"], err
     assert {tuple(job.devices) for job in jobs if job.is_done} <= {("0",), ("1",)}
-    assert "Traceback" not in done.stderr
     assert json.loads((tmp_path / "four" / "results.json").read_text())["best"] in (0, 2)
-
-
-def first_steps(folders: list[Path], process: subprocess.Popen, seconds: float = 200) -> None:
-    """Wait until runs have each taken a step."""
-    until = time.monotonic() + seconds
-    while not all((folder / "metrics.jsonl").exists() for folder in folders):
-        assert process.poll() is None and time.monotonic() < until
-        time.sleep(0.2)
-    time.sleep(1)
 
 
 @pytest.mark.e2e
@@ -328,30 +267,30 @@ def test_a_stopped_sweep_leaves_no_process_and_is_continued(launcher: list[str],
     """SIGTERM to the sweep alone: running jobs save, others do not begin; the same command then trains all to their
     ends, and does not repeat what was done."""
     words = ["-m", *TRAIN, *launcher, "max_steps=120", "optim.lr=1e-3,2e-3,3e-3", "hydra.sweep.dir=all"]
-    begun = 2 if launcher else 1
-    process = subprocess.Popen([*SWEEP, *words], cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True)
-    first_steps([tmp_path / "all" / str(n) for n in range(begun)], process)
+    begun, folder = 2 if launcher else 1, tmp_path / "all"
+    process, until = start_sweep(*words, cwd=tmp_path), time.monotonic() + 200
+    while not all((folder / str(n) / "metrics.jsonl").exists() for n in range(begun)):
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.2)
+    time.sleep(1)
     process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=100)[1]
-    assert process.returncode == ExitCode.STOPPED, said
-    jobs = jobs_in(tmp_path / "all")
+    err = process.communicate(timeout=100)[1]
+    assert process.returncode == ExitCode.STOPPED, err
+    jobs = jobs_in(folder)
     assert [job.exit_code for job in jobs] == [ExitCode.STOPPED] * 3
     assert [bool(job.command) for job in jobs] == [True] * begun + [False] * (3 - begun)
     assert not processes_of(tmp_path)
     stopped = [job.numbers.steps for job in jobs[:begun]]
     assert all(0 < steps < 120 for steps in stopped)
 
-    done = run_sweep(*words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert [job.numbers.steps for job in jobs_in(tmp_path / "all")] == [120] * 3
-    assert f"continuing after step {stopped[0]} of 120" in (tmp_path / "all" / "0" / "train.log").read_text()
-    losses = [job.numbers.loss for job in jobs_in(tmp_path / "all")]
-    if not launcher:
-        return
-    again = run_sweep(*words, cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert [job.numbers.loss for job in jobs_in(tmp_path / "all")] == losses
-    assert "this run has finished after step 120" in (tmp_path / "all" / "2" / "train.log").read_text()
+    assert run_sweep(*words, cwd=tmp_path)[0] == 0
+    done = jobs_in(folder)
+    assert [job.numbers.steps for job in done] == [120] * 3
+    assert f"continuing after step {stopped[0]} of 120" in (folder / "0" / "train.log").read_text()
+    if launcher:
+        assert run_sweep(*words, cwd=tmp_path)[0] == 0
+        assert [job.numbers.loss for job in jobs_in(folder)] == [job.numbers.loss for job in done]
+        assert "this run has finished after step 120" in (folder / "2" / "train.log").read_text()
 
 
 def processes_of(folder: Path) -> list[str]:
@@ -365,22 +304,20 @@ def processes_of(folder: Path) -> list[str]:
     return found
 
 
-def test_what_a_job_is_wished(tmp_path: Path) -> None:
-    wishes = Wishes(tmp_path / "new" / ".stop")
-    assert wishes.level() == 0 and wishes.is_main()
-    wishes.at_least(SAVE)
-    assert wishes.level() == SAVE
-    wishes.at_least(NOW)
-    wishes.at_least(SAVE)
-    assert wishes.level() == NOW
-    wishes.forget()
-    assert wishes.level() == 0
+def test_levels_of_a_stop_request(tmp_path: Path) -> None:
+    stop = StopRequest(tmp_path / "new" / ".stop")
+    assert stop.level() == 0 and stop.is_main()
+    for level, found in ((SAVE, SAVE), (NOW, NOW), (SAVE, NOW)):
+        stop.raise_to(level)
+        assert stop.level() == found
+    stop.clear()
+    assert stop.level() == 0
     gone = subprocess.Popen(["true"])
     gone.wait()
-    wishes.main = (wishes.main[0], gone.pid)
-    assert wishes.level() == SAVE, "nobody is left to hand a result to"
-    wishes.main = ("another machine", gone.pid)
-    assert wishes.level() == 0
+    stop.main = (stop.main[0], gone.pid)
+    assert stop.level() == SAVE, "nobody is left to hand a result to"
+    stop.main = ("another machine", gone.pid)
+    assert stop.level() == 0
 
 
 SAVES = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); print('on', flush=True)"
@@ -388,59 +325,56 @@ WAITS = "[time.sleep(0.1) for _ in range(600)]"  # a signal just before one long
 
 
 @pytest.mark.parametrize(("level", "code"), [(SAVE, "returned 75: on"), (NOW, "was ended by SIGKILL: on")])
-def test_a_wish_reaches_torchrun(level: int, code: str, tmp_path: Path) -> None:
-    def wished() -> int:
+def test_a_stop_request_reaches_torchrun(level: int, code: str, tmp_path: Path) -> None:
+    def requested() -> int:
         return level if (tmp_path / "train.log").read_text() == "on\n" else 0
 
     with pytest.raises(torchrun.JobFailed, match=code):
-        torchrun.run_torchrun([sys.executable, "-c", f"{SAVES}; {WAITS}"], tmp_path, "job 0", wished)
+        torchrun.run_torchrun([sys.executable, "-c", f"{SAVES}; {WAITS}"], tmp_path, "job 0", requested)
 
 
 def test_torchrun_ends_with_the_process_that_runs_it(tmp_path: Path) -> None:
-    """As asked to: SIGTERM, not SIGKILL."""
-    code = f"{SAVES.replace('sys.exit(75)', 'open(sys.argv[1], chr(119)).close()')}; {WAITS}"
+    """By SIGTERM, not SIGKILL."""
+    code = f"{SAVES.replace('sys.exit(75)', '(open(sys.argv[1], chr(119)).close(), sys.exit())')}; {WAITS}"
     program = f"""if True:
         import pathlib, sys
         from llava_fsdp.sweep.torchrun import run_torchrun
-        run_torchrun([sys.executable, "-c", {code!r}, "{tmp_path}/asked"], pathlib.Path("{tmp_path}"), "job 0")"""
-    process = subprocess.Popen([sys.executable, "-c", program])
-    until = time.monotonic() + 30
-    log = tmp_path / "train.log"
+        run_torchrun([sys.executable, "-c", {code!r}, "{tmp_path}/ended"], pathlib.Path("{tmp_path}"), "job 0")"""
+    process, until, log = (
+        subprocess.Popen([sys.executable, "-c", program]),
+        time.monotonic() + 30,
+        tmp_path / "train.log",
+    )
     while not log.exists() or log.read_text() != "on\n":
         assert time.monotonic() < until, log.read_text() if log.exists() else "not begun"
         time.sleep(0.1)
     process.kill()
     process.wait()
-    while not (tmp_path / "asked").exists():
+    while not (tmp_path / "ended").exists():
         assert time.monotonic() < until, log.read_text()
         time.sleep(0.1)
-    for number in [int(e.name) for e in Path("/proc").iterdir() if e.name.isdecimal()]:
-        with contextlib.suppress(OSError):
-            if f"{tmp_path}/asked".encode() in Path(f"/proc/{number}/cmdline").read_bytes():
-                os.kill(number, signal.SIGKILL)
 
 
 def write_jsonl(path: Path, *rows: object) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
 
 
-def test_numbers_of_a_run(tmp_path: Path) -> None:
-    assert numbers_of(tmp_path, 10) == Numbers()
-    row = {"label_tokens": 10, "tokens": 100, "seconds": 2.0, "peak_memory_bytes": 5}
+def test_results_of_a_run(tmp_path: Path) -> None:
+    assert read_results(tmp_path, 10) == Results()
+    row = {"label_tokens": 10, "tokens_per_second": 50.0, "seconds": 2.0, "data_seconds": 1.0, "peak_memory_bytes": 5}
     write_jsonl(
         tmp_path / "metrics.jsonl",
-        {"step": 1, "loss": 9.0, **row, "seconds": 50.0},
+        {"step": 1, "loss": 9.0, **row, "tokens_per_second": 2.0},
         {"step": 2, "loss": 3.0, **row},
-        {"step": 3, "loss": None, **row, "peak_memory_bytes": 7},
+        {"step": 3, "loss": None, **row, "peak_memory_bytes": 7, "skipped": True},
         {"step": 4, "loss": 1.5, **row, "label_tokens": 30},
         '{"step": 5, "lo',
     )
-    found = numbers_of(tmp_path, 3)
-    assert found.loss == (3.0 * 10 + 1.5 * 30) / 40 and found.last_loss == 1.5 and found.steps == 4
-    assert found.tokens_per_second == 300 / 6, "without the first step, which compiles"
-    assert found.peak_memory_bytes == 7 and found.train_seconds == 56.0
-    assert numbers_of(tmp_path, 1).loss == 1.5
+    found = read_results(tmp_path, 2)
+    assert found.loss == (3.0 * 10 + 1.5 * 30) / 40 == found.lowest_loss and found.steps == 4
+    assert found.tokens_per_second == 50, "without the first half, which compiles"
+    assert (found.peak_memory_bytes, found.train_seconds, found.data_share, found.skipped_steps) == (7, 8.0, 0.5, 1)
+    assert read_results(tmp_path, 1).loss == 1.5
     assert found.val_loss is None and value_of(found, SweepMetric.val_loss) is None
     write_jsonl(
         tmp_path / "validation.jsonl",
@@ -448,20 +382,22 @@ def test_numbers_of_a_run(tmp_path: Path) -> None:
         {"step": 3, "loss": 1.0, "score": 0.75},
         {"step": 4, "loss": 1.25, "score": None},
     )
-    found = numbers_of(tmp_path, 1)
-    assert [value_of(found, metric) for metric in SweepMetric] == [1.5, 1.0, -0.75]
+    assert [value_of(read_results(tmp_path, 1), metric) for metric in SweepMetric] == [1.5, 1.0, -0.75]
+    write_jsonl(tmp_path / "metrics.jsonl", "nonsense")
+    assert read_results(tmp_path, 1) == Results()
 
 
-def job_of(number: int, folder: Path, value: float | None, *overrides: str, **more: Any) -> Job:
-    code = ExitCode.BUG if value is None else ExitCode.DONE
-    return Job(
-        number=number, overrides=list(overrides), folder=str(folder), exit_code=code, value=value,
-        status="done" if value is not None else "numeric", **more,
-    )  # fmt: skip
+def job_of(number: int, folder: Path, value: float | None, *overrides: str) -> Job:
+    """A job whose file is in its folder."""
+    code, status = (ExitCode.BUG, "numeric") if value is None else (ExitCode.DONE, "done")
+    job = Job(number=number, overrides=[*overrides], folder=str(folder), exit_code=code, value=value, status=status)
+    folder.mkdir()
+    job.write()
+    return job
 
 
 def test_results_of_a_sweep(tmp_path: Path) -> None:
-    """What differs names the jobs; the failed one is marked; a text of the user's is no markup."""
+    """What differs names the jobs; the best one is marked; a text of the user's is not markup."""
     jobs = [
         job_of(0, tmp_path / "0", 2.0, "seed=1", "optim.lr=1"),
         job_of(1, tmp_path / "1", None, "seed=1", "data.path='<b>&'"),
@@ -469,41 +405,30 @@ def test_results_of_a_sweep(tmp_path: Path) -> None:
     ]
     for job in jobs[:2]:
         write_jsonl(tmp_path / str(job.number) / "metrics.jsonl", {"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0})
-    write_jsonl(tmp_path / "0" / "validation.jsonl", {"step": 2, "loss": 2.5}, {"step": 2, "loss": None})
     assert differing(jobs) == [["optim.lr=1"], ["data.path='<b>&'"], ["optim.lr=2"]]
     assert differing(jobs[:1]) == [["seed=1", "optim.lr=1"]]
     assert best_of(jobs) is jobs[2] and best_of(jobs[1:2]) is None
-    (tmp_path / "2").mkdir()
-    for job in jobs:
-        job.write()
     write_results(tmp_path, jobs)
     page = (tmp_path / "report.html").read_text()
-    assert "3 runs" in page and "&lt;b&gt;" in page and "<b>&" not in page
-    said = json.loads((tmp_path / "results.json").read_text())
-    assert said["best"] == 2 and [job["number"] for job in said["jobs"]] == [0, 1, 2]
-    texts = svg_texts(tmp_path / "results.svg")
-    assert {"0: optim.lr=1", "1: data.path='<b>&' - failed (numeric)", "2: optim.lr=2"} <= set(texts)
-    kinds = [node.tag.rpartition("}")[2] for node in ElementTree.parse(tmp_path / "results.svg").iter()]
-    assert (kinds.count("polyline"), kinds.count("circle"), kinds.count("path")) == (2, 1, 2)
+    assert "3 runs" in page and "&lt;b&gt;" in page and "<b>&" not in page and ", best" in page
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["best"] == 2 and [job["number"] for job in found["jobs"]] == [0, 1, 2]
 
 
-def test_a_page_that_cannot_be_made_costs_the_page_alone(
+def test_an_error_of_the_page_costs_the_page_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(runs: list[Any]) -> str:
         raise ZeroDivisionError("of a chart")
 
     monkeypatch.setattr("llava_fsdp.sweep.results.comparison_page", broken)
-    job = job_of(0, tmp_path / "0", 2.0, "seed=1")
-    Path(job.folder).mkdir()
-    job.write()
-    write_results(tmp_path, [job])
+    write_results(tmp_path, [job_of(0, tmp_path / "0", 2.0, "seed=1")])
     assert json.loads((tmp_path / "results.json").read_text())["best"] == 0
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert said == f"{tmp_path / 'report.html'} cannot be written (ZeroDivisionError: of a chart)"
 
 
-def test_a_job_whose_process_was_killed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_whose_process_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "0").mkdir()
     Job(number=0, overrides=["seed=1"], folder="0").write()
@@ -514,7 +439,7 @@ def test_a_job_whose_process_was_killed_is_told(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("private", "folder_mode", "mode"), [(True, 0o700, 0o600), (False, 0o755, 0o644)])
-def test_what_a_sweep_writes_is_its_users_alone(
+def test_files_of_a_sweep_are_private(
     private: bool, folder_mode: int, mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hydra's own way to a job, with a torchrun that ends at once."""
@@ -527,27 +452,27 @@ def test_what_a_sweep_writes_is_its_users_alone(
     monkeypatch.setattr(sys, "argv", ["sweep", *words])
     with restored_umask():
         os.umask(0o022)
-        jobs, succeeded, said = run_jobs(Wishes(tmp_path / ".stop"))
+        jobs, succeeded, said = run_jobs(StopRequest(tmp_path / ".stop"))
         write_results(Path("s"), jobs)
         assert os.umask(0o022) == 0o022
     (job,) = jobs
     assert not succeeded and job.reason.startswith("torchrun returned 9"), said
     assert mode_of(Path("s/0")) == folder_mode
-    for name in ("0/job.json", "0/train.log", "results.json", "results.svg"):
+    for name in ("0/job.json", "0/train.log", "results.json"):
         assert mode_of(Path("s") / name) == mode, name
     os.chmod("s/0", 0o750)
     make_job_folder(Path("s/0"), True, True)
     assert mode_of(Path("s/0")) == 0o750, "one that a run has been in stays as it is"
 
 
-def test_a_job_that_is_stopped_before_it_began_is_for_the_next_start(tmp_path: Path) -> None:
-    """Whatever an earlier start has left: how it ended is not how this one did, what it measured still counts."""
+def test_a_job_that_was_stopped_before_it_began(tmp_path: Path) -> None:
+    """The end of an earlier start is not that of this one; its results still count."""
     (tmp_path / "run_status.json").write_text(json.dumps({"exit_code": 2, "reason": "of an earlier start"}))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0, "label_tokens": 5}\n')
 
     def ended(error: LlavaFsdpError, is_stopping: bool, command: str = "") -> Job:
         job = Job(number=0, overrides=[], folder=str(tmp_path), command=command)
-        record_failure(job, error, is_stopping, 1)
+        record_failure(job, error, is_stopping)
         return job
 
     job = ended(torchrun.JobFailed("stopped"), True)
@@ -555,17 +480,7 @@ def test_a_job_that_is_stopped_before_it_began_is_for_the_next_start(tmp_path: P
     assert job.numbers.loss == 3.0 and job.numbers.steps == 1
     assert ended(torchrun.JobFailed("its own", ExitCode.USER), True, "torchrun").exit_code == ExitCode.USER
     refused = ended(ConfigError("seed=x is wrong"), True)
-    assert (refused.exit_code, refused.reason, refused.numbers) == (ExitCode.USER, "seed=x is wrong", Numbers())
-
-
-def test_curves() -> None:
-    points = [(float(n), float(n % 2)) for n in range(1, 2 * MOST_POINTS + 1)]
-    thin = thinned(points)
-    assert len(thin) == MOST_POINTS and {value for _, value in thin} == {0.5} and thin[-1][0] == 2 * MOST_POINTS
-    assert thinned(points[:7]) == points[:7] and thinned([]) == []
-    assert "no step was finished" in draw([Curve("a", [])], "t")
-    for own in ([(1.0, 2.0)], [(1.0, 2.0), (2.0, 2.0)]):  # one step; a loss that stays
-        ElementTree.fromstring(draw([Curve("a", own)], "t"))
+    assert (refused.exit_code, refused.reason, refused.numbers) == (ExitCode.USER, "seed=x is wrong", Results())
 
 
 LISTED = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-aaaa-1)
@@ -601,29 +516,24 @@ def test_more_ranks_than_gpus_are_refused() -> None:
         check_devices([Device("a", "MIG-a"), Device("b", "MIG-b")], 2)
 
 
-@pytest.fixture
-def own_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def test_no_two_jobs_have_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_locks.tempfile, "tempdir", str(tmp_path))
-    yield tmp_path
-
-
-def test_no_two_jobs_have_a_gpu(own_tmp: Path) -> None:
     gpus = [Device(str(n), f"GPU-{n}") for n in range(3)]
 
     def names(held: tuple[list[Device], list]) -> list[str]:
         return [device.name for device in held[0]]
 
-    with lent(gpus, 1, "a", int) as one:
-        with lent(gpus, 2, "b", int) as two:
+    with locked(gpus, 1, "a", int) as one:
+        with locked(gpus, 2, "b", int) as two:
             assert (names(one), names(two)) == (["0"], ["1", "2"])
             looks = iter([0, 1])
-            with lent(gpus, 1, "c", lambda: next(looks)) as none:  # waits until it is told not to
+            with locked(gpus, 1, "c", lambda: next(looks)) as none:  # waits until it is told not to
                 assert names(none) == []
-        with lent(gpus, 1, "d", int) as three:
+        with locked(gpus, 1, "d", int) as three:
             assert names(three) == ["1"]
-            with lent(gpus, 2, "e", lambda: 1) as none:  # one is free, which is not enough
+            with locked(gpus, 2, "e", lambda: 1) as none:  # one is free, which is not enough
                 assert names(none) == []
-            with lent(gpus, 1, "f", int) as four:
+            with locked(gpus, 1, "f", int) as four:
                 assert names(four) == ["2"], "what was not enough has been given back"
-    with lent([], 4, "on the CPU", int) as nothing:
+    with locked([], 4, "on the CPU", int) as nothing:
         assert names(nothing) == []

@@ -10,9 +10,9 @@ from torch.utils.data import Dataset
 
 from llava_fsdp.data.batching.workers import Watch, from_workers
 from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.train.build_state import build_state
 from llava_fsdp.train.gc_schedule import collected_by_plan
 from llava_fsdp.train.loop import fit
-from llava_fsdp.train.main import build_state
 from llava_fsdp.train.state import StepResult
 
 

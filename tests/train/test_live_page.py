@@ -29,10 +29,10 @@ def test_every_training_leaves_a_page(parts: Path, dataset: Path, tmp_path: Path
     """A resumed one tells where it was; one that has finished begins no more."""
     words = "optim.schedule=constant", "optim.warmup_ratio=0"
     for steps, starts in ((2, [0]), (4, [0, 2]), (4, [0, 2])):
-        at_end = train.AtEnd()
-        train.train(make_config(parts, dataset, tmp_path / "run", f"max_steps={steps}", *words), at_end)
-        assert at_end.show is not None
-        at_end.show()
+        run = train.RunParts()
+        train.train(make_config(parts, dataset, tmp_path / "run", f"max_steps={steps}", *words), run)
+        assert run.reporter is not None
+        run.reporter.end()
         assert [row["step"] for row in rows_of(tmp_path / "run" / "starts.jsonl")] == starts
     run = read_run(tmp_path / "run")
     assert run.history.steps == 4 and list(run.history.sources) == ["mixed"]

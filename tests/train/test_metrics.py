@@ -8,9 +8,8 @@ import pytest
 from llava_fsdp.data.batching.batch import StepFacts
 from llava_fsdp.model.flops import Flops
 from llava_fsdp.plan.mfu import Utilization
-from llava_fsdp.report.downsample import MOST_SKIPS, MOST_SOURCES, SUMS, VALUES, WINDOW, History
+from llava_fsdp.report.downsample import MOST_SKIPS, MOST_SOURCES, SUMS, VALUES, WINDOW, History, mean_loss
 from llava_fsdp.report.run_reader import Run, own_overrides, thinned, validations_until
-from llava_fsdp.sweep.run_metrics import mean_loss, numbers_of
 from llava_fsdp.train import metrics
 from llava_fsdp.train.lost_rows import due_between, faults_of
 from llava_fsdp.train.metrics import begin_skipped_records, cut_back, metrics_row
@@ -168,9 +167,6 @@ def test_overrides_that_tell_jobs_apart() -> None:
     assert own_overrides(jobs[:1]) == [["a=1", "b=2"]]
 
 
-def test_a_sweep_compares_the_loss_of_label_tokens(tmp_path: Path) -> None:
-    rows = [{"loss": 1.0, "label_tokens": 3}, {"loss": 5.0, "label_tokens": 1}, {"loss": None, "label_tokens": 9}]
-    assert mean_loss(rows) == 2.0 and mean_loss(rows[:1] * 3) == 1.0 and mean_loss([]) is None
-    assert mean_loss([{"loss": 1.0}, {"loss": 2.0}]) is None
-    (tmp_path / "metrics.jsonl").write_text('{"step": 5, "loss": 2.0, "tokens": 30, "seconds": 4}\n')
-    assert numbers_of(tmp_path, 1).tokens_per_second == 7.5, "a single step is all that there is"
+def test_a_sweep_compares_the_loss_of_label_tokens() -> None:
+    assert mean_loss([(1.0, 3), (5.0, 1)]) == 2.0 and mean_loss([(0.1, 1)] * 3) == 0.1
+    assert mean_loss([(1.0, 0), (2.0, 0)]) == 1.5, "without label tokens every step counts the same"

@@ -28,8 +28,8 @@ from llava_fsdp.distributed.mesh import World, make_mesh, own_rank
 from llava_fsdp.distributed.precision import MasterWeights
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import CheckpointError, NumericError, Stopped
-from llava_fsdp.runtime.heartbeat import Beat, Phase, make_beat
-from llava_fsdp.runtime.watchdog import BEAT, Life
+from llava_fsdp.runtime.heartbeat import Beat, Phase
+from llava_fsdp.runtime.watchdog import BEAT, Run, Watchdog
 from llava_fsdp.train import loop
 from llava_fsdp.train import main as train
 from llava_fsdp.train.metrics import FEWEST, Spikes
@@ -203,6 +203,21 @@ def saved(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
 
 
+def test_a_loss_that_is_not_finite_skips_the_step_whatever_the_gradients_are(
+    parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = make_config(parts, dataset, tmp_path, "micro_batch_size=6", "optim.warmup_ratio=0")
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    state = train.build_state(cfg, single_world(), plan, None)
+    step = state.loader.steps.prepare(0)
+    step.micro_batches[-1].scale = float("inf")
+    monkeypatch.setattr(loop, "clip_gradients", lambda *_: torch.ones(()))
+    before = {name: master.detach().clone() for name, master in state.masters.named.items()}
+    assert loop.train_step(state, step, plan, cfg, 0.0).skipped and state.skipped == 1
+    for name, master in state.masters.named.items():
+        assert torch.equal(master, before[name]) and (master.grad is None or not master.grad.any())
+
+
 def test_zero_stops_at_the_first(parts: Path, dataset: Path, tmp_path: Path) -> None:
     cfg = make_config(parts, dataset, tmp_path, "numeric.max_consecutive_skips=0")
     said, culprit = train_poisoned(single_world(), cfg, range(1, 2))
@@ -222,9 +237,9 @@ def test_what_one_rank_asks_for_all_do(pools: dict[int, RankPool]) -> None:
 
 
 def ask_to_stop(arguments: tuple[object, ...], now: bool) -> None:
-    """As a signal does; `arguments` are those of a step, the run's life among them."""
-    (life,) = (own for own in arguments if isinstance(own, Life))
-    life.stop = "SIGTERM" if now else ""
+    """As a signal does; `arguments` are those of a step, the watchdog among them."""
+    (watchdog,) = (own for own in arguments if isinstance(own, Watchdog))
+    watchdog.stop = "SIGTERM" if now else ""
 
 
 def test_a_stop_is_saved_once(parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,15 +315,15 @@ def test_a_compiler_that_dies_of_the_stop_is_no_bug(
         raise InductorError(RuntimeError("g++ was ended"), None)
 
     cfg = make_config(parts, dataset, tmp_path, "max_steps=2")
-    plan, world, life = SHARD_PLANS[cfg.sharding.strategy], single_world(), Life()
+    plan, world, watchdog = SHARD_PLANS[cfg.sharding.strategy], single_world(), Watchdog()
     state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
-    life.stop = stop
+    watchdog.stop = stop
     said: list[str] = []
     monkeypatch.setattr(loop, "log", lambda: SimpleNamespace(info=said.append))
     monkeypatch.setattr(loop, "train_step", compiling)
     expected = pytest.raises(Stopped, match="SIGTERM: stopped in step 1, while it compiled; the same command continues")
     with expected if stop else pytest.raises(InductorError):
-        loop.fit(state, plan, cfg, lambda _: None, life=life)
+        loop.fit(state, plan, cfg, lambda _: None, watchdog=watchdog)
     assert not said, "nothing is to be compiled"
     state.compilations = Compilations()
     with pytest.raises(InductorError):
@@ -319,36 +334,36 @@ def test_a_compiler_that_dies_of_the_stop_is_no_bug(
 def test_a_rank_that_reports_a_step_is_behind_those_that_go_on(parts: Path, dataset: Path, tmp_path: Path) -> None:
     """Its disk or terminal may hang: it must not look as if it waited for them."""
     cfg = make_config(parts, dataset, tmp_path, "max_steps=2")
-    plan, world, life = SHARD_PLANS[cfg.sharding.strategy], single_world(), Life()
+    plan, world, watchdog = SHARD_PLANS[cfg.sharding.strategy], single_world(), Watchdog()
     state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
     seen: list[Beat] = []
 
     def look() -> None:
-        seen.append(make_beat(0, life.step, life.phase, 0, "", 0))
+        seen.append(Beat(0, "", 0, watchdog.step, watchdog.phase.value, 0, "", 0))
 
-    loop.fit(state, plan, cfg, lambda _: look(), look, life)
+    loop.fit(state, plan, cfg, lambda _: look(), look, watchdog)
     assert [beat.place for beat in seen] == sorted({beat.place for beat in seen})
 
 
-def test_a_life_that_cannot_watch_hears_signals(tmp_path: Path) -> None:
-    def broken() -> str:
-        raise ValueError("no such place")
+def test_a_watchdog_that_cannot_watch_handles_signals(tmp_path: Path) -> None:
+    class Broken(Run):
+        def data_position(self) -> str:
+            raise ValueError("no such place")
 
-    with Life(tmp_path) as life, life.steps():
-        life.detail = broken
-        life.at(Phase.DATA)
+    with Watchdog(tmp_path, run=Broken()) as watchdog, watchdog.steps():
+        watchdog.at(Phase.DATA)
         time.sleep(2 * BEAT)
         os.kill(os.getpid(), signal.SIGUSR1)
         until = time.monotonic() + 10
-        while not (heard := life.wants_save()) and time.monotonic() < until:
+        while not (heard := watchdog.wants_save()) and time.monotonic() < until:
             time.sleep(0.05)
-        assert heard and not life.wants_save()
-        life.at(Phase.COMPUTE)
+        assert heard and not watchdog.wants_save()
+        watchdog.at(Phase.COMPUTE)
 
 
 def test_a_life_that_was_not_entered_has_no_events() -> None:
-    life = Life()
-    assert not life.wants_stop() and not life.wants_save()
+    watchdog = Watchdog()
+    assert not watchdog.wants_stop() and not watchdog.wants_save()
 
 
 def test_losses_that_stand_out() -> None:

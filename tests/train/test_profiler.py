@@ -12,12 +12,12 @@ from small import make_config
 from llava_fsdp.config import Config
 from llava_fsdp.distributed.mesh import make_mesh
 from llava_fsdp.distributed.zero import SHARD_PLANS
-from llava_fsdp.report.profile_page import page_of
+from llava_fsdp.report.profile_page import profile_page
 from llava_fsdp.report.profile_trace import CATEGORIES, Times, TraceError, times_of, united, within, without
 from llava_fsdp.runtime.errors import ConfigError, StorageError
 from llava_fsdp.train import main as train
+from llava_fsdp.train.build_state import build_state
 from llava_fsdp.train.loop import fit
-from llava_fsdp.train.main import build_state
 from llava_fsdp.train.profiler import Recorder, open_recorder, without_lines
 
 PROFILE = "profile=true", "profile_steps=[2,3]", "micro_batch_size=6", "pack=false"
@@ -191,7 +191,7 @@ def test_on_a_cpu_waiting_for_a_collective_is_communication(tmp_path: Path) -> N
     assert dict(found.longest)["aten::linear"] == pytest.approx(20e-6), "without what it calls"
     node = dict(found.longest)["autograd::engine::evaluate_function: FSDP"]
     assert node == pytest.approx(60e-6), "without waiting for the collective"
-    assert "&lt;x&gt;" in page_of(Times(False, found.steps, [("<x>", 1.0)]), "t")
+    assert "&lt;x&gt;" in profile_page(Times(False, found.steps, [("<x>", 1.0)]), "t")
 
 
 def test_arithmetic_of_spans() -> None:

@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from saves import interrupted
 from small import make_config
 
-from llava_fsdp.checkpoint.layout import Part
-from llava_fsdp.checkpoint.snapshot import Staging
+from llava_fsdp.checkpoint.snapshot import Snapshot
 from llava_fsdp.config import Config
 from llava_fsdp.distributed.mesh import World, make_mesh
 from llava_fsdp.distributed.zero import SHARD_PLANS
@@ -262,13 +261,13 @@ def test_a_save_beside_the_steps_is_of_its_step(
     """However late the copy is made: the update waits for it."""
     values = ["max_steps=3", "checkpoint.every=1", "checkpoint.keep=9", "export.enabled=false", *values]
     train.train(make_config(parts, dataset, tmp_path / "waits", *values, "checkpoint.asynchronous=false"))
-    fill = Staging.fill
+    fill = Snapshot.fill
 
-    def late(staging: Staging, parts: dict[str, Part]) -> None:
+    def late(snapshot: Snapshot, tensors: dict[str, torch.Tensor]) -> None:
         time.sleep(0.3)
-        fill(staging, parts)
+        fill(snapshot, tensors)
 
-    monkeypatch.setattr(Staging, "fill", late)
+    monkeypatch.setattr(Snapshot, "fill", late)
     train.train(make_config(parts, dataset, tmp_path / "beside", *values))
     for step in (1, 2, 3):
         folders = [tmp_path / name / "checkpoints" / f"step-{step:06d}" for name in ("waits", "beside")]

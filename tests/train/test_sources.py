@@ -15,8 +15,8 @@ from llava_fsdp.data.batching.batch import StepFacts
 from llava_fsdp.distributed.mesh import World, make_mesh
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.loss import Each, choose_loss
+from llava_fsdp.train.build_state import build_state
 from llava_fsdp.train.loop import SourceSums, train_step
-from llava_fsdp.train.main import build_state
 from llava_fsdp.train.metrics import metrics_row
 
 SEVERAL = ("data.path=null", "optim.clip=1")

@@ -34,9 +34,10 @@ from llava_fsdp.distributed.mesh import World, make_mesh
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.generation import write_answers
 from llava_fsdp.runtime.errors import ConfigError, DataError, Stopped
-from llava_fsdp.runtime.watchdog import Life
+from llava_fsdp.runtime.watchdog import Watchdog
 from llava_fsdp.train import main as train
 from llava_fsdp.train.loop import train_step
+from llava_fsdp.train.state import TrainState
 from llava_fsdp.train.validation import Validation
 
 LEARNT = [
@@ -194,14 +195,14 @@ def test_training_is_the_same_to_the_bit(
     assert all(torch.equal(weights[name], expected_weights[name]) for name in weights)
 
 
-def open_state(world: World, cfg: Config) -> tuple[train.TrainState, Validation]:
+def open_state(world: World, cfg: Config) -> tuple[TrainState, Validation]:
     plan = SHARD_PLANS[cfg.sharding.strategy]
     state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
     assert state.held_out is not None
     Path(cfg.output_dir).mkdir(exist_ok=True)
     state.model.train()
     pauses = Pauses()
-    return state, Validation(state, state.held_out, cfg, 4, Life(), pauses, lambda _: None)
+    return state, Validation(state, state.held_out, cfg, 4, Watchdog(), pauses, lambda _: None)
 
 
 class Pauses:

@@ -1,22 +1,22 @@
-"""The one way a checkpoint comes to be: written beside, forced to the disk, and only then given its name.
+"""Write a checkpoint into a folder with a temporary name, force it to the disk, and only then give it its name.
 
-A crash at any point leaves the checkpoints from before, and of the new one either nothing of its name or all of it:
+A crash at any point leaves the earlier checkpoints, and the new one either complete or without its name:
 
-| what happens | by | named point behind it |
+| what happens | by | point reached after it |
 |---|---|---|
-| room on the disk is looked for, `step-N.tmp` made, 0700 | rank 0 | made |
+| free space is checked, `step-N.tmp` made, 0700 | rank 0 | made |
 | its tensors, digested while they are written, fsync | each rank | file written |
-| all ranks have written, or all of them fail and the folder goes | all | agreed |
+| all ranks have written; else all of them fail and the folder is deleted | all | agreed |
 | `state.json`, fsync | rank 0 | state written |
-| `adapter/`, where the run has adapters, from the ranks' files; fsync of all in it | rank 0 | adapter written |
+| `adapter/`, if the run has adapters, from the ranks' files; fsync of all its files | rank 0 | adapter written |
 | `manifest.json`: digests, coverage of every tensor; fsync | rank 0 | manifest written |
 | fsync of the folder | rank 0 | folder synced |
-| a checkpoint of this step, from before a crash or a new start, gives up its name | rank 0 | old one aside |
+| an existing checkpoint of this step, from before a crash or a new start, is renamed | rank 0 | old one aside |
 | `step-N.tmp` becomes `step-N` | rank 0 | renamed |
 | fsync of the parent | rank 0 | parent synced |
 | `latest` | rank 0 | pointed |
 | older ones are deleted, name first | rank 0 | one deleted |
-| all ranks know how it went | all | told |
+| all ranks know the outcome | all | told |
 """
 
 import os
@@ -31,14 +31,12 @@ import torch
 import torch.distributed as dist
 from xxhash import xxh3_128
 
-from llava_fsdp.checkpoint.layout import Part
 from llava_fsdp.checkpoint.manifest import (
-    BESIDE,
+    ADAPTER_FOLDER,
     MANIFEST_FILE,
     STATE_FILE,
     Manifest,
-    Piece,
-    Saved,
+    TensorEntry,
     rank_file,
     render,
 )
@@ -61,48 +59,48 @@ from llava_fsdp.runtime.errors import CheckpointError, LlavaFsdpError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.run_dir import folder_name, list_checkpoints
 
-Rows = dict[str, tuple[torch.dtype, tuple[int, ...], int, int]]
+Entries = Mapping[str, TensorEntry]
 
 
 @dataclass(frozen=True)
-class Beside:
-    """What a run writes into each of its checkpoints for other programs. Rank 0 alone has one."""
+class AdapterFolder:
+    """Writes adapters into each checkpoint of a run for other programs to read; on rank 0 alone."""
 
     nbytes: int
-    """That it takes on the disk."""
+    """The space that it takes on the disk."""
     write: Callable[[Path, Checkpoint], None]
-    """Makes the folder, of a checkpoint whose files are there; their digests are not in its manifest yet."""
+    """Makes the folder, given a checkpoint whose rank files are complete but not in its manifest yet."""
 
 
-def nowhere(point: str) -> None:
-    """What happens at a named point: nothing, but where a test ends the process there."""
+def do_nothing(point: str) -> None:
+    """The hook at a named point of a save; tests end the process there."""
 
 
 @dataclass
 class Committer:
-    """Writes checkpoints into a folder, one after the other, with all ranks of a group."""
+    """Writes checkpoints into a folder, one at a time, together with all ranks of a group."""
 
     parent: Path
     cfg: CheckpointConfig
     group: dist.ProcessGroup | None
     hasher: Executor
     needed: int
-    """Bytes of a checkpoint, of all ranks together."""
-    at: Callable[[str], None] = nowhere
-    beside: Beside | None = None
+    """Bytes of a checkpoint, summed over the ranks."""
+    at: Callable[[str], None] = do_nothing
+    adapter_folder: AdapterFolder | None = None
     good: set[str] = field(default_factory=set)
-    """Names of checkpoints that were written or verified by this process: rank 0's are pruned by it."""
+    """Names of the checkpoints that this process has written or verified; rank 0 prunes by them."""
 
-    def write(self, facts: dict[str, Any], parts: Mapping[str, Part], values: Mapping[str, torch.Tensor]) -> Path:
-        """A collective of the group.
+    def write(self, facts: dict[str, Any], entries: Entries, values: Mapping[str, torch.Tensor]) -> Path:
+        """Write one checkpoint. A collective of the group.
 
         Args:
-            parts: which rows of which tensors this rank writes.
-            values: those rows.
+            entries: the rows that this rank writes, by the tensors' names.
+            values: their values.
 
         Raises:
-            CheckpointError: it could not be written; NumericError: something is not finite. Both on every rank alike;
-                what was written of it is gone, and earlier checkpoints are as they were.
+            CheckpointError: it could not be written; NumericError: something is not finite. Both are raised on every
+                rank; what was written is deleted, and earlier checkpoints are as they were.
         """
         final = self.parent / folder_name(facts["step"])
         staged = final.with_name(final.name + STAGED)
@@ -113,10 +111,9 @@ class Committer:
             self.at("made")
             digest = on_all_ranks(lambda: self.write_own(staged, rank, values), failing, self.group)
             self.at("agreed")
-            rows: Rows = {name: (p.dtype, p.shape, p.begin, p.end) for name, p in parts.items()}
-            every = gathered_on_first((digest, rows), self.group)
-            on_first_rank(lambda: self.complete(staged, final, facts, every), failing, self.group)
-        except LlavaFsdpError:  # all ranks have it, and none writes any more
+            written = gathered_on_first((digest, entries), self.group)
+            on_first_rank(lambda: self.complete(staged, final, facts, written), failing, self.group)
+        except LlavaFsdpError:  # raised on all ranks, so none is still writing
             on_first_rank(lambda: shutil.rmtree(staged, ignore_errors=True), failing, self.group)
             raise
         self.at("told")
@@ -132,20 +129,25 @@ class Committer:
             raise
 
     def write_own(self, staged: Path, rank: int, values: Mapping[str, torch.Tensor]) -> Digest:
-        digest = write_tensors(staged / rank_file(rank), values, self.hasher)
+        described = {name: (value.dtype, tuple(value.shape)) for name, value in values.items()}
+        digest = write_tensors(staged / rank_file(rank), described, values.__getitem__, self.hasher)
         self.at("file written")
         return digest
 
-    def complete(self, staged: Path, final: Path, facts: dict[str, Any], every: list[tuple[Digest, Rows]]) -> None:
-        """On rank 0, when every rank's file is on the disk."""
+    def complete(self, staged: Path, final: Path, facts: dict[str, Any], written: list[tuple[Digest, Entries]]) -> None:
+        """Write all but the ranks' files, and give the checkpoint its name (on rank 0).
+
+        Args:
+            written: each rank's file and what is in it.
+        """
         content = render_facts(facts)
         write_durably(staged / STATE_FILE, content)
         self.at("state written")
-        files = {rank_file(rank): digest for rank, (digest, _) in enumerate(every)}
+        files = {rank_file(rank): digest for rank, (digest, _) in enumerate(written)}
         files[STATE_FILE] = Digest(len(content), xxh3_128(content).hexdigest())
-        manifest = Manifest(facts["step"], dict(files), joined([rows for _, rows in every]))
-        if self.beside is not None:
-            files |= self.write_beside(self.beside, Checkpoint(staged, manifest, facts))
+        manifest = Manifest(facts["step"], dict(files), joined([entries for _, entries in written]))
+        if self.adapter_folder is not None:
+            files |= self.write_adapter(self.adapter_folder, Checkpoint(staged, manifest, facts))
             manifest = Manifest(manifest.step, files, manifest.tensors)
             self.at("adapter written")
         write_durably(staged / MANIFEST_FILE, render(manifest))
@@ -153,7 +155,7 @@ class Committer:
         sync_folder(staged)
         self.at("folder synced")
         replaced = final.with_name(final.name + REPLACED)
-        if os.path.lexists(final):  # left by a run that was told to start over, or that did not trust it
+        if os.path.lexists(final):  # left by a run that started over, or that found it damaged
             os.rename(final, replaced)
             self.at("old one aside")
         try:
@@ -177,16 +179,16 @@ class Committer:
         prune(self.parent, self.cfg.keep, self.cfg.keep_every, self.is_good, self.at)
         self.good &= {folder.name for folder in list_checkpoints(self.parent)}
 
-    def write_beside(self, beside: Beside, found: Checkpoint) -> dict[str, Digest]:
-        """The digests of its files, by their paths in the checkpoint."""
-        folder = found.folder / BESIDE
-        beside.write(folder, found)
+    def write_adapter(self, adapter_folder: AdapterFolder, checkpoint: Checkpoint) -> dict[str, Digest]:
+        """Write the adapter's folder; the digests of its files, by their paths in the checkpoint."""
+        folder = checkpoint.folder / ADAPTER_FOLDER
+        adapter_folder.write(folder, checkpoint)
         sync_tree(folder)
         files = sorted(path for path in folder.rglob("*") if not path.is_dir())
-        return {path.relative_to(found.folder).as_posix(): digest_of_file(path) for path in files}
+        return {path.relative_to(checkpoint.folder).as_posix(): digest_of_file(path) for path in files}
 
     def is_good(self, folder: Path) -> bool:
-        """By all its bytes where this process has not seen it whole yet, else by names and sizes of its files."""
+        """Whether a checkpoint is undamaged: all its bytes are read the first time, then names and sizes alone."""
         try:
             if folder.name in self.good:
                 with naming(folder):
@@ -201,22 +203,23 @@ class Committer:
         return True
 
     def warn_of_deleted(self) -> None:
-        """Say which checkpoints this process has seen whole, has not deleted, and does not find any more."""
+        """Warn of checkpoints that this process has written or verified, and that somebody else has deleted."""
         gone = sorted(self.good - {folder.name for folder in list_checkpoints(self.parent)})
         if gone:
             log().warning("%s: %s was deleted or moved away while the run is under way", self.parent, ", ".join(gone))
         self.good.difference_update(gone)
 
 
-def joined(ranks: list[Rows]) -> dict[str, Saved]:
-    """What all ranks have written, tensor by tensor; whether that is all of it, `render` asks."""
-    pieces: dict[str, list[Piece]] = {}
-    described: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for rank, rows in enumerate(ranks):
-        for name, (dtype, shape, begin, end) in rows.items():
-            assert described.setdefault(name, (dtype, shape)) == (dtype, shape), f"ranks disagree about {name}"
-            pieces.setdefault(name, []).append(Piece(rank_file(rank), begin, end))
-    return {
-        name: Saved(*described[name], tuple(sorted(own, key=lambda piece: piece.begin)))
-        for name, own in sorted(pieces.items())
-    }
+def joined(ranks: list[Entries]) -> dict[str, TensorEntry]:
+    """Merge what the ranks have written, tensor by tensor; `render` checks that nothing is missing."""
+    found: dict[str, list[TensorEntry]] = {}
+    for entries in ranks:
+        for name, entry in entries.items():
+            found.setdefault(name, []).append(entry)
+    tensors = {}
+    for name, parts in sorted(found.items()):
+        dtype, shape = parts[0].dtype, parts[0].shape
+        assert all((part.dtype, part.shape) == (dtype, shape) for part in parts), f"ranks disagree about {name}"
+        ranges = sorted((rows for part in parts for rows in part.ranges), key=lambda rows: rows.begin)
+        tensors[name] = TensorEntry(dtype, shape, tuple(ranges))
+    return tensors

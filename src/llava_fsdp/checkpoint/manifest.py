@@ -1,7 +1,7 @@
-"""`manifest.json`: what every file of a checkpoint must be, and which rows of every tensor lie where.
+"""`manifest.json`: the size and digest of every file of a checkpoint, and which rows of every tensor lie in which file.
 
-It ends in a digest of everything before that, so that a flip of any bit is seen. Who can write into the folder can
-write another manifest: it shows damage, it is no signature.
+The file ends with a digest of everything before it, so that any changed bit is detected. It detects damage, not
+forgery: whoever can write into the folder can write a matching manifest.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from llava_fsdp.checkpoint.safetensors_stream import CODES, DTYPES, LARGEST_DIMENSION
-from llava_fsdp.model import lora_files
+from llava_fsdp.model.lora_files import FOLDER as ADAPTER_FOLDER
 from llava_fsdp.runtime import small_json
 from llava_fsdp.runtime.digests import Digest, sealed, unsealed
 from llava_fsdp.runtime.errors import CheckpointError
@@ -22,17 +22,16 @@ FORMAT = 6
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 RANK_FILE = re.compile(r"rank-\d{5}\.safetensors")
-BESIDE = lora_files.FOLDER
-"""In the checkpoints of a run that has adapters: a folder that other programs read."""
-BESIDE_FILE = re.compile(rf"{BESIDE}(/[A-Za-z0-9]\w*)?/[A-Za-z0-9][\w.-]*")
+ADAPTER_FILE = re.compile(rf"{ADAPTER_FOLDER}(/[A-Za-z0-9]\w*)?/[A-Za-z0-9][\w.-]*")
+"""Runs with adapters save them in their checkpoints a second time, in a folder that other programs can read."""
 LARGEST = 1 << 30
-"""Bytes: 2000 tensors of 10,000 ranks."""
+"""Bytes: enough for 2000 tensors of 10,000 ranks."""
 HEX = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Rows [begin, end) of a tensor, which are what a file holds under its name. A single number is one row."""
+class RowRange:
+    """Rows [begin, end) of a tensor, and the file that holds them under the tensor's name. A scalar is one row."""
 
     file: str
     begin: int
@@ -40,28 +39,30 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Saved:
-    """A tensor of a checkpoint, in pieces in the order of rows."""
+class TensorEntry:
+    """A tensor of a checkpoint, and where its rows lie, in the order of rows."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    ranges: tuple[RowRange, ...]
 
     @property
     def rows(self) -> int:
-        return rows_of(self.shape)
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def row_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize // max(1, self.rows)
 
 
 @dataclass(frozen=True)
 class Manifest:
+    """What a checkpoint consists of."""
+
     step: int
     files: Mapping[str, Digest]
-    """Of all files but the manifest itself, by their paths in the folder."""
-    tensors: Mapping[str, Saved]
-
-
-def rows_of(shape: tuple[int, ...]) -> int:
-    return shape[0] if shape else 1
+    """All files except the manifest, by path in the folder."""
+    tensors: Mapping[str, TensorEntry]
 
 
 def rank_file(rank: int) -> str:
@@ -69,90 +70,83 @@ def rank_file(rank: int) -> str:
 
 
 def render(manifest: Manifest) -> bytes:
-    """The bytes of the file. Raises CheckpointError where a tensor is not covered: nothing like that is written."""
-    for name, saved in manifest.tensors.items():
-        require_coverage(name, saved)
-    described = {
+    """The content of the file. Raises CheckpointError if a row of a tensor is missing or there twice."""
+    for name, entry in manifest.tensors.items():
+        require_coverage(name, entry)
+    values = {
         "format": FORMAT,
         "step": manifest.step,
         "files": {name: {"bytes": f.bytes, "xxh128": f.xxh128} for name, f in manifest.files.items()},
         "tensors": {
             name: {
-                "dtype": CODES[saved.dtype],
-                "shape": list(saved.shape),
-                "pieces": [[p.file, p.begin, p.end] for p in saved.pieces],
+                "dtype": CODES[entry.dtype],
+                "shape": list(entry.shape),
+                "pieces": [[rows.file, rows.begin, rows.end] for rows in entry.ranges],
             }
-            for name, saved in manifest.tensors.items()
+            for name, entry in manifest.tensors.items()
         },
     }
-    lines = ",\n".join(f"{json.dumps(key)}: {one_a_line(value)}" for key, value in described.items())
+    lines = ",\n".join(f"{json.dumps(key)}: {one_item_per_line(value)}" for key, value in values.items())
     return sealed(b"{" + lines.encode())
 
 
-def one_a_line(value: Any) -> str:
+def one_item_per_line(value: Any) -> str:
     if not isinstance(value, dict):
         return json.dumps(value)
     return "{\n" + ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items()) + "\n}"
 
 
 def parse(content: bytes) -> Manifest:
-    """A manifest that agrees with itself.
+    """Parse the content of the file, and check that it is consistent.
 
     Raises:
-        CheckpointError: it does not, whatever the bytes are.
+        CheckpointError: it is invalid in any way, whatever its bytes are.
     """
     body = unsealed(content)
     if body is None:
         raise CheckpointError(f"{MANIFEST_FILE} is not what was written: its digest of itself differs")
     try:
-        described = small_json.parse(body + b"}")
-        if described["format"] != FORMAT:
-            raise CheckpointError(wrong_format(described["format"]))
-        found = Manifest(
-            number(described["step"]),
-            {file_name(k): Digest(number(v["bytes"]), hexadecimal(v["xxh128"])) for k, v in described["files"].items()},
-            {name: saved_of(own) for name, own in described["tensors"].items()},
+        values = small_json.parse(body + b"}")
+        if (version := values["format"]) != FORMAT:
+            newer = isinstance(version, int) and version > FORMAT
+            cure = "update llava_fsdp" if newer else "the version that wrote it continues and exports it"
+            raise CheckpointError(
+                f"it has format {version}, and this version of llava_fsdp reads format {FORMAT}: {cure}"
+            )
+        manifest = Manifest(
+            size(values["step"]),
+            {file_name(k): Digest(size(v["bytes"]), hexadecimal(v["xxh128"])) for k, v in values["files"].items()},
+            {name: parse_entry(entry) for name, entry in values["tensors"].items()},
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{MANIFEST_FILE} cannot be understood: {type(error).__name__}: {error}") from error
-    for name, saved in found.tensors.items():
-        require_coverage(name, saved)
-        lost = [p.file for p in saved.pieces if p.file not in found.files or not RANK_FILE.fullmatch(p.file)]
-        if lost:
-            raise CheckpointError(
-                f"{MANIFEST_FILE}: rows of {name} lie in {lost[0]}, which is no file of tensors that it lists"
-            )
-    if STATE_FILE not in found.files:
+    for name, entry in manifest.tensors.items():
+        require_coverage(name, entry)
+        for rows in entry.ranges:
+            if rows.file not in manifest.files or not RANK_FILE.fullmatch(rows.file):
+                raise CheckpointError(
+                    f"{MANIFEST_FILE}: rows of {name} lie in {rows.file}, which is no file of tensors that it lists"
+                )
+    if STATE_FILE not in manifest.files:
         raise CheckpointError(f"{MANIFEST_FILE} does not list {STATE_FILE}")
-    return found
+    return manifest
 
 
-def wrong_format(found: object) -> str:
-    """What is said of a checkpoint of another version."""
-    if isinstance(found, int) and found > FORMAT:
-        return f"it has format {found}, and this version of llava_fsdp reads format {FORMAT}: update llava_fsdp"
-    return (
-        f"it has format {found}, and this version of llava_fsdp reads format {FORMAT}; the version that wrote it "
-        "continues and exports it"
-    )
+def parse_entry(values: dict[str, Any]) -> TensorEntry:
+    ranges = tuple(RowRange(file_name(file), size(begin), size(end)) for file, begin, end in values["pieces"])
+    return TensorEntry(DTYPES[values["dtype"]], tuple(size(n) for n in values["shape"]), ranges)
 
 
-def saved_of(described: dict[str, Any]) -> Saved:
-    shape = tuple(number(n) for n in described["shape"])
-    pieces = tuple(Piece(file_name(file), number(begin), number(end)) for file, begin, end in described["pieces"])
-    return Saved(DTYPES[described["dtype"]], shape, pieces)
-
-
-def number(value: Any) -> int:
+def size(value: Any) -> int:
     if type(value) is not int or not 0 <= value < LARGEST_DIMENSION:
-        raise ValueError(f"{str(value)[:50]} is no size")
+        raise ValueError(f"{str(value)[:50]} is not a size")
     return value
 
 
 def file_name(value: Any) -> str:
-    """One of the names that we give: none that leads out of the folder."""
+    """Check that this is a name that we give to files; so it cannot lead out of the folder."""
     if not isinstance(value, str) or not (
-        value == STATE_FILE or RANK_FILE.fullmatch(value) or BESIDE_FILE.fullmatch(value)
+        value == STATE_FILE or RANK_FILE.fullmatch(value) or ADAPTER_FILE.fullmatch(value)
     ):
         raise ValueError(f"{str(value)[:50]!r} is no file of a checkpoint")
     return value
@@ -160,21 +154,21 @@ def file_name(value: Any) -> str:
 
 def hexadecimal(value: Any) -> str:
     if not isinstance(value, str) or not HEX.fullmatch(value):
-        raise ValueError(f"{str(value)[:50]!r} is no XXH128")
+        raise ValueError(f"{str(value)[:50]!r} is not an XXH128")
     return value
 
 
-def require_coverage(name: str, saved: Saved) -> None:
-    """Every row of a tensor lies in exactly one piece.
+def require_coverage(name: str, entry: TensorEntry) -> None:
+    """Check that every row of a tensor lies in exactly one file.
 
     Raises:
         CheckpointError: naming the tensor and the rows.
     """
     reached = 0
-    for piece in saved.pieces:
-        if piece.begin != reached or piece.end <= piece.begin:
-            kind = "twice" if piece.begin < reached else "nowhere"
-            raise CheckpointError(f"{name}: rows at {min(piece.begin, reached)} of {saved.rows} are {kind}")
-        reached = piece.end
-    if reached != saved.rows:
-        raise CheckpointError(f"{name}: rows {reached} to {saved.rows} are in no file")
+    for rows in entry.ranges:
+        if rows.begin != reached or rows.end <= rows.begin:
+            kind = "twice" if rows.begin < reached else "nowhere"
+            raise CheckpointError(f"{name}: rows at {min(rows.begin, reached)} of {entry.rows} are {kind}")
+        reached = rows.end
+    if reached != entry.rows:
+        raise CheckpointError(f"{name}: rows {reached} to {entry.rows} are in no file")

@@ -1,13 +1,14 @@
 """Read the tensors of a verified checkpoint: this rank's rows of all of them, or any rows of one."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from llava_fsdp.checkpoint.layout import Part, held_parts, row_bytes
-from llava_fsdp.checkpoint.manifest import STATE_FILE, Manifest, Saved
+from llava_fsdp.checkpoint.layout import held_rows
+from llava_fsdp.checkpoint.manifest import Manifest, TensorEntry
 from llava_fsdp.checkpoint.safetensors_stream import open_file, read_header, read_rows
 from llava_fsdp.checkpoint.verify import Checkpoint, naming
 from llava_fsdp.runtime.errors import CheckpointError
@@ -16,104 +17,96 @@ WEIGHT = "model."
 
 
 @torch.no_grad()
-def load(found: Checkpoint, into: dict[str, torch.Tensor]) -> None:
+def load(checkpoint: Checkpoint, into: dict[str, torch.Tensor]) -> None:
     """Fill this rank's rows of every tensor.
 
     Raises:
         CheckpointError: the checkpoint holds other tensors, or a file of it cannot be read.
     """
-    with naming(found.folder):
-        parts = held_parts(into)
-        require_same(found.manifest, parts)
-        for file in sorted(found.manifest.files.keys() - {STATE_FILE}):
-            fill_from(found, file, parts)
+    with naming(checkpoint.folder):
+        targets = {name: held_rows(tensor) for name, tensor in into.items()}
+        require_same(
+            checkpoint.manifest, {n: (values.dtype, tuple(into[n].shape)) for n, (_, values) in targets.items()}
+        )
+        fill(checkpoint.folder, checkpoint.manifest.tensors, targets)
 
 
-def require_same(manifest: Manifest, parts: dict[str, Part]) -> None:
-    """The same names, shapes and dtypes: nothing is cast, cut or left out.
+def require_same(manifest: Manifest, expected: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+    """Check that names, shapes and dtypes are the same: nothing is cast, truncated or left out.
 
     Raises:
         CheckpointError: naming one that differs, and both.
     """
-    differing = sorted(manifest.tensors.keys() ^ parts.keys())
+    differing = sorted(manifest.tensors.keys() ^ expected.keys())
     if differing:
         name = differing[0]
         has, lacks = ("it", "this run") if name in manifest.tensors else ("this run", "it")
         raise CheckpointError(f"{len(differing)} tensors differ: {has} has {name}, and {lacks} has not")
-    for name, part in parts.items():
-        saved = manifest.tensors[name]
-        if saved.shape != part.shape:
-            raise CheckpointError(f"{name} has shape {list(saved.shape)} in it, and {list(part.shape)} in this run")
-        if saved.dtype != part.dtype:
-            raise CheckpointError(f"{name} is {saved.dtype} in it, and {part.dtype} in this run")
+    for name, (dtype, shape) in expected.items():
+        entry = manifest.tensors[name]
+        if entry.shape != shape:
+            raise CheckpointError(f"{name} has shape {list(entry.shape)} in it, and {list(shape)} in this run")
+        if entry.dtype != dtype:
+            raise CheckpointError(f"{name} is {entry.dtype} in it, and {dtype} in this run")
 
 
-def fill_from(found: Checkpoint, file: str, parts: dict[str, Part]) -> None:
-    """What a file has of the rows that this rank holds."""
-    wanted = []
-    for name, part in parts.items():
-        for piece in found.manifest.tensors[name].pieces:
-            begin, end = max(piece.begin, part.begin), min(piece.end, part.end)
-            if piece.file == file and begin < end:
-                wanted.append((name, begin, end, begin - piece.begin))
-    if not wanted:
-        return
-    descriptor = open_file(found.folder / file)
-    try:
-        header = read_header(descriptor, file)
-        for name, begin, end, skipped in wanted:
-            part = parts[name]
-            place = header[name].begin + skipped * row_bytes(part.dtype, part.shape)
-            target = part.values[begin - part.begin : end - part.begin] if part.shape else part.values
-            read_rows(descriptor, file, place, target)
-    finally:
-        os.close(descriptor)
+def fill(folder: Path, entries: Mapping[str, TensorEntry], targets: dict[str, tuple[int, torch.Tensor]]) -> None:
+    """Read rows from all files that hold some of them; each file is opened once.
 
-
-def saved_rows(folder: Path, name: str, saved: Saved, begin: int, end: int) -> torch.Tensor:
-    """Rows of one tensor, whatever ranks wrote them, on the CPU.
-
-    Raises:
-        CheckpointError: they cannot be read.
+    Args:
+        targets: by name, the number of the first row and the rows to fill [rows, ...].
     """
-    with naming(folder):
-        values = torch.empty(end - begin, *saved.shape[1:], dtype=saved.dtype)
-        part = Part(saved.dtype, saved.shape, begin, end, values)
-        found = Checkpoint(folder, Manifest(0, {}, {name: saved}), {})
-        for file in sorted({piece.file for piece in saved.pieces}):
-            fill_from(found, file, {name: part})
-    return values
+    by_file: dict[str, list[tuple[str, int, int, int]]] = {}
+    for name, (first, values) in targets.items():
+        last = first + (len(values) if values.ndim else 1)
+        for rows in entries[name].ranges:
+            begin, end = max(rows.begin, first), min(rows.end, last)
+            if begin < end:
+                by_file.setdefault(rows.file, []).append((name, begin, end, begin - rows.begin))
+    for file, wanted in sorted(by_file.items()):
+        descriptor = open_file(folder / file)
+        try:
+            header = read_header(descriptor, file)
+            for name, begin, end, skipped in wanted:
+                first, values = targets[name]
+                place = header[name].begin + skipped * entries[name].row_bytes
+                read_rows(descriptor, file, place, values[begin - first : end - first] if values.ndim else values)
+        finally:
+            os.close(descriptor)
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor of a checkpoint, whatever ranks wrote it; nothing is read before `rows`."""
+    """A tensor of a checkpoint, whatever ranks wrote it; nothing is read before `rows` is called."""
 
     folder: Path
     key: str
-    saved: Saved
+    entry: TensorEntry
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.saved.shape
+        return self.entry.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.saved.dtype
+        return self.entry.dtype
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
-        """Rows [begin, end) of dimension 0.
+        """Rows [begin, end) of dimension 0, on the CPU.
 
         Raises:
             CheckpointError: they cannot be read.
         """
-        return saved_rows(self.folder, self.key, self.saved, begin, end)
+        values = torch.empty(end - begin, *self.shape[1:], dtype=self.dtype)
+        with naming(self.folder):
+            fill(self.folder, {self.key: self.entry}, {self.key: (begin, values)})
+        return values
 
 
-def saved_weights(found: Checkpoint) -> dict[str, SavedTensor]:
-    """The trained weights of a checkpoint that has been verified, in the dtype of the masters, by parameter name."""
+def saved_weights(checkpoint: Checkpoint) -> dict[str, SavedTensor]:
+    """The trained weights of a verified checkpoint, in the dtype of the masters, by parameter name."""
     return {
-        key.removeprefix(WEIGHT): SavedTensor(found.folder, key, saved)
-        for key, saved in found.manifest.tensors.items()
+        key.removeprefix(WEIGHT): SavedTensor(checkpoint.folder, key, entry)
+        for key, entry in checkpoint.manifest.tensors.items()
         if key.startswith(WEIGHT)
     }

@@ -1,4 +1,4 @@
-"""The folders of a run's checkpoints: how one is pointed to, put aside or deleted."""
+"""Keep the folders of a run's checkpoints: point to the newest, delete old ones, put others aside."""
 
 import contextlib
 import os
@@ -7,44 +7,42 @@ import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from llava_fsdp.runtime.durable_files import replace_durably, sync_folder
+from llava_fsdp.runtime.durable_files import replace_file, sync_folder
 from llava_fsdp.runtime.errors import CheckpointError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.run_dir import FOLDER, list_checkpoints, step_of
 
 POINTER = "latest"
-"""Names the newest checkpoint, for people and scripts. A run looks for itself."""
+"""A file with the name of the newest checkpoint, for people and scripts. Runs do not rely on it."""
 STAGED = ".tmp"
 REPLACED = ".replaced.tmp"
 
 
 def report_strangers(parent: Path) -> None:
-    """Warn of what looks like a checkpoint and bears no checkpoint's name, and of a pointer that leads nowhere."""
-    if not parent.is_dir():
-        return
-    for path in sorted(parent.glob("step-*")):
+    """Warn of folders that are not named as checkpoints are, and of a pointer to a checkpoint that does not exist."""
+    for path in sorted(parent.glob("step-*")) if parent.is_dir() else ():
         if step_of(path) is None and not path.name.endswith(STAGED):
             log().warning("%s is ignored: checkpoints are named step-NNNNNN", path)
     pointer = parent / POINTER
     if not os.path.lexists(pointer):
         return
     try:
-        is_file = stat.S_ISREG(pointer.lstat().st_mode)  # to open a pipe would wait for somebody to write into it
-        said = pointer.read_bytes()[:200].decode(errors="replace").strip() if is_file else ""
+        is_file = stat.S_ISREG(pointer.lstat().st_mode)  # opening a pipe would wait for a process that writes into it
+        name = pointer.read_bytes()[:200].decode(errors="replace").strip() if is_file else ""
     except OSError:
-        said = ""
-    if step_of(Path(said)) is None or said != Path(said).name or not (parent / said).is_dir():
+        name = ""
+    if step_of(Path(name)) is None or name != Path(name).name or not (parent / name).is_dir():
         log().warning("%s is ignored: it names no checkpoint of this folder", pointer)
 
 
 def point_to(folder: Path) -> None:
-    replace_durably(folder.parent / POINTER, folder.name.encode() + b"\n")
+    replace_file(folder.parent / POINTER, folder.name.encode() + b"\n", 0o600, durable=True)
 
 
 def delete(folder: Path) -> None:
-    """Take a checkpoint's name away at once, then its files: a half-deleted one is never taken for one.
+    """Rename a checkpoint, then delete its files, so that a half-deleted one is never read.
 
-    A folder that cannot be deleted is said, and costs the run nothing but room.
+    If that fails, the run continues with a warning.
     """
     doomed = folder.with_name(folder.name + ".deleted" + STAGED)
     try:
@@ -58,14 +56,14 @@ def delete(folder: Path) -> None:
 
 
 def recover(parent: Path) -> None:
-    """Give back its name to a checkpoint that another of its step was about to take, when there was a crash."""
+    """Rename back the checkpoints that were put aside for another of their step when there was a crash."""
     for path in parent.glob("step-*" + REPLACED) if parent.is_dir() else ():
         if not os.path.lexists(named := path.with_name(path.name.removesuffix(REPLACED))):
             os.rename(path, named)
 
 
 def sweep(parent: Path) -> None:
-    """Delete what an interrupted save, or an interrupted deletion, has left."""
+    """Delete what interrupted saves and deletions have left."""
     for path in parent.glob("step-*" + STAGED) if parent.is_dir() else ():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -74,10 +72,10 @@ def sweep(parent: Path) -> None:
 def prune(
     parent: Path, keep: int, keep_every: int | None, is_good: Callable[[Path], bool], at: Callable[[str], None]
 ) -> None:
-    """Delete checkpoints that are older than the newest `keep` good ones; every `keep_every`-th step's stays.
+    """Delete checkpoints that are older than the newest `keep` undamaged ones, but not every `keep_every`-th step's.
 
     Args:
-        is_good: whether a checkpoint verifies; asked of the newest until enough are found.
+        is_good: whether a checkpoint is undamaged; called for the newest ones until `keep` are found.
     """
     good = 0
     for folder in reversed(list_checkpoints(parent)):
@@ -92,7 +90,7 @@ def prune(
 
 
 def set_aside(output: Path, paths: Iterable[Path]) -> None:
-    """Move what an earlier attempt left into `old-N`, so that nothing of it is lost or taken for this one's."""
+    """Move the output of an earlier run into `old-N`, so that it is neither lost nor mixed with this run's."""
     present = [path for path in paths if os.path.lexists(path)]
     if not present:
         return
@@ -107,18 +105,18 @@ def set_aside(output: Path, paths: Iterable[Path]) -> None:
 
 
 def leave_branch(output: Path, folder: Path, step: int) -> None:
-    """Going back to an earlier step starts a new branch; later checkpoints are of the old one, or are damaged."""
+    """Put aside all checkpoints of later steps, because the run goes back to `step`."""
     parent = output / FOLDER
     later = [p for p in list_checkpoints(parent) if (step_of(p) or 0) > step and p.resolve() != folder.resolve()]
     set_aside(output, later)
     if later and folder.parent.resolve() == parent.resolve():
-        with contextlib.suppress(OSError):  # advice only
+        with contextlib.suppress(OSError):  # runs do not rely on the pointer
             point_to(folder)
 
 
 def require_plain_folder(folder: Path) -> None:
-    """Raises CheckpointError for a link, or what is no folder."""
+    """Raises CheckpointError if the path is a link or not a folder."""
     if folder.is_symlink():
-        raise CheckpointError("it is a link; give what it leads to as checkpoint.resume=DIR")
+        raise CheckpointError("it is a link; give the folder that it leads to: checkpoint.resume=DIR")
     if not folder.is_dir():
-        raise CheckpointError("it is no folder")
+        raise CheckpointError("it is not a folder")

@@ -1,7 +1,7 @@
-"""Tensors in a safetensors file: written as a stream, read a stretch of rows at a time, without mapping the file.
+"""Write safetensors files as a stream, and read ranges of rows from them without mapping the file.
 
-The format: 8 bytes with the length of a JSON header, little-endian; the header, which gives every tensor its dtype,
-shape and place in the data; the data. `safetensors.safe_open` reads what is written here.
+The format: 8 bytes with the length of a JSON header, little-endian; the header, with the dtype, shape and place of
+every tensor; the data. `safetensors.safe_open` reads what is written here.
 """
 
 import json
@@ -29,19 +29,20 @@ CODES = {
 }  # fmt: skip
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 WRITEBACK = 64 << 20
-"""Bytes after which the kernel is told to begin writing; it would wait for a tenth of the memory, and fsync for all."""
+"""Bytes after which the kernel is asked to begin writing; on its own it begins at a tenth of the memory."""
 LARGEST_HEADER = 100 << 20
-"""safetensors' own bound."""
+"""The limit of safetensors itself."""
 LARGEST_DIMENSION = 1 << 62
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """A tensor's place in a file; begin and end are bytes from the file's first."""
+class TensorPlace:
+    """A tensor as the header of its file describes it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int
+    """The offset of its first byte in the file."""
     end: int
 
 
@@ -50,8 +51,7 @@ def size_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, list[str]]:
-    """The first bytes of a file with these tensors, and the order of their data: wide items first, so that each is
-    aligned."""
+    """The first bytes of a file of these tensors, and the order of their data: wide items first, to align all."""
     order = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -65,29 +65,25 @@ def layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[
     return len(text).to_bytes(8, "little") + text, order
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], hasher: Executor) -> Digest:
-    """Write a new file through to the disk and say what it is. A chunk of it is in host memory at a time.
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    read: Callable[[str], torch.Tensor],
+    hasher: Executor,
+) -> Digest:
+    """Write a new file, force it to the disk, and return its digest. One chunk at a time is in host memory.
 
     Args:
+        tensors: dtype and shape by name.
+        read: returns a tensor by its name; called when its turn comes.
         hasher: digests a chunk while it is being written; both let other threads run.
 
     Raises:
         NumericError: a tensor holds a number that is not finite.
         OSError: the disk refuses.
     """
-    described = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
-    return write_read_tensors(path, described, tensors.__getitem__, hasher)
-
-
-def write_read_tensors(
-    path: Path,
-    described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-    read: Callable[[str], torch.Tensor],
-    hasher: Executor,
-) -> Digest:
-    """The same for tensors that are elsewhere: each is read, by name, when its turn comes."""
-    head, order = layout(described)
-    digest, written, told = xxh3_128(), 0, 0
+    head, order = layout(tensors)
+    digest, written, flushed = xxh3_128(), 0, 0
     with new_file(path) as descriptor:
         for chunk in chunks(head, order, read):
             digested = hasher.submit(digest.update, chunk)
@@ -96,9 +92,9 @@ def write_read_tensors(
             finally:
                 digested.result()  # even on an error: the buffer must not be written to meanwhile
             written += len(chunk)
-            if written - told >= WRITEBACK:
-                begin_writing(descriptor, told, written - told)
-                told = written
+            if written - flushed >= WRITEBACK:
+                begin_writing(descriptor, flushed, written - flushed)
+                flushed = written
     return Digest(written, digest.hexdigest())
 
 
@@ -114,7 +110,7 @@ def chunks(head: bytes, order: list[str], read: Callable[[str], torch.Tensor]) -
 
 
 def require_finite(name: str, part: torch.Tensor) -> None:
-    """One pass: the extremes of what holds a NaN are NaN."""
+    """Raises NumericError. One pass is enough: the extremes of values that include a NaN are NaN."""
     if not part.is_floating_point():
         return
     part = part.float() if part.dtype.itemsize == 1 else part
@@ -128,7 +124,7 @@ def require_finite(name: str, part: torch.Tensor) -> None:
 
 
 def begin_writing(descriptor: int, begin: int, length: int) -> None:
-    """Let the kernel write these pages now, beside what we do; a hint, and none where the system has no such call."""
+    """Ask the kernel to write these pages now, in the background; nothing where the system has no such call."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, begin, length, os.POSIX_FADV_DONTNEED)
 
@@ -139,7 +135,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def open_file(path: Path) -> int:
-    """A descriptor of a regular file that is no link.
+    """Open a regular file that is not a link for reading; the descriptor.
 
     Raises:
         CheckpointError: it is something else, or cannot be opened.
@@ -147,19 +143,19 @@ def open_file(path: Path) -> int:
     try:
         descriptor = os.open(path, READ)
     except OSError as error:
-        said = "it is a link" if path.is_symlink() else error.strerror
-        raise CheckpointError(f"{path.name} cannot be read: {said}") from error
+        reason = "it is a link" if path.is_symlink() else error.strerror
+        raise CheckpointError(f"{path.name} cannot be read: {reason}") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CheckpointError(f"{path.name} is no regular file")
     return descriptor
 
 
-def read_header(descriptor: int, name: str) -> dict[str, Stretch]:
-    """Every tensor of a file by its name.
+def read_header(descriptor: int, name: str) -> dict[str, TensorPlace]:
+    """The places of a file's tensors, by name.
 
     Raises:
-        CheckpointError: it is no safetensors file, or its data is not exactly what the header says.
+        CheckpointError: it is not a safetensors file, or its data is not exactly what the header says.
     """
     size = os.fstat(descriptor).st_size
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
@@ -168,33 +164,33 @@ def read_header(descriptor: int, name: str) -> dict[str, Stretch]:
     try:
         described = json.loads(os.pread(descriptor, length, 8))
         described.pop("__metadata__", None)
-        found = {key: stretch(own, 8 + length) for key, own in described.items()}
+        places = {key: parse_place(values, 8 + length) for key, values in described.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{name} has no header that safetensors could read: {error}") from error
     end = 8 + length
-    for key, own in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if own.begin != end or own.end - own.begin != size_of(own.dtype, own.shape):
+    for key, place in sorted(places.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if place.begin != end or place.end - place.begin != size_of(place.dtype, place.shape):
             raise CheckpointError(f"{name}: the place of {key} does not fit its shape and its neighbours")
-        end = own.end
+        end = place.end
     if end != size:
         raise CheckpointError(f"{name} has {size} bytes, and its tensors end at {end}")
-    return found
+    return places
 
 
-def stretch(described: dict[str, Any], base: int) -> Stretch:
+def parse_place(described: dict[str, Any], base: int) -> TensorPlace:
     begin, end = described["data_offsets"]
     shape = described["shape"]
     numbers = [begin, end, *shape]
     if not all(type(n) is int and 0 <= n < LARGEST_DIMENSION for n in numbers):
-        raise ValueError(f"{numbers} are no sizes")
-    return Stretch(DTYPES[described["dtype"]], tuple(shape), base + begin, base + end)
+        raise ValueError(f"{numbers} are not sizes")
+    return TensorPlace(DTYPES[described["dtype"]], tuple(shape), base + begin, base + end)
 
 
 def read_rows(descriptor: int, name: str, begin: int, into: torch.Tensor) -> None:
-    """Fill a tensor, on whatever device, with the bytes of a file from `begin` on.
+    """Fill a tensor on any device with the bytes of a file from byte `begin` on.
 
     Raises:
-        CheckpointError: the file ends before.
+        CheckpointError: the file is too short.
     """
     direct = into.device.type == "cpu" and into.is_contiguous()
     flat = into.detach().reshape(-1) if direct else torch.empty(into.numel(), dtype=into.dtype)

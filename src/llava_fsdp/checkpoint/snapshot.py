@@ -1,26 +1,25 @@
-"""The copy of a rank's part that an asynchronous save writes from, while the training goes on: made once and kept.
+"""The copy of a rank's state that an asynchronous save writes from while training continues. Its memory is kept.
 
-It is filled during the next step's forward and backward passes, which only read what is copied; the optimizer's update
+It is filled during the next step's forward and backward passes, which only read the state; the optimizer's update
 waits for it.
 """
 
 import mmap
-import os
 import socket
 import threading
-from pathlib import Path
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 
-from llava_fsdp.checkpoint.layout import Part
 from llava_fsdp.distributed.consensus import gathered
 from llava_fsdp.distributed.host_memory import PAGE, Arena
 from llava_fsdp.runtime.errors import OffloadError, OutOfMemory
+from llava_fsdp.runtime.host import read_host
 from llava_fsdp.runtime.log import log
 
 SHARE = 0.8
-"""Of the memory that the host has left; the rest is for what a run still grows by."""
+"""The share of the host's free memory that copies may take; the rest is for growth during the run."""
 
 
 def no_room(nbytes: int) -> OutOfMemory:
@@ -30,12 +29,12 @@ def no_room(nbytes: int) -> OutOfMemory:
     )
 
 
-class Staging:
-    """A buffer for every part that this rank writes; pinned where parts lie on a GPU."""
+class Snapshot:
+    """A buffer for each tensor that this rank writes; pinned if the tensors lie on a GPU."""
 
-    def __init__(self, parts: dict[str, Part]):
-        self.on_gpu = any(part.values.device.type == "cuda" for part in parts.values())
-        room = sum(Arena.room(part.values.shape, part.dtype) for part in parts.values())
+    def __init__(self, tensors: Mapping[str, torch.Tensor]):
+        self.on_gpu = any(tensor.device.type == "cuda" for tensor in tensors.values())
+        room = sum(Arena.room(tensor.shape, tensor.dtype) for tensor in tensors.values())
         try:
             self.arena = Arena(room, pin=self.on_gpu)
         except OffloadError as error:
@@ -48,7 +47,7 @@ class Staging:
                 raise no_room(room) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):  # a 512th of the page faults
             self.arena.memory.madvise(mmap.MADV_HUGEPAGE)
-        self.buffers = {name: self.arena.take(part.values.shape, part.dtype) for name, part in parts.items()}
+        self.buffers = {name: self.arena.take(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         self.stream = torch.cuda.Stream() if self.on_gpu else None
         self.updated = torch.cuda.Event() if self.on_gpu else None
         self.copied = torch.cuda.Event() if self.on_gpu else None
@@ -56,88 +55,57 @@ class Staging:
         self.filled.set()
 
     def touch(self) -> None:
-        """Have the system find the pages before the first copy waits for them."""
+        """Write to every page, so that the first copy need not wait for the system to provide them."""
         memory = torch.frombuffer(self.arena.memory, dtype=torch.uint8)
         memory[::PAGE].zero_()
 
     def begin(self) -> None:
-        """From here on the parts must stay as they are until `wait`; called where they were changed last."""
+        """Call it after the last change to the tensors, which must then stay unchanged until `wait` returns."""
         self.filled.clear()
         if self.updated is not None:
             self.updated.record()
 
-    def fill(self, parts: dict[str, Part]) -> None:
-        """Copy; in the thread that writes. On a GPU a stream of its own does it, behind the update before."""
-        assert parts.keys() == self.buffers.keys()
+    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy the tensors (in the thread that writes). On a GPU its own stream does it, after the last update."""
+        assert tensors.keys() == self.buffers.keys()
         try:
             if self.stream is None or self.updated is None or self.copied is None:
-                for name, part in parts.items():
-                    self.buffers[name].copy_(part.values)
+                for name, tensor in tensors.items():
+                    self.buffers[name].copy_(tensor)
                 return
             self.stream.wait_event(self.updated)
             with torch.cuda.stream(self.stream):
-                for name, part in parts.items():
-                    self.buffers[name].copy_(part.values, non_blocking=True)
+                for name, tensor in tensors.items():
+                    self.buffers[name].copy_(tensor, non_blocking=True)
                 self.copied.record(self.stream)
         finally:
             self.filled.set()
 
     def wait(self) -> None:
-        """Before the parts are changed. On a GPU the host waits until the copies are under way, the stream for them."""
+        """Wait until tensors may change: the host until the copies are queued, a GPU's stream until they are done."""
         self.filled.wait()
         if self.copied is not None:
             torch.cuda.current_stream().wait_event(self.copied)
 
     def ready(self) -> dict[str, torch.Tensor]:
-        """The buffers, once the copies have arrived."""
+        """Wait for the copies, and return the buffers."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.buffers
 
 
 def fits(nbytes: int, group: dist.ProcessGroup | None) -> bool:
-    """Whether the copies of all ranks fit into the memory of their hosts. A collective: the answer is one for all."""
+    """Whether the copies of all ranks fit into their hosts' memory; all get the same answer. A collective."""
     host = socket.gethostname()
     needed = sum(count for name, count in gathered((host, nbytes), group) if name == host)
-    available = available_bytes()
+    available = read_host().free
     answers = gathered((needed <= SHARE * available, needed, available), group)
     short = [(needed, available) for enough, needed, available in answers if not enough]
     if short:
         needed, available = short[0]
         log().info(
-            "checkpoints are written synchronously: a copy to write from takes %.1f GB of a host's memory, and %.1f GB "
+            "checkpoints are written synchronously: copying the state takes %.1f GB of a host's memory, and %.1f GB "
             "are available",
-            needed / 1e9,
-            available / 1e9,
-        )
+            needed / 1e9, available / 1e9,
+        )  # fmt: skip
     return not short
-
-
-def available_bytes() -> int:
-    """Of the host's memory, and of the container's where that is less."""
-    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf(pages)]
-    for line in lines_of(Path("/proc/meminfo")):
-        if line.startswith("MemAvailable:"):
-            found = [int(line.split()[1]) * 1024]
-    for group in cgroups():
-        limit, used, stat = (lines_of(group / f"memory.{name}") for name in ("max", "current", "stat"))
-        cached = [int(line.split()[1]) for line in stat if line.startswith("inactive_file ")]  # given up when wanted
-        if limit and used and limit[0].isdigit():
-            found.append(int(limit[0]) - int(used[0]) + sum(cached))
-    return max(0, min(found))
-
-
-def cgroups() -> list[Path]:
-    """The control group of this process, as a scheduler may have made it for the job, and those around it."""
-    root = Path("/sys/fs/cgroup")
-    own = [line[3:] for line in lines_of(Path("/proc/self/cgroup")) if line.startswith("0::/")]
-    inner = root / own[0].lstrip("/") if own else root
-    return [inner, *(parent for parent in inner.parents if parent.is_relative_to(root))]
-
-
-def lines_of(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []

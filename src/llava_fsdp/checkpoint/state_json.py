@@ -1,4 +1,4 @@
-"""`state.json`: the state of a run besides its tensors, and which of it must be the same when the run continues."""
+"""`state.json`: all state of a run except its tensors."""
 
 import json
 from enum import Enum

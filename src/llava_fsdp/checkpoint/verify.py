@@ -1,9 +1,9 @@
-"""Whether a checkpoint is what was written: its manifest, its files to the last bit, and every row of every tensor."""
+"""Check that a checkpoint is what was written: its manifest, every bit of its files, every row of its tensors."""
 
 import contextlib
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from llava_fsdp.checkpoint.manifest import (
-    BESIDE,
+    ADAPTER_FOLDER,
     LARGEST,
     MANIFEST_FILE,
     RANK_FILE,
@@ -33,47 +33,38 @@ from llava_fsdp.runtime.run_dir import list_checkpoints, step_of
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder that has been verified."""
+    """A checkpoint that has been verified."""
 
     folder: Path
     manifest: Manifest
     facts: dict[str, Any]
-    """of `state.json`"""
+    """The content of `state.json`."""
 
 
 def verify(folder: Path) -> Checkpoint:
-    """In one process.
+    """Verify a checkpoint in one process.
 
     Raises:
-        CheckpointError: naming the folder, the file and what is wrong with it; nothing else, whatever the bytes are.
+        CheckpointError: naming the folder, the file and what is wrong. No other error, whatever the bytes are.
     """
     with naming(folder):
-        found = inspect(folder)
-        digest_files(found, sorted(found.manifest.files))
-    return found
+        checkpoint = inspect(folder)
+        digest_files(checkpoint, sorted(checkpoint.manifest.files))
+    return checkpoint
 
 
 def verify_together(folder: Path) -> Checkpoint:
-    """The same with the files shared out over the ranks, by size. A collective; what one rank finds, all raise."""
-
-    def look() -> Checkpoint:
-        with naming(folder):
-            return inspect(folder)
-
-    found = on_first_rank(look, f"{folder} cannot be looked at")
+    """Verify a checkpoint on all ranks, each of which reads some of its files. A collective; all raise alike."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-    def digest() -> None:
-        with naming(folder):
-            digest_files(found, share(found.manifest.files, rank, size))
-
-    on_all_ranks(digest, f"{folder} cannot be verified")
-    return found
+    checkpoint = on_first_rank(naming(folder)(lambda: inspect(folder)), f"{folder} cannot be read")
+    names = share(checkpoint.manifest.files, rank, size)
+    on_all_ranks(naming(folder)(lambda: digest_files(checkpoint, names)), f"{folder} cannot be verified")
+    return checkpoint
 
 
 @contextlib.contextmanager
 def naming(folder: Path) -> Iterator[None]:
-    """Whatever is wrong with a checkpoint is said with its folder."""
+    """Add the checkpoint's folder to the message of any error. A context manager, or a decorator."""
     try:
         yield
     except CheckpointError as error:
@@ -83,7 +74,7 @@ def naming(folder: Path) -> Iterator[None]:
 
 
 def inspect(folder: Path) -> Checkpoint:
-    """All but the digests of the tensors' files: names, sizes, formats, and that rows lie where the manifest says."""
+    """Check all but the digests of the files of tensors: names, sizes, formats, and where rows lie."""
     manifest = check_files(folder)
     step = step_of(folder)
     if step is not None and step != manifest.step:
@@ -95,7 +86,7 @@ def inspect(folder: Path) -> Checkpoint:
 
 
 def check_files(folder: Path) -> Manifest:
-    """What the manifest says, with the names and sizes of the files compared.
+    """Read the manifest, and compare names and sizes of the files with it.
 
     Raises:
         CheckpointError: a file is missing, foreign or of another size.
@@ -105,8 +96,8 @@ def check_files(folder: Path) -> Manifest:
     if MANIFEST_FILE not in entries:
         raise CheckpointError(f"{MANIFEST_FILE} is missing" if entries else "it is empty")
     manifest = parse(read_small(folder / MANIFEST_FILE, LARGEST))
-    if any(name.startswith(f"{BESIDE}/") for name in manifest.files):
-        entries |= entries_beside(entries.pop(BESIDE, None))
+    if any(name.startswith(f"{ADAPTER_FOLDER}/") for name in manifest.files):
+        entries |= adapter_entries(entries.pop(ADAPTER_FOLDER, None))
     missing = sorted(manifest.files.keys() - entries.keys())
     if missing:
         raise CheckpointError(f"{missing[0]} is missing")
@@ -114,28 +105,28 @@ def check_files(folder: Path) -> Manifest:
     if foreign:
         raise CheckpointError(f"{foreign[0]!r} is no file of this checkpoint")
     for name, expected in manifest.files.items():
-        found = entries[name].stat(follow_symlinks=False)
-        if not stat.S_ISREG(found.st_mode):
+        status = entries[name].stat(follow_symlinks=False)
+        if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{name} is no regular file")
-        if found.st_size != expected.bytes:
-            raise CheckpointError(f"{name} has {found.st_size} bytes, {expected.bytes} were written")
+        if status.st_size != expected.bytes:
+            raise CheckpointError(f"{name} has {status.st_size} bytes, {expected.bytes} were written")
     return manifest
 
 
-def entries_beside(beside: os.DirEntry[str] | None) -> dict[str, os.DirEntry[str]]:
-    """What lies in the folder for other programs, and in its folders, by its path in the checkpoint.
+def adapter_entries(folder: os.DirEntry[str] | None) -> dict[str, os.DirEntry[str]]:
+    """The files in the adapter's folder and in its folders, by their paths in the checkpoint.
 
     Raises:
-        CheckpointError: a folder of them is missing, or a link: `open_file` looks at the last name of a path alone.
+        CheckpointError: the folder is missing, or a link: `open_file` checks only the last name of a path.
     """
-    if beside is None or not beside.is_dir(follow_symlinks=False):
-        raise CheckpointError(f"{BESIDE} is missing, or no folder")
+    if folder is None or not folder.is_dir(follow_symlinks=False):
+        raise CheckpointError(f"{ADAPTER_FOLDER} is missing, or not a folder")
     found: dict[str, os.DirEntry[str]] = {}
-    for entry in os.scandir(beside):
+    for entry in os.scandir(folder):
         if entry.is_dir(follow_symlinks=False):
-            found |= {f"{BESIDE}/{entry.name}/{inner.name}": inner for inner in os.scandir(entry)}
+            found |= {f"{ADAPTER_FOLDER}/{entry.name}/{inner.name}": inner for inner in os.scandir(entry)}
         else:
-            found[f"{BESIDE}/{entry.name}"] = entry
+            found[f"{ADAPTER_FOLDER}/{entry.name}"] = entry
     return found
 
 
@@ -148,7 +139,7 @@ def read_small(path: Path, largest: int) -> bytes:
 
 
 def check_headers(folder: Path, manifest: Manifest) -> None:
-    """Every file of tensors holds exactly the pieces that the manifest says lie in it.
+    """Check that every file of tensors holds exactly the rows that the manifest says.
 
     Raises:
         CheckpointError: naming the file and the tensor.
@@ -156,16 +147,16 @@ def check_headers(folder: Path, manifest: Manifest) -> None:
     expected: dict[str, dict[str, tuple[object, tuple[int, ...]]]] = {
         name: {} for name in manifest.files if RANK_FILE.fullmatch(name)
     }
-    for name, saved in manifest.tensors.items():
-        for piece in saved.pieces:
-            shape = (piece.end - piece.begin, *saved.shape[1:]) if saved.shape else ()
-            if name in expected[piece.file]:
-                raise CheckpointError(f"{MANIFEST_FILE}: {piece.file} cannot hold two pieces of {name}")
-            expected[piece.file][name] = (saved.dtype, shape)
+    for name, entry in manifest.tensors.items():
+        for rows in entry.ranges:
+            shape = (rows.end - rows.begin, *entry.shape[1:]) if entry.shape else ()
+            if name in expected[rows.file]:
+                raise CheckpointError(f"{MANIFEST_FILE}: {rows.file} cannot hold two ranges of rows of {name}")
+            expected[rows.file][name] = (entry.dtype, shape)
     for file, wanted in expected.items():
         descriptor = open_file(folder / file)
         try:
-            found = {name: (own.dtype, own.shape) for name, own in read_header(descriptor, file).items()}
+            found = {name: (place.dtype, place.shape) for name, place in read_header(descriptor, file).items()}
         finally:
             os.close(descriptor)
         if found != wanted:
@@ -173,37 +164,31 @@ def check_headers(folder: Path, manifest: Manifest) -> None:
             raise CheckpointError(f"{file} does not hold {differing[0]} as {MANIFEST_FILE} says")
 
 
-def digest_files(found: Checkpoint, names: Iterable[str]) -> None:
-    names = list(names)
-    if not names:
-        return
-    with ThreadPoolExecutor(min(THREADS, len(names))) as threads:
-        list(threads.map(partial(check_digest, found.folder, manifest=found.manifest), names))
+def digest_files(checkpoint: Checkpoint, names: list[str]) -> None:
+    with ThreadPoolExecutor(THREADS) as threads:
+        list(threads.map(partial(check_digest, checkpoint.folder, manifest=checkpoint.manifest), names))
 
 
 def check_digest(folder: Path, name: str, manifest: Manifest) -> None:
-    """Raises CheckpointError where a file is not what was written."""
+    """Raises CheckpointError if a file is not what was written."""
     if digest_of_file(folder / name) != manifest.files[name]:
         raise CheckpointError(f"{name} is not what was written: its digest differs")
 
 
 def digest_of_file(path: Path) -> Digest:
-    """
-    Raises:
-        CheckpointError: it is a link, no file, or cannot be opened.
-    """
+    """Raises CheckpointError if the path is a link or not a file, or cannot be opened."""
     with os.fdopen(open_file(path), "rb", buffering=0) as file:
         return digest_of(file)
 
 
 def newest_together(parent: Path, strict: bool) -> Checkpoint | None:
-    """The newest checkpoint that verifies; None where there is none at all. A collective.
+    """The newest checkpoint that verifies; None if there are no checkpoints. A collective.
 
     Args:
-        strict: one that does not verify is an error, instead of a warning and the one before it.
+        strict: raise if the newest one is damaged, instead of warning and taking the one before it.
 
     Raises:
-        CheckpointError: there are checkpoints, and none verifies; or, with `strict`, the newest does not.
+        CheckpointError: all checkpoints are damaged; or, with `strict`, the newest is.
     """
 
     def look() -> list[Path]:
@@ -215,7 +200,7 @@ def newest_together(parent: Path, strict: bool) -> Checkpoint | None:
 
 
 def newest_alone(parent: Path) -> Checkpoint | None:
-    """The same in one process."""
+    """`newest_together` in one process, which repairs nothing in the folder."""
     return first_good(list_checkpoints(parent)[::-1], False, verify)
 
 

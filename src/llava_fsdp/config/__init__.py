@@ -4,9 +4,8 @@ YAML under `conf/` picks the values, Hydra composes them, and `load` turns the r
 after it sees OmegaConf. Each file has the keys of one area; all of them are imported from here.
 """
 
-from llava_fsdp.config.checks import AUTO, at_least
+from llava_fsdp.config.checks import AUTO, at_least, check_profile
 from llava_fsdp.config.commands import (
-    AskedConfig,
     ChatConfig,
     ConversionConfig,
     DoctorConfig,
@@ -17,10 +16,10 @@ from llava_fsdp.config.commands import (
     PrepareKeys,
     SweepConfig,
     SweepKeys,
+    TrainedModelConfig,
 )
 from llava_fsdp.config.data import (
     HELDOUT,
-    MOST_EPOCHS,
     DataConfig,
     HeldOutConfig,
     SamplerConfig,
@@ -74,17 +73,11 @@ from llava_fsdp.config.enums import (
     WandbMode,
 )
 from llava_fsdp.config.load import (
-    NAMED,
     SOURCES,
-    about_value,
     config_dir,
     did_you_mean,
     load,
-    refuse_secret_values,
-    refuse_unknown_keys,
-    refuse_what_acts,
     schema_keys,
-    value_at,
     without_hydra,
 )
 from llava_fsdp.config.model import LoraConfig, ModelConfig, QuantizeConfig

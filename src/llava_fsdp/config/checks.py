@@ -1,10 +1,244 @@
-"""Checks of single values."""
+"""Checks of single values, and of keys of a training that contradict each other."""
 
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from llava_fsdp.config.describe import WORDS
+from llava_fsdp.config.enums import (
+    ActivationCheckpointing,
+    AspectRatio,
+    Attention,
+    LinearKind,
+    MasterDType,
+    MomentDType,
+    Normalize,
+    OffloadMode,
+    Parity,
+    Part,
+    PatchMerge,
+    Pixels,
+    Quantizer,
+    SamplerName,
+    Source,
+    SpecialTokens,
+    Strategy,
+    TooLong,
+)
 from llava_fsdp.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from llava_fsdp.config.train import Config
 
 AUTO = "auto"
 
 
-def at_least(key: str, value: int, least: int, why: str = "") -> None:
-    if value < least:
+def at_least(key: str, value: int | None, least: int, why: str = "") -> None:
+    """Raise ConfigError if a value is below `least`; None passes."""
+    if value is not None and value < least:
         raise ConfigError(f"{key}={value} must be at least {least}" + (f": {why}" if why else ""))
+
+
+def above_zero(key: str, value: float | None, hint: str = "") -> None:
+    """Raise ConfigError if a value is not a finite number above 0; None passes."""
+    if value is not None and not 0 < value < math.inf:
+        raise ConfigError(f"{key}={value} must be a finite number above 0{hint}")
+
+
+def check_training(cfg: Config) -> None:
+    """Raise ConfigError if a number is out of its bounds, or keys contradict each other."""
+    check_packing(cfg)
+    check_base(cfg)
+    check_compile(cfg)
+    check_offload(cfg)
+    check_numbers(cfg)
+    check_dry_run(cfg)
+    check_original(cfg)
+    check_anyres(cfg)
+    check_export(cfg)
+
+
+def check_packing(cfg: Config) -> None:
+    tokens, is_original = cfg.tokens_per_micro_batch, cfg.sampler.name is SamplerName.llava_v1_5
+    if isinstance(tokens, str) and tokens != AUTO:
+        raise ConfigError(f"tokens_per_micro_batch={tokens} must be {WORDS['tokens_per_micro_batch']}")
+    if not cfg.pack:
+        if tokens is not None:
+            raise ConfigError(
+                f"tokens_per_micro_batch={tokens} is for pack=true; padded micro-batches hold micro_batch_size "
+                "rows: set it to null"
+            )
+        if cfg.attention not in (Attention.auto, Attention.sdpa):
+            raise ConfigError(
+                f"attention={cfg.attention.value} is for the rows of pack=true; with pack=false set attention=auto"
+            )
+        return
+    if isinstance(tokens, int) and tokens < cfg.data.max_length:
+        raise ConfigError(
+            f"tokens_per_micro_batch={tokens} has no room for a sample of data.max_length={cfg.data.max_length}; "
+            "a sample is never split: raise it, or lower data.max_length"
+        )
+    if is_original and tokens is not None:
+        raise ConfigError(
+            "sampler=llava_v1_5 makes micro-batches of micro_batch_size samples; "
+            f"tokens_per_micro_batch={tokens} has no effect on them: set it to null"
+        )
+    if not is_original and cfg.loss.normalize is Normalize.micro_batch:
+        raise ConfigError(
+            "loss.normalize=micro_batch is a mean of means, and with pack=true a micro-batch is whatever fits into "
+            "a row: a sample would weigh more or less with its neighbours; set pack=false, or loss.normalize=step"
+        )
+
+
+def check_base(cfg: Config) -> None:
+    """Refuse what cannot compute with the language model's weights, or cannot move them."""
+    mode = cfg.model.quantize.mode
+    if cfg.model.lora.enabled and cfg.precision.linear is LinearKind.fp8:
+        raise ConfigError(
+            "precision.linear=fp8 is for weights that train, and model.lora.enabled=true freezes them; choose "
+            "precision=bf16"
+        )
+    if mode is not Quantizer.none and cfg.offload.mode.moves_weights:
+        raise ConfigError(
+            f"offload={cfg.offload.mode.value} with model.quantize.mode={mode.value} would send quantized weights "
+            "through the host at every step; choose offload=optimizer or none"
+        )
+    if cfg.precision.linear is LinearKind.fp8 and Part.language not in cfg.model.train:
+        raise ConfigError(
+            f"precision.linear=fp8 is for a language model that trains, and model.train="
+            f"{[part.value for part in cfg.model.train]} freezes it; choose precision=bf16"
+        )
+
+
+def check_compile(cfg: Config) -> None:
+    if isinstance(cfg.compile, str) and cfg.compile != AUTO:
+        raise ConfigError(f"compile={cfg.compile} must be {WORDS['compile']}")
+    if cfg.compile is False and cfg.activation_checkpointing.mode is ActivationCheckpointing.budget:
+        raise ConfigError(
+            "compile=false with activation_checkpointing=budget: the compiler chooses what is kept; set compile=auto, "
+            "or choose activation_checkpointing=selective"
+        )
+
+
+def check_offload(cfg: Config) -> None:
+    """Refuse strategies and dtypes with which a kind of offload cannot work, or would save nothing."""
+    mode, strategy, precision = cfg.offload.mode, cfg.sharding.strategy, cfg.precision
+    if mode is not OffloadMode.none and strategy is Strategy.NO_SHARD:
+        raise ConfigError(
+            f"offload={mode.value} with sharding=zero0 would hold the same states in host memory once for every "
+            "rank; sharding=zero2 or zero3 shares them out, and is the same on one GPU"
+        )
+    if mode.moves_weights and strategy is Strategy.SHARD_OPTIMIZER:
+        raise ConfigError(
+            f"offload={mode.value} with sharding=zero1 would still hold all weights and gradients on the device "
+            "through the whole step; choose sharding=zero2 or zero3, or offload=optimizer"
+        )
+    masters, moments = precision.master_dtype, precision.moment_dtype
+    is_fp32 = masters is MasterDType.fp32 and moments is MomentDType.fp32
+    if mode in (OffloadMode.optimizer, OffloadMode.nvme) and not is_fp32:
+        raise ConfigError(
+            f"offload={mode.value} updates fp32 masters and moments, not precision.master_dtype={masters.value} with "
+            f"moment_dtype={moments.value}; choose offload=params, or precision=bf16"
+        )
+    if mode.moves_weights and precision.linear is LinearKind.fp8:
+        raise ConfigError(
+            f"offload={mode.value} gathers shards from the host, where nothing turns them into "
+            "precision.linear=fp8; choose offload=optimizer, or precision=bf16"
+        )
+
+
+def check_numbers(cfg: Config) -> None:
+    if cfg.val.every is not None and not cfg.val.is_named and cfg.data.source is not Source.shapes:
+        raise ConfigError(
+            f"val.every={cfg.val.every} needs validation records: name a file of them, val.path=FILE, or set "
+            "val.every=null"
+        )
+    for name in ("epochs", "global_batch_size", "micro_batch_size", "log_every"):
+        at_least(name, getattr(cfg, name), 1)
+    at_least("seed", cfg.seed, 0)
+    at_least("max_steps", cfg.max_steps, 1, "null trains every epoch to its end")
+    at_least("gc_every", cfg.gc_every, 1, "null leaves it to Python")
+    steps = cfg.profile_steps
+    if steps is not None and (len(steps) != 2 or not 1 <= steps[0] <= steps[1]):
+        raise ConfigError(f"profile_steps={steps} must be {WORDS['profile_steps']}")
+    if cfg.max_steps is not None:
+        check_profile(cfg, cfg.max_steps)
+
+
+def check_profile(cfg: Config, total: int) -> None:
+    """Raise ConfigError if a run of `total` steps ends before the steps that `profile` is to record."""
+    if cfg.profile and cfg.profile_steps is not None and cfg.profile_steps[1] > total:
+        raise ConfigError(
+            f"profile_steps={cfg.profile_steps}: this run has {total} steps; name earlier ones, or null for its last "
+            "three"
+        )
+
+
+def check_dry_run(cfg: Config) -> None:
+    at_least("dry_run", cfg.dry_run, 1, "it is the number of ranks to imagine")
+    is_hybrid = cfg.sharding.strategy in (Strategy.HYBRID_SHARD, Strategy._HYBRID_SHARD_ZERO2)
+    if cfg.dry_run is not None and is_hybrid and cfg.sharding.shard_size is None:
+        raise ConfigError(
+            f"dry_run={cfg.dry_run} cannot tell how many of these ranks share a node; set sharding.shard_size"
+        )
+
+
+def check_original(cfg: Config) -> None:
+    """Refuse what the original's labels and sampler cannot do."""
+    if cfg.labels is Parity.llava_v1_5 and cfg.data.too_long is not TooLong.truncate:
+        raise ConfigError(
+            f"labels=llava_v1_5 truncates what is too long, as the original does; data.too_long="
+            f"{cfg.data.too_long.value} needs labels=exact"
+        )
+    if cfg.labels is Parity.llava_v1_5 and cfg.data.special_tokens is SpecialTokens.text:
+        raise ConfigError(
+            "data.special_tokens=text: labels=llava_v1_5 reads special tokens in a text as the original does; set "
+            "data.special_tokens=parse or null, or labels=exact"
+        )
+    if cfg.sampler.name is not SamplerName.llava_v1_5:
+        return
+    if cfg.global_batch_size % cfg.micro_batch_size:
+        raise ConfigError(
+            f"sampler=llava_v1_5 has whole micro-batches, and global_batch_size={cfg.global_batch_size} is not a "
+            f"multiple of micro_batch_size={cfg.micro_batch_size}"
+        )
+    if any(source.weight is not None or source.epochs not in (None, 1) for source in cfg.data.sources.values()):
+        raise ConfigError(
+            "sampler=llava_v1_5 has every record once an epoch, as the original does; take epochs and weight out of "
+            "data.sources, or set sampler=shuffle"
+        )
+
+
+def check_anyres(cfg: Config) -> None:
+    merge, aspect = cfg.model.patch_merge, cfg.data.image_aspect_ratio
+    if merge is PatchMerge.flat:
+        return
+    if aspect is not AspectRatio.anyres:
+        raise ConfigError(
+            f"model.patch_merge={merge.value} is for data.image_aspect_ratio=anyres; with {aspect.value} an image is "
+            "one tile: set model.patch_merge=flat"
+        )
+    if cfg.data.pixels is Pixels.llava_v1_5:
+        raise ConfigError(
+            f"data.pixels=llava_v1_5 trains anyres as square, as the original does; model.patch_merge={merge.value} "
+            "needs data.pixels=exact or fast"
+        )
+
+
+def check_export(cfg: Config) -> None:
+    """Refuse models that transformers' LLaVA does not have, if the run is to export one at its end."""
+    if not cfg.exports_model:
+        return
+    cure = "export.merge=false" if cfg.model.lora.enabled else "export.enabled=false"
+    if cfg.data.trained_aspect is AspectRatio.anyres:
+        raise ConfigError(
+            "data.image_aspect_ratio=anyres has no equal in transformers' LLaVA, so the run could not be exported "
+            f"at its end; set {cure}, and use llava_fsdp.export format=llava"
+        )
+    if cfg.model.projector_type != "mlp2x_gelu":
+        raise ConfigError(
+            f"model.projector_type={cfg.model.projector_type} has no equal in transformers' LLaVA, so the run "
+            f"could not be exported; choose mlp2x_gelu, or set {cure} and turn it into the "
+            "original's format later: python -m llava_fsdp.export source=OUTPUT_DIR to=FOLDER format=llava"
+        )

@@ -1,4 +1,4 @@
-"""From the command line to a typed configuration, and from an error to an exit code. Imports no torch."""
+"""What all entries share: a typed configuration from the command line, an exit code from an error. Imports no torch."""
 
 import contextlib
 import io
@@ -43,8 +43,8 @@ LITERAL = frozenset({
     "val.path", "val.images", "val.index",
     "track.name", "track.project",
 })  # fmt: skip
-PLACE_OF = {"chat": "model.checkpoint", "evaluate": "model.checkpoint", "export": "source"}
-"""The key that a path alone is most likely meant for, by program; of the others it is output_dir."""
+PATH_KEYS = {"chat": "model.checkpoint", "evaluate": "model.checkpoint", "export": "source"}
+"""The key that a path alone is most likely meant for, by program; output_dir for the others."""
 WITH_VALUES = frozenset({
     *FLAGS, "--config-name", "-cn", "--cfg", "-c", "--package", "-p", "--info", "-i", "--experimental-rerun",
 })  # fmt: skip
@@ -53,38 +53,37 @@ Status = Callable[[Path, Outcome], dict[str, Any] | None]
 
 
 def no_status(folder: Path, outcome: Outcome) -> None:
-    """For entries that leave no `run_status.json`."""
+    """Do nothing: `on_exit` of entries that write no `run_status.json`."""
 
 
 @contextlib.contextmanager
 def until_reader_leaves() -> Iterator[None]:
-    """Ends what is done within it, quietly, once nobody reads what it prints: `| head` has read enough."""
+    """End the block quietly when stdout's reader has gone, such as `| head` that has read enough."""
     try:
         yield
         sys.stdout.flush()
     except (BrokenPipeError, SystemExit) as error:
         is_exit = isinstance(error, SystemExit)
-        # rich has looked itself, and exits; a BrokenPipeError may be another pipe's
+        # rich notices by itself and exits; a BrokenPipeError may come from another pipe
         if not (isinstance(error.__context__, BrokenPipeError) if is_exit else reader_has_left()):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is in the buffer is written at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes its buffer at exit
 
 
 def reader_has_left() -> bool:
     try:
-        asked = select.poll()
-        asked.register(sys.stdout.fileno(), 0)
-        return any(event & select.POLLERR for _, event in asked.poll(0))
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        return any(event & select.POLLERR for _, event in poll.poll(0))
     except (OSError, ValueError):  # not a file
         return False
 
 
 def begin(config_name: str, schema: type) -> None:
-    """What a training does before anything else: end with torchrun, and not start again where that cannot help.
+    """Prepare the process of a training: it ends with torchrun, and after an error that a restart cannot cure.
 
-    torchrun restarts its workers whatever they ended with; these end at once with the code of those before them, and
-    say nothing. Signals that come while libraries are loaded end the process as later ones do before the first step;
-    there is nothing to save yet, and nothing to look at.
+    torchrun restarts its workers whatever their exit code was; a worker that cannot do better ends at once with the
+    code of the one before it. Until the first step there is nothing to save, so that signals end the process.
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(ExitCode.STOPPED))
     signal.signal(signal.SIGINT, lambda *_: os._exit(ExitCode.INTERRUPTED))
@@ -96,19 +95,19 @@ def begin(config_name: str, schema: type) -> None:
     end_with(os.getppid())
     if attempt() == 0 and is_one_node():
         return
-    with contextlib.suppress(ConfigError, OmegaConfBaseException):  # said later, as in a first start
+    with contextlib.suppress(ConfigError, OmegaConfBaseException):  # `run` reports them
         node = compose(config_name, schema)
-        said = settled(Path(str(node["output_dir"]))) if node is not None else None
-        if said is not None:
-            os._exit(said["exit_code"])
+        status = settled(Path(str(node["output_dir"]))) if node is not None else None
+        if status is not None:
+            os._exit(status["exit_code"])
 
 
 def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit: Status = no_status) -> None:
-    """Compose `config_name`, hand it to `task` as a `schema`, and end the process with the exit code of the outcome.
+    """Compose `config_name`, call `task` with it as a `schema`, and end the process with the exit code of the outcome.
 
-    `on_exit(output_dir, outcome)` is called as soon as the outcome is known; where another rank failed before, it
-    returns what that rank said, and this one adds nothing. After a failure the process ends at once, without waiting
-    for process groups: a peer may never answer again.
+    `on_exit(output_dir, outcome)` is called as soon as the outcome is known; if another rank failed before, it returns
+    that rank's status, and this rank reports nothing. After a failure the process ends at once, without waiting for
+    process groups: a peer may never answer again.
     """
     setup_logging()
     folder = typed_output_dir()
@@ -119,37 +118,37 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
         if node is None:  # --help, --cfg job and the like: Hydra has answered
             return
         folder = None if node.get("dry_run") is not None else Path(str(node.get("output_dir", ".")))
-        # a training that ends because its reader has left must not count as done
+        # a training that ends because its reader has gone must not count as done
         is_training = on_exit is not no_status and folder is not None
         with contextlib.nullcontext() if is_training else until_reader_leaves():
             task(load(schema, node))
-        outcome, said = Outcome(ENDINGS["done"]), ""
+        outcome, message = Outcome(ENDINGS["done"]), ""
     except LlavaFsdpError as error:
         outcome = Outcome(ENDINGS[error.ending], str(error), error.culprit)
-        said, everywhere = f"{type(error).__name__}: {error}", error.on_every_rank
+        message, everywhere = f"{type(error).__name__}: {error}", error.on_every_rank
         ends_torchrun = isinstance(error, Stopped) and not error.asked_here
         if not error.leaves_word:
             folder = None
-            # restarts could not know why this one ended, and would begin in whatever is there now
+            # a restarted worker could not know why this one ended, and would start in whatever is there now
             ends_torchrun |= isinstance(error, FolderLost)
     except KeyboardInterrupt:
-        outcome, said = Outcome(ENDINGS["interrupted"], "interrupted"), "interrupted"
+        outcome, message = Outcome(ENDINGS["interrupted"], "interrupted"), "interrupted"
     except BaseException as error:
-        outcome, said = Outcome(ENDINGS["bug"], f"{type(error).__name__}: {error}"), traceback.format_exc()
+        outcome, message = Outcome(ENDINGS["bug"], f"{type(error).__name__}: {error}"), traceback.format_exc()
     silent = everywhere and is_later_rank()
     if silent:
-        time.sleep(PATIENCE)  # rank 0 says it, writes it, and ends first
+        time.sleep(PATIENCE)  # rank 0 reports the error, writes the status, and ends first
     if folder is not None and (beat := read_beat(folder, env_rank())) is not None and beat.pid == os.getpid():
         outcome = replace(outcome, step=beat.step)
-    first = leave_word(folder, outcome, on_exit)
+    first = write_outcome(folder, outcome, on_exit)
     code = outcome.ending.exit_code
     if code == ExitCode.DONE:
         return
-    # rank 0 did not meet the error after all, or later: this rank is the first then
+    # without a status, rank 0 has not met the error: this rank reports it then
     is_first = on_exit is not no_status and folder is not None and not is_absent(folder)
     if first is None and (is_first or not silent):
-        log().log(logging.INFO if code == ExitCode.STOPPED else logging.ERROR, said)
-        tell_torchrun(said)
+        log().log(logging.INFO if code == ExitCode.STOPPED else logging.ERROR, message)
+        write_torchrun_error(message)
     elif not silent:
         time.sleep(PATIENCE)
         code = first["exit_code"] if first is not None else code
@@ -157,13 +156,13 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
         sys.stdout.flush()
         sys.stderr.flush()
     if ends_torchrun:
-        time.sleep(PATIENCE)  # torchrun stops ranks as well to start them again with more machines
+        time.sleep(PATIENCE)  # torchrun also stops ranks to start them again with more machines
         end_torchrun()
     os._exit(code)
 
 
-def leave_word(folder: Path | None, outcome: Outcome, on_exit: Status) -> dict[str, Any] | None:
-    """What `on_exit` gives, unless there is no folder or another launch's run is in it. Raises nothing."""
+def write_outcome(folder: Path | None, outcome: Outcome, on_exit: Status) -> dict[str, Any] | None:
+    """Call `on_exit`, unless there is no folder or another launch's run is in it. Raises nothing."""
     if folder is not None and not is_others(folder):
         with last_word(folder):
             return on_exit(folder, outcome)
@@ -175,31 +174,30 @@ def is_later_rank() -> bool:
 
 
 def typed_output_dir() -> Path | None:
-    """The `output_dir` of the command line, for a run whose configuration does not compose; a dry run's stays alone."""
+    """The `output_dir` of the command line, for a configuration that does not compose; None for a dry run."""
     if any(a.startswith("dry_run=") for a in sys.argv[1:]):
         return None
-    given = [a.partition("=")[2] for a in sys.argv[1:] if a.startswith("output_dir=")]
-    return Path(given[-1]) if given else None
+    folders = [a.partition("=")[2] for a in sys.argv[1:] if a.startswith("output_dir=")]
+    return Path(folders[-1]) if folders else None
 
 
-def tell_torchrun(what: str) -> None:
+def write_torchrun_error(message: str) -> None:
     """Write the error file from which torchrun prints the root cause.
 
     torch's own `@record` would put a traceback around a user's mistake.
     """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    what = shown_text(redact(what, secrets_of()))
-    if path:
-        info = {"py_callstack": what, "timestamp": str(int(time.time()))}
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        message = shown_text(redact(message, secrets_of()))
+        info = {"py_callstack": message, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError), open(path, "w") as file:
-            json.dump({"message": {"message": what, "extraInfo": info}}, file)
+            json.dump({"message": {"message": message, "extraInfo": info}}, file)
 
 
 def compose(config_name: str, schema: type) -> DictConfig | None:
-    """What Hydra makes of the command line; None where it was only asked for help or to show the configuration.
+    """Compose the command line with Hydra; None if Hydra only printed its help or the configuration.
 
     Raises:
-        ConfigError: Hydra's own words for a wrong key or choice, shortened, with the nearest key that exists; or
+        ConfigError: Hydra's error about a wrong key or choice, shortened, with the nearest key that exists; or
             a multirun, which cannot work under torchrun.
     """
     composed: list[DictConfig] = []
@@ -213,10 +211,10 @@ def compose(config_name: str, schema: type) -> DictConfig | None:
     refuse_bare_words(sys.argv[1:], config_name)
     refuse_no_choice(sys.argv[1:])
     sys.argv[1:] = [taken_literally(argument) for argument in sys.argv[1:]]
-    said = io.StringIO()
+    stderr = io.StringIO()
     program = hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=config_name)(body)
     try:
-        with contextlib.redirect_stderr(said), contextlib.ExitStack() as stack:
+        with contextlib.redirect_stderr(stderr), contextlib.ExitStack() as stack:
             if is_later_rank():
                 stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             program()
@@ -224,14 +222,14 @@ def compose(config_name: str, schema: type) -> DictConfig | None:
         if stop.code not in (0, None):
             if reader_has_left():
                 return None
-            raise ConfigError(shorten(said.getvalue(), schema)) from None
+            raise ConfigError(shorten(stderr.getvalue(), schema)) from None
     return composed[0] if composed else None
 
 
 def taken_literally(argument: str) -> str:
-    """`key=value` with the value quoted for Hydra, where the key holds text or a path and the user has not quoted."""
+    """Quote the value of `key=value` for Hydra if the key holds text or a path and the value is not quoted."""
     key, equals, value = argument.partition("=")
-    if key.startswith(SOURCES):  # a name that the user chooses is new to Hydra
+    if key.startswith(SOURCES):  # ++ adds the name that the user chose
         name, literal = f"++{key}", key.endswith((".path", ".images"))
         return f"{name}={quoted(value)}" if equals and literal and value[:1] not in ("'", '"') else f"{name}={value}"
     if not equals or key not in LITERAL or value == "null" or value[:1] in ("'", '"'):
@@ -240,7 +238,7 @@ def taken_literally(argument: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """A value as Hydra's override grammar takes it, whatever characters it has."""
+    """Quote a value for Hydra's override grammar, whatever characters it has."""
     if re.fullmatch(r"[\w/.:-]*", text, re.ASCII):
         return text
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
@@ -257,30 +255,30 @@ def refuse_multirun(config_name: str) -> None:
 
 
 def refuse_bare_words(words: list[str], config_name: str) -> None:
-    """Raises ConfigError for a value without its key: Hydra's own error speaks of quotes."""
+    """Raise ConfigError for a value without its key; Hydra's own error is about quotes."""
     flag = ""
     for word in words:
         if not word.startswith(("-", "~")) and "=" not in word and flag not in WITH_VALUES:
-            key = PLACE_OF.get(config_name, "output_dir")
-            meant = f"did you mean {key}={word}?" if os.path.exists(word) else f"as in {key}=outputs/mine"
-            raise ConfigError(f"{word} has no key; arguments are written key=value, {meant}")
+            key = PATH_KEYS.get(config_name, "output_dir")
+            hint = f"did you mean {key}={word}?" if os.path.exists(word) else f"as in {key}=outputs/mine"
+            raise ConfigError(f"{word} has no key; arguments are written key=value, {hint}")
         flag = word
 
 
 def refuse_no_choice(arguments: list[str]) -> None:
-    """Raises ConfigError for a group of which none is chosen: Hydra's own error does not name it."""
+    """Raise ConfigError for `group=null`: Hydra's own error does not name the group."""
     for argument in arguments:
         key, _, value = argument.partition("=")
         if value == "null" and re.fullmatch(r"\w+", key) and (config_dir() / key).is_dir():
             choices = sorted(path.stem for path in (config_dir() / key).glob("*.yaml"))
-            raise ConfigError(f"{argument}: one must be chosen of {', '.join(choices)}")
+            raise ConfigError(f"{argument}: choose one of {', '.join(choices)}")
 
 
-def shorten(said: str, schema: type) -> str:
-    """Hydra's message without its search path, stack trace advice and advice to add keys with `+`."""
-    text = re.split(r"\n\s*(?:Config search path|Set the environment variable|To append to your config)", said)[0]
+def shorten(message: str, schema: type) -> str:
+    """Take the search path, stack trace advice and advice to add keys with `+` out of Hydra's message."""
+    text = re.split(r"\n\s*(?:Config search path|Set the environment variable|To append to your config)", message)[0]
     text = re.sub(r"\n\s*(?:full_key|object_type)\b.*", "", text).strip()
-    if "Traceback" in text:  # Hydra shows its own stack for some mistakes; the last line says which
+    if "Traceback" in text:  # Hydra prints its own stack for some mistakes; the message is the last line
         text = text.splitlines()[-1]
     key = re.search(r"Could not override '([^']+)'", text)
     if key:

@@ -13,15 +13,18 @@ from llava_fsdp.runtime.errors import ConfigError
 @dataclass(kw_only=True, slots=True)
 class LaunchConfig:
     nproc_per_node: int
+    """Ranks on a node."""
     nnodes: int
     devices: Devices
+    """Which GPUs each run of a sweep gets."""
 
 
 @dataclass(kw_only=True, slots=True)
 class SweepKeys:
     metric: SweepMetric
+    """What runs are compared by."""
     last_steps: int
-    """Steps at the end of a run whose mean loss is its loss."""
+    """Number of steps at the end of a run whose mean loss counts as the run's loss."""
 
     def __post_init__(self) -> None:
         at_least("sweep.last_steps", self.last_steps, 1)
@@ -38,21 +41,21 @@ class SweepConfig(Config):
 @dataclass(kw_only=True, slots=True)
 class PrepareKeys:
     workers: int | None
-    """Processes that read records and pictures; null: one a core."""
+    """Processes that read records and images; null: one for each core."""
 
     def __post_init__(self) -> None:
-        if self.workers is not None:
-            at_least("prepare.workers", self.workers, 1)
+        at_least("prepare.workers", self.workers, 1)
 
 
 @dataclass(kw_only=True, slots=True)
 class PrepareConfig(Config):
-    """A dataset examined and indexed for the training that the same keys describe."""
+    """Keys of `prepare`: those of the training that the dataset is examined and indexed for, and some of its own."""
 
     prepare: PrepareKeys
     report: str | None
+    """Folder of the report; null: the index."""
     verify: bool = False
-    """Read every record and every image again and compare them with what the index knows of them; nothing is made."""
+    """Read every record and image again and compare them with the index; nothing is written."""
 
     def __post_init__(self) -> None:
         super(PrepareConfig, self).__post_init__()
@@ -65,17 +68,17 @@ class PrepareConfig(Config):
 
 @dataclass(kw_only=True, slots=True)
 class PlanConfig(Config):
-    """What a training with the same keys would cost, on GPUs that need not be here."""
+    """Keys of `plan`: those of the training whose cost is predicted, and some of its own."""
 
     gpus: int
-    """Ranks of a node."""
+    """Ranks on a node."""
     nodes: int
     gpu: str
-    """A name of the table in `plan/hardware.py`; auto: this machine's."""
+    """A name from the table in `plan/hardware.py`; auto: this machine's GPU."""
     rows: int
     """Most rows of the table that are printed."""
-    picture: str
-    """Where the picture of several nodes goes."""
+    page: str
+    """HTML file of tokens a second against nodes, for nodes > 1."""
     format: Format
 
     def __post_init__(self) -> None:
@@ -86,103 +89,106 @@ class PlanConfig(Config):
 
 @dataclass(kw_only=True, slots=True)
 class DoctorConfig(Config):
-    """A machine looked at for the training that the same keys describe."""
+    """Keys of `doctor`: those of the training that the machine is checked for, and some of its own."""
 
     gpus: int | None
-    """Ranks on this machine; null: its GPUs, or 2 where there is none."""
+    """Ranks on this machine; null: its number of GPUs, or 2 without GPUs."""
     nodes: int
 
     def __post_init__(self) -> None:
         super(DoctorConfig, self).__post_init__()
         at_least("nodes", self.nodes, 1)
-        if self.gpus is not None:
-            at_least("gpus", self.gpus, 1)
+        at_least("gpus", self.gpus, 1)
 
 
 @dataclass(kw_only=True, slots=True)
-class AskedConfig:
-    """The trained model that is asked."""
+class TrainedModelConfig:
+    """The trained model that answers."""
 
     checkpoint: str
-    """A run's folder, or a model folder: ours, transformers' or the original's."""
+    """Folder of a run, or a model folder: ours, transformers' or the original's."""
 
 
 @dataclass(kw_only=True, slots=True)
 class EvaluateConfig:
-    """Questions, asked of a trained model; and scores, where their answers are known."""
+    """Keys of `evaluate`: answer a benchmark's questions with a trained model and score the answers."""
 
     stage: StageConfig
     data: DataConfig
-    model: AskedConfig
+    model: TrainedModelConfig
     task: Task
+    """Kind of questions, and how their answers are scored."""
     questions: str | None
-    """The file of questions; of task=conversations that is data.path."""
+    """File of questions; task=conversations takes data.path instead."""
     annotations: str | None
-    """Right answers, where the questions' file has none: VQAv2's or TextVQA's annotations, POPE's label file or the
-    folder of them, ScienceQA's problems.json or the folder that it lies in."""
+    """Right answers, if the file of questions has none: VQAv2's or TextVQA's annotations, POPE's label file or the
+    folder of them, ScienceQA's problems.json or its folder."""
     split: str
-    """Of ScienceQA's problems, where questions=problems.json: test, val, minival, ..."""
+    """Split of ScienceQA's problems, if questions=problems.json: test, val, minival, ..."""
     suffix: bool
     """End every question with the original's last line for its task."""
     answers: str | None
-    """JSON Lines, written as answers come and continued when that was interrupted; null: answers are not kept."""
+    """JSON Lines file of the answers, written as they come and continued after an interruption; null: not kept."""
     submission: str | None
-    """The answers as VQAv2's and VizWiz's servers take them: a JSON list, prepared as the original does."""
+    """File of the answers as VQAv2's and VizWiz's servers take them: a JSON list, prepared as the original does."""
     limit: int | None
+    """Most questions; null: all."""
     batch_size: int
+    """Most answers that are generated at once."""
     max_new_tokens: int
+    """Most tokens of an answer."""
     show: int
+    """Number of answers that are printed."""
     blank: bool | None
-    """Also ask with pictures of the mean colour; null: of task=conversations."""
+    """Answer every question a second time with an image of the mean colour; null: with task=conversations."""
     format: Format
 
     def __post_init__(self) -> None:
         if self.task is Task.conversations:
-            given = [k for k in ("questions", "annotations", "submission") if getattr(self, k) is not None]
-            if given:
-                raise ConfigError(
-                    f"{given[0]}={getattr(self, given[0])} is not for task=conversations, whose questions are "
-                    f"data.path; say which task it is: task={'|'.join(t.value for t in Task if t is not self.task)}"
-                )
+            others = "|".join(task.value for task in Task if task is not self.task)
+            for key in ("questions", "annotations", "submission"):
+                if (value := getattr(self, key)) is not None:
+                    raise ConfigError(
+                        f"{key}={value} is not for task=conversations, whose questions are data.path; choose another "
+                        f"task: task={others}"
+                    )
             if self.suffix:
-                raise ConfigError(
-                    "suffix=true: the records of task=conversations are asked as they are; set suffix=false"
-                )
+                raise ConfigError("suffix=true is not for task=conversations; set suffix=false")
         elif self.questions is None:
             raise ConfigError(f"task={self.task.value} needs questions=FILE")
         if self.submission is not None and self.task not in (Task.vqa, Task.textvqa):
-            raise ConfigError(f"submission={self.submission} is of task=vqa; task={self.task.value} has none")
+            raise ConfigError(f"submission={self.submission} is for task=vqa or textvqa, not {self.task.value}")
         at_least("show", self.show, 0)
-        at_least("batch_size", self.batch_size, 1)
-        at_least("max_new_tokens", self.max_new_tokens, 1)
-        if self.limit is not None:
-            at_least("limit", self.limit, 1)
+        for name in ("batch_size", "max_new_tokens", "limit"):
+            at_least(name, getattr(self, name), 1)
 
 
 @dataclass(kw_only=True, slots=True)
 class ChatConfig:
-    """A conversation with a trained model."""
+    """Keys of `chat`: a conversation with a trained model."""
 
-    model: AskedConfig
+    model: TrainedModelConfig
     image: str | None
-    """A picture file, or several: [a.jpg, b.jpg]."""
+    """An image file, or several: [a.jpg, b.jpg]."""
     question: str | None
+    """A single question; null: a conversation in the terminal."""
     max_new_tokens: int
+    """Most tokens of an answer."""
     temperature: float
-    """0: the likeliest token, always."""
+    """Temperature of sampling; 0: always the likeliest token."""
     top_p: float
-    """With a temperature: the likeliest tokens that have this probability together are drawn from."""
+    """With a temperature: sample from the likeliest tokens whose probabilities add up to this."""
     seed: int | None
-    """With a temperature: of what is drawn; null: another one every time."""
+    """With a temperature: seed of sampling; null: another one every time."""
     serve: bool
-    """A page for the browser instead of the terminal."""
+    """Serve a page for the browser instead of the terminal."""
     host: str
-    """The address that the page listens on."""
+    """Address that the page listens on."""
     port: int
     max_upload_mb: int
-    """Most that a picture sent to the page may have, in MiB."""
+    """Largest image that can be uploaded to the page, in MiB."""
     max_images: int
-    """Most pictures of a conversation on the page."""
+    """Most images of a conversation on the page."""
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "max_upload_mb", "max_images"):
@@ -196,36 +202,38 @@ class ChatConfig:
         if self.seed is not None and not 0 <= self.seed < 1 << 63:
             raise ConfigError(f"seed={self.seed} must be 0 or above, and below 2**63")
         if self.question is not None and not self.question.strip() and self.image is None:
-            raise ConfigError("question is empty; say what is asked, or leave it out to talk on the terminal")
+            raise ConfigError("question is empty; write one, or leave it out for a conversation in the terminal")
         if self.serve and (self.image is not None or self.question is not None):
-            raise ConfigError("serve=true takes pictures and questions from the page; leave image and question out")
+            raise ConfigError("serve=true takes images and questions from the page; leave image and question out")
 
 
 @dataclass(kw_only=True, slots=True)
 class ConversionConfig:
-    """A model from one format into another."""
+    """Keys of `export`: convert a model from one format into another."""
 
     source: str
     """A run, one of its checkpoints, or a model folder: ours, transformers' or the original's."""
     to: str | None
-    """The folder to make."""
+    """Folder to write."""
     accept: list[str]
-    """Paths in `source` of files that were changed there on purpose: nothing is written but their digests, anew."""
+    """Paths in `source` of files that were changed on purpose: only their digests are written anew."""
     format: FolderFormat
+    """Which program the folder is for."""
     dtype: KeptDType
-    """keep: every weight as the source has it."""
+    """Dtype of the weights; keep: as in the source."""
     merge: bool
-    """Of a source with adapters: a whole model with these merged into it; false: the folder of the adapters."""
+    """If the source has adapters, true writes a whole model with them merged into it, false a folder of adapters."""
     base: str | None
-    """What the adapters of a source are for: a language model, or a whole LLaVA model. null: what the source says."""
+    """Language model or whole LLaVA model that the source's adapters are for; null: the one that the source names."""
     language: str | None
-    """The language model, for a source that holds a projector alone."""
+    """Language model, for a source that has a projector only."""
     vision: str | None
-    """The tower of an original's folder that names it otherwise, and the name that an original's folder gives it."""
+    """Vision tower, instead of the one that an original's folder names; a folder in the original's format names it."""
     template: str
-    """For a source that does not say its own."""
+    """Conversation template, for a source that does not name its own."""
     image_aspect_ratio: AspectRatio | None
-    """null: as the source says."""
+    """How images are fitted into the vision tower's square; null: as in the source."""
     overwrite: bool
+    """Replace the model folder `to`, if there is one."""
     verify: bool
-    """Read back what was written and compare its logits with the source's."""
+    """Load what was written and compare its logits with the source's."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from llava_fsdp.config.checks import at_least
+from llava_fsdp.config.checks import above_zero, at_least
 from llava_fsdp.config.enums import (
     AspectRatio,
     BadRecords,
@@ -21,16 +21,16 @@ from llava_fsdp.config.enums import (
 from llava_fsdp.runtime.errors import ConfigError
 
 MOST_EPOCHS = 1000
-"""Most times that an epoch shows a source's records."""
+"""Largest `epochs` of a source."""
 HELDOUT = "heldout.json"
-"""The embedded dataset's file of held-out records."""
+"""File of the embedded dataset's validation records."""
 
 
 @dataclass(kw_only=True, slots=True)
 class StageConfig:
     name: str
     corpus: str
-    """Which file of the embedded dataset: captions, instructions or heldout. Other datasets ignore it."""
+    """File of the embedded dataset: captions, instructions or heldout; other datasets ignore it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -38,19 +38,18 @@ class SourceConfig:
     """One of several sources of a dataset."""
 
     path: str
+    """File of records, as data.path."""
     images: str | None = None
-    """null: data.images"""
+    """Folder of their images; null: data.images."""
     epochs: float | None = None
-    """How often each of its records is seen in an epoch; null: once."""
+    """How often an epoch has each of its records; null: once."""
     weight: float | None = None
-    """Its share of an epoch's samples, against the other sources' weights; an epoch then has as many samples as all
+    """Share of an epoch's samples, relative to the other sources' weights; an epoch then has as many samples as all
     sources together have records."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "weight"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ConfigError(f"data.sources: {name}={value} of {self.path} must be a finite number above 0")
+        above_zero(f"data.sources: source of {self.path}: epochs", self.epochs)
+        above_zero(f"data.sources: source of {self.path}: weight", self.weight)
         if self.epochs is not None and self.epochs > MOST_EPOCHS:
             raise ConfigError(
                 f"data.sources: epochs={self.epochs:g} of {self.path} is more than {MOST_EPOCHS:,} in one epoch; raise "
@@ -61,53 +60,58 @@ class SourceConfig:
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
     source: Source
+    """shapes: the embedded dataset; llava_json: records in files."""
     root: str | None
-    """Where the embedded dataset is drawn; other datasets ignore it."""
+    """Folder in which the embedded dataset is drawn; other datasets ignore it."""
     path: str | None
     """A JSON list, JSON Lines or Parquet file of LLaVA records."""
     images: str | None
-    """The folder that the records' pictures are relative to."""
+    """Folder that the paths of the records' images are relative to."""
     sources: dict[str, SourceConfig]
     """Several sources by name, instead of `path`."""
     index: str | None
-    """Where the dataset's index is kept; null: beside the (first) file of records, named as it with `.index` behind."""
+    """Folder of the dataset's index; null: the (first) file of records with `.index` behind its name."""
     examine: Examine
-    """decode: every picture is read to its end before the first training; head: its size alone."""
+    """How much of every image is read before the first training."""
     allow_links: bool
-    """Whether symbolic links in the folder of pictures may lead out of it."""
+    """Whether symbolic links in the folder of images may lead out of it."""
     bad_records: BadRecords
-    """Records that cannot be trained on: fail stops before training begins, or where a picture breaks later; skip
-    goes on without them, on every rank alike, and lists them in skipped_records.jsonl."""
+    """What happens with records that cannot be trained on: fail ends the run before training begins, or where an image
+    breaks later; skip continues without them, on every rank alike, and lists them in skipped_records.jsonl."""
     max_bad_records: str
-    """Most that data.bad_records=skip leaves out: a share of the records (`0.1%`, rounded down) or a number (`20`)."""
+    """Most records that data.bad_records=skip skips: a share of all (`0.1%`, rounded down) or a number (`20`)."""
     template: str
+    """Conversation template."""
     image_aspect_ratio: AspectRatio
+    """How an image is fitted into the vision tower's square."""
     grid_pinpoints: list[list[int]]
-    """anyres only: sizes [width, height] in pixels that a picture may be fitted into, multiples of the tower's; empty:
-    LLaVA-NeXT's, 1x2, 2x1, 2x2, 3x1 and 1x3 times the tower's."""
+    """anyres only: sizes [width, height] in pixels that an image may be fitted into, multiples of the vision tower's;
+    empty: LLaVA-NeXT's, 1x2, 2x1, 2x2, 3x1 and 1x3 times the vision tower's."""
     pixels: Pixels
-    """exact: pictures as a viewer shows them; llava_v1_5: as the original reads them (no EXIF orientation, 16-bit
-    and floating point values clipped, transparency ignored, anyres as square); fast: as exact, in fewer operations, not
-    to the bit (data/images/fast_resize.py)."""
+    """exact: images as a viewer shows them; llava_v1_5: as the original reads them (no EXIF orientation, 16-bit
+    and floating point values clipped, transparency ignored, anyres as square); fast: close to exact, in fewer
+    operations."""
     max_length: int
-    """Longest sample in positions, image positions included."""
+    """Most tokens of a sample, image tokens included."""
     too_long: TooLong
+    """What happens with longer samples."""
     special_tokens: SpecialTokens | None = None
     """text: special tokens in a record's text (`</s>`) are tokenized as any other text; parse: they become the tokens
-    that they name; null: text, and with labels=llava_v1_5 parse, which is what the original does."""
+    that they name; null: text, but parse with labels=llava_v1_5, as the original does."""
     max_record_bytes: int = 4 << 20
-    """Most bytes of one record in its file; a larger one is left out without being parsed. Counting the tokens of a
-    text takes memory (docs/data.md), in every process that does so."""
+    """Most bytes of one record in its file; a larger one is skipped without being parsed, as it would take too much
+    memory (docs/data.md)."""
     workers: int | None
-    """Processes that prepare batches on each rank; 0 prepares them between steps; null: up to 4, as cores allow."""
+    """Processes that prepare batches on each rank; 0: batches are prepared between steps; null: up to 4, as cores
+    allow."""
     prefetch: int
     """Steps that each worker prepares ahead."""
     stall: int
-    """Seconds without progress on one record after which a worker that is waited for counts as stalled."""
+    """Seconds without progress on one record after which a worker that training waits for counts as stalled."""
 
     @property
     def trained_aspect(self) -> AspectRatio:
-        """The original trains anyres as square (LLaVA train.py:702-718)."""
+        """The aspect ratio in use: the original trains anyres as square (LLaVA train.py:702-718)."""
         as_square = self.image_aspect_ratio is AspectRatio.anyres and self.pixels is Pixels.llava_v1_5
         return AspectRatio.square if as_square else self.image_aspect_ratio
 
@@ -118,11 +122,11 @@ class DataConfig:
 
     @property
     def source_names(self) -> list[str]:
-        """Of every source in their order; a single one that has no name is called as its file is."""
+        """Names of all sources in order; a single source without a name has that of its file."""
         return list(self.sources) or [Path(str(self.path)).stem]
 
     def budget(self, records: int) -> int:
-        """Most of so many records that may be left out."""
+        """Most records of `records` that may be skipped."""
         if self.max_bad_records.endswith("%"):
             return math.floor(Fraction(self.max_bad_records[:-1]) * records / 100)
         return int(self.max_bad_records)
@@ -135,14 +139,13 @@ class DataConfig:
                 f"data.path={self.path} and data.sources={sorted(self.sources)} are both set; make the file one of the "
                 "sources, or set data.path=null"
             )
-        if len({own.weight is None for own in self.sources.values()}) > 1 or any(
-            own.weight is not None and own.epochs is not None for own in self.sources.values()
-        ):
+        sources = self.sources.values()
+        has_both = any(source.weight is not None and source.epochs is not None for source in sources)
+        if has_both or len({source.weight is None for source in sources}) > 1:
             raise ConfigError("data.sources: give every source a weight, or none of them; a weight replaces epochs")
         if not re.fullmatch(r"\d+|\d+(\.\d+)?%", self.max_bad_records):
             raise ConfigError(
-                f"data.max_bad_records={self.max_bad_records} is neither a share of the records, as 0.1%, nor a "
-                f"number of them"
+                f"data.max_bad_records={self.max_bad_records} is neither a share of the records, as 0.1%, nor a number"
             )
         if self.max_bad_records.endswith("%") and Fraction(self.max_bad_records[:-1]) > 100:
             raise ConfigError(f"data.max_bad_records={self.max_bad_records} is more than all records; 100% is the most")
@@ -150,14 +153,13 @@ class DataConfig:
         at_least("data.max_record_bytes", self.max_record_bytes, 1024)
         if self.grid_pinpoints and self.image_aspect_ratio is not AspectRatio.anyres:
             raise ConfigError(
-                f"data.grid_pinpoints is for data.image_aspect_ratio=anyres; with {self.image_aspect_ratio.value} a "
-                "picture is one tile: set it to []"
+                f"data.grid_pinpoints is for data.image_aspect_ratio=anyres; with {self.image_aspect_ratio.value} an "
+                "image is one tile: set it to []"
             )
         for size in self.grid_pinpoints:
             if len(size) != 2 or min(size) < 1:
                 raise ConfigError(f"data.grid_pinpoints: {size} is not a [width, height] in pixels")
-        if self.workers is not None:
-            at_least("data.workers", self.workers, 0)
+        at_least("data.workers", self.workers, 0)
         at_least("data.prefetch", self.prefetch, 1)
         at_least("data.stall", self.stall, 1)
 
@@ -165,53 +167,52 @@ class DataConfig:
 @dataclass(kw_only=True, slots=True)
 class SamplerConfig:
     name: SamplerName
-    """shuffle: a permutation of (seed, epoch), cut anew for any number of ranks; llava_v1_5: the original's samplers,
+    """shuffle: a permutation by (seed, epoch), the same on any number of ranks; llava_v1_5: the original's samplers,
     whose order depends on the number of ranks and on micro_batch_size."""
     group_by_modality_length: bool
-    """llava_v1_5 only: its sampler that groups pictures and text, and like lengths; else its plain one."""
+    """llava_v1_5 only: use the sampler that groups samples with and without images, and of similar lengths."""
 
 
 @dataclass(kw_only=True, slots=True)
 class HeldOutConfig:
-    """One of several files of held-out records."""
+    """One of several files of validation records."""
 
     path: str
     images: str | None = None
-    """null: val.images"""
+    """Folder of their images; null: val.images."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ValConfig:
-    """Held-out records, which a run is measured on while it trains. Nothing here changes what is trained."""
+    """Validation records, on which a run is measured while it trains. Nothing here changes what is trained."""
 
     every: int | None
-    """Steps between two validations, and one after the last step; null: none at all."""
+    """Steps between two validations, with one more after the last step; null: no validation."""
     path: str | None
-    """A file of records as data.path takes them; null: with data=shapes the embedded held-out pictures."""
+    """File of validation records, as data.path; null: with data=shapes the embedded validation set."""
     images: str | None
-    """The folder of their pictures; null: data.images."""
+    """Folder of their images; null: data.images."""
     sources: dict[str, HeldOutConfig]
-    """Several files by name, instead of `path`; each has a loss of its own."""
+    """Several files by name, instead of `path`; each gets a loss of its own."""
     index: str | None
-    """Where their index is kept; null: beside the (first) file."""
+    """Folder of their index; null: the (first) file with `.index` behind its name."""
     limit: int | None
     """Most records of each file, spread evenly over it; null: all."""
     answers: int
-    """Questions that are answered and scored, spread evenly over the records; 0: the loss alone."""
+    """Questions that the model answers and that are scored, spread evenly over the records; 0: the loss alone."""
     batch_size: int
-    """Most answers that a rank writes at once; fewer where half of a micro-batch's positions do not hold them."""
+    """Most answers that a rank generates at once; fewer if they need more than half of a micro-batch's tokens."""
     max_new_tokens: int
+    """Most tokens of an answer."""
     metric: Metric
+    """How an answer is scored."""
     shown: int
-    """Answers that validation.jsonl keeps of each validation."""
+    """Number of answers that validation.jsonl keeps of each validation."""
 
     def __post_init__(self) -> None:
-        for name in ("every", "limit"):
-            if (value := getattr(self, name)) is not None:
-                at_least(f"val.{name}", value, 1)
+        for name in ("every", "limit", "batch_size", "max_new_tokens"):
+            at_least(f"val.{name}", getattr(self, name), 1)
         at_least("val.answers", self.answers, 0, "0 measures the loss alone")
-        at_least("val.batch_size", self.batch_size, 1)
-        at_least("val.max_new_tokens", self.max_new_tokens, 1)
         at_least("val.shown", self.shown, 0)
         if self.path is not None and self.sources:
             raise ConfigError(
@@ -221,5 +222,5 @@ class ValConfig:
 
     @property
     def is_named(self) -> bool:
-        """Some held-out file is."""
+        """Whether a file of validation records is set."""
         return self.path is not None or bool(self.sources)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from llava_fsdp.config.checks import at_least
+from llava_fsdp.config.checks import above_zero, at_least
 from llava_fsdp.config.enums import (
     ActivationCheckpointing,
     DType,
@@ -18,51 +18,47 @@ from llava_fsdp.runtime.errors import ConfigError
 @dataclass(kw_only=True, slots=True)
 class ShardingConfig:
     strategy: Strategy
+    """Strategy of the ZeRO table (distributed/zero.py)."""
     shard_size: int | None
-    """Hybrid rows only: ranks that share one copy of the model; null: the ranks of one node."""
+    """Hybrid strategies only: number of ranks that share one copy of the model; null: the ranks of one node."""
     prefetch: int | None = None
-    """Units whose all-gathers are begun before the unit in front of them runs, forward and backward; null: FSDP2's own,
-    the next one, as soon as the computation has been handed over."""
+    """Number of units whose all-gathers begin before the unit in front of them runs, forward and backward; null:
+    FSDP2's own prefetching of the next unit."""
     blocks_per_unit: int = 1
-    """Blocks of layers that are gathered and reduced together."""
+    """Number of blocks that are gathered and reduced together."""
 
     def __post_init__(self) -> None:
         at_least("sharding.blocks_per_unit", self.blocks_per_unit, 1)
-        if self.prefetch is not None:
-            at_least("sharding.prefetch", self.prefetch, 1, "null leaves it to FSDP2")
-        if self.shard_size is not None:
-            at_least("sharding.shard_size", self.shard_size, 1)
-            if self.strategy not in (Strategy.HYBRID_SHARD, Strategy._HYBRID_SHARD_ZERO2, Strategy.auto):
-                raise ConfigError(
-                    f"sharding.shard_size={self.shard_size} has no meaning for {self.strategy.value}; "
-                    "set it to null, or choose sharding=hybrid or sharding=hybrid2"
-                )
+        at_least("sharding.prefetch", self.prefetch, 1, "null leaves it to FSDP2")
+        at_least("sharding.shard_size", self.shard_size, 1)
+        is_hybrid = self.strategy in (Strategy.HYBRID_SHARD, Strategy._HYBRID_SHARD_ZERO2, Strategy.auto)
+        if self.shard_size is not None and not is_hybrid:
+            raise ConfigError(
+                f"sharding.shard_size={self.shard_size} has no meaning for {self.strategy.value}; "
+                "set it to null, or choose sharding=hybrid or sharding=hybrid2"
+            )
 
 
 @dataclass(kw_only=True, slots=True)
 class ScalerConfig:
-    """The factor on the loss that keeps fp16 gradients from vanishing; DeepSpeed's five settings."""
+    """Factor on the loss that keeps fp16 gradients from vanishing; DeepSpeed's five settings."""
 
     scale: float | None = None
-    """A fixed factor; null: one that is halved where gradients overflow and doubled after a while without."""
+    """A fixed factor; null: a dynamic one, halved when gradients overflow and doubled after `window` steps without."""
     initial_power: int = 16
-    """The factor begins at 2 ** initial_power."""
+    """The dynamic factor begins at 2 ** initial_power."""
     window: int = 1000
-    """Steps without an overflow after which it is doubled."""
+    """Steps without an overflow after which the factor is doubled."""
     hysteresis: int = 2
-    """It is halved from this overflow on; a doubling starts the count anew."""
+    """Number of overflows from which on each halves the factor; a doubling starts the count anew."""
     minimum: float = 1.0
-    """It is never lower; a step that overflows there ends the run."""
+    """Smallest factor; a step that overflows with it ends the run."""
 
     def __post_init__(self) -> None:
-        if self.scale is not None and not 0 < self.scale < float("inf"):
-            raise ConfigError(
-                f"precision.scaler.scale={self.scale} must be a finite number above 0; null lets it find its own"
-            )
+        above_zero("precision.scaler.scale", self.scale, "; null chooses a dynamic one")
         at_least("precision.scaler.window", self.window, 1)
         at_least("precision.scaler.hysteresis", self.hysteresis, 1)
-        if not 0 < self.minimum < float("inf"):
-            raise ConfigError(f"precision.scaler.minimum={self.minimum} must be a finite number above 0")
+        above_zero("precision.scaler.minimum", self.minimum)
         if not 0 <= self.initial_power <= 127 or 2.0**self.initial_power < self.minimum:
             raise ConfigError(
                 f"precision.scaler.initial_power={self.initial_power} must be 0 to 127, and 2 to its power no less "
@@ -73,19 +69,20 @@ class ScalerConfig:
 @dataclass(kw_only=True, slots=True)
 class PrecisionConfig:
     param_dtype: DType
-    """What forward and backward compute in, and what frozen weights are stored in."""
+    """Dtype of forward and backward, and of frozen weights."""
     reduce_dtype: DType
-    """What gradients are added in, over micro-batches and ranks."""
+    """Dtype in which gradients are added over micro-batches and ranks."""
     norm_dtype: DType
-    """What norms compute in, and what their weights are stored in where that is not param_dtype."""
+    """Dtype in which norms compute; their weights have it, too, if it is not param_dtype."""
     master_dtype: MasterDType
-    """What trainable weights are kept and updated in, and their gradients at the update; bf16 weights are rounded at
-    random, so that small updates are not lost on average."""
+    """Dtype of trainable weights and of their gradients at the update; bf16 weights are rounded at random, so that
+    small updates are not lost on average."""
     moment_dtype: MomentDType
-    """What the optimizer's two moments are kept in; they are computed in fp32."""
+    """Dtype of the optimizer's two moments between steps; they are computed in fp32."""
     linear: LinearKind
+    """Format of the products in the linear layers of the language model's blocks."""
     scaler: ScalerConfig
-    """param_dtype=fp16 only."""
+    """Loss scaling; param_dtype=fp16 only."""
 
     def __post_init__(self) -> None:
         for key in ("norm_dtype", "reduce_dtype"):
@@ -102,8 +99,7 @@ class PrecisionConfig:
             )
         if self.linear is LinearKind.fp8 and self.param_dtype is not DType.bf16:
             raise ConfigError(
-                f"precision.linear=fp8 is for param_dtype=bf16, which everything but the products is computed in, and "
-                f"not for {self.param_dtype.value}; choose precision=fp8"
+                f"precision.linear=fp8 is for param_dtype=bf16, not for {self.param_dtype.value}; choose precision=fp8"
             )
         if self.param_dtype is not DType.fp16 and self.scaler != ScalerConfig():
             raise ConfigError(
@@ -115,29 +111,30 @@ class PrecisionConfig:
 @dataclass(kw_only=True, slots=True)
 class ActivationCheckpointingConfig:
     mode: ActivationCheckpointing
+    """What a block keeps of its activations for the backward pass."""
     budget: float | None
-    """budget only: the share of what a compiled block would keep, 0 (its input alone) to 1 (all that is worth it)."""
+    """budget only: share of a compiled block's activations that is kept, 0 (its input alone) to 1 (all worth it)."""
 
     def __post_init__(self) -> None:
-        if self.mode is ActivationCheckpointing.budget:
-            if self.budget is None or not 0 <= self.budget <= 1:
-                raise ConfigError(
-                    f"activation_checkpointing.budget={self.budget} must be the share of a block's activations that "
-                    f"is kept, 0 to 1"
-                )
-        elif self.budget is not None:
+        is_budget = self.mode is ActivationCheckpointing.budget
+        if is_budget and (self.budget is None or not 0 <= self.budget <= 1):
             raise ConfigError(
-                f"activation_checkpointing.budget={self.budget} is for activation_checkpointing=budget, and this is "
-                f"activation_checkpointing={self.mode.value}: "
-                "set it to null"
+                f"activation_checkpointing.budget={self.budget} must be the share of a block's activations that is "
+                "kept, 0 to 1"
+            )
+        if not is_budget and self.budget is not None:
+            raise ConfigError(
+                f"activation_checkpointing.budget={self.budget} is for activation_checkpointing=budget, not for "
+                f"{self.mode.value}: set it to null"
             )
 
 
 @dataclass(kw_only=True, slots=True)
 class OffloadConfig:
     mode: OffloadMode
+    """What is kept outside of the device's memory."""
     folder: str | None
-    """nvme only: a folder on a local disk; null: output_dir. What lies there has no name and ends with the process."""
+    """nvme only: folder on a local disk; null: output_dir. The files there have no name and end with the process."""
 
     def __post_init__(self) -> None:
         if self.folder is not None and self.mode is not OffloadMode.nvme:
@@ -150,11 +147,11 @@ class OffloadConfig:
 @dataclass(kw_only=True, slots=True)
 class CommConfig:
     timeout: int
-    """Seconds that a collective may wait for the slowest rank."""
+    """Most seconds that a collective waits for the slowest rank."""
     init_timeout: int
-    """The same until the first step is over: weights are loaded and kernels compiled before."""
+    """The same until the first step is over, as weights are loaded and kernels compiled before."""
     warn_after: int
-    """Seconds after which ranks that wait say for whom."""
+    """Seconds after which ranks that wait log for whom."""
 
     def __post_init__(self) -> None:
         for name in ("timeout", "init_timeout", "warn_after"):

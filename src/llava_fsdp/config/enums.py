@@ -13,7 +13,7 @@ class Strategy(Enum):
     HYBRID_SHARD = "HYBRID_SHARD"
     _HYBRID_SHARD_ZERO2 = "_HYBRID_SHARD_ZERO2"
     auto = "auto"
-    """No row: the planner chooses one when a training begins, which is what the run then records."""
+    """The planner chooses when a training begins, and the run records its choice."""
 
 
 class Part(Enum):
@@ -34,17 +34,19 @@ class TooLong(Enum):
 
 
 class BadRecords(Enum):
-    """What becomes of a record that cannot be trained on."""
+    """What happens with a record that cannot be trained on."""
 
     fail = "fail"
     skip = "skip"
 
 
 class Examine(Enum):
-    """How closely pictures are looked at before training."""
+    """How much of every image is read before training."""
 
     decode = "decode"
+    """all of it"""
     head = "head"
+    """its size alone"""
 
 
 class AspectRatio(Enum):
@@ -54,14 +56,14 @@ class AspectRatio(Enum):
 
 
 class Parity(Enum):
-    """Whose numbers: right ones, or those of the original LLaVA trainer, its faults included."""
+    """Exact, or bit-compatible with the original LLaVA trainer, bugs included."""
 
     exact = "exact"
     llava_v1_5 = "llava_v1_5"
 
 
 class Pixels(Enum):
-    """How a picture file becomes the tower's pixels."""
+    """How an image file becomes the vision tower's pixels."""
 
     exact = "exact"
     llava_v1_5 = "llava_v1_5"
@@ -69,7 +71,7 @@ class Pixels(Enum):
 
 
 class SpecialTokens(Enum):
-    """What becomes of the tokenizer's special tokens, such as `</s>`, where a record's own text has them."""
+    """How special tokens such as `</s>` in a record's own text are tokenized."""
 
     text = "text"
     parse = "parse"
@@ -105,14 +107,14 @@ class DType(Enum):
 
 
 class MasterDType(Enum):
-    """What trainable weights are kept and updated in."""
+    """Dtype of trainable weights."""
 
     fp32 = "fp32"
     bf16 = "bf16"
 
 
 class MomentDType(Enum):
-    """What the optimizer's moments are kept in."""
+    """Dtype of the optimizer's moments."""
 
     fp32 = "fp32"
     bf16 = "bf16"
@@ -120,7 +122,7 @@ class MomentDType(Enum):
 
 
 class LinearKind(Enum):
-    """What the linear layers of the language model's blocks multiply in."""
+    """Format of the products in the linear layers of the language model's blocks."""
 
     same = "same"
     """precision.param_dtype"""
@@ -128,24 +130,24 @@ class LinearKind(Enum):
 
 
 class ActivationCheckpointing(Enum):
-    """What of a block of layers is kept from the forward pass for the backward pass."""
+    """What a block keeps from the forward pass for the backward pass."""
 
     none = "none"
     """everything"""
     full = "full"
     """its input; the block runs again"""
     selective = "selective"
-    """its input and what its matrix products and its attention gave; the rest runs again"""
+    """its input and the results of its matrix products and its attention; the rest runs again"""
     budget = "budget"
-    """compiled, and what torch's partitioner chooses for a share of the memory"""
+    """what torch's partitioner chooses for a share of the memory; the block is compiled"""
     offload = "offload"
-    """its input, in the host's memory; the block runs again"""
+    """its input, in host memory; the block runs again"""
     auto = "auto"
-    """No mode: the planner chooses one when a training begins, which is what the run then records."""
+    """The planner chooses when a training begins, and the run records its choice."""
 
 
 class OffloadMode(Enum):
-    """What lies elsewhere than on the device, each more than the one before."""
+    """What is kept outside of the device's memory; each mode adds to the one before."""
 
     none = "none"
     optimizer = "optimizer"
@@ -174,30 +176,30 @@ class Normalize(Enum):
 
 
 class LossKernel(Enum):
-    """What computes the loss from hidden states and the output layer."""
+    """Implementation of the loss from hidden states and the output layer."""
 
     auto = "auto"
     """the fastest that was measured: chunked"""
     chunked = "chunked"
-    """ours"""
+    """our own"""
     torch = "torch"
-    """torch.nn.functional.linear_cross_entropy, of 2.13, in fp32"""
+    """torch.nn.functional.linear_cross_entropy, from torch 2.13 on, in fp32"""
 
 
 class Attention(Enum):
-    """What attends within the samples of a packed row."""
+    """Implementation of attention within the samples of a packed row."""
 
     auto = "auto"
     varlen = "varlen"
-    """torch's own kernel for sequences of many lengths, on CUDA in bf16 or fp16"""
+    """torch's kernel for sequences of different lengths, on CUDA in bf16 or fp16"""
     flash = "flash"
-    """the flash-attn package's, where it is installed"""
+    """the flash-attn package's kernel, if it is installed"""
     sdpa = "sdpa"
-    """scaled dot product attention, a sample at a time; anywhere, in any dtype"""
+    """scaled dot product attention, one sample at a time; on any device, in any dtype"""
 
 
 class FolderFormat(Enum):
-    """Who loads what an export writes."""
+    """Which program an exported folder is for."""
 
     hf = "hf"
     """transformers"""
@@ -208,7 +210,7 @@ class FolderFormat(Enum):
 
 
 OnSaveError = Enum("OnSaveError", {"raise": "raise", "warn": "warn"})  # one of its names is a keyword
-"""What follows where a checkpoint cannot be written."""
+"""What follows if a checkpoint cannot be written."""
 
 
 class KeptDType(Enum):
@@ -218,30 +220,30 @@ class KeptDType(Enum):
 
 
 class Devices(Enum):
-    """Which GPUs a job of a sweep gets."""
+    """Which GPUs a run of a sweep gets."""
 
     own = "own"
-    """As many as it has ranks, which no other job of this user has meanwhile."""
+    """as many as it has ranks, locked against other runs of this user"""
     shared = "shared"
-    """All that the sweep sees."""
+    """all that the sweep sees"""
 
 
 class SweepMetric(Enum):
-    """What a sweeper minimises."""
+    """What a sweeper minimizes."""
 
     loss = "loss"
     val_loss = "val_loss"
     val_score = "val_score"
-    """Of which more is better: a sweeper is handed it negated."""
+    """more is better, so the sweeper gets its negative"""
 
 
 class Metric(Enum):
-    """How an answer is scored against the record's own."""
+    """How a generated answer is scored against the record's answer."""
 
     exact = "exact"
-    """1 where it is the same text, without regard to case and surrounding white space"""
+    """1 if both are the same text, without regard to case and surrounding white space, else 0"""
     vqa = "vqa"
-    """VQAv2's accuracy, of answers normalised by its rules"""
+    """VQAv2's accuracy of answers normalized by its rules"""
 
 
 class Format(Enum):
@@ -250,18 +252,18 @@ class Format(Enum):
 
 
 class Task(Enum):
-    """What is asked of a trained model, and how its answers are scored."""
+    """Kind of questions of an evaluation, and how their answers are scored."""
 
     conversations = "conversations"
-    """LLaVA records: the first question of each, right where the answer is the record's."""
+    """the first question of each LLaVA record; right if the answer is the record's"""
     vqa = "vqa"
-    """Short answers against several people's, as VQAv2 scores them."""
+    """short answers, compared with several people's as VQAv2 does"""
     textvqa = "textvqa"
-    """The same as TextVQA scores them."""
+    """short answers, compared with several people's as TextVQA does"""
     multiple_choice = "multiple_choice"
-    """Letters of choices, as ScienceQA has them."""
+    """letters of choices, as in ScienceQA"""
     yes_no = "yes_no"
-    """Yes or no, as POPE has them."""
+    """yes or no, as in POPE"""
 
 
 class LoraBias(Enum):
@@ -269,28 +271,28 @@ class LoraBias(Enum):
 
     none = "none"
     all = "all"
-    """every one of a part that has adapters"""
+    """all biases of a part that has adapters"""
     lora_only = "lora_only"
-    """those of the layers that have adapters"""
+    """biases of the layers that have adapters"""
 
 
 class Quantizer(Enum):
-    """What the frozen linear layers of the language model's blocks are kept in."""
+    """Format of the frozen linear layers of the language model's blocks."""
 
     none = "none"
     """precision.param_dtype"""
     nf4 = "nf4"
-    """4 bits, of a code for what is normally distributed (QLoRA, arXiv 2305.14314)"""
+    """4-bit code for normally distributed values (QLoRA, arXiv 2305.14314)"""
     fp4 = "fp4"
-    """4 bits, as a floating point number"""
+    """4-bit floating point"""
     int8 = "int8"
-    """8 bits, with a scale for each row (LLM.int8(), arXiv 2208.07339)"""
+    """8 bits with a scale for each row (LLM.int8(), arXiv 2208.07339)"""
 
 
 class WandbMode(Enum):
-    """Whether Weights & Biases is told of a run."""
+    """Whether Weights & Biases records a run."""
 
     off = "off"
     offline = "offline"
-    """into output_dir/wandb, which `wandb sync` sends later"""
+    """in output_dir/wandb, for `wandb sync` to send later"""
     online = "online"

@@ -1,4 +1,4 @@
-"""From a composed Hydra configuration to typed objects, and the errors of unknown keys."""
+"""Typed objects from a composed Hydra configuration, and clear errors for wrong keys and values."""
 
 import difflib
 import re
@@ -19,25 +19,26 @@ from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.redact import has_secret, is_secret_variable
 
 T = TypeVar("T")
-SOURCES = "data.sources.", "val.sources."
-"""What follows is a name that the user chooses."""
+NAMED: Mapping[str, type] = MappingProxyType({"data.sources.": SourceConfig, "val.sources.": HeldOutConfig})
+"""Prefixes that a name chosen by the user follows, and the class behind such a name."""
+SOURCES = tuple(NAMED)
 
 
 def config_dir() -> Path:
-    """The folder of YAML files: inside the package where it was installed from a wheel, else the checkout's."""
+    """The folder of YAML files: in the package if it was installed from a wheel, else in the checkout."""
     here = Path(__file__).parents[1]
     packaged = here / "conf"
     return packaged if packaged.is_dir() else here.parents[1] / "conf"
 
 
 def load(schema: type[T], node: DictConfig) -> T:
-    """The typed configuration of a composed one.
+    """Turn a composed configuration into an object of `schema`.
 
     Raises:
         ConfigError: a key that no class here has, a value of another type, or one that a check refuses; the message
-            names the key, the value and what would do.
+            names the key, the value and a cure.
     """
-    refuse_what_acts(node)
+    refuse_calls(node)
     refuse_unknown_keys(schema, node)
     try:
         merged = OmegaConf.merge(OmegaConf.structured(schema), without_hydra(node))
@@ -46,18 +47,19 @@ def load(schema: type[T], node: DictConfig) -> T:
             raise ConfigError(f"{missing[0]} is not set; give it on the command line: {missing[0]}=VALUE")
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        raise ConfigError(about_value(schema, node, error)) from error
+        raise ConfigError(describe_error(schema, node, error)) from error
     assert isinstance(config, schema)
-    refuse_secret_values(OmegaConf.to_container(merged, resolve=True))
+    for name, value in leaves_of(OmegaConf.to_container(merged, resolve=True)):
+        if isinstance(value, str) and has_secret(value):
+            raise ConfigError(
+                f"{name} holds a secret (a token, or a password in an address), and is written to files: take it out"
+            )
     return config
 
 
-def refuse_what_acts(node: DictConfig) -> None:
-    """Values are values: none names Python to call, and none reads a secret from the environment.
-
-    Raises:
-        ConfigError: naming the key.
-    """
+def refuse_calls(node: DictConfig) -> None:
+    """Raise ConfigError for a key that names Python to call, and for a value that reads a secret from the
+    environment."""
     raw = OmegaConf.to_container(without_hydra(node), resolve=False)
     for name, key in keys_of(raw):
         if key in TARGETS:
@@ -66,18 +68,7 @@ def refuse_what_acts(node: DictConfig) -> None:
         for variable in ENV.findall(value) if isinstance(value, str) else ():
             plain = variable.partition(",")[0].strip()
             if not re.fullmatch(r"\w+", plain) or is_secret_variable(plain):
-                raise ConfigError(
-                    f"{name}={value}: this variable of the environment may hold a secret, and is not read"
-                )
-
-
-def refuse_secret_values(tree: object) -> None:
-    """Raises ConfigError where a value is a secret: a configuration is written to files, and told on the screen."""
-    for name, value in leaves_of(tree):
-        if isinstance(value, str) and has_secret(value):
-            raise ConfigError(
-                f"{name} holds a secret (a token, or a password in an address), and is written to files: take it out"
-            )
+                raise ConfigError(f"{name}={value}: this environment variable may hold a secret, and is not read")
 
 
 def without_hydra(node: DictConfig) -> DictConfig:
@@ -86,47 +77,40 @@ def without_hydra(node: DictConfig) -> DictConfig:
     return kept
 
 
-def about_value(schema: Any, node: DictConfig, error: OmegaConfBaseException) -> str:
-    """What OmegaConf says of a value, in terms of the key."""
+def describe_error(schema: Any, node: DictConfig, error: OmegaConfBaseException) -> str:
+    """Describe OmegaConf's error by the key, its value and what the key takes."""
     key = str(error.full_key or error.key)
-    value = value_at(node, key)
-    wanted = None
-    if isinstance(error, ValidationError):
-        named = next((prefix for prefix in SOURCES if key.startswith(prefix)), None)
-        own = "" if named is None else key.removeprefix(named).partition(".")[2]
-        wanted = takes(schema, key) if named is None else takes(NAMED[named], own)
-        if named is not None and not own:
-            wanted = f"a source with keys of its own: {key}.path=FILE"
-    if wanted is None:
-        return f"{key}={value}: {str(error).splitlines()[0]}"
-    shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
-    new = VALUES.get((key, str(value)))
-    return f"{key}={shown} must be {wanted}" + (f"; it is called {key}={new} now" if new else "")
-
-
-def value_at(node: DictConfig, key: object) -> object:
     try:
-        return OmegaConf.select(node, str(key))
+        value: object = OmegaConf.select(node, key)
     except OmegaConfBaseException:
-        return "?"
+        value = "?"
+    expected = None
+    if isinstance(error, ValidationError):
+        prefix = next((prefix for prefix in SOURCES if key.startswith(prefix)), None)
+        inner = "" if prefix is None else key.removeprefix(prefix).partition(".")[2]
+        if prefix is None:
+            expected = takes(schema, key)
+        else:
+            expected = takes(NAMED[prefix], inner) if inner else f"a source with keys of its own: {key}.path=FILE"
+    if expected is None:
+        return f"{key}={value}: {str(error).splitlines()[0]}"
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+    new = VALUES.get((key, str(value)))
+    return f"{key}={text} must be {expected}" + (f"; it is called {key}={new} now" if new else "")
 
 
 def schema_keys(schema: Any, prefix: str = "") -> list[str]:
-    """Every key of a schema, dotted."""
-    found = []
-    for own in fields(schema):
-        found.append(prefix + own.name)
-        if is_dataclass(own.type):
-            found += schema_keys(own.type, prefix + own.name + ".")
-    return found
-
-
-NAMED: Mapping[str, type] = MappingProxyType(dict(zip(SOURCES, (SourceConfig, HeldOutConfig), strict=True)))
-"""What the user's own names stand for."""
+    """All dotted keys of a schema."""
+    keys = []
+    for key in fields(schema):
+        keys.append(prefix + key.name)
+        if is_dataclass(key.type):
+            keys += schema_keys(key.type, prefix + key.name + ".")
+    return keys
 
 
 def refuse_unknown_keys(schema: Any, node: DictConfig) -> None:
-    """Hydra's `+key=value` adds any key; none is let through that nothing reads."""
+    """Raise ConfigError for a key that nothing reads: Hydra's `+key=value` adds any."""
     known = schema_keys(schema)
 
     def visit(part: DictConfig, prefix: str) -> None:
@@ -148,7 +132,7 @@ def refuse_unknown_keys(schema: Any, node: DictConfig) -> None:
 
 
 def did_you_mean(name: str, known: list[str]) -> str:
-    """What to write instead of an unknown key: its present name, or the nearest key. No group is near a dotted name."""
+    """Suggest the present name of an old key, or the nearest key; a dotted name gets no group as a suggestion."""
     if new := present_key(name):
         return f"; it is called {new} now"
     groups = {key.rpartition(".")[0] for key in known}

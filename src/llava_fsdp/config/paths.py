@@ -1,5 +1,4 @@
-"""Whether the places that a configuration names are there and apart from each other. Reads nothing,
-imports no torch."""
+"""Checks of the paths that a configuration names, before anything is read. Imports no torch."""
 
 import os
 import re
@@ -16,14 +15,14 @@ PACKAGED_OR_HUB = re.compile(r"package:.*|[\w-][\w.-]*/[\w.-]+")
 
 
 def check_places(cfg: Config) -> None:
-    """Look at every path before anything is read or made.
+    """Check every path before anything is read or written.
 
     Raises:
-        ConfigError: several do not exist, all of which are named; or the run would write into what it reads.
+        ConfigError: several paths do not exist (all are named), or the run would write into what it reads.
     """
     read = places_read(cfg)
     absent = [f"{key}={name}" for key, name in read.items() if not exists(name)]
-    if len(absent) > 1:  # of one, whoever needs it says what it should be
+    if len(absent) > 1:  # a single one gets a better message from the code that reads it
         raise ConfigError(
             f"{len(absent)} paths do not exist: {', '.join(absent)}; relative paths begin at {os.getcwd()}"
         )
@@ -32,7 +31,7 @@ def check_places(cfg: Config) -> None:
         place = Path(os.path.realpath(name))
         if key == "checkpoint.resume" or not place.is_dir():
             continue
-        # pictures are read by name: what else lies below their folder, which may be `/`, is no matter
+        # images are read by name, so that the run may write below their folder, which may be `/`
         within = place in out.parents and not key.endswith(".images")
         inside = key == "model.lora.checkpoint" and out in place.parents  # a new start would move it away
         if inside:
@@ -45,27 +44,25 @@ def check_places(cfg: Config) -> None:
 
 
 def places_read(cfg: Config) -> dict[str, str]:
-    """What is read, by key; names of the hub and of the package are no places."""
-    found: dict[str, str | None] = {}
-    if cfg.data.source is not Source.shapes:  # which is drawn
-        found |= {"data.path": cfg.data.path, "data.images": cfg.data.images}
-        for name, own in cfg.data.sources.items():
-            found |= {f"data.sources.{name}.path": own.path, f"data.sources.{name}.images": own.images}
-    if cfg.val.every is not None:
-        found |= {"val.path": cfg.val.path, "val.images": cfg.val.images}
-        for name, own in cfg.val.sources.items():
-            found |= {f"val.sources.{name}.path": own.path, f"val.sources.{name}.images": own.images}
+    """Paths that a training reads, by key; without names on the hub or in the package."""
+    paths: dict[str, str | None] = {}
+    is_read = {"data": cfg.data.source is not Source.shapes, "val": cfg.val.every is not None}
+    for group in (group for group, read in is_read.items() if read):
+        keys = getattr(cfg, group)
+        paths |= {f"{group}.path": keys.path, f"{group}.images": keys.images}
+        for name, source in keys.sources.items():
+            paths |= {f"{group}.sources.{name}.path": source.path, f"{group}.sources.{name}.images": source.images}
     if cfg.model.checkpoint is None:
-        found |= {"model.language": cfg.model.language, "model.vision": cfg.model.vision}
-    found["model.checkpoint"] = cfg.model.checkpoint
-    found["model.lora.checkpoint"] = cfg.model.lora.checkpoint
+        paths |= {"model.language": cfg.model.language, "model.vision": cfg.model.vision}
+    paths["model.checkpoint"] = cfg.model.checkpoint
+    paths["model.lora.checkpoint"] = cfg.model.lora.checkpoint
     if cfg.model.projector not in ("auto", "random"):
-        found["model.projector"] = cfg.model.projector
+        paths["model.projector"] = cfg.model.projector
     if cfg.checkpoint.resume not in ("auto", "never"):
-        found["checkpoint.resume"] = cfg.checkpoint.resume
+        paths["checkpoint.resume"] = cfg.checkpoint.resume
     return {
         key: name
-        for key, name in found.items()
+        for key, name in paths.items()
         if name is not None and not (key.startswith("model.") and not exists(name) and PACKAGED_OR_HUB.fullmatch(name))
     }
 
@@ -81,25 +78,27 @@ PLACES = re.compile(
     r"model\.(language|vision|checkpoint|projector|lora\.checkpoint)|offload\.folder|"
     r"(data|val)\.(.+\.)?(path|images|root|index)"
 )
-"""Keys of what each machine may have a copy of, under a path of its own."""
+"""Keys of paths that may differ between machines, each of which has its own copy."""
 
 
 def check_same_settings(cfg: Config, gather: Callable[[list[dict[str, str]]], list[dict[str, str]]]) -> None:
-    """Machines are started one by one, and one of them may have been given other arguments. A collective.
+    """Check that all machines, which are started one by one, have the same arguments. A collective.
 
-    Data and models may lie elsewhere on each: that they are the same is compared when they are read.
+    Paths of data and models may differ: their contents are compared when they are read.
 
     Args:
-        gather: every rank's items, in the order of ranks.
+        gather: returns every rank's items, in the order of ranks.
 
     Raises:
         ConfigError: on every rank alike.
     """
-    settings = leaves_of(OmegaConf.to_container(OmegaConf.structured(cfg)))
-    own = {key: str(value) for key, value in settings if not PLACES.fullmatch(key)}
-    found = gather([{**own, "NNODES": os.environ.get("NNODES", "")}])  # launch/multinode.sh: how many of them meet
-    for rank, other in enumerate(found):
-        differing = [key for key in sorted({*other, *found[0]}) if other.get(key) != found[0].get(key)]
+    leaves = leaves_of(OmegaConf.to_container(OmegaConf.structured(cfg)))
+    settings = {key: str(value) for key, value in leaves if not PLACES.fullmatch(key)}
+    settings["NNODES"] = os.environ.get("NNODES", "")  # the number of machines, set by launch/multinode.sh
+    all_settings = gather([settings])
+    first = all_settings[0]
+    for rank, other in enumerate(all_settings):
+        differing = [key for key in sorted({*other, *first}) if other.get(key) != first.get(key)]
         if differing:
-            has, first = (", ".join(f"{key}={each.get(key)}" for key in differing[:5]) for each in (other, found[0]))
-            raise ConfigError(f"rank {rank} has {has}, rank 0 has {first}: start all machines with the same arguments")
+            here, there = (", ".join(f"{key}={each.get(key)}" for key in differing[:5]) for each in (other, first))
+            raise ConfigError(f"rank {rank} has {here}, rank 0 has {there}: start all machines with the same arguments")

@@ -1,4 +1,4 @@
-"""What the recipe files of a stage and a model say, and where a run goes another way. Imports no torch."""
+"""Differences between a run's configuration and the recipe files of its stage and model. Imports no torch."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -19,26 +19,26 @@ Difference = list[str]
 
 
 def differences(cfg: Config, words: list[str]) -> list[Difference] | None:
-    """Every key whose value is not the one that its stage and its model have without a word more; secrets are hidden.
+    """List the keys whose values differ from those of the run's stage and model alone; secrets are hidden.
 
     Args:
-        words: of the command line, for a folder of the user's own YAML files.
+        words: the command line, which may name a folder of the user's own YAML files.
 
     Returns:
-        None where there are no such files: a stage or a model by another name.
+        None if there is no recipe for this stage and model.
     """
     recipe = recipe_of(cfg, words)
     if recipe is None:
         return None
-    own = values_of(cfg)
-    keys = [*own, *(key for key in recipe if key not in own)]
-    keys = [key for key in keys if recipe.get(key) != own.get(key) and {} not in (recipe.get(key), own.get(key))]
-    theirs, ours = (redact_values({key: of.get(key) for key in keys}, secrets_of()) for of in (recipe, own))
+    values = values_of(cfg)
+    keys = [*values, *(key for key in recipe if key not in values)]
+    keys = [key for key in keys if recipe.get(key) != values.get(key) and {} not in (recipe.get(key), values.get(key))]
+    theirs, ours = (redact_values({key: side.get(key) for key in keys}, secrets_of()) for side in (recipe, values))
     return [[key, written(theirs[key]), written(ours[key])] for key in keys]
 
 
 def recipe_of(cfg: Config, words: list[str]) -> dict[str, Any] | None:
-    """Values by dotted key: of stage, model and kind of data alone."""
+    """Values by dotted key of the configuration with this stage, model and kind of data, and nothing else set."""
     flags = flag_values(words)
     folder = next((flags[flag] for flag in FOLDER_FLAGS if flag in flags), None)
     chosen = [f"stage={cfg.stage.name}", f"model={cfg.model.name}", f"data={cfg.data.source.value}"]
@@ -47,8 +47,8 @@ def recipe_of(cfg: Config, words: list[str]) -> dict[str, Any] | None:
     try:
         with initialize_config_dir(str(config_dir()), version_base="1.3"):
             node = without_hydra(compose("train", chosen))
-        found = OmegaConf.merge(OmegaConf.structured(Config), node)
-        tree = OmegaConf.to_container(found, resolve=True, enum_to_str=True)
+        merged = OmegaConf.merge(OmegaConf.structured(Config), node)
+        tree = OmegaConf.to_container(merged, resolve=True, enum_to_str=True)
     except (HydraException, OmegaConfBaseException):
         return None
     assert isinstance(tree, dict)
@@ -56,7 +56,7 @@ def recipe_of(cfg: Config, words: list[str]) -> dict[str, Any] | None:
 
 
 def values_of(cfg: Config) -> dict[str, Any]:
-    """A typed configuration by dotted key."""
+    """Values of a typed configuration by dotted key."""
     tree = OmegaConf.to_container(OmegaConf.create(asdict(cfg), flags={"allow_objects": True}), enum_to_str=True)
     assert isinstance(tree, dict)
     return dotted({str(key): value for key, value in tree.items()})

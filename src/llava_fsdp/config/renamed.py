@@ -1,4 +1,4 @@
-"""Keys, values, files and columns that had another name: what to write instead, and how older artifacts are read."""
+"""Old names of keys, values, files and columns: for error messages, and to read what older versions wrote."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,15 +32,15 @@ def present_key(key: str) -> str | None:
 
 def present_tree(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """A nested configuration that an older version wrote, with the present keys and values."""
-    found: dict[str, Any] = {}
+    present: dict[str, Any] = {}
     for key, value in tree.items():
         name = KEYS.get(f"{prefix}{key}", f"{prefix}{key}")
         if isinstance(value, dict):
             value = present_tree(value, f"{name}.")
         elif isinstance(value, str):
             value = VALUES.get((name, value), value)
-        found[name.removeprefix(prefix)] = value
-    return found
+        present[name.removeprefix(prefix)] = value
+    return present
 
 
 def present_row(row: Any) -> Any:

@@ -1,25 +1,25 @@
-"""Walk nested values of a configuration: by dotted key, as a command line has them, and keys that Hydra would run."""
+"""Walks over nested values of a configuration: by dotted key, and as a command line has them."""
 
 import re
 from collections.abc import Iterator
 from typing import Any
 
 TARGETS = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")
-"""What Hydra calls Python by."""
+"""Keys by which Hydra calls Python."""
 ENV = re.compile(r"\$\{\s*oc\.env\s*:([^}]*)")
 
 
 def dotted(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested values by dotted key; a list is one value."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        found |= dotted(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
-    return found
+        flat |= dotted(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
+    return flat
 
 
 def written(value: object) -> str:
-    """A value as a command line has it."""
+    """Format a value as on a command line."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, list | tuple):
@@ -28,7 +28,7 @@ def written(value: object) -> str:
 
 
 def keys_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Every key of nested settings, lists included: its dotted name, and its own."""
+    """Yield every key of nested settings: its dotted name, and the key alone."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield f"{prefix}{key}", str(key)
@@ -39,7 +39,7 @@ def keys_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def leaves_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of nested settings that is no collection, by its dotted name."""
+    """Yield every value of nested settings that is not a collection, with its dotted name."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else None
     if items is None:
         yield prefix.removesuffix("."), tree

@@ -24,13 +24,13 @@ from llava_fsdp.data.images.anyres import grid_sizes
 from llava_fsdp.data.images.preprocess import ImageReader, Preprocessor, read_preprocessor
 from llava_fsdp.data.index.bad_records import open_records, remarks
 from llava_fsdp.data.index.dataset import Records
-from llava_fsdp.data.index.worker_pool import cores
 from llava_fsdp.data.text.conversation import IM_END, IM_START
 from llava_fsdp.data.text.encode import Encoder, ExactEncoder, OriginalEncoder
 from llava_fsdp.data.text.llava_v1_5 import Original
 from llava_fsdp.data.text.templates import template
 from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.runtime.errors import ConfigError, DataError, LlavaFsdpError
+from llava_fsdp.runtime.host import read_host
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.progress import watch, watch_silently
 
@@ -79,7 +79,9 @@ def build_loader(
     if rank == 0 and (message := remarks(records)):
         log().warning(message)
     sampler = open_sampler(records.words, cfg, world_size, records.source_counts) if choose is None else choose(records)
-    workers = loading_workers() if cfg.data.workers is None else cfg.data.workers
+    workers = cfg.data.workers
+    if workers is None:
+        workers = read_host().data_workers(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     watched = replace(image_reader, watch=Watch(workers))
     return Loader(Steps(records, sampler, encoder, watched, cfg, rank, world_size, shape.cost), cfg, device, gather)
 
@@ -238,12 +240,6 @@ class Loader:
         """Copy a micro-batch to the device and normalise its images."""
         moved = micro.map(lambda values: values.to(self.device, non_blocking=True))
         return replace(moved, images=normalize(moved.images, self.table))
-
-
-def loading_workers() -> int:
-    """Default of `data.workers`: up to 4, as in LLaVA, and one core less than this rank's share."""
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(0, min(4, cores() // ranks_here - 1))
 
 
 def pixel_table(preprocessor: Preprocessor, device: torch.device) -> torch.Tensor:

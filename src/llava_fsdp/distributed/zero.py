@@ -1,7 +1,7 @@
-"""THE table: what each ZeRO stage means in FSDP2's own knobs.
+"""The table of sharding strategies: the FSDP2 settings of each ZeRO stage.
 
 Sources: ZeRO (arXiv 1910.02054), `torch.distributed.fsdp.fully_shard` and its `FSDPModule` setters, PyTorch's
-`ShardingStrategy` for the names. DeepSpeed's numbers for the same stages are in docs/sharding.md.
+`ShardingStrategy` for the names. docs/sharding.md has DeepSpeed's names of the stages.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from llava_fsdp.config import Strategy
 
 
 class Sync(Enum):
-    """When gradients travel between ranks."""
+    """When gradients are reduced over ranks."""
 
     EVERY_MICRO_BATCH = "every micro-batch"
     LAST_MICRO_BATCH = "last micro-batch"
@@ -22,7 +22,7 @@ class Sync(Enum):
 
 
 class Mesh(Enum):
-    """How N ranks are laid out as (replicate, shard)."""
+    """The (replicate, shard) shape of the mesh of N ranks."""
 
     REPLICATE = "(N, 1)"
     SHARD = "(1, N)"
@@ -31,7 +31,7 @@ class Mesh(Enum):
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """One row: a ZeRO stage as FSDP2 runs it."""
+    """The settings of FSDP2 for one sharding strategy."""
 
     zero: str
     """The name that `sharding=` takes."""
@@ -40,23 +40,41 @@ class ShardPlan:
     """Whether a block's weights are freed between its forward and its backward, and gathered again."""
     gradient_sync: Sync
     reshard_every_micro_batch: bool
-    """Whether weights are freed after every micro-batch's backward, or only after the step's last one."""
+    """Whether weights are freed after the backward of every micro-batch, or only of the step's last one."""
     shards_frozen: bool
-    """Whether frozen weights inside a stack of blocks are sharded too; replicated ones cost no communication."""
+    """Whether frozen weights in blocks are sharded too. Whole ones take memory and no communication."""
 
 
 SHARD_PLANS: dict[Strategy, ShardPlan] = {
-    Strategy.NO_SHARD: ShardPlan("zero0", Mesh.REPLICATE, False, Sync.LAST_MICRO_BATCH, False, False),
-    Strategy.SHARD_OPTIMIZER: ShardPlan("zero1", Mesh.SHARD, False, Sync.LAST_MICRO_BATCH, False, False),
-    Strategy.SHARD_GRAD_OP: ShardPlan("zero2", Mesh.SHARD, False, Sync.EVERY_MICRO_BATCH, True, False),
-    Strategy.FULL_SHARD: ShardPlan("zero3", Mesh.SHARD, True, Sync.EVERY_MICRO_BATCH, True, True),
-    Strategy.HYBRID_SHARD: ShardPlan("hybrid", Mesh.HYBRID, True, Sync.SCATTER_EVERY_REDUCE_LAST, True, True),
-    Strategy._HYBRID_SHARD_ZERO2: ShardPlan("hybrid2", Mesh.HYBRID, False, Sync.SCATTER_EVERY_REDUCE_LAST, True, False),
-}
+    Strategy.NO_SHARD: ShardPlan(
+        zero="zero0", mesh=Mesh.REPLICATE, gradient_sync=Sync.LAST_MICRO_BATCH,
+        reshard_after_forward=False, reshard_every_micro_batch=False, shards_frozen=False,
+    ),
+    Strategy.SHARD_OPTIMIZER: ShardPlan(
+        zero="zero1", mesh=Mesh.SHARD, gradient_sync=Sync.LAST_MICRO_BATCH,
+        reshard_after_forward=False, reshard_every_micro_batch=False, shards_frozen=False,
+    ),
+    Strategy.SHARD_GRAD_OP: ShardPlan(
+        zero="zero2", mesh=Mesh.SHARD, gradient_sync=Sync.EVERY_MICRO_BATCH,
+        reshard_after_forward=False, reshard_every_micro_batch=True, shards_frozen=False,
+    ),
+    Strategy.FULL_SHARD: ShardPlan(
+        zero="zero3", mesh=Mesh.SHARD, gradient_sync=Sync.EVERY_MICRO_BATCH,
+        reshard_after_forward=True, reshard_every_micro_batch=True, shards_frozen=True,
+    ),
+    Strategy.HYBRID_SHARD: ShardPlan(
+        zero="hybrid", mesh=Mesh.HYBRID, gradient_sync=Sync.SCATTER_EVERY_REDUCE_LAST,
+        reshard_after_forward=True, reshard_every_micro_batch=True, shards_frozen=True,
+    ),
+    Strategy._HYBRID_SHARD_ZERO2: ShardPlan(
+        zero="hybrid2", mesh=Mesh.HYBRID, gradient_sync=Sync.SCATTER_EVERY_REDUCE_LAST,
+        reshard_after_forward=False, reshard_every_micro_batch=True, shards_frozen=False,
+    ),
+}  # fmt: skip
 
 
 def begin_micro_batch(model: nn.Module, plan: ShardPlan, is_last: bool) -> None:
-    """Tell FSDP what this micro-batch's backward does with gradients and weights. Nothing at world size 1."""
+    """Set what FSDP does with gradients and weights in this micro-batch's backward. Nothing at world size 1."""
     if not isinstance(model, FSDPModule):
         return
     if plan.gradient_sync is Sync.LAST_MICRO_BATCH:

@@ -1,4 +1,4 @@
-"""The entry `python -m llava_fsdp.doctor`; main.py has what it does."""
+"""The entry `python -m llava_fsdp.doctor`; see main.py."""
 
 from llava_fsdp.runtime.log import leave_noise_out
 

@@ -1,4 +1,4 @@
-"""Ranks that really talk to each other, and where they are stuck when they do not."""
+"""Start ranks that send each other data, and report where they are stuck."""
 
 import contextlib
 import os
@@ -16,11 +16,11 @@ from llava_fsdp.runtime.humanize import readable
 from llava_fsdp.runtime.process_end import without_launcher
 
 LIMIT = 60.0
-"""Seconds."""
+"""Seconds that the ranks may take."""
 PROGRAM = ("-m", "llava_fsdp.doctor.collectives_worker")
-MORE = "NCCL_DEBUG=INFO says more; NCCL_P2P_DISABLE=1 goes without access to each other's memory"
+MORE = "NCCL_DEBUG=INFO prints more; NCCL_P2P_DISABLE=1 avoids access to each other's memory"
 LOOPBACK = "GLOO_SOCKET_IFNAME=lo lets them use loopback"
-# What a rank does that has come no further than a stage, and the cure on GPUs and on the CPU.
+# By the last stage that a rank has reached: what it hangs in, and the cure on GPUs and on the CPU.
 STUCK = {
     "": ("has not started", f"run it by hand: torchrun --standalone --nproc-per-node 2 {' '.join(PROGRAM)} /tmp", ""),
     "started": ("has not met the others", "localhost and this machine's name must lead here (/etc/hosts)", ""),
@@ -37,17 +37,17 @@ STUCK = {
 
 
 def try_ranks(count: int, on_gpus: bool, limit: float = LIMIT, program: Sequence[str] = PROGRAM) -> Iterator[Finding]:
-    """Start so many ranks under torchrun, as a training does, and wait for them, but not for longer than `limit`.
+    """Start ranks under torchrun, as a training does, and wait for them at most `limit` seconds.
 
     Args:
-        program: what each rank runs, behind `python`: it writes stages into the folder that it is given.
+        program: arguments of `python` in each rank, before a folder, into which the program writes the stages.
     """
     name = f"{count} ranks, {'NCCL' if on_gpus else 'gloo'}"
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder, open(Path(folder) / "output", "w+") as output:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
         environment = without_launcher(os.environ)
         if not on_gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ""  # else a single GPU is refused to two ranks
+            environment["CUDA_VISIBLE_DEVICES"] = ""  # two ranks on a single GPU are an error
         start = time.monotonic()
         process = subprocess.Popen(
             [*launcher, *program, folder], stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
@@ -63,7 +63,7 @@ def try_ranks(count: int, on_gpus: bool, limit: float = LIMIT, program: Sequence
         stages = stages_of(Path(folder), count)
         if process.returncode != 0:
             output.seek(0)
-            cure = "NCCL_DEBUG=INFO says more" if on_gpus else "see the reason; GLOO_SOCKET_IFNAME=lo"
+            cure = "NCCL_DEBUG=INFO prints more" if on_gpus else "see the reason; GLOO_SOCKET_IFNAME=lo"
             yield fail(name, f"failed: {reason(output.read())}", cure)
             return
         rates = [float(stage.split()[1]) for stage in stages if stage.startswith("measured ")]
@@ -71,18 +71,18 @@ def try_ranks(count: int, on_gpus: bool, limit: float = LIMIT, program: Sequence
 
 
 def stages_of(folder: Path, count: int) -> list[str]:
-    """The last that each rank has reached; empty: none."""
-    found = []
+    """The last stage that each rank has reached; empty: none."""
+    stages = []
     for rank in range(count):
         lines = []
         with contextlib.suppress(OSError):
             lines = (folder / f"rank-{rank}").read_text().splitlines()
-        found.append(lines[-1].strip() if lines else "")
-    return found
+        stages.append(lines[-1].strip() if lines else "")
+    return stages
 
 
 def stuck(name: str, stages: Sequence[str], limit: float, on_gpus: bool) -> Finding:
-    """The rank that is behind the others is the one to look at; where all are alike, what they do."""
+    """Name the ranks that are behind the others, or all if all are equal, and what they hang in."""
     order = list(STUCK)
     places = [order.index(stage.split()[0] if stage else "") for stage in stages]
     first = min(places)
@@ -93,15 +93,15 @@ def stuck(name: str, stages: Sequence[str], limit: float, on_gpus: bool) -> Find
 
 
 def reason(output: str) -> str:
-    """The line of an error in what torchrun and its ranks have said."""
+    """The most telling error line in the output of torchrun and its ranks."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if re.search(r"(?i)^\S*(\[rank\d+\]:)?.*\b\w*(error|exception)\b.*:", line)]
-    own = [line for line in errors if "ChildFailedError" not in line and "torch.distributed.elastic" not in line]
-    return (own or errors or lines or ["it said nothing"])[-1][:300]
+    of_ranks = [line for line in errors if "ChildFailedError" not in line and "torch.distributed.elastic" not in line]
+    return (of_ranks or errors or lines or ["no output"])[-1][:300]
 
 
 def end(process: subprocess.Popen) -> None:
-    """torchrun and its ranks, which end with it."""
+    """End torchrun, whose ranks end with it."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             process.send_signal(number)

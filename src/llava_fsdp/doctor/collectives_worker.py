@@ -1,7 +1,7 @@
-"""What a rank of doctor's test does: join the others as a training does, and send each other what must add up.
+"""A rank of doctor's network test: it joins the others as a training does, and checks the results of collectives.
 
-`torchrun --nnodes 2 --nproc-per-node 8 ... -m llava_fsdp.doctor.collectives_worker FOLDER` tries several machines. How
-far each rank has come stands in FOLDER/rank-R, for whoever finds that it does not end.
+`torchrun --nnodes 2 --nproc-per-node 8 ... -m llava_fsdp.doctor.collectives_worker FOLDER` tests several machines. Each
+rank writes the stages that it has reached into FOLDER/rank-R.
 """
 
 import os
@@ -16,13 +16,12 @@ import torch.distributed as dist
 from llava_fsdp.distributed.mesh import join, read_world
 from llava_fsdp.runtime.process_end import end_with
 
-STAGES = ("started", "joined", "summed", "gathered", "scattered", "measured")
 MIB = 1 << 20
 ROUNDS = 5
 
 
 def main() -> None:
-    # torch 2.13 calls both collectives on whole tensors deprecated; 2.11 has no other name for them
+    # torch 2.13 deprecates both collectives on whole tensors; 2.11 has no other name for them
     warnings.filterwarnings("ignore", ".* is deprecated", FutureWarning)
     end_with(os.getppid())
     world = read_world()
@@ -35,7 +34,7 @@ def main() -> None:
     reached("started")
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
-    join(world, timeout_seconds=600)  # doctor ends it before
+    join(world, timeout_seconds=600)  # longer than doctor waits
     reached("joined")
     values = torch.full((1024,), float(world.rank + 1), device=world.device)
     dist.all_reduce(values)
@@ -56,11 +55,11 @@ def main() -> None:
 
 def expect(found: torch.Tensor, wanted: torch.Tensor | float, what: str) -> None:
     if not bool((found == wanted).all()):
-        raise RuntimeError(f"{what} gave wrong numbers: {found.tolist()[:8]}, and not {wanted}")
+        raise RuntimeError(f"{what} returned {found.tolist()[:8]} instead of {wanted}")
 
 
 def speed(device: torch.device, size: int) -> float:
-    """Bytes a second that each rank sends in an all-reduce, as NCCL's own tests count them."""
+    """Bytes per second that each rank sends in an all-reduce, as nccl-tests counts them."""
     count = (64 if device.type == "cuda" else 4) * MIB
     values = torch.ones(count // 4, device=device)
     dist.all_reduce(values)

@@ -1,4 +1,4 @@
-"""What the configuration names and needs: places, parts of the model, memory by the plan."""
+"""Check the paths, the model and the memory that the configuration needs."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,7 @@ from pathlib import Path
 from llava_fsdp.config import Config, ModelConfig, Source
 from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_places, exists, places_read
 from llava_fsdp.doctor.context import Needs
-from llava_fsdp.doctor.findings import Finding, fail, ok, said_of, warn
+from llava_fsdp.doctor.findings import Finding, fail, ok, result_and_cure, warn
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
 from llava_fsdp.runtime.humanize import readable
 
@@ -16,25 +16,27 @@ OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def judge_places(cfg: Config) -> Iterator[Finding]:
-    """Every path that the training reads, and that it does not write into one."""
-    read = places_read(cfg)
-    absent = {key: name for key, name in read.items() if not exists(name)}
-    for key, name in absent.items():
-        yield fail(key, f"{name} does not exist", f"give one that does; relative paths begin at {os.getcwd()}")
-    if absent:
+    """Check that every path the training reads exists, and that it does not write into one of them."""
+    paths = places_read(cfg)
+    missing = {key: name for key, name in paths.items() if not exists(name)}
+    for key, name in missing.items():
+        yield fail(key, f"{name} does not exist", f"give a path that does; relative paths begin at {os.getcwd()}")
+    if missing:
         return
     try:
         check_places(cfg)
-        yield ok("places", ", ".join(f"{key}={name}" for key, name in read.items()) or "none: data and model are drawn")
+        yield ok(
+            "places", ", ".join(f"{key}={name}" for key, name in paths.items()) or "none: data and model are drawn"
+        )
     except ConfigError as error:
-        yield fail("places", *said_of(error))
+        yield fail("places", *result_and_cure(error))
 
 
 def judge_model(cfg: Config, environment: Mapping[str, str], cache: Path) -> Iterator[Finding]:
-    """The model's parts: on this machine, in the hub's cache, or to be downloaded.
+    """Check where the model's parts are: on this machine, in the hub's cache, or to be downloaded.
 
     Args:
-        cache: of the hub's client.
+        cache: the cache folder of the hub's client.
     """
     names = {"model.language": cfg.model.language, "model.vision": cfg.model.vision}
     if cfg.model.checkpoint is not None:
@@ -46,83 +48,80 @@ def judge_model(cfg: Config, environment: Mapping[str, str], cache: Path) -> Ite
         elif exists(name):
             yield judge_folder(cfg.model, key, name)
         elif not PACKAGED_OR_HUB.fullmatch(name):
-            yield fail(key, f"{name} is no folder", "give a model folder or a hub name")
+            yield fail(key, f"{name} is not a folder", "give a model folder or a hub name")
         elif any((cache / f"models--{name.replace('/', '--')}").glob("snapshots/*/config.json")):
             yield ok(key, f"{name}, in {cache}")
         elif offline:
             cure = f"unset {offline[0]}, or download it elsewhere and give its folder"
-            yield fail(key, f"{name} is not in {cache}, and {offline[0]} keeps from the hub", cure)
+            yield fail(key, f"{name} is not in {cache}, and {offline[0]} forbids the download", cure)
         else:
-            cure = "HF_HOME names a folder with room for it; or download it before and give its folder"
+            cure = "HF_HOME names a folder with room for it; or download it first and give its folder"
             yield warn(key, f"{name} is not in {cache}: the first start downloads it", cure)
 
 
 def judge_folder(cfg: ModelConfig, key: str, name: str) -> Finding:
-    """Whether a part of the model can be read, as far as its configuration says; weights are not looked at."""
-    from llava_fsdp.model.pretrained import read_config  # which loads torch and transformers
+    """Check that the configuration of a part of the model can be read. Weights are not read."""
+    from llava_fsdp.model.pretrained import read_config  # loads torch and transformers
     from llava_fsdp.plan.model_shapes import shapes_of
 
     if not Path(name).is_dir():
-        return fail(key, f"{name} is no folder", "give a model folder or a hub name")
+        return fail(key, f"{name} is not a folder", "give a model folder or a hub name")
     try:
         shapes_of(cfg) if key == "model.checkpoint" else read_config(Path(name), key)
     except LlavaFsdpError as error:
-        return fail(key, *said_of(error))
+        return fail(key, *result_and_cure(error))
     return ok(key, name)
 
 
 def hub_cache(environment: Mapping[str, str]) -> Path:
-    """Where the hub's client keeps what it has downloaded."""
+    """The cache folder of the hub's client."""
     home = environment.get("HF_HOME") or str(Path("~/.cache/huggingface").expanduser())
     return Path(environment.get("HF_HUB_CACHE") or f"{home}/hub")
 
 
 def judge_plan(needs: Needs, on_gpus: bool) -> Iterator[Finding]:
-    """Bytes of a rank at the worst moment of a step."""
+    """Check that a rank fits into its device at the worst moment of a step."""
     row = needs.row
     total = row.bytes["total"]
-    said = f"{readable(total)} of {readable(row.usable)} for tensors, a rank on {needs.machine}"
+    result = f"{readable(total)} of {readable(row.usable)} for tensors, a rank on {needs.machine}"
     if not row.fits:
         cure = "python -m llava_fsdp.plan with the same keys shows what fits; "
         cure += "sharding=zero3, offload, more gpus" if on_gpus else CURE_ON_CPU
-        yield fail("memory by the plan", f"{said}, {row.moment}", cure)
+        yield fail("memory by the plan", f"{result}, {row.moment}", cure)
     else:
-        yield ok("memory by the plan", said)
+        yield ok("memory by the plan", result)
 
 
 def judge_taken(needs: Needs, free: Mapping[int, int]) -> Iterator[Finding]:
-    """What others hold of the GPUs, against what a rank will take.
+    """Check that other processes leave enough of each GPU for a rank.
 
     Args:
-        free: bytes of each GPU that nobody holds, by its index.
+        free: free bytes of each GPU by its index.
     """
     total = needs.row.bytes["total"]
     tight = [index for index, count in free.items() if count < total <= needs.row.usable]
     if tight:
-        shown = ", ".join(f"GPU {index}: {readable(free[index])}" for index in tight)
-        yield fail(
-            "free memory",
-            f"a rank takes {readable(total)}, and others leave {shown}",
-            "end what runs there: nvidia-smi",
-        )
+        rest = ", ".join(f"GPU {index}: {readable(free[index])}" for index in tight)
+        result = f"a rank takes {readable(total)}, and other processes leave {rest}"
+        yield fail("free memory", result, "end them: nvidia-smi lists them")
 
 
 def judge_bf16(cfg: Config, devices: list[dict]) -> Iterator[Finding]:
-    """Whether the GPUs have what the precision computes in."""
+    """Check that the GPUs can compute in the chosen precision."""
     lacking = [index for index, device in enumerate(devices) if not device["bf16"]]
     wants = cfg.precision.param_dtype.value == "bf16"
     if lacking and wants:
         name = devices[lacking[0]]["name"]
-        yield fail("precision", f"bf16, which GPU {lacking[0]} ({name}) does not compute in", "precision=fp16")
+        yield fail("precision", f"bf16, which GPU {lacking[0]} ({name}) does not support", "precision=fp16")
     else:
         yield ok("precision", f"{cfg.precision.param_dtype.value} on {devices[0]['name'] if devices else 'the CPU'}")
 
 
 def data_paths(cfg: Config) -> tuple[dict[str, Path], dict[str, Path]]:
-    """Files of records and folders of pictures, by key; none of the embedded dataset, which is drawn."""
+    """Files of records and folders of images, by key; none for the embedded dataset, which is drawn."""
     if cfg.data.source is Source.shapes:
         return {}, {}
-    read = {key: Path(name) for key, name in places_read(cfg).items() if exists(name)}
-    records = {key: path for key, path in read.items() if key.endswith(".path") and path.is_file()}
-    pictures = {key: path for key, path in read.items() if key.endswith(".images") and path.is_dir()}
-    return records, pictures
+    paths = {key: Path(name) for key, name in places_read(cfg).items() if exists(name)}
+    records = {key: path for key, path in paths.items() if key.endswith(".path") and path.is_file()}
+    images = {key: path for key, path in paths.items() if key.endswith(".images") and path.is_dir()}
+    return records, images

@@ -1,4 +1,4 @@
-"""The training that a machine is looked at for, and what several probes need to know, each found out once."""
+"""The training that a machine is examined for, and values that several probes need, each computed once."""
 
 import os
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from llava_fsdp.config import DoctorConfig
 from llava_fsdp.doctor.gpus import SmiGpu, TorchFacts, parse_smi, read_smi, read_torch, seen_gpus
-from llava_fsdp.doctor.host import Host, read_host
+from llava_fsdp.runtime.host import Host, read_host
 
 if TYPE_CHECKING:
     from llava_fsdp.plan.planner import PlanRow
@@ -18,24 +18,23 @@ CPU_RANKS = 2
 
 @dataclass(frozen=True)
 class Needs:
-    """What the training takes, by the plan."""
+    """What the training takes by its plan. Sizes are in bytes."""
 
     row: "PlanRow"
     machine: str
     checkpoint: int
-    """Bytes."""
     export: int
     step: int
-    """Bytes of a rank's part of a step, in memory until the rank takes it."""
+    """A rank's part of a step, which is in memory until the rank takes it."""
 
 
-class Subject:
+class Context:
     """A configuration on this machine."""
 
     def __init__(self, cfg: DoctorConfig):
         self.cfg = cfg
-        self.unread: str | None = None
-        """Key of a part of the model that was found not to be readable: nothing can be planned, and one row says so."""
+        self.unreadable: str | None = None
+        """Key of a part of the model that cannot be read. Then nothing can be planned, and one row reports it."""
 
     @cached_property
     def smi(self) -> list[SmiGpu]:
@@ -43,7 +42,7 @@ class Subject:
 
     @property
     def gpus(self) -> list[SmiGpu]:
-        """Of `smi`, those that the ranks run on."""
+        """The GPUs of `smi` that the ranks run on."""
         return seen_gpus(self.smi, os.environ.get("CUDA_VISIBLE_DEVICES"), self.cfg.gpus)
 
     @cached_property
@@ -56,14 +55,14 @@ class Subject:
 
     @property
     def ranks(self) -> int:
-        """On this machine."""
+        """Ranks on this machine."""
         return self.cfg.gpus or len(self.torch.devices) or CPU_RANKS
 
     @property
     def workers(self) -> int:
         """Data workers of each rank."""
-        asked = self.cfg.data.workers
-        return max(0, min(4, self.host.usable_cores // self.ranks - 1)) if asked is None else asked
+        workers = self.cfg.data.workers
+        return self.host.data_workers(self.ranks) if workers is None else workers
 
     @property
     def output_dir(self) -> Path:
@@ -71,7 +70,7 @@ class Subject:
 
     @cached_property
     def needs(self) -> Needs:
-        """By the plan; raises what a plan raises."""
+        """Plan the training; raises what a plan raises."""
         import torch
 
         from llava_fsdp.distributed.memory import ITEM_SIZE, checkpoint_bytes
@@ -95,8 +94,8 @@ class Subject:
 
     @cached_property
     def known_needs(self) -> Needs | None:
-        """None where nothing can be planned: the row of the plan, or of the model, says why."""
-        if self.unread is not None:
+        """None if nothing can be planned; the row of the plan, or of the model, reports why."""
+        if self.unreadable is not None:
             return None
         try:
             return self.needs
@@ -105,5 +104,5 @@ class Subject:
 
     @property
     def checkpoint(self) -> int:
-        """Bytes; 0 where the plan does not say."""
+        """Bytes of a checkpoint; 0 if not known."""
         return 0 if self.known_needs is None else self.known_needs.checkpoint

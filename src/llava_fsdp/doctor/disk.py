@@ -17,27 +17,27 @@ MIB = 1 << 20
 BLOCK = 8 * MIB
 MOST = 256 * MIB
 SECONDS = 2.0
-"""That each measurement may take, but for what is under way when they are over."""
-PICTURES = 64
+"""Time of each measurement, apart from the read or write that is under way when it is over."""
+IMAGES = 64
 SLOW_SAVE = 600
-"""Seconds from which writing a checkpoint is called slow."""
+"""Writing a checkpoint for more seconds than this is called slow."""
 SLOW_READ = 20 * MIB
-"""Bytes a second below which a dataset is called slow to read."""
+"""Reading a dataset at fewer bytes per second is called slow."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Bytes a second."""
+    """Bytes per second."""
 
     write: float
-    """Until the disk has it."""
+    """Includes the fsync."""
     read: float
-    """As far as the system lets its cache be emptied."""
+    """Without the file cache, if the system lets it be dropped."""
 
 
 def measure(folder: Path, most: int = MOST) -> Speed:
-    """Write a file without a name, which is gone whatever happens, force it to the disk, and read it."""
-    block = os.urandom(MIB) * (BLOCK // MIB)  # what could be compressed would be too fast
+    """Write a file without a name, which cannot be left behind, force it to the disk, and read it."""
+    block = os.urandom(MIB) * (BLOCK // MIB)  # a disk that compresses would seem too fast
     with tempfile.TemporaryFile(dir=folder) as file:
         handle, written, start = file.fileno(), 0, time.monotonic()
         while written < most and time.monotonic() - start < SECONDS:
@@ -48,7 +48,7 @@ def measure(folder: Path, most: int = MOST) -> Speed:
 
 
 def read_speed(handle: int, most: int = MOST) -> float:
-    """Bytes a second of an open file from its beginning."""
+    """Bytes per second of reading an open file from its beginning."""
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -65,15 +65,15 @@ def read_speed(handle: int, most: int = MOST) -> float:
 def judge_room(name: str, folder: Path, free: int, needed: int, what: str, cure: str) -> Iterator[Finding]:
     """
     Args:
-        needed: bytes; 0: not known.
+        needed: bytes; 0: unknown.
     """
-    said = f"{folder}: {readable(free)} free" + (f", {what} {readable(needed)}" if needed else "")
+    result = f"{folder}: {readable(free)} free" + (f", {what} {readable(needed)}" if needed else "")
     if needed > free:
-        yield fail(name, said, cure)
+        yield fail(name, result, cure)
     elif free_inodes(folder) == 0:
-        yield fail(name, f"{said}, but no inodes: the disk takes no new file (df -i)", "delete files there")
+        yield fail(name, f"{result}, but no inodes: the disk takes no new file (df -i)", "delete files there")
     else:
-        yield ok(name, said)
+        yield ok(name, result)
 
 
 def judge_speed(
@@ -81,76 +81,76 @@ def judge_speed(
 ) -> Iterator[Finding]:
     """
     Args:
-        checkpoint: bytes; 0: not known.
+        checkpoint: bytes; 0: unknown.
     """
     try:
         speed = measured(folder)
     except OSError as error:
-        if error.errno not in FULL:  # which is no mistake of a probe
+        if error.errno not in FULL:
             raise
-        said = f"not measured: no room for the {readable(MOST)} that this would write ({full(folder)})"
-        yield warn(name, said, "make room there, or give a folder on another disk")
+        result = f"not measured: no room for the {readable(MOST)} that this would write ({full(folder)})"
+        yield warn(name, result, "make room there, or give a folder on another disk")
         return
-    said = f"writes {readable(speed.write)}/s to the disk, reads {readable(speed.read)}/s"
+    result = f"writes {readable(speed.write)}/s to the disk, reads {readable(speed.read)}/s"
     seconds = checkpoint / speed.write
     if seconds > SLOW_SAVE:
         cure = "an output_dir on a faster disk, or a larger checkpoint.every: saves run beside the steps"
-        yield warn(name, f"{said}: {seconds / 60:.0f} minutes a checkpoint", cure)
+        yield warn(name, f"{result}: {seconds / 60:.0f} minutes a checkpoint", cure)
     else:
-        yield ok(name, said + (f": {seconds:.0f} s a checkpoint" if seconds >= 1 else ""))
+        yield ok(name, result + (f": {seconds:.0f} s a checkpoint" if seconds >= 1 else ""))
 
 
 def check_writable(name: str, folder: Path) -> Iterator[Finding]:
-    """Whether a file can be made where the folder is, or will be."""
+    """Check that a file can be created where the folder is, or will be."""
     place = existing(folder)
     try:
         with tempfile.TemporaryFile(dir=place):
             pass
     except OSError as error:
-        cure = "give a folder that this user may write: output_dir=..."
+        cure = "give a folder that this user may write to: output_dir=..."
         yield fail(name, f"{place} cannot be written ({error.strerror or error})", cure)
 
 
-def pictures_in(folder: Path, most: int = PICTURES) -> list[Path]:
-    """The first files below a folder, found within `SECONDS`."""
+def images_in(folder: Path, most: int = IMAGES) -> list[Path]:
+    """The first files below a folder that are found within `SECONDS`."""
 
-    def found() -> Iterator[Path]:
+    def files() -> Iterator[Path]:
         start = time.monotonic()
         for place, _, names in os.walk(folder):
             yield from (Path(place) / name for name in names[:most])
             if time.monotonic() - start > SECONDS:
                 return
 
-    return list(islice(found(), most))
+    return list(islice(files(), most))
 
 
-def judge_pictures(name: str, paths: Iterable[Path]) -> Iterator[Finding]:
-    """How fast single files are read, one after the other."""
+def judge_images(name: str, paths: Iterable[Path]) -> Iterator[Finding]:
+    """Measure how fast single files are read, one after the other."""
     count, files, start = 0, 0, time.monotonic()
     for path in paths:
         try:
             count += len(path.read_bytes())
         except OSError as error:
             yield fail(
-                name, f"{path} cannot be read ({error.strerror})", "let this user read the pictures: chmod -R a+rX"
+                name, f"{path} cannot be read ({error.strerror})", "let this user read the images: chmod -R a+rX"
             )
             return
         files += 1
         if time.monotonic() - start > SECONDS:
             break
     if not files:
-        yield fail(name, "no file in it", "data.images names the folder below which the records' pictures are")
+        yield fail(name, "no file in it", "data.images names the folder below which the records' images are")
         return
     seconds = max(time.monotonic() - start, 1e-6)
-    said = f"{files / seconds:,.0f} files a second, {readable(count / seconds)}/s, by one reader"
-    if count / seconds < SLOW_READ and files / seconds < PICTURES:
-        yield warn(name, said, "copy the pictures to a local disk, or raise data.workers and data.prefetch")
+    result = f"{files / seconds:,.0f} files a second, {readable(count / seconds)}/s, by one reader"
+    if count / seconds < SLOW_READ and files / seconds < IMAGES:
+        yield warn(name, result, "copy the images to a local disk, or raise data.workers and data.prefetch")
     else:
-        yield ok(name, said)
+        yield ok(name, result)
 
 
 def judge_records(name: str, path: Path) -> Iterator[Finding]:
-    """A file of records: there, and how fast it is read."""
+    """Measure how fast a file of records is read."""
     with open(path, "rb") as file:
         handle = file.fileno()
         count = os.fstat(handle).st_size

@@ -1,45 +1,45 @@
-"""What a probe found. Imports nothing of torch's, which may be what is broken."""
+"""Results of probes. Imports no torch, which may be what is broken."""
 
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 
 
 class Level(Enum):
     OK = "OK"
     WARN = "WARN"
-    """It will train, but slower, or not for certain."""
+    """The training will run, but slower or not for certain."""
     FAIL = "FAIL"
     """The training that was described will not run."""
 
 
 @dataclass(frozen=True)
 class Finding:
+    """A row of the report."""
+
     level: Level
     name: str
-    """Of the thing that was looked at."""
-    said: str
-    """What was found."""
+    """The thing that was examined."""
+    result: str
     cure: str = ""
-    """One line: what to do. Empty where nothing is wrong."""
+    """One line: what to do. Empty if nothing is wrong."""
 
 
-def ok(name: str, said: str) -> Finding:
-    return Finding(Level.OK, name, said)
+def ok(name: str, result: str) -> Finding:
+    return Finding(Level.OK, name, result)
 
 
-def warn(name: str, said: str, cure: str) -> Finding:
-    return Finding(Level.WARN, name, said, cure)
+def warn(name: str, result: str, cure: str) -> Finding:
+    return Finding(Level.WARN, name, result, cure)
 
 
-def fail(name: str, said: str, cure: str) -> Finding:
-    return Finding(Level.FAIL, name, said, cure)
+def fail(name: str, result: str, cure: str) -> Finding:
+    return Finding(Level.FAIL, name, result, cure)
 
 
 def output_of(command: Sequence[str], seconds: float) -> str | None:
-    """What a program prints; None where there is none, it fails, or it does not end in time."""
+    """Standard output of a program; None if it is missing, fails, or does not end in time."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=False
@@ -49,18 +49,10 @@ def output_of(command: Sequence[str], seconds: float) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-def text_of(path: Path) -> str | None:
-    """A file of the system's; None where it cannot be read."""
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return None
-
-
-def said_of(error: Exception) -> tuple[str, str]:
-    """What an error's message says, and its cure: what stands behind the last semicolon, or `pip` at the end."""
+def result_and_cure(error: Exception) -> tuple[str, str]:
+    """Split an error's message into what is wrong and the cure: the text after the last semicolon, or from `pip` on."""
     for sign in ("; ", ": pip "):
-        said, found, cure = str(error).rpartition(sign)
+        result, found, cure = str(error).rpartition(sign)
         if found:
-            return said, sign[2:] + cure
+            return result, sign[2:] + cure
     return str(error), ""

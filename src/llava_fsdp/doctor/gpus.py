@@ -1,4 +1,4 @@
-"""GPUs as the driver and as torch see them, and how they are connected."""
+"""Check the GPUs that the driver and torch see, and how they are connected."""
 
 import json
 import re
@@ -13,30 +13,29 @@ from llava_fsdp.runtime.visible_devices import visible_gpus
 
 MIB = 1 << 20
 SECONDS = 20
-"""That nvidia-smi may take: it is slow where GPUs are asleep."""
+"""Time limit of nvidia-smi, which is slow when GPUs are asleep."""
 TORCH_SECONDS = 90
-"""That torch may take to be imported and to use every GPU once."""
+"""Time limit for importing torch and using every GPU once."""
 FIELDS = (
     "index", "name", "uuid", "memory.total", "memory.used", "driver_version", "compute_cap", "mig.mode.current",
     "ecc.errors.uncorrected.volatile.total",
 )  # fmt: skip
 QUERY = ["nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
 TAKEN = 0.1
-"""Share of a GPU's memory in others' hands from which it is said."""
+"""Share of a GPU's memory from which other processes' use of it is a warning."""
 SLOW_LINKS = ("SYS", "NODE", "PHB")
-"""Of nvidia-smi's topology: through the CPU. PIX and PXB are PCIe switches, NV4 is four NVLinks."""
+"""Links through the CPU in nvidia-smi's topology. PIX and PXB are PCIe switches, NV4 is four NVLinks."""
 
 
 @dataclass(frozen=True)
 class SmiGpu:
-    """One GPU, as nvidia-smi tells of it."""
+    """A GPU as nvidia-smi reports it. Memory is in bytes."""
 
     index: int
     name: str
     uuid: str
     memory: int
     used: int
-    """Bytes, both."""
     driver: str
     capability: str
     mig: bool
@@ -45,18 +44,18 @@ class SmiGpu:
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """What torch says of itself and of the GPUs, in a process of its own: a broken driver takes that one down."""
+    """What torch reports about itself and the GPUs, from a process of its own, which a broken driver may crash."""
 
     version: str
     cuda: str | None
-    """That it was built for; None: for none."""
+    """Version that torch was built for; None: a CPU build."""
     hip: str | None
     nccl: str | None
     available: bool
     devices: list[dict[str, Any]]
     """name, capability, memory, bf16, error."""
     no_peers: list[list[int]]
-    """Pairs without access to each other's memory."""
+    """Pairs of GPUs without access to each other's memory."""
     error: str = ""
 
 
@@ -65,14 +64,14 @@ def read_smi() -> str | None:
 
 
 def parse_smi(text: str) -> list[SmiGpu]:
-    """Lines that are no GPU's are left out; a field that the driver does not know is what harms least."""
-    found = []
+    """Parse the output of nvidia-smi. Other lines are skipped; an unknown number counts as 0."""
+    gpus = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]
         if len(fields) != len(FIELDS) or not fields[0].isdecimal():
             continue
         own = dict(zip(FIELDS, fields, strict=True))
-        found.append(
+        gpus.append(
             SmiGpu(
                 index=int(own["index"]),
                 name=own["name"],
@@ -85,23 +84,23 @@ def parse_smi(text: str) -> list[SmiGpu]:
                 ecc_errors=number(own["ecc.errors.uncorrected.volatile.total"]),
             )
         )
-    return found
+    return gpus
 
 
 def seen_gpus(gpus: Sequence[SmiGpu], visible: str | None, count: int | None) -> list[SmiGpu]:
-    """Those that a training's ranks run on, in their order.
+    """The GPUs that a training's ranks run on, in the order of the ranks.
 
     Args:
-        visible: CUDA_VISIBLE_DEVICES; None: it is not set. Where it names parts (MIG), every GPU that is cut counts:
-            the driver's list does not say whose part it is.
-        count: of ranks; None: one on each.
+        visible: CUDA_VISIBLE_DEVICES; None: not set. If it names MIG instances, all GPUs in MIG mode are returned: the
+            driver's list does not tell to which GPU an instance belongs.
+        count: number of ranks; None: one on each GPU.
     """
     if visible is None:
         return list(gpus[:count])
     by_key = {gpu.uuid: gpu for gpu in gpus}
     keys = [key for _, key in visible_gpus(list(by_key), visible)]
-    cut = [gpu.uuid for gpu in gpus if gpu.mig] if any(key.startswith("MIG-") for key in keys) else []
-    return [by_key[key] for key in dict.fromkeys([*keys, *cut]) if key in by_key][:count]
+    parted = [gpu.uuid for gpu in gpus if gpu.mig] if any(key.startswith("MIG-") for key in keys) else []
+    return [by_key[key] for key in dict.fromkeys([*keys, *parted]) if key in by_key][:count]
 
 
 def number(text: str) -> int:
@@ -118,7 +117,7 @@ def read_torch() -> TorchFacts:
 
 
 def judge_torch(facts: TorchFacts, gpus: Sequence[SmiGpu], visible: str | None) -> Iterator[Finding]:
-    """torch, CUDA and NCCL, against the GPUs that the driver tells of.
+    """Compare torch, CUDA and NCCL with the GPUs that the driver reports.
 
     Args:
         visible: CUDA_VISIBLE_DEVICES.
@@ -128,50 +127,54 @@ def judge_torch(facts: TorchFacts, gpus: Sequence[SmiGpu], visible: str | None) 
         return
     built = f"ROCm {facts.hip}" if facts.hip else f"CUDA {facts.cuda}" if facts.cuda else "no CUDA"
     nccl = f", NCCL {facts.nccl}" if facts.nccl else ""
-    said = f"{facts.version}, {built}{nccl}"
+    result = f"{facts.version}, {built}{nccl}"
     if gpus and not facts.cuda and not facts.hip:
         cure = "install a torch that was built for CUDA: pip install torch, without an index of CPU builds"
-        yield fail("torch", f"{said}; this machine has {len(gpus)} GPUs, which it cannot use", cure)
+        yield fail("torch", f"{result}; this machine has {len(gpus)} GPUs, which it cannot use", cure)
     elif gpus and not facts.available and visible in ("", "-1"):
-        yield warn("torch", f"{said}; CUDA_VISIBLE_DEVICES={visible!r} hides all GPUs", "unset CUDA_VISIBLE_DEVICES")
+        yield warn("torch", f"{result}; CUDA_VISIBLE_DEVICES={visible!r} hides all GPUs", "unset CUDA_VISIBLE_DEVICES")
     elif gpus and not facts.available:
         cure = f"update the driver ({gpus[0].driver}) to one for CUDA {facts.cuda}, or install an older torch"
-        yield fail("torch", f"{said}; it finds no GPU, the driver {len(gpus)}", cure)
+        yield fail("torch", f"{result}; it finds no GPU, but the driver {len(gpus)}", cure)
     else:
-        yield ok("torch", said)
+        yield ok("torch", result)
 
 
 def judge_gpus(gpus: Sequence[SmiGpu], facts: TorchFacts) -> Iterator[Finding]:
-    """Each GPU: memory, what others hold of it, errors, parts."""
+    """Check each GPU: memory, what other processes use of it, memory errors, MIG."""
     if not gpus and not facts.devices:
         yield ok("GPUs", "none: ranks run on the CPU, over gloo")
         return
     for gpu in gpus:
         name = f"GPU {gpu.index}"
-        said = f"{gpu.name}, {readable(gpu.memory)}, compute capability {gpu.capability}, driver {gpu.driver}"
+        result = f"{gpu.name}, {readable(gpu.memory)}, compute capability {gpu.capability}, driver {gpu.driver}"
         if gpu.mig:
-            cure = f"sudo nvidia-smi -i {gpu.index} -mig 0, or one rank on one part: CUDA_VISIBLE_DEVICES=MIG-..."
-            yield warn(name, f"{said}; cut into parts (MIG), between which NCCL does not work", cure)
+            cure = f"sudo nvidia-smi -i {gpu.index} -mig 0, or one rank on one instance: CUDA_VISIBLE_DEVICES=MIG-..."
+            yield warn(name, f"{result}; split into MIG instances, between which NCCL does not work", cure)
         elif gpu.ecc_errors:
-            cure = f"nvidia-smi -i {gpu.index} -r, or have it replaced: CUDA_VISIBLE_DEVICES goes without it"
-            yield fail(name, f"{said}; {gpu.ecc_errors} memory errors that were not corrected", cure)
+            cure = f"nvidia-smi -i {gpu.index} -r, or have it replaced; CUDA_VISIBLE_DEVICES can leave it out"
+            yield fail(name, f"{result}; {gpu.ecc_errors} uncorrected memory errors", cure)
         elif gpu.used > TAKEN * gpu.memory:
-            cure = "nvidia-smi names the processes that hold it: end them"
-            yield warn(name, f"{said}; others hold {readable(gpu.used)} of it", cure)
+            cure = "nvidia-smi lists the processes that use it: end them"
+            yield warn(name, f"{result}; other processes use {readable(gpu.used)}", cure)
         else:
-            yield ok(name, said)
+            yield ok(name, result)
     for index, device in enumerate(facts.devices):
         if device.get("error"):
             cure = "nvidia-smi -q, dmesg | grep -i xid; then reset the GPU or restart the machine"
             yield fail(f"GPU {index} in use", f"{device['name']}: {device['error']}", cure)
     kinds = sorted({str(device["name"]) for device in facts.devices})
     if len(kinds) > 1:
-        cure = "CUDA_VISIBLE_DEVICES=... picks those of one kind: every step waits for the slowest"
+        cure = "select those of one kind with CUDA_VISIBLE_DEVICES=...: every step waits for the slowest"
         yield warn("kinds of GPU", ", ".join(kinds), cure)
 
 
 def judge_links(matrix: str | None, facts: TorchFacts) -> Iterator[Finding]:
-    """How the GPUs are connected, by `nvidia-smi topo -m`, and whether they reach each other's memory."""
+    """Check how the GPUs are connected, and whether they can access each other's memory.
+
+    Args:
+        matrix: output of `nvidia-smi topo -m`.
+    """
     count = len(facts.devices)
     if count < 2:
         return
@@ -180,15 +183,17 @@ def judge_links(matrix: str | None, facts: TorchFacts) -> Iterator[Finding]:
         kinds = sorted(set(links.values()))
         slow = sorted(pair for pair, kind in links.items() if kind in SLOW_LINKS)
         if slow and any(kind.startswith("NV") for kind in kinds):
-            cure = "CUDA_VISIBLE_DEVICES=... picks those with NVLink, or sharding=hybrid keeps gathering among them"
+            cure = (
+                "select those with NVLink with CUDA_VISIBLE_DEVICES=..., or gather only among them with sharding=hybrid"
+            )
             yield warn("links", f"{', '.join(kinds)}: GPUs {pairs(slow)} have no NVLink between them", cure)
         elif slow:
             cure = "sharding=zero2, or zero0 with adapters, sends less than zero3: llava_fsdp.plan compares them"
-            yield warn("links", f"{', '.join(kinds)}: all data pass through the CPU", cure)
+            yield warn("links", f"{', '.join(kinds)}: all data passes through the CPU", cure)
         else:
             yield ok("links", ", ".join(kinds))
     if facts.no_peers:
-        cure = "in virtual machines: let the host enable it; else switch ACS off in the BIOS (IOMMU)"
+        cure = "in a virtual machine, let the host enable it; otherwise switch ACS off in the BIOS (IOMMU)"
         yield warn("P2P", f"GPUs {pairs(facts.no_peers)} cannot reach each other's memory", cure)
     else:
         yield ok("P2P", f"all {count} GPUs reach each other's memory")
@@ -196,16 +201,16 @@ def judge_links(matrix: str | None, facts: TorchFacts) -> Iterator[Finding]:
 
 def parse_links(matrix: str) -> dict[tuple[int, int], str]:
     """The kind of link between every two GPUs."""
-    found = {}
+    links = {}
     plain = re.sub(r"\x1b\[[0-9;]*m", "", matrix)  # the heading is underlined
     for line in plain.splitlines():
         if row := re.match(r"GPU(\d+)\s+(.*)", line):
             cells = row[2].split()
             for column, kind in enumerate(cells):
                 if re.fullmatch(r"NV\d+|PIX|PXB|PHB|NODE|SYS", kind) and column > int(row[1]):
-                    found[int(row[1]), column] = kind
+                    links[int(row[1]), column] = kind
     gpus = len(re.findall(r"(?m)^GPU\d+", plain))
-    return {pair: kind for pair, kind in found.items() if pair[1] < gpus}  # behind them stand network cards
+    return {pair: kind for pair, kind in links.items() if pair[1] < gpus}  # further columns are network cards
 
 
 def pairs(found: Sequence[Sequence[int]], most: int = 4) -> str:
@@ -214,11 +219,11 @@ def pairs(found: Sequence[Sequence[int]], most: int = 4) -> str:
 
 
 def judge_count(needed: int, facts: TorchFacts, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Enough GPUs for the ranks."""
-    there = len(facts.devices)
-    if there and needed > there:
-        seen = environment.get("CUDA_VISIBLE_DEVICES")
-        why = f"; CUDA_VISIBLE_DEVICES={seen}" if seen is not None else ""
-        yield fail("ranks", f"{needed} on this machine, and {there} GPUs{why}", f"gpus={there}, or another machine")
+    """Check that there is a GPU for each rank."""
+    count = len(facts.devices)
+    if count and needed > count:
+        visible = environment.get("CUDA_VISIBLE_DEVICES")
+        why = f"; CUDA_VISIBLE_DEVICES={visible}" if visible is not None else ""
+        yield fail("ranks", f"{needed} on this machine, but {count} GPUs{why}", f"gpus={count}, or another machine")
     else:
-        yield ok("ranks", f"{needed} on this machine, on {'GPUs' if there else 'the CPU'}")
+        yield ok("ranks", f"{needed} on this machine, on {'GPUs' if count else 'the CPU'}")

@@ -1,4 +1,4 @@
-"""Names and interfaces by which ranks find each other."""
+"""Network interfaces and host names by which ranks find each other."""
 
 import fcntl
 import socket
@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llava_fsdp.doctor.findings import Finding, fail, ok, text_of, warn
+from llava_fsdp.doctor.findings import Finding, fail, ok, warn
+from llava_fsdp.runtime.host import text_of
 
 CHOICES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 SIOCGIFADDR = 0x8915
@@ -19,7 +20,7 @@ class Interface:
     address: str | None
     up: bool
     megabits: int | None
-    """A second; None: it does not tell."""
+    """Megabits per second; None: unknown."""
 
 
 def read_interfaces(root: Path = Path("/sys/class/net")) -> list[Interface]:
@@ -33,10 +34,10 @@ def read_interfaces(root: Path = Path("/sys/class/net")) -> list[Interface]:
 
 
 def address_of(name: str) -> str | None:
-    """IPv4, which torch's stores and gloo use first."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
+    """The IPv4 address, which torch's stores and gloo use first."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            answer = fcntl.ioctl(own.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
         except OSError:
             return None
     return socket.inet_ntoa(answer[20:24])
@@ -51,7 +52,7 @@ def read_infiniband(root: Path = Path("/sys/class/infiniband")) -> dict[str, str
     return {f"{port.parents[1].name}:{port.name}": text_of(port / "state") or "unknown" for port in ports}
 
 
-def own_address(host: str) -> str | None:
+def lookup(host: str) -> str | None:
     try:
         return socket.gethostbyname(host)
     except OSError:
@@ -61,24 +62,23 @@ def own_address(host: str) -> str | None:
 def judge_interfaces(
     found: Sequence[Interface], ports: Mapping[str, str], environment: Mapping[str, str], nodes: int
 ) -> Iterator[Finding]:
-    """What there is, and whether the variables that choose among it name something."""
-    useful = [own for own in found if own.up and own.address is not None and own.name != "lo"]
-    names = {own.name for own in found}
+    """Report the interfaces, and check that those exist which the environment variables name."""
+    useful = [each for each in found if each.up and each.address is not None and each.name != "lo"]
+    names = {each.name for each in found}
     for variable in CHOICES:
         chosen = environment.get(variable, "")
-        for name in (own.strip() for own in chosen.lstrip("^=").split(",") if own.strip()):
-            is_there = name in names if chosen.startswith("=") or variable == CHOICES[1] else any(
-                own.startswith(name) for own in names
-            )  # fmt: skip
-            if not is_there and not chosen.startswith("^"):
+        for name in filter(None, map(str.strip, chosen.lstrip("^=").split(","))):
+            is_exact = chosen.startswith("=") or variable == CHOICES[1]
+            exists = name in names if is_exact else any(each.startswith(name) for each in names)
+            if not exists and not chosen.startswith("^"):
                 cure = f"unset {variable}, or name one of {', '.join(sorted(names))}"
-                yield fail("interfaces", f"{variable}={chosen}, and there is no {name}", cure)
+                yield fail("interfaces", f"{variable}={chosen}, but there is no {name}", cure)
                 return
-    shown = ", ".join(f"{own.name} {own.address}" + speed_of(own) for own in useful)
+    described = ", ".join(f"{each.name} {each.address}{speed_of(each)}" for each in useful)
     if nodes > 1 and not useful:
-        yield fail("interfaces", "none with an address but loopback", "let the container have the host's network")
+        yield fail("interfaces", "none with an address except loopback", "let the container have the host's network")
         return
-    yield ok("interfaces", shown or "loopback alone, which is enough for one machine")
+    yield ok("interfaces", described or "only loopback, which is enough for one machine")
     if ports:
         down = [name for name, state in ports.items() if "ACTIVE" not in state]
         if down:
@@ -88,19 +88,18 @@ def judge_interfaces(
             yield ok("InfiniBand", f"{len(ports)} ports, all active")
 
 
-def speed_of(own: Interface) -> str:
-    return f" ({own.megabits / 1000:.3g} Gb/s)" if own.megabits else ""
+def speed_of(interface: Interface) -> str:
+    return f" ({interface.megabits / 1000:.3g} Gb/s)" if interface.megabits else ""
 
 
 def judge_name(host: str, address: str | None, nodes: int) -> Iterator[Finding]:
-    """Whether this machine's name leads to an address of its own: gloo asks for it."""
-    several = "the other machines connect to it"
+    """Check that this machine's name has an address that others reach; gloo looks it up."""
     if address is None:
         cure = f"add a line to /etc/hosts: ADDRESS {host}; or GLOO_SOCKET_IFNAME=eth0"
         make = fail if nodes > 1 else warn
         yield make("host name", f"{host} has no address", cure)
     elif nodes > 1 and address.startswith("127."):
         cure = f"let /etc/hosts give {host} its address on the network; or GLOO_SOCKET_IFNAME=eth0"
-        yield fail("host name", f"{host} is {address}, which only this machine reaches: {several}", cure)
+        yield fail("host name", f"{host} is {address}, but the other machines must connect to it", cure)
     else:
         yield ok("host name", f"{host}, {address}")

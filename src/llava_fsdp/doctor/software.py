@@ -1,32 +1,31 @@
-"""Python and packages: what the project needs, what the configuration needs on top, and what is there."""
+"""Check Python, the packages that every training needs, and those that this configuration needs."""
 
 import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator, Mapping
 
 from llava_fsdp.config import Config
-from llava_fsdp.doctor.findings import Finding, fail, ok, output_of, said_of, warn
+from llava_fsdp.doctor.findings import Finding, fail, ok, output_of, result_and_cure, warn
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
 
 OLDEST, NEWEST = (3, 11), (3, 12)
 OPTIONAL = (
     "flash-attn", "torchao", "peft", "bitsandbytes", "triton", "pyarrow", "tensorboard", "wandb", "gradio",
-    "matplotlib",
 )  # fmt: skip
 SLOW = {
-    "CUDA_LAUNCH_BLOCKING": "every kernel is waited for",
-    "TORCH_DISTRIBUTED_DEBUG": "every collective is checked against the other ranks'",
-    "NCCL_P2P_DISABLE": "GPUs talk through the host's memory",
-    "NCCL_SHM_DISABLE": "processes talk through the network",
-    "NCCL_IB_DISABLE": "InfiniBand is left alone",
+    "CUDA_LAUNCH_BLOCKING": "the host waits for every kernel",
+    "TORCH_DISTRIBUTED_DEBUG": "every collective is compared with the other ranks'",
+    "NCCL_P2P_DISABLE": "GPUs communicate through host memory",
+    "NCCL_SHM_DISABLE": "processes communicate through the network",
+    "NCCL_IB_DISABLE": "InfiniBand is not used",
     "TORCH_COMPILE_DISABLE": "nothing is compiled",
 }
-"""Variables of the environment that cost speed, and how."""
+"""Environment variables that cost speed, and why."""
 OFF = ("", "0", "off", "false", "info")
 
 
 def version_of(package: str) -> str | None:
-    """None: it is not installed."""
+    """Version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -34,54 +33,55 @@ def version_of(package: str) -> str | None:
 
 
 def judge_python(version: tuple[int, int, int]) -> Iterator[Finding]:
-    said = ".".join(map(str, version))
+    result = ".".join(map(str, version))
     if OLDEST <= version[:2] <= NEWEST:
-        yield ok("Python", f"{said}, {sys.executable}")
+        yield ok("Python", f"{result}, {sys.executable}")
     else:
         cure = f"use Python {OLDEST[0]}.{OLDEST[1]} or {NEWEST[0]}.{NEWEST[1]}: launch/quickstart.sh makes .venv of it"
-        yield fail("Python", said, cure)
+        yield fail("Python", result, cure)
 
 
 def requirements() -> list[str]:
-    """What the installed package declares; empty where it runs from a checkout that is not installed."""
+    """Requirements that the installed package declares; empty if it runs from a checkout that is not installed."""
     try:
         return importlib.metadata.requires("llava-fsdp") or []
     except importlib.metadata.PackageNotFoundError:
         return []
 
 
-def judge_packages(declared: list[str], found: Callable[[str], str | None]) -> Iterator[Finding]:
-    """The packages that every training needs, each with its version in the declared range.
+def judge_packages(declared: list[str], version_of: Callable[[str], str | None]) -> Iterator[Finding]:
+    """Check that the packages which every training needs have versions in the declared ranges.
 
     Args:
-        declared: requirements as a package's metadata has them; those of extras are passed over.
-        found: a package's version.
+        declared: requirements as in a package's metadata; those of extras are ignored.
+        version_of: returns a package's version.
     """
-    from packaging.requirements import Requirement  # transformers brings it, and may be missing too
+    from packaging.requirements import Requirement  # installed with transformers, and may be missing too
 
-    needed = [own for own in map(Requirement, declared) if own.marker is None or own.marker.evaluate({"extra": ""})]
-    wrong = []
-    for own in needed:
-        version = found(own.name)
-        if version is None or not own.specifier.contains(version, prereleases=True):
-            wrong.append((own, version))
-    for own, version in wrong:
-        yield fail(own.name, f"{version or 'not installed'}, needed: {own.specifier}", f"pip install '{own}'")
-    if not wrong:
+    needed = [r for r in map(Requirement, declared) if r.marker is None or r.marker.evaluate({"extra": ""})]
+    are_right = True
+    for requirement in needed:
+        version = version_of(requirement.name)
+        if version is None or not requirement.specifier.contains(version, prereleases=True):
+            are_right = False
+            result = f"{version or 'not installed'}, needed: {requirement.specifier}"
+            yield fail(requirement.name, result, f"pip install '{requirement}'")
+    if are_right:
         names = ("transformers", "hydra-core", "safetensors", "numpy")
-        shown = ", ".join(f"{name} {found(name)}" for name in names)
-        yield ok("packages", f"{len(needed)} in the versions that are needed ({shown})")
+        versions = ", ".join(f"{name} {version_of(name)}" for name in names)
+        yield ok("packages", f"{len(needed)} in the needed versions ({versions})")
 
 
-def judge_optional(found: Callable[[str], str | None]) -> Iterator[Finding]:
-    """What is there beyond; whether the configuration needs it is `judge_needs`."""
-    there = [f"{name} {version}" for name in OPTIONAL if (version := found(name)) is not None]
-    missing = [name for name in OPTIONAL if found(name) is None]
-    yield ok("extras", ", ".join(there) + (f"; not there: {', '.join(missing)}" if missing else ""))
+def judge_optional(version_of: Callable[[str], str | None]) -> Iterator[Finding]:
+    """List optional packages; `judge_needs` checks whether the configuration needs them."""
+    versions = {name: version_of(name) for name in OPTIONAL}
+    installed = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
+    missing = ", ".join(name for name, version in versions.items() if version is None)
+    yield ok("extras", installed + (f"; not installed: {missing}" if missing else ""))
 
 
 def needs_of(cfg: Config) -> dict[str, Callable[[], str]]:
-    """What the configuration asks of torch, packages and device, by key; each raises what a training would."""
+    """Checks of what the configuration needs, by name; each raises as a training would."""
     import torch
 
     from llava_fsdp.config import Attention, LinearKind, Quantizer
@@ -100,14 +100,14 @@ def needs_of(cfg: Config) -> dict[str, Callable[[], str]]:
         kernel = choose_kernel(cfg.attention, language, device, DTYPES[cfg.precision.param_dtype])
         if kernel.attention is Attention.flash and output_of([sys.executable, "-c", "import flash_attn"], 60) is None:
             raise ConfigError(
-                "flash-attn is installed and cannot be imported: it was built for another torch; "
+                "flash-attn is installed but cannot be imported, as it was built for another torch; "
                 "pip install --no-build-isolation --force-reinstall flash-attn, or set attention=auto"
             )
         return f"{kernel.attention.value}: {kernel.reason}"
 
     def compiling() -> str:
-        found = choose_compiling(cfg, device, None)
-        return f"{'yes' if found.on else 'no'}: {found.reason}"
+        choice = choose_compiling(cfg, device, None)
+        return f"{'yes' if choice.on else 'no'}: {choice.reason}"
 
     def peft() -> str:
         return f"peft {import_peft().__version__}"
@@ -120,29 +120,29 @@ def needs_of(cfg: Config) -> dict[str, Callable[[], str]]:
         check_fp8(device)
         return f"torchao {version_of('torchao')}"
 
-    found: dict[str, Callable[[], str]] = {"compile": compiling}
+    needs: dict[str, Callable[[], str]] = {"compile": compiling}
     if cfg.pack:
-        found["attention"] = attention
+        needs["attention"] = attention
     if cfg.model.lora.enabled:
-        found["adapters"] = peft
+        needs["adapters"] = peft
     if cfg.model.quantize.mode is not Quantizer.none:
-        found["quantized base"] = quantizer
+        needs["quantized base"] = quantizer
     if cfg.precision.linear is LinearKind.fp8:
-        found["fp8"] = fp8
-    return found
+        needs["fp8"] = fp8
+    return needs
 
 
 def judge_needs(needs: Mapping[str, Callable[[], str]]) -> Iterator[Finding]:
-    """Each in its turn, so that one that is missing does not hide another."""
+    """Run each check, so that one that fails does not hide another."""
     for name, need in needs.items():
         try:
             yield ok(name, need())
         except LlavaFsdpError as error:
-            yield fail(name, *said_of(error))
+            yield fail(name, *result_and_cure(error))
 
 
 def judge_environment(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Variables that cost speed, or keep a training from the network."""
+    """Warn of environment variables that cost speed."""
     slow = {name: why for name, why in SLOW.items() if environment.get(name, "").lower() not in OFF}
     for name, why in slow.items():
         yield warn(name, f"{environment[name]}: {why}", f"unset {name}")

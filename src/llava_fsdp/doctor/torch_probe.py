@@ -1,6 +1,6 @@
-"""What torch says of itself and of this machine's GPUs, as one line of JSON; each GPU is used once.
+"""Print what torch reports about itself and the GPUs as one line of JSON, after using each GPU once.
 
-A process of its own (`python -m llava_fsdp.doctor.torch_probe`): a driver that hangs or crashes takes this one down.
+A process of its own (`python -m llava_fsdp.doctor.torch_probe`), as a broken driver may hang or crash it.
 """
 
 import json
@@ -18,7 +18,7 @@ def main() -> None:
             "version": torch.__version__,
             "cuda": torch.version.cuda,
             "hip": torch.version.hip,
-            "nccl": nccl() if available else None,
+            "nccl": nccl_version() if available else None,
             "available": available,
             "devices": [facts_of(index) for index in range(count)],
             "no_peers": [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)],
@@ -26,29 +26,29 @@ def main() -> None:
     )  # fmt: skip
 
 
-def nccl() -> str | None:
+def nccl_version() -> str | None:
     try:
-        from torch.cuda import nccl as own
+        from torch.cuda import nccl
 
-        return ".".join(str(part) for part in own.version())
-    except Exception:  # a build without it says so in many ways
+        return ".".join(map(str, nccl.version()))
+    except Exception:  # a build without NCCL raises various errors
         return None
 
 
 def facts_of(index: int) -> dict[str, Any]:
-    found = torch.cuda.get_device_properties(index)
+    device = torch.cuda.get_device_properties(index)
     error = ""
     try:
         ones = torch.ones(64, 64, device=f"cuda:{index}")
         if (ones @ ones).sum().item() != 64**3:
-            error = "it computes wrong sums"
+            error = "it computes wrong products"
     except RuntimeError as problem:
         error = str(problem).splitlines()[0]
     return {
-        "name": found.name,
-        "capability": [found.major, found.minor],
-        "memory": found.total_memory,
-        "bf16": found.major >= 8,
+        "name": device.name,
+        "capability": [device.major, device.minor],
+        "memory": device.total_memory,
+        "bf16": device.major >= 8,
         "error": error,
     }
 

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from llava_fsdp.checkpoint.safetensors_stream import write_read_tensors
+from llava_fsdp.checkpoint.safetensors_stream import write_tensors
 from llava_fsdp.checkpoint.state_json import jsonable
 from llava_fsdp.config import KeptDType, LoraConfig, ModelConfig
 from llava_fsdp.export.formats import (
@@ -112,7 +112,7 @@ class AdapterWriter:
         file = folder / ADAPTER_FILES[0]
         with ThreadPoolExecutor(1, "digest") as hasher:
             described = {name: (t.dtype, t.shape) for name, t in own.items()}
-            write_read_tensors(file, described, lambda name: whole(own[name]), hasher)
+            write_tensors(file, described, lambda name: whole(own[name]), hasher)
         shutil.copymode(folder / ADAPTER_CONFIG, file)  # as the umask says: it was made for its owner alone
 
     def write_others(self, folder: Path, tensors: Mapping[str, Stored]) -> None:

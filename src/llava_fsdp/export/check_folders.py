@@ -6,7 +6,7 @@ from pathlib import Path
 
 from llava_fsdp.distributed.consensus import on_all_ranks
 from llava_fsdp.runtime.digests import Digest, share
-from llava_fsdp.runtime.durable_files import replace_durably
+from llava_fsdp.runtime.durable_files import replace_file
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError
 from llava_fsdp.runtime.humanize import readable
 from llava_fsdp.runtime.log import log
@@ -108,7 +108,7 @@ def accept(folder: Path, names: list[str]) -> None:
         kept = {name: digest for name, digest in files.items() if name not in chosen}
         found = kept | digests(folder, [name for name in chosen if (folder / name).is_file()])
         mode = (folder / NOTES).stat().st_mode
-        replace_durably(folder / NOTES, render(said, dict(sorted(found.items()))))
+        replace_file(folder / NOTES, render(said, dict(sorted(found.items()))), 0o600, durable=True)
         (folder / NOTES).chmod(mode)
     except OSError as error:
         raise CheckpointError(f"{folder / NOTES} cannot be written: {why(error, folder)}") from error

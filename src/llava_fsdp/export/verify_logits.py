@@ -25,6 +25,7 @@ from llava_fsdp.model.pretrained_config import read_model
 from llava_fsdp.model.tensor_files import Stored, open_tensors
 from llava_fsdp.model.weight_names import ours
 from llava_fsdp.runtime.errors import ModelError
+from llava_fsdp.runtime.host import read_host
 from llava_fsdp.runtime.log import log
 
 CLOSE = 1e-4
@@ -137,19 +138,8 @@ def bytes_in_fp32(model: Llava) -> int:
 
 
 def fits_in_fp32(model: Llava) -> bool:
-    """Whether the host's memory, or what a container's limit leaves of it, has the room."""
-    meminfo = Path("/proc/meminfo")
-    available = dict(line.split(":") for line in meminfo.read_text().splitlines()) if meminfo.is_file() else {}
-    rooms = [int(available.get("MemAvailable", "0").split()[0]) * 1024, room_in_container()]
-    return all(not room or room > 1.2 * bytes_in_fp32(model) for room in rooms)
-
-
-def room_in_container() -> int:
-    """Bytes that a container's limit leaves; 0 where there is none."""
-    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
-    if not limit.is_file() or not used.is_file() or limit.read_text().strip() == "max":
-        return 0
-    return max(1, int(limit.read_text()) - int(used.read_text()))
+    """Whether the free memory of the host or container has room for the model in fp32."""
+    return read_host().free > 1.2 * bytes_in_fp32(model)
 
 
 def probe(model: Llava) -> MicroBatch:

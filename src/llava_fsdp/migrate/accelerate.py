@@ -1,117 +1,89 @@
-"""The table of Accelerate's words: the keys of its YAML file and the flags of `accelerate launch`, which are the
-same (accelerate/commands/launch.py, commands/config/). A file's blocks `deepspeed_config` and
-`fsdp_config` count as flat."""
+"""The table of Accelerate's names: the keys of its YAML file and the flags of `accelerate launch`, which are the
+same (accelerate/commands/launch.py, commands/config/). A file's blocks `deepspeed_config`, `fsdp_config` and
+`dynamo_config` count as flat."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from llava_fsdp.migrate.bash_script import is_open
-from llava_fsdp.migrate.context import Context, Rule, off, to
-from llava_fsdp.migrate.key_outcome import Outcome, implied, mapped, no_effect, refused, unsupported
-from llava_fsdp.migrate.launch_command import LOGS, NUMBER, ON_ITS_OWN, PLACE, RESTARTS
+from llava_fsdp.migrate.keys import (
+    OFF,
+    Context,
+    Outcome,
+    Rule,
+    each,
+    implied,
+    mapped,
+    no_effect,
+    off,
+    refused,
+    to,
+    unsupported,
+)
+from llava_fsdp.migrate.launcher_flags import BY_TORCHRUN, LOGS, NOT_NEEDED, NUMBER, PLACE, RESTARTS
 from llava_fsdp.migrate.overrides import FSDP_STRATEGIES
 from llava_fsdp.migrate.source_run import plain
 
-TPU = off("CUDA or CPU, as the machine has it")
-FP8 = unsupported("precision=fp8 scales every tensor by its largest element, in torchao; it has no settings")
-MEGATRON = unsupported("no tensor or pipeline parallelism: sharding=zero3 for models that fit no GPU")
 UNITS = implied("every block of layers is a unit; sharding.blocks_per_unit takes several together")
 AHEAD = implied("FSDP2 gathers the next block ahead of the computation; sharding.prefetch takes more")
-STREAMED = implied("every rank reads its own rows of every weight from the files")
+READ_BY_ROWS = implied("the model is built without weights, and every rank reads its own rows from the files")
+CHOOSE = unsupported("CUDA_VISIBLE_DEVICES before the command, and gpus=N here")
 
 
 def distributed_type(context: Context, value: object) -> Outcome:
-    name = str(value).upper()
-    if name in ("DEEPSPEED", "FSDP", "MULTI_GPU", "NO", "MULTI_CPU"):
+    if str(value).upper() in ("DEEPSPEED", "FSDP", "MULTI_GPU", "NO", "MULTI_CPU"):
         return mapped(context.tell("sharding"))
     return unsupported(f"{value}: a run uses CUDA or CPU, on FSDP2")
 
 
 def mixed_precision(context: Context, value: object) -> Outcome:
-    note = {"fp8": ": torchao's float8 training of the language model's linear layers, on GPUs that have fp8"}
-    told = [context.tell(key) for key in context.decided if key.startswith("precision")]
-    return mapped(", ".join(told) + note.get(str(value), "")) if told else mapped(context.tell("precision"))
+    note = ": torchao's float8 training of the language model's linear layers" if value == "fp8" else ""
+    return mapped(", ".join(context.tell(key) for key in context.decided if key.startswith("precision")) + note)
 
 
-def zero_stage(context: Context, value: object) -> Outcome:
-    if context.run.deepspeed is not None:
-        return no_effect(f"the DeepSpeed configuration {context.run.deepspeed.name} says it")
-    return mapped(context.tell("sharding"))
+def unless_deepspeed(rule: Callable[[Context, object], Outcome]) -> Callable[[Context, object], Outcome]:
+    """A setting that counts where no DeepSpeed JSON has it."""
+
+    def wrapped(context: Context, value: object) -> Outcome:
+        if plain(value) is False or value in (None, "none", ""):
+            return OFF
+        json = context.run.deepspeed
+        return no_effect(f"the DeepSpeed configuration {json.name} has it") if json else rule(context, value)
+
+    return wrapped
 
 
-def gradient_clipping(context: Context, value: object) -> Outcome:
-    if context.run.deepspeed is not None:
-        return no_effect(f"the DeepSpeed configuration {context.run.deepspeed.name} says it")
-    norm = context.run.hf("max_grad_norm")
-    if context.run.launch and plain(value) != norm and not is_open(norm):
-        return refused(f"--max_grad_norm is {norm}")
-    return mapped(context.tell("optim.clip"))
+def as_flag(flag: str, key: str) -> Callable[[Context, object], Outcome]:
+    """A setting that the training script has too, as another flag."""
 
+    def rule(context: Context, value: object) -> Outcome:
+        theirs = context.run.hf(flag)
+        return mapped(context.tell(key)) if plain(value) == theirs else refused(f"--{flag} is {theirs}")
 
-def accumulation(context: Context, value: object) -> Outcome:
-    run = context.run
-    if run.deepspeed is not None:
-        return no_effect(f"the DeepSpeed configuration {run.deepspeed.name} says it")
-    if not run.launch:
-        return unsupported("a factor of global_batch_size; give the training script as another PATH")
-    ours = run.hf("gradient_accumulation_steps")
-    if plain(value) != ours and not is_open(ours):
-        return refused(f"--gradient_accumulation_steps is {ours}")
-    return mapped(f"a factor of {context.tell('global_batch_size')}")
-
-
-def offload(context: Context, value: object) -> Outcome:
-    if plain(value) in (False, None, "none", ""):
-        return implied("off, as here")
-    if context.run.deepspeed is not None:
-        return no_effect(f"the DeepSpeed configuration {context.run.deepspeed.name} says it")
-    return mapped(context.tell("offload.folder" if context.key.endswith("nvme_path") else "offload"))
-
-
-def gpu_ids(context: Context, value: object) -> Outcome:
-    if value in (None, "all"):
-        return implied("all of the machine, as here")
-    return mapped("CUDA_VISIBLE_DEVICES before the command")
-
-
-def config_file(context: Context, value: object) -> Outcome:
-    if context.run.deepspeed is None:
-        return unsupported("this file was not found: give it as another PATH")
-    return mapped(f"read: {context.run.deepspeed.name}")
+    return rule
 
 
 def read_file(context: Context, value: object) -> Outcome:
-    if context.run.accelerate is None:
-        return unsupported("this file was not found: give it as another PATH")
-    return mapped(f"read: {context.run.accelerate.name}")
+    """config_file, and DeepSpeed's."""
+    found = context.run.accelerate if context.key == "config_file" else context.run.deepspeed
+    return mapped(f"read: {found.name}") if found else unsupported("this file was not found: give it as another PATH")
 
 
 def strategy(context: Context, value: object) -> Outcome:
     if str(value).upper() not in FSDP_STRATEGIES and not isinstance(plain(value), bool):
-        return unsupported(f"{value} is none of PyTorch's strategies; {context.tell('sharding')}")
+        return unsupported(f"{value} is not one of PyTorch's strategies; {context.tell('sharding')}")
     return mapped(context.tell("sharding"))
-
-
-def state_dict_type(context: Context, value: object) -> Outcome:
-    return implied("checkpoints are sharded, and export/ holds the whole model")
 
 
 def dynamo_backend(context: Context, value: object) -> Outcome:
     name = str(value).lower()
-    if name in ("no", "none", "false", ""):
-        if context.decided.get("compile"):
-            return no_effect(f"the script switches it on: {context.tell('compile')}")
+    if name in ("no", "none", "false", "") and context.decided.get("compile"):
+        return no_effect(f"the script switches it on: {context.tell('compile')}")
+    if name in ("no", "none", "false", "", "inductor"):
         return mapped(context.tell("compile"))
-    if context.decided.get("compile") is False:
-        return mapped(f"{context.tell('compile')}: this backend writes no kernels, and runs the operations as they are")
-    if name != "inductor":
-        return unsupported(
-            f"{value}: torch.compile's own backend, inductor, compiles blocks; {context.tell('compile')}"
-        )
-    return mapped(context.tell("compile"))
+    return unsupported(f"{value}: blocks are compiled with inductor; {context.tell('compile')}")
 
 
-def dynamo_detail(why: str, *usual: object) -> Rule:
-    """A setting of torch.compile's, of no effect where nothing is compiled."""
+def dynamo_detail(why: str, *usual: object) -> Callable[[Context, object], Outcome]:
+    """A setting of torch.compile's, without effect where nothing is compiled."""
 
     def rule(context: Context, value: object) -> Outcome:
         if not context.decided.get("compile"):
@@ -122,86 +94,45 @@ def dynamo_detail(why: str, *usual: object) -> Rule:
 
 
 def checkpointing(context: Context, value: object) -> Outcome:
-    if not context.run.launch:
-        return mapped(context.tell("activation_checkpointing"))
-    if bool(plain(value)) == context.run.truth("gradient_checkpointing"):
-        return mapped(context.tell("activation_checkpointing"))
-    return unsupported(
-        f"--gradient_checkpointing of the script says otherwise: {context.tell('activation_checkpointing')}"
-    )
+    text = context.tell("activation_checkpointing")
+    if bool(plain(value)) == context.run.hf("gradient_checkpointing"):
+        return mapped(text)
+    return unsupported(f"--gradient_checkpointing of the script has another value: {text}")
 
 
-ACCELERATE: Mapping[str, Outcome | Rule] = {
+ACCELERATE: Mapping[str, Rule] = {
     "config_file": read_file,
-    "compute_environment": off("machines are started by torchrun", "LOCAL_MACHINE"),
+    "compute_environment": off("torchrun starts the machines", "LOCAL_MACHINE"),
     "distributed_type": distributed_type,
-    "use_deepspeed": to("sharding"),
-    "use_fsdp": to("sharding"),
-    "multi_gpu": to("sharding"),
+    **each(to("sharding"), "use_deepspeed use_fsdp multi_gpu"),
     "mixed_precision": mixed_precision,
-    "num_processes": NUMBER,
-    "num_machines": NUMBER,
-    "machine_rank": PLACE,
-    "main_process_ip": PLACE,
-    "main_process_port": PLACE,
-    "rdzv_backend": PLACE,
-    "rdzv_conf": PLACE,
-    "same_network": ON_ITS_OWN,
-    "gpu_ids": gpu_ids,
+    **each(NUMBER, "num_processes num_machines"),
+    **each(PLACE, "machine_rank main_process_ip main_process_port rdzv_backend rdzv_conf"),
+    **each(NOT_NEEDED, "same_network role module m no_python main_training_function"),
+    "gpu_ids": mapped("CUDA_VISIBLE_DEVICES before the command, unless it is all"),
     "max_restarts": RESTARTS,
-    "monitor_interval": LOGS,
-    "log_dir": LOGS,
-    "tee": LOGS,
-    "t": LOGS,
-    "role": ON_ITS_OWN,
-    "module": ON_ITS_OWN,
-    "m": ON_ITS_OWN,
-    "no_python": ON_ITS_OWN,
-    "quiet": LOGS,
-    "q": LOGS,
-    "debug": LOGS,
-    "main_training_function": ON_ITS_OWN,
+    **each(LOGS, "monitor_interval log_dir tee t quiet q debug"),
     "num_cpu_threads_per_process": implied("OMP_NUM_THREADS before the command"),
-    "enable_cpu_affinity": off("bind with numactl or the scheduler"),
-    "use_cpu": off("CUDA_VISIBLE_DEVICES= before the command"),
-    "cpu": off("CUDA_VISIBLE_DEVICES= before the command"),
-    "command_file": TPU, "commands": TPU, "tpu": TPU, "tpu_name": TPU, "tpu_zone": TPU, "tpu_cluster": TPU,
-    "tpu_use_cluster": TPU, "no_tpu_cluster": TPU, "tpu_use_sudo": TPU, "tpu_vm": TPU, "tpu_env": TPU, "vm": TPU,
-    "env": TPU, "downcast_bf16": TPU, "ipex": TPU, "use_xpu": TPU, "use_mps_device": TPU, "ipex_config.*": TPU,
-    "mpirun_config.*": unsupported("torchrun starts the ranks"),
-    "mpirun_hostfile": unsupported("torchrun starts the ranks"),
-    "aws_access_key_id": TPU, "aws_secret_access_key": TPU,
+    **each(BY_TORCHRUN, "mpirun_config.* mpirun_hostfile deepspeed_hostfile deepspeed_multinode_launcher"),
     # DeepSpeed
-    "deepspeed_config_file": config_file,
-    "zero_stage": zero_stage,
-    "gradient_accumulation_steps": accumulation,
-    "gradient_clipping": gradient_clipping,
-    "offload_optimizer_device": offload,
-    "offload_param_device": offload,
-    "offload_optimizer_nvme_path": offload,
-    "offload_param_nvme_path": offload,
-    "zero3_init_flag": implied("the model is built without weights, and every rank reads its own rows"),
+    "deepspeed_config_file": read_file,
+    "zero_stage": unless_deepspeed(to("sharding")),
+    "gradient_accumulation_steps": unless_deepspeed(as_flag("gradient_accumulation_steps", "global_batch_size")),
+    "gradient_clipping": unless_deepspeed(as_flag("max_grad_norm", "optim.clip")),
+    **each(unless_deepspeed(to("offload")), "offload_optimizer_device offload_param_device"),
+    **each(unless_deepspeed(to("offload.folder")), "offload_optimizer_nvme_path offload_param_nvme_path"),
+    "zero3_init_flag": READ_BY_ROWS,
     "zero3_save_16bit_model": implied("export/ always holds the whole model"),
-    "deepspeed_hostfile": unsupported("torchrun is started on every machine: launch/multinode.sh"),
-    "deepspeed_inclusion_filter": unsupported("CUDA_VISIBLE_DEVICES before the command, and gpus=N here"),
-    "deepspeed_exclusion_filter": unsupported("CUDA_VISIBLE_DEVICES before the command, and gpus=N here"),
-    "deepspeed_multinode_launcher": unsupported("torchrun is the launcher; launch/multinode.sh"),
-    "deepspeed_moe_layer_cls_names": off("no mixtures of experts"),
+    **each(CHOOSE, "deepspeed_inclusion_filter deepspeed_exclusion_filter"),
     # FSDP
-    "fsdp_sharding_strategy": strategy,
-    "fsdp_reshard_after_forward": strategy,
+    **each(strategy, "fsdp_sharding_strategy fsdp_reshard_after_forward"),
     "fsdp_version": implied("FSDP2"),
-    "fsdp_auto_wrap_policy": UNITS,
-    "fsdp_transformer_layer_cls_to_wrap": UNITS,
-    "fsdp_min_num_params": UNITS,
-    "fsdp_offload_params": offload,
-    "fsdp_backward_prefetch": AHEAD,
-    "fsdp_backward_prefetch_policy": AHEAD,
-    "fsdp_forward_prefetch": AHEAD,
-    "fsdp_state_dict_type": state_dict_type,
+    **each(UNITS, "fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params"),
+    "fsdp_offload_params": unless_deepspeed(to("offload")),
+    **each(AHEAD, "fsdp_backward_prefetch fsdp_backward_prefetch_policy fsdp_forward_prefetch"),
+    "fsdp_state_dict_type": implied("checkpoints are sharded, and export/ holds the whole model"),
     "fsdp_use_orig_params": implied("FSDP2 keeps every parameter"),
-    "fsdp_cpu_ram_efficient_loading": STREAMED,
-    "fsdp_sync_module_states": STREAMED,
+    **each(READ_BY_ROWS, "fsdp_cpu_ram_efficient_loading fsdp_sync_module_states"),
     "fsdp_activation_checkpointing": checkpointing,
     # others
     "dynamo_backend": dynamo_backend,
@@ -210,26 +141,14 @@ ACCELERATE: Mapping[str, Outcome | Rule] = {
     "dynamo_use_fullgraph": dynamo_detail("a block is one graph where its attention can be compiled"),
     "dynamo_use_regional_compilation": dynamo_detail("blocks are compiled one at a time", True),
     "dynamo_config.*": dynamo_detail("torch.compile's default settings"),
-    "fp8_config.*": FP8, "fp8_*": FP8,
-    "use_megatron_lm": MEGATRON, "megatron_lm_config.*": MEGATRON, "megatron_lm_*": MEGATRON,
-    "use_parallelism_config": off("sharding= says how a model is spread"),
-    "parallelism_config.*": off("sharding= says how a model is spread", 1),
-    "parallelism_config_*": off("sharding= says how a model is spread", 1),
-    # SageMaker
-    "ec2_instance_type": TPU, "iam_role_name": TPU, "image_uri": TPU, "profile": TPU, "region": TPU,
-    "base_job_name": TPU, "pytorch_version": TPU, "transformers_version": TPU, "py_version": TPU,
-    "sagemaker_inputs_file": TPU, "sagemaker_metrics_file": TPU, "additional_args.*": TPU,
-}  # fmt: skip
+}
 
 
-def rule_of(key: str) -> Outcome | Rule | None:
+def rule_of(key: str) -> Rule | None:
     """The row of the table for a flag or a file's dotted key."""
     name = key
     for block in ("deepspeed_config.", "fsdp_config.", "dynamo_config.", "fp8_config."):
         name = name.removeprefix(block) if key.removeprefix(block) in ACCELERATE else name
     if name in ACCELERATE:
         return ACCELERATE[name]
-    for pattern, rule in ACCELERATE.items():
-        if pattern.endswith("*") and name.startswith(pattern[:-1]):
-            return rule
-    return None
+    return next((rule for row, rule in ACCELERATE.items() if row.endswith("*") and name.startswith(row[:-1])), None)

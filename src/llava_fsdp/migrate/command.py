@@ -1,5 +1,6 @@
-"""A run of somebody else's as one llava_fsdp command, as short as the stage and the recipe allow."""
+"""Another system's run as one llava_fsdp command, as short as the stage and the recipe allow."""
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -8,16 +9,16 @@ from omegaconf import DictConfig, OmegaConf
 
 from llava_fsdp.config import Config, config_dir, load
 from llava_fsdp.config.cli import taken_literally
-from llava_fsdp.migrate.bash_script import is_open, open_mark, quoted, shown
-from llava_fsdp.migrate.context import Context, written
-from llava_fsdp.migrate.key_outcome import REFUSED, Row, Verdict
+from llava_fsdp.migrate.keys import REFUSED, Context, Row, Verdict, written
 from llava_fsdp.migrate.overrides import Overrides, decide
-from llava_fsdp.migrate.source_run import Options, Run
+from llava_fsdp.migrate.source_run import Run
 from llava_fsdp.migrate.table import rows_of
+from llava_fsdp.migrate.trainer_flags import lacking
 from llava_fsdp.runtime.errors import ConfigError
 
-FRAME = ("stage", "model", "data")
+CHOICES = ("stage", "model", "data")
 GROUPS = ("sharding", "precision", "activation_checkpointing", "offload")
+HOST = "HOST"  # stands in the command for the first machine's address
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,10 @@ class Migration:
     run: Run
     decided: Overrides
     kept: Overrides
-    """The overrides that the command has to say."""
+    """The overrides that the command has to give."""
     rows: list[Row]
     refused: str
-    """What llava_fsdp says against the command; empty where it composes."""
+    """The error with which llava_fsdp refuses the command; empty where it composes."""
 
     @property
     def words(self) -> list[str]:
@@ -39,15 +40,28 @@ class Migration:
         return [row for row in self.rows if not row.known]
 
     @property
+    def lacks(self) -> list[str]:
+        """Why the command is not complete; empty where it can be started as it is."""
+        run = self.run
+        found = [f"{name} was not found: give it as another PATH" for name in run.missing]
+        found += lacking(run, self.decided)
+        if any(HOST in word for word in launcher(run)):
+            found.append(f"the address of the first machine: write it in place of {HOST}")
+        for row in self.rows:
+            if not row.known or (not run.launch.is_original and row.verdict is Verdict.unsupported):
+                found.append(f"{row.key}: {row.text}")
+        return found + ([f"llava_fsdp refuses the command: {self.refused}"] if self.refused else [])
+
+    @property
     def cautions(self) -> list[str]:
-        """Why the command is another training than the files say, or these are none."""
+        """Where the command trains otherwise than the files say, or the files contradict each other."""
         run = self.run
         found = [f"{row.key}: {row.text}" for row in self.rows if row.text.startswith(REFUSED)]
-        if run.launch and run.hf("bits") != 16 and "model.quantize.mode" not in self.decided:
-            found.append(f"--bits {shown(run.hf('bits'))}: this command trains without quantized weights")
-        said = replace(run, options=Options()).gpus
-        if run.options.gpus and said and said != run.options.gpus:
-            found.append(f"gpus={run.options.gpus} was given, and the files say {said}")
+        if run.bits and "model.quantize.mode" not in self.decided:
+            found.append(f"{run.bits}-bit weights: this command trains without quantized weights")
+        in_files = replace(run, given_gpus=None).gpus
+        if run.given_gpus and in_files and in_files != run.given_gpus:
+            found.append(f"gpus={run.given_gpus} was given, and the files have {in_files}")
         for block, whose in ((run.deepspeed, "DeepSpeed"), (run.accelerate, "Accelerate")):
             if block and block.values and all(not r.known for r in self.rows if r.source == block.name):
                 found.append(f"no key of {block.name} is one of {whose}'s; is it another file?")
@@ -59,70 +73,63 @@ class Migration:
 
 def migrate(run: Run) -> Migration:
     decided = decide(run)
-    kept = reduce(decided) if run.launch else decided
+    kept = reduce(decided)
     context = Context(run, decided, frozenset(decided) - frozenset(kept))
     return Migration(run, decided, kept, rows_of(context), refusal(kept))
 
 
 def reduce(decided: Overrides) -> Overrides:
-    """Without what the stage, the model and their recipe say already."""
-    frame = {key: value for key, value in decided.items() if key in FRAME}
+    """The overrides without those that the stage, the model and their recipe have already."""
+    chosen = {key: value for key, value in decided.items() if key in CHOICES}
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        base = compose("train", assignments(frame))
-    groups = {key: decided[key] for key in GROUPS if key in decided and not chooses(base, key, decided[key])}
-    rest = {k: v for k, v in decided.items() if k not in (*FRAME, *GROUPS) and not says(base, k, v)}
-    return frame | groups | rest
+        base = compose("train", assignments(chosen))
+    groups = {key: decided[key] for key in GROUPS if key in decided and not has_choice(base, key, decided[key])}
+    rest = {k: v for k, v in decided.items() if k not in (*CHOICES, *GROUPS) and not has_value(base, k, v)}
+    return chosen | groups | rest
 
 
-def chooses(base: DictConfig, group: str, choice: object) -> bool:
-    """The group has this choice's values already."""
+def has_choice(base: DictConfig, group: str, choice: object) -> bool:
     return OmegaConf.select(base, group) == OmegaConf.load(config_dir() / group / f"{choice}.yaml")
 
 
-def says(base: DictConfig, key: str, value: object) -> bool:
+def has_value(base: DictConfig, key: str, value: object) -> bool:
     parent, _, name = key.rpartition(".")
     node = OmegaConf.select(base, parent) if parent else base
-    if is_open(value) or OmegaConf.is_missing(node, name):
-        return False
-    return OmegaConf.select(base, key) == value
+    return not OmegaConf.is_missing(node, name) and OmegaConf.select(base, key) == value
 
 
 def refusal(kept: Overrides) -> str:
-    """What the configuration's own checks say; words that the shell has yet to fill in are left out."""
-    known = {key: value for key, value in kept.items() if not is_open(value)}
-    stand_in = ["data.path=records.json"] if is_open(kept.get("data.path")) else []
+    """The error of the configuration's own checks, with a stand-in for a data file that is not given."""
+    words = assignments({"data.path": "records.json"} | kept)
     try:
         with initialize_config_dir(str(config_dir()), version_base="1.3"):
-            load(Config, compose("train", [taken_literally(word) for word in assignments(known)] + stand_in))
+            load(Config, compose("train", [taken_literally(word) for word in words]))
     except ConfigError as error:
         return str(error)
     return ""
 
 
 def assignments(overrides: Mapping[str, object]) -> list[str]:
-    """`key=value`, still with marks where the shell has to fill something in."""
-    return [f"{key}={value if isinstance(value, str) else written(value)}" for key, value in overrides.items()]
+    return [f"{key}={written(value)}" for key, value in overrides.items()]
 
 
 def launcher(run: Run) -> list[str]:
-    per_node, nodes = run.rank_factors
-    prefix = [f"CUDA_VISIBLE_DEVICES={run.devices}"] if run.devices else []
-    if nodes == 1:
-        place = ["--standalone"]
+    ranks, flags = run.ranks, run.launch.flags
+    words = [f"CUDA_VISIBLE_DEVICES={run.devices}"] if run.devices else []
+    if ranks.nodes == 1:
+        words += ["torchrun", "--standalone"]
     else:
-        flags = run.launch.flags if run.launch else {}
-        endpoint = flags.get("rdzv_endpoint")
-        address = flags.get("master_addr", run.launched("main_process_ip")) or open_mark("$MASTER_ADDR")
+        address = flags.get("master_addr", run.launched("main_process_ip")) or HOST
         port = flags.get("master_port", run.launched("main_process_port")) or "29500"
-        place = ["--nnodes", str(nodes), "--rdzv-backend", "c10d"]
-        place += ["--rdzv-endpoint", str(endpoint or f"{address}:{port}")]
-    return [*prefix, "torchrun", *place, "--nproc-per-node", str(per_node), "-m", "llava_fsdp.train"]
+        endpoint = str(flags.get("rdzv_endpoint") or f"{address}:{port}")
+        words += ["torchrun", "--nnodes", str(ranks.nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+    return [*words, "--nproc-per-node", str(ranks.per_node), "-m", "llava_fsdp.train"]
 
 
 def lines(words: list[str], width: int = 100) -> str:
-    """Ready to paste: quoted for the shell, a line for about every `width` characters."""
+    """The command, quoted for a shell, in lines of about `width` characters."""
     made = [""]
-    for word in map(quoted, words):
+    for word in map(shlex.quote, words):
         if "=" in word and len(made[-1]) + len(word) >= width:
             made.append("   ")
         made[-1] += (" " if made[-1] else "") + word

@@ -1,211 +1,356 @@
 """The table of DeepSpeed's configuration keys (docs/_pages/config-json.md, runtime/config.py), nested ones with dots.
 
-`block.*` stands for every key of a block that is not listed by itself. `resolved` is what `auto` stands for: what
-transformers' `HfTrainerDeepSpeedConfig` puts there.
+`block.*` stands for every key of a block that is not listed by itself. `auto` is resolved as transformers does
+(integrations/deepspeed.py), and a value that contradicts the script's flag is refused as there.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from llava_fsdp.migrate import deepspeed_rules as rules
-from llava_fsdp.migrate.context import Rule, off, on, to
-from llava_fsdp.migrate.key_outcome import Outcome, implied, unsupported
-
-COMMUNICATION = implied("FSDP2 gathers and reduces one block of layers at a time, ahead of the computation")
-LIVE = implied(
-    "FSDP2 holds one block of layers gathered at a time, and prefetches the next; sharding.blocks_per_unit and "
-    "sharding.prefetch change that"
+from llava_fsdp.migrate.keys import (
+    OFF,
+    Context,
+    Outcome,
+    Rule,
+    Verdict,
+    Where,
+    each,
+    implied,
+    mapped,
+    no_effect,
+    off,
+    on,
+    refused,
+    to,
+    unsupported,
 )
-MODEL_IS_STREAMED = implied("every rank reads its own rows of every weight from the files")
-GATHERED = implied("export/ always holds the whole model, written without ever gathering it")
-NO_LOGGER = rules.Switched("track.tensorboard=true and track.wandb=online are ours (docs/report.md)")
-TIMES = implied("metrics.jsonl has the seconds of every step")
-OFFLOAD = rules.offload
-OPTIMIZER_OTHER = unsupported("AdamW has no such setting")
-SCHEDULE_OTHER = unsupported("the schedules have no such setting")
+from llava_fsdp.migrate.overrides import DS_ADAM, DS_SCHEDULES, SCALER, STAGES
+from llava_fsdp.migrate.source_run import AUTO, plain
 
-DEEPSPEED: Mapping[str, Outcome | Rule] = {
+BLOCKS = "FSDP2 gathers and reduces one block of layers at a time, ahead of the computation"
+COMMUNICATION = implied(f"{BLOCKS}; sharding.blocks_per_unit=N and sharding.prefetch=N are in blocks, not in elements")
+READ_BY_ROWS = implied("every rank reads its own rows of every weight from the files, or from a checkpoint")
+GATHERED = implied("export/ always holds the whole model, written without ever gathering it")
+METRICS = implied("metrics.jsonl has loss, tokens, seconds and memory of every step")
+ADAMW = implied("PyTorch's own AdamW, fused; moments in precision.moment_dtype")
+NO_SETTING = unsupported("AdamW and the schedules have no such setting")
+FP32_SUMS = "gradients are added and reduced in fp32 (precision.reduce_dtype)"
+ZERO3 = "no tensor, sequence or pipeline parallelism: sharding=zero3 for models that do not fit one GPU"
+PINNED = implied("host memory is pinned wherever there is a GPU; the pages of files are not")
+
+
+def compared(context: Context, value: object, theirs: object, text: str, name: str) -> Outcome:
+    """What transformers' `fill_match` does with a value of the JSON and one of the script."""
+    if value == AUTO:
+        return mapped(text, theirs)
+    if value == theirs:
+        return mapped(text)
+    same = [plain(v) for v in value] == theirs if isinstance(value, list) else plain(value) == theirs
+    if same:
+        return mapped(f"{text}; written as text, which transformers takes for another value and refuses")
+    return refused(f"{name} is {theirs}")
+
+
+@dataclass(frozen=True)
+class FromFlag:
+    """Mapped to an override; `auto` is the trainer's flag, and another value than the flag's is refused."""
+
+    flag: str
+    key: str
+    note: str = ""
+
+    def __call__(self, context: Context, value: object) -> Outcome:
+        return compared(context, value, context.run.hf(self.flag), context.tell(self.key) + self.note, f"--{self.flag}")
+
+
+@dataclass(frozen=True)
+class Switched:
+    """A block with a switch: off it is as here, on it has no equivalent. A switch may be a size, 1 is off then."""
+
+    why: str
+    flag: str = "enabled"
+
+    def __call__(self, context: Context, value: object) -> Outcome:
+        block = context.key.partition(".")[0]
+        values = context.run.deepspeed.values if context.run.deepspeed else {}
+        inner = [plain(v) for k, v in values.items() if k.startswith(block + ".") and k.endswith("." + self.flag)]
+        is_on = any(v is True or v not in (None, 0, 1) for v in inner)
+        if plain(values.get(f"{block}.{self.flag}")) is False or not is_on:
+            return implied(f"{block} is off, as here")
+        return unsupported(self.why)
+
+
+def train_batch_size(context: Context, value: object) -> Outcome:
+    text = context.tell("global_batch_size")
+    return compared(context, value, context.run.batch, text, "micro-batch x accumulation x GPUs")
+
+
+def optimizer_type(context: Context, value: object) -> Outcome:
+    if str(value).lower() not in DS_ADAM:
+        return unsupported(f"AdamW is the optimizer, and replaces it: {value} has no equivalent here")
+    return mapped(
+        f"optim=adamw, one group for all parameters, as DeepSpeed has it: {context.tell('optim.projector_lr')}"
+    )
+
+
+def betas(context: Context, value: object) -> Outcome:
+    theirs = [context.run.hf("adam_beta1"), context.run.hf("adam_beta2")]
+    text = f"{context.tell('optim.beta1')}, {context.tell('optim.beta2')}"
+    return compared(context, value, theirs, text, "--adam_beta1, --adam_beta2")
+
+
+def adam_w_mode(context: Context, value: object) -> Outcome:
+    if plain(value) or str(context.run.ds("optimizer.type")).lower() == "adamw":
+        return implied("decay apart from the gradient: AdamW")
+    if context.decided.get("optim.weight_decay") == 0:
+        return implied("without weight decay Adam is AdamW")
+    return unsupported("AdamW is the optimizer: decay apart from the gradient, not L2")
+
+
+def scheduler_type(context: Context, value: object) -> Outcome:
+    if not any(value == kind for kind, _ in DS_SCHEDULES):
+        return unsupported(f"{value} has no equivalent here; {context.tell('optim.schedule')}")
+    return mapped(
+        f"{context.tell('optim.schedule')}: DeepSpeed's {value} replaces --lr_scheduler_type. Its engine steps once "
+        "before the schedule begins; here step n has the schedule's n-th value"
+    )
+
+
+def warmup_min_lr(context: Context, value: object) -> Outcome:
+    text = "warm-up begins at 0"
+    return (
+        implied(text, 0 if value == AUTO else None) if value in (AUTO, None) or not plain(value) else unsupported(text)
+    )
+
+
+def warmup_num_steps(context: Context, value: object) -> Outcome:
+    key = "optim.warmup_steps" if "optim.warmup_steps" in context.decided else "optim.warmup_ratio"
+    steps, ratio = context.run.hf("warmup_steps"), context.run.hf("warmup_ratio")
+    if value != AUTO and not steps and ratio:
+        return mapped(f"{context.tell(key)}; the original refuses another number than {ratio} of all steps")
+    theirs = steps or (f"ceil({ratio} x steps)" if ratio else 0)
+    return compared(context, value, theirs, context.tell(key), "the script's warm-up in steps")
+
+
+def total_num_steps(context: Context, value: object) -> Outcome:
+    steps = context.decided.get("max_steps")
+    if value == AUTO:
+        return implied("schedules end with the run", steps or "all steps")
+    if steps and plain(value) != steps:
+        return refused(f"the run has {steps} steps")
+    text = "schedules end with the run"
+    return implied(text) if steps else unsupported(f"{text}; give max_steps={value} if it is that long")
+
+
+def half_enabled(context: Context, value: object) -> Outcome:
+    """The switches of the blocks bf16 and fp16."""
+    name = "fp16" if context.key.startswith("fp16") else "bf16"
+    theirs = bool(context.run.hf(name))
+    is_on = theirs if value == AUTO else plain(value) is True
+    found = compared(context, value, theirs, context.tell("precision") if is_on else OFF.text, f"--{name}")
+    return found if is_on or found.verdict is Verdict.unsupported else implied(found.text, found.resolved)
+
+
+def fp16(context: Context, value: object) -> Outcome:
+    """A key of the block beside `enabled`."""
+    run, key = context.run, context.key.partition(".")[2]
+    enabled = run.ds("fp16.enabled", False)
+    if not (run.hf("fp16") if enabled == AUTO else enabled):
+        return no_effect("fp16 is off")
+    if key in SCALER:
+        if run.ds("fp16.loss_scale") not in (None, 0) and key != "loss_scale":
+            return no_effect("the loss scale is fixed: loss_scale")
+        return mapped(context.tell(SCALER[key]) if SCALER[key] in context.decided else "dynamic, as here")
+    if key == "auto_cast":
+        return implied("images are cast to the dtype that the model computes in")
+    if plain(value) is False:
+        return OFF
+    why = {"consecutive_hysteresis": "a step without an overflow does not fill the hysteresis; a doubled scale does"}
+    return unsupported(why.get(key, "masters are fp32 with fp16 (precision.master_dtype)"))
+
+
+def bf16_kept(context: Context, value: object) -> Outcome:
+    """Masters, and with them moments, in bf16."""
+    if not plain(value):
+        return implied("fp32, as here")
+    if context.decided.get("precision") != "bf16_pure":
+        return no_effect("only with bf16, and moments only with bf16_master_weights_and_grads")
+    moments = ", " + context.tell("precision.moment_dtype") if "precision.moment_dtype" in context.decided else ""
+    return mapped(f"{context.tell('precision')}{moments}: rounded at random here, so that small updates are not lost")
+
+
+def stage(context: Context, value: object) -> Outcome:
+    if plain(value) not in list(STAGES):
+        return unsupported("ZeRO has stages 0 to 3")
+    if "sharding.shard_size" in context.decided:
+        return mapped(f"{context.tell('sharding')}, {context.tell('sharding.shard_size')}")
+    note = ": as little memory as ZeRO-2 or less; weights are sharded between steps too" if plain(value) == 2 else ""
+    return mapped(context.tell("sharding") + note)
+
+
+def group_size(context: Context, value: object) -> Outcome:
+    """hpZ and MiCS: weights are sharded inside groups of ranks."""
+    gpus, size = context.run.gpus, plain(value)
+    if size in (-1, 0, 1, None):
+        return OFF
+    if context.run.ds("zero_optimization.stage") != 3:
+        return no_effect("only at stage 3")
+    if "sharding.shard_size" in context.decided:
+        text = f"{context.tell('sharding')}, {context.tell('sharding.shard_size')}"
+        return mapped(
+            f"{text}: optimizer states are sharded over the group too, where ZeRO++ shards them over all ranks"
+        )
+    if isinstance(size, int) and gpus and size < gpus:
+        return refused(f"{gpus} GPUs are not a multiple of {size}; {context.tell('sharding')}")
+    return mapped(f"{context.tell('sharding')}: the group is all ranks")
+
+
+def offload(context: Context, value: object) -> Outcome:
+    """A key of offload_param or offload_optimizer, or of the old form."""
+    parts = context.key.split(".")
+    if parts[1].startswith("cpu_"):
+        if not plain(value):
+            return OFF
+        return PINNED if "pin_memory" in parts[1] else mapped(context.tell("offload"))
+    device = context.run.ds(f"{'.'.join(parts[:2])}.device", "none")
+    if device in ("none", None):
+        return OFF
+    if parts[1] == "offload_param" and context.run.ds_or_default("zero_optimization.stage") != 3:
+        return no_effect("parameters are offloaded with stage 3 alone")
+    if parts[-1] == "device":
+        return mapped(context.tell("offload"))
+    if parts[-1] == "nvme_path":
+        return mapped(context.tell("offload.folder")) if device == "nvme" else no_effect("only with device nvme")
+    if parts[-1] == "pin_memory":
+        return PINNED
+    if parts[-1] == "ratio" and plain(value) not in (1, 1.0):
+        return unsupported("all of the optimizer's state is offloaded, not a share of it")
+    return implied("buffers are of one size, and what comes next is read ahead")
+
+
+def activation_checkpointing(context: Context, value: object) -> Outcome:
+    nearest = "; activation_checkpointing=offload keeps blocks' inputs in host memory" if plain(value) is True else ""
+    return no_effect(
+        "only for models that call DeepSpeed's own checkpointing; LLaVA's is --gradient_checkpointing: "
+        + context.tell("activation_checkpointing") + nearest
+    )  # fmt: skip
+
+
+DEEPSPEED: Mapping[str, Rule] = {
     # batch
-    "train_batch_size": rules.train_batch_size,
-    "train_micro_batch_size_per_gpu": rules.micro_batch_size,
-    "gradient_accumulation_steps": rules.accumulation,
+    "train_batch_size": train_batch_size,
+    "train_micro_batch_size_per_gpu": FromFlag("per_device_train_batch_size", "micro_batch_size"),
+    "gradient_accumulation_steps": FromFlag("gradient_accumulation_steps", "global_batch_size"),
     "managed_gradient_accumulation": on("a step is global_batch_size samples"),
     # optimizer
-    "optimizer.type": rules.optimizer_type,
-    "optimizer.params.lr": rules.lr,
-    "optimizer.params.betas": rules.betas,
-    "optimizer.params.eps": rules.eps,
-    "optimizer.params.weight_decay": rules.weight_decay,
-    "optimizer.params.torch_adam": implied("PyTorch's own AdamW, fused"),
-    "optimizer.params.adam_w_mode": rules.adam_w_mode,
-    "optimizer.params.adamw_mode": rules.adam_w_mode,
+    "optimizer.type": optimizer_type,
+    "optimizer.params.lr": FromFlag("learning_rate", "optim.lr"),
+    "optimizer.params.betas": betas,
+    "optimizer.params.eps": FromFlag("adam_epsilon", "optim.eps"),
+    "optimizer.params.weight_decay": FromFlag(
+        "weight_decay", "optim.weight_decay", ", without norms and biases, which DeepSpeed decays too"),
+    **each(ADAMW, "torch_adam fused set_grad_none", "optimizer.params."),
+    **each(adam_w_mode, "adam_w_mode adamw_mode", "optimizer.params."),
     "optimizer.params.bias_correction": on("AdamW always corrects its moments"),
     "optimizer.params.amsgrad": off("AdamW without amsgrad"),
-    "optimizer.params.fused": implied("PyTorch's own AdamW, fused"),
-    "optimizer.params.set_grad_none": implied("gradients are set to none after a step"),
-    "optimizer.params.fp32_optimizer_states": on("moments are in precision.moment_dtype, fp32 unless told"),
+    "optimizer.params.fp32_optimizer_states": on("moments are in precision.moment_dtype, by default fp32"),
     "optimizer.params.max_grad_norm": off("optim.clip clips", 0, 0.0),
-    "optimizer.params.*": OPTIMIZER_OTHER,
-    "optimizer.legacy_fusion": implied("FSDP2 has no such fusion"),
-    "zero_allow_untested_optimizer": implied("AdamW is the optimizer"),
-    "zero_force_ds_cpu_optimizer": implied("AdamW runs where the weights are"),
+    "optimizer.params.*": NO_SETTING,
+    **each(ADAMW, "optimizer.legacy_fusion zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"),
     # schedule
-    "scheduler.type": rules.scheduler_type,
-    "scheduler.params.warmup_min_lr": rules.warmup_min_lr,
-    "scheduler.params.warmup_max_lr": rules.warmup_max_lr,
-    "scheduler.params.warmup_num_steps": rules.warmup_num_steps,
+    "scheduler.type": scheduler_type,
+    "scheduler.params.warmup_min_lr": warmup_min_lr,
+    "scheduler.params.warmup_max_lr": FromFlag("learning_rate", "optim.lr"),
+    "scheduler.params.warmup_num_steps": warmup_num_steps,
     "scheduler.params.warmup_type": to("optim.schedule"),
-    "scheduler.params.total_num_steps": rules.total_num_steps,
+    "scheduler.params.total_num_steps": total_num_steps,
     "scheduler.params.last_batch_iteration": off("a run that continues knows where it is", -1),
-    "scheduler.params.*": SCHEDULE_OTHER,
-    # numbers
-    "gradient_clipping": rules.gradient_clipping,
-    "communication_data_type": rules.communication_dtype,
-    "seq_parallel_communication_data_type": unsupported("no sequence parallelism"),
-    "fp32_allreduce": to("precision", note="gradients are reduced in precision.reduce_dtype, fp32"),
-    "prescale_gradients": off("gradients are summed and the loss is divided before backward: nothing to scale"),
+    "scheduler.params.*": NO_SETTING,
+    # precision
+    "gradient_clipping": FromFlag("max_grad_norm", "optim.clip"),
+    "communication_data_type": off(f"{FP32_SUMS}; compat=llava_v1_5 reduces them in bf16", "fp32"),
+    "data_types.grad_accum_dtype": off(FP32_SUMS, "fp32"),
+    "data_types.*": unsupported("precision= chooses the dtypes"),
+    "fp32_allreduce": implied(FP32_SUMS),
+    "prescale_gradients": off("the loss is divided before backward: there is nothing to scale"),
     "gradient_predivide_factor": off("gradients are summed in fp32; there is nothing to divide before", 1, 1.0),
     "gradient_allreduce_op": off("the loss is divided by the label tokens of the step: gradients are summed", "mean"),
     "sparse_gradients": off("gradients of embeddings are dense"),
-    "allgather_size": COMMUNICATION,
-    "disable_allgather": off("weights are gathered"),
-    "bf16.enabled": rules.bf16,
-    "bfloat16.enabled": rules.bf16,
+    **each(half_enabled, "bf16.enabled bfloat16.enabled fp16.enabled"),
     "bf16.check_grad_overflow": implied("a step whose gradients are not finite is skipped"),
-    "bf16.immediate_grad_update": implied("gradients are added in fp32 as they come"),
-    "bf16.bf16_master_weights_and_grads": rules.bf16_kept,
-    "bf16.bf16_optimizer_states": rules.bf16_kept,
-    "bf16.*": unsupported("unknown detail of bf16"),
-    "fp16.enabled": rules.fp16_enabled,
-    "fp16.auto_cast": rules.fp16,
-    "fp16.loss_scale": rules.fp16,
-    "fp16.initial_scale_power": rules.fp16,
-    "fp16.loss_scale_window": rules.fp16,
-    "fp16.hysteresis": rules.fp16,
-    "fp16.consecutive_hysteresis": rules.fp16,
-    "fp16.min_loss_scale": rules.fp16,
-    "fp16.fp16_master_weights_and_grads": rules.fp16,
-    "amp.enabled": rules.amp,
-    "amp.*": rules.Switched("apex is not used; precision=bf16"),
-    "torch_autocast.*": rules.Switched("precision= says what is computed in what"),
-    "data_types.grad_accum_dtype": rules.accumulation_dtype,
-    "data_types.*": unsupported("precision= says what is stored in what"),
+    "bf16.immediate_grad_update": implied(FP32_SUMS),
+    **each(bf16_kept, "bf16_master_weights_and_grads bf16_optimizer_states", "bf16."),
+    "bf16.*": unsupported("not a known setting of bf16"),
+    **each(fp16, "auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
+                 "min_loss_scale fp16_master_weights_and_grads", "fp16."),
+    "amp.*": Switched("apex is not used; precision=bf16 or fp16"),
+    "torch_autocast.*": Switched("precision= chooses the dtypes"),
     # ZeRO
-    "zero_optimization.stage": rules.stage,
-    "zero_optimization.contiguous_gradients": COMMUNICATION,
-    "zero_optimization.reduce_scatter": COMMUNICATION,
-    "zero_optimization.reduce_bucket_size": rules.Bucket(1.0),
-    "zero_optimization.use_multi_rank_bucket_allreduce": COMMUNICATION,
-    "zero_optimization.allgather_partitions": COMMUNICATION,
-    "zero_optimization.allgather_bucket_size": COMMUNICATION,
-    "zero_optimization.allgather_sequential": COMMUNICATION,
-    "zero_optimization.stage3_allgather_sequential": COMMUNICATION,
-    "zero_optimization.overlap_comm": COMMUNICATION,
-    "zero_optimization.round_robin_gradients": COMMUNICATION,
-    "zero_optimization.grad_hooks": COMMUNICATION,
-    "zero_optimization.sub_group_size": implied("the optimizer steps all of a rank's rows at once"),
-    "zero_optimization.load_from_fp32_weights": MODEL_IS_STREAMED,
-    "zero_optimization.elastic_checkpoint": implied("checkpoints are read by any number of ranks"),
-    "zero_optimization.offload_param": OFFLOAD,
-    "zero_optimization.offload_optimizer": OFFLOAD,
-    "zero_optimization.offload_param.*": OFFLOAD,
-    "zero_optimization.offload_optimizer.*": OFFLOAD,
-    "zero_optimization.cpu_offload": OFFLOAD,
-    "zero_optimization.cpu_offload_param": OFFLOAD,
-    "zero_optimization.cpu_offload_params": OFFLOAD,
-    "zero_optimization.cpu_offload_use_pin_memory": OFFLOAD,
-    "zero_optimization.zenflow.*": unsupported(
-        "every update is made in its own step; offload=optimizer overlaps copies with it"
-    ),
-    "zero_optimization.stage3_prefetch_bucket_size": rules.Bucket(0.9, stage3=True),
-    "zero_optimization.prefetch_bucket_size": rules.Bucket(0.9, stage3=True),
-    "zero_optimization.stage3_param_persistence_threshold": rules.persistence,
-    "zero_optimization.param_persistence_threshold": rules.persistence,
-    "zero_optimization.stage3_model_persistence_threshold": rules.persistence,
-    "zero_optimization.model_persistence_threshold": rules.persistence,
-    "zero_optimization.stage3_max_live_parameters": LIVE,
-    "zero_optimization.max_live_parameters": LIVE,
-    "zero_optimization.stage3_max_reuse_distance": LIVE,
-    "zero_optimization.max_reuse_distance": LIVE,
-    "zero_optimization.stage3_module_granularity_threshold": LIVE,
-    "zero_optimization.module_granularity_threshold": LIVE,
-    "zero_optimization.leaf_module.*": LIVE,
-    "zero_optimization.stage3_use_all_reduce_for_fetch_params": COMMUNICATION,
-    "zero_optimization.use_all_reduce_for_fetch_params": COMMUNICATION,
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": GATHERED,
-    "zero_optimization.gather_16bit_weights_on_model_save": GATHERED,
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": GATHERED,
-    "zero_optimization.ignore_unused_parameters": implied("what can never get a gradient is found and frozen"),
-    "zero_optimization.legacy_stage1": implied("sharding=zero1 is one row of one table"),
-    "zero_optimization.zero_hpz_partition_size": rules.hpz,
-    "zero_optimization.mics_shard_size": rules.mics,
-    "zero_optimization.mics_hierarchical_params_gather": implied("hybrid gathers inside its group of ranks only"),
-    "zero_optimization.zero_quantized_weights": off("weights travel in precision.param_dtype (ZeRO++ qwZ)"),
-    "zero_optimization.zero_quantized_nontrainable_weights": off("frozen weights are bf16; quantized ones: not yet"),
-    "zero_optimization.zero_quantized_gradients": off("gradients travel in precision.reduce_dtype (ZeRO++ qgZ)"),
-    "zero_optimization.zeropp_loco_param.*": unsupported("gradients travel in precision.reduce_dtype (LoCo)"),
+    "zero_optimization.stage": stage,
+    "allgather_size": COMMUNICATION,
+    **each(COMMUNICATION, """
+        contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions
+        allgather_bucket_size allgather_sequential stage3_allgather_sequential overlap_comm round_robin_gradients
+        grad_hooks sub_group_size stage3_prefetch_bucket_size prefetch_bucket_size stage3_param_persistence_threshold
+        param_persistence_threshold stage3_model_persistence_threshold model_persistence_threshold
+        stage3_max_live_parameters max_live_parameters stage3_max_reuse_distance max_reuse_distance
+        stage3_module_granularity_threshold module_granularity_threshold leaf_module.*
+        stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params mics_hierarchical_params_gather
+        legacy_stage1""", "zero_optimization."),
+    "disable_allgather": off("weights are gathered"),
+    **each(READ_BY_ROWS, "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint override_module_apply",
+           "zero_optimization."),
+    **each(offload, "offload_param offload_optimizer offload_param.* offload_optimizer.* cpu_offload cpu_offload_param "
+                    "cpu_offload_params cpu_offload_use_pin_memory", "zero_optimization."),
+    "aio.*": Where("offload.folder", no_effect("only with offload to nvme"), "files are read ahead"),
+    "zero_optimization.zenflow.*": unsupported("every update is made in its own step"),
+    **each(GATHERED, "stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save "
+                     "stage3_gather_fp16_weights_on_model_save", "zero_optimization."),
+    "zero_optimization.ignore_unused_parameters": implied("parameters that can never get a gradient are frozen"),
+    **each(group_size, "zero_hpz_partition_size mics_shard_size", "zero_optimization."),
+    **each(off("weights are gathered in precision.param_dtype (ZeRO++ qwZ)"),
+           "zero_quantized_weights zero_quantized_nontrainable_weights", "zero_optimization."),
+    "zero_optimization.zero_quantized_gradients": off(f"{FP32_SUMS} (ZeRO++ qgZ)"),
+    "zero_optimization.zeropp_loco_param.*": unsupported(f"{FP32_SUMS} (LoCo)"),
     "zero_optimization.memory_efficient_linear": implied("PyTorch's own linear layers"),
-    "zero_optimization.pipeline_loading_checkpoint": MODEL_IS_STREAMED,
-    "zero_optimization.override_module_apply": MODEL_IS_STREAMED,
-    "zero_optimization.log_trace_cache_warnings": implied("nothing is traced"),
-    "zero_optimization.enable_sanity_checks": implied("what must hold is always checked"),
-    "zero_optimization.save_muon_momentum_buffer_in_memory": OPTIMIZER_OTHER,
-    "zero_optimization": rules.old_zero,
-    "aio.*": rules.aio,
+    **each(implied("nothing is traced, and checks are always on"), "log_trace_cache_warnings enable_sanity_checks",
+           "zero_optimization."),
+    "zero_optimization.save_muon_momentum_buffer_in_memory": NO_SETTING,
     # memory
-    "activation_checkpointing.*": rules.activation_checkpointing,
-    "compile.*": rules.Switched(
-        "FSDP2 gathers around compiled blocks, not in them; compile=true compiles these", flag="deepcompile"
-    ),
-    # what is told
-    "steps_per_print": implied("DeepSpeed's own line; --logging_steps is log_every, and metrics.jsonl has every step"),
-    "wall_clock_breakdown": TIMES,
-    "memory_breakdown": implied("metrics.jsonl has the memory of every step"),
+    "activation_checkpointing.*": activation_checkpointing,
+    "compile.*": Switched("FSDP2 gathers around compiled blocks, not in them; compile=true compiles", "deepcompile"),
+    # logging
+    **each(METRICS, "steps_per_print wall_clock_breakdown memory_breakdown"),
     "dump_state": implied("config.yaml in output_dir has the whole configuration"),
-    "log_level": implied("rank 0 speaks, and the others only when something is wrong"),
-    "flops_profiler.*": rules.Switched("no such profile; metrics.jsonl has tokens and seconds of every step"),
-    "comms_logger.*": rules.Switched("no such log"),
-    "tensorboard.*": NO_LOGGER,
-    "wandb.*": NO_LOGGER,
-    "comet.*": NO_LOGGER,
-    "csv_monitor.*": NO_LOGGER,
-    "monitor_config.*": NO_LOGGER,
+    "log_level": implied("rank 0 prints; other ranks print only errors"),
+    "flops_profiler.*": Switched("there is no such profile; metrics.jsonl has tokens and seconds of every step"),
+    "comms_logger.*": Switched("there is no such log"),
+    **each(Switched("track.tensorboard=true and track.wandb=online are the trackers (docs/report.md)"),
+           "tensorboard.* wandb.* comet.* csv_monitor.* monitor_config.*"),
     # checkpoints
     "checkpoint.tag_validation": implied("rank 0 names checkpoints"),
     "checkpoint.load_universal": implied("checkpoints are read by any number of ranks"),
     "checkpoint.use_node_local_storage": off("output_dir is one folder that all machines see"),
     "checkpoint.parallel_write.*": implied("every rank writes its own shard"),
     "checkpoint.*": unsupported("checkpoints have a format of their own: docs/checkpoints.md"),
-    "nebula.*": rules.Switched("checkpoints are written to output_dir"),
-    # data
+    "nebula.*": Switched("checkpoints are written to output_dir"),
+    # other ways to train
     "dataloader_drop_last": off("no sample is dropped"),
-    "data_efficiency.*": rules.Switched("samples are neither chosen nor shortened"),
-    "curriculum_learning.*": rules.Switched("samples come in an order without a curriculum"),
-    "curriculum_params_legacy.*": rules.Switched("samples come in an order without a curriculum"),
-    # other parallelism and other models
-    "tensor_parallel.*": rules.Switched("no tensor parallelism: sharding=zero3 for large models", "autotp_size"),
-    "expert_parallel.*": rules.Switched("no mixtures of experts"),
-    "sequence_parallel_size": off("no sequence parallelism", 1),
-    "autotp_size": off("no tensor parallelism", 0, 1),
-    "pipeline.*": unsupported("no pipeline parallelism: sharding=zero3 for models that fit no GPU"),
-    "sparse_attention.*": unsupported("attention is dense and causal"),
-    "hybrid_engine.*": rules.Switched("no generation during training"),
-    "inference.*": unsupported("for inference"),
-    "use_data_before_expert_parallelism": implied("no mixtures of experts"),
-    "data_parallel_group": unsupported("a run has one group of all ranks"),
-    "graph_harvesting": off("no CUDA graphs"),
-    "vocabulary_size": implied("the model's configuration says it"),
-    # training otherwise
-    "elasticity.*": rules.Switched("global_batch_size stays the same; NNODES=MIN:MAX launch/multinode.sh"),
-    "autotuning.*": rules.Switched("nothing tries configurations out; llava_fsdp.sweep runs those you name"),
-    "compression_training.*": rules.Switched("no compression while training"),
-    "quantize_training.*": rules.Switched("no quantization while training"),
-    "progressive_layer_drop.*": rules.Switched("every layer runs in every step"),
-    "eigenvalue.*": rules.Switched("no eigenvalues are computed"),
-    "weight_quantization.*": unsupported("no quantization while training"),
-}
+    "vocabulary_size": implied("taken from the model's configuration"),
+    "elasticity.*": Switched("global_batch_size stays the same; NNODES=MIN:MAX launch/multinode.sh"),
+    "autotuning.*": Switched("python -m llava_fsdp.sweep runs the configurations that you name"),
+    "tensor_parallel.*": Switched(ZERO3, "autotp_size"),
+    **each(off(ZERO3, 0, 1), "autotp_size sequence_parallel_size graph_harvesting"),
+    **each(Switched("it has no equivalent here"), """
+        data_efficiency.* curriculum_learning.* curriculum_params_legacy.* expert_parallel.* hybrid_engine.*
+        compression_training.* quantize_training.* progressive_layer_drop.* eigenvalue.*"""),
+    **each(unsupported("it has no equivalent here"), """
+        pipeline.* sparse_attention.* inference.* data_parallel_group weight_quantization.*
+        seq_parallel_communication_data_type use_data_before_expert_parallelism"""),
+}  # fmt: skip
 
 
-def rule_of(key: str) -> Outcome | Rule | None:
+def rule_of(key: str) -> Rule | None:
     """The row of the table for a dotted key: its own, else that of the nearest block around it."""
     if key in DEEPSPEED:
         return DEEPSPEED[key]

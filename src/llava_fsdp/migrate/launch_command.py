@@ -1,91 +1,18 @@
-"""How a training is started: `deepspeed`, `torchrun`, `accelerate launch` or plain `python`, told from its script."""
+"""How a training is started: `deepspeed`, `torchrun`, `accelerate launch` or plain `python`, and which program."""
 
 import re
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from llava_fsdp.migrate.bash_script import Command, is_open, shown
-from llava_fsdp.migrate.key_outcome import Outcome, implied, mapped, unsupported
+from llava_fsdp.migrate.shell import Command
 
 PYTHON = re.compile(r"python[\d.]*")
 # Commands that name a program without starting it.
-TALKS = frozenset("echo printf which type command pkill killall grep cp mv ls rm alias".split())
-TRAINING = re.compile(r"train", re.IGNORECASE)
-PLACE = mapped("torchrun's flag of the same meaning on several machines; --standalone needs none")
-ON_ITS_OWN = implied("torchrun needs no such flag")
-NUMBER = mapped("the number of ranks: --nproc-per-node, and a factor of global_batch_size")
-ELASTIC = mapped("NNODES=MIN:MAX launch/multinode.sh, which is torchrun's --nnodes=MIN:MAX")
-RESTARTS = mapped("torchrun's --max-restarts; launch/node.sh and launch/multinode.sh have MAX_RESTARTS, 3 unless set")
-LOGS = implied("each worker's errors are told by rank 0 and written to run_status.json; torchrun has --log-dir")
-
-# Flags of the launchers, in their own spelling with `_`. A flag that takes no value is in SWITCHES too.
-DEEPSPEED_LAUNCHER: dict[str, Outcome] = {
-    "hostfile": unsupported("torchrun is started on every machine: launch/multinode.sh"),
-    "H": unsupported("torchrun is started on every machine: launch/multinode.sh"),
-    "include": mapped("the number of ranks, and CUDA_VISIBLE_DEVICES before the command"),
-    "i": mapped("the number of ranks, and CUDA_VISIBLE_DEVICES before the command"),
-    "exclude": unsupported("say which GPUs to use: CUDA_VISIBLE_DEVICES=0,1 before the command, and gpus=N here"),
-    "e": unsupported("say which GPUs to use: CUDA_VISIBLE_DEVICES=0,1 before the command, and gpus=N here"),
-    "num_gpus": NUMBER,
-    "num_accelerators": NUMBER,
-    "num_nodes": NUMBER,
-    "min_elastic_nodes": ELASTIC,
-    "max_elastic_nodes": ELASTIC,
-    "elastic_training": ELASTIC,
-    "master_port": PLACE,
-    "master_addr": PLACE,
-    "node_rank": PLACE,
-    "launcher": unsupported("torchrun is the launcher; launch/multinode.sh runs it on several machines"),
-    "launcher_args": unsupported("torchrun is the launcher; launch/multinode.sh runs it on several machines"),
-    "module": ON_ITS_OWN,
-    "m": ON_ITS_OWN,
-    "no_python": ON_ITS_OWN,
-    "no_local_rank": ON_ITS_OWN,
-    "no_ssh": ON_ITS_OWN,
-    "no_ssh_check": ON_ITS_OWN,
-    "force_multi": ON_ITS_OWN,
-    "save_pid": ON_ITS_OWN,
-    "enable_each_rank_log": LOGS,
-    "autotuning": unsupported("nothing here tries configurations out; python -m llava_fsdp.sweep runs those you name"),
-    "bind_cores_to_rank": unsupported("bind with numactl or the scheduler"),
-    "bind_core_list": unsupported("bind with numactl or the scheduler"),
-    "ssh_port": ON_ITS_OWN,
-    "venv_script": unsupported("activate the environment before the command"),
-    "log_level": LOGS,
-    "q": LOGS,
-    "quiet": LOGS,
-}  # fmt: skip
-TORCHRUN: dict[str, Outcome] = {
-    "nproc_per_node": NUMBER,
-    "nnodes": NUMBER,
-    "standalone": PLACE,
-    "node_rank": PLACE,
-    "master_addr": PLACE,
-    "master_port": PLACE,
-    "rdzv_backend": PLACE,
-    "rdzv_endpoint": PLACE,
-    "rdzv_id": PLACE,
-    "rdzv_conf": PLACE,
-    "local_addr": PLACE,
-    "max_restarts": RESTARTS,
-    "monitor_interval": LOGS,
-    "start_method": ON_ITS_OWN,
-    "event_log_handler": LOGS,
-    "role": ON_ITS_OWN,
-    "module": ON_ITS_OWN,
-    "m": ON_ITS_OWN,
-    "no_python": ON_ITS_OWN,
-    "use_env": ON_ITS_OWN,
-    "run_path": ON_ITS_OWN,
-    "log_dir": LOGS,
-    "r": LOGS,
-    "redirects": LOGS,
-    "t": LOGS,
-    "tee": LOGS,
-    "local_ranks_filter": LOGS,
-    "logs_specs": LOGS,
-    "numa_binding": PLACE,
-}
+MENTIONS = frozenset("echo printf which type command pkill killall grep cp mv ls rm alias".split())
+TRAINING = re.compile(r"train|sft|fine_?tune", re.IGNORECASE)
+PROGRAMS = frozenset({"train", "train_mem", "train_xformers"})
+# Flags that only the original's train program and its forks have.
+OWN_FLAGS = re.compile(r"--(mm_\w+|vision_tower|(tune|pretrain|freeze)_mm_mlp_adapter|lazy_preprocess|version)(=.*)?")
 SWITCHES = frozenset("""
     module m no_python no_local_rank no_ssh no_ssh_check force_multi save_pid enable_each_rank_log bind_cores_to_rank
     q quiet elastic_training standalone use_env run_path
@@ -93,40 +20,47 @@ SWITCHES = frozenset("""
     use_deepspeed use_fsdp use_megatron_lm use_xpu use_mps_device same_network tpu_cluster no_tpu_cluster tpu_use_sudo
     downcast_bf16 debug use_parallelism_config
 """.split())  # fmt: skip
+"""The launchers' flags that take no value."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A started training, in three parts: launcher, script, and what follows the script."""
+    """A started training, in three parts: launcher, program, and the program's arguments."""
 
     launcher: str
     """deepspeed, torchrun, accelerate or python."""
     flags: dict[str, str | bool]
+    """The launcher's, in their own spelling with `_`."""
     script: str
     arguments: list[str]
     line: int
     devices: str | None
     """CUDA_VISIBLE_DEVICES, where the script sets it."""
     notes: tuple[str, ...] = ()
-    """What the reader of the launcher's table should know besides."""
+
+    @property
+    def is_original(self) -> bool:
+        """The program is the original LLaVA's: by its path, or by its name and a flag that only the original has."""
+        path = PurePosixPath(self.script.removesuffix(".py").replace(".", "/"))
+        if path.name not in PROGRAMS:
+            return False
+        return path.parts[-3:-1] == ("llava", "train") or any(OWN_FLAGS.fullmatch(word) for word in self.arguments)
 
 
 def find_launch(command: Command) -> Launch | None:
     """The training that a command starts; None where it starts none."""
-    words = list(command.words)
-    if words[0] in TALKS or "install" in words:
+    words = command.words
+    if words[0] in MENTIONS or "install" in words:
         return None
     for place, word in enumerate(words):
         name = PurePosixPath(word).name
         rest = words[place + 1 :]
-        if name == "deepspeed":
-            return split(command, "deepspeed", rest)
-        if name == "torchrun":
-            return split(command, "torchrun", rest)
+        if name in ("deepspeed", "torchrun"):
+            return split(command, name, rest)
         if name == "accelerate" and rest[:1] == ["launch"]:
-            return split(command, "accelerate", rest[1:])
+            return split(command, name, rest[1:])
         if PYTHON.fullmatch(name):
-            while rest and re.fullmatch(r"-[a-lnoq-zB-VX-Z]+", rest[0]):  # -u, -O; not -m, -W with their words
+            while rest and re.fullmatch(r"-[a-lnoq-zB-VX-Z]+", rest[0]):  # -u, -O; not -m, -W, which take a word
                 rest = rest[1:]
             if rest[:2] in (["-m", "torch.distributed.run"], ["-m", "torch.distributed.launch"]):
                 return split(command, "torchrun", rest[2:])
@@ -138,18 +72,15 @@ def find_launch(command: Command) -> Launch | None:
 
 
 def split(command: Command, launcher: str, words: list[str]) -> Launch | None:
-    """The launcher's flags end where the script begins: the first word that is no flag's value."""
+    """The launcher's flags end where the program begins: at the first word that is not a flag's value."""
     flags: dict[str, str | bool] = {}
     notes = []
     place = 0
-    while place < len(words):
-        word = words[place]
-        if not word.startswith("-"):
-            break
-        name, equals, value = word.lstrip("-").partition("=")
-        name = name.replace("-", "_")
+    while place < len(words) and words[place].startswith("-"):
+        given, equals, value = words[place].partition("=")
+        name = given.lstrip("-").replace("-", "_")
         if name in flags:
-            notes.append(f"{word.partition('=')[0]} is given twice; the last one counts")
+            notes.append(f"{given} is given twice; the last one counts")
         place += 1
         if equals:
             flags[name] = value
@@ -160,29 +91,26 @@ def split(command: Command, launcher: str, words: list[str]) -> Launch | None:
             place += 1
     if place == len(words):
         return None
-    devices = command.variables.get("CUDA_VISIBLE_DEVICES")
-    notes += surroundings(command)
+    environment = dict(command.environment)
+    devices = environment.pop("CUDA_VISIBLE_DEVICES", None)
+    if environment:
+        own = ", ".join(f"{name}={value}" for name, value in environment.items())
+        notes.append(f"the script sets {own}: set what the command needs of it too")
     return Launch(launcher, flags, words[place], words[place + 1 :], command.line, devices, tuple(notes))
-
-
-def surroundings(command: Command) -> list[str]:
-    """Variables of the environment, which the command does not repeat."""
-    own = [f"{name}={shown(value)}" for name, value in command.environment.items() if name != "CUDA_VISIBLE_DEVICES"]
-    return [f"the script sets {', '.join(own)}: set for the command too what it needs"] if own else []
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """How many processes train, as far as the launcher says."""
+    """How many processes train; None where the launcher does not say it."""
 
     per_node: int | None
     nodes: int | None = 1
     devices: str | None = None
-    """The value of CUDA_VISIBLE_DEVICES that the same choice of GPUs needs."""
+    """The value of CUDA_VISIBLE_DEVICES that makes the launcher's choice of GPUs."""
 
 
 def ranks_of(launch: Launch) -> Ranks:
-    """From the launcher's flags alone; Accelerate's file is looked at elsewhere."""
+    """From the launcher's flags alone, without Accelerate's file."""
     flags = launch.flags
     if launch.launcher == "deepspeed":
         include = flags.get("include", flags.get("i"))
@@ -203,15 +131,15 @@ def ranks_of(launch: Launch) -> Ranks:
 
 
 def included(text: str) -> Ranks:
-    """DeepSpeed's `host:0,1@host:2,3`; a host alone stands for all of its GPUs, which nobody here can count."""
+    """DeepSpeed's `host:0,1@host:2,3`; a host without numbers stands for all of its GPUs, which cannot be counted."""
     hosts = [host.partition(":")[2] for host in text.split("@")]
-    counts = {len(slots.split(",")) if slots and not is_open(slots) else None for slots in hosts}
+    counts = {len(slots.split(",")) if slots else None for slots in hosts}
     per_node = counts.pop() if len(counts) == 1 else None
     return Ranks(per_node, len(hosts), hosts[0] if len(hosts) == 1 and per_node else None)
 
 
 def visible(devices: str | None) -> int | None:
-    return len([d for d in devices.split(",") if d.strip()]) if devices and not is_open(devices) else None
+    return len([d for d in devices.split(",") if d.strip()]) if devices else None
 
 
 def number(value: object) -> int | None:

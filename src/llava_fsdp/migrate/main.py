@@ -1,7 +1,7 @@
-"""Move over from DeepSpeed: `python -m llava_fsdp.migrate finetune.sh zero3.json gpus=8`.
+"""Move over from LLaVA, DeepSpeed or Accelerate: `python -m llava_fsdp.migrate finetune.sh zero3.json gpus=8`.
 
-Reads LLaVA training scripts, DeepSpeed JSON files and Accelerate's YAML files; prints the llava_fsdp command that
-does the same, and a table of every key: what it became, or why nothing. Runs nothing, and imports neither torch nor
+Reads training scripts with their DeepSpeed JSON and Accelerate YAML files; prints the llava_fsdp command that does the
+same, and a table of every key: what it became, or why nothing. Runs nothing, and imports neither torch nor
 transformers.
 """
 
@@ -15,43 +15,36 @@ from pathlib import Path
 from rich.table import Table
 
 from llava_fsdp.config.cli import until_reader_leaves
-from llava_fsdp.migrate.bash_script import shown
 from llava_fsdp.migrate.command import Migration, lines, migrate
-from llava_fsdp.migrate.context import written
 from llava_fsdp.migrate.inputs import read_runs, sort_paths
-from llava_fsdp.migrate.key_outcome import Row, Verdict
-from llava_fsdp.migrate.source_run import Options
+from llava_fsdp.migrate.keys import Row, Verdict, written
 from llava_fsdp.runtime.console import TextConsole
 from llava_fsdp.runtime.errors import ConfigError, ExitCode, LlavaFsdpError
 from llava_fsdp.runtime.log import log, setup_logging
 from llava_fsdp.runtime.redact import HIDDEN, is_secret_name, redact
 
 USAGE = """\
-usage: python -m llava_fsdp.migrate PATH... [gpus=N] [hidden_size=N] [steps=N] [format=json] [strict=true]
-                                   [NAME=VALUE...]
+usage: python -m llava_fsdp.migrate PATH... [gpus=N] [format=json] [NAME=VALUE...]
 
 PATH         a training script (finetune.sh), a DeepSpeed JSON (zero3.json) or an Accelerate YAML, in any number
-gpus=N       GPUs of the whole training, where the launcher's flags do not say it
-hidden_size  of the language model, for DeepSpeed's bucket sizes, where its name does not say it
-steps=N      optimizer steps of the whole training, for the number of warm-up steps
-NAME=VALUE   a variable that the script leaves unset
+gpus=N       GPUs of the whole training, where the launcher's flags do not give it
+NAME=VALUE   a variable that the script reads and does not set
 format=json  print one JSON object
-strict=true  exit code 2 where a key is unknown, a file is missing or a variable is unset
+
+The exit code is 2 where a printed command is not complete; lines that begin with "# incomplete" say why.
 """
 PARITY = "add compat=llava_v1_5 for the original's numbers exactly (its labels, order, pixels and mean of means)"
-
 COMPILED = (
-    "compile=auto compiles blocks on CUDA, and nothing here says whether to: add compile=false for torch's kernels"
+    "compile=auto compiles blocks on CUDA, and the script does not say whether to; compile=false does not compile"
 )
 
 
 @dataclass
 class Request:
     paths: list[str] = field(default_factory=list)
-    options: dict[str, int] = field(default_factory=dict)
+    gpus: int | None = None
     variables: dict[str, str] = field(default_factory=dict)
     format: str = "text"
-    strict: bool = False
 
 
 def main() -> None:
@@ -61,10 +54,8 @@ def main() -> None:
         sys.exit(ExitCode.DONE if sys.argv[1:] else ExitCode.USER)
     try:
         request = parse(sys.argv[1:])
-        found = [
-            migrate(run) for run in read_runs(sort_paths(request.paths), request.variables, Options(**request.options))
-        ]
-        check_variables(request.variables, found, request.paths)
+        check_variables(request)
+        found = [migrate(run) for run in read_runs(sort_paths(request.paths), request.variables, request.gpus)]
     except LlavaFsdpError as error:
         log().error("%s: %s", type(error).__name__, error)
         sys.exit(error.exit_code)
@@ -74,8 +65,7 @@ def main() -> None:
         else:
             for migration in found:
                 show(migration)
-    if request.strict and any(incomplete(migration) for migration in found):
-        log().error("strict=true: a key is unknown, a file is missing or a variable is unset")
+    if any(migration.lacks for migration in found):
         sys.exit(ExitCode.USER)
 
 
@@ -89,21 +79,17 @@ def parse(arguments: list[str]) -> Request:
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if argument.startswith("-"):
-            raise ConfigError(f"{argument} is no option; options are written key=value, and -h lists them")
+            raise ConfigError(f"{argument} is not an option; options are written key=value, and -h lists them")
         if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name):
             request.paths.append(argument)
-        elif name in ("gpus", "hidden_size", "steps"):
+        elif name == "gpus":
             if not re.fullmatch(r"[1-9]\d*", value):
-                raise ConfigError(f"{argument}: {name} is a number of at least 1")
-            request.options[name] = int(value)
+                raise ConfigError(f"{argument}: gpus is a number of at least 1")
+            request.gpus = int(value)
         elif name == "format":
             if value not in ("text", "json"):
                 raise ConfigError(f"{argument}: choose text or json")
             request.format = value
-        elif name == "strict":
-            if value not in ("true", "false"):
-                raise ConfigError(f"{argument}: choose true or false")
-            request.strict = value == "true"
         else:
             request.variables[name] = value
     if not request.paths:
@@ -111,16 +97,13 @@ def parse(arguments: list[str]) -> Request:
     return request
 
 
-def check_variables(given: dict[str, str], found: list[Migration], paths: list[str]) -> None:
-    """A NAME=VALUE that nothing asks for is a slip of the pen."""
-    text = "".join(Path(path).read_text(errors="replace") for path in paths)
-    for name in given:
+def check_variables(request: Request) -> None:
+    """Raises ConfigError for a NAME=VALUE that no file reads, which is a misspelled option or variable."""
+    paths = [Path(path) for path in request.paths]
+    text = "".join(path.read_text(errors="replace") for path in paths if path.is_file())
+    for name, value in request.variables.items():
         if not re.search(rf"\$\{{?{name}\b", text):
-            raise ConfigError(f"{name}={given[name]}: no script reads ${name}, and it is no option; -h lists them")
-
-
-def incomplete(migration: Migration) -> bool:
-    return bool(migration.unknown) or any("not found" in n or "not set" in n for n in migration.run.notes)
+            raise ConfigError(f"{name}={value}: no script reads ${name}, and it is not an option; -h lists them")
 
 
 def as_json(migration: Migration) -> dict[str, object]:
@@ -131,15 +114,15 @@ def as_json(migration: Migration) -> dict[str, object]:
         "overrides": {key: plain(value) for key, value in migration.kept.items()},
         "same_as_recipe": sorted(migration.decided.keys() - migration.kept.keys()),
         "gpus": run.gpus,
-        "notes": list(map(shown, run.notes)),
-        "refused": migration.refused,
-        "cautions": list(map(shown, migration.cautions)),
+        "notes": list(run.notes),
+        "incomplete": migration.lacks,
+        "cautions": migration.cautions,
         "counts": {verdict.value: migration.count(verdict) for verdict in Verdict},
         "unknown": [row.key for row in migration.unknown],
         "keys": [
             {
-                "source": row.source, "key": row.key, "value": told(row, row.value),
-                "resolved": told(row, row.resolved), "verdict": row.verdict.value, "text": redact(shown(row.text)),
+                "source": row.source, "key": row.key, "value": shown(row, row.value), "verdict": row.verdict.value,
+                "resolved": shown(row, row.outcome.resolved), "text": redact(row.text),
             }
             for row in migration.rows
         ],
@@ -147,17 +130,19 @@ def as_json(migration: Migration) -> dict[str, object]:
 
 
 def plain(value: object) -> object:
-    """As JSON has it."""
+    """A value that JSON can hold: other types, and numbers that are not finite, become text."""
     if isinstance(value, list):
         return [plain(v) for v in value]
     if isinstance(value, dict):
         return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, str):
+        return value
     known = value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
-    return value if known else shown(value)
+    return value if known else str(value)
 
 
-def told(row: Row, value: object) -> object:
-    """As JSON has it, without what a script should not have held."""
+def shown(row: Row, value: object) -> object:
+    """A value as JSON has it, without secrets, which a script should not have held."""
     if value is not None and is_secret_name(row.key.rpartition(".")[2]):
         return HIDDEN
     found = plain(value)
@@ -165,64 +150,45 @@ def told(row: Row, value: object) -> object:
 
 
 def comment(text: str) -> str:
-    """One line, whatever a name in a file had in it: these lines are pasted into shells."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in redact(shown(text)))
+    """Text on one line, whatever a name in a file has in it: these lines are pasted into shells."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in redact(text))
 
 
 def show(migration: Migration) -> None:
-    """The command, what to know about it, and the table."""
+    """Print the command, remarks on it, and the table."""
     run = migration.run
     print(f"# {comment(run.name)}")
-    for note in run.notes:
-        print(f"# note: {comment(note)}")
-    if run.gpus is None:
-        print("# the number of GPUs is not known: give gpus=N, or set GPUS (of a machine) and NODES in the shell")
-    for caution in migration.cautions:
-        print(f"# caution: {comment(caution)}")
-    if migration.refused:
-        print(f"# llava_fsdp will refuse this: {comment(migration.refused)}")
-    missing = [row.key for row in migration.rows if row.verdict is Verdict.unsupported]
-    if missing:
-        print(f"# without: {comment(', '.join(missing))} (see the table)")
+    remarks = {"note": run.notes, "caution": migration.cautions, "incomplete": migration.lacks}
+    for kind, texts in remarks.items():
+        for text in texts:
+            print(f"# {kind}: {comment(text)}")
+    without = [row.key for row in migration.rows if row.verdict is Verdict.unsupported]
+    if without:
+        print(f"# without: {comment(', '.join(without))} (see the table)")
     print(lines(migration.words))
-    if run.launch:
+    if run.launch.is_original:
         print(f"# {PARITY}")
-        if "compile" not in migration.decided:
-            print(f"# {COMPILED}")
+    if "compile" not in migration.decided:
+        print(f"# {COMPILED}")
     print()
-    console = TextConsole(width=None if sys.stdout.isatty() else 140)
-    console.print(table(migration.rows, console.width))
+    TextConsole(width=None if sys.stdout.isatty() else 140).print(table(migration.rows))
     counts = ", ".join(f"{migration.count(v)} {v.value}" for v in Verdict if migration.count(v))
     print(f"{len(migration.rows)} keys: {counts}")
-    if migration.unknown:
-        print(f"{len(migration.unknown)} of them unknown to us: {comment(', '.join(r.key for r in migration.unknown))}")
     print()
 
 
-VALUE, VERDICT, TEXT, LONGEST_KEY = 22, 13, 33, 60  # widths; the text has what is left, at least 33
-BORDERS = 13  # of four columns: rich draws a bar and a space at each side of each
-
-
-def table(rows: list[Row], width: int) -> Table:
-    """Nothing is cut. Where there is room, a key is in one piece: somebody will search for it."""
+def table(rows: list[Row]) -> Table:
+    """The rows by source; long words are folded, nothing is cut."""
     made = Table()
-    longest = min(LONGEST_KEY, max((len(row.key) for row in rows), default=0))
-    room = width - BORDERS - VALUE - VERDICT - TEXT
-    # a width, not min_width: rich narrows columns first, widens to min_width then, and cuts what is too wide by it
-    made.add_column("key", width=longest if 0 < longest <= room else None, max_width=LONGEST_KEY, overflow="fold")
-    for name, most in {"value": VALUE, "verdict": VERDICT, "what it becomes, or why nothing does": None}.items():
+    for name, most in {"key": 60, "value": 22, "verdict": 13, "what it becomes, or why nothing does": None}.items():
         made.add_column(name, max_width=most, overflow="fold")
     source = ""
     for row in rows:
         if row.source != source:
             made.add_section()
-            made.add_row(row.source, style="bold")
+            made.add_row(comment(row.source), style="bold")
             source = row.source
-        value, resolved = told(row, row.value), told(row, row.resolved)
-        value = readable(value) if row.resolved is None else f"{readable(value)} = {readable(resolved)}"
+        value, resolved = (written(shown(row, v)) for v in (row.value, row.outcome.resolved))
+        value = value if row.outcome.resolved is None else f"{value} = {resolved}"
         made.add_row(comment(row.key), comment(value), row.verdict.value, comment(row.text))
     return made
-
-
-def readable(value: object) -> str:
-    return written(value) if isinstance(value, float) else shown(value)

@@ -1,6 +1,7 @@
-"""What llava_fsdp has to be told so that it trains as a run of somebody else's did: Hydra overrides, one decision each.
+"""The Hydra overrides that make llava_fsdp train as another system's run does.
 
-The tables of keys say which key became which of these; what a script does not say has the original's default here.
+They are decided for the run as a whole, because one key's meaning depends on others; the tables of keys only explain
+them. What a script of the original does not give has the original's default here.
 """
 
 from collections.abc import Mapping
@@ -9,8 +10,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from llava_fsdp.config import config_dir
-from llava_fsdp.migrate.bash_script import is_open, open_mark, shown
-from llava_fsdp.migrate.source_run import AUTO, HALF, Run, plain
+from llava_fsdp.migrate.source_run import AUTO, Run, plain
 
 Overrides = dict[str, object]
 
@@ -23,7 +23,7 @@ FSDP_STRATEGIES = {
     "HYBRID_SHARD": "hybrid", "4": "hybrid",
     "HYBRID_SHARD_ZERO2": "hybrid2", "_HYBRID_SHARD_ZERO2": "hybrid2", "5": "hybrid2",
 }  # fmt: skip
-# LLaVA conversation.py:374-395 and train.py:894-908; `v0` and `v0.5` leave the template at its default there.
+# LLaVA conversation.py:374-395 and train.py:894-908, where `v0` and `v0.5` leave the template at its default.
 TEMPLATES = {
     "plain": "plain", "v0_plain": "plain",
     "v1": "v1", "vicuna_v1": "v1", "v0": "v1", "v0.5": "v1",
@@ -49,6 +49,7 @@ SCALER = {
     "hysteresis": "precision.scaler.hysteresis",
     "min_loss_scale": "precision.scaler.minimum",
 }
+HALF = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}  # DeepSpeed's blocks, and what each switches on
 DS_ADAM = frozenset({"adam", "adamw"})
 LEAST_WARMUP = 2  # DeepSpeed's
 LEAST_KEPT = 2
@@ -56,23 +57,21 @@ TRACKERS: Mapping[str, tuple[str, object]] = {
     "wandb": ("track.wandb", "online"),
     "tensorboard": ("track.tensorboard", True),
 }
-# torch.compile's backends that write no kernels.
-EAGER = frozenset({"eager", "eager_noexcept", "aot_eager", "aot_eager_default_partitioner"})
 
 
 def decide(run: Run) -> Overrides:
-    """Every override, also those that a stage or a recipe already has; `command` leaves those out."""
-    found: Overrides = {}
-    if run.launch:
-        found |= model(run) | data(run) | writing(run) | tracking(run)
-    memory = activation_checkpointing(run) | sharding(run) | offload(run) | precision(run)
-    return found | memory | compiling(run) | batch(run) | optimizer(run) | schedule(run)
+    """Every override, also those that a stage or a recipe already has; `command.reduce` leaves those out."""
+    found = model(run) | data(run) if run.launch.is_original else other_program(run)
+    found |= writing(run) | tracking(run) | sharding(run) | offload(run) | precision(run) | compiling(run)
+    found["activation_checkpointing"] = "full" if run.hf("gradient_checkpointing") else "none"
+    found |= {"global_batch_size": run.batch, "micro_batch_size": run.hf("per_device_train_batch_size")}
+    return found | optimizer(run) | schedule(run)
 
 
 def model(run: Run) -> Overrides:
     name, stage = run.hf("model_name_or_path"), run.stage
     adapted = "qlora" if run.bits is not None and stage == "finetune" else "lora"
-    found: Overrides = {"stage": f"{stage}_{adapted}" if run.is_lora else stage, "model": frame(shown(name))}
+    found: Overrides = {"stage": f"{stage}_{adapted}" if run.is_lora else stage, "model": model_choice(str(name))}
     found["model.checkpoint" if stage == "finetune_task" else "model.language"] = name
     if run.hf("vision_tower"):
         found["model.vision"] = run.hf("vision_tower")
@@ -86,28 +85,43 @@ def model(run: Run) -> Overrides:
     if stage == "finetune":
         found["model.projector"] = run.hf("pretrain_mm_mlp_adapter") or "random"
     if stage == "finetune_task":
-        found["model.image_start_end"] = run.truth("mm_use_im_start_end")
-    if projector != "mlp2x_gelu" and not is_open(projector):
+        found["model.image_start_end"] = run.hf("mm_use_im_start_end")
+    if projector != "mlp2x_gelu":
         found["export.enabled"] = False
-    return found | lora(run) | quantized(run)
+    if run.is_lora:  # the stages have the values of the original's scripts, its program has other defaults
+        found |= {f"model.lora.{key}": run.hf(f"lora_{key}") for key in ("r", "alpha", "dropout", "bias")}
+    return found | quantized(run)
 
 
-def lora(run: Run) -> Overrides:
-    """Adapters; the stages have the values of the original's scripts, its program has others."""
-    keys = ("r", "alpha", "dropout", "bias") if run.is_lora else ()
-    return {f"model.lora.{key}": run.hf(f"lora_{key}") for key in keys}
+def other_program(run: Run) -> Overrides:
+    """Model and data of a program that is not the original's: what its flags give, else the stage's values.
+
+    Its names of models are whole checkpoints, as llava-hf's are. With peft only the adapters train.
+    """
+    name = run.hf("model_name_or_path")
+    found: Overrides = {"stage": "finetune_task_lora" if run.is_lora else "finetune_task", "data": "llava_json"}
+    found["model"] = model_choice(str(name))
+    flags = {"data.path": "data_path", "data.images": "image_folder", "data.max_length": "model_max_length"}
+    flags["data.workers"] = "dataloader_num_workers"
+    if "llava" in str(name).lower():
+        flags["model.checkpoint"] = "model_name_or_path"
+    if run.is_lora:
+        found["model.train"] = ["language"]
+        flags |= {f"model.lora.{key}": f"lora_{key}" for key in ("r", "alpha", "dropout")}
+        flags |= {"model.lora.use_dora": "use_dora", "model.lora.use_rslora": "use_rslora"}
+    return found | {key: run.hf(flag) for key, flag in flags.items() if run.given(flag)} | quantized(run)
 
 
 def quantized(run: Run) -> Overrides:
-    """A base in few bits, which cannot train itself (LLaVA train.py:796-817)."""
+    """A base in few bits, which only adapters or the projector can train on (LLaVA train.py:796-817)."""
     if run.bits is None or not (run.is_lora or run.stage == "pretrain"):
         return {}
     if run.bits == 8:
         return {"model.quantize.mode": "int8"}
-    return {"model.quantize.mode": run.hf("quant_type"), "model.quantize.double": run.truth("double_quant")}
+    return {"model.quantize.mode": run.hf("quant_type"), "model.quantize.double": run.hf("double_quant")}
 
 
-def frame(name: str) -> str:
+def model_choice(name: str) -> str:
     """The choice of `model=` with this language model, else the one of its size."""
     for path in sorted((config_dir() / "model").glob("*.yaml")):
         if OmegaConf.select(OmegaConf.load(path), "language") == name:
@@ -116,26 +130,23 @@ def frame(name: str) -> str:
 
 
 def trained(run: Run) -> list[str]:
-    """LLaVA train.py:843-845, 926-935; a frozen backbone leaves lm_head trainable there, which has no name here."""
-    if run.stage == "pretrain" or (run.truth("freeze_backbone") and not run.is_lora):
+    """LLaVA train.py:843-845, 926-935; a frozen backbone leaves lm_head trainable there, which model.train cannot."""
+    if run.stage == "pretrain" or (run.hf("freeze_backbone") and not run.is_lora):
         return ["projector"]
-    return ["language"] if run.truth("freeze_mm_mlp_adapter") else ["projector", "language"]
+    return ["language"] if run.hf("freeze_mm_mlp_adapter") else ["projector", "language"]
 
 
 def data(run: Run) -> Overrides:
-    version = run.hf("version")
-    ratio = run.hf("image_aspect_ratio")
     found: Overrides = {
         "data": "llava_json",
-        "data.path": run.hf("data_path") or open_mark("$DATA_PATH"),
-        "data.template": version if is_open(version) else TEMPLATES.get(str(version)),
-        "data.image_aspect_ratio": ratio if is_open(ratio) or ratio == "pad" else "square",
+        "data.path": run.hf("data_path"),
+        "data.images": run.hf("image_folder"),
+        "data.template": TEMPLATES.get(str(run.hf("version"))),
+        "data.image_aspect_ratio": "pad" if run.hf("image_aspect_ratio") == "pad" else "square",
         "data.max_length": run.hf("model_max_length"),
         "data.workers": run.hf("dataloader_num_workers"),
-        "sampler.group_by_modality_length": run.truth("group_by_modality_length"),
+        "sampler.group_by_modality_length": run.hf("group_by_modality_length"),
     }
-    if run.hf("image_folder"):
-        found["data.images"] = run.hf("image_folder")
     return {key: value for key, value in found.items() if value is not None}
 
 
@@ -144,94 +155,72 @@ def writing(run: Run) -> Overrides:
     found: Overrides = {"seed": run.hf("seed"), "comm.timeout": run.hf("ddp_timeout")}
     if run.hf("output_dir"):
         found["output_dir"] = run.hf("output_dir")
-    epochs, steps = run.hf("num_train_epochs"), run.hf("max_steps")
-    if is_open(epochs):
-        found["epochs"] = epochs
-    elif isinstance(epochs, float) and epochs == int(epochs) >= 1:
+    epochs, steps, every, keep = map(run.hf, ("num_train_epochs", "max_steps", "save_steps", "save_total_limit"))
+    if isinstance(epochs, float) and epochs == int(epochs) >= 1:
         found["epochs"] = int(epochs)
-    if is_open(steps) or (isinstance(steps, int) and steps > 0):
+    if isinstance(steps, int) and steps > 0:
         found["max_steps"] = steps
-    every = run.hf("save_steps")
     if run.hf("save_strategy") != "steps":
         found["checkpoint.every"] = None
-    elif is_open(every) or (isinstance(every, float) and every >= 1):
-        found["checkpoint.every"] = every if is_open(every) else int(str(every).partition(".")[0])
-    keep = run.hf("save_total_limit")
-    if keep:
-        found["checkpoint.keep"] = max(LEAST_KEPT, keep) if isinstance(keep, int) else keep
+    elif isinstance(every, float) and every >= 1:
+        found["checkpoint.every"] = int(every)
+    if isinstance(keep, int) and keep:
+        found["checkpoint.keep"] = max(LEAST_KEPT, keep)
     lines = run.hf("logging_steps")
-    if run.hf("logging_strategy") == "steps" and (is_open(lines) or (isinstance(lines, float) and lines >= 1)):
-        found["log_every"] = int(lines) if isinstance(lines, float) else lines
-    if run.truth("full_determinism"):
+    if run.hf("logging_strategy") == "steps" and isinstance(lines, float) and lines >= 1:
+        found["log_every"] = int(lines)
+    if run.hf("full_determinism"):
         found["deterministic"] = True
     return found
 
 
 def tracking(run: Run) -> Overrides:
-    """Who is told of the steps; a script without `--report_to` tells whatever is installed, which nobody knows here."""
-    names = [] if is_open(run.hf("report_to")) else str(run.hf("report_to") or "").split()
-    names = list(TRACKERS) if "all" in names else names
-    found = dict(TRACKERS[name] for name in names if name in TRACKERS)
+    """Trackers of the steps. Without `--report_to` transformers takes those that are installed, which is not known."""
+    names = str(run.hf("report_to") or "").split()
+    found = dict(TRACKERS[name] for name in TRACKERS if name in names or "all" in names)
     if "track.wandb" in found and run.hf("run_name"):
         found["track.name"] = run.hf("run_name")
     return found
 
 
-def activation_checkpointing(run: Run) -> Overrides:
-    """The script's; without one what the JSON asks for, for models that call DeepSpeed's own checkpointing."""
-    if run.launch:
-        return {"activation_checkpointing": "full" if run.truth("gradient_checkpointing") else "none"}
-    if run.ds("activation_checkpointing.cpu_checkpointing") is True:
-        return {"activation_checkpointing": "offload"}
-    accelerates = plain(run.launched("fsdp_activation_checkpointing")) if run.distributed_type == "FSDP" else None
-    return {"activation_checkpointing": "full" if accelerates else "none"} if isinstance(accelerates, bool) else {}
-
-
 def compiling(run: Run) -> Overrides:
     """The script's torch_compile, which a backend or a mode switches on too, or the launcher's dynamo_backend.
 
-    What is switched off is so here; a script that says nothing leaves compile=auto, which `migrate` says.
+    A script that gives none of them leaves compile=auto, and `migrate` prints a note about that.
     """
     launched = run.launched("dynamo_backend")
-    named = [launched, *(run.hf(name) for name in ("torch_compile_backend", "torchdynamo") if run.launch)]
-    backends = [str(name).lower() for name in named if name and not is_open(name)]
-    backends = [name for name in backends if name not in ("no", "none", "false")]
-    asked = [run.hf(name) for name in ("torch_compile", "torch_compile_mode") if run.launch]
-    if backends or any(value and not is_open(value) for value in asked):
-        return {"compile": not EAGER & set(backends)}
-    is_off = run.launch and "torch_compile" in run.flags and run.hf("torch_compile") is False
-    return {"compile": False} if is_off or launched is not None else {}
+    names = ("torch_compile", "torch_compile_backend", "torch_compile_mode", "torchdynamo")
+    if str(launched or "no").lower() not in ("no", "none", "false") or any(map(run.hf, names)):
+        return {"compile": True}
+    return {"compile": False} if "torch_compile" in run.flags or launched is not None else {}
 
 
 def sharding(run: Run) -> Overrides:
+    if run.lacks_deepspeed:
+        return {}
     if run.uses_deepspeed:
-        if run.lacks_deepspeed:
-            return {}
         stage = run.ds_or_default("zero_optimization.stage")
         group = run.ds("zero_optimization.zero_hpz_partition_size", 1)
         group = group if isinstance(group, int) and group > 1 else run.ds("zero_optimization.mics_shard_size", -1)
-        if (
-            stage == 3
-            and isinstance(group, int)
-            and 1 < group < (run.gpus or group + 1)
-            and not (run.gpus or 0) % group
-        ):
+        if stage == 3 and isinstance(group, int) and group > 1 and divides(group, run.gpus):
             return {"sharding": "hybrid", "sharding.shard_size": group}
         return {"sharding": STAGES[stage]} if isinstance(stage, int) and stage in STAGES else {}
-    named = fsdp_strategy(run)
-    if named is not None:
-        return {"sharding": named}
-    return {"sharding": "zero0"} if run.launch or run.distributed_type == "MULTI_GPU" else {}
+    return {"sharding": fsdp_strategy(run) or "zero0"}
+
+
+def divides(group: int, gpus: int | None) -> bool:
+    """Whether the ranks, where their number is known, make several groups of this size."""
+    return gpus is None or (group < gpus and gpus % group == 0)
 
 
 def offload(run: Run) -> Overrides:
     """DeepSpeed's optimizer on the CPU is masters, gradients and moments in host memory, updated there: `params` here.
 
-    ZeRO-1 keeps whole gradients on the device under both; there the moments go.
+    ZeRO-1 keeps whole gradients on the device in both systems; only the moments are offloaded then.
     """
+    if run.lacks_deepspeed:
+        return {}
     if run.uses_deepspeed:
-        if run.lacks_deepspeed:
-            return {}
         stage = run.ds_or_default("zero_optimization.stage")
         blocks = ["zero_optimization.offload_optimizer"] + ["zero_optimization.offload_param"] * (stage == 3)
         devices = [run.ds(f"{block}.device", "none") for block in blocks]
@@ -243,54 +232,46 @@ def offload(run: Run) -> Overrides:
         if old or {"cpu", "nvme"} & set(map(str, devices)):
             return {"offload": "optimizer" if stage == 1 else "params"}
         return {}
-    words = str(run.hf("fsdp") or "").upper().split() if run.launch else []
-    if run.distributed_type == "FSDP" or words:
-        on = plain(run.launched("fsdp_offload_params")) is True or "OFFLOAD" in words
-        return {"offload": "params"} if on else {}
-    return {}
+    on = run.distributed_type == "FSDP" and plain(run.launched("fsdp_offload_params")) is True
+    return {"offload": "params"} if on or "OFFLOAD" in fsdp_words(run) else {}
 
 
-def cuts(gpus: int | None, group: int) -> bool:
-    """Whether the ranks, where their number is known, make several groups of this size."""
-    return gpus is None or (group < gpus and gpus % group == 0)
+def fsdp_words(run: Run) -> list[str]:
+    """The trainer's `--fsdp "full_shard auto_wrap"`."""
+    return str(run.hf("fsdp") or "").upper().split()
 
 
 def fsdp_strategy(run: Run) -> str | None:
-    """From the trainer's `--fsdp "full_shard auto_wrap"`, or from Accelerate's `fsdp_config`."""
+    """From Accelerate's `fsdp_config`, or from the trainer's --fsdp."""
     if run.distributed_type == "FSDP":
         reshard = plain(run.launched("fsdp_reshard_after_forward"))
         if isinstance(reshard, bool):
             return "zero3" if reshard else "zero2"
         named = reshard or run.launched("fsdp_sharding_strategy") or "FULL_SHARD"
         return FSDP_STRATEGIES.get(str(named).upper())
-    words = str(run.hf("fsdp") or "").upper().split() if run.launch else []
-    return next((FSDP_STRATEGIES[word] for word in words if word in FSDP_STRATEGIES), None)
+    return next((FSDP_STRATEGIES[word] for word in fsdp_words(run) if word in FSDP_STRATEGIES), None)
 
 
 def precision(run: Run) -> Overrides:
-    """bf16 wins over fp16 where both are asked for; the original refuses that."""
-    half = computed_in(run)
+    """bf16 wins over fp16 where both are given; the original refuses that."""
+    half = half_precision(run)
     if half == "bf16":
         return bf16(run)
     if half == "fp16":
         return {"precision": "fp16"} | scaler(run)
-    if half == "fp8" or run.launch:
-        return {"precision": half or "fp32"}
-    told = run.deepspeed is not None and AUTO not in [run.ds(f"{name}.enabled") for name in HALF]
-    return {"precision": "fp32"} if told or run.launched("mixed_precision") == "no" else {}
+    return {"precision": half or "fp32"}
 
 
-def computed_in(run: Run) -> str | None:
-    """By DeepSpeed's blocks, the trainer's flags or Accelerate's word; apex's mixed precision is fp16."""
-    asked = {HALF[name] for name in HALF if run.ds(f"{name}.enabled") is True}
-    if run.launch:
-        asked |= {flag for flag in ("bf16", "fp16") if run.truth(flag)}
-    asked.add(str(run.launched("mixed_precision")))
-    return next((half for half in ("bf16", "fp16", "fp8") if half in asked), None)
+def half_precision(run: Run) -> str | None:
+    """By DeepSpeed's blocks, the trainer's flags or Accelerate's file."""
+    on = {HALF[name] for name in HALF if run.ds(f"{name}.enabled") is True}
+    on |= {flag for flag in ("bf16", "fp16") if run.hf(flag)}
+    on.add(str(run.launched("mixed_precision")))
+    return next((half for half in ("bf16", "fp16", "fp8") if half in on), None)
 
 
 def bf16(run: Run) -> Overrides:
-    """DeepSpeed's masters and moments in bf16 are rounded to nearest, ours at random."""
+    """DeepSpeed rounds masters and moments in bf16 to nearest, a run here rounds them at random."""
     if run.ds("bf16.bf16_master_weights_and_grads") is not True:
         return {"precision": "bf16"}
     if run.ds("bf16.bf16_optimizer_states") is True:
@@ -299,7 +280,7 @@ def bf16(run: Run) -> Overrides:
 
 
 def scaler(run: Run) -> Overrides:
-    """DeepSpeed's settings, as far as it is told them; without DeepSpeed torch's GradScaler, which has its own."""
+    """DeepSpeed's settings, as far as they are given; without DeepSpeed those of torch's GradScaler."""
     if not run.uses_deepspeed:
         return {"precision.scaler.window": 2000, "precision.scaler.hysteresis": 1}
     given = {ours: run.ds(f"fp16.{theirs}") for theirs, ours in SCALER.items()}
@@ -308,53 +289,36 @@ def scaler(run: Run) -> Overrides:
     return {"precision.scaler.scale": fixed} if fixed else numbers
 
 
-def batch(run: Run) -> Overrides:
-    if run.launch:
-        return {"global_batch_size": run.batch, "micro_batch_size": run.hf("per_device_train_batch_size")}
-    found = {"global_batch_size": run.ds_batch.whole, "micro_batch_size": run.ds_batch.micro}
-    return {key: value for key, value in found.items() if value is not None}
-
-
 def optimizer(run: Run) -> Overrides:
-    """DeepSpeed's entry where there is one, the trainer's flags where it says `auto` or is absent."""
-    knows = (run.launch or run.uses_deepspeed) and not run.lacks_deepspeed
-    knows = knows and (run.launch or run.ds("gradient_clipping") != AUTO)
-    found: Overrides = {"optim.clip": clip(run)} if knows else {}
-    if run.launch and not run.has_ds_optimizer:
-        names = {"lr": "learning_rate", "projector_lr": "mm_projector_lr", "weight_decay": "weight_decay"}
-        names |= {"beta1": "adam_beta1", "beta2": "adam_beta2", "eps": "adam_epsilon"}
-        found |= {f"optim.{ours}": run.hf(theirs) for ours, theirs in names.items()}
-    elif run.has_ds_optimizer:
-        beta = run.ds_or_default("optimizer.params.betas")
-        betas = [plain(b) for b in beta] if isinstance(beta, list) and len(beta) == 2 else [AUTO, AUTO]
-        values = {
-            "optim.lr": (run.ds_or_default("optimizer.params.lr"), "learning_rate"),
-            "optim.weight_decay": (run.ds_or_default("optimizer.params.weight_decay"), "weight_decay"),
-            "optim.eps": (run.ds_or_default("optimizer.params.eps"), "adam_epsilon"),
-            "optim.beta1": (betas[0], "adam_beta1"),
-            "optim.beta2": (betas[1], "adam_beta2"),
-        }
-        found |= filled(run, values)
-        if run.launch:
-            found["optim.projector_lr"] = None
+    """DeepSpeed's entry where there is one; the trainer's flags where it has `auto` or is absent."""
+    values = {
+        "optim.lr": ("optimizer.params.lr", "learning_rate"),
+        "optim.weight_decay": ("optimizer.params.weight_decay", "weight_decay"),
+        "optim.eps": ("optimizer.params.eps", "adam_epsilon"),
+    }
+    found: Overrides = {} if run.lacks_deepspeed else {"optim.clip": clip(run)}
+    found |= {key: filled(run, theirs, flag) for key, (theirs, flag) in values.items()}
+    betas = run.ds_or_default("optimizer.params.betas") if run.has_ds_optimizer else AUTO
+    pair = [plain(b) for b in betas] if isinstance(betas, list) and len(betas) == 2 else [AUTO, AUTO]
+    for beta, flag in zip(pair, ("adam_beta1", "adam_beta2"), strict=True):
+        found[f"optim.{flag[5:]}"] = run.hf(flag) if beta == AUTO else beta
     if run.has_ds_warmup:
-        found |= filled(run, {"optim.lr": (run.ds_or_default("scheduler.params.warmup_max_lr"), "learning_rate")})
-        found |= {"optim.projector_lr": None} if run.launch else {}
+        found["optim.lr"] = filled(run, "scheduler.params.warmup_max_lr", "learning_rate")
+    one_group = run.has_ds_optimizer or run.has_ds_warmup or not run.launch.is_original
+    found["optim.projector_lr"] = None if one_group else run.hf("mm_projector_lr")
     return found
 
 
-def filled(run: Run, values: Mapping[str, tuple[object, str]]) -> Overrides:
-    """`auto` is the trainer's flag; without a script nobody knows it."""
-    found = {key: run.hf(flag) if value == AUTO else value for key, (value, flag) in values.items()}
-    return {key: value for key, value in found.items() if run.launch or values[key][0] != AUTO}
+def filled(run: Run, key: str, flag: str) -> object:
+    """A value of DeepSpeed's optimizer or scheduler; where it is `auto`, or its block is absent, the trainer's flag."""
+    value = AUTO if run.ds(key.partition(".")[0] + ".type") is None else run.ds_or_default(key)
+    return run.hf(flag) if value == AUTO else value
 
 
 def clip(run: Run) -> object:
-    """DeepSpeed clips by its own key, whose default is 0: none; HF fills it in only where it says `auto`."""
+    """DeepSpeed clips by its own key, by default not at all; transformers fills it in only where it is `auto`."""
     value = run.ds("gradient_clipping", 0) if run.uses_deepspeed else run.hf("max_grad_norm")
-    if value == AUTO:
-        value = run.hf("max_grad_norm")
-    return value or None
+    return (run.hf("max_grad_norm") if value == AUTO else value) or None
 
 
 def schedule(run: Run) -> Overrides:
@@ -367,14 +331,11 @@ def schedule(run: Run) -> Overrides:
         if steps != AUTO:
             steps = max(LEAST_WARMUP, steps) if isinstance(steps, int) else steps
             return found | ({"optim.warmup_steps": steps} if named else {})
-        return found | (warmup(run) if run.launch else {})
-    if not run.launch:
-        return {}
+        return found | warmup(run)
     name = str(run.hf("lr_scheduler_type"))
     if name == "constant":
         return {"optim.schedule": "constant", "optim.warmup_ratio": 0.0}
-    named = name if is_open(name) else SCHEDULES.get(name)
-    return ({"optim.schedule": named} if named else {}) | warmup(run)
+    return ({"optim.schedule": SCHEDULES[name]} if name in SCHEDULES else {}) | warmup(run)
 
 
 def warmup(run: Run) -> Overrides:

@@ -1,12 +1,12 @@
 """THE table of GPUs: memory, arithmetic, and what connects them; and what of it a training gets."""
 
-import os
 from dataclasses import dataclass
 
 import torch
 
 from llava_fsdp.config import DType, LinearKind, PrecisionConfig
 from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.host import read_host
 
 MIB = 1 << 20
 
@@ -185,9 +185,9 @@ def this_machine(ranks: int, device: str = "cuda") -> Machine:
     A GPU that the table lacks is timed as the one with bf16, or without, that is nearest in memory.
     """
     if device == "cpu" or not torch.cuda.is_available():
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return Machine(None, f"{cores} CPU cores", total // ranks, CORE_FLOPS * cores / ranks)
+        host = read_host()
+        cores = host.usable_cores
+        return Machine(None, f"{cores} CPU cores", host.usable_memory // ranks, CORE_FLOPS * cores / ranks)
     found = torch.cuda.get_device_properties(0)
     known = found.name.lower().replace(" ", "")
     names = {"a100-40gb": "a100", "a100-80gb": "a100", "4090": "rtx4090", "v100": "v100", "t4": "teslat4"}

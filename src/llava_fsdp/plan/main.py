@@ -15,13 +15,13 @@ from pathlib import Path
 from llava_fsdp.config import DType, Format, OffloadMode, PlanConfig, SamplerName, Source, cli
 from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh
 from llava_fsdp.plan.hardware import Machine, machine_named
-from llava_fsdp.plan.multinode import draw, scale
+from llava_fsdp.plan.multinode import scale, write_page
 from llava_fsdp.plan.planner import Planner, PlanRow
 from llava_fsdp.plan.search import choices, plan_rows, rows_of, ways_to_cut
 from llava_fsdp.plan.table import as_object, names, show_plan
 from llava_fsdp.runtime.console import TextConsole
 
-OWN_KEYS = {"gpus", "nodes", "gpu", "rows", "picture", "format"}
+OWN_KEYS = {"gpus", "nodes", "gpu", "rows", "page", "format"}
 CHOSEN = {"sharding", "activation_checkpointing", "offload", "tokens_per_micro_batch", "dry_run"}
 """What the plan chooses, with the keys below it; and what would not train."""
 
@@ -51,14 +51,14 @@ def plan(cfg: PlanConfig, typed: Sequence[str] = ()) -> None:
     more = {}
     if cfg.nodes > 1:
         points = scale(planner, cfg.gpus, cfg.nodes, is_free)
-        more = {"scaling": points, "picture": str(draw(points, planner, Path(cfg.picture)))}
+        more = {"scaling": points, "page": str(write_page(points, planner, Path(cfg.page)))}
     if cfg.format is Format.json:
         print(json.dumps(as_object(planner, rows, best, more)))
         return
     console = TextConsole(width=None if sys.stdout.isatty() else 160)
     show_plan(console, planner, rows, cfg.rows, best)
     if more:
-        console.print(f"tokens/s against nodes: {more['picture']}")
+        console.print(f"tokens/s against nodes: {more['page']}")
 
 
 def with_fp16(cfg: PlanConfig, machine: Machine, typed: Sequence[str]) -> tuple[PlanConfig, list[str]]:

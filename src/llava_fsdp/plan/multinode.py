@@ -7,6 +7,9 @@ from typing import Any
 from llava_fsdp.config import OffloadMode, Strategy
 from llava_fsdp.plan.planner import Choice, Planner
 from llava_fsdp.plan.search import checkpointings, plan_rows, ways_to_cut
+from llava_fsdp.report.downsample import Point
+from llava_fsdp.report.html import heading, section, table, whole_page
+from llava_fsdp.report.svg import Chart, Line, draw
 from llava_fsdp.runtime.errors import ConfigError
 
 STRATEGIES = {"zero3": Strategy.FULL_SHARD, "hybrid": Strategy.HYBRID_SHARD}
@@ -54,33 +57,28 @@ def node_counts(nodes: int) -> list[int]:
     return [*counts, nodes]
 
 
-def draw(points: Sequence[dict[str, Any]], planner: Planner, path: Path) -> Path:
-    """The picture of `scale`.
+def write_page(points: Sequence[dict[str, Any]], planner: Planner, path: Path) -> Path:
+    """Write a page with the chart and the table of `scale`.
 
     Raises:
-        ConfigError: matplotlib is missing, or the file cannot be written.
+        ConfigError: the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("nodes= draws with matplotlib, which is not installed: pip install matplotlib") from error
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for name in STRATEGIES:
-        own = [p for p in points if p["sharding"] == name and p["fits"]]
-        axes.plot([p["nodes"] for p in own], [p["tokens_per_second"] for p in own], marker="o", label=name)
-    counts = sorted({p["nodes"] for p in points})
+    lines = []
+    for colour, name in enumerate(STRATEGIES):
+        fitting = [p for p in points if p["sharding"] == name and p["fits"]]
+        values = [Point(p["nodes"], *[p["tokens_per_second"]] * 3) for p in fitting]
+        lines.append(Line(name, values, colour, dots=True))
     if points[0]["fits"]:
-        many = [points[0]["tokens_per_second"] * count for count in counts]
-        axes.plot(counts, many, color="grey", linestyle=":", label="as many times one node")
-    axes.set(xlabel="nodes", ylabel="tokens a second, predicted", xscale="log", yscale="log")
-    axes.set_xticks(counts, [str(n) for n in counts])
-    axes.set_xticks([], minor=True)
-    axes.set_title(f"{planner.cfg.model.name}, {planner.machine.name}, {planner.cfg.global_batch_size} samples a step")
-    axes.legend()
+        one, counts = points[0]["tokens_per_second"], sorted({p["nodes"] for p in points})
+        lines.append(Line("as many times one node", [Point(n, *[one * n] * 3) for n in counts], 7))
+    title = f"{planner.cfg.model.name}, {planner.machine.name}, {planner.cfg.global_batch_size} samples a step"
+    chart = draw(Chart("Tokens a second against nodes", lines, "predicted", logs=True, wide=True, along="nodes"))
+    names = [name for name in points[0] if name != "fits"]
+    rows = ([round(p[n], 4) if isinstance(p[n], float) else p[n] for n in names] for p in points if p["fits"])
+    body = heading(title) + chart + section("Fastest way to train on each", table(names, rows))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)
+        path.write_text(whole_page(title, body))
     except OSError as error:
-        raise ConfigError(f"picture={path} cannot be written: {error}") from error
+        raise ConfigError(f"page={path} cannot be written: {error}") from error
     return path

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, Config, OffloadMode, Strategy
-from llava_fsdp.distributed.memory import Bytes, bytes_per_rank, storage_per_rank
+from llava_fsdp.distributed.memory import Bytes, bytes_per_rank
 from llava_fsdp.distributed.mesh import mesh_shape
 from llava_fsdp.distributed.parallelize import units_of_blocks, weights_of
 from llava_fsdp.distributed.precision import DTYPES
@@ -163,7 +163,7 @@ class Planner:
         rest = bytes_per_rank(*of)
         ledger = self.walk(choice, world_size, shard_size, micros, between, rank)
         bytes_ = {**ledger.worst, "total": sum(ledger.worst.values())}
-        host, disk = self.elsewhere(offload, SHARD_PLANS[strategy], storage_per_rank(*of))
+        host, disk = self.elsewhere(offload, SHARD_PLANS[strategy], bytes_per_rank(*of, padded=True))
         if choice.activation_checkpointing.mode is ActivationCheckpointing.offload and self.machine.device != "cpu":
             passes = self.passes(ActivationCheckpointing.full, micros, between)
             host += max(sum(inputs_of_blocks(own).values()) for own in passes)
@@ -243,7 +243,7 @@ class Planner:
     ) -> Ledger:
         precision, plan = self.cfg.precision, SHARD_PLANS[choice.strategy]
         of = self.weights, choice.strategy, precision, world_size, shard_size, rank, choice.offload
-        stored = storage_per_rank(*of)
+        stored = bytes_per_rank(*of, padded=True)
         buffers = self.buffer_bytes + self.input_bytes(micros)
         rest = self.on_device(choice.offload, plan, stored, buffers)
         if world_size == 1 and not choice.offload.moves_weights:

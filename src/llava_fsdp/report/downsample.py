@@ -1,13 +1,13 @@
-"""What a training measured, step by step, in bounded room however long it is. Imports nothing but the standard library.
+"""Curves of a training, step by step, in bounded memory however long it is. Imports only the standard library.
 
 A curve keeps stretches of equally many steps, and of each its mean, its least and its greatest value: a spike of one
-step stays to be seen among a hundred thousand. Which stretches these are depends on the steps' numbers alone, so that a
-curve read from a file is the one that was kept while the run went on.
+step is still seen among a hundred thousand. The steps' numbers alone decide where stretches begin, so that a curve read
+from a file equals the one that was kept while the run went on.
 """
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,14 +18,14 @@ WINDOW = 20
 MOST_SKIPS = 100
 """Skipped steps that are named."""
 MOST_SOURCES = 200
-"""Sources that have curves of their own."""
+"""Sources that have curves."""
 
 
 class Point(NamedTuple):
     """A stretch of a curve."""
 
     step: float
-    """In the mean."""
+    """Mean of its steps."""
     mean: float
     least: float
     most: float
@@ -38,13 +38,13 @@ class Curve:
         self.most = most
         self.width = 1
         self.stretches: dict[int, list[float]] = {}
-        """By step // width: how many values, their steps' sum, their sum, the least and the greatest."""
+        """By step // width: number of values, sum of their steps, their sum, the least and the greatest."""
 
     def __len__(self) -> int:
         return len(self.stretches)
 
     def add(self, step: int, value: float | None) -> None:
-        """A value that is none, or not finite, is left out."""
+        """Add a value; one that is missing or not finite is skipped."""
         if value is None or not math.isfinite(value):
             return
         put(self.stretches, step // self.width, [1.0, float(step), value, value, value])
@@ -53,7 +53,7 @@ class Curve:
             self.stretches = halved(self.stretches)
 
     def points(self, most: int | None = None) -> list[Point]:
-        """In the order of steps; as few as are asked for."""
+        """The stretches in the order of steps, at most `most` of them."""
         stretches = self.stretches
         while most is not None and len(stretches) > max(1, most):
             stretches = halved(stretches)
@@ -74,7 +74,7 @@ def put(stretches: dict[int, list[float]], number: int, values: list[float]) -> 
 
 
 def halved(stretches: dict[int, list[float]]) -> dict[int, list[float]]:
-    """Neighbours made one."""
+    """The stretches with neighbours made one."""
     found: dict[int, list[float]] = {}
     for number, values in stretches.items():
         put(found, number // 2, list(values))
@@ -85,41 +85,44 @@ VALUES = (
     "loss", "lr", "grad_norm", "tokens_per_second", "mfu", "hfu", "peak_memory_bytes", "seconds", "data_seconds",
     "loss_scale",
 )  # fmt: skip
-"""What of a row of metrics becomes a curve."""
+"""Keys of a row of metrics that become curves."""
 SUMS = (
     "samples", "tokens", "label_tokens", "images", "seconds", "data_seconds", "truncated", "skipped_records",
     "unlabelled",
 )  # fmt: skip
-"""What adds up."""
+"""Keys of a row of metrics that are added up."""
 
 
 @dataclass
 class History:
-    """The curves of a run, and what they add up to."""
+    """The curves of a run, and its sums."""
 
+    window: int = WINDOW
+    """Steps over which the last and the lowest loss are taken."""
     curves: dict[str, Curve] = field(default_factory=dict)
     sources: dict[str, Curve] = field(default_factory=dict)
-    """The loss of each."""
+    """Loss by source."""
     source_labels: dict[str, int] = field(default_factory=dict)
-    """Label tokens of each."""
+    """Label tokens by source."""
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SUMS, 0))
     steps: int = 0
-    """That have a row."""
+    """Number of rows."""
     last: dict[str, Any] = field(default_factory=dict)
     """The last row."""
     skipped: list[int] = field(default_factory=list)
     """The first steps that were skipped."""
     skipped_steps: int = 0
-    """How many there were."""
+    """Number of steps that were skipped."""
     lowest: tuple[float, int] | None = None
-    """The lowest mean of WINDOW losses in a row, and the step that it ends with."""
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    """The lowest mean of a whole window, and its last step."""
+    recent: deque[tuple[float, float]] = field(default_factory=deque)
+    """Loss and label tokens of the last steps that have a loss, at most `window` of them."""
 
     def add(self, row: dict[str, Any]) -> None:
-        """A row of metrics.jsonl.
+        """Add a row of metrics.jsonl.
 
         Raises:
-            ValueError: it is none; nothing has been added then.
+            ValueError: it is not one; nothing has been added then.
         """
         step, values = checked(row)
         sources = sources_of(row)
@@ -138,43 +141,59 @@ class History:
             self.skipped_steps += 1
             self.skipped += [step] if len(self.skipped) < MOST_SKIPS else []
         if (loss := values["loss"]) is not None:
-            self.recent.append(loss)
-            mean = sum(self.recent) / len(self.recent)
-            full = len(self.recent) == WINDOW
+            self.recent.append((loss, more["label_tokens"]))
+            if len(self.recent) > self.window:
+                self.recent.popleft()
+            mean = mean_loss(self.recent)
+            full = len(self.recent) == self.window
             if full and (self.lowest is None or mean < self.lowest[0]):
                 self.lowest = mean, step
 
     @property
     def step(self) -> int:
-        """The last one."""
+        """Number of the last step."""
         return int(self.last.get("step", 0))
 
     @property
     def loss(self) -> float | None:
-        """Over the last steps."""
-        return sum(self.recent) / len(self.recent) if self.recent else None
+        """Mean loss of the last steps."""
+        return mean_loss(self.recent) if self.recent else None
 
     @property
     def lowest_loss(self) -> tuple[float, int] | None:
-        """And its step; of a run that is too short for a window, its last loss."""
+        """The lowest loss and its step; while no window is full, the last loss."""
         if self.lowest is None and self.loss is not None:
             return self.loss, self.step
         return self.lowest
 
-    def mean(self, name: str, of: Callable[[Point], float] = lambda point: point.mean) -> float | None:
-        """Over the second half of a curve: the first one has loading and compiling in it."""
+    def mean(self, name: str) -> float | None:
+        """Mean of the second half of a curve: the first half has loading and compiling in it."""
         points = self.curves[name].points() if name in self.curves else []
         rest = points[len(points) // 2 :]
-        return sum(map(of, rest)) / len(rest) if rest else None
+        return sum(point.mean for point in rest) / len(rest) if rest else None
 
     def most(self, name: str) -> float | None:
         points = self.curves[name].points() if name in self.curves else []
         return max((point.most for point in points), default=None)
 
     def largest_sources(self, most: int) -> Iterator[tuple[str, Curve]]:
-        """Those with most label tokens."""
+        """The sources with most label tokens."""
         chosen = sorted(self.source_labels, key=lambda name: -self.source_labels[name])[:most]
         return ((name, self.sources[name]) for name in self.sources if name in chosen)
+
+
+def mean_loss(steps: Iterable[tuple[float, float]]) -> float:
+    """Mean of the losses of one step or more over their label tokens, as the loss of a step is; equal losses give
+    themselves to the last bit.
+
+    Args:
+        steps: loss and label tokens of each; without any label tokens every step counts the same.
+    """
+    losses, tokens = zip(*steps, strict=True)
+    if len(set(losses)) == 1:
+        return losses[0]
+    weights = tokens if sum(tokens) > 0 else [1] * len(losses)
+    return math.fsum(loss * count for loss, count in zip(losses, weights, strict=True)) / sum(weights)
 
 
 def checked(row: object) -> tuple[int, dict[str, float | None]]:
@@ -185,12 +204,16 @@ def checked(row: object) -> tuple[int, dict[str, float | None]]:
 
 
 def number_of(row: dict[str, Any], name: str) -> float | None:
-    """None where there is none, or one that is not finite."""
+    """A number of a row; None where it is missing or not finite.
+
+    Raises:
+        ValueError: it is something else.
+    """
     value = row.get(name)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name} is no number")
+        raise ValueError(f"{name} is not a number")
     return float(value) if math.isfinite(value) else None
 
 
@@ -198,7 +221,7 @@ def sources_of(row: dict[str, Any]) -> dict[str, tuple[float | None, int]]:
     """Loss and label tokens by source."""
     found = row.get("sources") or {}
     if not isinstance(found, dict) or not all(isinstance(own, dict) for own in found.values()):
-        raise ValueError("sources is no object of objects")
+        raise ValueError("sources is not an object of objects")
     return {
         str(name): (number_of(own, "loss"), int(number_of(own, "label_tokens") or 0)) for name, own in found.items()
     }

@@ -1,13 +1,37 @@
-"""What the pages of HTML have in common: tables, and round numbers for axes. Whatever is shown is escaped."""
+"""What all pages share: the page around a body, tables, texts. Text from data, models and users is escaped."""
 
 import json
-import math
 from collections.abc import Iterable
 from html import escape
+from pathlib import Path
 from typing import Any
 
+ASSETS = Path(__file__).parent / "assets"
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+DATA = "<script type='application/json'>"
+"""Begins the values of a chart, from which assets/charts.js draws it."""
 LONGEST_CELL = 2000
 """Characters of a cell of a table."""
+
+
+def whole_page(title: str, body: str) -> str:
+    """One file of HTML that loads nothing, with the script only where a chart needs it."""
+    script = f"<script>\n{(ASSETS / 'charts.js').read_text()}</script>" if DATA in body else ""
+    return (
+        "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        "<meta name='viewport' content='width=device-width, initial-scale=1'><link rel='icon' href='data:,'>"
+        f"<title>{escape(title)}</title><style>\n{(ASSETS / 'page.css').read_text()}</style></head>\n"
+        f"<body>\n{body}{script}</body></html>\n"
+    )
+
+
+def heading(title: str, *lines: str) -> str:
+    return f"<header><h1>{escape(title)}</h1>{''.join(f'<p>{escape(line)}</p>' for line in lines)}</header>\n"
+
+
+def section(title: str, *body: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>\n{''.join(body)}</section>\n"
 
 
 def table(names: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
@@ -24,22 +48,6 @@ def cell(value: object) -> str:
 
 def shortened(text: str, most: int = LONGEST_CELL) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
-
-
-def spaced(names: Iterable[str]) -> list[str]:
-    """Names of fields as words; what a user has named stays as it is."""
-    return [name.replace("_", " ") for name in names]
-
-
-def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round numbers from `low` to `high`, about `most` of them at most."""
-    if not high > low:
-        return [low]
-    rough = (high - low) / most
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [number * step for number in range(first, last + 1)]
 
 
 def inline_json(value: Any) -> str:

@@ -1,7 +1,6 @@
-"""A training as a page, or several side by side: `python -m llava_fsdp.report outputs/finetune`.
+"""Writes a run as a page, or several side by side: `python -m llava_fsdp.report outputs/finetune`.
 
-One run: its `report.html` is written anew. Several, or the folder of a sweep: one page of all of them. Reads what
-trainings leave behind, whether they go on, have ended or were killed. Imports neither torch nor transformers.
+Reads what trainings leave behind, whether they run, have ended or were killed. Imports neither torch nor transformers.
 """
 
 import sys
@@ -38,16 +37,16 @@ def main() -> None:
 
 
 def write(words: list[str]) -> Path:
-    """Write the page that a command line asks for, and say where.
+    """Write the page that a command line asks for, and return its path.
 
     Raises:
-        LlavaFsdpError: a RUN is none, or cannot be read; or the page cannot be written.
+        LlavaFsdpError: a RUN is not one or cannot be read; or the page cannot be written.
     """
     folders, out = parse(words)
     runs = [run for folder in folders for run in runs_in(folder)]
     is_one = len(runs) == 1 and runs[0].folder == folders[0]
     path = out or (runs[0].folder / REPORT_FILE if is_one else Path(COMPARISON))
-    page = report_page(runs[0], Thumbnails()) if is_one else comparison_page(with_names_of_their_own(runs))
+    page = report_page(runs[0], Thumbnails()) if is_one else comparison_page(uniquely_named(runs))
     try:
         put_page(path, page, *(run.folder for run in runs))
     except OSError as error:
@@ -57,20 +56,20 @@ def write(words: list[str]) -> Path:
 
 def parse(words: list[str]) -> tuple[list[Path], Path | None]:
     """RUNs, and where the page goes."""
-    given = [word.removeprefix("out=") for word in words if word.startswith("out=")]
-    folders = [Path(word.removeprefix("output_dir=")) for word in words if not word.startswith("out=")]
     for word in words:
         if word.startswith("-"):
-            raise ConfigError(f"{word} is no option; options are written key=value, and -h lists them")
-    if given and not given[-1]:
+            raise ConfigError(f"{word} is not an option; options are written key=value, and -h lists them")
+    out = [word.removeprefix("out=") for word in words if word.startswith("out=")]
+    folders = [Path(word.removeprefix("output_dir=")) for word in words if not word.startswith("out=")]
+    if out and not out[-1]:
         raise ConfigError("out= names no file; write out=FILE")
     if not folders:
         raise ConfigError("no RUN is named; give the output_dir of a training")
-    return folders, Path(given[-1]) if given else None
+    return folders, Path(out[-1]) if out else None
 
 
-def with_names_of_their_own(runs: list[Run]) -> list[Run]:
-    """Whole paths, where names are not enough."""
+def uniquely_named(runs: list[Run]) -> list[Run]:
+    """The runs, with whole paths in their names where two have the same name."""
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
             run.name = f"{run.name} ({run.folder.resolve()})" if run.name != name_of(run.folder) else str(run.folder)

@@ -1,8 +1,8 @@
 """Where the time of recorded steps went, from a trace of torch's profiler.
 
-With a GPU it is the device's time: what computes is counted under the part of the step that launched it, collectives
-where nothing computes beside them, and what is left is waiting for the host. Without one it is that of the main thread:
-operations, collectives that no operation hides, and Python between them.
+With a GPU it is the device's time: kernels count for the part of the step that launched them, collectives where nothing
+computes beside them, and the rest is waiting for the host. Without one it is the main thread's time: operations,
+collectives that no operation hides, and Python between them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import gzip
 import json
 import zlib
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 RANGE = "llava_fsdp::"
-"""What names of a step's parts begin with in a trace."""
+"""Prefix of the names of a step's parts in a trace."""
 COMPUTING = ("forward", "backward", "optimizer")
 CATEGORIES = ("data", *COMPUTING, "communication", "host gaps")
 STEP = "ProfilerStep#"
@@ -24,21 +25,22 @@ STEP = "ProfilerStep#"
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHING = ("cuda_runtime", "cuda_driver")
 COLLECTIVE_KERNEL, COLLECTIVE_OP = "nccl", ("gloo:", "nccl:", "c10d::")
+MOST_LONGEST = 15
 
 Spans = list[tuple[float, float]]
-"""Sorted, and none touches another."""
+"""Begin and end in microseconds, sorted; none touches another."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """Of the recorded steps, of which there is one at least."""
+    """Times of the recorded steps; there is at least one."""
 
     on_device: bool
     steps: list[dict[str, float]]
-    """Seconds of each step by category; together they are the step's."""
+    """Seconds of each step by category; their sum is the step's."""
     longest: list[tuple[str, float]]
-    """Kernels, or operations without a GPU, by what they took in all steps together: seconds. An operation's are
-    without those that it called, and without waiting for a collective, which is communication."""
+    """Kernels, or operations without a GPU, with their seconds in all steps together. An operation's are without those
+    of operations that it called, and without waiting for a collective, which is communication."""
 
 
 class TraceError(Exception):
@@ -46,11 +48,11 @@ class TraceError(Exception):
 
 
 def times_of(path: Path) -> Times:
-    """Read a trace, as `export_chrome_trace` writes it, gzipped.
+    """Read a gzipped trace of `export_chrome_trace`.
 
     Raises:
         OSError: it cannot be read.
-        TraceError: it is cut short, or holds no step.
+        TraceError: it was cut short, or holds no step.
     """
     try:
         with gzip.open(path, "rt") as file:
@@ -61,33 +63,34 @@ def times_of(path: Path) -> Times:
     parts = {
         name: united(spans_of(e for e in annotations if e["name"] == RANGE + name)) for name in ("data", *COMPUTING)
     }
-    steps = sorted(spans_of(e for e in annotations if e["name"].startswith(STEP)))
-    if not steps:
+    of_steps = [e for e in annotations if e["name"].startswith(STEP)]
+    if not of_steps:
         raise TraceError("holds no step")
     kernels = [e for e in events if e.get("cat") in ON_DEVICE]
-    main = next((e["tid"] for e in annotations if e["name"].startswith(STEP)), None)
     operations = [e for e in events if e.get("cat") == "cpu_op"]
+    total: Counter[str] = Counter()
     if kernels:
         busy, collectives = device_spans(kernels, events, parts)
-        slowest = longest(kernels)
+        for kernel in kernels:
+            total[kernel["name"]] += kernel["dur"]
     else:
+        main = of_steps[0]["tid"]
         busy, collectives = host_spans(operations, annotations, main, parts)
-        slowest = longest_operations(operations, main, collectives)
-    computing = united([span for spans in busy.values() for span in spans])
-    collectives = without(collectives, computing)
-    known = united([*computing, *collectives])
-    found = []
-    for step in steps:
-        own = {name: within(spans, [step]) for name, spans in busy.items()}
-        own["communication"] = within(collectives, [step])
-        own["data"] = within(without(parts["data"], known), [step])
-        row = {name: length(own[name]) for name in CATEGORIES[:-1]}
-        found.append(row | {"host gaps": (step[1] - step[0]) / 1e6 - sum(row.values())})
-    return Times(bool(kernels), found, slowest)
+        for thread in {e["tid"] for e in operations}:
+            own = [e for e in operations if e["tid"] == thread]
+            add_exclusive(own, collectives if thread == main else [], total)
+    collectives = without(collectives, united(span for spans in busy.values() for span in spans))
+    known = united([*(span for spans in busy.values() for span in spans), *collectives])
+    spans = {"data": without(parts["data"], known), **busy, "communication": collectives}
+    rows = []
+    for begin, end in sorted(spans_of(of_steps)):
+        row = {name: length(within(spans[name], [(begin, end)])) for name in CATEGORIES[:-1]}
+        rows.append(row | {"host gaps": (end - begin) / 1e6 - sum(row.values())})
+    return Times(bool(kernels), rows, [(name, time / 1e6) for name, time in total.most_common(MOST_LONGEST)])
 
 
 def device_spans(kernels: list[Any], events: list[Any], parts: dict[str, Spans]) -> tuple[dict[str, Spans], Spans]:
-    """What computes, by the part that launched it, and collectives. No instant is in two parts."""
+    """Spans of kernels by the part that launched them, no instant in two parts; and spans of collectives."""
     launches = {e["args"].get("correlation"): e["ts"] for e in events if e.get("cat") in LAUNCHING and "args" in e}
     ran: dict[str, list[Any]] = {name: [] for name in COMPUTING}
     collectives = []
@@ -96,7 +99,7 @@ def device_spans(kernels: list[Any], events: list[Any], parts: dict[str, Spans])
             collectives.append(kernel)
             continue
         launched = launches.get(kernel.get("args", {}).get("correlation"), kernel["ts"])
-        # what is launched between two parts (a report, a save) belongs to none
+        # what is launched between two parts (a report, a save) belongs to neither
         part = next((n for n in COMPUTING if any(begin <= launched <= end for begin, end in parts[n])), None)
         if part is not None:
             ran[part].append(kernel)
@@ -111,7 +114,8 @@ def device_spans(kernels: list[Any], events: list[Any], parts: dict[str, Spans])
 def host_spans(
     operations: list[Any], annotations: list[Any], main: Any, parts: dict[str, Spans]
 ) -> tuple[dict[str, Spans], Spans]:
-    """The same of the main thread. A collective runs in another one, and what waits for it computes not."""
+    """The same of the main thread. Collectives run in other threads; an operation that waits for one does not
+    compute."""
     here = [e for e in operations if e["tid"] == main and not e["name"].startswith(COLLECTIVE_OP)]
     kernels = united(spans_of(e for e in here if e["name"].startswith("aten::")))
     collectives = united(spans_of(e for e in (*operations, *annotations) if e["name"].startswith(COLLECTIVE_OP)))
@@ -120,28 +124,8 @@ def host_spans(
     return {name: within(running, parts[name]) for name in COMPUTING}, exposed
 
 
-def longest(events: list[Any]) -> list[tuple[str, float]]:
-    """By name."""
-    total: Counter[str] = Counter()
-    for event in events:
-        total[event["name"]] += event["dur"]
-    return most(total)
-
-
-def longest_operations(operations: list[Any], main: Any, waiting: Spans) -> list[tuple[str, float]]:
-    """By name, each without those that it called; the main thread's without `waiting` too."""
-    total: Counter[str] = Counter()
-    for thread in {e["tid"] for e in operations}:
-        add_own([e for e in operations if e["tid"] == thread], waiting if thread == main else [], total)
-    return most(total)
-
-
-def most(total: Counter[str], number: int = 15) -> list[tuple[str, float]]:
-    return [(name, duration / 1e6) for name, duration in total.most_common(number)]
-
-
-def add_own(events: list[Any], waiting: Spans, total: Counter[str]) -> None:
-    """Of one thread."""
+def add_exclusive(events: list[Any], waiting: Spans, total: Counter[str]) -> None:
+    """Add the microseconds of one thread's operations by name, without those of operations that they called."""
     open_: list[Any] = []
     for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
         while open_ and open_[-1]["ts"] + open_[-1]["dur"] <= event["ts"]:
@@ -153,12 +137,12 @@ def add_own(events: list[Any], waiting: Spans, total: Counter[str]) -> None:
         open_.append(event)
 
 
-def spans_of(events: Any) -> Spans:
-    """Microseconds, in the order of the events."""
+def spans_of(events: Iterable[Any]) -> Spans:
+    """Begin and end of each event, in the events' order."""
     return [(e["ts"], e["ts"] + e["dur"]) for e in events]
 
 
-def united(spans: Spans) -> Spans:
+def united(spans: Iterable[tuple[float, float]]) -> Spans:
     found: Spans = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
@@ -182,7 +166,7 @@ def within(spans: Spans, others: Spans) -> Spans:
 
 
 def without(spans: Spans, others: Spans) -> Spans:
-    """What the first have and the others have not."""
+    """What the first have and the others do not."""
     edges = [float("-inf"), *(edge for span in others for edge in span), float("inf")]
     return within(spans, list(zip(edges[::2], edges[1::2], strict=True)))
 

@@ -1,6 +1,6 @@
-"""The charts of one training."""
+"""The charts of a run's history, for its page and for that of several runs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,15 +11,28 @@ from llava_fsdp.report.svg import Chart, Line, draw, points_each
 GIB = 1 << 30
 MOST_MARKS = 100
 MOST_SOURCES = 12
-"""Whose curves are drawn."""
+"""Sources whose curves are drawn."""
 HELP = "Drag over a chart to zoom all of them, with Shift to pan; a double click shows everything again."
+CURVES = (
+    (Chart("Loss", unit="a label token", smooths=True, logs=True, wide=True), {"loss": "loss"}),
+    (Chart("Learning rate"), {"lr": "learning rate"}),
+    (Chart("Gradient norm", smooths=True, logs=True), {"grad_norm": "gradient norm"}),
+    (Chart("Tokens a second", unit="all ranks", smooths=True), {"tokens_per_second": "tokens a second"}),
+    (Chart("Utilization", unit="of the peak", smooths=True, share=True), {"mfu": "MFU", "hfu": "HFU"}),
+    (
+        Chart("Time of a step", unit="seconds, rank 0", smooths=True, logs=True),
+        {"seconds": "step", "data_seconds": "waiting for data"},
+    ),
+    (Chart("Peak memory", unit="GiB, rank 0"), {"peak_memory_bytes": "peak memory"}),
+    (Chart("Loss scale", unit="fp16", logs=True), {"loss_scale": "loss scale"}),
+)
+"""Charts without their lines, and the names of their lines by key of metrics.jsonl."""
 
 
-def charts(run: Run) -> str:
-    found = [draw(chart) for chart in charts_of(run)]
-    if not any(found):
-        return "<p>No step has been taken yet.</p>\n"
-    return f"<p class='help'>{HELP}</p><div class='charts'>{''.join(found)}</div>\n"
+def figures(charts: Iterable[Chart]) -> str:
+    """The charts that have something to draw; empty where none has."""
+    drawn = "".join(map(draw, charts))
+    return f"<p class='help'>{HELP}</p><div class='charts'>{drawn}</div>\n" if drawn else ""
 
 
 def charts_of(run: Run) -> Iterator[Chart]:
@@ -27,42 +40,28 @@ def charts_of(run: Run) -> Iterator[Chart]:
     sources = dict(history.largest_sources(MOST_SOURCES))
     most = points_each(len(history.curves) + len(sources))
     marks = sorted({start["step"] for start in run.starts if start["step"] > 0})[-MOST_MARKS:]
-
-    def lines(names: dict[str, str]) -> list[Line]:
-        found = [(name, history.curves[key].points(most)) for key, name in names.items() if key in history.curves]
-        return [Line(name, points, colour) for colour, (name, points) in enumerate(found)]
-
-    yield Chart("Loss", lines({"loss": "loss"}), "a label token", width_note(run), True, True, marks, wide=True)
+    loss, *others = (
+        replace(chart, marks=marks, lines=[Line(names[k], points_of(run, k, most), n) for n, k in enumerate(names)])
+        for chart, names in CURVES
+    )
+    yield replace(loss, note=width_note(run))
     if len(history.sources) > 1:
         hidden = len(history.sources) - len(sources)
-        yield Chart(
-            "Loss by source",
-            [Line(name, curve.points(most), colour) for colour, (name, curve) in enumerate(sources.items())],
-            "a label token",
-            f"The {MOST_SOURCES} with most label tokens; {hidden} more are in metrics.jsonl." if hidden else "",
-            smooths=True,
-            logs=True,
-            marks=marks,
-        )
+        lines = [Line(name, curve.points(most), colour) for colour, (name, curve) in enumerate(sources.items())]
+        note = f"The {MOST_SOURCES} with most label tokens; {hidden} more are in metrics.jsonl." if hidden else ""
+        yield replace(loss, title="Loss by source", lines=lines, note=note, wide=False)
     yield from validation_charts(run.validations, marks)
-    yield Chart("Learning rate", lines({"lr": "learning rate"}), marks=marks)
-    yield Chart("Gradient norm", lines({"grad_norm": "gradient norm"}), "", "", True, True, marks)
-    yield Chart("Tokens a second", lines({"tokens_per_second": "tokens a second"}), "all ranks", "", True, False, marks)
-    yield Chart("Utilization", lines({"mfu": "MFU", "hfu": "HFU"}), "of the peak", "", True, marks=marks, share=True)
-    yield Chart(
-        "Time of a step", lines({"seconds": "step", "data_seconds": "waiting for data"}), "seconds, rank 0",
-        smooths=True, logs=True, marks=marks,
-    )  # fmt: skip
     planned = run.about.get("planned_peak")
-    memory = [replace(line, points=in_gib(line.points)) for line in lines({"peak_memory_bytes": "peak memory"})]
     level = ("planned", planned / GIB) if isinstance(planned, int) else None
-    yield Chart("Peak memory", memory, "GiB, rank 0", marks=marks, level=level)
-    if "loss_scale" in history.curves:
-        yield Chart("Loss scale", lines({"loss_scale": "loss scale"}), "fp16", logs=True, marks=marks)
+    yield from (replace(chart, level=level) if chart.title == "Peak memory" else chart for chart in others)
 
 
-def in_gib(points: list[Point]) -> list[Point]:
-    return [Point(point.step, *(value / GIB for value in point[1:])) for point in points]
+def points_of(run: Run, key: str, most: int) -> list[Point]:
+    """A curve of the history in the unit of its chart."""
+    curve = run.history.curves.get(key)
+    points = curve.points(most) if curve is not None else []
+    size = GIB if key == "peak_memory_bytes" else 1
+    return [Point(point.step, *(value / size for value in point[1:])) for point in points]
 
 
 def width_note(run: Run) -> str:

@@ -1,7 +1,7 @@
 """A training's folder read back: what it measured, how it was started, how it ended. Imports no torch.
 
-A run may be under way, killed, or of another machine: a line that was cut short is counted and left out, and what is no
-run at all is refused.
+A run may be under way, killed, or on another machine: a line that was cut short is counted and skipped, and a folder
+that is not a run's is refused.
 """
 
 import contextlib
@@ -9,7 +9,6 @@ import functools
 import json
 import math
 import operator
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,11 +19,12 @@ import yaml
 
 from llava_fsdp.config.renamed import present_row, present_tree
 from llava_fsdp.config.tree import dotted
-from llava_fsdp.report.downsample import History
+from llava_fsdp.report.downsample import WINDOW, History
+from llava_fsdp.runtime.durable_files import replace_file
 from llava_fsdp.runtime.errors import ConfigError, DataError, LlavaFsdpError
 from llava_fsdp.runtime.humanize import moment
 from llava_fsdp.runtime.redact import redact_values, secrets_of
-from llava_fsdp.runtime.run_dir import is_known_free, write_new
+from llava_fsdp.runtime.run_dir import is_known_free
 from llava_fsdp.runtime.safe_load import refuse_yaml_bombs
 from llava_fsdp.runtime.small_json import BadJson, Kinds, MissingJson, read_object
 from llava_fsdp.runtime.status_file import KILLED, is_without_end, mode_of, status_of
@@ -38,9 +38,9 @@ REPORT_FILE = "report.html"
 JOB_FILE = "job.json"
 JOB: dict[str, Kinds] = {
     "number": (int,), "overrides": (list,), "exit_code": (int, type(None)), "reason": (str, type(None)),
-    "has_own_run": (bool, type(None)),
+    "has_own_run": (bool, type(None)), "value": (float, type(None)), "last_steps": (int, type(None)),
 }  # fmt: skip
-"""What a page takes from that of a job."""
+"""What a page reads of a sweep's job.json."""
 LONGEST_LINE = 1 << 22
 """Characters of a line that is read: a validation with its answers has some thousand."""
 MOST_VALIDATIONS = 2000
@@ -60,10 +60,12 @@ class Run:
     """run_status.json"""
     config: dict[str, Any] = field(default_factory=dict)
     """Values by dotted key."""
-    asked: dict[str, Any] = field(default_factory=dict)
-    """Of a sweep's job, what its overrides set, by dotted key."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """What the overrides of a sweep's job set, by dotted key."""
+    value: float | None = None
+    """What the sweeper of a sweep's job minimises; None without a sweep, and for a job that did not finish."""
     unread: dict[str, int] = field(default_factory=dict)
-    """Lines of a file that could not be read."""
+    """Number of lines by file that could not be read."""
 
     @property
     def about(self) -> dict[str, Any]:
@@ -72,13 +74,13 @@ class Run:
 
     @property
     def num_lost(self) -> int:
-        """Steps that were taken and have no row: metrics.jsonl was cut or damaged."""
+        """Steps that were taken and have no row: metrics.jsonl was truncated or damaged."""
         first = min((start["step"] for start in self.starts), default=0)
         return max(0, self.history.step - first - self.history.steps) if self.starts else 0
 
     @property
     def end(self) -> dict[str, Any]:
-        """Of the last start that took steps: where a later one was refused, the run is what it was."""
+        """Status of the last start that took steps; a later start that was refused does not change the run."""
         before = self.status.get("before")
         is_refused = self.status.get("status") not in ("running", "stopping", "done")
         return before if is_refused and isinstance(before, dict) else self.status
@@ -89,7 +91,7 @@ class Run:
 
     @property
     def reason(self) -> str:
-        """Why it ended, and why it did not go on."""
+        """Why it ended, and why a later start failed."""
         reason = str(self.end.get("reason") or "")
         refused = self.status.get("refused") if self.end is self.status else self.status
         if not isinstance(refused, dict):
@@ -98,29 +100,30 @@ class Run:
         return f"{reason + '; ' if reason else ''}a later start: {later}"
 
 
-def read_run(folder: Path, name: str | None = None, is_own: bool = False) -> Run:
+def read_run(folder: Path, name: str | None = None, is_own: bool = False, window: int = WINDOW) -> Run:
     """Everything of a run but its weights.
 
     Args:
         name: what it is called; None: as its folder.
-        is_own: this process runs, or ran, in the folder, so that nobody need be asked whether it is still alive.
+        is_own: this process runs, or ran, in the folder, so that its lock is not looked at.
+        window: steps over which the last and the lowest loss are taken.
 
     Raises:
-        ConfigError: the folder is none, or none of a training; or its configuration cannot be read.
-        DataError: what should be its metrics is something else.
+        ConfigError: the folder is missing or not a training's; or its configuration cannot be read.
+        DataError: none of its metrics can be read.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder; give the output_dir of a training, or the folder of a sweep")
+        raise ConfigError(f"{folder} is not a folder; give the output_dir of a training, or the folder of a sweep")
     known = (METRICS_FILE, STARTS_FILE, "run_status.json")
-    if not any((folder / own).is_file() for own in known):
+    if not any((folder / file).is_file() for file in known):
         raise ConfigError(
-            f"{folder} is no training's: it has none of {', '.join(known)}; give the output_dir of one, or the folder "
-            "of a sweep"
+            f"{folder} is not a training's: it has none of {', '.join(known)}; give the output_dir of one, or the "
+            "folder of a sweep"
         )
-    run = Run(folder, name or name_of(folder))
+    run = Run(folder, name or name_of(folder), History(window))
     read_metrics(run)
     run.starts = read_rows(run, STARTS_FILE, check_start)
-    run.validations = thinned(validations_until(read_rows(run, VALIDATION_FILE, check_validation), run.history.step))
+    run.validations = thinned(read_validations(run))
     run.status = status_or_why(folder)
     if not is_own and is_without_end(run.status) and is_known_free(folder):
         run.status = {**run.status, "status": KILLED}
@@ -129,7 +132,7 @@ def read_run(folder: Path, name: str | None = None, is_own: bool = False) -> Run
 
 
 def status_or_why(folder: Path) -> dict[str, Any]:
-    """How a run ended, or why that cannot be read; nothing where there is no status."""
+    """How a run ended, or why that cannot be read; empty without a status."""
     try:
         return status_of(folder)
     except MissingJson:
@@ -140,17 +143,16 @@ def status_or_why(folder: Path) -> dict[str, Any]:
 
 def runs_in(folder: Path) -> list[Run]:
     """A folder's run, or those of a sweep's jobs in their order."""
-    own = folder / JOB_FILE
-    jobs = [] if own.is_file() or not folder.is_dir() else sorted(job_files(folder))
+    jobs = [] if (folder / JOB_FILE).is_file() or not folder.is_dir() else sorted(job_files(folder))
     if not jobs:
         return [read_run(folder)]
-    found = sorted(((read_job(path), path.parent) for path in jobs), key=lambda one: one[0]["number"])
+    found = sorted(((read_job(path), path.parent) for path in jobs), key=lambda pair: pair[0]["number"])
     names = job_names([(job["number"], job["overrides"]) for job, _ in found])
     return [run_of_job(job, path, name) for (job, path), name in zip(found, names, strict=True)]
 
 
 def job_files(folder: Path) -> Iterator[Path]:
-    """Of all jobs of a sweep; hydra.sweep.subdir may put each into folders of its own."""
+    """job.json of every job of a sweep; hydra.sweep.subdir may put each into folders of its own."""
     return folder.glob(f"**/{JOB_FILE}")
 
 
@@ -168,32 +170,33 @@ def read_job(path: Path) -> dict[str, Any]:
 
 
 def run_of_job(job: dict[str, Any], folder: Path, name: str) -> Run:
-    """Also of a job that ended before it had a run, or whose run cannot be read: the others still have their page."""
+    """The run of a job; an empty one for a job that ended before it had a run, or whose run cannot be read."""
     status = {"status": "failed" if job.get("exit_code") else "unknown", "reason": str(job.get("reason") or "")}
     run = Run(folder, name, status=status)
     if job.get("has_own_run", True):
         try:
-            run = read_run(folder, name)
+            run = read_run(folder, name, window=max(1, job.get("last_steps") or WINDOW))
         except LlavaFsdpError as error:
             status["reason"] = status["reason"] or ("" if isinstance(error, ConfigError) else str(error))
-    run.asked = values_typed(job["overrides"])
+    run.overrides = values_typed(job["overrides"])
+    run.value = None if job.get("exit_code") else job.get("value")
     return run
 
 
 def job_names(jobs: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
-    """Of each job, by its number and overrides: the number, and what differs."""
+    """Names of jobs from their numbers and overrides: the number, and what differs."""
     own = own_overrides([overrides for _, overrides in jobs])
     return [f"{number}: {' '.join(words) or 'as the others'}" for (number, _), words in zip(jobs, own, strict=True)]
 
 
 def own_overrides(jobs: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Of each job, the overrides that not all jobs have; of a single job all."""
+    """The overrides of each job that not all jobs have; all of a single job."""
     count = Counter(override for overrides in jobs for override in set(overrides))
-    return [[own for own in overrides if count[own] < len(jobs) or len(jobs) == 1] for overrides in jobs]
+    return [[word for word in overrides if count[word] < len(jobs) or len(jobs) == 1] for overrides in jobs]
 
 
 def values_typed(overrides: Sequence[str]) -> dict[str, Any]:
-    """By key, what overrides set; as values, so that 1e-4 is what a configuration says as 0.0001."""
+    """What overrides set, by key; as values, so that 1e-4 equals the 0.0001 of a configuration."""
     found: dict[str, Any] = {}
     for word in overrides:
         key, equals, text = word.lstrip("+").partition("=")
@@ -203,7 +206,7 @@ def values_typed(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def value_typed(text: str) -> int | float | bool | str | None:
-    # Hydra writes a job's as Python does; none is a choice of several keys
+    # Hydra writes a job's overrides with Python's constants
     constants = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
     if text in constants:
         return constants[text]
@@ -214,7 +217,7 @@ def value_typed(text: str) -> int | float | bool | str | None:
 
 
 def name_of(folder: Path) -> str:
-    """The folder's own name with that of the folder around it, which tells runs of one stage apart."""
+    """The folder's name with that of the folder around it, which tells runs of one stage apart."""
     whole = folder.resolve()
     return "/".join(part for part in (whole.parent.name, whole.name) if part)
 
@@ -235,14 +238,19 @@ def read_metrics(run: Run) -> None:
         )
 
 
+def read_validations(run: Run) -> list[dict[str, Any]]:
+    """The last validation of every step that the metrics have come to; call after `read_metrics`."""
+    return validations_until(read_rows(run, VALIDATION_FILE, check_validation), run.history.step)
+
+
 def read_rows(run: Run, name: str, check: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
-    """The objects of a file of JSON Lines that are what they should be; the others are counted."""
+    """The valid objects of a file of JSON Lines; other lines are counted in `run.unread`."""
     found = []
     for _, line in lines_of(run.folder / name):
         try:
             row = json.loads(line)
             if not isinstance(row, dict):
-                raise ValueError("no object")
+                raise ValueError("not an object")
             check(row)
             found.append(row)
         except (ValueError, OverflowError, OSError, RecursionError, TypeError, KeyError, AttributeError):
@@ -251,7 +259,7 @@ def read_rows(run: Run, name: str, check: Callable[[dict[str, Any]], None]) -> l
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, str]]:
-    """Every line with its number; none where there is no file.
+    """Every line with its number; nothing without a file.
 
     Raises:
         DataError: it cannot be read.
@@ -273,40 +281,42 @@ def check_start(row: dict[str, Any]) -> None:
     for name, kind in (("versions", dict), ("trains", list), ("recipe", list), ("at_rest", dict)):
         if not isinstance(row.get(name, kind()), kind):
             raise ValueError(name)
-    if not all(isinstance(own, list) and len(own) == 3 for own in row.get("trains", [])):
-        raise ValueError("trains")
-    if not all(isinstance(own, list) and len(own) == 3 for own in row.get("recipe", [])):
-        raise ValueError("recipe")
-    sizes = [value for value in [*row.get("at_rest", {}).values(), row.get("planned_peak")] if value is not None]
-    if not all(type(value) in (int, float) and math.isfinite(value) for value in sizes):
-        raise ValueError("a size is none")
+    for name in ("trains", "recipe"):
+        if not all(isinstance(cells, list) and len(cells) == 3 for cells in row.get(name, [])):
+            raise ValueError(name)
+    if not are_numbers([*row.get("at_rest", {}).values(), row.get("planned_peak")]):
+        raise ValueError("a size is not a number")
     moment(row["time"])
 
 
 def check_validation(row: dict[str, Any]) -> None:
     if type(row["step"]) is not int:
         raise ValueError("step")
-    numbers = [row.get("loss"), row.get("score"), *(own.get("loss") for own in (row.get("sources") or {}).values())]
-    if not all(value is None or (type(value) in (int, float) and math.isfinite(value)) for value in numbers):
-        raise ValueError("a number is none")
+    losses = [source.get("loss") for source in (row.get("sources") or {}).values()]
+    if not are_numbers([row.get("loss"), row.get("score"), *losses]):
+        raise ValueError("a loss or score is not a number")
     if not all(isinstance(answer, dict) for answer in row.get("answers") or []):
         raise ValueError("answers")
 
 
+def are_numbers(values: list[Any]) -> bool:
+    return all(value is None or (type(value) in (int, float) and math.isfinite(value)) for value in values)
+
+
 def validations_until(rows: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
-    """The last of every step, in order, without those of steps that a run which was resumed has not come to again."""
+    """The last row of every step up to `step`, in order; a resumed run has not come to later ones again."""
     by_step = {row["step"]: row for row in rows if row["step"] <= step}
     return [by_step[step] for step in sorted(by_step)]
 
 
 def thinned(rows: list[dict[str, Any]], most: int = MOST_VALIDATIONS) -> list[dict[str, Any]]:
-    """So many at most, the last among them."""
+    """At most so many rows, the last among them."""
     every = -(-len(rows) // most) or 1
     return rows[::-1][::every][::-1]
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Values by dotted key, without secrets: they are shown. Raises ConfigError where it is no YAML."""
+    """Values by dotted key, without secrets: they are shown. Raises ConfigError where it is not YAML."""
     if not path.is_file():
         return {}
     try:
@@ -317,11 +327,6 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def put_page(path: Path, page: str, *folders: Path) -> None:
-    """In one piece, for those who may read the metrics of every run that is in it."""
+    """Write a page in one piece, for those who may read the metrics of every run that is in it."""
     modes = [mode_of(folder / METRICS_FILE) for folder in folders]
-    staged = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write_new(staged, shown_text(page).encode(), functools.reduce(operator.and_, modes))
-        os.replace(staged, path)
-    finally:
-        staged.unlink(missing_ok=True)
+    replace_file(path, shown_text(page).encode(), functools.reduce(operator.and_, modes))

@@ -1,32 +1,34 @@
-"""Curves as pictures in a page: drawn here as SVG, which assets/charts.js makes zoom, pan, smooth and tell values.
+"""Charts as figures with SVG: curves, which assets/charts.js makes zoom, pan, smooth and show values, and bars.
 
-Whoever has no JavaScript sees the same pictures, still.
+Without JavaScript the same pictures are seen, still.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from pathlib import Path
 
 from llava_fsdp.report.downsample import Point
-from llava_fsdp.report.html import inline_json, shortened, ticks
+from llava_fsdp.report.html import DATA, inline_json, shortened
 
-ASSETS = Path(__file__).parent / "assets"
 WIDTH, HEIGHT = 640, 240
 WIDE_WIDTH, WIDE_HEIGHT = 1296, 330
 LEFT, RIGHT, TOP, BELOW = 58, 10, 10, 24
 COLOURS = 8
-"""Of the style sheet; lines beyond them are dashed."""
+"""Number of colours in the style sheet; lines beyond them are dashed."""
 DIGITS = 6
-"""Of a value in a page."""
+"""Significant digits of a value in a page."""
 PAGE_POINTS = 40_000
 """Points of all lines of a page together, some 80 bytes each."""
 NAME_LENGTH = 80
 FLAT = 1e-12
-"""A range that is so small a part of its values is rounding, and is drawn as one value."""
+"""A range that is this small a part of its values is rounding, and is drawn as one value."""
 RARE = 3
-"""Percent of the ranges that may lie outside of a chart: a spike of one step would flatten everything else."""
+"""Percent of the bands that may lie outside of a chart: a spike of one step would flatten everything else."""
+MOST_LABELS = 16
+"""Bars that have their label below them."""
+WIDEST_BAR = 90
+"""Pixels."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,13 @@ class Line:
     points: list[Point]
     colour: int = 0
     dots: bool = False
-    """Values that are few and far apart."""
+    """For values that are few and far apart."""
 
 
 @dataclass(frozen=True)
 class Chart:
     title: str
-    lines: list[Line]
+    lines: list[Line] = field(default_factory=list)
     unit: str = ""
     note: str = ""
     smooths: bool = False
@@ -49,12 +51,24 @@ class Chart:
     logs: bool = False
     """Has a switch to a logarithmic axis."""
     marks: list[int] = field(default_factory=list)
-    """Steps behind which the run was started again."""
+    """Steps after which the run was started again."""
     level: tuple[str, float] | None = None
     """A value that the lines are to be compared with, and its name."""
     wide: bool = False
     share: bool = False
     """Values are parts of 1, shown in percent."""
+    along: str = "step"
+    """Name of the horizontal axis."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    label: str
+    values: Sequence[float]
+    texts: Sequence[str]
+    """What hovering over each value shows."""
+    sum: str = ""
+    """Stands above the bar."""
 
 
 def points_each(curves: int) -> int:
@@ -63,21 +77,63 @@ def points_each(curves: int) -> int:
 
 
 def draw(chart: Chart) -> str:
-    """A figure; nothing where there is no value to draw."""
+    """A figure of curves; empty where there is no value to draw."""
     lines = [line for line in chart.lines if line.points]
     if not lines:
         return ""
     scale = Scale.of(chart, lines)
-    width, height = scale.width, scale.height
-    body = [*axes(scale, chart), *marks(scale, chart), *(shape for line in lines for shape in shapes(scale, line))]
-    title = escape(chart.title)
+    body = [*grid(scale, chart.share), *ticks_along(scale), *level(scale, chart), *marks(scale, chart)]
+    body += [shape for line in lines for shape in shapes(scale, line)]
+    names = [(line.name, colour_class(line.colour)) for line in lines]
+    note = f"<p class=note>{escape(chart.note)}</p>" if chart.note else ""
+    kind = "chart wide" if chart.wide else "chart"
+    return figure(kind, chart.title, chart.unit, scale, body, names, note + data(chart, lines))
+
+
+def draw_bars(title: str, unit: str, bars: Sequence[Bar], names: Sequence[str] = (), stacked: bool = False) -> str:
+    """A figure of vertical bars; empty where every value is 0.
+
+    Args:
+        names: what each value of a bar is; empty with one value.
+        stacked: the values of a bar stand on each other, not side by side.
+    """
+    longest = max((sum(bar.values) if stacked else max(bar.values) for bar in bars), default=0)
+    if longest <= 0:
+        return ""
+    scale = Scale(0, len(bars), 0, longest * 1.1, WIDE_WIDTH, WIDE_HEIGHT)
+    body, every = grid(scale), -(-len(bars) // MOST_LABELS)
+    for place, bar in enumerate(bars):
+        middle, beside = scale.x(place + 0.5), 1 if stacked else len(bar.values)
+        width = min(WIDEST_BAR, (scale.x(1) - scale.x(0)) * 0.9 / beside)
+        low = 0.0
+        for number, (value, text) in enumerate(zip(bar.values, bar.texts, strict=True)):
+            x = middle + width * ((0 if stacked else number) - beside / 2)
+            y, bottom = scale.y(low + value), scale.y(low)
+            low += value if stacked else 0
+            body.append(
+                f"<rect class='bar {colour_class(number)}' x='{x:.1f}' y='{y:.1f}' width='{width:.1f}' "
+                f"height='{bottom - y:.1f}'><title>{escape(text)}</title></rect>"
+            )
+        if place % every == 0:
+            body.append(text_at(middle, scale.height - 6, bar.label, "middle"))
+            body += [text_at(middle, scale.y(sum(bar.values)) - 4, bar.sum, "middle")] if bar.sum else []
+    return figure("wide", title, unit, scale, body, [(name, colour_class(n)) for n, name in enumerate(names)])
+
+
+def figure(
+    kind: str, title: str, unit: str, scale: "Scale", body: Iterable[str], names: list[tuple[str, str]], more: str = ""
+) -> str:
+    """A figure element.
+
+    Args:
+        names: of the legend, each with the class of its colour; one name needs none.
+    """
+    items = "".join(f"<li class='{colour}'>{escape(shortened(name, NAME_LENGTH))}</li>" for name, colour in names)
     return (
-        f"<figure class='chart{' wide' if chart.wide else ''}'>"
-        f"<figcaption>{title}{f' <small>{escape(chart.unit)}</small>' if chart.unit else ''}</figcaption>"
-        f"<svg viewBox='0 0 {width} {height}' role='img' aria-label='{title}'>{''.join(body)}</svg>"
-        f"{legend(chart, lines)}"
-        f"{f'<p class=note>{escape(chart.note)}</p>' if chart.note else ''}"
-        f"<script type='application/json'>{inline_json(told(chart, lines))}</script></figure>\n"
+        f"<figure class='{kind}'>"
+        f"<figcaption>{escape(title)}{f' <small>{escape(unit)}</small>' if unit else ''}</figcaption>"
+        f"<svg viewBox='0 0 {scale.width} {scale.height}' role='img' aria-label='{escape(title)}'>{''.join(body)}</svg>"
+        f"{f'<ul class=legend>{items}</ul>' if len(names) > 1 else ''}{more}</figure>\n"
     )
 
 
@@ -121,36 +177,38 @@ class Scale:
 
 
 def extent(line: Line) -> tuple[float, float]:
-    """All of its means, and of the ranges around them all but a few."""
+    """Least and greatest of its means, and of its bands without a few spikes."""
     means = [point.mean for point in line.points]
     spare = len(means) * RARE // 100
     low, high = sorted(p.least for p in line.points)[spare], sorted(p.most for p in line.points)[-1 - spare]
     return min(*means, low, high), max(*means, low, high)
 
 
-def axes(scale: Scale, chart: Chart) -> list[str]:
-    parts = []
-    values = ticks(scale.low, scale.high, 5)
+def grid(scale: Scale, share: bool = False) -> list[str]:
+    """Horizontal lines with their values."""
+    values, parts = ticks(scale.low, scale.high, 5), []
     for value in values:
         y = scale.y(value)
         parts.append(f"<path class='grid' d='M{LEFT} {y:.1f}H{scale.width - RIGHT}'/>")
-        parts.append(
-            f"<text x='{LEFT - 6}' y='{y + 4:.1f}' text-anchor='end'>{shown(value, chart.share, digits(values))}</text>"
-        )
-    for step in ticks(scale.first, scale.last, scale.width // 80):
-        if step == int(step):
-            x = scale.x(step)
-            parts.append(f"<text x='{x:.1f}' y='{scale.height - 6}' text-anchor='middle'>{shown(step)}</text>")
-    if chart.level is not None:
-        name, value = chart.level
-        y, end = scale.y(value), scale.width - RIGHT
-        parts.append(f"<path class='level' d='M{LEFT} {y:.1f}H{end}'/>")
-        parts.append(f"<text class='levelname' x='{end}' y='{y - 4:.1f}' text-anchor='end'>{escape(name)}</text>")
+        parts.append(text_at(LEFT - 6, y + 4, short_text(value, share, digits(values)), "end"))
     return parts
 
 
+def ticks_along(scale: Scale) -> list[str]:
+    steps = [step for step in ticks(scale.first, scale.last, scale.width // 80) if step == int(step)]
+    return [text_at(scale.x(step), scale.height - 6, short_text(step), "middle") for step in steps]
+
+
+def level(scale: Scale, chart: Chart) -> list[str]:
+    if chart.level is None:
+        return []
+    y, end = scale.y(chart.level[1]), scale.width - RIGHT
+    line = f"<path class='level' d='M{LEFT} {y:.1f}H{end}'/>"
+    return [line, text_at(end, y - 4, chart.level[0], "end", " class='levelname'")]
+
+
 def marks(scale: Scale, chart: Chart) -> list[str]:
-    """A line where the run was started again."""
+    """Vertical lines where the run was started again."""
     bottom = scale.height - BELOW
     return [
         f"<path class='mark' d='M{scale.x(step):.1f} {TOP}V{bottom}'><title>started after step {step:,}</title></path>"
@@ -159,11 +217,14 @@ def marks(scale: Scale, chart: Chart) -> list[str]:
     ]
 
 
+def text_at(x: float, y: float, text: str, anchor: str, more: str = "") -> str:
+    return f"<text{more} x='{x:.1f}' y='{y:.1f}' text-anchor='{anchor}'>{escape(text)}</text>"
+
+
 def shapes(scale: Scale, line: Line) -> list[str]:
-    """The range of each stretch, and the means as a line."""
+    """The band from least to greatest values, and the means as a line."""
     at = [(f"{scale.x(p.step):.1f}", p) for p in line.points]
-    colour = f"c{line.colour % COLOURS}{' dashed' if line.colour >= COLOURS else ''}"
-    parts = []
+    colour, parts = colour_class(line.colour), []
     if any(p.least < p.most for p in line.points):
         above = "L".join(f"{x} {scale.y(p.most):.1f}" for x, p in at)
         below = "L".join(f"{x} {scale.y(p.least):.1f}" for x, p in reversed(at))
@@ -174,34 +235,28 @@ def shapes(scale: Scale, line: Line) -> list[str]:
     return parts
 
 
-def legend(chart: Chart, lines: Sequence[Line]) -> str:
-    if len(lines) < 2:
-        return ""
-    items = "".join(
-        f"<li class='c{line.colour % COLOURS}{' dashed' if line.colour >= COLOURS else ''}'>"
-        f"{escape(shortened(line.name, NAME_LENGTH))}</li>"
-        for line in lines
-    )
-    return f"<ul class='legend'>{items}</ul>"
+def colour_class(number: int) -> str:
+    return f"c{number % COLOURS}{' dashed' if number >= COLOURS else ''}"
 
 
-def told(chart: Chart, lines: Sequence[Line]) -> dict[str, object]:
-    """What the script draws from."""
-    return {
+def data(chart: Chart, lines: Sequence[Line]) -> str:
+    """The values from which the script draws the chart for other ranges."""
+    values = {
         "share": chart.share,
         "smooths": chart.smooths,
         "logs": chart.logs,
         "marks": chart.marks,
         "level": chart.level,
+        "along": chart.along,
         "lines": [
             {
                 "name": shortened(line.name, NAME_LENGTH),
                 "colour": line.colour,
                 "dots": line.dots,
-                "x": [short(p.step) for p in line.points],
-                "y": [short(p.mean) for p in line.points],
+                "x": [rounded(p.step) for p in line.points],
+                "y": [rounded(p.mean) for p in line.points],
                 **(
-                    {"low": [short(p.least) for p in line.points], "high": [short(p.most) for p in line.points]}
+                    {"low": [rounded(p.least) for p in line.points], "high": [rounded(p.most) for p in line.points]}
                     if any(p.least < p.most for p in line.points)
                     else {}
                 ),
@@ -209,24 +264,36 @@ def told(chart: Chart, lines: Sequence[Line]) -> dict[str, object]:
             for line in lines
         ],
     }
+    return f"{DATA}{inline_json(values)}</script>"
 
 
-def short(value: float) -> float | int:
+def rounded(value: float) -> float | int:
     """A value in few characters."""
     if value == int(value) and abs(value) < 1e7:
         return int(value)
     return float(f"{value:.{DIGITS}g}") if abs(value) < 1e6 else round(value, 1)
 
 
+def ticks(low: float, high: float, most: int) -> list[float]:
+    """Round numbers from `low` to `high`, about `most` of them at most."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [number * step for number in range(first, last + 1)]
+
+
 def digits(values: list[float]) -> int:
-    """So many tell neighbours on an axis apart."""
+    """How many significant digits tell neighbours on an axis apart."""
     if len(values) < 2 or not values[1] > values[0]:
         return 4
     return max(4, 1 + math.ceil(math.log10(max(map(abs, values)) / (values[1] - values[0]))))
 
 
-def shown(value: float, share: bool = False, digits: int = 4) -> str:
-    """A value on an axis, or in a table."""
+def short_text(value: float, share: bool = False, digits: int = 4) -> str:
+    """A value on an axis or in a table, in few characters: 20k, 61G, 2e-5."""
     if share:
         return f"{100 * value:.{digits}g} %"
     if value == 0:

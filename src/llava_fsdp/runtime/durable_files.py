@@ -1,11 +1,13 @@
-"""Files that outlive a crash, and whether a disk has room for them."""
+"""Write files that are whole after a crash, replace them in one step, and check that a disk has room."""
 
 import contextlib
 import errno
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from llava_fsdp.runtime.errors import CheckpointError
 from llava_fsdp.runtime.humanize import readable
@@ -52,13 +54,52 @@ def write_durably(path: Path, content: bytes) -> None:
         write_all(descriptor, memoryview(content))
 
 
-def replace_durably(path: Path, content: bytes) -> None:
-    """The same for a file that may exist: readers see the old content or the new, and nothing between."""
-    staged = path.with_name(path.name + ".tmp")
-    staged.unlink(missing_ok=True)
-    write_durably(staged, content)
-    os.replace(staged, path)
-    sync_folder(path.parent)
+def create(path: Path, mode: int = 0o666) -> BinaryIO:
+    """Open a new file. Raises FileExistsError if anything has this name, also a link.
+
+    Args:
+        mode: permissions before the umask.
+    """
+    return open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode))
+
+
+def replace_file(path: Path, content: bytes, mode: int = 0o666, durable: bool = False) -> None:
+    """Write a file, or replace it in one step. See `replacing`."""
+    with replacing(path, mode, durable) as file:
+        file.write(content)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, mode: int = 0o666, durable: bool = False) -> Iterator[BinaryIO]:
+    """Open a new file that takes the name `path` when the block ends: readers see the old content or all of the new.
+
+    It is written beside `path` as `NAME.XXXXXXXX.tmp`, so that several processes, also of several machines, may
+    replace one file. If the block or the disk fails, the old file stays.
+
+    Args:
+        mode: permissions before the umask.
+        durable: content and name are on the disk when the block ends. Otherwise a loss of power may leave an empty
+            file.
+
+    Raises:
+        OSError: its `filename` is `path`.
+    """
+    staged = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with create(staged, mode) as file:
+            yield file
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(staged, path)
+        if durable:
+            sync_folder(path.parent)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            staged.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename in (None, str(staged)):
+            error.filename = str(path)
+        raise
 
 
 def write_all(descriptor: int, content: memoryview) -> None:

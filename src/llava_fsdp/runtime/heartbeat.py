@@ -5,14 +5,12 @@ what counts is for how long a file has not changed, or has stayed behind.
 """
 
 import json
-import os
-import socket
 import time
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
-from llava_fsdp.runtime.jsonl import write_new
+from llava_fsdp.runtime.durable_files import replace_file
 from llava_fsdp.runtime.small_json import BadJson, kinds_of, read_object
 
 FOLDER = ".heartbeats"
@@ -67,15 +65,8 @@ class Beat:
         return f"rank {self.rank} (process {self.pid} on {self.host})"
 
 
-def make_beat(rank: int, step: int, phase: Phase, work: int, detail: str, count: int) -> Beat:
-    return Beat(rank, socket.gethostname(), os.getpid(), step, phase.value, work, detail, count)
-
-
 def put_beat(folder: Path, beat: Beat) -> None:
-    path = folder / FOLDER / f"rank-{beat.rank}.json"
-    staged = path.with_suffix(".tmp")
-    write_new(staged, json.dumps(asdict(beat)).encode(), 0o666)
-    os.replace(staged, path)
+    replace_file(folder / FOLDER / f"rank-{beat.rank}.json", json.dumps(asdict(beat)).encode())
 
 
 def read_beat(folder: Path, rank: int) -> Beat | None:

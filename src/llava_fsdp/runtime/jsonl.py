@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from llava_fsdp.runtime.durable_files import replace_file
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.os_errors import why
 
@@ -84,25 +85,8 @@ def append(path: Path, data: bytes) -> None:
 
 
 def replace_lines(path: Path, lines: Iterable[str]) -> None:
-    """Write a file anew, beside it first."""
-    staged = path.with_suffix(".tmp")
-    write_new(staged, "".join(line + "\n" for line in lines).encode(), 0o666, is_forced=True)
-    os.replace(staged, path)
-
-
-def write_new(path: Path, content: bytes, mode: int, is_forced: bool = False) -> None:
-    """A new file: what is there under the name goes, as it may be readable by others, or a link.
-
-    Args:
-        is_forced: it is on the disk when this returns; else a loss of power after it replaced another file may leave
-            neither the old content nor this.
-    """
-    path.unlink(missing_ok=True)
-    with open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_EXCL | os.O_NOFOLLOW, mode)) as file:
-        file.write(content)
-        if is_forced:
-            file.flush()
-            os.fsync(file.fileno())
+    """Write a file anew, in one step."""
+    replace_file(path, "".join(line + "\n" for line in lines).encode(), durable=True)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

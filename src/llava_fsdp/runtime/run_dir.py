@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from llava_fsdp.runtime.durable_files import replace_file
 from llava_fsdp.runtime.errors import ConfigError, FolderInUse
 from llava_fsdp.runtime.heartbeat import read_beat
-from llava_fsdp.runtime.jsonl import write_new
 from llava_fsdp.runtime.launch import launch_id
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.os_errors import why
@@ -257,10 +257,8 @@ def mark_begun(folder: Path, wish: str, step: int) -> None:
     """Note for restarts that what was wished for, to start over or from a folder, has been done, and at which step."""
     if launch_id() is None or begun_at(folder, wish) is not None:
         return
-    staged = folder / f"{BEGUN_FILE}.tmp"
     said = {"wish": wish, "step": step, "launch": launch_id(), "time": time.time()}
-    write_new(staged, (json.dumps(said) + "\n").encode(), 0o666)
-    os.replace(staged, folder / BEGUN_FILE)
+    replace_file(folder / BEGUN_FILE, (json.dumps(said) + "\n").encode())
 
 
 def begun_at(folder: Path, wish: str) -> int | None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from llava_fsdp.runtime.durable_files import create, replace_file
 from llava_fsdp.runtime.errors import ENDINGS, Ending
-from llava_fsdp.runtime.jsonl import write_new
 from llava_fsdp.runtime.launch import attempt, env_rank, incarnation, launch_id, started
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.os_errors import why
@@ -120,14 +120,10 @@ def put_status(
         said = {**before, "before": None, "refused": said}  # a finished run stays finished
     else:
         said["before"] = before
-    text = (json.dumps(said) + "\n").encode()
-    staged, path = folder / f"{STATUS_FILE}.{os.getpid()}.tmp", folder / STATUS_FILE
+    text, path = (json.dumps(said) + "\n").encode(), folder / STATUS_FILE
     try:
-        write_new(staged, text.ljust(RESERVED), mode_of(path) if mode is None else mode)
-        os.replace(staged, path)
+        replace_file(path, text.ljust(RESERVED), mode_of(path) if mode is None else mode)
     except OSError:
-        with contextlib.suppress(OSError):
-            staged.unlink(missing_ok=True)
         size = path.lstat().st_size
         if size < max(RESERVED, len(text)):
             raise
@@ -279,7 +275,6 @@ def is_absent(folder: Path) -> bool:
 def fail_first(folder: Path, outcome: Outcome) -> bool:
     """Whether this rank is the first of all to fail: one of them creates the file, with its word in it."""
     drop_stale_failure(folder)
-    staged = folder / f"{FIRST_FAILURE}.{os.getpid()}"
     said = {
         "incarnation": incarnation(),
         "rank": env_rank(),
@@ -287,25 +282,22 @@ def fail_first(folder: Path, outcome: Outcome) -> bool:
         "exit_code": int(outcome.ending.exit_code),
         "reason": redact(outcome.reason, secrets_of()),
     }
-    text, mode = json.dumps(said).encode(), mode_of(folder / STATUS_FILE)
-    write_new(staged, text, mode)
+    text, mode, path = json.dumps(said).encode(), mode_of(folder / STATUS_FILE), folder / FIRST_FAILURE
+    staged = path.with_name(f"{FIRST_FAILURE}.{os.getpid()}")
+    replace_file(staged, text, mode)
     try:
-        os.link(staged, folder / FIRST_FAILURE)
+        os.link(staged, path)
+        return True
     except FileExistsError:
         return False
     except OSError:  # a file system without links
-        with contextlib.suppress(FileExistsError):
-            created = os.open(
-                folder / FIRST_FAILURE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode
-            )
-            with open(created, "wb") as file:
-                file.write(text)
+        with contextlib.suppress(FileExistsError), create(path, mode) as file:
+            file.write(text)
             return True
         return False
     finally:
         with contextlib.suppress(OSError):
             staged.unlink(missing_ok=True)
-    return True
 
 
 def is_of_this_launch(said: dict[str, Any]) -> bool:

@@ -1,7 +1,7 @@
-"""Between a sweep and what it starts: `python -m llava_fsdp.sweep.exec_child PARENT COMMAND...` becomes the command.
+"""Becomes a command that ends with its parent: `python -m llava_fsdp.sweep.exec_child PARENT COMMAND...`.
 
-As a process that is asked to end when the one that started it does, and that hears signals again: a launcher's workers
-leave them alone (stop.py), which what they start would inherit.
+The process receives SIGTERM when PARENT ends, and signals again: a launcher's workers ignore them (stop.py), which what
+they start would inherit.
 """
 
 import os

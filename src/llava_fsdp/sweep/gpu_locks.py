@@ -1,7 +1,7 @@
-"""GPUs for jobs that run side by side: each has its own, whatever launcher has placed them.
+"""Locks by which jobs that run side by side get GPUs of their own, whatever launcher has placed them.
 
-A GPU is lent by a lock on a file named like it, which a process loses however it ends. The files lie in a folder of
-the user's on this machine, so that two sweeps share a machine as two jobs do. Imports no torch.
+A lock is on a file named after the GPU, and a process loses it however it ends. The files lie in a folder of the user's
+on this machine, so that two sweeps share a machine as two jobs do. Imports no torch.
 """
 
 import contextlib
@@ -20,10 +20,10 @@ from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.visible_devices import visible_gpus
 
 GPU_LINE = re.compile(r"(\s*)(GPU|MIG)\b.*?\(UUID:\s*((?:GPU|MIG)-[^)\s]+)\)")
-LOOK_AGAIN = 1.0
-"""Seconds between two looks for GPUs that have become free."""
-SECONDS = 20
-"""That nvidia-smi may take."""
+WAIT_SECONDS = 1.0
+"""Between two looks for GPUs that have become free."""
+SMI_SECONDS = 20
+"""How long nvidia-smi may take."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Device:
     """A GPU, or a part of one."""
 
     name: str
-    """What CUDA_VISIBLE_DEVICES calls it."""
+    """As in CUDA_VISIBLE_DEVICES."""
     key: str
     """The same in every process of this machine."""
 
@@ -55,27 +55,23 @@ def list_devices(listed: str, visible: str | None) -> list[Device]:
                 gpus.append(found[3])
             else:
                 parts.setdefault(len(gpus) - 1, []).append(found[3])
-    if visible is None:
-        whole = [[Device(part, part) for part in parts.get(n, [])] or [Device(str(n), k)] for n, k in enumerate(gpus)]
-        return [device for own in whole for device in own]
-    return [Device(name, key) for name, key in visible_gpus(gpus, visible)]
+    if visible is not None:
+        return [Device(name, key) for name, key in visible_gpus(gpus, visible)]
+    whole = [[Device(part, part) for part in parts.get(n, [])] or [Device(str(n), k)] for n, k in enumerate(gpus)]
+    return [device for devices in whole for device in devices]
 
 
 def devices_here() -> list[Device]:
-    """Of this machine; none where nvidia-smi says nothing."""
+    """GPUs of this machine; empty where nvidia-smi fails."""
     try:
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=SMI_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
         return []
-    listed = done.stdout if done.returncode == 0 else ""
-    return list_devices(listed, os.environ.get("CUDA_VISIBLE_DEVICES")) if listed else []
+    return list_devices(done.stdout, os.environ.get("CUDA_VISIBLE_DEVICES")) if done.stdout else []
 
 
 def check_devices(devices: list[Device], count: int) -> None:
-    """
-    Raises:
-        ConfigError: a job needs more than there are.
-    """
+    """Raises ConfigError where a job of `count` ranks needs more GPUs than there are, or several parts of GPUs."""
     if devices and count > len(devices):
         raise ConfigError(
             f"launch.nproc_per_node={count}: a job needs as many GPUs, and there are {len(devices)}; "
@@ -89,8 +85,10 @@ def check_devices(devices: list[Device], count: int) -> None:
 
 
 @contextlib.contextmanager
-def lent(devices: list[Device], count: int, name: str, level: Callable[[], int]) -> Iterator[tuple[list[Device], list]]:
-    """Hold `count` of the GPUs, of which no other job has one meanwhile; wait until so many are free.
+def locked(
+    devices: list[Device], count: int, name: str, level: Callable[[], int]
+) -> Iterator[tuple[list[Device], list[int]]]:
+    """Hold `count` of the GPUs, each locked against other jobs; wait until so many are free.
 
     Args:
         level: above 0 where waiting is over; then none is held.
@@ -104,12 +102,12 @@ def lent(devices: list[Device], count: int, name: str, level: Callable[[], int])
     folder, is_first = lock_folder(), True
     while True:
         taken = take(devices, count, folder)
-        if len(taken) == count or level():
+        if taken or level():
             break
         if is_first:
             log().info("%s: waits until %d of %d GPUs are free of other jobs", name, count, len(devices))
             is_first = False
-        time.sleep(LOOK_AGAIN)
+        time.sleep(WAIT_SECONDS)
     try:
         yield [device for device, _ in taken], [handle for _, handle in taken]
     finally:
@@ -118,8 +116,8 @@ def lent(devices: list[Device], count: int, name: str, level: Callable[[], int])
 
 
 def take(devices: list[Device], count: int, folder: Path) -> list[tuple[Device, int]]:
-    """The first `count` that are free; none where fewer are. One process at a time looks, or two might wait for halves
-    that the other has."""
+    """Lock the first `count` that are free; none where fewer are. One process at a time looks: two might else wait for
+    halves that the other has."""
     with contextlib.ExitStack() as stack:
         door = open_lock(folder / "door")
         stack.callback(os.close, door)
@@ -146,7 +144,7 @@ def open_lock(path: Path) -> int:
 def lock_folder() -> Path:
     """
     Raises:
-        ConfigError: somebody else has made it.
+        ConfigError: another user has made it.
     """
     folder = Path(tempfile.gettempdir()) / f"llava_fsdp-devices-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 import hydra
 from omegaconf import DictConfig
@@ -17,51 +16,51 @@ from llava_fsdp.runtime.errors import ExitCode
 from llava_fsdp.runtime.log import log, setup_logging
 from llava_fsdp.sweep.job import Job, read_jobs, run_job
 from llava_fsdp.sweep.results import show, write_results
-from llava_fsdp.sweep.stop import Wishes
+from llava_fsdp.sweep.stop import StopRequest
 from llava_fsdp.sweep.torchrun import JobFailed
 
 
 def main() -> None:
-    """Run every job, write and print how each went, and end with the exit code of the first that failed.
+    """Run every job, write and print the results, and exit with the code of the first job that failed.
 
-    The first argument is the file that stops the jobs; the second the sweep's folder, empty where there is one job.
+    The first argument is the file of the stop request; the second the sweep's folder, empty for a single job.
     """
     setup_logging()
-    wishes, folder = Wishes(Path(sys.argv[1])), sys.argv[2]
+    stop, folder = StopRequest(Path(sys.argv[1])), sys.argv[2]
     del sys.argv[1:3]
-    wishes.take_signals()
-    jobs, succeeded, said = run_jobs(wishes)
+    stop.take_signals()
+    jobs, succeeded, errors = run_jobs(stop)
     if folder:
         jobs = read_jobs(Path(folder))
         write_results(Path(folder), jobs)
         show(jobs)
-    end(jobs, succeeded, wishes.level() > 0, said)
+    end(jobs, succeeded, stop.level() > 0, errors)
 
 
-def run_jobs(wishes: Wishes) -> tuple[list[Job], bool, str]:
-    """Those that ran in this process, whether Hydra and all jobs ended well, and what Hydra wrote about an error."""
+def run_jobs(stop: StopRequest) -> tuple[list[Job], bool, str]:
+    """The jobs that ran in this process, whether Hydra and all jobs ended well, and Hydra's error messages."""
     jobs: list[Job] = []
-    said = io.StringIO()
+    errors = io.StringIO()
 
     def task(node: DictConfig) -> float:
-        job = run_job(node, wishes)
+        job = run_job(node, stop)
         jobs.append(job)
         if not job.is_done or job.value is None:
             raise JobFailed(f"{job.reason}\ncommand: {job.command}")
         return job.value
 
     program = hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="sweep")(task)
-    return jobs, run_hydra(program, said), said.getvalue()
+    return jobs, run_hydra(program, errors), errors.getvalue()
 
 
-def run_hydra(program: Callable[[], object], said: io.StringIO) -> bool:
-    """Whether Hydra and all jobs ended well; what Hydra wrote about an error goes to `said`.
+def run_hydra(program: Callable[[], object], errors: io.StringIO) -> bool:
+    """Run Hydra with its error messages kept in `errors`; return whether it and all jobs ended well.
 
-    Hydra runs every job of a batch before it raises the first one's error, which the job has then told already.
+    Hydra runs every job of a batch before it raises the first one's error, which the job has reported already.
     """
     full = os.environ.get("HYDRA_FULL_ERROR") == "1"
     try:
-        with contextlib.nullcontext() if full else contextlib.redirect_stderr(said):
+        with contextlib.nullcontext() if full else contextlib.redirect_stderr(errors):
             program()
     except SystemExit as end:
         return end.code in (0, None)
@@ -70,22 +69,18 @@ def run_hydra(program: Callable[[], object], said: io.StringIO) -> bool:
     return True
 
 
-def end(jobs: list[Job], succeeded: bool, was_stopped: bool, said: str) -> None:
-    """With the code of the first job that failed; 75 where the same command continues what was stopped."""
+def end(jobs: list[Job], succeeded: bool, was_stopped: bool, errors: str) -> None:
+    """Exit with the code of the first job that failed; 75 where the same command continues what was stopped."""
     failed = [job.exit_code for job in jobs if job.exit_code not in (ExitCode.DONE, ExitCode.STOPPED)]
     if failed:
-        stop(failed[0])
+        sys.exit(failed[0])
     if was_stopped or any(job.exit_code == ExitCode.STOPPED for job in jobs):
-        stop(ExitCode.STOPPED, "stopped; the same command with the same hydra.sweep.dir continues")
+        log().error("stopped; the same command with the same hydra.sweep.dir continues")
+        sys.exit(ExitCode.STOPPED)
     if not succeeded:  # before the first job, between two, or in the launcher
-        mistake = not jobs and "Traceback" not in said
-        stop(*(ExitCode.USER, f"ConfigError: {shorten(said, SweepConfig)}") if mistake else (ExitCode.BUG, said))
-
-
-def stop(code: int, message: str = "") -> NoReturn:
-    if message:
-        log().error("%s", message)
-    sys.exit(code)
+        is_mistake = not jobs and "Traceback" not in errors
+        log().error("%s", f"ConfigError: {shorten(errors, SweepConfig)}" if is_mistake else errors)
+        sys.exit(ExitCode.USER if is_mistake else ExitCode.BUG)
 
 
 if __name__ == "__main__":

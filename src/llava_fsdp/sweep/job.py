@@ -16,44 +16,47 @@ from omegaconf import DictConfig
 
 from llava_fsdp.config import Devices, SweepConfig, SweepMetric, at_least, load
 from llava_fsdp.config.cli import quoted
+from llava_fsdp.report.downsample import WINDOW
+from llava_fsdp.report.results import Results, read_results
 from llava_fsdp.report.run_reader import JOB, JOB_FILE, job_files
+from llava_fsdp.runtime.durable_files import replace_file
 from llava_fsdp.runtime.errors import ConfigError, ExitCode, LlavaFsdpError
 from llava_fsdp.runtime.log import log, setup_logging
-from llava_fsdp.runtime.run_dir import make_run_folder, write_new
+from llava_fsdp.runtime.run_dir import make_run_folder
 from llava_fsdp.runtime.small_json import BadJson, kinds_of, read_object, require_kinds
 from llava_fsdp.runtime.status_file import STATUS_FILE
-from llava_fsdp.sweep.gpu_locks import check_devices, devices_here, lent
-from llava_fsdp.sweep.run_metrics import Numbers, numbers_of, value_of
-from llava_fsdp.sweep.stop import Wishes, leave_signals
+from llava_fsdp.sweep.gpu_locks import check_devices, devices_here, locked
+from llava_fsdp.sweep.stop import StopRequest, ignore_signals
 from llava_fsdp.sweep.torchrun import LOG_FILE, JobFailed, run_torchrun
 
 RUNNING = "running"
-VALIDATES = "set val.every and name what to validate on"
 
 
 @dataclass(kw_only=True)
 class Job:
-    """How one job went; written to `job.json`, because a launcher may run it in another process or machine."""
+    """A job and its end; written to `job.json`, because a launcher may run it in another process or machine."""
 
     number: int
     overrides: list[str]
     folder: str
     command: str = ""
     devices: list[str] = field(default_factory=list)
-    """What it had of the GPUs; empty: there are none, or all."""
+    """Its GPUs; empty: there are none, or it saw all."""
     status: str = RUNNING
     exit_code: int = ExitCode.BUG
     reason: str = ""
     metric: str = SweepMetric.loss.value
     value: float | None = None
-    """What the sweeper was handed, for whom less is better."""
-    numbers: Numbers = field(default_factory=Numbers)
+    """What the sweeper minimises."""
+    last_steps: int = WINDOW
+    """Steps over which the loss is taken."""
+    numbers: Results = field(default_factory=Results)
     seconds: float = 0.0
-    """Of this start, from the launch of its processes to their end."""
+    """From the launch of its processes to their end, in this start."""
     has_own_run: bool = True
-    """Not so where it ended before its first step: what the folder has may be of a job with other overrides."""
+    """False where it ended before its first step: the folder may hold the run of a job with other overrides."""
     private: bool = True
-    """What the sweep writes of it is its owner's alone, as what the run writes."""
+    """Files that the sweep writes of it are readable by their owner alone, as those of the run."""
 
     @property
     def is_done(self) -> bool:
@@ -61,27 +64,24 @@ class Job:
 
     @property
     def file_mode(self) -> int:
-        """Before the umask."""
         return 0o600 if self.private else 0o666
 
     def write(self) -> None:
-        """Beside first: what looks for it from another process sees all of it."""
-        path = Path(self.folder) / JOB_FILE
-        staged = path.with_suffix(".tmp")
-        write_new(staged, (json.dumps(asdict(self), indent=2) + "\n").encode(), self.file_mode)
-        os.replace(staged, path)
+        """Write job.json in one piece: other processes look for it."""
+        content = json.dumps(asdict(self), indent=2) + "\n"
+        replace_file(Path(self.folder) / JOB_FILE, content.encode(), self.file_mode)
 
 
 def read_jobs(folder: Path) -> list[Job]:
-    """Those of a sweep's folder, by number. One that is still said to run was killed with its launcher's worker."""
+    """The jobs of a sweep's folder, by number. One whose status is still `running` was killed with its process."""
     jobs = []
     for path in job_files(folder):
         try:
-            said = {"has_own_run": True, **read_object(path, JOB)}
-            numbers = Numbers(**require_kinds(said.pop("numbers", None), kinds_of(Numbers)))
-            job = Job(**require_kinds({**said, "numbers": numbers}, kinds_of(Job)))
+            fields = {"has_own_run": True, "last_steps": WINDOW, **read_object(path, JOB)}
+            fields["numbers"] = Results(**require_kinds(fields.get("numbers"), kinds_of(Results)))
+            job = Job(**require_kinds(fields, kinds_of(Job)))
         except (BadJson, TypeError) as error:  # a TypeError: keys of another version
-            log().warning("%s is left out of the results: %s", path, error)
+            log().warning("%s is skipped in the results: %s", path, error)
             continue
         if job.status == RUNNING:
             job.status, job.reason = "lost", "the process that ran it was killed before the job ended"
@@ -89,45 +89,57 @@ def read_jobs(folder: Path) -> list[Job]:
     return sorted(jobs, key=lambda job: job.number)
 
 
-def run_job(node: DictConfig, wishes: Wishes) -> Job:
-    """Run one job to its end; a failure is told, recorded and returned."""
+def run_job(node: DictConfig, stop: StopRequest) -> Job:
+    """Run one job to its end; a failure is logged, recorded and returned."""
     if not log().handlers:  # a launcher has started a process for the job
         setup_logging()
     settings = HydraConfig.get()
     is_sweep = settings.mode == RunMode.MULTIRUN
-    number = settings.job.num if is_sweep else 0
     folder = Path(settings.runtime.output_dir if is_sweep else str(node.output_dir))
-    private = node.get("private") is not False  # what is neither is refused below
+    private = node.get("private") is not False  # another value is refused by load() below
     make_job_folder(folder, private, is_sweep)
-    overrides = list(settings.overrides.task)
-    job = Job(number=number, overrides=overrides, folder=os.path.relpath(folder), private=private)
+    job = Job(
+        number=settings.job.num if is_sweep else 0,
+        overrides=list(settings.overrides.task),
+        folder=os.path.relpath(folder),
+        private=private,
+    )
     job.write()
-    if not wishes.is_main():
-        leave_signals()
-    level, last_steps = wishes.level, 1
+    if not stop.is_main():
+        ignore_signals()
     started = time.monotonic()
     try:
         config = load(SweepConfig, node)
-        job.metric, last_steps = config.sweep.metric.value, config.sweep.last_steps
+        job.metric, job.last_steps = config.sweep.metric.value, config.sweep.last_steps
         check_job(config, job.overrides, is_sweep)
-        train(config, job, level)
-        job.numbers = numbers_of(folder, last_steps)
+        train(config, job, stop.level)
+        job.numbers = read_results(folder, job.last_steps)
         job.value = value_of(job.numbers, config.sweep.metric)
         if job.value is None:
-            raise JobFailed(f"the run ended well, but {folder} has {lacking(config.sweep.metric)}", took_steps=True)
+            raise JobFailed(
+                f"the run finished, but {folder} has no {job.metric}, which sweep.metric={job.metric} needs; "
+                "val_loss and val_score need val.every and records to validate on",
+                took_steps=True,
+            )
         job.status, job.exit_code = "done", ExitCode.DONE
     except LlavaFsdpError as error:
-        record_failure(job, error, level() > 0, last_steps)
+        record_failure(job, error, stop.level() > 0)
     job.seconds = round(time.monotonic() - started, 1)
     job.write()
-    tell(job)
+    report_end(job)
     return job
 
 
-def make_job_folder(folder: Path, private: bool, is_sweep: bool) -> None:
-    """As a run makes its own: a new one is the user's alone with `private`, one that a run has been in stays as it is.
+def value_of(results: Results, metric: SweepMetric) -> float | None:
+    """The value that a sweeper minimises; None where the run has no such result."""
+    value = getattr(results, metric.value)
+    return -value if metric is SweepMetric.val_score and value is not None else value
 
-    Hydra has made that of a sweep's job a moment before, for whoever the umask lets in.
+
+def make_job_folder(folder: Path, private: bool, is_sweep: bool) -> None:
+    """Make the folder as a run does: with `private` a new one is the user's alone; one that holds a run is left alone.
+
+    Hydra has made the folder of a sweep's job a moment before, with the umask's mode.
     """
     has_run = any((folder / name).exists() for name in (LOG_FILE, STATUS_FILE))
     make_run_folder(folder, private)
@@ -135,13 +147,13 @@ def make_job_folder(folder: Path, private: bool, is_sweep: bool) -> None:
         folder.chmod(0o700)
 
 
-def record_failure(job: Job, error: LlavaFsdpError, is_stopping: bool, last_steps: int) -> None:
-    """Why a job did not get to its end, and what its folder has of it nevertheless: nothing where this start took no
-    step, as where it was refused because the folder is another recipe's.
+def record_failure(job: Job, error: LlavaFsdpError, is_stopping: bool) -> None:
+    """Record why a job did not finish, and its results so far: none where this start took no step, as where it was
+    refused because the folder holds a run of another recipe.
 
     Args:
-        is_stopping: a stop was wished; a job that had not begun is then for the next start, whatever an earlier one
-            has left in the folder.
+        is_stopping: a stop was requested; a job that had not begun is then left to the next start, whatever an earlier
+            one has left in the folder.
     """
     code, job.reason = error.exit_code, str(error)
     if isinstance(error, JobFailed) and not job.command and is_stopping:
@@ -151,53 +163,39 @@ def record_failure(job: Job, error: LlavaFsdpError, is_stopping: bool, last_step
     job.status, job.exit_code = code.name.lower(), code
     job.has_own_run = code == ExitCode.STOPPED or (isinstance(error, JobFailed) and error.took_steps)
     if job.has_own_run:
-        job.numbers = numbers_of(Path(job.folder), last_steps)
+        job.numbers = read_results(Path(job.folder), job.last_steps)
 
 
 def train(config: SweepConfig, job: Job, level: Callable[[], int]) -> None:
-    """Raises JobFailed where the training did not end well, or a stop was wished before it began."""
+    """Raises JobFailed where the training failed, or a stop was requested before it began."""
     folder, count, name = Path(job.folder), config.launch.nproc_per_node, f"job {job.number}"
     devices = devices_here() if config.launch.devices is Devices.own else []
     check_devices(devices, count)
-    with lent(devices, count, name, level) as (own, locks):
+    with locked(devices, count, name, level) as (taken, locks):
         if level():
             raise JobFailed("stopped before it began")
-        command = train_command(config, job.overrides, folder, config_folders())
-        job.command, job.devices = shlex.join(command), [device.name for device in own]
+        folders = [s.path for s in HydraConfig.get().runtime.config_sources if s.provider == "command-line"]
+        command = train_command(config, job.overrides, folder, folders)
+        job.command, job.devices = shlex.join(command), [device.name for device in taken]
         job.write()
-        on = f" on GPUs {','.join(job.devices)}" if own else ""
+        on = f" on GPUs {','.join(job.devices)}" if taken else ""
         log().info("%s: %s -> %s%s", name, " ".join(job.overrides), job.folder, on)
         (folder / LOG_FILE).touch(job.file_mode)
-        run_torchrun(command, folder, name, level, ",".join(job.devices) if own else None, locks)
+        run_torchrun(command, folder, name, level, ",".join(job.devices) if taken else None, locks)
 
 
-def tell(job: Job) -> None:
+def report_end(job: Job) -> None:
     if job.is_done:
-        log().info("job %d: done in %.0f s, %s", job.number, job.seconds, shown_value(job))
+        text = f"{job.metric.replace('_', ' ')} {getattr(job.numbers, job.metric):.4f}"
+        log().info("job %d: done in %.0f s, %s", job.number, job.seconds, text)
         return
     hint = f"\n  command: {job.command}\n  log: {job.folder}/{LOG_FILE}" if job.command else ""
-    said = "stopped" if job.exit_code == ExitCode.STOPPED else "failed"
-    log().error("job %d: %s after %.0f s (%s): %s%s", job.number, said, job.seconds, job.status, job.reason, hint)
-
-
-def shown_value(job: Job) -> str:
-    if job.metric == SweepMetric.val_score.value:
-        return f"score {job.numbers.val_score:.4f}"
-    return f"{'loss' if job.metric == SweepMetric.loss.value else 'validation loss'} {job.value:.4f}"
-
-
-def lacking(metric: SweepMetric) -> str:
-    if metric is SweepMetric.loss:
-        return "no step with a loss in metrics.jsonl"
-    what = "loss" if metric is SweepMetric.val_loss else "score"
-    return f"no validation {what} in validation.jsonl, which sweep.metric={metric.value} needs: {VALIDATES}"
+    end = "stopped" if job.exit_code == ExitCode.STOPPED else "failed"
+    log().error("job %d: %s after %.0f s (%s): %s%s", job.number, end, job.seconds, job.status, job.reason, hint)
 
 
 def check_job(config: SweepConfig, overrides: list[str], is_sweep: bool) -> None:
-    """
-    Raises:
-        ConfigError: it cannot be a job of a sweep.
-    """
+    """Raises ConfigError where it cannot be a job of a sweep."""
     at_least("launch.nproc_per_node", config.launch.nproc_per_node, 1)
     if config.launch.nnodes != 1:
         raise ConfigError(
@@ -217,13 +215,12 @@ def check_job(config: SweepConfig, overrides: list[str], is_sweep: bool) -> None
         )
 
 
-def config_folders() -> list[str]:
-    """Folders that the user gave with `--config-dir`."""
-    return [s.path for s in HydraConfig.get().runtime.config_sources if s.provider == "command-line"]
-
-
 def train_command(config: SweepConfig, overrides: list[str], folder: Path, config_folders: list[str]) -> list[str]:
-    """The torchrun of one job: its overrides without the sweep's own keys, and its own output folder."""
+    """The torchrun of one job: its overrides without the sweep's keys, and its output folder.
+
+    Args:
+        config_folders: of `--config-dir`.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(config.launch.nproc_per_node), "-m", "llava_fsdp.train"]
     for path in config_folders:
@@ -231,6 +228,6 @@ def train_command(config: SweepConfig, overrides: list[str], folder: Path, confi
     command += [o for o in overrides if not re.match(r"[+~]*(launch|sweep)[.=]", o)]
     pretrain = Path(config.output_dir).parent / "pretrain"
     if config.model.projector == "auto" and config.model.checkpoint is None and pretrain.is_dir():
-        # `auto` looks beside output_dir, and that is now inside the sweep's folder
+        # `auto` looks beside output_dir, which a job has inside the sweep's folder
         command.append(f"model.projector={quoted(str(pretrain.absolute()))}")
     return [*command, f"output_dir={quoted(str(folder.absolute()))}"]

@@ -1,8 +1,8 @@
 """Several runs from one command line: `python -m llava_fsdp.sweep -m stage=finetune optim.lr=1e-5,2e-5`.
 
-Hydra makes the jobs and its launcher places them; a job is one torchrun in a process of its own. Several jobs in
-one process group do not work: the second meets the addresses that the first left in torchrun's store, and hangs.
-Imports neither torch nor transformers.
+Hydra makes the jobs and its launcher places them; a job is one torchrun. Several jobs in one process group do not
+work: the second meets the addresses that the first left in torchrun's store, and hangs. Imports neither torch nor
+transformers.
 """
 
 import re
@@ -17,11 +17,11 @@ from llava_fsdp.runtime.errors import ConfigError, ExitCode
 from llava_fsdp.runtime.log import log, setup_logging
 from llava_fsdp.sweep.job import read_jobs
 from llava_fsdp.sweep.results import show, write_results
-from llava_fsdp.sweep.stop import STOP_FILE, Wishes, supervise
+from llava_fsdp.sweep.stop import STOP_FILE, StopRequest, supervise
 
 
 def main() -> None:
-    """Run Hydra and its jobs, and end as they do."""
+    """Run Hydra and its jobs, and exit with their code."""
     setup_logging()
     try:
         check_command_line(sys.argv[1:])
@@ -30,13 +30,13 @@ def main() -> None:
     except ConfigError as error:
         log().error("ConfigError: %s", error)
         sys.exit(error.exit_code)
-    with tempfile.TemporaryDirectory() as own:
-        wishes = Wishes((sweep or Path(own)).absolute() / STOP_FILE)
-        wishes.forget()
-        words = ["llava_fsdp.sweep.hydra_process", str(wishes.path), str(sweep or ""), *sys.argv[1:]]
-        code = supervise(words, wishes)
-        wishes.forget()
-    if code < 0 and sweep is not None:  # it was killed before it could say anything
+    with tempfile.TemporaryDirectory() as single:
+        stop = StopRequest((sweep or Path(single)).absolute() / STOP_FILE)
+        stop.clear()
+        words = ["llava_fsdp.sweep.hydra_process", str(stop.path), str(sweep or ""), *sys.argv[1:]]
+        code = supervise(words, stop)
+        stop.clear()
+    if code < 0 and sweep is not None:  # it was killed before it could report anything
         log().error("the process that ran Hydra was ended by signal %d", -code)
         jobs = read_jobs(sweep)
         write_results(sweep, jobs)
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def sweep_folder() -> Path | None:
-    """The folder of the sweep, None without `-m`.
+    """The folder of the sweep, None without `-m`; results of an earlier sweep in it are removed.
 
     It is fixed before Hydra starts, so that the jobs' results are found there whatever launcher places the jobs.
     """
@@ -58,13 +58,13 @@ def sweep_folder() -> Path | None:
     if "${" in given[-1]:
         raise ConfigError(f"hydra.sweep.dir={given[-1]} must be a plain folder; hydra.sweep.subdir names the jobs'")
     folder = Path(given[-1])
-    for old in job_files(folder):  # of an earlier sweep that this one continues
+    for old in job_files(folder):
         old.unlink()
     return folder
 
 
 def refuse_maximizing(words: list[str]) -> None:
-    """Raises ConfigError where a sweeper is told to look for the largest value: less is better of all that it gets."""
+    """Raises ConfigError where a sweeper is told to look for the largest value: it is handed values to minimise."""
     for word in words:
         key, _, value = word.partition("=")
         if re.fullmatch(r"[+~]*hydra\.sweeper\.direction", key) and "maximize" in value.lower():

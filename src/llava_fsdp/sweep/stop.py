@@ -1,9 +1,9 @@
 """How a sweep is stopped, whatever launcher has placed its jobs.
 
-A signal to the sweep writes a file that every job looks at: those that run end their torchrun, which saves a checkpoint
+A signal to the sweep writes a file that every job watches: jobs that run end their torchrun, which saves a checkpoint
 first, and those that have not begun do not. Launchers know nothing of that: joblib kills its workers and all below
-them as soon as it is interrupted, or one of the workers is, and a terminal's Ctrl-C goes to every process of the
-foreground. So Hydra and its launcher run in a session of their own, and what the user started is a process that hears
+them as soon as it or one of the workers is interrupted, and a terminal's Ctrl-C goes to every process of the
+foreground. So Hydra and its launcher run in a session of their own, and what the user started is a process that takes
 signals and waits.
 """
 
@@ -17,22 +17,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from llava_fsdp.runtime.durable_files import replace_file
 from llava_fsdp.runtime.errors import ExitCode
 from llava_fsdp.runtime.log import log
 
 STOP_FILE = ".stop"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAVE, NOW = 1, 2
+MEANING = {
+    SAVE: "running jobs are stopped after their step, with a checkpoint; others do not begin",
+    NOW: "running jobs are ended at once",
+}
 
 
-class Wishes:
-    """What jobs are wished to do; goes with them to wherever they run."""
+class StopRequest:
+    """A file in a folder that all jobs see; the object is pickled to wherever jobs run."""
 
     def __init__(self, path: Path):
-        """
-        Args:
-            path: of the file, in a folder that all jobs see.
-        """
         self.path = path
         self.main = (socket.gethostname(), os.getpid())
         """The process that runs Hydra."""
@@ -43,47 +44,42 @@ class Wishes:
     def is_abandoned(self) -> bool:
         """Whether the process that runs Hydra is gone, as far as this machine can tell."""
         host, pid = self.main
-        if host != socket.gethostname():
-            return False
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        except OSError:
-            return False
+        with contextlib.suppress(PermissionError):
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                return host == socket.gethostname()
         return False
 
     def level(self) -> int:
-        """0: go on; 1: save and end; 2: end at once."""
+        """0: continue; 1: save and end; 2: end at once."""
         with contextlib.suppress(OSError, ValueError):
             return int(self.path.read_text())
         return SAVE if self.is_abandoned() else 0
 
-    def at_least(self, level: int) -> None:
+    def raise_to(self, level: int) -> None:
         if self.level() < level:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            staged = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-            staged.write_text(str(level))
-            os.replace(staged, self.path)
+            replace_file(self.path, str(level).encode())
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self.path.unlink(missing_ok=True)
 
     def take_signals(self) -> None:
-        """In the process that runs Hydra: one that reaches it asks all jobs to end."""
+        """Make a signal to the process that runs Hydra ask all jobs to end."""
         for number in SIGNALS:
-            signal.signal(number, lambda *_: self.at_least(SAVE))
+            signal.signal(number, lambda *_: self.raise_to(SAVE))
 
 
-def leave_signals() -> None:
-    """In a launcher's worker: what reaches it has reached the sweep too, which says what is to be done."""
+def ignore_signals() -> None:
+    """Leave signals to the sweep, in a launcher's worker: they reach the sweep too."""
     with contextlib.suppress(ValueError):  # not the main thread
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
 
-def supervise(words: Sequence[str], wishes: Wishes) -> int:
-    """Run a Python module's command in a session of its own; a signal is a wish, a second one a stronger one.
+def supervise(words: Sequence[str], stop: StopRequest) -> int:
+    """Run a Python module's command in a session of its own; each signal raises the level of the stop request.
 
     Args:
         words: module and arguments.
@@ -93,19 +89,15 @@ def supervise(words: Sequence[str], wishes: Wishes) -> int:
     """
     start = [sys.executable, "-m", "llava_fsdp.sweep.exec_child", str(os.getpid()), sys.executable, "-m", *words]
     child = subprocess.Popen(start, start_new_session=True)
-    said = {
-        SAVE: "jobs that run are stopped after their step, with a checkpoint; others do not begin",
-        NOW: "jobs that run are ended at once",
-    }
 
-    def hear(number: int, frame: FrameType | None) -> None:
-        level = wishes.level() + 1
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        level = stop.level() + 1
         if level > NOW:
             child.kill()  # what it has started ends with it
             os._exit(ExitCode.INTERRUPTED)
-        wishes.at_least(level)
-        log().warning("%s: %s", signal.Signals(number).name, said[level])
+        stop.raise_to(level)
+        log().warning("%s: %s", signal.Signals(number).name, MEANING[level])
 
     for number in SIGNALS:
-        signal.signal(number, hear)
+        signal.signal(number, on_signal)
     return child.wait()

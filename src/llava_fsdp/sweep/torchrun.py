@@ -1,4 +1,4 @@
-"""One torchrun, followed to its end."""
+"""Runs one torchrun to its end."""
 
 import contextlib
 import io
@@ -20,45 +20,41 @@ from llava_fsdp.runtime.status_file import own_word, read_status
 LOG_FILE = "train.log"
 PROGRESS_SECONDS = 10
 STOP_SECONDS = "600"
-"""That torchrun leaves its ranks to save a checkpoint before it kills them; without a word of ours 30."""
+"""How long torchrun lets its ranks save a checkpoint before it kills them; its default is 30."""
 STEP_LINE = re.compile(r"step \d+/\d+ .*")
 
 
 class JobFailed(LlavaFsdpError):
     """One job of a sweep did not finish."""
 
-    def __init__(self, said: str, code: ExitCode = ExitCode.BUG, took_steps: bool = False):
+    def __init__(self, reason: str, code: ExitCode = ExitCode.BUG, took_steps: bool = False):
         """
         Args:
-            code: what the worker that failed first returned.
-            took_steps: in this start; else what the folder holds is of an earlier one.
+            code: of the worker that failed first.
+            took_steps: in this start; if not, the folder may hold an earlier run.
         """
-        super().__init__(said)
+        super().__init__(reason)
         self.code = code
         self.took_steps = took_steps
-
-
-def go_on() -> int:
-    return 0
 
 
 def run_torchrun(
     command: Sequence[str],
     folder: Path,
     name: str,
-    level: Callable[[], int] = go_on,
+    level: Callable[[], int] = int,
     visible: str | None = None,
     held: Sequence[int] = (),
 ) -> None:
-    """Run to the end, with everything it says in `train.log` and a step's line now and then on the terminal.
+    """Run a command to its end, with its output in `train.log` and a step's line now and then on the terminal.
 
     The workers write to the file itself: with a pipe, a worker that outlives its torchrun would keep us waiting. It has
     a session of its own, so that a Ctrl-C reaches it through us alone, and once.
 
     Args:
-        level: what is wished: 0 go on, 1 save and end, 2 end at once.
+        level: level of the stop request: 0 continue, 1 save and end, 2 end at once.
         visible: CUDA_VISIBLE_DEVICES; None: as it is.
-        held: files that it keeps open: locks that must not be free while it runs.
+        held: files that it keeps open: locks that must be held while it runs.
 
     Raises:
         JobFailed: it returned an error; the message has the reason that a worker gave.
@@ -90,12 +86,14 @@ def run_torchrun(
     if child.returncode != 0:
         status = status_after(folder, earlier)
         reason = status.get("reason") or f"torchrun {ending(child.returncode)}: {tail(path)}"
-        raise JobFailed(reason, failure_code(status), took_steps(status))
+        # `before` is made of an earlier run's status by a start that took no step
+        took_steps = bool(status) and not isinstance(status.get("before"), dict)
+        raise JobFailed(reason, failure_code(status), took_steps)
 
 
 def follow(child: subprocess.Popen, reader: io.TextIOBase, name: str, level: Callable[[], int]) -> None:
-    """Wait for the child, end it when that is wished, and say how far it is every `PROGRESS_SECONDS`."""
-    next_line, done = 0.0, 0
+    """Wait for the child, pass a stop request on to it, and log its last step every `PROGRESS_SECONDS`."""
+    next_line, sent = 0.0, 0
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(timeout=0.5)
@@ -105,9 +103,9 @@ def follow(child: subprocess.Popen, reader: io.TextIOBase, name: str, level: Cal
             next_line = time.monotonic() + PROGRESS_SECONDS
         if child.returncode is not None:
             return
-        if (wished := level()) > done:
-            done = wished
-            child.send_signal(signal.SIGTERM if wished == 1 else signal.SIGKILL)  # ranks end with torchrun
+        if (requested := level()) > sent:
+            sent = requested
+            child.send_signal(signal.SIGTERM if sent == 1 else signal.SIGKILL)  # ranks end with torchrun
 
 
 def ending(code: int) -> str:
@@ -120,22 +118,15 @@ def ending(code: int) -> str:
 
 
 def status_after(folder: Path, earlier: dict[str, Any] | None) -> dict[str, Any]:
-    """What this start has said of itself; an earlier run's word, which `before` is made of, stays where it is."""
-    said = read_status(folder)
-    return {} if said is None or said == earlier else own_word(said)
-
-
-def took_steps(status: dict[str, Any]) -> bool:
-    """Whether the start that said so came to a step, as far as can be told; of a first start in a folder it is all the
-    same."""
-    return bool(status) and not isinstance(status.get("before"), dict)
+    """The status that this start wrote, without that of an earlier run beside it; empty where it wrote none."""
+    status = read_status(folder)
+    return {} if status is None or status == earlier else own_word(status)
 
 
 def failure_code(status: dict[str, Any]) -> ExitCode:
-    """What the worker that failed first returned; BUG where none lived to say."""
-    said = status.get("exit_code")
+    """Exit code of the worker that failed first; BUG where none could write it."""
     try:
-        return ExitCode(said) if said else ExitCode.BUG
+        return ExitCode(status.get("exit_code") or ExitCode.BUG)
     except ValueError:
         return ExitCode.BUG
 

@@ -1,4 +1,4 @@
-"""What the entries that read a dataset for a model begin with."""
+"""Shared setup of the entries: a model on the meta device, and its data shape."""
 
 import torch
 
@@ -16,10 +16,10 @@ from llava_fsdp.model.quantization import check_quantizer
 
 
 def build_model(cfg: Config, parts: Parts, device: torch.device) -> Llava:
-    """The model that a training on this device has, on the meta device: shapes only.
+    """Build the model on the meta device, as training on `device` has it.
 
     Raises:
-        ConfigError: this device, or this model, cannot do what is asked for.
+        ConfigError: the device or the model does not support the configuration.
     """
     if cfg.precision.linear is LinearKind.fp8:
         check_fp8(device)
@@ -37,6 +37,6 @@ def shape_of(model: Llava) -> ModelShape:
         image_size=model.parts.vision.image_size,
         max_length=language.max_position_embeddings,
         vocab_size=language.vocab_size,
-        # without recomputation, whatever the run does: with and without it the same cut gives the same bits
+        # never with recomputed FLOPs: packing, and so the result, must not depend on activation checkpointing
         cost=CostModel(*count_flops(model, activation_checkpointing=False)),
     )

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run, and which of it must be the same when the run continues."""
+"""Contents of a run's checkpoint, and which settings must be the same when the run resumes."""
 
 import os
 import re
@@ -31,7 +31,7 @@ FREE_KEYS = {  # paths, how records are read from disk, and names; none of them 
 
 
 def tensors(state: TrainState) -> dict[str, torch.Tensor]:
-    """Weights and moments by name: what a checkpoint holds, and what is filled from it."""
+    """Weights and moments by name, as they are saved and loaded."""
     found: dict[str, torch.Tensor] = {}
     for name, parameter in state.masters.named.items():
         found[f"model.{name}"] = plain(parameter)
@@ -41,7 +41,7 @@ def tensors(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def facts_of(state: TrainState, cfg: Config) -> dict[str, Any]:
-    """What a checkpoint holds besides tensors. `versions` and `written_by` are only read by people."""
+    """All values of a checkpoint other than tensors. `versions` and `written_by` are only read by people."""
     return {
         "format": FORMAT,
         "run": state.run,
@@ -87,7 +87,7 @@ def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder
     for what, meaning in meanings.items():
         drawn_anew = (
             what == "model" and now["model.random_weights"] and then.get("seed") != now["seed"]
-        )  # the list has the seed already
+        )  # the seed is listed already
         if facts["fingerprints"][what] != state.fingerprints[what] and not drawn_anew:
             differing.append(meaning)
     trainable = set(state.masters.named) ^ set(facts["trainable"])

@@ -1,7 +1,7 @@
-"""What a run would hold, measured before its machines are booked: `train dry_run=8 ...`.
+"""Measure a run's memory in one process, before its machines are booked: `train dry_run=8 ...`.
 
-Rank 0 of as many ranks as are named runs two steps in one process, with random weights and the largest micro-batches
-that the configuration allows. Collectives cost memory but reach nobody, so that losses mean nothing.
+Rank 0 of that many ranks runs two steps with random weights and the largest micro-batches that the configuration
+allows. Collectives allocate memory but send nothing, so losses have no meaning.
 """
 
 import json
@@ -38,19 +38,20 @@ from llava_fsdp.runtime.console import TextConsole
 from llava_fsdp.runtime.errors import NumericError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.train.build_model import build_model, shape_of
+from llava_fsdp.train.build_state import assemble
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.peak_memory import PeakMeter
-from llava_fsdp.train.state import TrainState, assemble
+from llava_fsdp.train.state import TrainState
 
 STEPS = 2
-"""The first makes the optimizer's states, the second has them from its beginning."""
+"""The first step creates the optimizer's states; the second is measured with them."""
 STATES = ("parameters", "gradients", "optimizer")
 
 
 def dry_run(cfg: Config) -> None:
-    """Measure, and print a table, or with format=json one object. Nothing is left behind."""
+    """Measure, and print a table, or one JSON object with format=json. Leaves no files."""
     with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
-        if cfg.offload.mode is OffloadMode.nvme and cfg.offload.folder is None:  # that would be output_dir
+        if cfg.offload.mode is OffloadMode.nvme and cfg.offload.folder is None:  # its default is output_dir
             cfg = replace(cfg, offload=replace(cfg.offload, folder=folder))
         with distributed(cfg) as world, clear_memory_errors(cfg, world.device):
             report = measure(settle_auto(cfg, world), world)
@@ -61,7 +62,7 @@ def dry_run(cfg: Config) -> None:
 
 
 def settle_auto(cfg: Config, world: World) -> Config:
-    """What is left to the planner, settled without the dataset: by its report, or by LLaVA's means."""
+    """Replace every `auto` by the planner's choice, from the dataset's statistics or LLaVA's mean lengths."""
     if not cfg.has_auto:
         return cfg
     parts = shapes_of(cfg.model)
@@ -72,16 +73,16 @@ def settle_auto(cfg: Config, world: World) -> Config:
 
 
 def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict[str, Any]:
-    """Two steps of this rank, the others imagined or real.
+    """Run two steps on this rank and measure memory; the other ranks are imagined or real.
 
     Args:
-        contents: of every micro-batch; None: the largest that there can be.
+        contents: contents of every micro-batch; None takes the largest possible.
 
     Raises:
-        NumericError: no step updated the weights, so that nothing was measured.
+        NumericError: no step updated the weights, so that the optimizer's states were not measured.
     """
     if cfg.precision.param_dtype is DType.fp16:
-        # a run finds its loss scale by skipping steps, and a skipped step makes no optimizer states
+        # a dynamic scale starts with skipped steps, which create no optimizer states
         cfg = replace(cfg, precision=replace(cfg.precision, scaler=ScalerConfig(scale=1.0)))
     return_freed_memory()
     plan = SHARD_PLANS[cfg.sharding.strategy]
@@ -125,7 +126,7 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
 
 
 def plan_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
-    """What the planner says of the same steps."""
+    """The planner's estimate of the same steps."""
     rows = 1 if cfg.pack else len(contents.lengths)
     samples, positions = len(contents.lengths), contents.tokens
     micro = MicroBatch(rows, positions // rows, samples, contents.tiles, contents.labels)
@@ -134,7 +135,7 @@ def plan_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
 
 @torch.no_grad()
 def draw_shards(model: Llava, masters: MasterWeights) -> None:
-    """Random values by the rules of drawn weights, but each shard by itself and where it lies: no file is read."""
+    """Fill every shard with random values of the right distribution, on its device, without reading files."""
     packed = {clean_name(name): layer for name, layer in quantized_weights(model).items()}
     for name, shard in local_shards(model, masters).items():
         first, *others = shard.tensors
@@ -157,7 +158,7 @@ def draw_shards(model: Llava, masters: MasterWeights) -> None:
 
 
 def states(state: TrainState) -> dict[str, int]:
-    """Bytes that this rank holds at rest: right after an update, its gradients not yet freed."""
+    """Bytes of this rank's parameters, gradients and optimizer states, after an update, with gradients still held."""
     unpacking = [t for layer in quantized_weights(state.model).values() for t in layer.statistics]
     weights = {id(p): p for p in [*state.model.parameters(), *unpacking, *state.masters.named.values()]}
     gradients = [p.grad for p in state.masters.named.values() if p.grad is not None]

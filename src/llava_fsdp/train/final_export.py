@@ -1,5 +1,7 @@
-"""A trained model as a folder that transformers loads, and its adapters as one that peft loads; proven before they are
-called done."""
+"""Export a trained model to a folder that transformers loads, and its adapters to one that peft loads.
+
+Both are read back and compared before they get their final name.
+"""
 
 import dataclasses
 import shutil
@@ -11,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from llava_fsdp.checkpoint.commit import Beside
+from llava_fsdp.checkpoint.commit import AdapterFolder
 from llava_fsdp.checkpoint.reader import saved_weights
 from llava_fsdp.checkpoint.verify import Checkpoint
 from llava_fsdp.config import Config, DType, FolderFormat, LinearKind, Quantizer
@@ -50,13 +52,16 @@ from llava_fsdp.train.state import TrainState
 def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
     """Write `output_dir/export` and, with `export.verify`, compare its logits with the model's. A collective.
 
-    Trained weights are gathered one at a time; frozen ones are read again from where they came from, so that they
-    leave with the very bits they had. Of a run with adapters `output_dir/adapter` is written first, and the export is
-    its base with the adapters merged; with `export.merge=false` there is none.
+    Trained weights are gathered one at a time. Frozen ones are read again from their source files, bit for bit. A run
+    with adapters writes `output_dir/adapter` first; its export is the base with the adapters merged, and is left out
+    with `export.merge=false`.
+
+    Returns:
+        The folder: the export, or the adapter's where nothing is merged.
 
     Raises:
         CheckpointError: the folder could not be written.
-        ModelError: what was written does not give the model's logits, or the adapters have learnt nothing.
+        ModelError: the export's logits differ from the model's, or training did not change the adapters.
     """
     adapted = export_adapter(state, cfg, is_first_rank) if cfg.model.lora.enabled else None
     if adapted is not None and not cfg.export.merge:
@@ -77,9 +82,9 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
     subject = subject_of(state.model, cfg, state.run, state.step)
     try:
         write_folder(FolderFormat.hf, subject, weights, staged, {"dtype": cfg.export.dtype.value})
-    except LlavaFsdpError:  # raised on every rank alike
+    except LlavaFsdpError:  # raised on every rank
         if is_first_rank:
-            shutil.rmtree(staged, ignore_errors=True)  # on a full disk half a model is in the way
+            shutil.rmtree(staged, ignore_errors=True)  # half a model would fill a disk that is full already
         raise
     if cfg.export.verify:
         verify(state, cfg, staged, adapted, is_first_rank)
@@ -91,11 +96,11 @@ def export_adapter(state: TrainState, cfg: Config, is_first_rank: bool) -> Adapt
     """Write `output_dir/adapter`, read it again and compare. A collective.
 
     Returns:
-        Base and adapters; on the first rank with the values that were trained, elsewhere with those they began with.
+        Base and adapters: trained values on rank 0, initial values on other ranks.
 
     Raises:
         CheckpointError: the folder could not be written.
-        ModelError: the adapters have learnt nothing.
+        ModelError: training did not change the adapters.
     """
     final = Path(cfg.output_dir) / FOLDER
     staged = final.with_name(FOLDER + ".tmp")
@@ -121,14 +126,16 @@ def export_adapter(state: TrainState, cfg: Config, is_first_rank: bool) -> Adapt
 
 
 def with_trained(state: TrainState, is_first_rank: bool) -> dict[str, Stored]:
-    """All parameters: on the first rank with the values that were trained, in its memory; elsewhere with those they
-    began with. A collective."""
+    """All parameters: on rank 0 with their trained values, in memory; on other ranks with their initial values.
+
+    A collective.
+    """
     trained = {name: parameter_values(name, state, is_first_rank) for name in state.masters.named}
     return state.sources | ({name: Held(values) for name, values in trained.items()} if is_first_rank else {})
 
 
 def reader(state: TrainState, adapted: Adapted | None, is_first_rank: bool) -> Callable[[str], torch.Tensor]:
-    """Reads a whole parameter by its name. With adapters the first rank has them all and merges alone."""
+    """A function that returns a whole parameter by name. With adapters, rank 0 has them all and merges alone."""
     if adapted is None:
         return lambda name: parameter_values(name, state, is_first_rank)
     merged = adapted.merged
@@ -136,8 +143,7 @@ def reader(state: TrainState, adapted: Adapted | None, is_first_rank: bool) -> C
 
 
 def is_current(state: TrainState, cfg: Config) -> bool:
-    """Whether what is in `output_dir` is this run's, at this step and in this dtype, and what was written, to the last
-    bit. A collective."""
+    """Whether `output_dir` has an undamaged export of this run, at this step and in this dtype. A collective."""
     wanted = {"run": state.run, "step": state.step}
     folders = {FOLDER: wanted} if cfg.model.lora.enabled else {}
     if cfg.export.merge or not cfg.model.lora.enabled:
@@ -159,7 +165,7 @@ def is_current(state: TrainState, cfg: Config) -> bool:
 
 
 def parameter_values(name: str, state: TrainState, is_first_rank: bool) -> torch.Tensor:
-    """A whole parameter on the CPU of rank 0; a collective for what trains."""
+    """A whole parameter, on the CPU of rank 0; a collective for trainable ones."""
     master = state.masters.named.get(name)
     if master is not None:
         full = whole(master)
@@ -169,7 +175,7 @@ def parameter_values(name: str, state: TrainState, is_first_rank: bool) -> torch
 
 
 def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None, is_first_rank: bool) -> None:
-    """Load what was written with transformers, on rank 0's CPU, and compare logits on a few samples.
+    """Load the written folder with transformers, on rank 0's CPU, and compare logits on a few samples. A collective.
 
     Raises:
         ModelError: they differ by more than rounding to `export.dtype` explains.
@@ -205,11 +211,10 @@ def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None
 def logits_in_full(
     model: nn.Module, sources: dict[str, Stored], adapted: Adapted | None, micro: MicroBatch
 ) -> torch.Tensor:
-    """Of base and adapters where the base is in full precision, as the exported model's is: the run's own is quantised,
-    and what that costs is no fault of the export.
+    """Logits of a quantized run's model with its base in full precision, as the export has it.
 
     Args:
-        sources: of a model without adapters; those with adapters have their own.
+        sources: weights of a model without adapters; `adapted` has its own.
     """
     assert isinstance(model, Llava)
     plain = build_llava(model.parts, model.cfg.plain, torch.float32)
@@ -218,7 +223,7 @@ def logits_in_full(
 
 
 def writer_of(state: TrainState, cfg: Config) -> AdapterWriter:
-    """Of a run; on rank 0."""
+    """Build this run's AdapterWriter (rank 0 only)."""
     along = comes_along(cfg.model, state.masters.named, state.sources)
     subject = subject_of(state.model, cfg, state.run, state.step)
     return AdapterWriter(
@@ -230,13 +235,13 @@ def writer_of(state: TrainState, cfg: Config) -> AdapterWriter:
     )
 
 
-def in_checkpoints(state: TrainState, cfg: Config) -> Beside | None:
-    """What each checkpoint of a run with adapters holds for other programs; None on other ranks. A collective."""
+def in_checkpoints(state: TrainState, cfg: Config) -> AdapterFolder | None:
+    """The writer of the adapter folder in each checkpoint; None without adapters and on other ranks. A collective."""
 
     if not cfg.model.lora.enabled:
         return None
 
-    def prepare() -> Beside | None:
+    def prepare() -> AdapterFolder | None:
         if dist.is_initialized() and dist.get_rank() > 0:
             return None
         writer, trained = writer_of(state, cfg), state.masters.named
@@ -249,14 +254,14 @@ def in_checkpoints(state: TrainState, cfg: Config) -> Beside | None:
             writer.write(folder, {n: tensors[n] for n in along}, history(run, cfg.stage.name, step, cfg.model.train))
 
         shapes = {n: Held(p.detach()) if (p := trained.get(n)) is not None else frozen[n] for n in along}
-        return Beside(writer.nbytes(shapes), write)
+        return AdapterFolder(writer.nbytes(shapes), write)
 
     return on_all_ranks(prepare, "folders of adapters cannot be prepared")
 
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor in memory, as a source of its rows."""
+    """A tensor in memory with the interface of one stored in a file."""
 
     tensor: torch.Tensor
 

@@ -1,7 +1,7 @@
-"""Python's garbage collector, at steps that all ranks share.
+"""Run Python's garbage collector at the same steps on all ranks.
 
-Left to itself it begins by counts of objects, on each rank at another moment of the step, and all others wait for that
-rank in the next collective (torchtitan, tools/utils.py).
+By default it runs when enough objects were allocated, at another moment on each rank, and all other ranks wait for that
+one in the next collective (torchtitan, tools/utils.py).
 """
 
 import gc
@@ -11,11 +11,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def collected_by_plan(every: int | None) -> Iterator[Callable[[int], None]]:
-    """The collector does nothing of itself inside; what is yielded is told how many steps are finished, and collects.
+    """Turn automatic collection off inside, and yield a function that collects when given the number of finished steps.
 
     Args:
-        every: steps from one collection to the next, of the two younger generations: the model, which is as old as
-            the run, is not searched. None leaves Python's own way.
+        every: steps between two collections. They leave out the oldest generation, which holds the model. None keeps
+            automatic collection.
     """
     if every is None:
         yield lambda finished: None
@@ -26,7 +26,7 @@ def collected_by_plan(every: int | None) -> Iterator[Callable[[int], None]]:
             gc.collect(1)
 
     was_enabled = gc.isenabled()
-    gc.collect()  # what building the run has left behind
+    gc.collect()  # garbage from building the run
     gc.disable()
     try:
         yield collect

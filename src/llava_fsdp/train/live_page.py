@@ -1,4 +1,4 @@
-"""`report.html` of a run that goes on: written anew now and then, and once more at its end. Rank 0 alone."""
+"""Write `report.html` of a running training at intervals and at its end, on rank 0."""
 
 import json
 import os
@@ -33,16 +33,16 @@ from llava_fsdp.runtime.redact import redact_values, secrets_of
 from llava_fsdp.runtime.status_file import read_status
 
 PAUSE = 10
-"""Seconds between two pages, at least."""
+"""Fewest seconds between two pages."""
 SHARE = 0.01
-"""Of the time that pages may take."""
+"""Largest share of the time that writing pages may take."""
 
 
 class LivePage:
-    """Keeps a run's curves, and writes its page.
+    """Collects a run's curves and writes its page.
 
-    The next page waits for so long that all pages together take a hundredth of the time. A page that cannot be written
-    is warned of once, whatever the reason: a training must not end for it.
+    Pages are written so rarely that they take at most a hundredth of the time. If one cannot be written, a warning is
+    logged once and training continues.
     """
 
     def __init__(self, cfg: Config, first_step: int, about: dict[str, Any]):
@@ -50,7 +50,7 @@ class LivePage:
         self.path = self.run.folder / REPORT_FILE
         self.thumbnails = Thumbnails()
         self.seen: tuple[int, int] | None = None
-        """Of validation.jsonl, when it was read."""
+        """Size and time of `validation.jsonl` when it was last read."""
         self.told = self.last_told(first_step)
         self.on_validation: Callable[[dict[str, Any]], None] = lambda row: None
         self.failed = False
@@ -64,7 +64,7 @@ class LivePage:
         self.write()
 
     def last_told(self, first_step: int) -> int:
-        """The last step whose validation was there when this start began: one that was owed is news."""
+        """Last step with a validation before this start; later ones are reported."""
         try:
             rows = read_rows(self.run, VALIDATION_FILE, check_validation)
         except Exception:
@@ -72,16 +72,16 @@ class LivePage:
         return max((row["step"] for row in rows if row["step"] <= first_step), default=-1)
 
     def begin(self, first_step: int, start: dict[str, Any]) -> None:
-        """Of the starts before, those whose steps this one goes on from stay."""
+        """Keep earlier starts that have steps before this one, and append this start."""
         earlier = read_rows(self.run, STARTS_FILE, check_start) if first_step else []
-        is_start = "time" in start and first_step < start["total_steps"]  # a run that has finished has no more of them
+        is_start = "time" in start and first_step < start["total_steps"]  # a finished run has no later starts
         self.run.starts = [own for own in earlier if own["step"] <= first_step] + ([start] if is_start else [])
         if self.run.starts == earlier and not is_start:
-            return  # nothing of a finished run is touched
+            return  # files of a finished run stay unchanged
         replace_lines(self.run.folder / STARTS_FILE, map(json.dumps, self.run.starts))
 
     def add(self, row: dict[str, Any]) -> None:
-        """A row of metrics.jsonl; a page where it is time for one."""
+        """Add a row of metrics.jsonl, and write a page if it is time for one."""
         try:
             self.run.history.add(row)
         except Exception as error:
@@ -101,7 +101,7 @@ class LivePage:
         self.due = ended + max(PAUSE, (ended - started) / SHARE)
 
     def look_at_validations(self) -> None:
-        """Read them where they have changed, and tell of new ones."""
+        """Read `validation.jsonl` if it has changed, and report new rows to the trackers."""
         try:
             found = os.stat(self.run.folder / VALIDATION_FILE)
         except OSError:
@@ -123,7 +123,7 @@ class LivePage:
 
 
 def rewrite_page(folder: Path) -> None:
-    """Of a start that ended before its first step: what an earlier one left is shown with how this one ended."""
+    """Rewrite the page of an earlier start with the ending of this one, which took no step."""
     if not os.path.isfile(folder / STARTS_FILE) and not os.path.isfile(folder / METRICS_FILE):
         return
     try:

@@ -20,7 +20,7 @@ from llava_fsdp.runtime.errors import Stopped
 from llava_fsdp.runtime.heartbeat import Phase
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.seeds import derive
-from llava_fsdp.runtime.watchdog import Life
+from llava_fsdp.runtime.watchdog import Watchdog
 from llava_fsdp.train.gc_schedule import collected_by_plan
 from llava_fsdp.train.profiler import Unrecorded
 from llava_fsdp.train.state import StepResult, TrainState
@@ -32,7 +32,7 @@ def fit(
     cfg: Config,
     after_step: Callable[[StepResult], None],
     between_steps: Callable[[], None] = lambda: None,
-    life: Life | None = None,
+    watchdog: Watchdog | None = None,
     recorder: Unrecorded | None = None,
 ) -> None:
     """Train to the last step.
@@ -41,35 +41,36 @@ def fit(
         after_step: runs on every rank, after the weights have been updated.
         between_steps: runs on every rank once the data of the next step are there, and ends the run where a stop was
             asked for: a rank whose data do not come is asked then too, while the others wait for its answer.
-        recorder: of a few steps; None: nobody listens.
+        recorder: profiles a few steps; None disables profiling.
     """
     state.model.train()
     started = time.perf_counter()
-    life, recorder = life or Life(), recorder or Unrecorded()
-    life.at(Phase.DATA, state.step)
+    watchdog, recorder = watchdog or Watchdog(), recorder or Unrecorded()
+    watchdog.at(Phase.DATA, state.step)
     if state.compilations is not None and state.step < state.loader.total_steps:
         log().info("compiling the language model's blocks: the first steps take much longer than those behind them")
-    steps = state.loader.prepared(state.step, life.wants_stop)  # held, so that its workers can be asked after
+    steps = state.loader.prepared(state.step, watchdog.wants_stop)  # a name keeps its workers alive for watch.check
     try:
         with collected_by_plan(cfg.gc_every) as collect:
             for step in recorder.steps(steps):
                 waited = time.perf_counter() - started
-                life.at(Phase.AGREEING)
+                watchdog.at(Phase.AGREEING)
                 between_steps()
-                assert step is not None, "a rank that is asked to stop stops all"
-                life.at(Phase.COMPUTE)
-                result = train_step(state, state.loader.agree(step), plan, cfg, started, life, recorder)
-                life.at(Phase.REPORT, state.step)  # the next step's place already: whoever stays here is behind
+                assert step is not None, "between_steps raises on every rank when one of them was asked to stop"
+                watchdog.at(Phase.COMPUTE)
+                result = train_step(state, state.loader.agree(step), plan, cfg, started, watchdog, recorder)
+                # counts as progress into the next step: a rank that hangs here is late
+                watchdog.at(Phase.REPORT, state.step)
                 after_step(replace(result, data_seconds=waited))
                 collect(state.step)
-                life.at(Phase.DATA)
+                watchdog.at(Phase.DATA)
                 started = time.perf_counter()
-    except RuntimeError as error:  # the DataLoader's signal handler raises it wherever a worker's death finds us
+    except RuntimeError as error:  # the DataLoader's signal handler raises it anywhere when a worker dies
         state.loader.watch.check()
-        if is_of_compiler(error) and life.was_asked():  # the signal has ended the C++ compiler too
+        if is_of_compiler(error) and watchdog.wants_stop_soon():  # the signal to stop has ended the C++ compiler too
             raise Stopped(
-                f"{life.stop}: stopped in step {state.step + 1}, while it compiled; the same command continues from "
-                "the last checkpoint"
+                f"{watchdog.stop}: stopped in step {state.step + 1}, while it compiled; the same command continues "
+                "from the last checkpoint"
             ) from error
         raise
 
@@ -80,13 +81,10 @@ def train_step(
     plan: ShardPlan,
     cfg: Config,
     started: float,
-    life: Life | None = None,
+    watchdog: Watchdog | None = None,
     recorder: Unrecorded | None = None,
 ) -> StepResult:
-    """One optimizer step.
-
-    Where the loss or the norm of the gradients is not finite, on every rank alike, the step is skipped: weights and
-    moments stay as they are to the bit, the schedule waits, and the samples are spent.
+    """Run one optimizer step, or skip the update where the loss or the gradients' norm is not finite.
 
     Raises:
         NumericError: in fp16, where the loss scale cannot be lowered any more.
@@ -94,10 +92,10 @@ def train_step(
     recorder = recorder or Unrecorded()
     lr = state.learning_rate.apply(state.optimizer, state.step - state.skipped)
     scale = state.scaler.scale if state.scaler is not None else 1.0
-    # for dropout, where a model has it: a run that continues draws what it would have drawn
+    # dropout of a resumed run draws what it would have drawn without the interruption
     torch.manual_seed(derive("step", cfg.seed, state.step, dist.get_rank() if dist.is_initialized() else 0))
-    loss_sum = torch.zeros((), device=state.loader.device)
     sources = SourceSums(step.facts, state.loader.device)
+    loss_sum = torch.zeros((), device=state.loader.device)
     for number, micro in enumerate(step.micro_batches, start=1):
         begin_micro_batch(state.model, plan, is_last=number == len(step.micro_batches))
         with recorder.part("forward"):
@@ -110,24 +108,13 @@ def train_step(
         loss_sum += loss.detach()
     with recorder.part("optimizer"):
         norm = clip_gradients(state.masters, cfg.optim.clip, scale)
-        # The one place where the host waits for the device. Of weights that lie on the host, the norm does too.
-        found = summed(loss_sum.clone()), loss_sum, norm.to(loss_sum.device), *sources.summed().unbind()
-        loss, own_loss, grad_norm, *of_sources = torch.stack(found).tolist()
-    overflowed = not math.isfinite(grad_norm) or not math.isfinite(loss)  # both are sums over all ranks
-    if life is not None:
-        life.at(Phase.OPTIMIZER)
-    if state.scaler is not None:
-        state.scaler.update(overflowed, state.step + 1)
-    if overflowed:
-        state.skipped += 1
-        # a scale that is lowered has a limit of its own, precision.scaler.minimum
-        state.consecutive += state.scaler is None or not state.scaler.is_dynamic
-    else:
-        with recorder.part("optimizer"):
-            state.optimizer.step()
-            state.masters.refresh()
-        state.consecutive = 0
-    state.optimizer.zero_grad(set_to_none=True)
+        # The one place where the host waits for the device; with weights on the host, the norm waits too.
+        values = summed(loss_sum.clone()), loss_sum, norm.to(loss_sum.device), *sources.summed().unbind()
+        loss, own_loss, grad_norm, *source_sums = torch.stack(values).tolist()
+    is_finite = math.isfinite(grad_norm) and math.isfinite(loss)  # the same on every rank: both are sums over all
+    if watchdog is not None:
+        watchdog.at(Phase.OPTIMIZER)
+    update_or_skip(state, is_finite, recorder)
     state.step += 1
     state.samples += step.facts.samples
     return StepResult(
@@ -136,52 +123,74 @@ def train_step(
         lr,
         grad_norm,
         time.perf_counter() - started,
-        skipped=overflowed,
+        skipped=not is_finite,
         skipped_steps=state.skipped,
         loss_scale=scale if state.scaler is not None else None,
         recompiles=state.compilations.after_step() if state.compilations is not None else 0,
         own_loss_is_finite=math.isfinite(own_loss),
-        source_losses=sources.means(loss, of_sources),
+        source_losses=sources.means(loss, source_sums),
     )
 
 
-class SourceSums:
-    """The losses of a step by source, on the device, until the host reads the step's loss.
+def update_or_skip(state: TrainState, is_finite: bool, recorder: Unrecorded) -> None:
+    """Update the weights and release the gradients. A step that is not finite is skipped: weights and moments keep
+    their bits, the learning rate schedule does not advance, and the step's samples count as consumed.
 
-    With one source it is the step's loss: nothing is computed and nothing sent. With several the loss is made as
-    without, and one small collective more carries their sums.
+    Raises:
+        NumericError: in fp16, where the loss scale cannot be lowered any more.
+    """
+    if state.scaler is not None:
+        state.scaler.update(overflowed=not is_finite, step=state.step + 1)
+    if is_finite:
+        with recorder.part("optimizer"):
+            state.optimizer.step()
+            state.masters.refresh()
+        state.consecutive = 0
+    else:
+        state.skipped += 1
+        # a dynamic loss scale has a limit of its own, precision.scaler.minimum
+        state.consecutive += state.scaler is None or not state.scaler.is_dynamic
+    state.optimizer.zero_grad(set_to_none=True)
+
+
+class SourceSums:
+    """Losses of a step by data source, kept on the device until the host reads the step's loss.
+
+    With one source this is the step's loss: nothing is computed or sent. With several, the loss itself is computed
+    as with one, and one more small collective carries the sums by source.
     """
 
     def __init__(self, facts: StepFacts, device: torch.device):
         self.labels = facts.source_labels
         self.sums = torch.zeros(len(self.labels) if len(self.labels) > 1 else 0, device=device)
-        """float32 [sources], or none"""
+        """float32 [sources]; [0] with one source"""
 
     def each(self) -> Each | None:
-        """For one forward pass."""
+        """A collector of the losses by token of one forward pass; None with one source."""
         return Each() if len(self.sums) else None
 
     def add(self, micro: MicroBatch, each: Each | None) -> None:
-        """What a forward pass found."""
+        """Add the losses that one forward pass collected."""
         if each is None or not len(micro.label_sources):
             return
         losses = torch.cat(each.chunks) if each.chunks else self.sums.new_full((1,), math.nan)
         numbers = torch.arange(len(self.sums), device=losses.device)
-        # not by index_add, whose order is anybody's guess on CUDA
+        # not index_add, which adds in no fixed order on CUDA
         self.sums += torch.where(micro.label_sources == numbers[:, None], losses, 0.0).sum(1)
 
     def summed(self) -> torch.Tensor:
-        """float32 [sources], or none: on all ranks together."""
+        """float32 [sources], or [0] with one source: the sums over all ranks."""
         return summed(self.sums) if len(self.sums) else self.sums
 
     def means(self, loss: float, sums: list[float]) -> dict[str, float | None]:
-        """By source, None where it has no labels; not a number where `loss.kernel` knows the sum of all alone.
-
-        Of one source it is the step's own, by whatever `loss.normalize` says; of several the mean over label tokens.
+        """Loss by name of the source: the step's own with one source, the mean over its label tokens with several.
 
         Args:
-            loss: the whole step's.
-            sums: of all ranks.
+            loss: the whole step's, normalized as `loss.normalize` asks.
+            sums: the result of `summed`, on the host.
+
+        Returns:
+            None for a source without label tokens; nan where the loss kernel gives only the sum over all sources.
         """
         if not sums:
             return {name: loss if labels else None for name, labels in self.labels.items()}
@@ -191,13 +200,17 @@ class SourceSums:
 
 @torch.no_grad()
 def clip_gradients(masters: MasterWeights, largest: float | None, scale: float = 1.0) -> torch.Tensor:
-    """Norm of all gradients over all ranks, before they are scaled down to `largest` where that is smaller: float32 [].
+    """Divide gradients by the loss scale, then scale them down to a norm of at most `largest`.
 
     Args:
-        scale: what the loss was multiplied with; gradients are divided by it, and the norm is of those.
+        largest: None does not clip.
+        scale: the factor that the loss was multiplied with.
+
+    Returns:
+        float32 []: norm of all gradients over all ranks, after the division by `scale` and before clipping.
     """
     gradients = [p.grad for p in masters.named.values() if p.grad is not None]
-    # bf16 gradients too are added up in fp32, and the norm is no bf16 number
+    # accumulated in fp32 for bf16 gradients too, so that the norm is not rounded to bf16
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
     norm = same_on_every_rank(norm) if isinstance(norm, DTensor) else norm
     if scale != 1.0:
@@ -209,7 +222,7 @@ def clip_gradients(masters: MasterWeights, largest: float | None, scale: float =
 
 
 def summed(value: torch.Tensor) -> torch.Tensor:
-    """The sum over all ranks."""
+    """The sum over all ranks, in place."""
     if dist.is_initialized():
         dist.all_reduce(value)
     return value

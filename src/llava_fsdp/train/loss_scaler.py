@@ -1,7 +1,7 @@
-"""The factor on the loss that keeps fp16 gradients above what fp16 rounds to zero.
+"""Scale the loss so that fp16 gradients do not underflow to zero.
 
-DeepSpeed's `LossScaler` and `DynamicLossScaler` (deepspeed/runtime/fp16/loss_scaler.py), with its five settings and
-`consecutive_hysteresis` off, step for step.
+The same steps as DeepSpeed's `LossScaler` and `DynamicLossScaler` (deepspeed/runtime/fp16/loss_scaler.py), with its
+five settings and `consecutive_hysteresis` off.
 """
 
 from dataclasses import dataclass
@@ -16,26 +16,27 @@ FACTOR = 2.0
 
 @dataclass
 class LossScaler:
-    """Asked before every backward pass, told after it whether the gradients overflowed. The same on every rank."""
+    """Loss scale, updated after every step by whether the gradients overflowed; the same on every rank."""
 
     cfg: ScalerConfig
     scale: float
-    """What the loss is multiplied with."""
+    """Factor on the loss."""
     hysteresis: int
-    """Overflows until the scale is halved; 1: with the next one."""
+    """Overflows until the scale is halved; 1 halves it at the next one."""
     steps: int = 0
-    """Steps seen."""
+    """Number of updates."""
     last_overflow: int = -1
-    """The last of them that overflowed."""
+    """Index of the last update with an overflow; -1 before the first."""
 
     @property
     def is_dynamic(self) -> bool:
         return self.cfg.scale is None
 
     def update(self, overflowed: bool, step: int) -> None:
-        """
+        """Lower the scale after an overflow; raise it after `window` steps without one.
+
         Args:
-            step: as the user counts, for what is said.
+            step: counted from 1, for the message.
 
         Raises:
             NumericError: an overflow at the smallest scale.
@@ -70,7 +71,7 @@ class LossScaler:
         self.scale = max(self.scale / FACTOR, self.cfg.minimum)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Values that a checkpoint stores."""
         return {name: getattr(self, name) for name in ("scale", "hysteresis", "steps", "last_overflow")}
 
     def restore(self, state: dict[str, Any]) -> None:

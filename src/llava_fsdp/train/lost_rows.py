@@ -14,11 +14,11 @@ from llava_fsdp.runtime.small_json import object_or_none
 
 SKIPPED_FILE = "skipped_records.jsonl"
 MOST_STRETCHES = 8
-"""How many stretches of steps a sentence names at most."""
+"""Most ranges of steps that a message names."""
 
 
 def lost_rows(folder: Path, step: int) -> list[str]:
-    """A sentence about each file that lacks rows of steps up to `step`, from which the run continues.
+    """Describe each file that lacks rows of steps up to `step`, from which the run continues.
 
     Steps before the folder's first start are not checked: a run that continues another folder's checkpoint has no rows
     of them. Validation is checked after the last start, for which `val.every` is known, and before `step`, whose own
@@ -75,7 +75,7 @@ def steps_in(path: Path, last: int) -> list[int]:
 
 
 def stretches(steps: Iterable[int]) -> str:
-    """Sorted steps in words: `1 to 16, 20`."""
+    """Sorted steps as ranges in text, such as `1 to 16, 20`."""
     found: list[list[int]] = []
     for step in steps:
         if found and step == found[-1][1] + 1:

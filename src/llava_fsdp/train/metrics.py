@@ -1,4 +1,4 @@
-"""What a run says while it trains: one JSON object a step, a progress bar or plain lines, and how it ended."""
+"""Report a run's progress: one JSON object a step, a progress bar or plain lines, and how the run ended."""
 
 import contextlib
 import itertools
@@ -38,13 +38,13 @@ from llava_fsdp.train.state import StepResult
 from llava_fsdp.train.trackers import HURRY, PATIENCE, Trackers
 
 WINDOW = 128
-"""Steps that a loss is compared with."""
+"""Number of preceding losses that a loss is compared with."""
 FEWEST = 16
-"""Before so many steps nothing stands out."""
+"""Fewest preceding losses for a comparison."""
 
 
 class Reporter:
-    """Writes and shows every step on rank 0; quiet elsewhere."""
+    """Writes metrics and shows progress after every step, on rank 0; does nothing on other ranks."""
 
     def __init__(
         self,
@@ -59,10 +59,10 @@ class Reporter:
     ):
         """
         Args:
-            left_out: records that training never sees (record, kind, reason), listed as of step 0.
-            utilization: what a step costs; None: no row says.
-            run: names the run through all its starts.
-            about: what this start is, as `run_info.py` says it.
+            left_out: records skipped before training (record, kind, reason), listed with step 0.
+            utilization: computes FLOPs and MFU of a step; None leaves them out.
+            run: identifier of the run, kept when it resumes.
+            about: description of this start, from `run_info.py`.
         """
         self.cfg = cfg
         self.enabled = is_first_rank
@@ -72,7 +72,7 @@ class Reporter:
         self.spikes = Spikes(cfg.numeric.spike_sigma)
         self.progress: Progress | None = None
         self.recompiles = 0
-        self.recent: deque[float] = deque(maxlen=20)  # seconds a step, for the time left
+        self.recent: deque[float] = deque(maxlen=20)  # seconds of each step, to estimate the time left
         if not self.enabled:
             return
         self.metrics, self.skipped_records = Rows(self.folder / METRICS_FILE), Rows(self.folder / SKIPPED_FILE)
@@ -104,7 +104,7 @@ class Reporter:
             self.progress.start()
 
     def lost(self, first_step: int) -> list[str]:
-        with contextlib.suppress(OSError):  # whoever writes there says it, where it matters
+        with contextlib.suppress(OSError):  # writing to the same files reports the error
             return lost_rows(self.folder, first_step) if first_step else []
         return []
 
@@ -116,15 +116,15 @@ class Reporter:
             self.progress.stop()
 
     def note(self, said: str) -> None:
-        """Beside the bar, where there is one: what is done between two steps."""
+        """Show a text beside the progress bar, if there is one."""
         if self.progress is not None:
             self.progress.update(self.task, shown=said)
 
     def end(self, patience: float = PATIENCE) -> None:
-        """Show and tell how the run ended, once `run_status.json` says it: whatever the end.
+        """Write the final page and close the trackers, after `run_status.json` has been written.
 
         Args:
-            patience: seconds that trackers have.
+            patience: most seconds to wait for the trackers.
         """
         if self.enabled:
             self.page.write()
@@ -133,7 +133,7 @@ class Reporter:
             self.trackers.close(int(self.page.run.status.get("exit_code") or 0), patience)
 
     def last_words(self) -> None:
-        """As `end`, of a process that must be gone soon."""
+        """Do as `end` does, in a process that must end within seconds."""
         self.end(HURRY)
 
     def __call__(self, result: StepResult) -> None:
@@ -154,7 +154,7 @@ class Reporter:
         self.show(row)
 
     def warn_of_compiling(self, result: StepResult) -> None:
-        """On every rank: the others wait for the one that compiles."""
+        """Warn when a step compiled again, on any rank: all ranks wait for the one that compiles."""
         if result.recompiles > self.recompiles:
             log().warning(
                 "step %d: %d graphs were compiled anew, which the first steps should have seen to "
@@ -232,25 +232,25 @@ def metrics_row(result: StepResult, utilization: Utilization | None = None) -> d
 
 
 def finite(value: float) -> float | None:
-    """JSON has no word for a number that is none."""
+    """The value, or None if it is not finite, for which JSON has no number."""
     return value if math.isfinite(value) else None
 
 
 def peak_memory() -> int:
-    """Most bytes this rank has held: on the GPU where there is one, else of the process."""
+    """Peak memory of this rank in bytes: allocated on the GPU, or resident in the process without one."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Drop the rows of steps after `step`: a resumed run does them again."""
+    """Drop rows of steps after `step`, which a resumed run repeats."""
     if path.is_file():
         replace_lines(path, rows_of(path, range(step + 1)))
 
 
 def begin_skipped_records(path: Path, step: int, left_out: Iterable[dict[str, Any]]) -> None:
-    """What was left out before the first step, and what the steps to `step` left out."""
+    """Write records that were skipped before training, followed by those that steps up to `step` skipped."""
     before = (json.dumps({"step": 0, **row}) for row in left_out)
     later = rows_of(path, range(1, step + 1)) if path.is_file() else []
     replace_lines(path, itertools.chain(before, later))
@@ -272,16 +272,16 @@ def number(value: float | None, form: str) -> str:
 
 
 class Spikes:
-    """The mean and the deviation of the last losses."""
+    """Finds losses far above the preceding ones."""
 
     def __init__(self, sigma: float | None):
         self.sigma = sigma
         self.losses: deque[float] = deque(maxlen=WINDOW)
 
     def stands_out(self, loss: float) -> tuple[float, float] | None:
-        """Mean and deviation of the losses before, where this one lies `sigma` deviations or more above; else None.
+        """Mean and deviation of the preceding losses if this one is at least `sigma` deviations above; else None.
 
-        It then is one of them: a loss that stays high is the new normal after a while.
+        The loss is then added to them, so that one that stays high is reported only for a while.
         """
         found = None
         if self.sigma is not None and math.isfinite(loss):

@@ -1,4 +1,4 @@
-"""AdamW in LLaVA's parameter groups, which AdamW it is, and the learning rate as a function of the step."""
+"""Build AdamW with LLaVA's parameter groups, and the learning rate schedule."""
 
 import math
 from collections.abc import Callable
@@ -61,7 +61,7 @@ SCHEDULES: dict[Schedule, Callable[[int, int, int], float]] = {
 
 @dataclass(frozen=True)
 class LearningRate:
-    """The factor on every group's own learning rate at a step (0 for the first: LLaVA's first step warms up from 0)."""
+    """Learning rate schedule: a factor on the base rate of each parameter group, 0 at the first step of a warm-up."""
 
     base: float
     schedule: Schedule
@@ -69,7 +69,7 @@ class LearningRate:
     warmup_steps: int
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
-        """Set every group's learning rate for this step; returns that of `optim.lr`."""
+        """Set every group's learning rate for a step, and return that of `optim.lr`."""
         factor = SCHEDULES[self.schedule](step, self.total_steps, self.warmup_steps)
         for group in optimizer.param_groups:
             group["lr"] = group["base_lr"] * factor
@@ -79,7 +79,7 @@ class LearningRate:
 def build_optimizer(
     model: nn.Module, masters: MasterWeights, cfg: Config, total_steps: int
 ) -> tuple[torch.optim.Optimizer, LearningRate]:
-    """AdamW over the masters, and its learning rate over `total_steps`."""
+    """Build AdamW over the master weights, and its schedule over `total_steps`."""
     optim = cfg.optim
     decayed = decayed_names(model)
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
@@ -103,12 +103,12 @@ def build_optimizer(
 
 
 def is_full(cfg: PrecisionConfig) -> bool:
-    """Whether weights and moments are all fp32, as torch's own AdamW has them: it takes one dtype for all."""
+    """Whether master weights and moments are all fp32, so that torch's fused AdamW can be used."""
     return (cfg.master_dtype, cfg.moment_dtype) == (MasterDType.fp32, MomentDType.fp32)
 
 
 def prepare_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter the optimizer state that a step would create, to be filled; offloaded ones exist already."""
+    """Create optimizer states that do not exist yet, so that a checkpoint can be loaded before the first step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if optimizer.state.get(parameter):
@@ -133,7 +133,7 @@ def base_lr(name: str, cfg: OptimConfig) -> float:
 
 
 def decayed_names(model: nn.Module) -> set[str]:
-    """Parameters with weight decay: no biases and no norms (LLaVA llava_trainer.py:150-228)."""
+    """Names of parameters with weight decay: all but biases and norms (LLaVA llava_trainer.py:150-228)."""
     found = set()
     for module_name, module in model.named_modules():
         for leaf, _ in module.named_parameters(recurse=False):

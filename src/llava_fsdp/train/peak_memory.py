@@ -1,4 +1,4 @@
-"""How much memory something takes at its peak, on a GPU or of this process."""
+"""Measure peak memory: allocated on the GPU, or resident in this process."""
 
 import contextlib
 import ctypes
@@ -9,10 +9,10 @@ import torch
 
 
 class PeakMeter:
-    """Most bytes that are held at once from now on, beyond what is held now.
+    """Peak memory since construction, beyond what was held then.
 
-    On CUDA it is what the caching allocator has given to tensors, and what it has taken from the device for them. On
-    the CPU it is the resident memory of the process without mapped files, which libraries' code is.
+    On CUDA: bytes allocated to tensors, and bytes that the caching allocator reserved. On the CPU: resident memory of
+    the process without mapped files, such as the code of libraries.
     """
 
     def __init__(self, device: torch.device):
@@ -30,7 +30,7 @@ class PeakMeter:
             self.before = of_process("VmRSS") - of_process("RssFile")
 
     def read(self) -> dict[str, int]:
-        """Bytes, by what they are called where they are measured."""
+        """Peak bytes by the name of the measurement."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             return {
@@ -47,13 +47,13 @@ def free_to_the_system() -> None:
 
 
 def forget_peak() -> None:
-    """VmHWM starts again from VmRSS (Linux, `man 5 proc`: clear_refs); where that is not allowed it goes on rising."""
+    """Reset the process's peak VmHWM to VmRSS (Linux, `man 5 proc`: clear_refs), where that is allowed."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def of_process(key: str) -> int:
-    """Bytes that Linux reports of this process under a key of /proc/self/status; 0 where it does not."""
+    """Bytes under a key of /proc/self/status; 0 if the key is missing."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(key + ":"):

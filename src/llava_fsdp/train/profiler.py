@@ -1,4 +1,4 @@
-"""`profile=true`: what a few steps do, as a trace of torch's profiler, CUDA's memory, and one page that sums it up."""
+"""Profile a few steps (`profile=true`): torch's profiler trace, CUDA memory history, and one HTML page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from llava_fsdp.config import Config
-from llava_fsdp.report.profile_page import write_page
+from llava_fsdp.report.profile_page import profile_page
 from llava_fsdp.report.profile_trace import RANGE, TraceError, times_of
 from llava_fsdp.runtime.errors import StorageError
 from llava_fsdp.runtime.log import log
@@ -25,18 +25,18 @@ from llava_fsdp.runtime.os_errors import why
 T = TypeVar("T")
 FOLDER = "profile"
 LATE = 12
-"""The last step that is recorded where nobody names one."""
+"""Last profiled step by default."""
 KINETO = b"USDT:"
-"""What lines of torch's profiler begin with that say that it starts and stops."""
+"""Prefix of the lines that torch's profiler prints when it starts and stops."""
 CLOSING = 5.0
-"""Seconds to wait for the last line."""
+"""Seconds to wait for the thread that filters standard error."""
 MOST_ENTRIES = 200_000
-"""Allocations that CUDA's history of memory keeps, a few steps' worth."""
+"""Allocations kept in CUDA's memory history; enough for a few steps."""
 
 
 @contextmanager
 def without_lines(start: bytes) -> Iterator[None]:
-    """Standard error without lines that begin so: what a library prints from C++ asks no logger."""
+    """Drop lines with a prefix from standard error, including those that C++ code writes to file descriptor 2."""
     sys.stderr.flush()
     shown = os.dup(2)
     reader, writer = os.pipe()
@@ -55,13 +55,13 @@ def without_lines(start: bytes) -> Iterator[None]:
         yield
     finally:
         sys.stderr.flush()
-        os.dup2(shown, 2)  # nobody can write into the pipe any more, which ends the thread
+        os.dup2(shown, 2)  # closes the last writer of the pipe, which ends the thread
         thread.join(CLOSING)
         os.close(shown)
 
 
 class Unrecorded:
-    """What a step says of its parts where nobody listens."""
+    """Profiler that records nothing."""
 
     def steps(self, steps: Iterator[T]) -> Iterator[T]:
         return steps
@@ -71,7 +71,7 @@ class Unrecorded:
 
 
 class Recorder(Unrecorded):
-    """Records steps of this start, counted from 1, and writes what it has seen when they are over."""
+    """Profiles a range of this process's steps, counted from 1, and writes the results after the last."""
 
     def __init__(self, cfg: Config, steps: tuple[int, int], rank: int, device: torch.device):
         self.first, self.last = steps
@@ -121,10 +121,10 @@ class Recorder(Unrecorded):
             torch.cuda.memory._record_memory_history(max_entries=MOST_ENTRIES)
 
     def finish(self, profiler: profile) -> None:
-        """Write everything.
+        """Write trace, memory history and page.
 
         Raises:
-            StorageError: it cannot be written.
+            StorageError: a file cannot be written.
         """
         self.profiler = None
         if self.on_cuda:
@@ -139,7 +139,8 @@ class Recorder(Unrecorded):
             if self.on_cuda:
                 torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}.memory.pickle"))
             title = f"steps {self.first} to {self.last} of this start, rank {self.rank}"
-            page = write_page(times_of(trace), self.folder / name, title, self.first)
+            page = self.folder / f"{name}.html"
+            page.write_text(profile_page(times_of(trace), title, self.first))
         except OSError as error:
             raise StorageError(f"{self.folder} cannot be written ({why(error, self.folder)})") from error
         except TraceError as error:

@@ -1,8 +1,8 @@
-"""Continue a run from a checkpoint, on however many ranks, under whatever strategy."""
+"""Resume a run from a checkpoint, on any number of ranks and under any sharding strategy."""
 
 from pathlib import Path
 
-from llava_fsdp.checkpoint.manifest import BESIDE, MANIFEST_FILE, STATE_FILE
+from llava_fsdp.checkpoint.manifest import ADAPTER_FOLDER, MANIFEST_FILE, STATE_FILE
 from llava_fsdp.checkpoint.reader import load
 from llava_fsdp.checkpoint.retention import leave_branch, set_aside
 from llava_fsdp.checkpoint.verify import Checkpoint, newest_together, verify_together
@@ -16,10 +16,10 @@ from llava_fsdp.train.state import TrainState
 
 
 def resume(state: TrainState, cfg: Config) -> Path | None:
-    """Continue from the checkpoint that `checkpoint.resume` names: its folder, or None at step 0. A collective.
+    """Load the checkpoint that `checkpoint.resume` names, and return its folder; None starts at step 0. A collective.
 
     Raises:
-        CheckpointError: none of those there verifies; or it was written by a run with another model, dataset or recipe.
+        CheckpointError: no checkpoint is undamaged, or it was written with another model, dataset or recipe.
     """
     found = choose(cfg)
     if found is None:
@@ -46,7 +46,7 @@ def resume(state: TrainState, cfg: Config) -> Path | None:
 
 
 def choose(cfg: Config) -> Checkpoint | None:
-    """The checkpoint to continue from, verified; None starts at step 0. A collective: rank 0 looks."""
+    """Choose and verify the checkpoint to resume from; None starts at step 0. A collective; rank 0 chooses."""
     output = Path(cfg.output_dir)
     wanted = on_first_rank(lambda: wish_of(cfg), f"cannot look for checkpoints in {output}")
     if wanted == "never":
@@ -68,7 +68,7 @@ def choose(cfg: Config) -> Checkpoint | None:
 
 
 def wish_of(cfg: Config) -> str:
-    """`checkpoint.resume`, which is for the start of a run: ranks that are started again continue what they saved."""
+    """The value of `checkpoint.resume` for this start. Only a first start uses it: restarts resume what they saved."""
     output, wanted = Path(cfg.output_dir), cfg.checkpoint.resume
     begun = begun_at(output, wanted) if wanted != "auto" else None
     if begun is not None and any((step_of(p) or 0) > begun for p in list_checkpoints(output / FOLDER)):
@@ -78,7 +78,7 @@ def wish_of(cfg: Config) -> str:
 
 def start_over(output: Path) -> None:
     left = (
-        FOLDER, "export", BESIDE, "metrics.jsonl", "skipped_records.jsonl", "validation.jsonl", "starts.jsonl",
+        FOLDER, "export", ADAPTER_FOLDER, "metrics.jsonl", "skipped_records.jsonl", "validation.jsonl", "starts.jsonl",
         "report.html", "tensorboard",
     )  # fmt: skip
     set_aside(output, [output / name for name in left])
@@ -86,13 +86,13 @@ def start_over(output: Path) -> None:
 
 
 def continues(cfg: Config) -> bool:
-    """Whether there is something that this run would continue."""
+    """Whether this start would resume from a checkpoint."""
     named = cfg.checkpoint.resume not in ("auto", "never")
     return named or (cfg.checkpoint.resume == "auto" and bool(list_checkpoints(Path(cfg.output_dir) / FOLDER)))
 
 
 def check_settings(cfg: Config) -> None:
-    """Whether what the run would continue was written with these settings, as far as they tell without a model.
+    """Compare settings with those of the checkpoint that the run would resume, before a model is built.
 
     Raises:
         ConfigError: naming the keys that differ.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from llava_fsdp.checkpoint.commit import Beside
+from llava_fsdp.checkpoint.commit import AdapterFolder
 from llava_fsdp.checkpoint.saver import Saver
 from llava_fsdp.config import CheckpointConfig, Config, OffloadMode
 from llava_fsdp.distributed.consensus import Votes, on_first_rank
@@ -15,7 +15,7 @@ from llava_fsdp.runtime.errors import CheckpointError, FolderLost, ModelError, N
 from llava_fsdp.runtime.heartbeat import Phase
 from llava_fsdp.runtime.run_dir import FOLDER, list_checkpoints
 from llava_fsdp.runtime.run_dir_watch import Hold, Loss
-from llava_fsdp.runtime.watchdog import Life
+from llava_fsdp.runtime.watchdog import Watchdog
 from llava_fsdp.train.checkpoint_contents import facts_of, tensors
 from llava_fsdp.train.optimizer import prepare_moments
 from llava_fsdp.train.replica_check import check_replicas
@@ -34,7 +34,7 @@ class Keeper:
         saver: Saver | None,
         cfg: Config,
         last_step: int,
-        life: Life,
+        watchdog: Watchdog,
         hold: Hold | None = None,
     ):
         """
@@ -47,7 +47,7 @@ class Keeper:
         self.saver = saver
         self.cfg = cfg
         self.last_step = last_step
-        self.life = life
+        self.watchdog = watchdog
         self.first_step = state.step  # a resumed state is on disk already; at step 0 there is nothing to save
         self.owed = False
 
@@ -80,8 +80,8 @@ class Keeper:
             FolderLost: the run's folder was deleted or moved, or is not the run's any more.
         """
         asked = Votes(
-            stop=self.life.wants_stop(),
-            save=self.life.wants_save(),
+            stop=self.watchdog.wants_stop(),
+            save=self.watchdog.wants_save(),
             failed=self.saver is not None and self.saver.failed,
             lost=self.loss() is not None,
         ).agreed()
@@ -95,11 +95,11 @@ class Keeper:
             self.finish()
             said = "continues there" if self.is_kept else "continues from the checkpoint before, as this one failed"
             raise Stopped(
-                f"{self.asker}: stopped after step {self.state.step}; the same command {said}", bool(self.life.stop)
+                f"{self.asker}: stopped after step {self.state.step}; the same command {said}", bool(self.watchdog.stop)
             )
 
     def save(self) -> None:
-        self.life.at(Phase.CHECKPOINT)
+        self.watchdog.at(Phase.CHECKPOINT)
         assert self.saver is not None
         with self.explained():
             self.saver.save()
@@ -112,7 +112,7 @@ class Keeper:
             CheckpointError, NumericError: it could not be written.
         """
         if self.saver is not None:
-            self.life.at(Phase.CHECKPOINT)
+            self.watchdog.at(Phase.CHECKPOINT)
             with self.explained():
                 self.saver.raise_if_failed()
 
@@ -130,9 +130,10 @@ class Keeper:
             self.stop_if_lost()
         self.saver.close()
         self.saver = None
-        if Votes(stop=self.life.wants_stop()).agreed().stop and self.cfg.export.enabled:
+        if Votes(stop=self.watchdog.wants_stop()).agreed().stop and self.cfg.export.enabled:
             raise Stopped(
-                f"{self.asker}: stopped after the last step; the same command exports the model", bool(self.life.stop)
+                f"{self.asker}: stopped after the last step; the same command exports the model",
+                bool(self.watchdog.stop),
             )
 
     def loss(self) -> Loss | None:
@@ -177,7 +178,7 @@ class Keeper:
         try:
             on_first_rank(self.remake, failing)
             if self.saver is not None:
-                self.life.at(Phase.CHECKPOINT)
+                self.watchdog.at(Phase.CHECKPOINT)
                 self.saver.forget()
                 self.saver.save()
                 self.saver.raise_if_failed()
@@ -201,7 +202,7 @@ class Keeper:
 
     @property
     def asker(self) -> str:
-        return self.life.stop or "a signal on another rank"
+        return self.watchdog.stop or "a signal on another rank"
 
     def give_up(self, result: StepResult) -> None:
         """Raise NumericError, with the records of the last step as suspects."""
@@ -227,12 +228,14 @@ def is_due(step: int, last_step: int, cfg: CheckpointConfig) -> bool:
     return step == last_step or (cfg.every is not None and step % cfg.every == 0)
 
 
-def open_saver(state: TrainState, cfg: Config, resumed: Path | None = None, beside: Beside | None = None) -> "Saver":
+def open_saver(
+    state: TrainState, cfg: Config, resumed: Path | None = None, adapter_folder: AdapterFolder | None = None
+) -> "Saver":
     """The saver of a run that is about to begin or to continue. A collective.
 
     Args:
         resumed: the checkpoint that it continues from, which has been verified.
-        beside: on rank 0, what each checkpoint holds for other programs.
+        adapter_folder: what writes adapters into each checkpoint, on rank 0.
 
     Raises:
         CheckpointError: there is no room for a checkpoint, or no permission.
@@ -246,7 +249,7 @@ def open_saver(state: TrainState, cfg: Config, resumed: Path | None = None, besi
         lambda: facts_of(state, cfg),
         in_place=cfg.offload.mode is OffloadMode.nvme,
         good=[resumed] if resumed is not None and resumed.parent.resolve() == parent.resolve() else [],
-        beside=beside,
+        adapter_folder=adapter_folder,
         check=partial(check_replicas, state, parent),
     )
     state.optimizer.register_step_pre_hook(lambda *_: saver.before_update())

@@ -1,4 +1,4 @@
-"""The one screen that rank 0 prints before training: what this run is."""
+"""Print one screen about the run before training, on rank 0."""
 
 import re
 import sys
@@ -40,13 +40,13 @@ from llava_fsdp.runtime.humanize import readable
 
 
 def unlike_original(cfg: Config, compiles: bool = False) -> str:
-    """One line: where this run's numbers are not those of the original trainer.
+    """One line with the settings that make numbers differ from the original trainer's.
 
     Args:
-        compiles: blocks are compiled, which rounds elsewhere.
+        compiles: whether blocks are compiled, which changes rounding.
     """
     precision = cfg.precision
-    # key, value, whether the original has it
+    # key, value, whether it equals the original's
     choices = [
         ("labels", cfg.labels.value, cfg.labels is Parity.llava_v1_5),
         ("sampler", cfg.sampler.name.value, cfg.sampler.name is SamplerName.llava_v1_5),
@@ -72,10 +72,10 @@ def show_run(
     kernel: Kernel | None,
     peak: str,
 ) -> None:
-    """Print what the model and the data are, how a step is cut, what trains, and what a rank holds.
+    """Print model, data, packing of a step, trainable parts, and memory of a rank.
 
     Args:
-        peak: what MFU is a share of, in words.
+        peak: text that names the peak FLOP/s that MFU refers to.
     """
     console = TextConsole(on_stderr=True, width=None if sys.stderr.isatty() else 120)
     toys = ["a model with random weights"] if cfg.model.random_weights and cfg.model.checkpoint is None else []
@@ -121,7 +121,7 @@ def show_run(
 
 
 def describe_adapters(lora: LoraConfig, names: list[str]) -> str:
-    """Rank and scale, and which modules have one: layers that differ in their number alone are said once."""
+    """Rank and scale of the adapters, and the modules that have one; layers are listed without their number."""
     modules = [module_of(name) for name in names if name.endswith(LORA_A)]
     kinds = Counter(re.sub(r"\.\d+\.", ".*.", module) for module in modules)
     found = f"rank {lora.r}, scale {lora.scaling:g}, dropout {lora.dropout:g}"
@@ -132,7 +132,7 @@ def describe_adapters(lora: LoraConfig, names: list[str]) -> str:
 
 
 def describe_packed(cfg: Config, weights: Iterable[Weight]) -> str:
-    """What is kept in few bits, and in how many with what it is unpacked with."""
+    """Number of quantized weights, and their bits each, quantization statistics included."""
     packed = [w for w in weights if w.per_element > 1]
     held = sum(w.numel * w.item_size(cfg.precision) + w.statistics for w in packed)
     count, quantize = sum(w.count for w in packed), cfg.model.quantize
@@ -206,7 +206,7 @@ def trains_table(weights: dict[str, Weight]) -> Table:
 
 
 def trained_counts(weights: dict[str, Weight]) -> dict[str, tuple[int, int]]:
-    """Parameters that train and that are frozen, by part."""
+    """Part of the model -> numbers of trainable and of frozen parameters."""
     found = {}
     for part in ("vision_tower", "multi_modal_projector", "image_newline", "language_model", "lm_head"):
         own = [w for n, w in weights.items() if n.partition(".")[0] == part]
@@ -217,7 +217,7 @@ def trained_counts(weights: dict[str, Weight]) -> dict[str, tuple[int, int]]:
 
 
 def bytes_table(cfg: Config, world: World, weights: Iterable[Weight]) -> Table:
-    """GiB on the rank that holds most, for every row of the ZeRO table."""
+    """GiB of states on the rank that holds most, for every sharding strategy."""
     weights = list(weights)
     table = Table(
         "sharding", "strategy", "parameters", "gradients", "optimizer", "sum",

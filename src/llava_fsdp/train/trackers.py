@@ -1,8 +1,8 @@
-"""A run told to TensorBoard and to Weights & Biases, beside its own files. Rank 0 alone.
+"""Log a run to TensorBoard and to Weights & Biases, on rank 0.
 
-Nothing here may hold a training up or end it: rows wait in a queue for a thread, which begins with the first of them;
-what a tracker raises is a warning, and the end of that tracker. The training's data workers are forked before the
-thread begins. A validation's are forked beside it: they use nothing of this module, whose locks could be held then.
+A tracker must neither slow training down nor end it: rows wait in a queue for a thread, and an error in a tracker is a
+warning and closes it. The thread starts with the first row, after the training's data workers were forked. Workers of a
+validation are forked while it runs: they must not use this module, whose locks may be held at that moment.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ from llava_fsdp.runtime.redact import redact, redact_values, secrets_of
 
 FOLDER = "tensorboard"
 MOST_WAITING = 20_000
-"""Rows; a tracker that is behind by more goes without."""
+"""Most rows in the queue; further ones are dropped."""
 PATIENCE = 15
-"""Seconds at the end of a run for what still waits."""
+"""Seconds that the end of a run waits for queued rows."""
 HURRY = 4
-"""The same where a run is ended from outside of its steps, and other ranks wait for this process's end."""
+"""Seconds to wait where the process must end soon: other ranks wait for its end."""
 NAMES = {
     "loss": "train/loss", "lr": "train/learning_rate", "grad_norm": "train/gradient_norm",
     "loss_scale": "train/loss_scale", "skipped_steps": "train/skipped_steps",
@@ -34,7 +34,7 @@ NAMES = {
     "seconds": "speed/step_seconds", "data_seconds": "speed/data_seconds",
     "peak_memory_bytes": "memory/peak_bytes",
 }  # fmt: skip
-"""What a value of a row of metrics is called."""
+"""Column of metrics.jsonl -> name in the tracker."""
 
 
 class Tracker(Protocol):
@@ -44,7 +44,7 @@ class Tracker(Protocol):
 
 
 def check_installed(cfg: TrackConfig) -> None:
-    """Raises ConfigError where a tracker is wanted whose package is not there."""
+    """Raise ConfigError if the package of an enabled tracker is not installed."""
     wanted = {"tensorboard": cfg.tensorboard, "wandb": cfg.wandb is not WandbMode.off}
     for name, on in wanted.items():
         if on and importlib.util.find_spec(name) is None:
@@ -55,7 +55,7 @@ def check_installed(cfg: TrackConfig) -> None:
 
 
 def values_of_step(row: dict[str, Any]) -> dict[str, float]:
-    """A row of metrics.jsonl by the names that trackers show."""
+    """Values of a row of metrics.jsonl by their names in the trackers."""
     found = {name: row[key] for key, name in NAMES.items() if row.get(key) is not None}
     sources = row.get("sources") or {}
     if len(sources) > 1:
@@ -64,7 +64,7 @@ def values_of_step(row: dict[str, Any]) -> dict[str, float]:
 
 
 def values_of_validation(row: dict[str, Any]) -> dict[str, float]:
-    """A row of validation.jsonl likewise."""
+    """Values of a row of validation.jsonl by their names in the trackers."""
     found = {f"validation/{key}": row.get(key) for key in ("loss", "score", "seconds")}
     sources = row.get("sources") or {}
     if len(sources) > 1:
@@ -73,13 +73,13 @@ def values_of_validation(row: dict[str, Any]) -> dict[str, float]:
 
 
 class Trackers:
-    """What is wanted of them, fed by one thread."""
+    """The enabled trackers, fed by one thread."""
 
     def __init__(self, cfg: Config, first_step: int, run: str, about: dict[str, Any], values: dict[str, Any]):
         """
         Args:
-            run: names the run through all its starts.
-            values: of the configuration, by dotted key.
+            run: identifier of the run, kept when it resumes.
+            values: the configuration by dotted key.
         """
         self.cfg = cfg
         self.first_step = first_step
@@ -115,7 +115,7 @@ class Trackers:
                 log().warning("tracking is behind by %d rows, and goes without more until it is not", MOST_WAITING)
 
     def work(self) -> None:
-        """In the thread: open them, hand rows on, close them."""
+        """Open the trackers, log queued rows, close them. Runs in the thread."""
         opened: list[Tracker] = []
         with warned_of("TensorBoard cannot be told of this run"):
             opened += [TensorBoard(self)] if self.cfg.track.tensorboard else []
@@ -132,7 +132,7 @@ class Trackers:
                 tracker.close(self.exit_code)
 
     def close(self, exit_code: int = 0, patience: float = PATIENCE) -> None:
-        """Wait until what waits has been told, for `patience` seconds in all."""
+        """Wait until queued rows are logged, at most `patience` seconds."""
         if self.thread is None:
             return
         self.exit_code = exit_code
@@ -152,7 +152,7 @@ class Trackers:
 
 @contextlib.contextmanager
 def warned_of(what: str) -> Iterator[list[None]]:
-    """Whatever is raised within is a warning; what it yields is empty then."""
+    """Turn an exception into a warning, and empty the yielded list if there was one."""
     good = [None]
     try:
         yield good
@@ -164,7 +164,7 @@ def warned_of(what: str) -> Iterator[list[None]]:
 
 
 class TensorBoard:
-    """Event files; of steps that are done once more after a resume, TensorBoard shows the later ones alone."""
+    """Event files. For steps that a resumed run repeats, TensorBoard shows the later values."""
 
     def __init__(self, run: Trackers):
         from torch.utils.tensorboard import SummaryWriter
@@ -183,7 +183,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One run there for all starts of a run here. Its files lie in `output_dir/wandb`."""
+    """A run in Weights & Biases that all starts of a run here continue. Local files are in `output_dir/wandb`."""
 
     def __init__(self, run: Trackers):
         import wandb
@@ -197,7 +197,7 @@ class WeightsAndBiases:
             mode=cfg.wandb.value,  # pyright: ignore[reportArgumentType]
             resume="allow" if cfg.wandb is WandbMode.online else None,
             config={**run.values, **flat(run.about)},
-            # its metadata would be this process's bare command line, the user and the machine
+            # its own metadata would have the command line, the user and the machine
             settings=wandb.Settings(console="off", silent=True, save_code=False, x_disable_meta=True, host="-"),
         )
         self.run.define_metric("validation/step")
@@ -205,9 +205,9 @@ class WeightsAndBiases:
         self.teardown = wandb.teardown
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """A step that is done once more after a resume is dropped there: it has the values that it had.
+        """Log values at a step. Weights & Biases drops repeated steps of a resumed run, whose values are the same.
 
-        A validation is told after later steps, at which no value of an earlier one would be taken.
+        It also drops values of earlier steps, so a validation is logged at the present step.
         """
         if any(name.startswith("validation") for name in values):
             self.run.log({"validation/step": step, **values})
@@ -216,11 +216,11 @@ class WeightsAndBiases:
 
     def close(self, exit_code: int) -> None:
         self.run.finish(exit_code=exit_code)
-        self.teardown()  # the last rows are written by a process of its own, which would be cut short with this one
+        self.teardown()  # another process writes the last rows, and would be killed together with this one
 
 
 def flat(about: dict[str, Any]) -> dict[str, str]:
-    """What is said of a run, as texts without secrets."""
+    """A nested description as texts by dotted key, without secrets."""
     known = secrets_of()
     plain = {key: value for key, value in about.items() if not isinstance(value, list) and value is not None}
     return {f"about.{key}": redact(written(value), known) for key, value in dotted(plain).items()}

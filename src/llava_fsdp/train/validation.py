@@ -1,7 +1,6 @@
-"""A run measured on held-out records while it trains: their loss, and answers to questions about them.
+"""Validate a run while it trains: loss on held-out records, and answers to questions about them.
 
-Between two steps, by all ranks together, with the model as it is sharded. What is trained is the same to the bit with
-and without it.
+Runs between two steps, on all ranks, with the sharded model. Training gives the same bits with and without it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from llava_fsdp.runtime.heartbeat import Phase
 from llava_fsdp.runtime.jsonl import Rows
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.os_errors import why
-from llava_fsdp.runtime.watchdog import Life
+from llava_fsdp.runtime.watchdog import Watchdog
 from llava_fsdp.train.metrics import cut_back, finite, rows_of
 from llava_fsdp.train.state import TrainState
 from llava_fsdp.train.validation_answers import Answered, Asker
@@ -37,31 +36,31 @@ from llava_fsdp.train.validation_answers import Answered, Asker
 
 @dataclass(frozen=True)
 class Loss:
-    """Of the labels of some held-out records."""
+    """Sum of the losses of label tokens, and their number."""
 
     total: float
-    """Sum over them."""
+    """Sum of the losses of label tokens."""
     label_tokens: int
 
     @property
     def row(self) -> dict[str, Any]:
-        """Mean of a label, null where there is none or it is not finite."""
+        """The mean loss of a label token, None without label tokens or if it is not finite."""
         mean = self.total / self.label_tokens if self.label_tokens else math.nan
         return {"loss": finite(mean), "label_tokens": self.label_tokens}
 
 
 class NoValidation:
-    """Of a run that is not measured."""
+    """Validation of a run without validation data: does nothing."""
 
     def after_step(self) -> None:
-        """Nothing is due."""
+        """Do nothing."""
 
     def catch_up(self) -> None:
-        """Nothing is owed."""
+        """Do nothing."""
 
 
 class Validation(NoValidation):
-    """Measures a run where it is due, on every rank alike, and writes it down on the first."""
+    """Validates a run at the steps where it is due; rank 0 writes the results."""
 
     def __init__(
         self,
@@ -69,25 +68,24 @@ class Validation(NoValidation):
         held_out: HeldOut,
         cfg: Config,
         last_step: int,
-        life: Life,
+        watchdog: Watchdog,
         pause: Callable[[], None],
         note: Callable[[str], None],
     ):
         """
         Args:
-            pause: a collective between two batches, which does what any rank was asked for, and ends the run where that
-                is to stop.
-            note: shows how far it is.
+            pause: a collective between two batches; saves or stops the run if any rank was asked to.
+            note: shows the progress.
         """
         self.state = state
         self.held_out = held_out
         self.cfg = cfg
         self.last_step = last_step
-        self.life = life
+        self.watchdog = watchdog
         self.note = note
         self.pause_run = pause
         self.rows = Rows(Path(cfg.output_dir) / VALIDATION_FILE)
-        self.asker = Asker(state.model, held_out, cfg, life.wants_stop, self.pause)
+        self.asker = Asker(state.model, held_out, cfg, watchdog.wants_stop, self.pause)
         self.done = on_first_rank(self.begin_file, f"cannot begin {self.rows.path}")
         if held_out.questions:
             with evaluating(state.model, held_out.loader.device):
@@ -95,7 +93,7 @@ class Validation(NoValidation):
                 check_answers(state.model, held_out.loader.device, size)
 
     def begin_file(self) -> bool:
-        """Drop the rows of steps that are done again; whether the step that the run stands at has one."""
+        """Drop rows of steps that the run repeats; return whether the present step has a row."""
         try:
             cut_back(self.rows.path, self.state.step)
         except OSError as error:
@@ -107,46 +105,45 @@ class Validation(NoValidation):
         return every is not None and step > 0 and (step % every == 0 or step >= self.last_step)
 
     def after_step(self) -> None:
-        """Measure where it is due. A collective.
+        """Validate if it is due after this step. A collective.
 
         Raises:
-            Stopped: a stop was asked for; the run continues with this validation.
-            DataError: a held-out record is wrong that was right before the run began,
-            and `data.bad_records` does not allow it.
+            Stopped: a stop was asked for; the resumed run begins with this validation.
+            DataError: a held-out record turned bad after the run began, and `data.bad_records` does not allow it.
         """
         if self.is_due():
             self.measure()
 
     def catch_up(self) -> None:
-        """What a run that continues owes of the step that it stands at: it stopped, or died, before it was done."""
+        """Do the validation of the present step if the run stopped before it was finished. A collective."""
         if self.is_due() and not self.done:
             log().info("the validation of step %d is still to be done", self.state.step)
             self.measure()
 
     def pause(self) -> None:
         self.pause_run()
-        self.life.at(Phase.VALIDATION, self.state.step)
+        self.watchdog.at(Phase.VALIDATION, self.state.step)
 
     def measure(self) -> None:
         started = time.perf_counter()
-        self.life.at(Phase.VALIDATION, self.state.step)
+        self.watchdog.at(Phase.VALIDATION, self.state.step)
         device = self.held_out.loader.device
         try:
             with evaluating(self.state.model, device):
                 losses = self.losses()
                 answers = self.asker.answers()
-        except RuntimeError:  # raised wherever a data worker's death finds us
+        except RuntimeError:  # the DataLoader's signal handler raises it anywhere when a worker dies
             self.held_out.loader.watch.check()
             raise
         if own_rank() == 0:
             self.report(losses, answers, time.perf_counter() - started)
 
     def losses(self) -> list[Loss]:
-        """Of each source, over all its records on all ranks. A collective."""
+        """Loss by data source, over all records of all ranks. A collective."""
         loader, sampler = self.held_out.loader, self.held_out.sampler
         labels = [0] * len(self.held_out.names)
         sums = torch.zeros(len(labels), dtype=torch.float64, device=loader.device)
-        steps = loader.prepared(0, self.life.wants_stop)
+        steps = loader.prepared(0, self.watchdog.wants_stop)
         for number, step in enumerate(steps):
             self.pause()
             assert step is not None, "a rank that is asked to stop stops all"
@@ -187,7 +184,7 @@ def row_of(step: int, losses: dict[str, Loss], answers: list[Answered], seconds:
 
 
 def shown(asked: HeldOutQuestion, answered: Answered) -> dict[str, Any]:
-    """What the file keeps of an answer."""
+    """An answer as an object of `validation.jsonl`."""
     return {
         "record": asked.record,
         "question": asked.question,
@@ -199,7 +196,7 @@ def shown(asked: HeldOutQuestion, answered: Answered) -> dict[str, Any]:
 
 
 def told(row: dict[str, Any]) -> str:
-    """One line."""
+    """A row of `validation.jsonl` as one line of text."""
 
     def loss(own: dict[str, Any]) -> str:
         return "none" if own["loss"] is None else f"{own['loss']:.4f}"
@@ -217,18 +214,18 @@ def open_validation(
     state: TrainState,
     cfg: Config,
     last_step: int,
-    life: Life,
+    watchdog: Watchdog,
     pause: Callable[[], None],
     note: Callable[[str], None],
 ) -> NoValidation:
-    """What measures the run, or what does nothing where `val.every` is null.
+    """Build the validation of a run; it does nothing with `val.every=null`.
 
     Raises:
-        ConfigError: the model cannot write answers.
+        ConfigError: the model cannot generate answers.
         StorageError: output_dir cannot be written.
     """
     if state.held_out is None:
         if cfg.val.is_named and own_rank() == 0:
             log().warning("held-out records are named, and val.every=null never looks at them; set val.every=STEPS")
         return NoValidation()
-    return Validation(state, state.held_out, cfg, last_step, life, pause, note)
+    return Validation(state, state.held_out, cfg, last_step, watchdog, pause, note)

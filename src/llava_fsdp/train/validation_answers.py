@@ -1,4 +1,4 @@
-"""Held-out questions answered by the model that trains, dealt over the ranks, and how right the answers are."""
+"""Answer held-out questions with the model in training, assigned to the ranks, and score the answers."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ SCORES = {Metric.exact: exact_match, Metric.vqa: vqa_accuracy}
 
 @dataclass(frozen=True)
 class Answered:
-    """An answer, and what it is worth, 0 to 1."""
+    """An answer to a question, with its score from 0 to 1."""
 
     number: int
-    """Of the question."""
+    """Number of the question."""
     text: str
     score: float
 
 
 class Asker:
-    """Asks a run's held-out questions of the model as it is sharded.
+    """Generates answers to held-out questions with the sharded model.
 
-    Every rank runs as many forward passes as the others, whatever its questions: as many batches, each as long as the
-    longest answer of any rank, and one blank row where it has no question left.
+    All ranks run the same number of forward passes, since each is a collective: the same number of batches, each as
+    long as the longest answer on any rank, with one blank row on a rank without questions.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Asker:
         """
         Args:
             wants_stop: whether this rank was asked to stop.
-            pause: a collective between two batches, which ends the run where a stop was asked for.
+            pause: a collective between two batches; stops the run if any rank was asked to.
         """
         assert isinstance(model, Llava)  # FSDP makes a subclass of it
         self.model = model
@@ -68,19 +68,19 @@ class Asker:
 
     @property
     def rows(self) -> int:
-        """Questions that a rank answers at once.
+        """Number of questions that a rank answers in a batch.
 
-        Keys and values of a position are up to twice what a block of layers keeps of it for its backward pass: so half
-        of a micro-batch's positions take no more memory than training does.
+        Keys and values of a token take up to twice the memory that a block keeps of it for its backward pass. Half of a
+        micro-batch's tokens therefore needs no more memory than training.
         """
         longest = max(len(asked.sample.input_ids) for asked in self.questions) + self.cfg.val.max_new_tokens
         return max(1, min(self.cfg.val.batch_size, self.cfg.row_tokens // 2 // longest))
 
     def answers(self) -> list[Answered]:
-        """On every rank those of all, in the order of the questions. A collective.
+        """Answers of all ranks, in the order of the questions, on every rank. A collective.
 
         Raises:
-            ImageError: a picture cannot be read any more, and `data.bad_records=fail`.
+            ImageError: an image cannot be read any more, and `data.bad_records=fail`.
         """
         if not self.questions:
             return []
@@ -92,11 +92,11 @@ class Asker:
         for begin in range(0, len(by_length), at_once):
             self.pause()
             found += self.answer(by_length[begin : begin + at_once][rank::size])
-        self.pause()  # an answer that a stop has cut short is none
+        self.pause()  # an answer that was interrupted by a stop does not count
         return sorted(gather_lists(found), key=lambda answered: answered.number)
 
     def answer(self, numbers: list[int]) -> list[Answered]:
-        """This rank's questions of a batch; none is a batch too."""
+        """Generate answers to this rank's questions of a batch, which may be empty."""
         read = [(number, row) for number in numbers if (row := self.read(self.questions[number])) is not None]
         prompts = lay_out_prompts([row for _, row in read], self.loader.steps.collate)
         micro = self.loader.to_device(prompts.micro)
@@ -121,7 +121,7 @@ class Asker:
         ]
 
     def read(self, asked: HeldOutQuestion) -> Row | None:
-        """A question and its tiles; None where a picture is broken, and `data.bad_records=skip`."""
+        """A question and its image tiles; None if an image is broken and `data.bad_records=skip`."""
         try:
             return asked.sample, [self.loader.steps.image_reader.load(path, asked.record) for path in asked.images]
         except ImageError as error:

@@ -117,6 +117,7 @@ def test_tiles_are_those_of_the_full_size(tmp_path: Path) -> None:
     ]
     for shape in [(601, 301), (301, 602), (999, 998), (40, 30), (112, 56)]:
         photo(*shape).save(tmp_path / "a.jpg")
+        assert " lean " in readers[1].fingerprint, "checkpoints of before the renaming resume"
         exact, fast = (reader.load(tmp_path / "a.jpg", "x").astype(int) for reader in readers)
         assert exact.shape == fast.shape, shape
         assert np.abs(exact - fast).mean() < 4, shape

@@ -1,7 +1,9 @@
 """The index of a dataset: made once, resumed after any kill, the same whoever makes it and in whatever format."""
 
 import contextlib
+import errno
 import json
+import multiprocessing
 import os
 import pickle
 import signal
@@ -18,13 +20,13 @@ from small import make_config, write_json
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.index import build as index_module
-from llava_fsdp.data.index import duplicate_ids, record_store
+from llava_fsdp.data.index import duplicate_ids, record_store, worker_pool
 from llava_fsdp.data.index.build import Index, Plan, is_foreign, open_index
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.duplicate_ids import duplicates
 from llava_fsdp.data.index.worker_pool import chunk_file, join, run_chunks
 from llava_fsdp.data.loader import ModelShape, open_encoding
-from llava_fsdp.runtime.errors import ConfigError, DataError, SourceError
+from llava_fsdp.runtime.errors import ConfigError, SourceError, WorkerError
 from llava_fsdp.runtime.progress import watch_silently
 
 FITS = ModelShape(image_tokens=4, image_size=28, max_length=512, vocab_size=10_000)
@@ -256,15 +258,6 @@ def test_an_index_that_cannot_be_written_names_the_key(parts: Path, dataset: Pat
         open_again(cfg, parts)
 
 
-@pytest.mark.usefixtures("chunks")
-def test_a_worker_that_dies_is_said(parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, _ = write_planted(tmp_path, lines=True)
-    cfg = make_config(parts, tmp_path, tmp_path, f"data.path={path}", f"data.images={tmp_path / 'images'}")
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(DataError, match=r"a worker process ended with 1 .*prepare\.workers="):
-        open_again(cfg, parts, workers=2)
-
-
 def test_duplicates_in_any_share(monkeypatch: pytest.MonkeyPatch) -> None:
     dice = np.random.default_rng(0)
     hashes = dice.integers(0, 60, 200).astype(np.uint64)
@@ -296,21 +289,36 @@ def test_a_chunk_that_is_not_whole_is_made_again(tmp_path: Path) -> None:
     assert not chunk_file(tmp_path / "parts", 2).exists()
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone ends a process with its parent")
-def test_workers_end_with_the_builder(tmp_path: Path) -> None:
-    """In the middle of a chunk too."""
-    start = "import time; from pathlib import Path; from llava_fsdp.data.index.worker_pool import Worker\n"
-    start += "worker = Worker(time.sleep, Path('.')); worker.ask(iter([1000]))\n"
-    start += "print(worker.process.pid, flush=True); time.sleep(1000)"
-    process = subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    worker = int(process.stdout.readline())
-    while b"llava_fsdp.data.index.worker_main" not in Path(f"/proc/{worker}/cmdline").read_bytes():
+LONG = """
+import multiprocessing, signal, sys, threading, time
+from functools import partial
+from pathlib import Path
+from llava_fsdp.data.index.worker_pool import run_chunks
+def tell():
+    while len(workers := multiprocessing.active_children()) < 2:
         time.sleep(0.01)
-    process.kill()
-    process.wait()
+    print(*(worker.pid for worker in workers), flush=True)
+threading.Thread(target=tell).start()
+signal.signal(signal.SIGINT, signal.default_int_handler)
+run_chunks(partial(sum, range(10**12)), Path(sys.argv[1]), 2, 2, lambda _: None)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone ends a process with its parent")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_workers_end_with_the_builder(number: signal.Signals, tmp_path: Path) -> None:
+    """In the middle of a chunk too, and at once."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", LONG, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    workers = [int(pid) for pid in process.stdout.readline().split()]
+    assert len(workers) == 2
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == -number
     deadline = time.monotonic() + 60
-    while is_running(worker):
+    while any(map(is_running, workers)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -321,17 +329,43 @@ def is_running(pid: int) -> bool:
     return False
 
 
-class Full:
-    """A task whose results no disk has room for."""
+class Fails:
+    """A task whose second chunk fails in a way that a number names: an error, or the death of the process."""
+
+    def __init__(self, code: int):
+        self.code = code
 
     def __call__(self, chunk: int) -> dict[str, np.ndarray]:
-        raise OSError(28, "No space left on device")
+        if chunk == 1 and self.code < 0:
+            os.kill(os.getpid(), -self.code)
+        if chunk == 1:
+            raise OSError(self.code, os.strerror(self.code))
+        return {"a": np.array([chunk])}
 
 
 def test_a_full_disk_is_said_by_workers_too(tmp_path: Path) -> None:
     for workers in (1, 2):
         with pytest.raises(OSError, match="No space left"):
-            run_chunks(Full(), tmp_path, 2, workers, lambda _: None)
+            run_chunks(Fails(errno.ENOSPC), tmp_path, 2, workers, lambda _: None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_worker_that_is_killed_is_reported(number: signal.Signals, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match=rf"ended with {-number} while .*prepare\.workers=") as raised:
+        run_chunks(Fails(-number), tmp_path, 5, 2, lambda _: None)
+    assert raised.value.exit_code == 2 and not multiprocessing.active_children()
+
+
+def test_without_room_for_locks_no_worker_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container without /dev/shm."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(worker_pool, "ProcessPoolExecutor", full)
+    done: list[int] = []
+    run_chunks(lambda chunk: {"a": np.array([chunk])}, tmp_path, 3, 2, done.append)
+    assert done == [0, 1, 1, 1] and chunk_file(tmp_path, 2).is_file()
 
 
 def test_whose_fault_an_error_of_the_system_is(tmp_path: Path) -> None:
@@ -341,7 +375,7 @@ def test_whose_fault_an_error_of_the_system_is(tmp_path: Path) -> None:
 
 
 def test_workers_do_without_torch() -> None:
-    names = "index.worker_main", "index.examine_passes", "index.token_pass", "index.duplicate_ids", "records.parquet"
+    names = "index.worker_pool", "index.examine_passes", "index.token_pass", "index.duplicate_ids", "records.parquet"
     code = f"import sys, {', '.join(f'llava_fsdp.data.{name}' for name in names)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

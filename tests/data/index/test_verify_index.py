@@ -13,7 +13,7 @@ from test_build import open_again, plan_of
 from llava_fsdp.config import Config, PrepareConfig
 from llava_fsdp.data.index import build as index_module
 from llava_fsdp.data.index.verify import verify_index
-from llava_fsdp.prepare import prepare
+from llava_fsdp.prepare.main import prepare
 from llava_fsdp.runtime.errors import ConfigError, DamagedError, DataError
 from llava_fsdp.runtime.progress import watch_silently
 

@@ -191,6 +191,18 @@ def test_what_is_broken_is_not_called_large(text: str, tmp_path: Path) -> None:
     assert str(few.value) == str(many.value)
 
 
+def test_a_record_of_exactly_the_most_bytes_is_looked_into(tmp_path: Path) -> None:
+    """A larger one that is broken is passed by, and a larger list in a file of lines is refused."""
+    (tmp_path / "a.json").write_text('[{"a" 1}, 23]')
+    assert [size for _, size, _ in spans(tmp_path / "a.json", most=6)] == [7, 2]
+    with pytest.raises(DataError):
+        list(spans(tmp_path / "a.json", most=7))
+    (tmp_path / "a.jsonl").write_text("[1, 2]\n3")
+    assert [size for _, size, _ in spans(tmp_path / "a.jsonl", most=7)] == [6, 1]
+    with pytest.raises(DataError):
+        list(spans(tmp_path / "a.jsonl", most=6))
+
+
 @pytest.mark.parametrize("suffix", [".json", ".jsonl"])
 def test_memory_does_not_grow_with_a_record(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_stream, "BLOCK", 1 << 12)

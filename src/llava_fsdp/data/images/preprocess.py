@@ -126,7 +126,9 @@ class ImageReader:
     @property
     def fingerprint(self) -> str:
         """Everything but the images that decides the values and the order of features."""
-        form = f"{self.aspect.value} {self.pixels.value} {self.merge.value}"
+        # data.pixels=fast was called lean: older checkpoints must still resume
+        pixels = "lean" if self.pixels is Pixels.fast else self.pixels.value
+        form = f"{self.aspect.value} {pixels} {self.merge.value}"
         return f"{self.preprocessor} {self.image_tokens} {self.sizes} {form}"
 
     @property

@@ -9,11 +9,11 @@ from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.build import Plan, last_look, open_index
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.statistics import PAGE, write_report
-from llava_fsdp.data.index.worker_pool import cores
 from llava_fsdp.data.records.problems import PROBLEMS, Kind
 from llava_fsdp.data.text.encode import Encoder
 from llava_fsdp.data.text.templates import IMAGE_TAG
 from llava_fsdp.runtime.errors import BuildError, DataError
+from llava_fsdp.runtime.host import read_host
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.progress import Watch
 
@@ -39,7 +39,7 @@ def open_records(cfg: Config, encoder: Encoder, reader: ImageReader, show: Watch
         DataError: by `data.bad_records`, `data.max_bad_records` and `data.too_long`, it may not.
         ConfigError: a path does not exist, or the index cannot be written.
     """
-    plan = Plan(cfg.data, encoder, reader, cores())
+    plan = Plan(cfg.data, encoder, reader, read_host().usable_cores)
     since = last_look(plan)
     records = Records(open_index(plan, show), cfg.labels, cfg.data.too_long)
     try:

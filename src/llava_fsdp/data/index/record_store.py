@@ -14,7 +14,7 @@ import numpy as np
 
 from llava_fsdp.config import DataConfig
 from llava_fsdp.data.index.integrity import DONE, damaged, read_column, read_json, seal
-from llava_fsdp.data.index.worker_pool import flush, open_column, write_column
+from llava_fsdp.data.index.worker_pool import open_column, write_column
 from llava_fsdp.data.records import parquet
 from llava_fsdp.data.records.json_stream import Span, spans
 from llava_fsdp.data.records.record import (
@@ -27,6 +27,7 @@ from llava_fsdp.data.records.record import (
     parse_text,
     reading,
 )
+from llava_fsdp.runtime.durable_files import replacing
 from llava_fsdp.runtime.errors import ConfigError, DataError, SourceError
 from llava_fsdp.runtime.small_json import BadJson, kinds_of, require_kinds
 
@@ -273,11 +274,8 @@ def split_file(path: Path, folder: Path, most: int) -> list[Path]:
     found = spans(path, after, most)
     while piece := take(found, path):
         target = folder / f"{len(pieces):08d}.npy"
-        staged = target.with_suffix(".tmp")
-        with staged.open("wb") as file:
+        with replacing(target, durable=True) as file:
             np.save(file, np.array(piece, dtype=np.int64))
-            flush(file)
-        os.replace(staged, target)
         pieces.append(target)
     return pieces
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llava_fsdp.data.index.record_store import SourceFile, digest
+from llava_fsdp.runtime.durable_files import replace_file
 from llava_fsdp.runtime.errors import SourceError
 from llava_fsdp.runtime.progress import Watch
 from llava_fsdp.runtime.small_json import parse_object
@@ -34,9 +35,7 @@ def find_state(sources: list[SourceFile], folder: Path, most: int, watch: Watch,
         whole = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
         places = [[s.name, s.path, s.images and os.path.realpath(s.images)] for s in sources]
         known[now] = {"key": short(FORMAT, most, digests, places), "fingerprint": whole[:32]}
-        staged = folder / f"{KNOWN}.tmp"
-        staged.write_text(json.dumps(known))
-        os.replace(staged, folder / KNOWN)
+        replace_file(folder / KNOWN, json.dumps(known).encode())
     return known[now]
 
 

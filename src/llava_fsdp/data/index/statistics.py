@@ -1,7 +1,6 @@
 """What was found in a dataset, as one object: counts, lengths, what maximum lengths cost, and every problem."""
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +14,8 @@ from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.token_pass import LOSSES
 from llava_fsdp.data.index.worker_pool import BLOCK, open_column
 from llava_fsdp.data.records.problems import PROBLEMS
-from llava_fsdp.report.dataset_page import write_page
+from llava_fsdp.report.dataset_page import dataset_page
+from llava_fsdp.runtime.durable_files import replacing
 from llava_fsdp.runtime.terminal_text import shown_text
 
 SHOWN = 1000
@@ -168,13 +168,11 @@ def write_report(records: Records, cfg: Config, folder: Path) -> dict[str, Any]:
     report = make_report(records, cfg)
     folder.mkdir(parents=True, exist_ok=True)
     put(folder / LIST, (json.dumps(row) + "\n" for row in problem_rows(records)))
-    put(folder / PAGE, map(shown_text, write_page(report)))
+    put(folder / PAGE, [shown_text(dataset_page(report))])
     put(folder / TABLE, [json.dumps(report, indent=1) + "\n"])
     return report
 
 
 def put(path: Path, text: Iterator[str] | list[str]) -> None:
-    staged = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with staged.open("w", encoding="utf-8", errors="backslashreplace") as file:  # an id may be half a surrogate pair
-        file.writelines(text)
-    os.replace(staged, path)
+    with replacing(path) as file:
+        file.writelines(piece.encode(errors="backslashreplace") for piece in text)  # an id may be half a surrogate pair

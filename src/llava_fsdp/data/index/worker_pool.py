@@ -1,45 +1,45 @@
-"""A pass over a dataset, chunk by chunk: in worker processes, resumable, its columns joined at the end.
+"""Run a pass over a dataset chunk by chunk, in worker processes, and join the chunks' columns at the end.
 
-A chunk's result is one file, written beside and renamed; what is there is never done again. Workers are fresh
-interpreters that import what a task needs and no more: with multiprocessing each would import the entry, and torch
-with it, a third of a gigabyte a core.
+A chunk's result is one file, and is not made again by a later run. Workers are spawned, and import only what a task
+needs: torch would take a third of a gigabyte on each core. A spawned process imports the main module of its parent
+again, unless that is the `__main__` of a package, as for all our commands that make an index.
 """
 
 import contextlib
 import json
 import os
-import pickle
-import secrets
-import selectors
-import subprocess
-import sys
-import traceback
+import signal
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 import numpy as np
 
 from llava_fsdp.data.index.integrity import read_column, seal
-from llava_fsdp.runtime.errors import LlavaFsdpError, SourceError, WorkerError
+from llava_fsdp.runtime.durable_files import replacing
+from llava_fsdp.runtime.errors import SourceError, WorkerError
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.process_end import end_with
 from llava_fsdp.runtime.progress import Advance
+from llava_fsdp.runtime.terminal_text import guard_streams
 
 Columns = dict[str, np.ndarray]
-"""By name; a column holds a value a record, or one a picture, of one chunk."""
+"""Columns of one chunk by name: one value per record, or one per image."""
 ROWS = "rows"
 """The column of text: JSON Lines as bytes."""
 BLOCK = 1 << 20
-"""Values of a column that are looked at together."""
+"""Values of a column that are in memory together."""
+ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 
 class Task(Protocol):
     def __call__(self, chunk: int) -> Columns: ...
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def chunk_file(folder: Path, chunk: int) -> Path:
@@ -47,13 +47,13 @@ def chunk_file(folder: Path, chunk: int) -> Path:
 
 
 def run_chunks(task: Task, folder: Path, chunks: int, workers: int, advance: Advance) -> None:
-    """Do every chunk whose file is not there yet, or is not whole.
+    """Do every chunk whose file is missing or not whole.
 
     Args:
-        workers: processes; with 1, or one chunk left, none is started.
+        workers: number of processes; 1 does all in this process.
 
     Raises:
-        LlavaFsdpError: what a chunk raised, or a worker that died.
+        LlavaFsdpError: what a chunk raised; WorkerError if a worker died.
         OSError: a file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -62,128 +62,109 @@ def run_chunks(task: Task, folder: Path, chunks: int, workers: int, advance: Adv
     pending = [n for n in range(chunks) if not is_whole(chunk_file(folder, n))]
     advance(chunks - len(pending))
     workers = min(workers, len(pending))
-    if workers <= 1:
-        for chunk in pending:
-            do(task, folder, chunk)
-            advance(1)
-        return
-    pool: list[Worker] = []
+    if workers > 1:
+        context = RecordingContext()
+        try:
+            pool = ProcessPoolExecutor(workers, context, initializer=begin, initargs=(os.getpid(), task, folder))
+        except (OSError, ImportError) as error:  # their queues have locks in /dev/shm
+            log().warning("no worker processes (%s): this process does all; is /dev/shm full or missing?", error)
+        else:
+            return run_in_workers(pool, context, pending, advance)
+    for chunk in pending:
+        do(task, folder, chunk)
+        advance(1)
+
+
+class RecordingContext(SpawnContext):
+    """Starts the workers, and keeps them to kill them and to read their exit codes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.workers: list[SpawnProcess] = []
+
+    def Process(self, *args: Any, **options: Any) -> SpawnProcess:  # noqa: N802  multiprocessing's name
+        self.workers.append(SpawnProcess(*args, **options))
+        return self.workers[-1]
+
+
+def run_in_workers(
+    pool: ProcessPoolExecutor, context: RecordingContext, pending: Sequence[int], advance: Advance
+) -> None:
     try:
-        pool += [Worker(task, folder) for _ in range(workers)]
-        serve(pool, iter(pending), advance)
+        with pool, one_thread_each():
+            try:
+                for future in as_completed([pool.submit(do_in_worker, chunk) for chunk in pending]):
+                    future.result()
+                    advance(1)
+            except BrokenProcessPool:
+                raise
+            except BaseException:
+                for worker in context.workers:
+                    worker.kill()  # a chunk may take long
+                raise
+    except BrokenProcessPool:
+        # the pool ends the other workers with SIGTERM
+        codes = [worker.exitcode for worker in context.workers if worker.exitcode]
+        code = next((code for code in codes if code != -signal.SIGTERM), -signal.SIGTERM)
+        raise WorkerError(
+            f"a worker process ended with {code} while the dataset was examined (-9: killed, often for memory); what "
+            "is done is kept: run it again, with fewer of them if memory was short (prepare: prepare.workers=)"
+        ) from None
+
+
+@contextlib.contextmanager
+def one_thread_each() -> Iterator[None]:
+    """Within it processes start with one thread for each library: there is a worker for each core."""
+    before = dict(os.environ)
+    os.environ.update(ONE_THREAD)
+    try:
+        yield
     finally:
-        for worker in pool:
-            worker.close()
+        for name in ONE_THREAD:
+            os.environ.pop(name)
+            if name in before:
+                os.environ[name] = before[name]
+
+
+WORK: list[Callable[[int], None]] = []
+"""In a worker: what it does with a chunk."""
+
+
+def begin(parent: int, task: Task, folder: Path) -> None:
+    """Begin a worker process, which ends with its parent, and leaves Ctrl-C to it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with(parent)
+    os.dup2(2, 1)  # what a library prints is no output of the command
+    guard_streams()
+    WORK.append(partial(do, task, folder))
+
+
+def do_in_worker(chunk: int) -> None:
+    WORK[0](chunk)
 
 
 def is_whole(path: Path) -> bool:
-    """Its last bytes are a zip archive's; what a machine that lost power left has none, or zeros."""
+    """Whether the file ends as a zip archive does; one that a machine left when it lost power may not."""
     return path.is_file() and zipfile.is_zipfile(path)
 
 
 def do(task: Task, folder: Path, chunk: int) -> None:
     columns = task(chunk)
-    path = chunk_file(folder, chunk)
-    # nobody else's, on any machine: a worker may outlive the process that started it, and the next one go on beside it
-    staged = path.with_suffix(f".{secrets.token_hex(8)}.tmp")
-    with staged.open("wb") as file:
+    # a worker may outlive the process that started it, and write the same chunk as a worker of the next one
+    with replacing(chunk_file(folder, chunk), durable=True) as file:
         np.savez(file, **columns)  # pyright: ignore[reportArgumentType]
-        flush(file)
-    os.replace(staged, path)
-
-
-def flush(file: IO[bytes]) -> None:
-    """To the disk, so that a name that is given later never stands for less."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-class Worker:
-    """A process that has been given the task, and does the chunks that it is asked for."""
-
-    def __init__(self, task: Task, folder: Path):
-        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-        environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)  # what this process found its modules by
-        command = [sys.executable, "-m", "llava_fsdp.data.index.worker_main", str(os.getpid())]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.requests, self.answers = self.process.stdin, self.process.stdout
-        self.send(pickle.dumps((task, folder)))
-
-    def send(self, what: bytes) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it has died; reading from it says so
-            self.requests.write(what)
-            self.requests.flush()
-
-    def ask(self, pending: Iterator[int]) -> bool:
-        """For the next chunk; false where there is none."""
-        chunk = next(pending, None)
-        if chunk is not None:
-            self.send(b"%d\n" % chunk)
-        return chunk is not None
-
-    def check(self) -> None:
-        """Wait until the chunk is done.
-
-        Raises:
-            LlavaFsdpError: what the chunk raised, or the process has died.
-            OSError: what the chunk raised.
-        """
-        try:
-            error = pickle.load(self.answers)
-        except (EOFError, pickle.UnpicklingError):
-            raise WorkerError(
-                f"a worker process ended with {self.process.wait()} while the dataset was examined (-9: killed, often "
-                "for memory); what is done is kept: run it again, with fewer of them if memory was short "
-                "(prepare: prepare.workers=)"
-            ) from None
-        if isinstance(error, (LlavaFsdpError, OSError)):
-            raise error
-        assert error is None, error
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
-def serve(pool: list[Worker], pending: Iterator[int], advance: Advance) -> None:
-    """Give every worker a chunk, and the next one whenever it is done with one."""
-    with selectors.DefaultSelector() as selector:
-        for worker in pool:
-            if worker.ask(pending):
-                selector.register(worker.answers, selectors.EVENT_READ, worker)
-        while selector.get_map():
-            for key, _ in selector.select():
-                worker = key.data
-                worker.check()
-                advance(1)
-                if not worker.ask(pending):
-                    selector.unregister(worker.answers)
-
-
-def work(requests: IO[bytes], answers: IO[bytes]) -> None:
-    """A worker's life: a task, then numbers of chunks, each answered with None or with what it raised."""
-    task, folder = pickle.load(requests)
-    for line in requests:
-        try:
-            do(task, folder, int(line))
-            answer: object = None
-        except (LlavaFsdpError, OSError) as error:
-            answer = error.with_traceback(None)
-        except Exception:
-            answer = traceback.format_exc()
-        pickle.dump(answer, answers)
-        answers.flush()
 
 
 def join(source: Path, chunks: int, target: Path, finish: Callable[[Path], dict[str, Any]]) -> None:
-    """All chunks' columns laid end to end, each as one .npy file; the text column as one `rows.jsonl`.
+    """Lay the columns of all chunks end to end: each becomes one .npy file, the text column `rows.jsonl`.
 
-    One chunk's column is in memory at a time. `finish` may add to the folder of columns, and returns its facts, which
-    are written last.
+    One chunk's column is in memory at a time.
+
+    Args:
+        finish: gets the folder of columns, may add to it, and returns its facts, which are written last.
 
     Raises:
-        SourceError: a chunk's file is broken; it is taken away, so that it is made again.
+        SourceError: a chunk's file is broken; it is deleted, so that the next run makes it again.
     """
     staged = target.with_name(f"{target.name}.tmp")
     staged.mkdir(exist_ok=True)
@@ -205,7 +186,7 @@ def column(path: Path, name: str) -> np.ndarray:
 
 
 def columns_of(path: Path, *names: str) -> Columns:
-    """The named columns of a chunk; all, where none is named."""
+    """The named columns of a chunk; all if none is named."""
     try:
         with np.load(path, allow_pickle=False) as chunk:
             return {name: chunk[name] for name in names or chunk.files}
@@ -215,7 +196,7 @@ def columns_of(path: Path, *names: str) -> Columns:
 
 
 def write_column(path: Path, pieces: Iterator[np.ndarray], dtype: np.dtype) -> None:
-    """A .npy file of pieces; its header has room for a length that is known at the end."""
+    """Write a .npy file of pieces; the header has room for the length, which is known at the end."""
     total = 0
     with path.open("wb") as file:
         write_header(file, dtype, 10**18)  # as wide as any length may be

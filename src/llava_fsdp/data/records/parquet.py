@@ -9,8 +9,6 @@ they are not read further, and such a record is a bad one.
 import hashlib
 import importlib.util
 import json
-import os
-import secrets
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from llava_fsdp.data.index.integrity import read_json
-from llava_fsdp.data.index.worker_pool import BLOCK, Columns, chunk_file, columns_of, flush
+from llava_fsdp.data.index.worker_pool import BLOCK, Columns, chunk_file, columns_of
 from llava_fsdp.data.records.json_stream import MOST_BYTES, check_head
 from llava_fsdp.data.records.record import TOO_LARGE, is_empty, names_media, reading
+from llava_fsdp.runtime.durable_files import replace_file, replacing
 from llava_fsdp.runtime.errors import ConfigError, DataError
 
 SUFFIX = ".parquet"
@@ -70,13 +69,10 @@ class WriteRows:
 
     def __call__(self, chunk: int) -> Columns:
         self.folder.mkdir(exist_ok=True)
-        staged = self.text(chunk).with_suffix(f".{secrets.token_hex(8)}.tmp")
         store = Store(self.image_folder)
-        with staged.open("wb") as file:
+        with replacing(self.text(chunk), durable=True) as file:
             for line in lines(self.path, store, [chunk], self.most):
                 file.write(line + b"\n")
-            flush(file)
-        os.replace(staged, self.text(chunk))
         return {"held": np.array([store.images, store.paths], dtype=np.int64)}
 
     @property
@@ -102,14 +98,11 @@ class WriteRows:
                 "give a file for each"
             )
         self.folder.mkdir(exist_ok=True)
-        staged = self.whole.with_suffix(".tmp")
-        with staged.open("wb") as file:
+        with replacing(self.whole, durable=True) as file:
             for group in range(groups):
                 with self.text(group).open("rb") as own:
                     shutil.copyfileobj(own, file, BLOCK)
-            flush(file)
-        self.held.write_text(json.dumps({"pictures": images, "paths": paths}))
-        os.replace(staged, self.whole)
+            self.held.write_text(json.dumps({"pictures": images, "paths": paths}))
 
     def images(self) -> Path | None:
         """The folder of the images that were in the rows; None where the rows have paths."""
@@ -148,9 +141,7 @@ class Store:
         name = f"{digest[:2]}/{digest}"
         if self.folder is not None and not (path := self.folder / name).is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
-            staged = path.with_name(f"{digest}.{secrets.token_hex(8)}.tmp")
-            staged.write_bytes(image["bytes"])
-            os.replace(staged, path)
+            replace_file(path, image["bytes"])
         return name
 
 

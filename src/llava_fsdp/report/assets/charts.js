@@ -1,4 +1,4 @@
-// Makes the charts of a page zoom, pan, smooth and tell values. Draws what charts.py has drawn, for other ranges.
+// Makes the charts of a page zoom, pan, smooth and show values. Draws what svg.py has drawn, for other ranges.
 "use strict";
 (() => {
   const LEFT = 58, RIGHT = 10, TOP = 10, BELOW = 24, COLOURS = 8, RARE = 3;
@@ -284,7 +284,7 @@
       const closest = found.reduce((a, b) => (Math.abs(a.step - wanted) <= Math.abs(b.step - wanted) ? a : b));
       const x = this.x(closest.step);
       this.cursor.setAttribute("d", `M${x} ${TOP}V${this.height - BELOW}`);
-      const rows = [html("div", "", `step ${shown(Math.round(closest.step))}`)];
+      const rows = [html("div", "", `${this.data.along} ${shown(Math.round(closest.step))}`)];
       for (const { line, place, values } of found.slice(0, 20)) {
         const row = html("div"), swatch = html("span", `swatch c${line.colour % COLOURS}`);
         let text = ` ${line.name}: ${shown(values[place], this.data.share)}`;

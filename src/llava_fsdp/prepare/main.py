@@ -10,14 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from llava_fsdp.config import cli
-from llava_fsdp.runtime.console import TextConsole
-from llava_fsdp.runtime.log import leave_noise_out, log
-
-if __name__ == "__main__":  # before transformers is imported
-    leave_noise_out()
-
-from llava_fsdp.config import Format, PrepareConfig
+from llava_fsdp.config import Format, PrepareConfig, cli
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.bad_records import same_files
 from llava_fsdp.data.index.build import Plan, open_index
@@ -25,14 +18,16 @@ from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.record_store import sources_of
 from llava_fsdp.data.index.statistics import PAGE, write_report
 from llava_fsdp.data.index.verify import verify_index
-from llava_fsdp.data.index.worker_pool import cores
 from llava_fsdp.data.loader import open_encoding
 from llava_fsdp.data.text.encode import Encoder
 from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.runtime.console import TextConsole
 from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.host import read_host
+from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.progress import watch
 from llava_fsdp.train.build_model import shape_of
 
@@ -72,10 +67,10 @@ def verify(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader]) -> None:
     Raises:
         DataError: they do not, naming records and images.
     """
-    found = {}
+    found, workers = {}, cfg.prepare.workers or read_host().usable_cores
     for name, own in {"": cfg, **({} if cfg.val.every is None else {"val": cfg.held_out})}.items():
         sources_of(own.data, name or "data")
-        records, images = verify_index(Plan(own.data, *encoding, cfg.prepare.workers or cores()), watch)
+        records, images = verify_index(Plan(own.data, *encoding, workers), watch)
         found[name] = {"index": str(own.data.index_folder), "records": records, "images": images}
     if cfg.format is Format.json:
         print(json.dumps(found.pop("") | found))
@@ -87,7 +82,7 @@ def verify(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader]) -> None:
 def examine(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader], folder: Path) -> dict[str, Any]:
     """The records that `cfg.data` names; what was found goes into the folder, and is returned."""
     encoder, reader = encoding
-    plan = Plan(cfg.data, encoder, reader, cfg.prepare.workers or cores())
+    plan = Plan(cfg.data, encoder, reader, cfg.prepare.workers or read_host().usable_cores)
     records = Records(open_index(plan, watch, look_again=True), cfg.labels, cfg.data.too_long)
     if said := same_files(records):
         log().warning(said)
@@ -124,7 +119,3 @@ def show(report: dict[str, Any], folder: Path) -> None:
     for kind, own in report["problems"].items():
         console.print(f"{kind}, for example: {own['first'][0]['reason']}", soft_wrap=True)
     console.print(f"{report['kept']:,} of {report['records']:,} records are kept; everything is in {folder / PAGE}")
-
-
-if __name__ == "__main__":
-    main()

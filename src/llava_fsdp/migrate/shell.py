@@ -1,0 +1,161 @@
+"""The commands of a training script, split with `shlex` and never run.
+
+Understood: quotes, comments, continued lines, `X=v1`, `export X=v1`, `$X` and `${X}`. Control flow, arrays, functions
+and here-documents are refused by file and line. Other parts of bash, such as `$(nproc)` or a pipe, are recorded as
+problems of their line: they matter only where that line starts the training.
+"""
+
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llava_fsdp.runtime.errors import ConfigError
+
+NAME = r"[A-Za-z_]\w*"
+ASSIGNMENT = re.compile(rf"({NAME})(\+?)=(.*)", re.DOTALL)
+DECLARE = frozenset("export declare local readonly typeset".split())
+KEYWORDS = frozenset("if then else elif fi for while until do done case esac select function { } [ [[ test".split())
+PUNCTUATION = frozenset("();<>|&")
+COMMENT = r"(?<![^\s;])#[^\n]*"
+STRINGS = r"'[^']*'|\"(?:\\.|[^\"\\])*\""
+# Text up to the end of a line, `;` or `&&`.
+LINE = re.compile(rf"(?:{COMMENT}|{STRINGS}|\\.|[^\n;&\\'\"]|&(?!&))*+", re.DOTALL)
+# An escaped sign, a variable (its name is group 1 or 2), or an expansion that only bash can do.
+DOLLAR = rf"\\.|\$({NAME})|\$\{{({NAME})\}}|\$\{{[^}}]*\}}?|\$\([^)]*\)?|\$[@*#?!0-9]|`[^`]*`?"
+IN_STRING = re.compile(DOLLAR, re.DOTALL)
+PIECE = re.compile(rf"{DOLLAR}|{STRINGS}|{COMMENT}|(?<![^\s=])~(?=[/\s]|$)", re.DOTALL)
+# Text before a place that is inside the value of an assignment, where bash splits no words.
+ASSIGNING = re.compile(rf"\s*(?:(?:{'|'.join(DECLARE)})\s+)?(?:{NAME}\+?=\S*\s+)*{NAME}\+?=\S*", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Command:
+    """One simple command of a script."""
+
+    words: list[str]
+    line: int
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables that are exported, or set before the command's name."""
+    problems: tuple[str, ...] = ()
+    """What of its line only bash could know; its words cannot be relied on then."""
+
+
+def commands(text: str, given: Mapping[str, str], where: str) -> list[Command]:
+    """Every simple command of a script, in order.
+
+    Args:
+        given: values of variables that the script leaves to its caller; what it sets itself wins.
+        where: the file's name, for messages.
+
+    Raises:
+        ConfigError: a quote is not closed, or the script needs more of bash than is read here.
+    """
+    text = text.replace("\r\n", "\n")
+    variables = {"HOME": str(Path.home()), **given}
+    exported: set[str] = set()
+    found: list[Command] = []
+    place = 0
+    while place < len(text):
+        matched = LINE.match(text, place)
+        assert matched is not None
+        number = text.count("\n", 0, place + len(matched[0]) - len(matched[0].lstrip())) + 1
+        place = matched.end() + (2 if text.startswith("&&", matched.end()) else 1)
+        if text[matched.end() : place] not in ("\n", ";", "&&", ""):
+            raise ConfigError(f"{where}, line {number}: a quote is not closed; is it a shell script?")
+        problems: list[str] = []
+        words = split(expanded(matched[0], variables, problems))
+        operators = list(filter(is_operator, words))
+        problems += [f"{sign} around the command" for sign in operators]
+        for command in simple_commands(words):
+            refuse_bash(command, operators, problems, f"{where}, line {number}")
+            declares = command[0] in DECLARE
+            if declares:
+                exported |= {word.partition("=")[0] for word in command[1:]} if command[0] == "export" else set()
+                command = [word for word in command[1:] if not word.startswith("-")]
+            own: dict[str, str] = {}
+            while command and (assignment := ASSIGNMENT.fullmatch(command[0])):
+                name, append, value = assignment.groups()
+                own[name] = (variables | own).get(name, "") + value if append else value
+                command = command[1:]
+            if command and not declares:
+                environment = {name: variables[name] for name in variables if name in exported} | own
+                found.append(Command(command, number, environment, tuple(problems)))
+            elif problems:
+                for name in own:
+                    variables.pop(name, None)
+            else:
+                variables |= own
+    return found
+
+
+def expanded(line: str, variables: Mapping[str, str], problems: list[str]) -> str:
+    """A line with the values of its variables, still quoted, without comments; `problems` gets what has no value."""
+
+    def value(found: re.Match, quote: Callable[[str], str]) -> str:
+        name = found[1] or found[2]
+        if name in variables:
+            return quote(variables[name])
+        cure = f"give {name}=VALUE after the PATHs" if name else "write its value into the script"
+        problems.append(f"{found[0]} has no value that can be read without running bash; {cure}")
+        return found[0]
+
+    def in_string(found: re.Match) -> str:
+        if found[0].startswith("\\"):
+            return {"\\\n": "", "\\$": "$", "\\`": "`"}.get(found[0], found[0])
+        return value(found, lambda text: re.sub(r'([\\"])', r"\\\1", text))
+
+    def piece(found: re.Match) -> str:
+        first = found[0][0]
+        if first == '"':
+            return '"' + IN_STRING.sub(in_string, found[0][1:-1]) + '"'
+        if first in "$`":
+            assigning = ASSIGNING.fullmatch(line[: found.start()])
+            return value(found, shlex.quote if assigning else lambda text: shlex.join(text.split()))
+        return {"#": "", "~": shlex.quote(str(Path.home()))}.get(first, "" if found[0] == "\\\n" else found[0])
+
+    return PIECE.sub(piece, line)
+
+
+def split(line: str) -> list[str]:
+    """The words of a line without quotes; runs of `();<>|&` are words of their own."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    lexer.commenters = ""
+    lexer.whitespace_split = True
+    return list(lexer)
+
+
+def is_operator(word: str) -> bool:
+    return bool(word) and PUNCTUATION.issuperset(word)
+
+
+def simple_commands(words: list[str]) -> list[list[str]]:
+    found: list[list[str]] = [[]]
+    for word in words:
+        if is_operator(word):
+            found.append([])
+        else:
+            found[-1].append(word)
+    return [command for command in found if command]
+
+
+def refuse_bash(command: list[str], operators: list[str], problems: list[str], where: str) -> None:
+    """Raises ConfigError for what changes the meaning of other lines of the script."""
+    needs = ""
+    if command[0] in KEYWORDS:
+        needs = f"`{command[0]}`"
+    elif any(sign.startswith("<<") for sign in operators):
+        needs = "a here-document"
+    elif any(sign.startswith("()") for sign in operators):
+        needs = "a function"
+    elif (
+        any(re.fullmatch(rf"{NAME}\+?=", word) for word in command)
+        and "(" in operators
+        and len(problems) == len(operators)
+    ):
+        needs = "an array"
+    if needs:
+        raise ConfigError(f"{where}: {needs} needs bash, which is not run here; give the plain training command")
+    if command[0].startswith("--"):
+        raise ConfigError(f"{where}: {command[0]} stands alone; is a \\ missing at the end of the line before?")

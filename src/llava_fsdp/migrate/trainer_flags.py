@@ -1,0 +1,107 @@
+"""The table of flags of programs that are not the original's: transformers' Trainer, peft and TRL names.
+
+A flag that is not here is refused by name: only the program itself knows what it means.
+"""
+
+from collections.abc import Mapping
+
+from llava_fsdp.migrate.keys import (
+    OFF,
+    Context,
+    Outcome,
+    Rule,
+    Usual,
+    Where,
+    implied,
+    mapped,
+    no_effect,
+    off,
+    to,
+    unsupported,
+)
+from llava_fsdp.migrate.llava_flags import ADAPTERS, FLAGS, same
+from llava_fsdp.migrate.source_run import ALIASES, Flag, Run
+
+# TrainingArguments that mean the same in every program that uses transformers' Trainer.
+TRAINER = """
+    per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps learning_rate weight_decay
+    adam_beta1 adam_beta2 adam_epsilon max_grad_norm lr_scheduler_type lr_scheduler_kwargs warmup_ratio warmup_steps
+    optim optim_args adafactor label_smoothing_factor neftune_noise_alpha bf16 fp16 tf32 gradient_checkpointing
+    gradient_checkpointing_kwargs torch_compile torch_compile_backend torch_compile_mode torchdynamo deepspeed fsdp
+    fsdp_config fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap ddp_timeout ddp_backend
+    ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers local_rank dataloader_num_workers
+    dataloader_drop_last dataloader_pin_memory dataloader_persistent_workers remove_unused_columns group_by_length
+    seed data_seed full_determinism output_dir overwrite_output_dir save_strategy save_steps save_total_limit
+    save_safetensors save_only_model logging_steps logging_strategy logging_dir logging_first_step log_level
+    disable_tqdm report_to run_name push_to_hub evaluation_strategy load_best_model_at_end do_train
+""".split()
+# Flags without which the command would train with the stage's value, and not with the program's.
+NEEDED = {
+    "data_path": "data.path",
+    "model_name_or_path": "model.checkpoint",
+    "model_max_length": "data.max_length",
+}
+NEEDED_BY_LORA = {"lora_r": "model.lora.r", "lora_alpha": "model.lora.alpha", "lora_dropout": "model.lora.dropout"}
+NO_CODE = unsupported("the model's own code is never run, and its revision is that of the folder or the hub's newest")
+NOT_LLAVA = unsupported(
+    "its name has no llava in it: give model.checkpoint=WHOLE_LLAVA, or model.language and model.vision"
+)
+
+
+def targets(context: Context, value: object) -> Outcome:
+    text = "adapters are in every linear layer of the language model's blocks"
+    return implied(text) if value in ("all-linear", None) else unsupported(f"{text}, not in {value} alone")
+
+
+def bits(context: Context, value: object) -> Outcome:
+    if not value:
+        return OFF
+    if "model.quantize.mode" not in context.decided:
+        return unsupported("without adapters weights in few bits cannot be trained")
+    return mapped(context.tell("model.quantize.mode"))
+
+
+def lora(key: str) -> Where:
+    return Where(f"model.lora.{key}", ADAPTERS)
+
+
+OWN: Mapping[str, Flag] = {
+    "model_name_or_path": Flag(None, Where("model.checkpoint", NOT_LLAVA, "a whole model"), str),
+    "model_max_length": Flag(None, to("data.max_length", note="image tokens included"), int),
+    "data_path": Flag(None, to("data.path", note="a file of records as LLaVA's"), str),
+    "image_folder": Flag(None, to("data.images"), str),
+    "lora_enable": Flag(False, to("stage", "model.train")),
+    "lora_r": Flag(None, lora("r"), int),
+    "lora_alpha": Flag(None, lora("alpha"), float),
+    "lora_dropout": Flag(None, lora("dropout"), float),
+    "use_dora": Flag(False, lora("use_dora")),
+    "use_rslora": Flag(False, lora("use_rslora")),
+    "lora_target_modules": Flag(None, targets, str),
+    "lora_task_type": Flag("CAUSAL_LM", off("adapters are of a causal language model", "CAUSAL_LM")),
+    **same(bits, load_in_4bit=False, load_in_8bit=False),
+    "quant_type": Flag("nf4", Where("model.quantize.mode", no_effect("only with load_in_4bit"))),
+    "double_quant": Flag(False, Where("model.quantize.double", no_effect("only with load_in_4bit"))),
+    **same(implied("precision= chooses the dtypes, and masters are fp32"), torch_dtype=str, dtype=str),
+    "attn_implementation": Flag(None, implied("attention is PyTorch's own"), str),
+    "trust_remote_code": Flag(False, off(NO_CODE.text)),
+    "model_revision": Flag("main", Usual(("main",), "the newest", NO_CODE.text)),
+}
+OTHER_FLAGS: Mapping[str, Flag] = {
+    **{name: FLAGS[name] for name in TRAINER},
+    **OWN,
+    **{alias: Flag(None, OWN[name].rule, OWN[name].type) for name, aliases in ALIASES.items() for alias in aliases},
+}
+
+
+def lacking(run: Run, decided: Mapping[str, object]) -> list[str]:
+    """What the command cannot know because the script does not give it."""
+    if run.launch.is_original:
+        return [] if "data.path" in decided else ["data.path: the script has no --data_path"]
+    needed = NEEDED | (NEEDED_BY_LORA if run.is_lora else {})
+    return [f"{key}: the script has no --{flag}" for flag, key in needed.items() if key not in decided]
+
+
+RULE_OF_PROGRAM: Rule = mapped(
+    "python -m llava_fsdp.train. It is not the original LLaVA's program: only its flags are read. Which parts train, "
+    "the prompts, the labels and the images' preprocessing are in its code; here they are the stage's"
+)

@@ -1,0 +1,97 @@
+"""Results of a run: one name and one value for each, in the table and results.json of a sweep and on the pages."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from llava_fsdp.report.downsample import History
+from llava_fsdp.report.run_reader import Run, read_metrics, read_validations
+from llava_fsdp.report.svg import short_text
+from llava_fsdp.runtime.errors import DataError
+from llava_fsdp.runtime.humanize import duration, readable
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a run measured, over all its starts. None: not measured."""
+
+    steps: int = 0
+    loss: float | None = None
+    """Mean over the label tokens of the last steps (`History.window`)."""
+    lowest_loss: float | None = None
+    """Lowest mean of so many steps in a row."""
+    val_loss: float | None = None
+    """Lowest of all validations."""
+    val_score: float | None = None
+    """Best of all validations."""
+    tokens_per_second: float | None = None
+    """All ranks, mean of the second half."""
+    mfu: float | None = None
+    """Part of the peak, mean of the second half."""
+    peak_memory_bytes: int | None = None
+    """Rank 0."""
+    data_share: float | None = None
+    """Part of the time in steps that rank 0 waited for data."""
+    skipped_steps: int = 0
+    train_seconds: float = 0.0
+    """Time in steps."""
+
+
+TEXTS: dict[str, Callable[[Results], str | None]] = {
+    "steps": lambda r: f"{r.steps:,}" if r.steps else None,
+    "loss": lambda r: number(r.loss, ".4f"),
+    "lowest loss": lambda r: number(r.lowest_loss, ".4f"),
+    "val loss": lambda r: number(r.val_loss, ".4f"),
+    "val score": lambda r: number(r.val_score, ".4f"),
+    "tokens/s": lambda r: None if r.tokens_per_second is None else short_text(r.tokens_per_second),
+    "MFU": lambda r: number(r.mfu, ".1%"),
+    "memory": lambda r: None if r.peak_memory_bytes is None else readable(r.peak_memory_bytes),
+    "waits for data": lambda r: number(r.data_share, ".1%"),
+    "skipped": lambda r: str(r.skipped_steps) if r.skipped_steps else None,
+    "training": lambda r: duration(r.train_seconds) if r.steps else None,
+}
+"""Columns of a table of results, each with its text."""
+
+
+def number(value: float | None, form: str) -> str | None:
+    return None if value is None else format(value, form)
+
+
+def columns(results: list[Results]) -> dict[str, list[str]]:
+    """Texts of the columns that at least one of the runs has a value for."""
+    found = {name: [text(one) or "" for one in results] for name, text in TEXTS.items()}
+    return {name: texts for name, texts in found.items() if any(texts)}
+
+
+def results_of(run: Run) -> Results:
+    history = run.history
+    seconds, lowest, memory = history.sums["seconds"], history.lowest_loss, history.most("peak_memory_bytes")
+    losses, scores = ([row[key] for row in run.validations if row.get(key) is not None] for key in ("loss", "score"))
+    return Results(
+        steps=history.step,
+        loss=history.loss,
+        lowest_loss=None if lowest is None else lowest[0],
+        val_loss=min(losses, default=None),
+        val_score=max(scores, default=None),
+        tokens_per_second=history.mean("tokens_per_second"),
+        mfu=history.mean("mfu"),
+        peak_memory_bytes=None if memory is None else int(memory),
+        data_share=history.sums["data_seconds"] / seconds if seconds > 0 else None,
+        skipped_steps=history.skipped_steps,
+        train_seconds=round(seconds, 3),
+    )
+
+
+def read_results(folder: Path, window: int) -> Results:
+    """Results of a run's folder, also of a run that has not finished.
+
+    Args:
+        window: steps over which the loss is taken.
+    """
+    run = Run(folder, "", History(window))
+    try:
+        read_metrics(run)
+        run.validations = read_validations(run)
+    except DataError:
+        return Results()
+    return results_of(run)

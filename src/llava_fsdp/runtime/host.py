@@ -1,0 +1,125 @@
+"""Cores and memory that this process may use: of the machine, or of the container (cgroup) that it runs in."""
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+UNLIMITED = 1 << 60
+"""Limits of this many bytes or more mean unlimited: cgroups of version 1 write nearly 2**63 for no limit."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """What this process may use of its machine. Memory is in bytes."""
+
+    cores: int
+    """By CPU affinity."""
+    quota: float | None
+    """Cores that the container may keep busy; None: no limit."""
+    memory: int
+    """All memory of the machine."""
+    available: int
+    """Memory of the machine that can be allocated now."""
+    limit: int | None
+    """Memory that the container may use; None: no limit."""
+    used: int
+    """Memory that the container uses, without file caches that the kernel can free."""
+
+    @property
+    def usable_cores(self) -> int:
+        return max(1, min(self.cores, math.ceil(self.quota) if self.quota is not None else self.cores))
+
+    @property
+    def usable_memory(self) -> int:
+        """All memory that this process could ever have."""
+        return self.memory if self.limit is None else min(self.memory, self.limit)
+
+    @property
+    def free(self) -> int:
+        """Memory that this process can allocate now."""
+        return self.available if self.limit is None else max(0, min(self.available, self.limit - self.used))
+
+    def data_workers(self, ranks: int) -> int:
+        """Default of `data.workers` for each of `ranks` ranks: LLaVA's 4, or fewer so that each rank keeps a core."""
+        return max(0, min(4, self.usable_cores // ranks - 1))
+
+
+def read_host(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> Host:
+    """Read the limits of this process, also those of the cgroups around its own: the tightest counts."""
+    memory = {
+        line.split(":")[0]: int(line.split()[1]) * 1024
+        for line in (text_of(proc / "meminfo") or "").splitlines()
+        if len(line.split()) > 1
+    }
+    page = os.sysconf("SC_PAGE_SIZE")
+    groups = cgroups(text_of(proc / "self/cgroup") or "", root)
+    limits = [(limit, used_of(group)) for group in groups if (limit := limit_of(group)) is not None]
+    limit, used = min(limits, key=lambda pair: pair[0] - pair[1], default=(None, 0))
+    total = memory.get("MemTotal") or page * os.sysconf("SC_PHYS_PAGES")
+    return Host(
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        quota=min((quota for group in groups if (quota := quota_of(group)) is not None), default=None),
+        memory=total,
+        available=memory.get("MemAvailable", total),
+        limit=limit,
+        used=used,
+    )
+
+
+def cgroups(listed: str, root: Path) -> list[Path]:
+    """Folders with this process's limits, innermost first: its cgroups, those around them, and the root, which is a
+    container's own.
+
+    Args:
+        listed: content of /proc/self/cgroup.
+    """
+    found = []
+    for line in listed.splitlines():
+        _, names, path = [*line.split(":", 2), "", ""][:3]
+        for name in names.split(","):
+            if name not in ("", "memory", "cpu"):
+                continue
+            top = root / name if name else root
+            inner = top / path.lstrip("/")
+            found += [folder for folder in (inner, *inner.parents) if folder == top or top in folder.parents]
+    return list(dict.fromkeys([*found, root]))
+
+
+def limit_of(group: Path) -> int | None:
+    """Bytes that a cgroup may use; None: no limit. The file has another name in version 1."""
+    limits = (integer(text_of(group / name)) for name in ("memory.max", "memory.limit_in_bytes"))
+    return next((limit for limit in limits if limit is not None and limit < UNLIMITED), None)
+
+
+def used_of(group: Path) -> int:
+    """Bytes that a cgroup uses, without the file cache, which the kernel frees when memory is needed."""
+    counts = (integer(text_of(group / name)) for name in ("memory.current", "memory.usage_in_bytes"))
+    current = next((count for count in counts if count is not None), 0)
+    lines = (text_of(group / "memory.stat") or "").splitlines()
+    stat = {name: integer(count) or 0 for name, _, count in (line.partition(" ") for line in lines)}
+    return max(0, current - stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+
+
+def quota_of(group: Path) -> float | None:
+    """Cores that a cgroup may keep busy: microseconds of CPU time per period; None: no limit."""
+    words = (text_of(group / "cpu.max") or "").split()
+    if len(words) != 2:
+        words = [text_of(group / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
+    quota, period = (integer(word) for word in words)
+    return quota / period if quota is not None and period and quota > 0 else None
+
+
+def integer(text: str | None) -> int | None:
+    try:
+        return int(text or "")
+    except ValueError:
+        return None
+
+
+def text_of(path: Path) -> str | None:
+    """Content of a file of the system; None if it cannot be read."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return None

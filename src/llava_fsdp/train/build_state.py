@@ -1,0 +1,158 @@
+"""Build the state of a run: data, model, shards, weights, optimizer."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from llava_fsdp.config import Config, DType, Source, check_profile
+from llava_fsdp.data.loader import Loader, build_loader
+from llava_fsdp.data.toy_shapes import draw_shapes
+from llava_fsdp.data.validation_set import Choose, HeldOut, open_held_out, warn_of_trained
+from llava_fsdp.distributed.compile import Compilations, choose_compiling
+from llava_fsdp.distributed.consensus import on_first_rank
+from llava_fsdp.distributed.local_shards import local_shards
+from llava_fsdp.distributed.mesh import World, first_rank_first, gather_lists
+from llava_fsdp.distributed.offload import Offload, warn_of_no_use
+from llava_fsdp.distributed.parallelize import parallelize, weights_of, without_use
+from llava_fsdp.distributed.precision import MasterWeights
+from llava_fsdp.distributed.zero import ShardPlan
+from llava_fsdp.export import adapter_folder
+from llava_fsdp.export.check_folders import check_artifacts
+from llava_fsdp.export.processor import rehearse_tokenizer
+from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
+from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.load_weights import find_weights, fingerprint, frozen_digests, load_weights
+from llava_fsdp.model.pretrained import artifacts_of, find_parts, find_projector
+from llava_fsdp.model.quantization import quantized_weights
+from llava_fsdp.plan.mfu import utilization_of
+from llava_fsdp.runtime.errors import DataError
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.progress import watch_loading
+from llava_fsdp.train.build_model import build_model, shape_of
+from llava_fsdp.train.loss_scaler import build_scaler
+from llava_fsdp.train.optimizer import build_optimizer
+from llava_fsdp.train.run_info import about_run
+from llava_fsdp.train.state import TrainState
+from llava_fsdp.train.summary import show_run
+
+
+def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | None) -> TrainState:
+    """Build model, optimizer and data, sharded, with their initial weights: the state at step 0."""
+    parts = find_parts(cfg.model)
+    projector = find_projector(cfg)
+    model = build_model(cfg, parts, world.device)
+    if cfg.exports_model:
+        said = parts.language_folder, parts.language, cfg.trained_template, cfg.model.image_start_end
+        on_first_rank(lambda: rehearse_tokenizer(*said), "cannot write the tokenizer of an export")
+    loader = open_data(cfg, world, model)
+    check_profile(cfg, loader.total_steps)
+    check_same_records(loader)
+    held_out = open_held_out_data(cfg, world, model) if cfg.val.every is not None else None
+    check_artifacts(artifacts_of(parts, projector, cfg.model), world.local_rank, world.local_size, world.is_first)
+    sources = find_weights(model, parts, cfg.model, projector, cfg.seed)
+    watch = watch_loading(world.is_first, "fingerprint of frozen weights")
+    digests = frozen_digests(model, sources, world.rank, world.size, gather_lists, watch)
+    adapter_folder.check_base(model, cfg.model, digests)
+    fingerprints = {**loader.steps.fingerprints(), "model": fingerprint(model, digests)}
+    utilization = utilization_of(model, cfg, world.device, world.size)
+    about: dict[str, Any] = {}
+    if world.is_first:
+        weights = weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision)
+        show_run(
+            cfg, world, loader, held_out, weights, describe_projector(cfg, projector), model.kernel, utilization.source
+        )
+        about = about_run(cfg, world, model, loader.steps.records, weights)
+
+    packed = quantized_weights(model)
+
+    def load(model: Llava, masters: MasterWeights) -> None:
+        load_weights(sources, local_shards(model, masters), watch_loading(world.is_first), packed)
+
+    state = assemble(model, loader, load, cfg, world, plan, mesh)
+    known = {"sources": sources, "fingerprints": fingerprints, "digests": digests, "about": about}
+    return replace(state, **known, utilization=utilization, held_out=held_out)
+
+
+def describe_projector(cfg: Config, projector: Path | None) -> str:
+    if projector is None and cfg.model.projector == "auto" and cfg.model.lora.checkpoint is not None:
+        return f"of the adapter {cfg.model.lora.checkpoint}"
+    if cfg.model.checkpoint is not None:
+        return "of the checkpoint"
+    if projector is None and cfg.model.projector == "auto":
+        return "random: there is no stage=pretrain run beside output_dir"
+    return str(projector or "random")
+
+
+def open_data(cfg: Config, world: World, model: Llava, choose: Choose | None = None) -> Loader:
+    """Open the dataset. The embedded toy dataset is generated first, by one rank.
+
+    Args:
+        choose: builds the sampler; None takes that of the configuration.
+    """
+    if cfg.data.source is Source.shapes:
+        with first_rank_first(world):
+            draw_shapes(cfg.data)
+    folders = model.parts.language_folder, model.parts.vision_folder
+    return build_loader(cfg, *folders, shape_of(model), world.rank, world.size, world.device, gather_lists, choose)
+
+
+def open_held_out_data(cfg: Config, world: World, model: Llava) -> HeldOut:
+    """Open the validation data; its records are checked like those of the training data."""
+    positions = model.parts.language.max_position_embeddings
+    held_out = open_held_out(cfg, lambda own, choose: open_data(own, world, model, choose), positions)
+    check_same_records(held_out.loader, "val.path, val.images")
+    if world.is_first:
+        warn_of_trained(cfg)
+    return held_out
+
+
+def check_same_records(loader: Loader, keys: str = "data.path, data.images") -> None:
+    """Check that all ranks see the same records: machines may read different copies of the files. A collective.
+
+    Raises:
+        DataError: on every rank, naming the ranks that differ from rank 0.
+    """
+    found = gather_lists([loader.steps.fingerprints()])
+    differing = [rank for rank, other in enumerate(found) if other != found[0]]
+    if differing:
+        raise DataError(
+            f"ranks {differing} have other records, tokenizers or pictures' preparation than rank 0: are {keys} "
+            "and the model the same files on every machine, and unchanged while the run began? Run it again"
+        )
+
+
+def assemble(
+    model: Llava,
+    loader: Loader,
+    fill: Callable[[Llava, MasterWeights], None],
+    cfg: Config,
+    world: World,
+    plan: ShardPlan,
+    mesh: DeviceMesh | None,
+) -> TrainState:
+    """Parallelize a meta-device model, load its weights and build its optimizer: a run at step 0.
+
+    The order matters: what trains, activation checkpointing, sharding, weights into shards, optimizer.
+
+    Args:
+        fill: loads values into the shards.
+    """
+    buffers = computed_buffers(model)
+    offload = Offload(cfg, world.device)
+    warn_of_no_use(cfg, world)
+    compiling = choose_compiling(cfg, world.device, model.kernel and model.kernel.attention)
+    compilations = Compilations() if compiling.on else None
+    masters = parallelize(model, model.blocks(), mesh, plan, cfg, offload, model.whole_while_frozen(), compilations)
+    for said in without_use(cfg.sharding, model.blocks(), mesh["shard"].size() if mesh is not None else None):
+        log().log(logging.WARNING if world.is_first else logging.DEBUG, said)
+    fill(model, masters)
+    restore_buffers(model, buffers)
+    offload.loaded()
+    optimizer, learning_rate = build_optimizer(model, masters, cfg, loader.total_steps)
+    optimizer = offload.optimizer(optimizer)
+    scaler = build_scaler(cfg.precision.scaler) if cfg.precision.param_dtype is DType.fp16 else None
+    return TrainState(model, masters, optimizer, learning_rate, loader, scaler=scaler, compilations=compilations)
