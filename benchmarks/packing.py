@@ -35,7 +35,7 @@ from rich.table import Table
 from llava_fsdp.config import Config, Normalize, config_dir, load
 from llava_fsdp.data.batching.batch import MicroBatch, Step, StepFacts
 from llava_fsdp.data.batching.collate import Collator, Row
-from llava_fsdp.data.batching.llava_samplers import modality_grouped, stretches
+from llava_fsdp.data.batching.llava_samplers import modality_grouped, chunked
 from llava_fsdp.data.batching.packing import Assignment, pack_step, split_step
 from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.distributed.mesh import World
@@ -77,7 +77,7 @@ def draw_lengths(tail: str, count: int, seed: int) -> list[tuple[int, bool]]:
 
 def as_they_come(lengths: list[tuple[int, bool]], rows: int) -> list[list[int]]:
     """The original's plain sampler, as in its first stage: micro-batches in random order."""
-    return stretches(list(range(len(lengths))), rows)
+    return chunked(list(range(len(lengths))), rows)
 
 
 def by_length(lengths: list[tuple[int, bool]], rows: int) -> list[list[int]]:
@@ -113,7 +113,7 @@ def grouped(tail: str, ranks: int = RANKS) -> tuple[list[tuple[int, bool]], list
     dice = [torch.Generator().manual_seed(seed) for seed in range(2)]
     kept = len(words) - 2 * ranks * ROWS  # the last two steps are set aside, mixed
     order = modality_grouped(words, ROWS, ranks, *dice)[:kept]
-    return lengths, stretches(order, ROWS)
+    return lengths, chunked(order, ROWS)
 
 
 def step_of_original(tail: str, samples: int) -> list[tuple[int, bool]]:
@@ -272,7 +272,7 @@ def micro_batches(state: TrainState, cfg: Config, layout: str) -> Step:
         for s, _ in rows
     ]
     if layout == GROUPED:  # the records were written in its order
-        cut = stretches(sorted(range(len(rows)), key=lambda place: numbers[place]), ROWS)
+        cut = chunked(sorted(range(len(rows)), key=lambda place: numbers[place]), ROWS)
     else:
         cut = PADDED[layout](lengths, ROWS)
     assert sorted(i for m in cut for i in m) == list(range(len(rows)))

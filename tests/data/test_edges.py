@@ -15,7 +15,7 @@ from PIL import Image
 from llava_fsdp.config import AspectRatio, BadRecords, Normalize, Parity, Pixels, SourceConfig, TooLong
 from llava_fsdp.data import loader
 from llava_fsdp.data.batching.batch import MicroBatch, SkippedSample, Step, StepFacts
-from llava_fsdp.data.batching.collate import Collator, drawn_from
+from llava_fsdp.data.batching.collate import Collator, dropout_seeds
 from llava_fsdp.data.batching.sampler import Shuffle, amounts, shares_of
 from llava_fsdp.data.batching.step_dataset import Steps
 from llava_fsdp.data.images import check, preprocess
@@ -179,7 +179,7 @@ def test_a_micro_batch_of_nothing_is_one_position_without_a_label(pack: bool) ->
 def test_tiles_have_seeds_of_their_own_below_the_bound() -> None:
     sample = Sample(np.zeros(1), np.zeros(1), (), (), 0, 0)
     rows = [(sample, [np.zeros((2, 1)), np.zeros((1, 1))]), (sample, []), (sample, [np.zeros((3, 1))])]
-    made = drawn_from([10, 20, 2**31 - 2], rows)
+    made = dropout_seeds([10, 20, 2**31 - 2], rows)
     assert made["seeds"].tolist() == [10, 20, 2**31 - 2]
     assert made["tile_seeds"].tolist() == [11, 12, 13, 2**31 - 1, 0, 1]
 
@@ -261,7 +261,7 @@ def test_sources_are_counted_a_block_at_a_time(block: int, monkeypatch: pytest.M
     texts = SimpleNamespace(sources=sources, firsts=[0, 9, 13])
     records: Any = SimpleNamespace(index=SimpleNamespace(texts=texts), source_counts=[7, 4], **columns)
     found = statistics.count_sources(records)
-    assert [(own.records, own.skipped) for own in found] == [(9, 2), (4, 0)]
+    assert [(own.records, own.left_out) for own in found] == [(9, 2), (4, 0)]
     for own, part in zip(found, (slice(0, 7), slice(7, 11)), strict=True):
         assert [own.tokens, own.label_tokens, own.pictures] == [int(values[part].sum()) for values in columns.values()]
         assert own.text_only == int((columns["pictures"][part] == 0).sum())
