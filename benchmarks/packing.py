@@ -35,7 +35,7 @@ from rich.table import Table
 from llava_fsdp.config import Config, Normalize, config_dir, load
 from llava_fsdp.data.batching.batch import MicroBatch, Step, StepFacts
 from llava_fsdp.data.batching.collate import Collator, Row
-from llava_fsdp.data.batching.llava_samplers import modality_grouped, chunked
+from llava_fsdp.data.batching.llava_samplers import chunked, modality_grouped
 from llava_fsdp.data.batching.packing import Assignment, pack_step, split_step
 from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.distributed.mesh import World

@@ -19,7 +19,7 @@ from small import config_of, make_config, write_json
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
-from transformers import LlavaConfig, LlavaForConditionalGeneration
+from transformers import DynamicCache, LlavaConfig, LlavaForConditionalGeneration
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import SkippedSample
@@ -32,7 +32,7 @@ from llava_fsdp.distributed.compile import run_block
 from llava_fsdp.distributed.eval_mode import evaluating
 from llava_fsdp.distributed.mesh import World, make_mesh
 from llava_fsdp.distributed.zero import SHARD_PLANS
-from llava_fsdp.model.generation import write_answers
+from llava_fsdp.model.generation import Sampling, write_tokens
 from llava_fsdp.runtime.errors import ConfigError, DataError, Stopped
 from llava_fsdp.runtime.watchdog import Watchdog
 from llava_fsdp.train import main as train
@@ -348,8 +348,9 @@ def test_answers_about_tiles_are_those_of_whole_passes(parts: Path, dataset: Pat
     micro = loader.to_device(prompts.micro)
     shown = micro.image_positions, micro.image_rows, micro.images
     with evaluating(model, loader.device):
-        tokens: list[list[int]] = []
-        write_answers(model, micro.input_ids, prompts.mask, shown, 5, lambda chosen: tokens.append(chosen) or False)
+        cache = DynamicCache(config=model.parts.language)
+        written_tokens = write_tokens(model, micro.input_ids, prompts.mask, shown, cache, Sampling(5))
+        tokens = [chosen.tolist() for chosen in written_tokens]
     assert [list(row) for row in zip(*tokens, strict=True)] == list(written.values()) and len(micro.images) > 12
 
 

@@ -71,7 +71,7 @@ class Llava(nn.Module):
         segments: Segments | Continued | None,
         image_positions: torch.Tensor,
         image_rows: torch.Tensor,
-        images: torch.Tensor,
+        images: torch.Tensor | None,
         seeds: tuple[torch.Tensor, torch.Tensor],
         label_positions: torch.Tensor,
         label_ids: torch.Tensor | None = None,
@@ -90,7 +90,7 @@ class Llava(nn.Module):
             image_positions: int64 [image tokens], into the flattened rows.
             image_rows: int64 [image tokens], into the features of all tiles laid end to end; the row behind the last is
                 the learned vector at the end of a line.
-            images: float32 [tiles, 3, size, size], normalised.
+            images: float32 [tiles, 3, size, size], normalised; None if no rank has any.
             seeds: dropout seeds, int64 [samples] and int64 [tiles]; used in training with dropout.
             label_positions: int64 [labels], into the flattened rows: where each label is predicted.
             label_ids: int64 [labels]; not used with `return_logits`.
@@ -113,9 +113,15 @@ class Llava(nn.Module):
         return self.label_loss(labelled, self.lm_head.weight, label_ids, each=each)
 
     def embedded(
-        self, input_ids: torch.Tensor, image_positions: torch.Tensor, image_rows: torch.Tensor, images: torch.Tensor
+        self,
+        input_ids: torch.Tensor,
+        image_positions: torch.Tensor,
+        image_rows: torch.Tensor,
+        images: torch.Tensor | None,
     ) -> torch.Tensor:
         """Input embeddings of the language model, [rows, length, hidden]; arguments as in `forward`."""
+        if images is None:
+            return self.language_model.get_input_embeddings()(input_ids)
         features = self.multi_modal_projector(self.image_features(images)).flatten(0, 1)  # [tiles * tokens, hidden]
         if self.cfg.patch_merge is PatchMerge.spatial_unpad:
             features = torch.cat([features, self.image_newline[None].to(features.dtype)])

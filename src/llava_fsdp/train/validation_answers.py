@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import nn
+from transformers import DynamicCache
 
 from llava_fsdp.config import BadRecords, Config, Metric
 from llava_fsdp.data.batching.collate import Row
@@ -17,7 +18,7 @@ from llava_fsdp.data.validation_set import HeldOut
 from llava_fsdp.distributed.consensus import any_rank
 from llava_fsdp.distributed.mesh import gather_lists
 from llava_fsdp.evaluate.scoring import exact_match, vqa_accuracy
-from llava_fsdp.model.generation import write_answers
+from llava_fsdp.model.generation import Sampling, write_tokens
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.runtime.errors import ImageError
 from llava_fsdp.runtime.log import log
@@ -104,20 +105,20 @@ class Asker:
         mask = prompts.mask.to(micro.input_ids.device)
 
         texts = [AnswerText(self.tokenizer, self.stop, self.stops) for _ in read]
-        pieces: list[list[str]] = [[] for _ in read]
-
-        def all_done(chosen: list[int]) -> bool:
-            for text, found, token in zip(texts, pieces, chosen, strict=False):  # a blank row has no text
-                found.append(text.push(token))
+        cache = DynamicCache(config=self.model.parts.language)
+        sampling = Sampling(self.cfg.val.max_new_tokens)
+        for chosen in write_tokens(self.model, micro.input_ids, mask, shown, cache, sampling):
+            for text, token in zip(texts, chosen.tolist(), strict=False):  # a blank row has no text
+                text.push(token)
             goes_on, stops = any_rank(not all(text.ended for text in texts), self.wants_stop())
-            return stops or not goes_on
-
-        write_answers(self.model, micro.input_ids, mask, shown, self.cfg.val.max_new_tokens, all_done)
-        answers = ["".join([*found, text.close()]) for text, found in zip(texts, pieces, strict=True)]
+            if stops or not goes_on:
+                break
+        for text in texts:
+            text.close()
         score = SCORES[self.cfg.val.metric]
         return [
-            Answered(number, text, score(text, [self.questions[number].reference]))
-            for (number, _), text in zip(read, answers, strict=True)
+            Answered(number, text.text, score(text.text, [self.questions[number].reference]))
+            for (number, _), text in zip(read, texts, strict=True)
         ]
 
     def read(self, asked: HeldOutQuestion) -> Row | None:
