@@ -66,7 +66,7 @@ CANNOT = {
     "mamba": ({}, "mamba does not attend through its AttentionInterface"),
     "falcon": ({"alibi": True}, "falcon does not attend through its AttentionInterface"),
     "nemotron": ({}, "0 of the 2 layers of nemotron attend through"),
-    "doge": ({}, "DogeAttention attends with a mask of its model's own"),
+    "doge": ({}, "DogeAttention attends with a mask of its own"),
     "llama": (
         {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
                              "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}},
@@ -164,7 +164,7 @@ KEYS = {
     "means": (["loss.normalize=micro_batch"], "loss.normalize=micro_batch is a mean of means"),
     "cuts of its own": (
         ["sampler=llava_v1_5", "tokens_per_micro_batch=9000"],
-        "tokens_per_micro_batch=9000 would cut none",
+        "tokens_per_micro_batch=9000 has no effect",
     ),
 }
 

@@ -113,7 +113,7 @@ def test_original_order_needs_whole_micro_batches() -> None:
     cfg = config_of(["compat=llava_v1_5", "global_batch_size=16", "micro_batch_size=8"])
     with pytest.raises(ConfigError, match="16 is not a multiple of 8 x 3"):
         open_sampler([1] * 64, cfg, 3)
-    with pytest.raises(ConfigError, match="global_batch_size=16 is no multiple of micro_batch_size=5"):
+    with pytest.raises(ConfigError, match="global_batch_size=16 is not a multiple of micro_batch_size=5"):
         config_of(["compat=llava_v1_5", "global_batch_size=16", "micro_batch_size=5"])
     with pytest.raises(ConfigError, match="an epoch has 1 micro-batches for each rank, fewer than the 2 of a step"):
         LlavaSampler([1] * 4, 4, 2, 1, seed=1, grouped=False)
