@@ -44,11 +44,12 @@ ALSO = [
     "`--save_total_limit 1` is `checkpoint.keep=2`: the newest may be the one that a crash interrupted.",
     "Warm-up is `ceil(warmup_ratio x steps)`, as in transformers' `get_warmup_steps`.",
     "Norms and biases are not decayed (with `weight_decay=0` nothing is).",
-    "Gradients are accumulated and reduced in fp32 and divided by the label tokens of the step; the original does so in "
-    "bf16 and takes the mean of the micro-batches' means. `compat=llava_v1_5` does the same as the original.",
+    "Gradients are accumulated and reduced in fp32 and divided by the label tokens of the step; the original does so "
+    "in bf16 and takes the mean of the micro-batches' means. `compat=llava_v1_5` does the same as the original.",
     "Norms compute in fp32; the original casts them to bf16 with the rest of the model, and so does "
     "`compat=llava_v1_5`.",
-    "The projector of `stage=pretrain` is initialized from `seed`; the original initializes it before it sets the seed.",
+    "The projector of `stage=pretrain` is initialized from `seed`; the original initializes it before it sets "
+    "the seed.",
 ]
 
 
