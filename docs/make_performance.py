@@ -154,8 +154,9 @@ CURVES = {"pictures": "images", "imagined": "simulated ranks"}
 def scaling() -> str:
     path, report = newest("scaling-cpu")
     rows = [
-        [CURVES.get(row["curve"], row["curve"]), f"{row['at']:,}", f"{row['tokens_per_cpu_second']:,.0f}", f"{row['bytes_at_rest'] / 2**20:,.0f}",
-         f"{row['bytes_peak'] / 2**20:,.0f}"] for row in report["rows"] if "tokens_per_cpu_second" in row
+        [CURVES.get(row["curve"], row["curve"]), f"{row['at']:,}", f"{row['tokens_per_cpu_second']:,.0f}",
+         f"{row['bytes_at_rest'] / 2**20:,.0f}", f"{row['bytes_peak'] / 2**20:,.0f}"]
+        for row in report["rows"] if "tokens_per_cpu_second" in row
     ]  # fmt: skip
     head = ("what grows", "to", "tokens a CPU second", "MiB between steps", "MiB at the peak")
     return f"{table(head, rows, 'lrrrr')}\n\n{origin(path, report)}"
