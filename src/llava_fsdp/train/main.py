@@ -176,7 +176,7 @@ def settle_auto(cfg: Config, world: World) -> Config:
         return decide(cfg, world, parts, samples_in(records), continues(cfg))
 
     decision = on_first_rank(choose, "cannot plan")
-    log().info("%s", decision.told(cfg))
+    log().info("%s", decision.summary(cfg))
     return decision.applied(cfg)
 
 
