@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import RankPool, single_world
+from loaders import agreed_steps
 from reference import EXPORTED, outcome, run_ranks
 from small import Configure
 from steps import begin
@@ -46,7 +47,7 @@ def test_an_update_below_a_step_of_bf16_is_seen(configure: Configure) -> None:
         values = [f"precision.norm_dtype={dtype}", "max_steps=1", "optim.lr=1e-4", "optim.schedule=constant"]
         cfg = configure(*BF16, *values, "optim.warmup_ratio=0", to=dtype)
         state, plan = begin(single_world(), cfg)
-        for step in state.loader.from_step(0):
+        for step in agreed_steps(state.loader):
             train_step(state, step, plan, cfg, 0.0)
         assert (state.masters.named["language_model.norm.weight"] != 1).all()
         moved[dtype] = (state.model.get_parameter("language_model.norm.weight") != 1).float().mean()

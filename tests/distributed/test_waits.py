@@ -3,6 +3,7 @@
 import pytest
 import torch
 from harness import RankPool, World, single_world
+from loaders import agreed_steps
 from small import Configure
 from steps import begin
 from waiting import HostWaits
@@ -27,7 +28,7 @@ def waits(world: World, cfg: Config) -> list[tuple[int, dict[str, int]]]:
     """By step: how many micro-batches a rank ran, and where it waited."""
     state, plan = begin(world, cfg)
     found = []
-    for step in state.loader.from_step(0):
+    for step in agreed_steps(state.loader):
         with HostWaits() as seen:
             train_step(state, step, plan, cfg, 0.0)
         found.append((len(step.micro_batches), dict(seen.seen)))

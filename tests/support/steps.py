@@ -3,6 +3,7 @@
 import hashlib
 
 import torch
+from loaders import agreed_steps
 
 from llava_fsdp.config import Config
 from llava_fsdp.distributed.local_shards import local
@@ -28,7 +29,7 @@ def begin(world: World, cfg: Config) -> tuple[TrainState, ShardPlan]:
 def run_steps(state: TrainState, cfg: Config) -> list[StepResult]:
     """All steps that are left."""
     plan = SHARD_PLANS[cfg.sharding.strategy]
-    return [train_step(state, step, plan, cfg, 0.0) for step in state.loader.from_step(state.step)]
+    return [train_step(state, step, plan, cfg, 0.0) for step in agreed_steps(state.loader, state.step)]
 
 
 def held_masters(state: TrainState) -> dict[str, torch.Tensor]:
