@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import RankPool, single_world
+from loaders import agreed_steps
 from small import make_config
 from torch.distributed.tensor import DTensor
 
@@ -52,7 +53,7 @@ def trained(world: World, cfg: Config, steps: int) -> tuple[Digests, Digests]:
     saver = open_saver(state, cfg, resume(state, cfg))
     began = digests(state)
     state.model.train()
-    for number, step in enumerate(state.loader.from_step(state.step), start=1):
+    for number, step in enumerate(agreed_steps(state.loader, state.step), start=1):
         train_step(state, step, plan, cfg, 0.0)
         if number == steps:
             break

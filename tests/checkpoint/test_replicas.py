@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import RankPool
+from loaders import agreed_steps
 from small import make_config
 
 from llava_fsdp.config import Config
@@ -61,7 +62,7 @@ def flipped(world: World, cfg: Config, flips: list[tuple[str, int]], rank: int) 
     parent = Path(cfg.output_dir) / FOLDER
     check_replicas(state, parent)
     saver = open_saver(state, cfg)
-    steps = state.loader.from_step(0)
+    steps = agreed_steps(state.loader)
     state.model.train()
     train_step(state, next(steps), plan, cfg, 0.0)
     saver.save()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import RankPool, single_world
+from loaders import agreed_steps
 from small import make_config, write_json
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,8 +23,8 @@ from llava_fsdp.distributed.activation_offload import Away, HostInputs
 from llava_fsdp.distributed.local_shards import local
 from llava_fsdp.distributed.mesh import World, make_mesh
 from llava_fsdp.distributed.zero import SHARD_PLANS
-from llava_fsdp.model.attention import Kernel, register_attention, told
-from llava_fsdp.model.llava import find_stack
+from llava_fsdp.model.attention import Kernel, attention_arguments, register_attention
+from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.train import main as train
 from llava_fsdp.train.loop import train_step
 
@@ -54,7 +55,7 @@ def traces(world: World, configs: list[Config]) -> list[Trace]:
         plan = SHARD_PLANS[cfg.sharding.strategy]
         state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
         state.model.train()
-        results = [train_step(state, step, plan, cfg, 0.0) for step in state.loader.from_step(0)]
+        results = [train_step(state, step, plan, cfg, 0.0) for step in agreed_steps(state.loader)]
         weights = {name: local(p).clone() for name, p in state.masters.named.items()}
         found.append(([r.loss for r in results], [r.grad_norm for r in results], weights))
     return found
@@ -228,7 +229,7 @@ def test_lengths_of_samples_compile_nothing_anew() -> None:
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = AutoConfig.for_model("llama", vocab_size=8, use_cache=False, **shape)
     model = AutoModel.from_config(config, attn_implementation=Kernel(Attention.varlen, "").name)
-    (block,) = find_stack(model)
+    (block,) = find_blocks(model)
     graphs = []
 
     def traced(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
@@ -239,7 +240,7 @@ def test_lengths_of_samples_compile_nothing_anew() -> None:
     for lengths in ((3, 4), (2, 5, 6), (1, 1, 1, 9), (8, 2)):
         held = boundaries(lengths)
         segments = held["position_ids"], held["cu_seqlens"], held["lengths"]
-        model(inputs_embeds=torch.randn(1, sum(lengths), 32), **told(segments))
+        model(inputs_embeds=torch.randn(1, sum(lengths), 32), **attention_arguments(segments))
     assert len(graphs) == 1 and any("varlen_attn" in target for target in graphs[0])
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from harness import RankPool, World, single_world
+from loaders import agreed_steps
 from small import make_config
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -52,7 +53,7 @@ def unaligned(world: World, parts: Path, dataset: Path, folder: Path, stage: str
     state = build_state(cfg, world, plan, make_mesh(world, plan, cfg))
     state.model.train()
     with Unaligned() as seen:
-        for step in state.loader.from_step(0):
+        for step in agreed_steps(state.loader):
             train_step(state, step, plan, cfg, 0.0)
     kept = [*state.model.named_parameters(), *state.model.named_buffers(), *state.masters.named.items()]
     local = {name: value.to_local() if isinstance(value, DTensor) else value for name, value in kept}

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from harness import CPU, RankPool, single_world
+from loaders import agreed_steps
 from small import make_config
 from torch import nn
 from transformers import AutoConfig, AutoModel
@@ -19,8 +20,8 @@ from llava_fsdp.distributed.compile import WARM_UP, Compilations, Compiling, cho
 from llava_fsdp.distributed.local_shards import local
 from llava_fsdp.distributed.mesh import World, make_mesh
 from llava_fsdp.distributed.zero import SHARD_PLANS
-from llava_fsdp.model.attention import Kernel, register_attention, told
-from llava_fsdp.model.llava import find_stack
+from llava_fsdp.model.attention import Kernel, attention_arguments, register_attention
+from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train import main as train
 from llava_fsdp.train.loop import train_step
@@ -40,7 +41,7 @@ def trace(world: World, cfg: Config) -> Trace:
     state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
     state.model.train()
     results, graphs, shapes = [], [], set()
-    for step in state.loader.from_step(0):
+    for step in agreed_steps(state.loader):
         shapes |= {tuple(micro.inputs[0].shape) for micro in step.micro_batches}
         results.append(train_step(state, step, plan, cfg, 0.0))
         graphs.append(state.compilations.total if state.compilations is not None else 0)
@@ -109,12 +110,12 @@ def test_one_graph_serves_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
     torch._dynamo.reset()
     model, count = layers(3), Compilations()
-    compile.compile_blocks(find_stack(model), count=count, one_row=True)
+    compile.compile_blocks(find_blocks(model), count=count, one_row=True)
     for lengths in ((7,), (3, 4), (2, 5, 6), (1, 1, 1, 9), (8, 2), (31,)):
         held = boundaries(lengths)
         segments = held["position_ids"], held["cu_seqlens"], held["lengths"]
         flat = torch.randn(sum(lengths), 32, requires_grad=True).clone()
-        model(inputs_embeds=flat.view(1, sum(lengths), 32), **told(segments))
+        model(inputs_embeds=flat.view(1, sum(lengths), 32), **attention_arguments(segments))
     assert len(graphs) == count.total == 1 and any("varlen_attn" in target for target in graphs[0])
 
 
@@ -151,7 +152,7 @@ def test_products_that_selective_keeps_do_not_run_again(
     config = AutoConfig.for_model("llama", vocab_size=8, use_cache=False, **shape)
     model = AutoModel.from_config(config)
     apply_activation_checkpointing(
-        [find_stack(model)],
+        [find_blocks(model)],
         ActivationCheckpointingConfig(mode=ActivationCheckpointing(mode), budget=None),
         CPU,
         Compilations(),

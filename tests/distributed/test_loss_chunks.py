@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from harness import RankPool
+from loaders import agreed_steps
 from small import make_config, write_json
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -45,7 +46,7 @@ def ran(world: World, configs: list[Config]) -> list[tuple[Counter[str], list[fl
         plan = SHARD_PLANS[cfg.sharding.strategy]
         state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
         state.model.train()
-        step = next(iter(state.loader.from_step(0)))
+        step = next(iter(agreed_steps(state.loader)))
         losses, chunks = [], []
         with Collectives() as collectives:
             for number, micro in enumerate(step.micro_batches[:2]):

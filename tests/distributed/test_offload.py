@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import CPU, RankPool, single_world
+from loaders import agreed_steps
 from reference import EXPORTED, Outcome, outcome, run_ranks
 from small import make_config
 from torch import nn
@@ -111,7 +112,7 @@ def where_states_lie(world: World, cfg: Config) -> dict[str, bool]:
         for name, parameter in state.model.named_parameters():
             if local(parameter).numel():
                 held[name] = state_arenas(state)[1].owns(local(parameter))
-        step = next(iter(state.loader.from_step(0)))
+        step = next(iter(agreed_steps(state.loader)))
         state.optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
         train_step(state, step, plan, cfg, 0.0)
         moments, shards, gradients = state_arenas(state)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import RankPool, single_world
+from loaders import agreed_steps
 from reference import EXPORTED
 from small import make_config
 
@@ -55,7 +56,7 @@ def steps(world: World, cfg: Config) -> Trace:
     state, losses = built(world, cfg), []
     Path(cfg.output_dir).mkdir(parents=True, exist_ok=True)
     saver = open_saver(state, cfg, resume(state, cfg))
-    for step in state.loader.from_step(state.step):
+    for step in agreed_steps(state.loader, state.step):
         losses.append(train_step(state, step, SHARD_PLANS[cfg.sharding.strategy], cfg, 0.0).loss)
         if state.step == 3:
             saver.save()

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import RankPool, single_world
+from loaders import agreed_steps
 from small import make_config
 from torch.distributed.fsdp import FSDPModule
 
@@ -36,7 +37,7 @@ def traces(world: World, configs: list[Config]) -> list[Trace]:
         state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
         state.model.train()
         with CollectiveBytes() as counter:
-            results = [train_step(state, step, plan, cfg, 0.0) for step in state.loader.from_step(0)]
+            results = [train_step(state, step, plan, cfg, 0.0) for step in agreed_steps(state.loader)]
         weights = {name: local(p).clone() for name, p in state.masters.named.items()}
         found.append(([(r.loss, r.grad_norm) for r in results], weights, counter.moved, units(state.model)))
     return found

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import RankPool, World, single_world
+from loaders import agreed_steps
 from small import make_config
 from waiting import HostWaits
 
@@ -32,7 +33,7 @@ def waits(world: World, parts: Path, dataset: Path, folder: Path, stage: str, ov
     state = build_state(cfg, world, plan, make_mesh(world, plan, cfg))
     state.model.train()
     found = []
-    for step in state.loader.from_step(0):
+    for step in agreed_steps(state.loader):
         with HostWaits() as seen:
             train_step(state, step, plan, cfg, 0.0)
         found.append((len(step.micro_batches), dict(seen.seen)))

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import CPU
+from loaders import agreed_steps
 from small import make_config
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import LlavaForConditionalGeneration
@@ -69,7 +70,7 @@ def build_run(cfg: Config, device: torch.device, mesh: DeviceMesh | None) -> Tra
 def run_steps(state: TrainState, cfg: Config) -> Trace:
     plan = SHARD_PLANS[cfg.sharding.strategy]
     losses, norms = [], []
-    for step in state.loader.from_step(0):
+    for step in agreed_steps(state.loader):
         result = train_step(state, step, plan, cfg, 0.0)
         losses.append(result.loss)
         norms.append(result.grad_norm)
@@ -115,7 +116,7 @@ def assert_transfers_whole(cfg: Config, device: torch.device) -> int:
     state = build_run(cfg, device, None)
     loader, steps = state.loader, state.loader.steps
     placed = []
-    for step in loader.from_step(0):
+    for step in agreed_steps(loader):
         for micro in step.micro_batches:
             if device.type == "cuda":
                 torch.cuda._sleep(20_000_000)
@@ -143,7 +144,7 @@ def export_and_reload(cfg: Config, device: torch.device) -> float:
     ids = micro.input_ids.clone()
     ids.view(-1)[micro.image_positions] = reloaded.config.image_token_id
     with torch.no_grad():
-        ours = state.model(*micro.inputs[:-1])
+        ours = state.model(*micro.inputs, return_logits=True)
         theirs = reloaded(input_ids=ids, pixel_values=micro.images).logits.flatten(0, 1)[micro.label_positions]
     return float((theirs[:, : ours.shape[1]] - ours).abs().max() / ours.abs().max())
 

@@ -17,7 +17,7 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration
 from llava_fsdp.checkpoint.reader import saved_weights
 from llava_fsdp.checkpoint.verify import newest_alone
 from llava_fsdp.config import Config, DType, Part, QuantizeConfig, Quantizer
-from llava_fsdp.data.batching.batch import LeftOut
+from llava_fsdp.data.batching.batch import SkippedSample
 from llava_fsdp.data.batching.step_dataset import Steps
 from llava_fsdp.data.loader import normalize
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
@@ -92,8 +92,8 @@ def plain_loop(cfg: Config, start: Path, adapters: "Adapters | None" = None) -> 
             group["lr"] = cfg.optim.lr * factor
         for p in trained:
             p.grad = torch.zeros_like(p)
-        read = [(i, steps.read(i)) for i in steps.order.samples(step)]
-        rows = [(i, row) for i, row in read if not isinstance(row, LeftOut)]
+        read = [(i, steps.read(i)) for i in steps.sampler.samples(step)]
+        rows = [(i, row) for i, row in read if not isinstance(row, SkippedSample)]
         count = sum(int((sample.labels[1:] != IGNORE).sum()) for _, (sample, _) in rows)
         loss_sum = 0.0
         for number, (sample, pictures) in rows:
@@ -101,7 +101,7 @@ def plain_loop(cfg: Config, start: Path, adapters: "Adapters | None" = None) -> 
                 adapters.tell(step, number)
             ids = torch.from_numpy(sample.input_ids)[None]
             ids = torch.where(ids == IMAGE_ID, config.image_token_id, ids)
-            table = torch.from_numpy(steps.pictures.preprocessor.pixel_table())
+            table = torch.from_numpy(steps.image_reader.preprocessor.pixel_table())
             pixels = normalize(torch.from_numpy(np.concatenate(pictures)), table) if pictures else None
             logits = model(input_ids=ids, pixel_values=pixels).logits[0, :-1, : vocabulary(cfg)]
             loss = functional.cross_entropy(logits, torch.from_numpy(sample.labels[1:]), reduction="sum") / count
