@@ -105,7 +105,7 @@ def fixed(rule: object) -> Outcome | None:
         if rule.text == "as here":
             return Outcome(Verdict.implied, f"always so here: {rule.why}")
     if isinstance(rule, Usual | Switched):
-        return Outcome(Verdict.unsupported, f"{rule.why} (left out or off: as here)")
+        return Outcome(Verdict.unsupported, f"{rule.why} (nothing to do if absent or off)")
     return None
 
 

@@ -372,7 +372,7 @@ def test_tower_with_all_its_biases(made: Callable[[str], Made], parts: Path, dat
 def probed(state: TrainState) -> tuple[MicroBatch, torch.Tensor]:
     """A micro-batch of a run's loader, and the run's logits of it."""
     micro = state.loader.to_device(state.loader.steps.probe())
-    return micro, state.model.eval()(*micro.inputs[:-1])
+    return micro, state.model.eval()(*micro.inputs, return_logits=True)
 
 
 def test_logits_in_full_are_the_runs_own(made: Callable[[str], Made], dataset: Path, tmp_path: Path) -> None:

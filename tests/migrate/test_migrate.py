@@ -276,6 +276,7 @@ def test_another_program_exits_with_an_error_where_its_command_is_not_complete(t
     done = run_entry("other.sh", cwd=tmp_path)
     assert done.returncode == ExitCode.USER
     assert "# incomplete: data.path: the script has no --data_path" in done.stdout
+    assert "# caution: train_vlm.py: not the original LLaVA's program" in done.stdout
     assert "model.checkpoint=llava-hf/llava-1.5-7b-hf" in done.stdout and "model.lora.r=16" in done.stdout
     (tmp_path / "other.sh").write_text(WHOLE)
     assert run_entry("other.sh", cwd=tmp_path).returncode == ExitCode.DONE

@@ -8,7 +8,7 @@ from llava_fsdp.migrate import accelerate, deepspeed
 from llava_fsdp.migrate.keys import OFF, Context, Outcome, Row, Rule, Verdict, implied, mapped, outcome, unsupported
 from llava_fsdp.migrate.launcher_flags import LAUNCHER
 from llava_fsdp.migrate.source_run import Block, plain
-from llava_fsdp.migrate.trainer_flags import RULE_OF_PROGRAM
+from llava_fsdp.migrate.trainer_flags import OTHER_PROGRAM
 
 DEFAULT = "not in the script"
 PROGRAM = "the program"
@@ -47,9 +47,8 @@ def launcher_rows(context: Context) -> list[Row]:
     for name, value in launch.flags.items():
         rule = accelerate.rule_of(name) if launch.launcher == "accelerate" else LAUNCHER.get(name)
         rows.append(answered(context, source, name, value, rule, ()))
-    program = mapped("python -m llava_fsdp.train: the original LLaVA's program; attention is PyTorch's own")
-    rule = program if launch.is_original else RULE_OF_PROGRAM
-    return [*rows, answered(context, source, PROGRAM, launch.script, rule, ())]
+    program = "the original LLaVA's program; attention is PyTorch's own" if launch.is_original else OTHER_PROGRAM
+    return [*rows, Row(source, PROGRAM, launch.script, mapped(f"python -m llava_fsdp.train: {program}"))]
 
 
 def flag_rows(context: Context) -> list[Row]:
