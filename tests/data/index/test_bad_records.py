@@ -146,8 +146,8 @@ def test_heads_alone_show_no_cut_ends(parts: Path, tmp_path: Path) -> None:
 def test_bad_pictures_are_looked_at_again_once(parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by who has just looked, nor by who waited meanwhile; and never in vain where nothing can be written."""
     looks = []
-    own = index_module.mended_chunks
-    monkeypatch.setattr(index_module, "mended_chunks", lambda *a: looks.append(1) or own(*a))
+    own = index_module.fixed_chunks
+    monkeypatch.setattr(index_module, "fixed_chunks", lambda *a: looks.append(1) or own(*a))
     path, _ = write_planted(tmp_path, lines=False)
     cfg = config(parts, path)
     plan = plan_of(cfg, parts)
