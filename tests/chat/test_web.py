@@ -1,7 +1,6 @@
 """The page to talk to a model: in a real browser, asked by others than a browser, and what its guard lets through."""
 
 import asyncio
-import contextlib
 import http.client
 import json
 import re
@@ -11,8 +10,9 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import zlib
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,9 @@ from hydra import compose, initialize_config_dir
 from PIL import Image
 
 from llava_fsdp.chat.assistant import Assistant, Question
-from llava_fsdp.chat.web import queue as serving_line
-from llava_fsdp.chat.web.queue import MOST as MOST_WAITING
-from llava_fsdp.chat.web.queue import Line, Place
-from llava_fsdp.chat.web.security import Guard, check_body, check_names, check_route
-from llava_fsdp.chat.web.security import Refused as RefusedError
+from llava_fsdp.chat.web.security import Guard, RequestRefused, check_body, check_names, check_route
 from llava_fsdp.chat.web.server import bound
-from llava_fsdp.chat.web.sessions import Talks
+from llava_fsdp.chat.web.sessions import Sessions
 from llava_fsdp.config import AspectRatio, ChatConfig, config_dir, load
 from llava_fsdp.data.records.record import Turn
 from llava_fsdp.data.text.templates import IMAGE_TAG
@@ -205,7 +201,7 @@ def test_a_conversation(served: Served, assistant: Assistant, dataset: Path, tmp
         ask(shown, second)
         assert list(map(as_shown, answers(shown, 2))) == [as_shown(text) for text in expected]
         shown.click("text=New conversation")
-        shown.wait_for_selector("[data-testid=bot]", state="detached", timeout=PATIENCE)
+        shown.wait_for_selector("[data-testid=user]", state="detached", timeout=PATIENCE)
         ask(shown, second)
         alone = assistant.answers([Question([Turn("human", second)], [], "")], 8)
         assert list(map(as_shown, answers(shown, 1))) == [as_shown(alone[0])], "nothing is left of the one before"
@@ -232,7 +228,7 @@ def test_files_that_are_refused(served: Served, dataset: Path, tmp_path: Path) -
         assert "bomb.png: has 400000000 pixels, over the limit" in said or "20000 x 20000 pixels" in said
         given_back(shown, "what", 1)
         ask(shown, "what", *(dataset / "images" / name for name in ("0.jpg", "1.png", "2.jpg", "3.png")))
-        assert "a conversation takes 3 pictures at most" in warned(shown)
+        assert "a conversation takes at most 3 images" in warned(shown)
         given_back(shown, "what", 4)
         shown.set_input_files("input[type=file]", str(large))
         said = warned(shown)
@@ -259,25 +255,65 @@ def test_an_answer_is_stopped(served: Served, assistant: Assistant) -> None:
         opened(other, served)
         ask(shown, "what")
         shown.wait_for_selector("[data-testid=bot]", timeout=PATIENCE)
-        ask(other, "begun anew")
-        other.wait_for_selector("text=waits for its turn: 1 question is before it", timeout=PATIENCE)
-        other.click("text=New conversation")
-        other.wait_for_selector("[data-testid=user]", state="detached", timeout=PATIENCE)
-        ask(other, "taken back")
-        other.wait_for_selector("text=waits for its turn: 1 question is before it", timeout=PATIENCE)
-        other.click("button:has-text('Stop')")
-        other.wait_for_selector("[data-testid=bot]", state="detached", timeout=PATIENCE)
+        for button in ("New conversation", "Stop"):
+            ask(other, "taken back")
+            other.wait_for_selector("text=/queue: 1/", timeout=PATIENCE)
+            other.click(f"button:has-text('{button}')")
+            other.wait_for_selector("text=/queue: 1/", state="detached", timeout=PATIENCE)
+            left = "taken back" if button == "Stop" else ""
+            other.wait_for_function(f"document.querySelector('textarea').value == '{left}'", timeout=PATIENCE)
         shown.click("button:has-text('Stop')")
         [cut] = answers(shown, 1)
         assert cut and as_shown(whole).startswith(as_shown(cut)) and len(cut) < len(whole.strip())
-        assert other.locator("[data-testid=bot]").count() == 0 and other.input_value("textarea") == "taken back"
-        assert other.locator("button:has-text('Stop')").is_disabled()
+        assert other.locator("[data-testid=bot]").count() == 0
         ask(other, "asked again")
         assert len(answers(other, 1)) == 1, "a stop is for one question"
         ask(shown, "go on")
+        shown.wait_for_function("document.querySelectorAll('[data-testid=bot]').length == 2", timeout=PATIENCE)
         shown.click("button:has-text('Stop')")
         assert answers(shown, 2)[0] == cut
-        assert shown.locator("button:has-text('Stop')").is_disabled()
+        ask(shown, "and again")
+        shown.wait_for_function("document.querySelectorAll('[data-testid=bot]').length == 3", timeout=PATIENCE)
+        shown.click("text=New conversation")
+        for role in ("bot", "user"):
+            shown.wait_for_selector(f"[data-testid={role}]", state="detached", timeout=PATIENCE)
+        ask(shown, "begun anew")
+        assert len(answers(shown, 1)) == 1, "nothing is left of the one before"
+
+
+@pytest.mark.e2e
+def test_one_question_too_many_is_refused_at_once(served: Served) -> None:
+    """Gradio's own queue is bounded, and a question that is cancelled frees its place."""
+    ask_fn, sent = 0, []
+
+    def posted(path: str, **body: Any) -> tuple[int, Any]:
+        status, content = served.asked(
+            "POST", f"/gradio_api/{path}", json.dumps(body).encode(), **{"Content-Type": "application/json"}
+        )
+        return status, json.loads(content)
+
+    def join(number: int) -> tuple[int, Any]:
+        data = [{"text": "what", "files": []}, 0, 1, 400]
+        return posted("queue/join", data=data, fn_index=ask_fn, session_hash=f"crowd{number}")
+
+    try:
+        for number in range(40):
+            status, content = join(number)
+            if status != 200:
+                break
+            sent.append((number, content["event_id"]))
+            if number == 0:
+                time.sleep(1)  # its turn begins
+        assert (status, len(sent)) == (503, 17) and "Queue is full. Max size is 16" in content["detail"]
+        assert posted("run/predict", data=[{"text": "what", "files": []}, 0, 1, 8], fn_index=ask_fn)[0] == 404
+        number, event = sent.pop()
+        assert posted("cancel", session_hash=f"crowd{number}", fn_index=ask_fn, event_id=event)[0] == 200
+        status, content = join(50)
+        assert status == 200
+        sent.append((50, content["event_id"]))
+    finally:
+        for number, event in reversed(sent):
+            posted("cancel", session_hash=f"crowd{number}", fn_index=ask_fn, event_id=event)
 
 
 @pytest.mark.e2e
@@ -296,14 +332,14 @@ def test_requests_of_others(served: Served, tmp_path: Path) -> None:
             body = json.dumps({**joined, "fn_index": 0, "session_hash": "abc"}).encode()
             kind = {"Content-Type": "application/json"}
             assert served.asked("POST", "/gradio_api/queue/join", body, **kind) == (
-                403, b"no file that was sent to this page",
+                403, b"not a file that was sent to this page",
             )  # fmt: skip
     assert served.sent("large.jpg", bytes((1 << 20) + 1))[0] == 413
     assert served.sent("many.jpg", bytes(5 << 20))[0] == 413
     assert served.asked("GET", "/", Host="evil.example")[0] == 403
     status, text = served.asked("GET", "/")
     assert status == 200 and b"fonts.googleapis" not in text
-    for path in ("/gradio_api/api/ask", "/gradio_api/run/predict", "/gradio_api/proxy=http://127.0.0.1:1/x", "/docs"):
+    for path in ("/gradio_api/api/ask", "/gradio_api/run/ask", "/gradio_api/proxy=http://127.0.0.1:1/x", "/docs"):
         assert served.asked("GET", path)[0] == 404 and served.asked("POST", path, b"{}")[0] == 404
 
 
@@ -361,7 +397,7 @@ def test_who_may_ask() -> None:
         {"host": "localhost:7860", "sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"},
         {"host": "localhost", "sec-fetch-site": "same-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "iframe"},
     ):  # fmt: skip
-        with pytest.raises(RefusedError) as refusal:
+        with pytest.raises(RequestRefused) as refusal:
             check_names(headers, "127.0.0.1")
         assert refusal.value.status == 403
 
@@ -384,7 +420,7 @@ def test_what_may_be_asked(tmp_path: Path) -> None:
         {"path": str(inside), "url": 5}, {"path": f"{inside}\0"}, {"path": "uploads/ab/a, b.jpg"},
         {"path": str(tmp_path / "uploads")}, {"path": f"{tmp_path}/uploads-of-others/x"},
     ):  # fmt: skip
-        with pytest.raises(RefusedError):
+        with pytest.raises(RequestRefused):
             check_body(json.dumps({"data": [entry]}).encode(), tmp_path / "uploads")
     for path in ("/", "/config", "/assets/a.js", "/gradio_api/queue/data"):
         check_route("GET", path)
@@ -394,7 +430,7 @@ def test_what_may_be_asked(tmp_path: Path) -> None:
         ("PUT", "/gradio_api/upload"),
         ("GET", "/x"),
     ):
-        with pytest.raises(RefusedError):
+        with pytest.raises(RequestRefused):
             check_route(method, path)
 
 
@@ -434,59 +470,35 @@ def test_the_guard_answers_for_the_application(tmp_path: Path) -> None:
     assert call("websocket") == [] and arrived == [b"{}"]
 
 
-def test_talks_end_with_their_tab(assistant: Assistant) -> None:
-    """An answer that is on its way ends after its next token when the tab goes, or the page."""
-    how = Sampling(max_new_tokens=300)
-    talks = Talks(assistant, configured("max_images=2"))
-    one = talks.of("one")
-    whole = "".join(talks.ask(one, "what", [], how))
-    for leave in (lambda: talks.forget("two"), lambda: talks.stop("two"), talks.end):
-        talks.forget("two")
-        answer = talks.ask(talks.of("two"), "what", [], how)
-        some = [next(answer)]
+def test_answers_end_with_their_tab(assistant: Assistant) -> None:
+    """A tab that goes, Stop, and the end of the page stop an answer after its next token."""
+    long = Sampling(max_new_tokens=300)
+    sessions = Sessions(assistant, configured("max_images=2"))
+    one = sessions.get("one")
+    whole = "".join(sessions.ask(one, "what", [], long))
+    for leave in (lambda: sessions.forget("two"), lambda: sessions.stop("two"), sessions.end):
+        sessions.forget("two")
+        session = sessions.get("two")
+        pieces = sessions.ask(session, "what", [], long)
+        part = [next(pieces) for _ in range(20)]
         leave()
-        some.extend(answer)
-        assert len("".join(some)) < len(whole) / 4
-    with pytest.raises(DataError, match="20001 letters; most are 20000"):
-        next(talks.ask(one, "x" * 20_001, [], how))
-    assert len(one.shown()) == 1
+        part.extend(pieces)
+        assert session.conversation.exchanges() == [("what", [], "".join(part))]
+        assert whole.startswith("".join(part)) and 0 < len("".join(part)) < len(whole) / 4
+    with pytest.raises(DataError, match="20001 characters; at most 20000"):
+        next(sessions.ask(one, "x" * 20_001, [], long))
+    assert len(one.conversation.exchanges()) == 1
+    for number in range(40):
+        sessions.get(str(number))
+    assert sessions.get("one") is not one, "the least recently used are dropped"
 
 
 def test_a_seed_repeats_in_every_conversation(assistant: Assistant) -> None:
-    how = Sampling(max_new_tokens=12, temperature=1.0)
+    sampling = Sampling(max_new_tokens=12, temperature=1.0)
 
-    def said(talks: Talks, *sessions: str) -> list[str]:
-        return ["".join(talks.ask(talks.of(name), "what", [], how)) for name in sessions]
+    def answers(sessions: Sessions, *keys: str) -> list[str]:
+        return ["".join(sessions.ask(sessions.get(key), "what", [], sampling)) for key in keys]
 
-    first, again, other = said(Talks(assistant, configured("seed=3")), "a", "a", "b")
+    first, again, other = answers(Sessions(assistant, configured("seed=3")), "a", "a", "b")
     assert first == other != again
-    assert len(set(said(Talks(assistant, configured()), *"abcdef"))) > 1
-
-
-def seen(line: Line, behind: Place, own: Place) -> Generator[str, None, None]:
-    """An answer, which sees that nobody else's turn begins while it computes."""
-    assert own.is_computing and line.before(behind) == 1
-    yield "computes"
-    raise AssertionError("its turn is over")
-
-
-def test_whose_turn_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    line, stopped = Line(), threading.Event()
-    with line.place(bool) as first:
-        with line.place(stopped.is_set) as second, line.place(bool) as third:
-            waits = second.ahead()
-            assert (next(waits), line.before(third)) == (1, 2)
-            stopped.set()
-            assert list(waits) == [], "who is stopped waits no longer"
-        assert list(first.ahead()) == []
-        with contextlib.ExitStack() as held:
-            waiting = [held.enter_context(line.place(bool)) for _ in range(MOST_WAITING)]
-            with pytest.raises(DataError, match="16 questions wait"), line.place(bool):
-                pass
-            monkeypatch.setattr(serving_line, "ABANDONED", -1.0)
-            pieces = first.through(seen(line, waiting[0], first))
-            assert next(pieces) == "computes" and line.before(waiting[0]) == 0, "who is gone holds nobody up"
-            assert list(pieces) == [], "and is not answered beside who came behind it"
-    assert line.before(first) == 0
-    with line.place(bool) as alone:
-        assert list(alone.ahead()) == []
+    assert len(set(answers(Sessions(assistant, configured()), *"abcdef"))) > 1

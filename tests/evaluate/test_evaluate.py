@@ -19,10 +19,10 @@ from transformers import AutoProcessor, LlavaForConditionalGeneration
 from llava_fsdp.chat.assistant import Assistant, Question
 from llava_fsdp.config import AspectRatio, EvaluateConfig, Format, config_dir, load
 from llava_fsdp.data.records.record import Turn
-from llava_fsdp.evaluate.answers_file import Answers, Place
-from llava_fsdp.evaluate.main import Asker, evaluate
+from llava_fsdp.evaluate.answers_file import AnswersFile, Shard
+from llava_fsdp.evaluate.main import AnswerGenerator, evaluate
 from llava_fsdp.evaluate.question import LETTER, SHORT
-from llava_fsdp.evaluate.read_questions import read_asked
+from llava_fsdp.evaluate.read_questions import read_questions
 from llava_fsdp.runtime.errors import CommunicationError, ConfigError, DataError, LlavaFsdpError
 from llava_fsdp.train import main as train
 
@@ -64,11 +64,10 @@ def reply(model: Path, dataset: Path, capsys: pytest.CaptureFixture[str]) -> Rep
     """Scores of given answers: the file of answers is complete, so that no model is asked."""
 
     def score(cfg: EvaluateConfig, texts: list[str]) -> dict[str, Any]:
-        asked = read_asked(cfg)
-        how = Asker(cfg, asked, Place()).how | {"blank": False}
+        asked = read_questions(cfg)
+        settings = AnswerGenerator(cfg, asked, Shard()).settings | {"blank": False}
         assert cfg.answers is not None
-        answers = Answers(Path(cfg.answers), asked, how, "model")
-        with answers.writing() as add:
+        with AnswersFile(Path(cfg.answers), asked, settings, "model").writing() as add:
             add(asked, texts)
         capsys.readouterr()
         evaluate(cfg)
@@ -116,7 +115,7 @@ def test_vqav2s_own_questions(keys: list[str], tmp_path: Path) -> None:
     rows = [{"image_id": 42, "question": "Is it?", "question_id": 42000}]
     write_json(tmp_path / "q.json", {"data_subtype": "val2014", "questions": rows})
     cfg = config(*keys, "task=vqa", f"questions={tmp_path / 'q.json'}", "suffix=true")
-    [asked] = read_asked(cfg)
+    [asked] = read_questions(cfg)
     assert asked.images == ("COCO_val2014_000000000042.jpg",) and asked.prompt == f"Is it?\n{SHORT}"
     assert asked.text == f"<image>\nIs it?\n{SHORT}" and asked.id == 42000 and asked.references == ()
 
@@ -147,8 +146,8 @@ def test_textvqa_needs_ten_answers(number: int, keys: list[str], tmp_path: Path)
     rows = [{"question_id": "a1", "image": "0.jpg", "text": "What?", "answers": ["dog"] * number}]
     path = write_lines(tmp_path / "q.jsonl", rows)
     with pytest.raises(DataError, match=rf"q\.jsonl.* has {number} right answers; task=textvqa .* task=vqa"):
-        read_asked(config(*keys, "task=textvqa", f"questions={path}"))
-    assert len(read_asked(config(*keys, "task=vqa", f"questions={path}"))) == 1
+        read_questions(config(*keys, "task=textvqa", f"questions={path}"))
+    assert len(read_questions(config(*keys, "task=vqa", f"questions={path}"))) == 1
 
 
 def test_questions_that_nobody_can_answer_are_counted(
@@ -160,8 +159,8 @@ def test_questions_that_nobody_can_answer_are_counted(
     cfg = config(*keys, "task=vqa", f"questions={write_lines(tmp_path / 'q.jsonl', rows)}")
     with caplog.at_level("WARNING"):
         assert reply(cfg, ["four", "four", "cat"])["accuracy"] == pytest.approx(1 / 3)
-    [said] = [r.getMessage() for r in caplog.records if "count as wrong" in r.getMessage()]
-    assert said.startswith("2 of 3 questions count as wrong whatever is answered") and '"4" is never "four"' in said
+    [warning] = [r.getMessage() for r in caplog.records if "count as wrong" in r.getMessage()]
+    assert warning.startswith("2 of 3 questions") and '"4" is never "four"' in warning
 
 
 def test_pope_by_category(reply: Reply, keys: list[str], tmp_path: Path) -> None:
@@ -202,7 +201,7 @@ def test_scienceqas_own_problems(reply: Reply, keys: list[str], tmp_path: Path, 
     cfg = config(
         *keys, "task=multiple_choice", f"questions={folder / 'problems.json'}", "suffix=true", f"data.images={folder}"
     )
-    asked = read_asked(cfg)
+    asked = read_questions(cfg)
     assert asked[0].text == f"<image>\nContext: Look.\nWhich?\nA. x\nB. y\nC. z\n{LETTER}"
     assert asked[1].prompt == f"Why?\nA. x\nB. y\n{LETTER}" and asked[1].images == ()
     found = reply(cfg, ["The answer is C.", "C"])
@@ -221,7 +220,7 @@ def test_scienceqa_as_the_original_converts_it(reply: Reply, keys: list[str], tm
     write_json(tmp_path / "llava.json", rows)
     base = [*keys, "task=multiple_choice", f"questions={tmp_path / 'llava.json'}"]
     cfg = config(*base)
-    assert [a.prompt for a in read_asked(cfg)] == ["<image>\nWhich?", "Why?"]
+    assert [a.prompt for a in read_questions(cfg)] == ["<image>\nWhich?", "Why?"]
     assert reply(cfg, ["B", "B. y"])["accuracy"] == 0.5
     cfg = config(*base, f"annotations={problems(tmp_path)}", f"answers={tmp_path / 'other.jsonl'}")
     assert reply(cfg, ["C. z", "A"])["accuracy"] == 1
@@ -233,11 +232,10 @@ def test_own_right_answers(reply: Reply, keys: list[str], tmp_path: Path) -> Non
     assert (found["accuracy"], found["invalid"]) == (0.8, 1)
 
 
-def ask(cfg: EvaluateConfig, monkeypatch: pytest.MonkeyPatch | None = None, rank: int = 0, size: int = 1) -> None:
+def ask(cfg: EvaluateConfig, monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
     """The entry as a process of torchrun's, here."""
-    if monkeypatch is not None:
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("WORLD_SIZE", str(size))
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", str(size))
     evaluate(cfg)
 
 
@@ -309,35 +307,23 @@ def test_any_number_of_processes_makes_the_same_file(
     assert file.read_bytes() == whole and len(counted) == 4
 
 
-def test_processes_need_a_file_to_meet_in(keys: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="name it with answers=FILE"):
-        ask(config(*keys, "task=vqa", f"questions={questions(tmp_path)}", "answers=null"), monkeypatch, 0, 2)
-
-
-def test_one_that_waits_in_vain_says_for_whom(keys: list[str], tmp_path: Path) -> None:
-    asked = read_asked(config(*keys, "task=vqa", f"questions={questions(tmp_path)}"))
-    answers = Answers(tmp_path / "a.jsonl", asked, {}, "model", Place(0, 2))
-    with answers.writing() as add:
-        add(answers.pending(), ["x", "y", "z"])
-    with pytest.raises(CommunicationError, match=r"2 are lacking, of ranks \[1\]"):
-        answers.wait(stall=0)
-
-
-def test_a_file_is_written_by_one(keys: list[str], tmp_path: Path) -> None:
-    asked = read_asked(config(*keys, "task=vqa", f"questions={questions(tmp_path)}"))
-    one, other = (Answers(tmp_path / "a.jsonl", asked, {}, "model") for _ in range(2))
+def test_an_answers_file(keys: list[str], tmp_path: Path) -> None:
+    """One process writes it; a line counts once it is complete; a wait in vain names the ranks that are missing."""
+    asked = read_questions(config(*keys, "task=vqa", f"questions={questions(tmp_path)}"))
+    path = tmp_path / "a.jsonl"
+    one, other = (AnswersFile(path, asked, {}, "model") for _ in range(2))
     with one.writing(), pytest.raises(ConfigError, match="being written by another evaluation"), other.writing():
         pass
-
-
-def test_a_line_that_is_being_written_is_read_once_it_is_whole(keys: list[str], tmp_path: Path) -> None:
-    asked = read_asked(config(*keys, "task=vqa", f"questions={questions(tmp_path)}"))
-    answers = Answers(tmp_path / "a.jsonl", asked, {}, "model")
-    lines = "".join(answers.line(question, "x") + "\n" for question in asked[:3]).encode()
+    lines = "".join(one.line(question, "x") + "\n" for question in asked[:3]).encode()
     for end in (len(lines) // 2, len(lines) - 1, len(lines)):
-        (tmp_path / "a.jsonl").write_bytes(lines[:end])
-        answers.look()
-        assert len(answers.texts) == lines[:end].count(b"\n")
+        path.write_bytes(lines[:end])
+        one.read_new()
+        assert len(one.texts) == lines[:end].count(b"\n")
+    of_two = AnswersFile(tmp_path / "b.jsonl", asked, {}, "model", Shard(0, 2))
+    with of_two.writing() as add:
+        add(of_two.pending(), ["x", "y", "z"])
+    with pytest.raises(CommunicationError, match=r"2 are missing, of ranks \[1\]"):
+        of_two.wait(stall=0)
 
 
 @pytest.mark.parametrize(
@@ -346,11 +332,11 @@ def test_a_line_that_is_being_written_is_read_once_it_is_whole(keys: list[str], 
         (lambda rows: rows[0].update(prompt="another"), "line 1 answers question 0 .*or suffix.*'another' there"),
         (
             lambda rows: rows[1]["metadata"].update(number=77),
-            "line 2 answers question 77 .*none of the 5 .*limit",
+            "line 2 answers question 77 .*not one of these 5 .*limit",
         ),
         (lambda rows: rows[0]["metadata"]["how"].update(max_new_tokens=9), "max_new_tokens=9 there, 4 here"),
         (lambda rows: rows[0]["metadata"]["how"].update(model="0"), "model=0 there"),
-        (lambda rows: rows[0].pop("metadata"), "line 1 is no answer that this program has written"),
+        (lambda rows: rows[0].pop("metadata"), "line 1 is not an answer that this program has written"),
     ],
 )
 def test_another_evaluations_file_is_refused(
@@ -395,7 +381,7 @@ def test_a_missing_picture_is_named_before_any_model_work(keys: list[str], datas
     (images / "0.jpg").write_bytes(broken.read_bytes()[:200])
     write_lines(path, rows)
     base = [*keys, "task=vqa", f"questions={path}", f"data.images={images}"]
-    with pytest.raises(DataError, match=r"line 3, record 2 \(id 102\): picture .*gone.jpg does not exist"):
+    with pytest.raises(DataError, match=r"line 3, record 2 \(id 102\): image .*gone.jpg does not exist"):
         evaluate(config(*base, f"model.checkpoint={tmp_path / 'nowhere'}"))
     with pytest.raises(DataError, match=r"2 of 5 questions .*data.max_bad_records=1 allows 1"):
         evaluate(config(*base, "data.bad_records=skip", "data.max_bad_records=1"))
@@ -422,16 +408,19 @@ def test_a_table_has_a_row_for_every_group(
     ]  # fmt: skip
 
 
-def test_what_one_process_meets_it_says(keys: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the first process would be left to say what only another has met."""
+def test_mistakes_of_one_process(keys: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reports what it meets itself, as no other process meets that; and several processes need a file."""
 
     def too_long(*_: object) -> list[str]:
         raise DataError("too long")
 
     monkeypatch.setattr(Assistant, "answers", too_long)
+    words = [*keys, "task=vqa", f"questions={questions(tmp_path)}"]
     with pytest.raises(DataError) as caught:
-        ask(config(*keys, "task=vqa", f"questions={questions(tmp_path)}"), monkeypatch, 1, 2)
+        ask(config(*words), monkeypatch, 1, 2)
     assert not caught.value.on_every_rank
+    with pytest.raises(ConfigError, match="name it with answers=FILE"):
+        ask(config(*words, "answers=null"), monkeypatch, 0, 2)
 
 
 def test_what_lmms_eval_calls_gives_our_answer(model: Path, dataset: Path, tmp_path: Path) -> None:
@@ -475,7 +464,7 @@ def test_what_lmms_eval_calls_gives_our_answer(model: Path, dataset: Path, tmp_p
         ({"question_id": 1}, "text is null"),
         ({"question_id": 1, "text": "?", "image": 5}, "image is 5"),
         ({"question_id": 1, "text": "?", "image": "../x.jpg"}, r"\.\. is not allowed"),
-        ({"question_id": 1, "text": "?", "image": ["0.jpg", "1.png"]}, "0 <image> tags for 2 pictures"),
+        ({"question_id": 1, "text": "?", "image": ["0.jpg", "1.png"]}, "0 <image> tags for 2 images"),
         ({"question_id": 1, "text": "\ud83d"}, "surrogate"),
         ({"question_id": 1, "text": "?", "Video": "a.mp4"}, 'has the key "Video", "a.mp4", and media are read from'),
         ({"question_id": 1, "text": "?" * (5 << 20)}, "has 5,.* bytes, over data.max_record_bytes=4194304"),
@@ -497,13 +486,13 @@ def test_labels_of_other_questions_are_refused(keys: list[str], tmp_path: Path) 
     rows = [{"question_id": n, "text": text, "label": "yes"} for n, text in enumerate(WORDS)]
     write_lines(label, rows[:4])
     with pytest.raises(DataError, match="4 labels for 5 questions"):
-        read_asked(cfg)
+        read_questions(cfg)
     write_lines(label, [*rows[1:], rows[0]])
     with pytest.raises(DataError, match=r"line 1, record 0 .*asks"):
-        read_asked(cfg)
+        read_questions(cfg)
     write_lines(label, [*rows[:4], rows[4] | {"label": "maybe"}])
     with pytest.raises(DataError, match=r"label is .*maybe.* it must be yes or no"):
-        read_asked(cfg)
+        read_questions(cfg)
 
 
 @pytest.mark.parametrize(
@@ -512,11 +501,11 @@ def test_labels_of_other_questions_are_refused(keys: list[str], tmp_path: Path) 
         (["task=vqa"], "task=vqa needs questions=FILE"),
         (["questions=x.jsonl"], "questions=x.jsonl is not for task=conversations"),
         (["task=vqa", "questions=nowhere.jsonl"], "questions=nowhere.jsonl is not a file"),
-        (["task=yes_no", "questions=QUESTIONS", "submission=x.json"], "submission=x.json is of task=vqa"),
+        (["task=yes_no", "questions=QUESTIONS", "submission=x.json"], "submission=x.json"),
         (["task=vqa", "questions=QUESTIONS", "suffix=true"], "already; set suffix=false"),
         (["task=vqa", "questions=QUESTIONS", "answers=a.json"], "give it a name that ends in .jsonl"),
         (["task=vqa", "questions=QUESTIONS", "submission=nowhere/x.json"], "is in no folder that exists"),
-        (["suffix=true", "limit=1"], "are asked as they are; set suffix=false"),
+        (["suffix=true", "limit=1"], "set suffix=false"),
         (["task=multiple_choice", "questions=PROBLEMS", "split=none"], "split=none is not in"),
     ],
 )

@@ -1,6 +1,7 @@
 """Right answers as files write them, and what a line of answers must agree with to be continued."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,8 @@ import pytest
 
 from llava_fsdp.config import AspectRatio, Task
 from llava_fsdp.evaluate import main as evaluate
-from llava_fsdp.evaluate.answers_file import Answers, Place, blank_file
-from llava_fsdp.evaluate.question import LETTER, SHORT, SUFFIXES, Asked, picture_names, with_pictures
+from llava_fsdp.evaluate.answers_file import AnswersFile, Shard, blank_file
+from llava_fsdp.evaluate.question import LETTER, SHORT, SUFFIXES, BenchmarkQuestion, image_names, with_image_tag
 from llava_fsdp.evaluate.read_questions import read_row
 from llava_fsdp.evaluate.references import own_answers
 from llava_fsdp.evaluate.results import groups_of
@@ -55,16 +56,16 @@ def test_what_a_question_is_asked_and_counted_as() -> None:
     assert groups_of(asked, Task.multiple_choice) == (("category", "rare"), ("picture", "with"))
     with pytest.raises(DataError):
         read_row(Path("q.jsonl"), 0, 1, row | {"question_id": True}, Task.yes_no)
-    assert with_pictures("a", ("1", "2")) == "a" and with_pictures("a <image>", ("1",)) == "a <image>"
-    assert picture_names(None, "") == () and picture_names(["a", "b"], "") == ("a", "b")
+    assert with_image_tag("a", ("1", "2")) == "a" and with_image_tag("a <image>", ("1",)) == "a <image>"
+    assert image_names(None, "") == () and image_names(["a", "b"], "") == ("a", "b")
     assert bare_question(f"What IS it?\nReference OCR token: a, b\n {SHORT} ") == "what is it?"
     assert {Task.vqa: SHORT, Task.textvqa: SHORT, Task.yes_no: SHORT, Task.multiple_choice: LETTER} == SUFFIXES
 
 
-def answers(path: Path, place: Place, **change: Any) -> Answers:
-    asked = [Asked(n, f"q{n}", f"what {n}", f"<image>\nwhat {n}", ("a.jpg",), "here") for n in range(7)]
-    asked[2] = Asked(2, **{"id": "q2", "prompt": "what 2", "text": "", "images": ("a.jpg",), "where": "here"} | change)
-    return Answers(path, asked, {"model": "m", "blank": False}, "name", place)
+def answers(path: Path, shard: Shard, **change: Any) -> AnswersFile:
+    asked = [BenchmarkQuestion(n, f"q{n}", f"what {n}", "", ("a.jpg",), "here") for n in range(7)]
+    asked[2] = replace(asked[2], **change)
+    return AnswersFile(path, asked, {"model": "m", "blank": False}, "name", shard)
 
 
 @pytest.mark.parametrize(
@@ -72,21 +73,21 @@ def answers(path: Path, place: Place, **change: Any) -> Answers:
 )
 def test_an_answer_to_another_question_is_not_taken_over(change: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    first = answers(path, Place())
+    first = answers(path, Shard())
     with first.writing() as add:
-        add(first.asked[2:3], ["yes"])
-    assert answers(path, Place()).texts == {2: "yes"}
+        add(first.questions[2:3], ["yes"])
+    assert answers(path, Shard()).texts == {2: "yes"}
     with pytest.raises(ConfigError):
-        answers(path, Place(), **change)
+        answers(path, Shard(), **change)
 
 
 def test_questions_are_shared_out_and_each_process_has_a_file(tmp_path: Path) -> None:
-    places = [answers(tmp_path / "a.b.jsonl", Place(rank, 3)) for rank in range(3)]
-    assert [[a.number for a in own.pending()] for own in places] == [[0, 3, 6], [1, 4], [2, 5]]
-    places[0].texts[3] = "yes"
-    assert [a.number for a in places[0].pending()] == [0, 6]
-    assert [own.own.name for own in places] == [f"a.b.jsonl.part-{n}-of-3" for n in range(3)]
-    assert answers(tmp_path / "a.jsonl", Place()).own.name == "a.jsonl"
+    shards = [answers(tmp_path / "a.b.jsonl", Shard(rank, 3)) for rank in range(3)]
+    assert [[a.number for a in own.pending()] for own in shards] == [[0, 3, 6], [1, 4], [2, 5]]
+    shards[0].texts[3] = "yes"
+    assert [a.number for a in shards[0].pending()] == [0, 6]
+    assert [own.own_path.name for own in shards] == [f"a.b.jsonl.part-{n}-of-3" for n in range(3)]
+    assert answers(tmp_path / "a.jsonl", Shard()).own_path.name == "a.jsonl"
     assert blank_file(tmp_path / "a.b.jsonl").name == "a.b_blank.jsonl"
 
 
@@ -95,14 +96,14 @@ def test_what_answers_depend_on_is_kept_with_them(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(evaluate, "model_digest", lambda _: "digest")
     data = SimpleNamespace(template="v1", image_aspect_ratio=AspectRatio.pad)
     cfg: Any = SimpleNamespace(answers="a.jsonl", max_new_tokens=9, data=data, model=SimpleNamespace(checkpoint="m"))
-    assert evaluate.Asker(cfg, [], Place()).how == {
+    assert evaluate.AnswerGenerator(cfg, [], Shard()).settings == {
         "model": "digest", "max_new_tokens": 9, "template": "v1", "image_aspect_ratio": "pad",
     }  # fmt: skip
-    assert [evaluate.blank_too(SimpleNamespace(task=task, blank=None)) for task in Task] == [  # pyright: ignore
+    assert [evaluate.asks_blank(SimpleNamespace(task=task, blank=None)) for task in Task] == [  # pyright: ignore
         task is Task.conversations for task in Task
     ]
-    assert evaluate.blank_too(SimpleNamespace(task=Task.vqa, blank=True))  # pyright: ignore
-    assert not evaluate.blank_too(SimpleNamespace(task=Task.conversations, blank=False))  # pyright: ignore
+    assert evaluate.asks_blank(SimpleNamespace(task=Task.vqa, blank=True))  # pyright: ignore
+    assert not evaluate.asks_blank(SimpleNamespace(task=Task.conversations, blank=False))  # pyright: ignore
 
 
 def test_a_model_is_told_by_the_content_of_all_its_files(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_what_counts_as_caught() -> None:
 ROW = """
 [[rows]]
 bug = "{0}"
-path = "src/llava_fsdp/evaluate/scoring/yes_no.py"
+path = "src/llava_fsdp/evaluate/scoring.py"
 old = "{1}"
 new = "{2}"
 test = "tests/evaluate/test_scoring.py::test_rates_of_nothing_are_zero"
@@ -71,16 +71,16 @@ def test_rows_that_are_wrong_are_told(tmp_path: Path) -> None:
         ("another rate", "if whole else 0.0", "if whole else 1.0"),
         ("nothing", "if whole else 0.0", "if whole else 0.00"),
         ("no such name", "if whole else 0.0", "if whole else nothing"),
-        ("no import", "from dataclasses import dataclass", "from dataclasses import data"),
-        ("twice there", "self.true_yes + self.false_yes", "0"),
+        ("no import", "from types import MappingProxyType", "from types import MappingProxy"),
+        ("twice there", "true_yes + false_yes", "0"),
     ]
     table = tmp_path / "bugs.toml"
     table.write_text("".join(ROW.format(*row) for row in rows))
-    before = (ROOT / "src/llava_fsdp/evaluate/scoring/yes_no.py").read_bytes()
+    before = (ROOT / "src/llava_fsdp/evaluate/scoring.py").read_bytes()
     command = [sys.executable, str(TABLE.with_name("run_bugs.py")), "--table", str(table)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     said = [line for line in done.stdout.splitlines() if "[rows]" in line and not line.startswith("WRONG")]
     starts = sorted(line.replace("FAILED THE WRONG WAY", "WRONG WAY").split()[0] for line in said)
     assert starts == ["BROKEN", "NOT", "WRONG", "WRONG", "caught"], done.stdout + done.stderr
     assert done.returncode == 1 and "5 planted bugs, 4 wrong" in done.stdout
-    assert (ROOT / "src/llava_fsdp/evaluate/scoring/yes_no.py").read_bytes() == before
+    assert (ROOT / "src/llava_fsdp/evaluate/scoring.py").read_bytes() == before

@@ -15,7 +15,7 @@ from reference import EXPORTED
 from small import conversion, make_config, write_json
 
 from llava_fsdp.chat.assistant import Assistant
-from llava_fsdp.chat.open_model import open_asked
+from llava_fsdp.chat.open_model import open_model
 from llava_fsdp.config import AspectRatio, Config, ConversionConfig
 from llava_fsdp.distributed.mesh import World
 from llava_fsdp.export import source_model
@@ -289,7 +289,7 @@ def test_the_checkpoint_stands_in_for_a_damaged_export(
         made = export(conversion(run, tmp_path / "made"))
         assert (made / WEIGHTS).read_bytes() == whole_bits
     with pytest.raises(DamagedModel, match="start its run again, which writes it anew"):
-        open_asked(str(run), "v1")
+        open_model(str(run), "v1")
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(DamagedModel) as raised:
         open_source(conversion(run, tmp_path / "x"))

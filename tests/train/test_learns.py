@@ -13,7 +13,7 @@ from small import config_of
 from llava_fsdp.chat.assistant import Assistant
 from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.records.record_file import RecordFile
-from llava_fsdp.evaluate.main import question_of
+from llava_fsdp.evaluate.main import with_paths
 from llava_fsdp.evaluate.read_questions import first_question
 
 CURVES = ["Loss", "Learning rate", "Gradient norm", "Tokens a second", "Time of a step", "Peak memory"]
@@ -71,7 +71,7 @@ def test_adapters_learn_to_see_and_answer_the_same_once_merged(tmp_path: Path) -
     assert right["finetune_lora"] >= right["pretrain"] + 0.3
 
     records = RecordFile(runs / "shapes" / "heldout.json")
-    questions = [question_of(first_question(records[n]), str(runs / "shapes" / "images")) for n in range(60)]
+    questions = [with_paths(first_question(records[n]), str(runs / "shapes" / "images")) for n in range(60)]
     merged, beside = (Assistant(str(runs / r), "v1", AspectRatio.pad) for r in ("finetune_lora", "pretrain"))
     # a projector's stage has captions, and no questions
     beside.form, beside.reader, beside.stops = merged.form, merged.reader, merged.stops

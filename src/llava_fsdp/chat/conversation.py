@@ -1,11 +1,11 @@
-"""A conversation with an assistant: what has been said and shown so far. The terminal and the page both lead one."""
+"""A conversation with an assistant: its turns and images so far. The terminal and the page share it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import torch
 
-from llava_fsdp.chat.assistant import Assistant, Shown
+from llava_fsdp.chat.assistant import Assistant, LoadedImage
 from llava_fsdp.data.records.record import Turn
 from llava_fsdp.data.text.templates import IMAGE_TAG
 from llava_fsdp.model.generation import Sampling
@@ -13,88 +13,118 @@ from llava_fsdp.runtime.errors import DataError
 
 
 class Conversation:
-    """Turns and pictures. A picture that is added is shown with the next question, and stays."""
+    """Turns and images. An added image is shown with the next question, and stays in the conversation."""
 
-    def __init__(self, assistant: Assistant, most_pictures: int | None = None):
+    def __init__(self, assistant: Assistant, max_images: int | None = None):
         self.assistant = assistant
-        self.most_pictures = most_pictures
-        self.turns: list[Turn] = []
-        self.pictures: list[Shown] = []
-        """In the order of their tags in the turns."""
-        self.waiting: list[Shown] = []
-        """For the next question."""
+        self.max_images = max_images
         self.was_cut = False
         """Whether the last answer stopped before the model ended it."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all turns and images."""
+        self.turns: list[Turn] = []
+        self.images: list[LoadedImage] = []
+        """In the order of their tags in the turns."""
+        self.next_images: list[LoadedImage] = []
+        """For the next question."""
 
     def add(self, path: Path, where: str) -> None:
-        """
-        Raises:
-            PictureError: it cannot be read; `where` begins the message.
-            DataError: it is no file, or there are too many already.
-        """
-        if not path.is_file():
-            raise DataError(f"{where}: {path} is {'a folder' if path.is_dir() else 'not a file'}; give a picture file")
-        if self.most_pictures is not None and len(self.pictures) + len(self.waiting) >= self.most_pictures:
-            raise DataError(f"{where}: a conversation takes {self.most_pictures} pictures at most; begin a new one")
-        self.waiting.append(self.assistant.show(path, where))
-
-    def ask(
-        self,
-        text: str,
-        how: Sampling,
-        dice: torch.Generator | None = None,
-        is_stopped: Callable[[], bool] = lambda: False,
-    ) -> Iterator[str]:
-        """The answer in pieces. Once the last has been taken, question and answer belong to the conversation; an answer
-        that was stopped does too, as far as it came.
+        """Show an image with the next question.
 
         Args:
-            is_stopped: asked after every token.
+            where: begins messages about it.
 
         Raises:
-            DataError: the question cannot be asked, or is too long; the conversation is as it was.
+            ImageError: it cannot be read.
+            DataError: it is not a file, or there are too many images already.
         """
-        turns = [*self.turns, Turn("human", self.tagged(text))]
-        pictures = [*self.pictures, *self.waiting]
-        pieces: list[str] = []
-        stream = self.assistant.stream(turns, pictures, how, dice, is_stopped)
-        while True:
-            try:
-                pieces.append(next(stream))
-            except StopIteration as end:
-                self.was_cut = not end.value
-                break
-            yield pieces[-1]
-        answer = "".join(pieces).replace(IMAGE_TAG, "")  # a model that writes one means no picture
-        self.turns, self.pictures, self.waiting = [*turns, Turn("gpt", answer)], pictures, []
+        if not path.is_file():
+            raise DataError(f"{where}: {path} is {'a folder' if path.is_dir() else 'not a file'}; give an image file")
+        if self.max_images is not None and len(self.images) + len(self.next_images) >= self.max_images:
+            raise DataError(f"{where}: a conversation takes at most {self.max_images} images; begin a new one")
+        self.next_images.append(self.assistant.load_image(path, where))
 
-    def tagged(self, text: str) -> str:
-        """The question with tags for the pictures that wait, in front unless it has its own.
+    def ask(
+        self, text: str, sampling: Sampling, generator: torch.Generator | None = None
+    ) -> Generator[str, None, None]:
+        """Ask a question; pieces of its answer, one after every token, some of them empty.
+
+        Question and answer belong to the conversation from the first piece on. Closing the generator stops the answer,
+        which stays as far as it came. After any other error the conversation is as it was before.
 
         Raises:
-            DataError: it has another number of its own, or is no text.
+            DataError: the question is not valid text, has the wrong number of image tags, or is too long.
+            OutOfMemory: the conversation does not fit into memory.
+        """
+        turns = [*self.turns, Turn("human", self.with_tags(text))]
+        images = [*self.images, *self.next_images]
+        before = self.turns, self.images, self.next_images
+        self.was_cut, answer = True, ""
+        stream = self.assistant.stream(turns, images, sampling, generator)
+        try:
+            while True:
+                piece = next(stream)
+                answer += piece
+                # a tag that the model writes stands for no image
+                self.turns = [*turns, Turn("gpt", answer.replace(IMAGE_TAG, ""))]
+                self.images, self.next_images = images, []
+                yield piece
+        except StopIteration as end:
+            self.was_cut = not end.value
+        except GeneratorExit:
+            stream.close()
+        except BaseException:
+            self.turns, self.images, self.next_images = before
+            raise
+
+    def with_tags(self, text: str) -> str:
+        """The question with tags for its images, in front unless it has its own.
+
+        Raises:
+            DataError: it has another number of its own, or is not valid text.
         """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise DataError(f"the question is not UTF-8 at character {error.start}; type it again") from error
         tags = text.count(IMAGE_TAG)
-        if tags and tags != len(self.waiting):  # as text it would count as a picture's as soon as there is one
+        if tags and tags != len(self.next_images):  # without images now, a later image would be shown in its place
             raise DataError(
-                f"the question has {IMAGE_TAG} {tags} times, and {len(self.waiting)} new pictures are shown with it; "
+                f"the question has {IMAGE_TAG} {tags} times, and {len(self.next_images)} new images are shown with it; "
                 "leave it out, or write it once for each"
             )
-        return text if tags else "".join([f"{IMAGE_TAG}\n" * len(self.waiting), text])
+        return text if tags else f"{IMAGE_TAG}\n" * len(self.next_images) + text
+
+    def exchanges(self) -> list[tuple[str, list[Path], str]]:
+        """Each question, without tags, with the images shown with it, and its answer."""
+        rest = iter(self.images)
+        pairs = zip(self.turns[::2], self.turns[1::2], strict=True)
+        return [
+            (
+                question.text.replace(IMAGE_TAG, "").strip(),
+                [next(rest).path for _ in range(self.tags(question))],
+                a.text,
+            )
+            for question, a in pairs
+        ]
 
     def undo(self) -> bool:
-        """Take back the last question and its answer; its pictures wait for the next one. False: there is none."""
+        """Take back the last question and its answer, if any; its images are shown with the next question."""
         if not self.turns:
             return False
-        shown = self.turns[-2].text.count(IMAGE_TAG) if self.pictures else 0
-        kept = len(self.pictures) - shown
-        self.waiting = [*self.pictures[kept:], *self.waiting]
-        self.turns, self.pictures = self.turns[:-2], self.pictures[:kept]
+        kept = len(self.images) - self.tags(self.turns[-2])
+        self.next_images = [*self.images[kept:], *self.next_images]
+        self.turns, self.images = self.turns[:-2], self.images[:kept]
         return True
 
-    def reset(self) -> None:
-        self.turns, self.pictures, self.waiting = [], [], []
+    def tags(self, question: Turn) -> int:
+        return question.text.count(IMAGE_TAG) if self.images else 0
+
+
+def seeded_generator(device: torch.device, seed: int | None) -> torch.Generator:
+    """A random generator for sampled answers; without a seed another one every time."""
+    generator = torch.Generator(device)
+    generator.manual_seed(seed) if seed is not None else generator.seed()
+    return generator

@@ -1,4 +1,4 @@
-"""Talk to a trained model about pictures: `python -m llava_fsdp.chat image=FILE`.
+"""Talk to a trained model about images: `python -m llava_fsdp.chat image=FILE`.
 
 Questions are typed on the terminal, given as `question=...`, or, with `serve=true`, asked on a page in the browser.
 """
@@ -11,10 +11,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 from llava_fsdp.chat.assistant import Assistant
-from llava_fsdp.chat.conversation import Conversation
+from llava_fsdp.chat.conversation import Conversation, seeded_generator
 from llava_fsdp.config import AspectRatio, ChatConfig, cli
 from llava_fsdp.model.generation import Sampling
 from llava_fsdp.runtime.errors import ConfigError, DataError, OutOfMemory
@@ -22,12 +20,12 @@ from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.terminal_text import shown_name, shown_text
 
 HELP = """\
-/image FILE   show a picture with the next question
+/image FILE   show an image with the next question
 /undo         take back the last question and its answer
-/reset        begin a new conversation, without pictures
-/help         these lines
+/reset        begin a new conversation, without images
+/help         show these lines
 /quit         end; so does Ctrl-D
-Ctrl-C stops an answer and keeps it as far as it came; a second Ctrl-C ends."""
+Ctrl-C stops an answer and keeps what was written of it; a second Ctrl-C ends the program."""
 
 
 def main() -> None:
@@ -35,30 +33,30 @@ def main() -> None:
 
 
 def chat(cfg: ChatConfig) -> None:
-    """Answer one question, every line typed on the terminal in one conversation, or a page's.
+    """Answer one question of the command line, a conversation on the terminal, or the questions of a page.
 
     Raises:
-        ConfigError, ModelError, DataError: before the first question; after it only where the command line asks it.
+        ConfigError, ModelError, DataError: before the first question; later only with `question=...`.
     """
     if cfg.serve:
         from llava_fsdp.chat.web.server import serve  # its package is optional, and takes seconds to load
 
         return serve(cfg)
-    pictures = named_pictures(cfg.image)
-    talk = Conversation(Assistant(cfg.model.checkpoint, form="v1", aspect=AspectRatio.pad))
-    for path in pictures:
-        talk.add(path, "image")
-    terminal = Terminal(talk, cfg)
+    images = image_files(cfg.image)
+    conversation = Conversation(Assistant(cfg.model.checkpoint, "v1", AspectRatio.pad))
+    for path in images:
+        conversation.add(path, "image")
+    terminal = Terminal(conversation, cfg)
     if cfg.question is not None:
         return terminal.answer(cfg.question)
-    terminal.talk()
+    terminal.run()
 
 
-def named_pictures(image: str | None) -> list[Path]:
-    """Files of `image=FILE` or `image=[FILE,FILE]`, where a name with a comma has double quotes.
+def image_files(image: str | None) -> list[Path]:
+    """Files of `image=FILE` or `image=[FILE,FILE]`, where a name with a comma is in double quotes.
 
     Raises:
-        ConfigError: one is none.
+        ConfigError: one of them is not a file.
     """
     if image is None:
         return []
@@ -67,51 +65,52 @@ def named_pictures(image: str | None) -> list[Path]:
         [names] = csv.reader([image[1:-1]], skipinitialspace=True) if image[1:-1].strip() else [[]]
     for name in names:
         if not Path(name).is_file():
-            what = "a folder, not a file" if Path(name).is_dir() else "not a file"
-            raise ConfigError(f"image={name} is {what}")
+            raise ConfigError(f"image={name} is {'a folder, not a file' if Path(name).is_dir() else 'not a file'}")
     return [Path(name) for name in names]
 
 
 class Terminal:
-    """A conversation that is typed."""
+    """A conversation on the terminal."""
 
-    def __init__(self, talk: Conversation, cfg: ChatConfig):
-        self.conversation = talk
-        self.how = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p)
-        self.dice = torch.Generator(talk.assistant.device)
-        self.dice.manual_seed(cfg.seed) if cfg.seed is not None else self.dice.seed()
+    def __init__(self, conversation: Conversation, cfg: ChatConfig):
+        self.conversation = conversation
+        self.sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p)
+        self.generator = seeded_generator(conversation.assistant.device, cfg.seed)
 
-    def talk(self) -> None:
-        """Until the end of the input, or /quit. What is wrong with a line is said, and the conversation goes on."""
+    def run(self) -> None:
+        """Answer lines until the end of the input, or /quit. A mistake is logged, and the conversation continues."""
         if sys.stdin.isatty():
-            name, form = self.conversation.assistant.name, self.conversation.assistant.template
-            log().info("%s, template %s; /help lists what else can be typed", name, form)
+            assistant = self.conversation.assistant
+            log().info("%s, template %s; /help lists all commands", assistant.checkpoint, assistant.template_name)
         for line in typed_lines():
             try:
                 if not line.startswith("/"):
-                    with stopping() as stopped:
+                    with stop_on_interrupt() as stopped:
                         self.answer(line.strip(), stopped)
-                elif self.obeyed(line.strip()):
+                elif self.run_command(line.strip()):
                     return
             except (DataError, OutOfMemory) as error:
                 log().error("%s", error)
 
     def answer(self, question: str, stopped: threading.Event | None = None) -> None:
-        """Written as it comes, on standard output."""
-        is_stopped = stopped.is_set if stopped is not None else lambda: False
-        for piece in self.conversation.ask(question, self.how, self.dice, is_stopped):
+        """Print the answer as it is written, until `stopped` is set."""
+        pieces = self.conversation.ask(question, self.sampling, self.generator)
+        for piece in pieces:
             print(shown_text(piece), end="", flush=True)
+            if stopped is not None and stopped.is_set():
+                pieces.close()
         print(flush=True)
         if stopped is not None and stopped.is_set():
             log().info("(stopped)")
         elif self.conversation.was_cut:
-            log().info("(cut at %d tokens: max_new_tokens, or all that the model can read)", self.how.max_new_tokens)
+            limit = self.sampling.max_new_tokens
+            log().info("(cut at max_new_tokens=%d, or at the most that the model can read)", limit)
 
-    def obeyed(self, line: str) -> bool:
-        """Do what a line that begins with / says; whether it is the end.
+    def run_command(self, line: str) -> bool:
+        """Run a line that begins with /; True for the one that ends the program.
 
         Raises:
-            DataError: it says nothing that is known, or what it says cannot be done.
+            DataError: there is no such command, or it cannot be run.
         """
         command, _, rest = line.partition(" ")
         match command:
@@ -121,9 +120,9 @@ class Terminal:
                 log().info(HELP)
             case "/reset":
                 self.conversation.reset()
-                log().info("a new conversation, without pictures")
+                log().info("a new conversation, without images")
             case "/undo":
-                log().info("taken back" if self.conversation.undo() else "nothing has been asked yet")
+                log().info("taken back" if self.conversation.undo() else "there is no question yet")
             case "/image":
                 name = rest.strip().strip("'\"")
                 if not name:
@@ -131,33 +130,35 @@ class Terminal:
                 self.conversation.add(Path(name).expanduser(), command)
                 log().info("shown with the next question: %s", shown_name(name))
             case _:
-                raise DataError(f"{command} is not known; /help lists what is. Begin a question like this with a space")
+                raise DataError(
+                    f"{command} is not a command; /help lists them. Begin a question like this with a space"
+                )
         return False
 
 
 @contextlib.contextmanager
-def stopping() -> Iterator[threading.Event]:
-    """Within it the first Ctrl-C sets the event, the second ends the program."""
-    asked = threading.Event()
+def stop_on_interrupt() -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C sets; the second raises KeyboardInterrupt."""
+    stopped = threading.Event()
 
-    def note(*_: object) -> None:
-        if asked.is_set():
+    def interrupt(*_: object) -> None:
+        if stopped.is_set():
             raise KeyboardInterrupt
-        asked.set()
+        stopped.set()
 
-    before = signal.signal(signal.SIGINT, note)
+    before = signal.signal(signal.SIGINT, interrupt)
     try:
-        yield asked
+        yield stopped
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 def typed_lines() -> Iterator[str]:
-    """Lines that are not empty, until the end of the input; on a terminal they can be edited, and called back."""
+    """Lines of standard input that are not empty; on a terminal with editing and history."""
     edited = sys.stdin.isatty() and sys.stdout.isatty()
     if edited:
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  input() uses it once it is there
+            import readline  # noqa: F401  input() uses it once it is imported
     while True:
         if edited:
             try:

@@ -1,4 +1,4 @@
-"""A model to be asked, whatever folder it is in."""
+"""Opening of the model that `chat` and `evaluate` ask, whatever folder it is in."""
 
 from pathlib import Path
 
@@ -17,57 +17,60 @@ from llava_fsdp.runtime.provenance import NOTES, read_notes
 from llava_fsdp.runtime.run_dir import FOLDER, list_checkpoints, step_of
 
 
-def open_asked(checkpoint: str, form: str) -> Opened:
-    """What `export` would open, of a run its export first: that is read without looking through checkpoints.
+def open_model(checkpoint: str, default_template: str) -> Opened:
+    """Open what `export` would, but of a run first its export, which needs no search through checkpoints.
 
     Raises:
-        ConfigError, ModelError, CheckpointError: as `open_source`, in terms of `model.checkpoint`.
+        ConfigError, ModelError, CheckpointError: as `open_source`, about `model.checkpoint`.
     """
     exported = Path(checkpoint) / EXPORT
     source = str(exported) if (exported / "config.json").is_file() else checkpoint
     if source != checkpoint:
-        warn_of_later(Path(checkpoint))
+        warn_of_later_checkpoint(Path(checkpoint))
     cfg = ConversionConfig(
         source=source, to=None, accept=[], format=FolderFormat.hf, dtype=KeptDType.keep, merge=True, base=None,
-        language=None, vision=None, template=form, image_aspect_ratio=None, overwrite=False, verify=False,
+        language=None, vision=None, template=default_template, image_aspect_ratio=None, overwrite=False, verify=False,
     )  # fmt: skip
     try:
         return open_source(cfg)
-    except DamagedModel:  # it says what to do, in words of `export`
+    except DamagedModel:  # its message says what to do
         raise
     except (ConfigError, ModelError) as error:
-        said = str(error).replace("source=", "model.checkpoint=")
+        message = str(error).replace("source=", "model.checkpoint=")
         cures = ("base=", "vision=", "language=", "image_aspect_ratio=")
-        if any(f"{word} {cure}" in said for cure in cures for word in ("give", "with")):
-            said += f"; that is for python -m llava_fsdp.export source={checkpoint} to=FOLDER: then ask FOLDER"
-        raise type(error)(said) from error
+        if any(f"{word} {cure}" in message for cure in cures for word in ("give", "with")):
+            message += (
+                f"; that is a key of python -m llava_fsdp.export source={checkpoint} to=FOLDER: run it, and give "
+                "model.checkpoint=FOLDER"
+            )
+        raise type(error)(message) from error
 
 
-def warn_of_later(run: Path) -> None:
-    """A run that goes on has checkpoints that are newer than its export."""
+def warn_of_later_checkpoint(run: Path) -> None:
+    """Warn where a run has a checkpoint that is newer than its export, as one that was continued has."""
     kept = list_checkpoints(run / FOLDER)
     exported = read_notes(run / EXPORT).get("step")
     newest = step_of(kept[-1]) if kept else None
     if exported is not None and newest is not None and newest > exported:
         log().warning(
-            "asking the export of %s, of step %d; a later one is of step %d: model.checkpoint=%s asks that",
+            "using the export of %s, of step %d; there is a checkpoint of step %d: model.checkpoint=%s uses that",
             run, exported, newest, kept[-1],
         )  # fmt: skip
 
 
-def says_no_aspect(folder: Path) -> bool:
-    """Whether a folder leaves open if pictures are padded: transformers' own often do, whatever was trained."""
+def leaves_padding_open(folder: Path) -> bool:
+    """Whether a folder does not say if images are padded; many of transformers' do not, however they were trained."""
     raw = read_json(folder / "config.json", str(folder)) if (folder / "config.json").is_file() else {}
     return (
         bool(raw)
         and not is_original(raw)
         and not (folder / NOTES).is_file()
-        and not (preprocessor_fields(folder).get("do_pad"))
+        and not preprocessor_fields(folder).get("do_pad")
     )
 
 
-def wanted_dtype(model: Llava, device: torch.device) -> torch.dtype:
-    """bf16 on a GPU, or fp16 where that has none; fp32 on a CPU, few of which are faster with less, where it fits."""
+def choose_dtype(model: Llava, device: torch.device) -> torch.dtype:
+    """bf16 on a GPU, or fp16 where it has no bf16; on a CPU fp32 where that fits, as few CPUs are faster with less."""
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
     if fits_in_fp32(model):

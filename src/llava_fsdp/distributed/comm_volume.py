@@ -1,4 +1,4 @@
-"""Bytes that ranks exchange, counted as their collectives are issued."""
+"""Count the bytes that ranks exchange, as their collectives are issued."""
 
 from typing import Any
 
@@ -7,28 +7,27 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce")
-COLLECTIVES = {
-    "c10d::_allgather_base_": "all_gather",
-    "c10d::allgather_": "all_gather",
-    "c10d::allgather_into_tensor_coalesced_": "all_gather",
-    "c10d::_reduce_scatter_base_": "reduce_scatter",
-    "c10d::reduce_scatter_": "reduce_scatter",
-    "c10d::reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "c10d::allreduce_": "all_reduce",
-    "c10d::allreduce_coalesced_": "all_reduce",
-    "_c10d_functional::all_gather_into_tensor": "all_gather",
-    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
-    "_c10d_functional::all_reduce": "all_reduce",
-}
+OPERATIONS = {
+    "all_gather": (
+        "c10d::_allgather_base_", "c10d::allgather_", "c10d::allgather_into_tensor_coalesced_",
+        "_c10d_functional::all_gather_into_tensor",
+    ),
+    "reduce_scatter": (
+        "c10d::_reduce_scatter_base_", "c10d::reduce_scatter_", "c10d::reduce_scatter_tensor_coalesced_",
+        "_c10d_functional::reduce_scatter_tensor",
+    ),
+    "all_reduce": ("c10d::allreduce_", "c10d::allreduce_coalesced_", "_c10d_functional::all_reduce"),
+}  # fmt: skip
+KINDS = tuple(OPERATIONS)
+COLLECTIVES = {name: kind for kind, names in OPERATIONS.items() for name in names}
 
 
 class Traffic:
-    """Collectives by kind: how many, of how many bytes, and how many of these a rank sends.
+    """By kind of collective: their number, their bytes, and the bytes that a rank sends.
 
-    `bytes` is the whole tensor of the collective: what an all-gather gives, what a reduce-scatter or an all-reduce
-    takes. `sent` is what a rank sends if it runs as a ring over its n ranks: (n - 1) / n of it, twice that for an
-    all-reduce. A collective of one rank moves nothing.
+    `bytes` is the whole tensor: the output of an all-gather, the input of a reduce-scatter or an all-reduce. `sent` is
+    what each of n ranks sends in a ring: (n - 1) / n of it, twice that for an all-reduce. A collective of one rank
+    sends nothing and is not counted.
     """
 
     def __init__(self) -> None:
@@ -46,7 +45,7 @@ class CollectiveBytes(TorchDispatchMode):
     """Counts the collectives that are issued while it is active.
 
     Raises:
-        AssertionError: a collective that is not in the table.
+        AssertionError: a collective is not in the table.
     """
 
     def __init__(self, traffic: Traffic | None = None) -> None:
@@ -59,15 +58,15 @@ class CollectiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # the collectives inside of it come back here
+            return NotImplemented  # the collectives that DTensor issues come back here
         result = func(*args, **(kwargs or {}))
         name = func._schema.name if isinstance(func, torch._ops.OpOverload) else ""
         if name in COLLECTIVES:
             sizes = [nbytes(args[0]), nbytes(args[1]) if len(args) > 1 else 0, nbytes(result)]
-            # the gathered or the not yet scattered side; equal sides for an all-reduce
+            # the larger side is the whole tensor
             self.traffic.add(COLLECTIVES[name], max(sizes), ranks_of(func, args))
         elif name.startswith(("c10d::", "_c10d_functional::")) and "barrier" not in name:
-            assert not has_group(func), f"{name} is a collective that nobody has taught us to count"
+            assert not has_group(func), f"{name} is a collective that is not in the table"
         return result
 
 

@@ -1,7 +1,7 @@
-"""Blocks of layers compiled by torch.compile, one at a time, and how often that happened.
+"""Compile the language model's blocks with torch.compile, one at a time, and count the compilations.
 
-Those of the language model: a vision tower is a hundredth of the work, and its batches of one picture, transformers'
-hooks on its layers and layers that are frozen beside others that train would each be compiled anew.
+The vision tower is not compiled: it is a hundredth of the work, and batches of one image, transformers' hooks on its
+layers, and frozen layers among trained ones would each need a new compilation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from llava_fsdp.config import AUTO, ActivationCheckpointing, Attention, Config
 from llava_fsdp.runtime.errors import ConfigError
 
 WARM_UP = 5
-"""Steps of a process in which what it needs is compiled."""
+"""The first steps of a process, in which compilations are expected."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Compiling:
 
 
 def choose_compiling(cfg: Config, device: torch.device, attention: Attention | None) -> Compiling:
-    """What `compile=` asks for, or what this machine is best at.
+    """Decide whether to compile: as `compile=` says, or what is best on this machine.
 
     Args:
-        attention: of packed rows; None: rows are padded.
+        attention: the kernel for packed rows; None if rows are padded.
 
     Raises:
-        ConfigError: it is asked for, and cannot be had here.
+        ConfigError: `compile=true` is impossible here.
     """
     mode = cfg.activation_checkpointing.mode
     if mode is ActivationCheckpointing.budget:
@@ -69,25 +69,25 @@ def choose_compiling(cfg: Config, device: torch.device, attention: Attention | N
 
 
 def is_cut(mode: ActivationCheckpointing, attention: Attention | None) -> bool:
-    """Whether a block that has to be compiled in one piece cannot be: SDPA runs a sample at a time."""
+    """Whether blocks must compile as one graph (`selective`) and cannot, as SDPA runs one sample at a time."""
     return mode is ActivationCheckpointing.selective and attention is Attention.sdpa
 
 
-def check_compiler(device: torch.device, asked: str) -> None:
-    """Raises ConfigError, naming what was asked for, where torch.compile cannot work."""
+def check_compiler(device: torch.device, setting: str) -> None:
+    """Raises ConfigError, naming the setting that needs it, if torch.compile cannot work."""
     lack = compiler_missing(device)
     if lack is not None:
-        other = "compile=auto" if asked.startswith("compile") else "activation_checkpointing=selective"
-        raise ConfigError(f"{asked} compiles blocks with torch.compile, and {lack}; set {other}")
+        other = "compile=auto" if setting.startswith("compile") else "activation_checkpointing=selective"
+        raise ConfigError(f"{setting} compiles blocks with torch.compile, and {lack}; set {other}")
 
 
 def compiler_missing(device: torch.device) -> str | None:
-    """Why torch.compile cannot work here; None where it can."""
+    """The reason why torch.compile cannot work here; None if it can."""
     if not torch._dynamo.is_dynamo_supported():
-        return "this Python or platform has none"
+        return "it does not support this Python or platform"
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
-            return "Triton is not installed, which it writes kernels with (pip install triton)"
+            return "it needs Triton, which is not installed (pip install triton)"
         if torch.version.hip is None and torch.cuda.get_device_capability(device) < (7, 0):
             return f"{torch.cuda.get_device_name(device)} is too old for Triton, which needs compute capability 7.0"
         return None
@@ -97,22 +97,22 @@ def compiler_missing(device: torch.device) -> str | None:
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler:
-        return "there is no C++ compiler, which it builds kernels for a CPU with (apt-get install g++)"
+        return "there is no C++ compiler, which it needs on a CPU (apt-get install g++)"
     return None
 
 
 def is_of_compiler(error: BaseException) -> bool:
-    """Whether it was torch.compile that failed, and not what it has compiled."""
+    """Whether an error is of torch.compile itself, and not of the compiled code."""
     from torch._dynamo.exc import TorchDynamoException
 
     return isinstance(error, TorchDynamoException)
 
 
 class Compilations:
-    """Graphs that were compiled in this process, counted where they are: in torch.compile's backend.
+    """The number of graphs that were compiled in this process, counted in torch.compile's backend.
 
-    Dynamo gives up on a block that it has compiled eight times, and runs it as it is, with a line in its log; what is
-    counted behind the warm-up tells of it long before.
+    After eight compilations of a block Dynamo runs it uncompiled, and only logs that. Compilations after the warm-up
+    show the problem earlier.
     """
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class Compilations:
         self._expected = 0
 
     def after_step(self) -> int:
-        """Call it once a step; how many graphs have been compiled since the warm-up."""
+        """Call it once a step. Returns the number of graphs that were compiled after the warm-up."""
         self._steps += 1
         if self._steps <= WARM_UP:
             self._expected = self.total
@@ -133,23 +133,25 @@ def compile_blocks(
 ) -> None:
     """Compile every block's forward in place, when it first runs.
 
-    Only `forward` is compiled, not the call: hooks on a block, as `fully_shard` adds them afterwards, stay outside.
-    Lengths of rows are variables of the compiled code, which all blocks of a kind share. Sizes of 1 are not: torch
-    compiles anew for them. So a row of one position runs as it is, and so does a batch of one where it has more.
+    Only `forward` is compiled, not the call, so that the hooks that `fully_shard` adds later are not compiled. All
+    blocks of a class share the compiled code, in which lengths of rows are variables. torch would compile again for
+    sizes of 1, so rows of one token run uncompiled, and so do batches of one row if most have several.
 
     Args:
         budget: the share of a block's activations that is kept (`torch._functorch.config.activation_memory_budget`);
             None leaves the choice to torch.
-        count: is told of every graph.
-        one_row: batches have one row always; else it is the rare one that does.
+        count: counts every graph.
+        one_row: whether all batches have one row.
     """
     backend = inductor_with(budget, count or Compilations())
-    each: dict[type, Callable[..., Any]] = {}
-    # two lengths that are alike when a block is compiled need not be so later
+    by_class: dict[type, Callable[..., Any]] = {}
+    # without duck shapes: two lengths that are equal when a block is compiled may differ later
     lengths_apart = shapes.patch(use_duck_shape=False)  # pyright: ignore[reportAttributeAccessIssue]
     for block in stack:
         forward = type(block).forward
-        compiled = each.setdefault(type(block), torch.compile(own_code(forward), backend=backend, dynamic=True))
+        compiled = by_class.setdefault(
+            type(block), torch.compile(with_own_code(forward), backend=backend, dynamic=True)
+        )
         block.forward = partial(run_block, block, block.forward, compiled, lengths_apart, one_row)
 
 
@@ -163,26 +165,25 @@ def run_block(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """A block's forward. Without gradients it is not compiled: what a validation runs must not make the training's
-    graphs be compiled anew, of which torch keeps eight.
+    """A block's forward, compiled only with gradients: torch keeps eight graphs, which a validation must not replace.
 
     Args:
-        plain: it, uncompiled.
+        plain: the uncompiled forward.
         hidden: [rows, length, channels]
     """
     is_rare = hidden.ndim == 3 and (hidden.shape[1] == 1 or (hidden.shape[0] == 1) is not one_row)
     if is_rare or not torch.is_grad_enabled():
         return plain(hidden, *args, **kwargs)
-    if hidden._is_view():  # the first block's: it would be compiled anew for what it is a view of
+    if hidden._is_view():  # only the first block's input is a view, for which torch would compile again
         hidden = torch.ops.aten._unsafe_view(hidden, hidden.shape)
     with lengths_apart:
         return compiled(block, hidden, *args, **kwargs)
 
 
-def own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls `forward`, with a code object of its own.
+def with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls `forward`, with its own code object.
 
-    torch keeps what it has compiled with the code, and transformers has one wrapper around the layers of all models.
+    torch keeps compiled graphs by code object, and transformers has one wrapper for the layers of all models.
     """
 
     def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -193,7 +194,7 @@ def own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def inductor_with(budget: float | None, count: Compilations) -> Callable[..., Any]:
-    """torch.compile's usual backend, whose settings hold while it compiles and not a moment longer."""
+    """torch.compile's default backend, with settings that apply only while it compiles."""
 
     def compiled(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         from torch._functorch import config as functorch

@@ -1,4 +1,4 @@
-"""Agree on all ranks: an error that one rank meets is raised on all, and wishes of any rank are counted together."""
+"""Make all ranks agree: an error of one rank is raised on all, and a request of any rank counts for all."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,20 +16,21 @@ Failure = tuple[type[LlavaFsdpError], str]
 
 
 def on_first_rank(action: Callable[[], R], failing: str, group: dist.ProcessGroup | None = None) -> R:
-    """Run something on rank 0 and give its result to every rank; where it fails, fail on every rank alike.
+    """Run something on rank 0, and return its result or raise its error on every rank. A collective.
 
     Args:
-        group: of all ranks; None: the run's own.
+        failing: what failed, for the message of an error that is not ours.
+        group: a group of all ranks; None is the default group.
 
     Raises:
-        LlavaFsdpError: as rank 0 raised it; any other error of rank 0's becomes a CheckpointError with `failing`.
+        LlavaFsdpError: rank 0's error; other errors of rank 0 become a CheckpointError with `failing`.
     """
     outcome: list[Any] = [None, None]
     cause: Exception | None = None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             outcome[0] = action()
-        except Exception as error:  # peers wait for this broadcast, whatever went wrong
+        except Exception as error:  # the other ranks wait for this broadcast, whatever happened
             outcome[1], cause = failure_of(error, failing), error
     if dist.is_initialized():
         dist.broadcast_object_list(outcome, src=0, group=group)
@@ -40,47 +41,46 @@ def on_first_rank(action: Callable[[], R], failing: str, group: dist.ProcessGrou
 
 
 def on_all_ranks(action: Callable[[], R], failing: str, group: dist.ProcessGroup | None = None) -> R:
-    """Run something on every rank and return this one's result; where it fails on any, fail on every rank alike.
+    """Run something on every rank and return this rank's result; if any rank fails, all raise. A collective.
 
     Raises:
-        LlavaFsdpError: that of the first rank that failed, which its message names where there are several.
+        LlavaFsdpError: the error of the first rank that failed; with several ranks, the message names it.
     """
     result: Any = None
-    own: Failure | None = None
+    local_failure: Failure | None = None
     cause: Exception | None = None
     try:
         result = action()
     except Exception as error:
-        own, cause = failure_of(error, failing), error
-    for rank, failure in enumerate(gathered(own, group)):
+        local_failure, cause = failure_of(error, failing), error
+    for rank, failure in enumerate(gathered(local_failure, group)):
         if failure is not None:
             kind, message = failure
-            others = f"rank {rank}: " if dist.is_initialized() and dist.get_world_size() > 1 else ""
-            raise kind(others + message) from cause
+            where = f"rank {rank}: " if dist.is_initialized() and dist.get_world_size() > 1 else ""
+            raise kind(where + message) from cause
     return result
 
 
 def gathered(value: R, group: dist.ProcessGroup | None = None) -> list[R]:
-    """Every rank's value, on every rank."""
+    """The values of all ranks, on every rank. A collective."""
     if not dist.is_initialized():
         return [value]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value, group=group)
-    return found
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def gathered_on_first(value: R, group: dist.ProcessGroup | None = None) -> list[R]:
-    """Every rank's value on rank 0; nothing elsewhere."""
+    """The values of all ranks on rank 0; an empty list on other ranks. A collective."""
     if not dist.is_initialized():
         return [value]
-    is_first = dist.get_rank() == 0
-    found: list[Any] | None = [None] * dist.get_world_size() if is_first else None
-    dist.gather_object(value, found, dst=0, group=group)
-    return found or []
+    values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, values, dst=0, group=group)
+    return values or []
 
 
 def failure_of(error: Exception, failing: str) -> Failure:
-    """What travels to the other ranks."""
+    """The class and message of an error, to send to the other ranks."""
     if isinstance(error, LlavaFsdpError):
         return type(error), str(error)
     if isinstance(error, OSError):
@@ -90,24 +90,24 @@ def failure_of(error: Exception, failing: str) -> Failure:
 
 @dataclass(frozen=True)
 class Votes:
-    """What is asked for; of all ranks together, what any of them asks for."""
+    """Requests of this rank; after `agreed`, the requests of any rank."""
 
     stop: bool = False
     save: bool = False
     failed: bool = False
-    """A checkpoint that is being written in the background could not be."""
+    """Writing a checkpoint in the background has failed."""
     lost: bool = False
-    """The run's folder is not where it was, as rank 0 alone knows."""
+    """The run's folder was deleted or moved; only rank 0 looks."""
 
     def agreed(self) -> "Votes":
-        """A collective."""
+        """The requests of any rank. A collective."""
         return Votes(*any_rank(self.stop, self.save, self.failed, self.lost))
 
 
 def any_rank(*flags: bool) -> tuple[bool, ...]:
-    """Which of them any rank has set. A collective; 0.13 ms between two processes on gloo, nothing at world size 1."""
+    """Whether any rank has set each flag. A collective; it takes 0.13 ms between two processes on gloo."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return flags
     votes = torch.tensor(flags, dtype=torch.int32)
-    dist.all_reduce(votes, dist.ReduceOp.MAX)  # a tensor of the CPU goes by gloo, on machines with GPUs too
+    dist.all_reduce(votes, dist.ReduceOp.MAX)  # CPU tensors use gloo, also on machines with GPUs
     return tuple(map(bool, votes.tolist()))

@@ -1,4 +1,4 @@
-"""A model used in the middle of its training, and nothing of the training different behind it."""
+"""Evaluate a model in the middle of its training without any effect on the training."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 @contextmanager
 def evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Without dropout and gradients, and with random numbers of its own; behind it the model trains again."""
+    """Turn off dropout and gradients; afterwards training mode and the random generators are as before."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad():
         model.eval()
@@ -22,10 +22,10 @@ def evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def forget_passes(model: nn.Module) -> None:
-    """Free gathered weights, and FSDP's list of which units ran.
+    """Free gathered weights, and clear FSDP's list of the units that ran forward.
 
-    FSDP notes every unit that runs forward until a backward pass is over, without gradients too, and its next backward
-    pass would gather what ran before it once more.
+    FSDP lists every unit that runs forward, also without gradients, until a backward pass ends. Its next backward pass
+    would gather the units of the evaluation again.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -1,8 +1,8 @@
-"""Rank 0 of many in one process: collectives that nobody answers, and that take the memory of real ones.
+"""Simulate rank 0 of many ranks in one process, with collectives that take as much memory as real ones.
 
-PyTorch's `fake` process group leaves what it receives as it was (a reduce-scatter's output before torch 2.12): values
-that are not finite, and pages that no system counts. Here an all-gather is filled with this rank's shard, again and
-again, and a reduce-scatter takes this rank's part of its input, as if the other ranks had given zeros.
+PyTorch's `fake` process group does not write to output buffers (of a reduce-scatter before torch 2.12), so that values
+may not be finite and pages do not count as memory. Here an all-gather repeats this rank's shard, and a reduce-scatter
+returns this rank's part of its input, as if all other ranks had sent zeros.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from llava_fsdp.distributed.comm_volume import Traffic
 
 
 def join_fake(size: int) -> None:
-    """Make the process group in which this process is rank 0 and all others are imagined."""
+    """Make a process group of `size` ranks, of which rank 0 alone exists."""
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
 
 
@@ -28,7 +28,7 @@ def is_imagined() -> bool:
 
 
 def imagine_collectives(model: nn.Module, traffic: Traffic) -> None:
-    """Give every unit of a sharded model collectives that need no other rank, and note their bytes."""
+    """Replace the collectives of every FSDP unit by ones that need no other rank, and count their bytes."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(ImaginedGather(traffic))
@@ -36,7 +36,7 @@ def imagine_collectives(model: nn.Module, traffic: Traffic) -> None:
 
 
 class Allocating:
-    """A buffer for each call, as FSDP2's own collectives have it."""
+    """Allocates a buffer for each call, as FSDP2's own collectives do."""
 
     def __init__(self, traffic: Traffic):
         self.traffic = traffic
@@ -46,20 +46,20 @@ class Allocating:
 
 
 class ImaginedGather(Allocating, AllGather):
-    """Every other rank has the shard that this one has."""
+    """Gathers this rank's shard as if every other rank held the same."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        parts, own = output_tensor.view(group.size(), -1), group.rank()
+        parts = output_tensor.view(group.size(), -1)
         for rank in range(group.size()):
-            if rank != own:  # FSDP2 has written this rank's shard into its place
+            if rank != group.rank():  # FSDP2 has written this rank's shard into its place
                 parts[rank].copy_(input_tensor)
         self.traffic.add("all_gather", output_tensor.nbytes, group.size())
 
 
 class ImaginedScatter(Allocating, ReduceScatter):
-    """Every other rank has a gradient of zero."""
+    """Reduces as if the gradients of all other ranks were zero."""
 
     def __call__(
         self,

@@ -1,8 +1,7 @@
-"""Linear layers that multiply in fp8, and send their weights between ranks in fp8 (torchao's float8 training).
+"""Linear layers that multiply in fp8, and whose weights are gathered in fp8 (torchao's float8 training).
 
 Tensorwise dynamic scaling: input, weight and gradient of a layer are each scaled by their largest element and cast to
-fp8 (e4m3, gradients e5m2), and the products of two of them come out in bf16. Masters, their gradients and moments stay
-what they are.
+fp8 (e4m3, gradients e5m2); products are bf16. Masters, their gradients and moments keep their dtypes.
 """
 
 import importlib.util
@@ -14,15 +13,12 @@ from torch import nn
 from llava_fsdp.runtime.errors import ConfigError
 
 MULTIPLE = 16
-"""What torch's scaled matrix product wants both sizes of a weight to be a multiple of."""
+"""torch's scaled matrix product needs both sizes of a weight to be multiples of this."""
 CURE = "choose precision=bf16"
 
 
 def check_fp8(device: torch.device) -> None:
-    """
-    Raises:
-        ConfigError: this machine cannot multiply in fp8.
-    """
+    """Raises ConfigError if this machine cannot multiply in fp8."""
     if device.type != "cuda":
         raise ConfigError(f"precision.linear=fp8 needs a CUDA GPU, and this run is on {device.type}; {CURE}")
     major, minor = torch.cuda.get_device_capability(device)
@@ -36,19 +32,19 @@ def check_fp8(device: torch.device) -> None:
 
 
 def fp8_settings(sharded: bool) -> Any:
-    """torchao's: fp8 all-gather where weights are gathered; any number of tokens, padded to a multiple of 16."""
+    """torchao's settings: gathers in fp8 if sharded; any number of tokens, padded to a multiple of 16."""
     from torchao.float8 import Float8LinearConfig
 
     return Float8LinearConfig(enable_fsdp_float8_all_gather=sharded, pad_inner_dim=True)
 
 
 def multiply_in_fp8(blocks: nn.ModuleList, sharded: bool) -> None:
-    """Replace the linear layers of a stack of blocks, in place, on the meta device; their parameters keep their names.
+    """Replace the linear layers of a stack of blocks in place, on the meta device. Parameters keep their names.
 
-    A layer whose weight is frozen, or whose sizes fp8 products do not take, stays as it is.
+    Layers with a frozen weight, or with sizes that are not multiples of 16, stay as they are.
 
     Raises:
-        ConfigError: none can be replaced.
+        ConfigError: no layer can be replaced.
     """
     from torchao.float8 import convert_to_float8_training
 
@@ -63,7 +59,7 @@ def multiply_in_fp8(blocks: nn.ModuleList, sharded: bool) -> None:
 
 
 def weights_in_fp8(blocks: nn.ModuleList) -> set[torch.Tensor]:
-    """Of a stack that is as it was."""
+    """The weights that `multiply_in_fp8` would cast; call it before."""
     return {module.weight for module in blocks.modules() if isinstance(module, nn.Linear) and takes_fp8(module)}
 
 
@@ -77,7 +73,7 @@ def takes_fp8(module: nn.Module) -> bool:
 
 
 def prepare_scales(model: nn.Module) -> None:
-    """Scales of all gathered weights in one all-reduce; each would need one of its own in the forward pass."""
+    """Compute the scales of all sharded weights in one all-reduce, instead of one for each in the forward pass."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     precompute_float8_dynamic_scale_for_fsdp(model)

@@ -1,8 +1,7 @@
-"""The only calls of torch's fused AdamW, each after a check of its tensors' layout in memory.
+"""Call torch's fused AdamW, after checking its tensors' layout in memory. Nothing else may call it.
 
-The kernel takes addresses and a number of elements. On a CPU it checks neither strides nor shapes (torch 2.13): it
-reads a view with gaps, or a gradient with another order of dimensions, as if it were contiguous, and writes beyond the
-end of a moment that is too small.
+On a CPU the kernel checks neither strides nor shapes (torch 2.13): it reads a view with gaps, or a gradient with
+another order of dimensions, as if it were contiguous, and writes beyond the end of a moment that is too small.
 """
 
 from typing import Any
@@ -19,7 +18,7 @@ def fused_adamw(tensors: list[torch.Tensor], step: torch.Tensor, group: dict[str
     """Update weights and moments in place (arXiv 1711.05101).
 
     Args:
-        tensors: weights, gradient, first and second moment: contiguous, of one shape and dtype.
+        tensors: weights, gradient, first and second moment; contiguous, of one shape and dtype.
         step: the number of this update, from 1: float32 [] on the device of the tensors.
         group: as in `torch.optim.AdamW.param_groups`.
     """
@@ -41,7 +40,7 @@ def build_fused_adamw(groups: list[dict[str, Any]], betas: tuple[float, float], 
 
 @torch.no_grad()
 def check_before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Check all tensors of a step (a hook of `torch.optim`); it takes a few microseconds a parameter."""
+    """Check all tensors of a step (a pre-hook of the optimizer); this takes a few microseconds a parameter."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
@@ -54,6 +53,6 @@ def check_layout(tensors: list[torch.Tensor]) -> None:
     first = tensors[0]
     for tensor in tensors:
         assert tensor.is_contiguous() and tensor.shape == first.shape and tensor.dtype == first.dtype, (
-            f"the fused AdamW reads contiguous tensors of one shape and dtype, and was handed {tuple(tensor.shape)} "
+            f"the fused AdamW reads contiguous tensors of one shape and dtype, but got {tuple(tensor.shape)} "
             f"with strides {tensor.stride()} in {tensor.dtype}, beside weights of {tuple(first.shape)} in {first.dtype}"
         )

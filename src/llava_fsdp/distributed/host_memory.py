@@ -1,8 +1,8 @@
-"""Memory for tensors outside of torch's allocators: anonymous, pinned where asked; or that of a file.
+"""Memory for tensors outside torch's allocators: anonymous memory, which may be pinned, or a mapped file.
 
-A file has no name (Linux `O_TMPFILE`; elsewhere its name is taken away before it gets a byte), so that no other process
-opens it, no later run reads it, and its space is free again when the process ends, however it ends. Nothing is ever
-flushed: what is in it need not outlive the process, and the kernel writes pages back when it wants their memory.
+Files have no name (Linux `O_TMPFILE`; else the name is removed before anything is written), so that no other process
+opens them, no later run reads them, and their space is free again when the process ends, even if it is killed. They
+are never flushed, because their content need not outlive the process.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,41 +22,43 @@ GIB = 1 << 30
 
 
 class Arena:
-    """A stretch of memory that tensors are cut from, each beginning on a page of its own; it begins as zeros."""
+    """Zeroed memory from which tensors are allocated one after the other; each begins on its own page."""
 
     def __init__(self, nbytes: int, folder: Path | None = None, pin: bool = False):
         """
         Args:
-            nbytes: at least the sum of `room` over all tensors that will be taken.
-            folder: of the file; None: anonymous memory.
-            pin: lock anonymous memory for copies to and from the GPU that nothing waits for. Registered instead of
-                taken from torch's pinned allocator, which rounds every tensor up to a power of two.
+            nbytes: the sum of `room` over all tensors that will be taken, or more.
+            folder: where the file is made; None is anonymous memory.
+            pin: pin anonymous memory, for asynchronous copies to and from the GPU. torch's pinned allocator would round
+                every tensor up to a power of two.
 
         Raises:
-            OffloadError: there is no room, or no way to map it.
+            OffloadError: there is not enough memory or disk space, or it cannot be mapped.
         """
         self.size = max(nbytes, PAGE)
         self.of_file = folder is not None
         self.taken = 0
         try:
-            self.memory = anonymous(self.size) if folder is None else file_mapped(self.size, folder)
+            self.memory = (
+                Memory(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                if folder is None
+                else mapped_file(self.size, folder)
+            )
         except OSError as error:
-            what = "host memory" if folder is None else f"{folder}"
-            raise OffloadError(
-                f"offload needs {self.size / GIB:.3g} GiB of {what}, and the system says: {error.strerror or error}"
-            ) from error
+            where = folder or "host memory"
+            reason = error.strerror or error
+            raise OffloadError(f"offload needs {self.size / GIB:.3g} GiB of {where}: {reason}") from error
         self.base = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
         if pin:
             self.memory.register(self.base, self.size)
 
     @staticmethod
     def room(shape: Iterable[int], dtype: torch.dtype) -> int:
-        """Bytes that a tensor takes of an arena: its own, rounded up to a page."""
-        nbytes = math.prod(shape) * dtype.itemsize
-        return -(-nbytes // PAGE) * PAGE
+        """Bytes that a tensor takes of an arena: its own, rounded up to whole pages."""
+        return -(-math.prod(shape) * dtype.itemsize // PAGE) * PAGE
 
     def take(self, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor with a storage of its own, so that nobody copies it to be rid of its neighbours."""
+        """Allocate a tensor. It has its own storage, so that saving or copying it does not include its neighbours."""
         shape = tuple(shape)
         count = math.prod(shape)
         if not count:
@@ -68,18 +69,18 @@ class Arena:
         return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=begin).view(shape)
 
     def fetch(self, tensor: torch.Tensor) -> None:
-        """Read a tensor of a file into memory, ahead of its use; returns when it is there."""
+        """Read a tensor of a file into memory, ahead of its use; returns when it is read."""
         assert self.of_file
-        begin, length = self.stretch(tensor)
+        begin, length = self.pages(tensor)
         if length:
             self.memory.madvise(mmap.MADV_WILLNEED, begin, length)
-            # one byte of every page: faults are taken here, and torch holds no lock meanwhile
+            # reads one byte of every page, so that page faults happen here, where torch holds no lock
             torch.frombuffer(self.memory, dtype=torch.uint8, count=length, offset=begin)[::PAGE].sum()
 
     def release(self, tensor: torch.Tensor) -> None:
-        """This process is done with a tensor of a file for now; its pages stay in the system's cache, or go to disk."""
-        assert self.of_file, "the pages of anonymous memory would come back as zeros"
-        begin, length = self.stretch(tensor)
+        """Unmap a tensor of a file for now; its pages stay in the system's cache, or are written to disk."""
+        assert self.of_file, "anonymous memory would be lost"
+        begin, length = self.pages(tensor)
         if length:
             self.memory.madvise(mmap.MADV_DONTNEED, begin, length)
 
@@ -90,8 +91,8 @@ class Arena:
     def owns(self, tensor: torch.Tensor) -> bool:
         return 0 <= tensor.data_ptr() - self.base < self.size
 
-    def stretch(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Where the pages of a contiguous tensor begin, and how long they are."""
+    def pages(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """The offset and length, in bytes, of the pages of a contiguous tensor."""
         if not tensor.numel():
             return 0, 0
         begin = tensor.data_ptr() - self.base
@@ -102,47 +103,42 @@ class Arena:
 
 
 class Memory(mmap.mmap):
-    """Mapped memory, unregistered before it is unmapped. Tensors hold it."""
+    """Mapped memory that is unpinned before it is unmapped; tensors keep it alive."""
 
     registered: int | None = None
 
     def register(self, base: int, size: int) -> None:
-        """Raises OffloadError where CUDA pins no more."""
-        code = cuda_runtime().cudaHostRegister(base, size, 0)
+        """Pin the memory. Raises OffloadError if CUDA refuses."""
+        code = torch.cuda.cudart().cudaHostRegister(base, size, 0)  # pyright: ignore[reportOptionalMemberAccess]
         if int(code) != 0:
             raise OffloadError(
-                f"{size / GIB:.3g} GiB of host memory could not be pinned (CUDA error {int(code)}); offload=nvme needs "
-                "none pinned"
+                f"{size / GIB:.3g} GiB of host memory could not be pinned (CUDA error {int(code)}); offload=nvme "
+                "pins none"
             )
         self.registered = base
 
     def __del__(self) -> None:
         if self.registered is not None:
-            with contextlib.suppress(Exception):  # CUDA may be gone when the interpreter ends
-                cuda_runtime().cudaHostUnregister(self.registered)
+            with contextlib.suppress(Exception):  # CUDA may be shut down when the interpreter ends
+                torch.cuda.cudart().cudaHostUnregister(self.registered)  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def cuda_runtime() -> Any:
-    return torch.cuda.cudart()
-
-
-def anonymous(size: int) -> Memory:
-    return Memory(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-
-
-def file_mapped(size: int, folder: Path) -> Memory:
+def mapped_file(size: int, folder: Path) -> Memory:
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = nameless_file(folder)
     try:
-        found = os.fstatvfs(descriptor)
-        free = found.f_bavail * found.f_frsize
+        disk = os.fstatvfs(descriptor)
+        free = disk.f_bavail * disk.f_frsize
         if free < size:
             raise OffloadError(
                 f"offload=nvme needs {size / GIB:.3g} GiB more in {folder}, where {free / GIB:.3g} GiB are free; give "
                 "a folder on a larger local disk: offload.folder=DIR"
             )
-        # every block now: a page that finds the disk full later would end the process with SIGBUS
-        getattr(os, "posix_fallocate", truncate)(descriptor, 0, size)
+        # all blocks now: if the disk were full at a later page fault, SIGBUS would end the process
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, size)
+        else:
+            os.ftruncate(descriptor, size)
         return Memory(descriptor, size, flags=mmap.MAP_SHARED)
     except OSError as error:
         raise OffloadError(
@@ -150,19 +146,14 @@ def file_mapped(size: int, folder: Path) -> Memory:
             "folder on a local disk with that much room: offload.folder=DIR"
         ) from error
     finally:
-        os.close(descriptor)  # the mapping has its own
-
-
-def truncate(descriptor: int, begin: int, size: int) -> None:
-    """Where there is no `posix_fallocate`: a file of holes."""
-    os.ftruncate(descriptor, begin + size)
+        os.close(descriptor)  # the mapping has its own copy
 
 
 def nameless_file(folder: Path) -> int:
-    """A descriptor of a new file that no folder lists."""
+    """Open a new file without a name; its descriptor."""
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
-    except (OSError, AttributeError):  # the filesystem, or the system, has no such files
+    except (OSError, AttributeError):  # not supported by the filesystem, or by the system
         descriptor, name = tempfile.mkstemp(prefix=".offload-", dir=folder)
         os.unlink(name)
         return descriptor

@@ -1,4 +1,4 @@
-"""What this rank holds of each parameter, and the whole of it again."""
+"""This rank's shards of parameters as plain tensors, and whole parameters gathered from shards."""
 
 from dataclasses import dataclass
 
@@ -12,16 +12,16 @@ from llava_fsdp.distributed.precision import MasterWeights
 
 
 @dataclass(frozen=True)
-class Shard:
-    """Rows [begin, end) of a parameter."""
+class LocalShard:
+    """Rows [begin, end) of a parameter, as this rank holds them."""
 
     begin: int
     end: int
     tensors: list[torch.Tensor]
-    """The local tensors that hold them: the model's own and, where there is one, the fp32 master."""
+    """Local tensors with the rows' values: the model's own and, if it is another tensor, the master's."""
 
 
-def local_shards(model: nn.Module, masters: MasterWeights) -> dict[str, Shard]:
+def local_shards(model: nn.Module, masters: MasterWeights) -> dict[str, LocalShard]:
     """This rank's rows of every parameter, by name."""
     shards = {}
     for wrapped_name, parameter in model.named_parameters():
@@ -29,12 +29,12 @@ def local_shards(model: nn.Module, masters: MasterWeights) -> dict[str, Shard]:
         master = masters.named.get(name)
         holders = [parameter] if master is None or master is parameter else [parameter, master]
         begin, end = local_rows(parameter)
-        shards[name] = Shard(begin, end, [local(h) for h in holders])
+        shards[name] = LocalShard(begin, end, [local(h) for h in holders])
     return shards
 
 
 def local_rows(tensor: torch.Tensor) -> tuple[int, int]:
-    """Rows of dimension 0 that this rank holds; a single number is one row, on every rank."""
+    """The range [begin, end) of rows that this rank holds; a scalar is one row on every rank."""
     if not tensor.ndim:
         return 0, 1
     if not isinstance(tensor, DTensor):
@@ -44,18 +44,18 @@ def local_rows(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of it, as plain numbers."""
+    """This rank's shard, as a plain tensor."""
     tensor = tensor.detach()
     return unwrapped(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """torchao wraps weights that travel in fp8; what it wraps are their numbers in full."""
+    """The full-precision tensor inside torchao's wrapper for weights that are gathered in fp8."""
     return getattr(tensor, "_tensor", tensor)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor sharded as it is, of plain numbers: what collectives and checkpoints of any kind take."""
+    """The same (sharded) tensor without torchao's wrapper, for collectives and checkpoints."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor) or type(tensor.to_local()) is torch.Tensor:
         return tensor
@@ -65,15 +65,15 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     )  # fmt: skip
 
 
-def like(tensor: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """A tensor that is cut over the ranks as `tensor` is, of which this rank holds `own`, on whatever device.
+def like(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+    """A tensor sharded as `tensor` is, whose shard on this rank is `shard`, on any device.
 
     `DTensor.from_local` would move it to the mesh's device.
     """
-    return DTensor(own, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else own  # type: ignore[call-arg]
+    return DTensor(shard, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else shard  # type: ignore[call-arg]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full parameter on every rank; a collective where it is sharded."""
+    """The full parameter on every rank. A collective if it is sharded."""
     tensor = plain(tensor)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -2,11 +2,11 @@
 
 A few rows at a time are converted to fp32, updated by torch's own fused AdamW, and stored again:
 
-- bf16 weights and moments are rounded stochastically (e.g. arXiv 2010.06192): the larger the part that is cut off, the
-  likelier they are rounded up, so that updates below half a step of bf16 are not lost on average. Rounding to nearest
+- bf16 weights and moments are rounded stochastically (e.g. arXiv 2010.06192): up with a probability in proportion to
+  the dropped part, so that updates below half a step of bf16 are not lost on average. Rounding to nearest
   would hardly move the second moment: beta2=0.999 changes it by 1/1000 a step, and bf16 has steps of 1/256.
 - int8 moments are indices into a map of 256 values, dense around zero, with one scale for each block of 256 elements
-  (dynamic block-wise quantisation, arXiv 2110.02861). A block lies in one row, so that sharding does not change it.
+  (dynamic block-wise quantisation, arXiv 2110.02861). A block is part of one row, so that sharding does not change it.
 """
 
 import math
@@ -37,8 +37,8 @@ class LowBitAdamW(torch.optim.Optimizer):
     Args:
         groups: as `torch.optim.AdamW` takes them, with lr and weight_decay in each.
         moments: the dtype in which moments are stored. With int8, those of one-dimensional parameters are fp32.
-        seed: for the rounding. Random numbers depend on the seed, the step, the parameter and this rank's first row of
-            it: replicas of a shard stay equal, and a run that continues draws the same numbers.
+        seed: for the rounding. Random numbers depend on the seed, the step, the parameter and the first row of this
+            rank's shard: replicas stay equal, and a resumed run draws the same numbers.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         self.seed = seed
 
     def new_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Zero moments, sharded as the parameter is, and the step, on the CPU."""
+        """Zero moments, sharded as the parameter is, and step 0, on the CPU."""
         state = {"step": torch.zeros((), dtype=torch.float32)}
         for name in MOMENTS:
             if is_quantised(parameter.shape, self.moments):
@@ -84,47 +84,42 @@ class LowBitAdamW(torch.optim.Optimizer):
         step = int(state["step"])
         assert parameter.grad is not None
         weights, gradients = as_rows(parameter), as_rows(parameter.grad)
-        stored = [Stored.of(state, name) for name in MOMENTS]
+        stored = [StoredMoment(state, name) for name in MOMENTS]
         begin, _ = local_rows(parameter)
         dice = torch.Generator(weights.device).manual_seed(derive("rounding", self.seed, step, number, begin))
         steps = torch.full((), float(step), device=weights.device)
         for rows in stretches(weights):
-            weight, moments = weights[rows].float(), [one.read(rows) for one in stored]
+            weight, moments = weights[rows].float(), [moment.read(rows) for moment in stored]
             fused_adamw([weight, gradients[rows].float(), *moments], steps, group)
             store(weight, weights[rows], dice)
-            for one, value in zip(stored, moments, strict=True):
-                one.write(rows, value, dice)
+            for moment, value in zip(stored, moments, strict=True):
+                moment.write(rows, value, dice)
 
 
 def is_quantised(shape: tuple[int, ...], moments: MomentDType) -> bool:
-    """Whether a parameter's moments are stored in int8; norms and biases are too small to gain by it."""
+    """Whether a parameter's moments are stored in int8. Norms and biases are too small to gain from it."""
     return moments is MomentDType.int8 and len(shape) > 1
 
 
 def zero_scales(parameter: nn.Parameter) -> torch.Tensor:
     """Zero scales of a parameter's moments, float32 [rows, blocks per row], sharded as the parameter is."""
     rows, blocks = parameter.shape[0], math.ceil(math.prod(parameter.shape[1:]) / BLOCK)
-    mine = torch.zeros((local(parameter).shape[0], blocks), dtype=torch.float32, device=parameter.device)
+    scales = torch.zeros((local(parameter).shape[0], blocks), dtype=torch.float32, device=parameter.device)
     if not isinstance(parameter, DTensor):
-        return mine
+        return scales
     return DTensor.from_local(
-        mine,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=torch.Size((rows, blocks)),
+        scales, parameter.device_mesh, parameter.placements, run_check=False, shape=torch.Size((rows, blocks)),
         stride=(blocks, 1),
-    )
+    )  # fmt: skip
 
 
 def as_rows(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's rows of a tensor; a scalar is one row."""
-    own = local(tensor)
-    return own if own.ndim else own.view(1)
+    return torch.atleast_1d(local(tensor))
 
 
 def stretches(tensor: torch.Tensor) -> Iterator[slice]:
-    """Consecutive slices of rows, about `STRETCH` elements each; no slices if this rank holds no rows."""
+    """Consecutive slices of rows with about `STRETCH` elements each; none if this rank holds no rows."""
     if tensor.numel() == 0:
         return
     rows = max(1, STRETCH // (tensor.numel() // tensor.shape[0]))
@@ -132,32 +127,28 @@ def stretches(tensor: torch.Tensor) -> Iterator[slice]:
         yield slice(begin, begin + rows)
 
 
-class Stored:
-    """This rank's rows of a moment as it is stored: as numbers, or as int8 codes with their scales."""
+class StoredMoment:
+    """This rank's rows of a moment as it is stored: in fp32 or bf16, or as int8 codes with their scales."""
 
-    def __init__(self, codes: torch.Tensor, scales: torch.Tensor | None, map_: torch.Tensor | None):
-        self.codes, self.scales, self.map = codes, scales, map_
-
-    @classmethod
-    def of(cls, state: dict[str, torch.Tensor], name: str) -> "Stored":
-        codes, scales = as_rows(state[name]), state.get(name + SCALE)
-        if scales is None:
-            return cls(codes, None, None)
+    def __init__(self, state: dict[str, torch.Tensor], name: str):
+        self.values = as_rows(state[name])
+        self.scales = local(state[name + SCALE]) if name + SCALE in state else None
         signed = name == MOMENTS[0]
-        return cls(codes, local(scales), torch.tensor(dynamic_map(signed), device=codes.device))
+        quantised = self.scales is not None
+        self.map = torch.tensor(dynamic_map(signed), device=self.values.device) if quantised else None
 
     def read(self, rows: slice) -> torch.Tensor:
-        """float32 values; of a moment stored in fp32 a view, so that the update is in place."""
+        """Values in fp32; a view of a moment that is stored in fp32, so that the update is in place."""
         if self.scales is None or self.map is None:
-            return self.codes[rows].float()
-        return dequantise(self.codes[rows], self.scales[rows], self.map)
+            return self.values[rows].float()
+        return dequantise(self.values[rows], self.scales[rows], self.map)
 
     def write(self, rows: slice, value: torch.Tensor, dice: torch.Generator) -> None:
         if self.scales is None or self.map is None:
-            store(value, self.codes[rows], dice)
+            store(value, self.values[rows], dice)
         else:
             codes, scales = quantise(value, self.map)
-            self.codes[rows].copy_(codes)
+            self.values[rows].copy_(codes)
             self.scales[rows].copy_(scales)
 
 
@@ -167,8 +158,8 @@ def store(value: torch.Tensor, target: torch.Tensor, dice: torch.Generator) -> N
         if target.data_ptr() != value.data_ptr():
             target.copy_(value)
         return
-    # bf16 is the upper 16 bits of fp32. A random 16-bit number is added to the lower 16 bits, which are then cut off.
-    # The probability that the sum carries, to the next larger magnitude of bf16, is the lower bits divided by 2**16.
+    # bf16 is the upper 16 bits of fp32. A random 16-bit number is added to the lower 16 bits, which are then dropped.
+    # The sum carries to the next larger magnitude of bf16 with a probability of the lower bits divided by 2**16.
     bits = value.view(torch.int32)
     bits.add_(torch.randint(1 << 16, value.shape, dtype=torch.int32, device=value.device, generator=dice))
     bits.bitwise_and_(-(1 << 16))
@@ -179,7 +170,7 @@ def store(value: torch.Tensor, target: torch.Tensor, dice: torch.Generator) -> N
 def dynamic_map(signed: bool) -> tuple[float, ...]:
     """256 ascending values up to 1, from 0 or (signed) almost -1: seven decades, each twice as fine as the one below.
 
-    Within a decade, values are the midpoints of equal intervals; 0 and 1 are added.
+    Within a decade, values are midpoints of equal intervals; 0 and 1 are added.
     """
     values = [0.0, 1.0]
     for decade in range(7):

@@ -1,8 +1,8 @@
-"""Set what glibc's allocator does with freed memory, and how many kernels oneDNN keeps, for the life of a process.
+"""Set what glibc's allocator does with freed memory, and how many kernels oneDNN caches, for the whole process.
 
 By default glibc maps blocks above a threshold one by one, and returns them to the system when they are freed. The
 threshold rises to the largest such block that was freed, up to 32 MiB. Smaller blocks are on the heap, of which glibc
-returns only free memory at the end. Other allocators are left as they are.
+returns only free memory at the end. Other allocators are not changed.
 """
 
 import ctypes
@@ -10,10 +10,10 @@ import os
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 SMALLEST, LARGEST = 128 * 2**10, 32 * 2**20
-"""The threshold with which glibc begins, and the largest that it accepts, in bytes."""
+"""glibc's first threshold, and the largest that it accepts, in bytes."""
 NEVER = -1
 KERNELS = 256
-"""Kernels that oneDNN keeps. A micro-batch has fewer shapes: a block's products, forward and backward, have some 30."""
+"""Kernels that oneDNN caches. A micro-batch needs fewer: a block's products, forward and backward, need some 30."""
 
 
 def return_freed_memory() -> None:

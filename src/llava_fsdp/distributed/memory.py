@@ -1,8 +1,7 @@
-"""How many bytes of parameters, gradients and optimizer state a rank holds under each row of the table.
+"""Formulas for the bytes of parameters, gradients and optimizer state that a rank holds with each strategy.
 
-FSDP2 cuts a parameter along dimension 0 as `torch.chunk` does: of n rows over s ranks, a rank holds up to
-ceil(n / s), the last ones fewer or none. These are its formulas, summed over the parameters; tests compare them
-with what the ranks really hold.
+FSDP2 shards dimension 0 as `torch.chunk` does: of n rows, each of s ranks holds up to ceil(n / s), the last ranks
+fewer or none. Tests compare the formulas with what ranks really hold.
 """
 
 import math
@@ -19,35 +18,34 @@ MOMENTS = 2
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter as the arithmetic sees it."""
+    """What the formulas need to know of a parameter."""
 
     shape: tuple[int, ...]
     trainable: bool
     whole: bool
-    """Stays whole on every rank while frozen."""
+    """Whether it stays whole on every rank while it is frozen."""
     fp32: bool
-    """Computed in fp32, whatever the rest of the model is computed in."""
+    """Whether it is stored and computed in fp32, whatever the model's compute dtype is."""
     fp8: bool = False
-    """Gathered in fp8."""
+    """Whether it is gathered in fp8."""
     unit: str = ""
-    """The block that it is gathered with; "" is the root unit."""
+    """The first block of the FSDP unit that gathers it; "" is the root unit."""
     per_element: int = 1
-    """Weights in one element: of a packed one, more."""
+    """Weights in one element; more than 1 if quantised weights are packed."""
     statistics: int = 0
-    """Bytes that a packed one is unpacked with, whole on every rank."""
+    """Bytes of the statistics of quantised weights, which are whole on every rank."""
 
     @property
     def numel(self) -> int:
-        """Elements."""
         return math.prod(self.shape)
 
     @property
     def count(self) -> int:
-        """Weights, as the model's size is told in."""
+        """Weights, as they count for the size of the model."""
         return self.numel * self.per_element
 
     def item_size(self, precision: PrecisionConfig) -> int:
-        """Bytes of an element in the computation."""
+        """Bytes of an element in the compute dtype."""
         return ITEM_SIZE[DType.fp32 if self.fp32 else precision.param_dtype]
 
     def gathered_size(self, precision: PrecisionConfig) -> int:
@@ -55,15 +53,15 @@ class Weight:
         return 1 if self.fp8 else self.item_size(precision)
 
     def master_size(self, precision: PrecisionConfig) -> int:
-        """Bytes of an element as it is kept, and of its gradient at the update."""
+        """Bytes of an element of the master, and of its gradient in the optimizer's step."""
         return 2 if precision.master_dtype is MasterDType.bf16 and not self.fp32 else 4
 
     def reduce_size(self, precision: PrecisionConfig) -> int:
-        """Bytes of an element of a gradient on its way between ranks."""
+        """Bytes of an element of a gradient while it is reduced over ranks."""
         return ITEM_SIZE[DType.fp32 if self.fp32 else precision.reduce_dtype]
 
     def moment_bytes(self, precision: PrecisionConfig, local: int) -> int:
-        """Bytes of both moments of `local` elements, which are whole rows."""
+        """Bytes of both moments of `local` elements (whole rows)."""
         if is_quantised(self.shape, precision.moment_dtype):
             columns = math.prod(self.shape[1:])
             return MOMENTS * (local + 4 * math.ceil(columns / BLOCK) * (local // columns if columns else 0))
@@ -75,22 +73,24 @@ class Weight:
             return self.numel
         rows = self.shape[0]
         chunk = math.ceil(rows / shards)
-        mine = max(0, min(chunk, rows - rank * chunk))
-        return self.numel // rows * mine if rows else 0
+        held = max(0, min(chunk, rows - rank * chunk))
+        return self.numel // rows * held if rows else 0
 
     def padded(self, shards: int) -> int:
-        """Elements of the largest shard, as which FSDP lays out every rank's part of a collective."""
+        """Elements of the largest shard; FSDP pads all shards to this size."""
         return self.local(shards, 0)
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes on one rank, when nothing runs and between two micro-batches of a step."""
+    """Bytes on one rank."""
 
     parameters: int
+    """After a step, like the next two."""
     gradients: int
     optimizer: int
     parameters_between: int
+    """Between two micro-batches of a step, like the next one."""
     gradients_between: int
 
 
@@ -102,35 +102,40 @@ def bytes_per_rank(
     shard_size: int,
     rank: int = 0,
     offload: OffloadMode = OffloadMode.none,
+    padded: bool = False,
 ) -> Bytes:
-    """What rank `rank` holds, wherever `offload` lets it lie.
+    """What rank `rank` holds, in memory or where `offload` puts it.
 
-    At rest (after an optimizer step, gradients not yet freed) trainables are shards in `master_dtype` with gradients of
-    that dtype and two moments in `moment_dtype`; frozen weights are in the compute dtype, whole or sharded, and what
-    packed ones are unpacked with is whole. Between micro-batches a row that keeps weights gathered adds them in the
-    compute dtype, and a row that has not synchronised holds whole gradients (in the reduction dtype) or, for hybrid
-    rows, shards not yet reduced over the replicas. One rank that FSDP does not wrap has working copies of masters that
-    are not in the compute dtype.
+    After a step and before its gradients are freed, a trainable weight is a shard in `master_dtype`, with a gradient of
+    that dtype and two moments in `moment_dtype`. Frozen weights are in the compute dtype, whole or sharded. Between
+    micro-batches, strategies that keep weights gathered hold them in the compute dtype too. Gradients that are not yet
+    reduced are whole, in the reduction dtype; with hybrid strategies they are shards, not yet reduced over the
+    replicas. A single rank without FSDP has working copies of masters that are not in the compute dtype.
+
+    Args:
+        padded: count what the tensors occupy: FSDP pads the parameters and gradients of a short shard to a full one,
+            of which they are views (`FSDPParam.reset_sharded_param`, `foreach_reduce`). Moments have no padding.
     """
     plan = SHARD_PLANS[strategy]
     _, shards = mesh_shape(plan, world_size, shard_size)
+
+    def local(weight: Weight) -> int:
+        return weight.padded(shards) if padded else weight.local(shards, rank % shards)
+
     trainable = [w for w in weights if w.trainable]
     frozen = 0
     for weight in weights:
         if not weight.trainable:
-            sharded = plan.shards_frozen and not weight.whole
-            local = weight.local(shards if sharded else 1, rank % shards if sharded else 0)
-            frozen += weight.item_size(precision) * local + weight.statistics
-    locals_ = [(w, w.local(shards, rank % shards)) for w in trainable]
-    masters = sum(w.master_size(precision) * local for w, local in locals_)
-    moments = sum(w.moment_bytes(precision, local) for w, local in locals_)
+            numel = local(weight) if plan.shards_frozen and not weight.whole else weight.numel
+            frozen += weight.item_size(precision) * numel + weight.statistics
+    masters = sum(w.master_size(precision) * local(w) for w in trainable)
+    moments = sum(w.moment_bytes(precision, w.local(shards, rank % shards)) for w in trainable)
+    parameters = frozen + masters
     if world_size == 1 and not offload.moves_weights:
-        copies = sum(
+        parameters += sum(
             w.item_size(precision) * w.numel for w in trainable if w.item_size(precision) != w.master_size(precision)
         )
-        held = frozen + masters + copies
-        return Bytes(held, masters, moments, held, masters)
-    parameters = frozen + masters
+        return Bytes(parameters, masters, moments, parameters, masters)
     gathered = 0 if plan.reshard_every_micro_batch else sum(w.gathered_size(precision) * w.numel for w in trainable)
     gradients_between = {
         Sync.EVERY_MICRO_BATCH: masters,
@@ -140,43 +145,7 @@ def bytes_per_rank(
     return Bytes(parameters, masters, moments, parameters + gathered, gradients_between)
 
 
-def storage_per_rank(
-    weights: list[Weight],
-    strategy: Strategy,
-    precision: PrecisionConfig,
-    world_size: int,
-    shard_size: int,
-    rank: int = 0,
-    offload: OffloadMode = OffloadMode.none,
-) -> Bytes:
-    """What the tensors of `bytes_per_rank` occupy: FSDP pads parameters and gradients of a short shard to a full one.
-
-    A shard's parameter is a view into its padded rows, its gradient one into what the reduce-scatter returned
-    (`FSDPParam.reset_sharded_param`, `foreach_reduce`); moments are made like the views, without padding.
-    """
-    held = bytes_per_rank(weights, strategy, precision, world_size, shard_size, rank, offload)
-    if world_size == 1:
-        return held
-    plan = SHARD_PLANS[strategy]
-    _, shards = mesh_shape(plan, world_size, shard_size)
-    masters = gradients = frozen = 0
-    for weight in weights:
-        short = weight.padded(shards) - weight.local(shards, rank % shards)
-        if weight.trainable:
-            masters += weight.master_size(precision) * short
-            gradients += weight.master_size(precision) * short
-        elif plan.shards_frozen and not weight.whole:
-            frozen += weight.item_size(precision) * short
-    return Bytes(
-        held.parameters + masters + frozen,
-        held.gradients + gradients,
-        held.optimizer,
-        held.parameters_between + masters + frozen,
-        held.gradients_between + (gradients if plan.gradient_sync is Sync.EVERY_MICRO_BATCH else 0),
-    )
-
-
 def checkpoint_bytes(weights: list[Weight], precision: PrecisionConfig) -> int:
-    """What a checkpoint holds of all ranks together: trainable weights as they are kept, moments, a step count each."""
+    """The size of a checkpoint: masters, moments and step counts of all trainable weights."""
     trainable = [w for w in weights if w.trainable]
     return sum(w.master_size(precision) * w.numel + w.moment_bytes(precision, w.numel) + 4 for w in trainable)

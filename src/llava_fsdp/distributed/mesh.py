@@ -1,4 +1,4 @@
-"""The ranks of a run: process group, device, and the mesh of a plan. Left in order when the run ends well."""
+"""Process group, device and device mesh of a run's ranks."""
 
 import gc
 import os
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from llava_fsdp.config import Config
+from llava_fsdp.distributed.consensus import gathered
 from llava_fsdp.distributed.fake_collectives import join_fake
 from llava_fsdp.distributed.malloc import keep_freed_memory, limit_kernel_cache
 from llava_fsdp.distributed.zero import Mesh, ShardPlan
@@ -28,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """The ranks, as torchrun's environment describes them; one rank where there was no torchrun."""
+    """This rank among the ranks of the run; a single rank without torchrun."""
 
     rank: int
     size: int
@@ -43,21 +44,20 @@ class World:
 
 @contextmanager
 def distributed(cfg: Config) -> Iterator[World]:
-    """Join the process group of torchrun's environment and pick this rank's device.
+    """Join the process group that torchrun's environment describes, and choose this rank's device.
 
-    At world size 1 there is no process group, unless `offload` wraps the model all the same. On an error nothing is
-    torn down: the process is about to end at once, and a peer may never answer. On success the order barrier, destroy,
-    collect, pause matters: without it gloo's background thread aborts about one process in seven at interpreter exit
-    (pytorch#179291).
+    At world size 1 there is no process group, unless `offload` needs FSDP. After an error the group is not destroyed:
+    the process ends at once, and other ranks may never answer. On success the order barrier, destroy, collect, pause
+    matters: without it gloo's background thread aborts about one process in seven at interpreter exit (pytorch#179291).
     """
-    if dist.is_initialized():  # whoever made the group ends it
+    if dist.is_initialized():  # the caller destroys its own group
         yield world_of_group()
         return
     world = read_world()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with(os.getppid())  # else it would train on as an orphan where torchrun is killed
+        end_with(os.getppid())  # else this process would continue after torchrun is killed
     if cfg.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only with a workspace
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this
         torch.use_deterministic_algorithms(True)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
@@ -66,7 +66,7 @@ def distributed(cfg: Config) -> Iterator[World]:
         limit_kernel_cache()
     needs_group = cfg.offload.mode.moves_weights
     if cfg.dry_run is not None:
-        world = imagined(cfg.dry_run, world)
+        world = simulated_world(cfg.dry_run, world)
         if world.size > 1 or needs_group:
             join_fake(world.size)
     elif world.size > 1 or needs_group:
@@ -75,7 +75,8 @@ def distributed(cfg: Config) -> Iterator[World]:
         yield world
     except Exception as error:
         if is_lost_peer(error):
-            raise CommunicationError(f"the connection to another rank was lost: {last_line(error)}") from error
+            line = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+            raise CommunicationError(f"the connection to another rank was lost: {line}") from error
         raise
     if dist.is_initialized():
         dist.barrier()
@@ -91,22 +92,18 @@ LOST = re.compile(
 
 
 def is_lost_peer(error: BaseException | None) -> bool:
-    """Whether torch.distributed failed because another rank is gone or late: as the error, or behind it."""
+    """Whether an error, or one of its causes, is torch.distributed's because another rank is lost or late."""
     while error is not None:
-        # what checkpoints raise for several ranks is no Exception
-        is_torchs = isinstance(error, RuntimeError) or not isinstance(error, Exception)
-        if isinstance(error, dist.DistError) or (is_torchs and LOST.search(str(error))):
+        # torch.distributed.checkpoint raises errors of several ranks as a BaseException
+        is_from_torch = isinstance(error, RuntimeError) or not isinstance(error, Exception)
+        if isinstance(error, dist.DistError) or (is_from_torch and LOST.search(str(error))):
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
-def last_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
-
-
 def num_collectives(mesh: DeviceMesh | None) -> Callable[[], int]:
-    """Counts what this rank has begun of them: the late rank of several has begun fewer."""
+    """A function that counts the collectives which this rank has begun. A rank that is late has begun fewer."""
     if not dist.is_initialized():
         return int
     groups = groups_of(mesh)
@@ -114,32 +111,28 @@ def num_collectives(mesh: DeviceMesh | None) -> Callable[[], int]:
 
 
 def groups_of(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
-    found = [dist.distributed_c10d._get_default_group()]
-    for group in mesh.get_all_groups() if mesh is not None else []:
-        if all(group is not other for other in found):
-            found.append(group)
-    return found
+    groups = [dist.distributed_c10d._get_default_group(), *(mesh.get_all_groups() if mesh is not None else [])]
+    return list({id(group): group for group in groups}.values())
 
 
 def shorten_timeout(mesh: DeviceMesh | None, seconds: int) -> None:
-    """From `comm.init_timeout` to `comm.timeout`, once weights are loaded and a step has compiled what it needs."""
-    if not dist.is_initialized():
-        return
-    for group in groups_of(mesh):
+    """Replace `comm.init_timeout` by `comm.timeout`, once weights are loaded and the first step has compiled."""
+    for group in groups_of(mesh) if dist.is_initialized() else ():
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def own_rank() -> int:
-    """Before and after the ranks have met."""
+    """This rank's number, also before the process group exists."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def meet() -> list[tuple[int, str, int]]:
-    """Rank, host and process of every rank. A collective."""
+    """(rank, host, process id) of every rank. A collective."""
     return gather_lists([(own_rank(), socket.gethostname(), os.getpid())])
 
 
 def read_world() -> World:
+    """Read this rank from torchrun's environment. Raises ConfigError if there are more ranks than GPUs."""
     env = os.environ
     rank, size = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
     local_rank, local_size = int(env.get("LOCAL_RANK", "0")), int(env.get("LOCAL_WORLD_SIZE", "1"))
@@ -154,33 +147,32 @@ def read_world() -> World:
 
 
 def world_of_group() -> World:
-    """The ranks of a process group that exists already, all on this machine."""
+    """The ranks of an existing process group, all on this machine."""
     rank, size = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     return World(rank, size, rank, size, device)
 
 
-def imagined(size: int, world: World) -> World:
-    """Rank 0 of `size` ranks of one node, of which this process is the only one.
+def simulated_world(size: int, world: World) -> World:
+    """Rank 0 of `size` ranks of one node, of which only this process exists.
 
     Raises:
         ConfigError: there are several processes.
     """
     if world.size > 1:
         raise ConfigError(
-            f"dry_run={size} is rank 0 of {size} imagined ranks, in one process; torchrun started {world.size}: start "
-            "it without torchrun"
+            f"dry_run={size} simulates rank 0 of {size} ranks in one process, but torchrun started {world.size}; "
+            "start it without torchrun"
         )
     return World(0, size, 0, size, world.device)
 
 
 def join(world: World, timeout_seconds: int) -> None:
-    """Initialise the process group on a store of this restart attempt.
+    """Initialise the process group, with keys in the store that no other start of the run uses.
 
-    torchrun's own store outlives a restart, and workers would read the addresses of the dead ones (pytorch#135712), so
-    that what they write is prefixed with the number of restarts. That number is counted by node: where nodes come and
-    go it differs between them, and only a store that is new with every start will do, which
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 asks torchrun for. It needs no prefix.
+    torchrun's store outlives a restart, and workers would read the addresses of dead ones (pytorch#135712). So keys are
+    prefixed with the number of restarts. Each node counts its own restarts. If nodes come and go the numbers differ,
+    and only a new store for every start helps, which TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun use.
     """
     env = os.environ
     shared = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -205,7 +197,7 @@ def join(world: World, timeout_seconds: int) -> None:
 
 @contextmanager
 def first_rank_first(world: World) -> Iterator[None]:
-    """Rank 0 does something while the others wait, then they do it too and find it done."""
+    """Run the body on rank 0 first, then on the other ranks, which find its work done."""
     if world.size > 1 and not world.is_first:
         dist.barrier()
     yield
@@ -214,22 +206,18 @@ def first_rank_first(world: World) -> Iterator[None]:
 
 
 def gather_lists(items: list[T]) -> list[T]:
-    """Every rank's items, in the order of ranks. Where none has any, the cost is one number summed on the host."""
+    """The items of all ranks, in the order of ranks. If no rank has any, the cost is one all-reduce of one number."""
     if not dist.is_initialized():
         return items
     count = torch.tensor([len(items)])
     dist.all_reduce(count)
     if not count:
         return []
-    gathered: list[list[T]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, items)
-    return [item for own in gathered for item in own]
+    return [item for of_rank in gathered(items) for item in of_rank]
 
 
 def make_mesh(world: World, plan: ShardPlan, cfg: Config) -> DeviceMesh | None:
-    """The (replicate, shard) mesh of a plan; None at world size 1, where nothing is sharded.
-
-    FSDP is what moves weights between host and device, so `offload=params` and `nvme` wrap one rank too.
+    """The (replicate, shard) mesh of a strategy; None for a single rank, unless `offload` needs FSDP to move weights.
 
     Raises:
         ConfigError: `sharding.shard_size` does not divide the ranks.
@@ -243,7 +231,7 @@ def make_mesh(world: World, plan: ShardPlan, cfg: Config) -> DeviceMesh | None:
 
 
 def mesh_shape(plan: ShardPlan, world_size: int, shard_size: int) -> tuple[int, int]:
-    """(replicate, shard) sizes of a plan's mesh."""
+    """(replicate, shard) sizes of a strategy's mesh. Raises ConfigError if shard_size does not divide the ranks."""
     if plan.mesh is Mesh.REPLICATE:
         return world_size, 1
     if plan.mesh is Mesh.SHARD:

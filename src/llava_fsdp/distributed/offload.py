@@ -1,37 +1,37 @@
-"""Where a run's states lie beside the device: `offload=none|optimizer|params|nvme`. All give the same weights.
+"""Offload a run's states from the device: `offload=none|optimizer|params|nvme`. All modes give the same weights.
 
 | | fp32 shards | gradients | moments | updated by |
 |---|---|---|---|---|
 | none | device | device | device | the fused kernel of the device |
-| optimizer | device | device | host, pinned | the same, through two buffers (`distributed/streamed_optimizer.py`) |
+| optimizer | device | device | host, pinned | the same, in buckets (`distributed/streamed_optimizer.py`) |
 | params | host, pinned | host, pinned | host | the CPU's fused kernel |
-| nvme | a file | a file | a file | the CPU's fused kernel, where they are, read ahead |
+| nvme | a file | a file | a file | the CPU's fused kernel in the mapped file, read ahead |
 
-Bytes of a rank between steps. Every sum is over the tensors of this rank: n elements of a parameter that it holds, n*
-with the padding to ceil(rows / shards) rows, i bytes an element.
+Bytes that a rank holds. Sums are over its tensors: n elements of a parameter, n* with the padding to
+ceil(rows / shards) rows, i bytes an element.
 
     W    n i, frozen weights that are whole on the rank, in the compute dtype; buffers
-    C    n i, working copies in the compute dtype: at world size 1 without `params` and `nvme` alone, 0 for fp32
+    C    n i, working copies in the compute dtype: only at world size 1 without `params` and `nvme`; 0 for fp32
     S    n* i, shards that FSDP manages: trainable ones in the master dtype, frozen ones in the compute dtype
     G    n i, gradients in the master dtype, from the first micro-batch to the end of the step
-    M    n i, moments: fp32 Adam 8 n of what trains; the step's count is 4 bytes a parameter more
-    B    the largest bucket: at most 128 MiB, M where that is less
+    M    n i, moments: for fp32 Adam 8 n of trainable weights; and 4 bytes a parameter for its step count
+    B    the largest bucket: at most 128 MiB, or M if that is less
 
-page(x) is x with every tensor rounded up to 4096 bytes; pow2(x) to a power of two, as torch's pinned allocator has it.
+page(x) is x with every tensor rounded up to 4096 bytes; pow2(x) to a power of two, as in torch's pinned allocator.
 
-| | device, at rest | device, in the optimizer's step | host memory | disk |
+| | device, between steps | device, in the optimizer's step | host memory | disk |
 |---|---|---|---|---|
 | none | W + C + S + M | + G | 0 | 0 |
 | optimizer | W + C + S | + G + 2 B | page(M), pinned | 0 |
 | params | W | + 0 | page(S), pinned; pow2(G), pinned; M | 0 |
-| nvme | W | + 0 | what the system caches of the files | page(S) + page(G) + page(M) |
+| nvme | W | + 0 | the system's cache of the files | page(S) + page(G) + page(M) |
 
-At world size 1 without `params` and `nvme` nothing is wrapped, and S is the masters, n i. With them FSDP shards over a
-mesh of this one rank, because FSDP is what moves weights. While a micro-batch runs, gathered units come on top on the
-device in every mode, as without offload: two blocks and the root unit in the compute dtype, or all blocks in rows that
-keep weights gathered; under `params` and `nvme` on a GPU also one unit's shards in the master dtype, on their way. A
-reduced gradient passes through the device a unit at a time. Without a GPU the device is the host: `optimizer` and
-`params` save nothing there, and `nvme` leaves W and what a micro-batch takes as private memory.
+At world size 1 without `params` and `nvme` there is no FSDP, and S is the masters, n i. With them FSDP shards over a
+mesh of this one rank, because FSDP moves the weights. While a micro-batch runs, the device also holds gathered units in
+every mode: two blocks and the root unit in the compute dtype, or all blocks with strategies that keep weights gathered;
+with `params` and `nvme` on a GPU also the shards of one unit in the master dtype, while they are copied. Reduced
+gradients leave the device a unit at a time. Without a GPU the device is the host: `optimizer` and `params` save nothing
+there, and with `nvme` only W and the memory of a micro-batch are private memory.
 """
 
 import os
@@ -63,7 +63,7 @@ NO_ROOM = re.compile(
 
 
 class Offload:
-    """What `offload` asks for, on one rank."""
+    """Places the states of one rank as `offload` says."""
 
     def __init__(self, cfg: Config, device: torch.device):
         self.mode = cfg.offload.mode
@@ -77,19 +77,19 @@ class Offload:
 
     @property
     def policy(self) -> OffloadPolicy:
-        """For `fully_shard`. Pages of a file are not pinned: that would hold them in memory."""
+        """The policy for `fully_shard`. Pages of a file are not pinned, since pinning would keep them in memory."""
         if not self.mode.moves_weights:
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=self.pin and self.mode is OffloadMode.params)
 
     def materialize(self, model: nn.Module) -> None:
-        """Allocate what this rank holds, uninitialised: shards where they are to lie, all else on the device."""
+        """Allocate what this rank holds, uninitialised: offloaded shards in their place, all else on the device."""
         made = self.take_shards(model) if self.mode.moves_weights else {}
 
         def allocate(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.device.type != "meta":
                 return tensor
-            if id(tensor) not in made:  # a tied parameter is met once under each of its names
+            if id(tensor) not in made:  # a tied parameter comes once for each of its names
                 made[id(tensor)] = torch.empty_like(tensor, device=self.device)
             return made[id(tensor)]
 
@@ -98,24 +98,24 @@ class Offload:
             self.take_gradients(model)
 
     def take_shards(self, model: nn.Module) -> dict[int, torch.Tensor]:
-        """Every sharded parameter with its padding, by the identity of the one on the meta device.
+        """Allocate every sharded parameter with its padding, by the `id` of its meta tensor.
 
-        FSDP is told at once what it will gather from; else it copies shards with fewer rows than the largest elsewhere
-        to pad them, and there is no public way to say so. tests/distributed/test_offload.py sees where shards lie.
+        FSDP's private `_sharded_param_data` is set too, because FSDP would copy shards that need padding elsewhere, and
+        has no public setting for that. tests/distributed/test_offload.py checks where shards lie.
         """
         modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        found = list(dict.fromkeys(p for module in modules for p in managed(module)))  # blocks may share a unit
-        room = sum(Arena.room(p.padded_sharded_param_size, p.sharded_param.dtype) for p in found)
+        parameters = list(dict.fromkeys(p for module in modules for p in managed(module)))  # blocks may share a unit
+        room = sum(Arena.room(p.padded_sharded_param_size, p.sharded_param.dtype) for p in parameters)
         self.shards = Arena(room, self.folder, pin=self.pin and self.folder is None)
         made: dict[int, torch.Tensor] = {}
-        for own in found:
-            padded = self.shards.take(own.padded_sharded_param_size, own.sharded_param.dtype)
-            own._sharded_param_data = padded.view(-1)
-            made[id(own.sharded_param)] = like(own.sharded_param, padded[: own.sharded_size[0]])
+        for parameter in parameters:
+            padded = self.shards.take(parameter.padded_sharded_param_size, parameter.sharded_param.dtype)
+            parameter._sharded_param_data = padded.view(-1)
+            made[id(parameter.sharded_param)] = like(parameter.sharded_param, padded[: parameter.sharded_size[0]])
         return made
 
     def take_gradients(self, model: nn.Module) -> None:
-        """Give every trainable shard a place in a file that its gradient is moved to as soon as it is reduced."""
+        """Reserve a place in a file for the gradient of every trainable shard; a hook moves it there once reduced."""
         trainable = [p for p in model.parameters() if p.requires_grad]
         assert all(isinstance(p, DTensor) for p in trainable)
         self.gradients = Arena(sum(Arena.room(local(p).shape, p.dtype) for p in trainable), self.folder)
@@ -124,12 +124,12 @@ class Offload:
             parameter.register_post_accumulate_grad_hook(GradientIntoFile(place))
 
     def loaded(self) -> None:
-        """Weights are in their shards: let the pages of the file go."""
+        """Release the pages of the shards' file after weights are loaded."""
         if self.shards is not None and self.shards.of_file:
             self.shards.release_all()
 
     def optimizer(self, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimizer with its moments where they are to lie."""
+        """Wrap the optimizer so that its moments are offloaded."""
         if self.mode is OffloadMode.optimizer:
             return StreamedOptimizer(
                 inner, lambda size: Arena(size, pin=self.pin), lambda made: Copied(made, self.device)
@@ -141,7 +141,7 @@ class Offload:
 
 
 class GradientIntoFile:
-    """Moves a shard's gradient into a file; FSDP adds the next micro-batch's to it there."""
+    """A hook that moves a shard's gradient into a file, where FSDP adds the next micro-batch's to it."""
 
     def __init__(self, place: torch.Tensor):
         self.place = place
@@ -155,13 +155,13 @@ class GradientIntoFile:
 
 
 def managed(module: FSDPModule) -> list[Any]:
-    """What FSDP knows of the parameters of a unit."""
+    """FSDP's own objects (`FSDPParam`) of the parameters of a unit."""
     group = module._get_fsdp_state()._fsdp_param_group
     return [] if group is None else group.fsdp_params
 
 
 def filesystem(folder: Path) -> str | None:
-    """The kind of filesystem that a folder, or the nearest one above it that exists, lies on; None where unknown."""
+    """The type of the filesystem of a folder or of the nearest existing one above it; None if unknown."""
     while not folder.exists():
         folder = folder.parent
     device = os.stat(folder).st_dev
@@ -176,25 +176,25 @@ def filesystem(folder: Path) -> str | None:
 
 @contextmanager
 def clear_memory_errors(cfg: Config, device: torch.device) -> Iterator[None]:
-    """What torch says where memory runs out, as one message that names the cure.
+    """Replace errors about full memory by one that names what takes less.
 
     Raises:
-        OutOfMemory: instead of torch's or Python's own error.
+        OutOfMemory: instead of torch's or Python's error.
     """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        said = str(error)
-        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not NO_ROOM.search(said):
+        message = str(error)
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not NO_ROOM.search(message):
             raise
         where = "GPU memory" if isinstance(error, torch.OutOfMemoryError) else "host memory"
-        asked = re.search(r"tried to allocate ([\d.]+ \w+)|allocate (\d+ bytes)", said)
-        size = f" ({next(filter(None, asked.groups()))} more were asked for)" if asked else ""
+        request = re.search(r"tried to allocate ([\d.]+ \w+)|allocate (\d+ bytes)", message)
+        size = f" ({next(filter(None, request.groups()))} more were asked for)" if request else ""
         raise OutOfMemory(f"out of {where}{size}; less is needed with {', or '.join(cures(cfg, device))}") from error
 
 
 def cures(cfg: Config, device: torch.device) -> list[str]:
-    """What takes less memory than this configuration, the cheapest first."""
+    """Settings that take less memory than this configuration, the cheapest first."""
     found = (
         ["activation_checkpointing=full"] if cfg.activation_checkpointing.mode is ActivationCheckpointing.none else []
     )
@@ -208,7 +208,7 @@ def cures(cfg: Config, device: torch.device) -> list[str]:
 
 
 def describe_offload(cfg: Config, device: torch.device) -> str:
-    """One line for the screen that a run begins with."""
+    """What is offloaded, in one line, for the summary at the start of a run."""
     mode = cfg.offload.mode
     if mode is OffloadMode.none:
         return "none"
@@ -216,16 +216,16 @@ def describe_offload(cfg: Config, device: torch.device) -> str:
         saves = "" if device.type == "cuda" else ": without a GPU the device is the host, and this saves nothing"
         return f"{mode.value}, in host memory{saves}"
     folder = offload_folder(cfg)
-    found = filesystem(folder)
-    memory = ", which is memory: this saves nothing; offload.folder=DIR of a disk does" * (found in IN_MEMORY)
-    return f"nvme, in files without names in {folder} ({found or 'unknown filesystem'}{memory})"
+    kind = filesystem(folder)
+    memory = ", which is memory: this saves nothing; offload.folder=DIR of a disk does" * (kind in IN_MEMORY)
+    return f"nvme, in files without names in {folder} ({kind or 'unknown filesystem'}{memory})"
 
 
 def offload_folder(cfg: Config) -> Path:
-    """Where the files of `offload=nvme` lie.
+    """The folder for the files of `offload=nvme`.
 
     Raises:
-        ConfigError: `offload.folder` is no folder. It is not made: a disk that is not mounted would fill the one below.
+        ConfigError: `offload.folder` does not exist. It is not made: it may be on a disk that is not mounted.
     """
     if cfg.offload.folder is not None and not Path(cfg.offload.folder).is_dir():
         raise ConfigError(f"offload.folder={cfg.offload.folder} is not a folder; make one, on a local disk, or name it")
@@ -233,7 +233,7 @@ def offload_folder(cfg: Config) -> Path:
 
 
 def warn_of_no_use(cfg: Config, world: World) -> None:
-    """An offload that saves nothing on this machine works, and is said to save nothing."""
-    said = describe_offload(cfg, world.device)
-    if world.is_first and "saves nothing" in said:
-        log().warning("offload=%s", said)
+    """Warn, on rank 0, of an offload that saves nothing on this machine."""
+    text = describe_offload(cfg, world.device)
+    if world.is_first and "saves nothing" in text:
+        log().warning("offload=%s", text)

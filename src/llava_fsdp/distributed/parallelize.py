@@ -1,8 +1,8 @@
-"""Parallelism, applied to a model from outside. Knows stacks of blocks, and no model class.
+"""Apply sharding, precision, compilation and activation checkpointing to any model made of stacks of blocks.
 
 The order is: meta device, freeze, fp8, compile, activation checkpointing, `fully_shard`, weights, then the optimizer.
-Checkpointing goes inside the sharded unit, so that a block's weights are gathered before it runs again; weights come
-after, so that no rank ever holds more than its shards.
+Checkpointing is inside the FSDP unit, so that a block's weights are gathered before it runs again. Weights are loaded
+last, so that no rank ever holds more than its shards.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,16 +43,16 @@ def parallelize(
     whole: list[nn.Module],
     count: Compilations | None = None,
 ) -> MasterWeights:
-    """Shard a meta-device model in place and allocate, uninitialised, what this rank holds of it.
+    """Shard a meta-device model in place, and allocate this rank's shards, uninitialised.
 
     Args:
         model: on the meta device, with `requires_grad` set; its forward must run the same modules on every rank.
-        stacks: lists of blocks, the language model's first; each block becomes one unit of gathering, and of
-            recomputation.
+        stacks: lists of blocks, the language model's first. Each block becomes one unit of FSDP and of activation
+            checkpointing.
         mesh: (replicate, shard) or (shard,); None shards nothing.
-        offload: where what this rank holds is to lie.
-        whole: modules whose frozen weights stay whole on every rank, whatever the plan.
-        count: the language model's blocks are compiled, and this is told of it; None: they are not.
+        offload: allocates the shards where they belong.
+        whole: modules whose frozen weights stay whole on every rank with every strategy.
+        count: counts the graphs of the language model's compiled blocks; None does not compile them.
 
     Returns:
         The tensors to load, optimize and checkpoint, by parameter name.
@@ -73,7 +73,7 @@ def parallelize(
 
 
 def materialize(model: nn.Module, allocate: Callable[[nn.Module], object]) -> None:
-    """Allocate what this rank holds, uninitialised. Modules alone would part tied parameters."""
+    """Allocate with `allocate`, and tie the parameters again that were tied on the meta device."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -85,7 +85,7 @@ def materialize(model: nn.Module, allocate: Callable[[nn.Module], object]) -> No
 
 
 def frozen_left_whole(model: nn.Module, plan: ShardPlan, whole: list[nn.Module]) -> set[nn.Parameter]:
-    """Frozen parameters that FSDP must not touch: all of them unless the plan shards frozen weights."""
+    """Frozen parameters that FSDP ignores: all of them, unless the strategy shards frozen weights."""
     roots = whole if plan.shards_frozen else [model]
     return {p for root in roots for p in root.parameters() if not p.requires_grad}
 
@@ -101,13 +101,13 @@ def shard(
 ) -> None:
     """`fully_shard` every block that has something to shard, then the rest of the model as the root unit.
 
-    The root is never resharded between forward and backward: backward begins with it. Trainable norms that compute in
-    fp32 are a unit of their own, all together: a unit has one dtype. It stays gathered too, being small.
+    The root unit is not freed after forward, because backward begins with it. A unit has one dtype, so all trainable
+    norms that compute in fp32 are one more unit, which is small and stays gathered too.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[cfg.precision.param_dtype],
         reduce_dtype=DTYPES[cfg.precision.reduce_dtype],
-        cast_forward_inputs=False,  # the model casts pictures itself, at every world size alike
+        cast_forward_inputs=False,  # the model casts images itself, also without FSDP
     )
     common: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored, "offload_policy": offload.policy}
     norms = [m for m in norms_kept_in_fp32(model, cfg.precision) if set(m.parameters()) - ignored]
@@ -118,7 +118,7 @@ def shard(
         model.gathered_first = together
         common["ignored_params"] = ignored = ignored | set(together.parameters())
     units = []
-    for stack in reversed(stacks):  # as they run: a tower before the language model
+    for stack in reversed(stacks):  # in the order of the forward pass: vision tower, language model
         for unit in in_units(list(stack), cfg.sharding.blocks_per_unit):
             blocks = [block for block in unit if set(block.parameters()) - ignored]
             if blocks:
@@ -129,64 +129,62 @@ def shard(
         gather_ahead(units, cfg.sharding.prefetch)
     fully_shard(model, mp_policy=policy, reshard_after_forward=False, **common)
     if together is not None:
-        model.register_forward_pre_hook(lambda *_: together())  # behind FSDP's own, which begins a pass
+        model.register_forward_pre_hook(lambda *_: together())  # after FSDP's own hook, which begins a pass
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # The loss is divided by the label tokens of the whole step, so gradients are summed, never averaged.
-            # Neither setter recurses; without the second, gloo refuses the factor.
+            # The loss is divided by the label tokens of the whole step, so gradients are summed and not averaged.
+            # Neither setter recurses, and gloo needs the second one.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 
 def in_units(blocks: list[T], size: int) -> list[list[T]]:
-    """A stack's blocks, so many at a time."""
+    """Consecutive groups of `size` blocks; the last one may be smaller."""
     return [blocks[start : start + size] for start in range(0, len(blocks), size)]
 
 
 def describe_units(sharding: ShardingConfig) -> str:
-    """What is not FSDP2's own; empty where all is."""
-    found = []
-    if sharding.blocks_per_unit > 1:
-        found.append(f"{sharding.blocks_per_unit} blocks gathered together")
-    if sharding.prefetch is not None:
-        found.append(f"{sharding.prefetch} gathers begun ahead")
-    return ", ".join(found)
+    """Settings of units that differ from FSDP2's own, in words; empty if none do."""
+    parts = [f"{sharding.blocks_per_unit} blocks gathered together"] if sharding.blocks_per_unit > 1 else []
+    parts += [f"{sharding.prefetch} gathers begun ahead"] if sharding.prefetch is not None else []
+    return ", ".join(parts)
 
 
 def without_use(sharding: ShardingConfig, stacks: Sequence[nn.ModuleList], shards: int | None) -> list[str]:
-    """Which settings of units do nothing here, and why.
+    """Messages about settings of units that have no effect in this run.
 
     Args:
         stacks: after `shard`.
-        shards: ranks that share a copy of the weights; None: nothing is wrapped, as there is one rank.
+        shards: ranks that share a copy of the weights; None without FSDP.
     """
     size, ahead = sharding.blocks_per_unit, sharding.prefetch
     largest = max(map(len, stacks))
     units = sum(
         any(isinstance(block, FSDPModule) for block in unit) for stack in stacks for unit in in_units(list(stack), size)
     )
-    found = []
+    messages = []
+    if shards is None and size > 1:
+        messages.append(f"sharding.blocks_per_unit={size} does nothing on one rank, which gathers nothing")
+    elif size > largest:
+        messages.append(f"sharding.blocks_per_unit={size} is as {largest}: no stack of the model has more blocks")
+    if ahead is None:
+        return messages
     if shards is None:
-        if size > 1:
-            found.append(f"sharding.blocks_per_unit={size} does nothing on one rank, which gathers nothing")
-        if ahead is not None:
-            found.append(f"sharding.prefetch={ahead} does nothing on one rank, which gathers nothing")
-        return found
-    if size > largest:
-        found.append(f"sharding.blocks_per_unit={size} is as {largest}: no stack of the model has more blocks")
-    if ahead is not None and (shards == 1 or units < 2):
-        why = "every rank has whole weights" if shards == 1 else "blocks that are sharded make one unit, or none"
-        found.append(f"sharding.prefetch={ahead} does nothing: {why}")
-    elif ahead is not None and ahead >= units:
-        found.append(f"sharding.prefetch={ahead} is as {units - 1}: blocks that are sharded make {units} units")
-    return found
+        messages.append(f"sharding.prefetch={ahead} does nothing on one rank, which gathers nothing")
+    elif shards == 1:
+        messages.append(f"sharding.prefetch={ahead} does nothing: every rank has whole weights")
+    elif units < 2:
+        messages.append(f"sharding.prefetch={ahead} does nothing: fewer than two units have sharded blocks")
+    elif ahead >= units:
+        messages.append(f"sharding.prefetch={ahead} is as {units - 1}: blocks that are sharded make {units} units")
+    return messages
 
 
 def gather_ahead(units: Sequence[nn.Module], count: int) -> None:
-    """Begin the all-gathers of the next units once a unit's weights are there, in either direction.
+    """Let FSDP begin the all-gathers of the next `count` units when a unit runs, forward and backward.
 
     Args:
-        units: a module of each, in the order in which they run forward.
+        units: a module of each unit, in the order of the forward pass.
     """
     sharded: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
     for place, unit in enumerate(sharded):
@@ -196,17 +194,17 @@ def gather_ahead(units: Sequence[nn.Module], count: int) -> None:
 
 @runtime_checkable
 class Packed(Protocol):
-    """A module whose `weight` holds several weights in an element."""
+    """A module whose `weight` packs several quantised weights into an element."""
 
     per_element: int
     statistics_bytes: int
-    """What they are unpacked with, whole on every rank."""
+    """The bytes of its scales and offsets, which are whole on every rank."""
 
 
 class GatheredFirst(nn.Module):
-    """Modules from all over a model as one unit of FSDP, gathered before any of them runs.
+    """Several modules of a model as one FSDP unit that is gathered before any of them runs.
 
-    `fully_shard` of a list would put hooks on each of them: a compiled block would be cut in pieces there.
+    `fully_shard` of a list would put hooks on each of them, which would break the graphs of compiled blocks.
     """
 
     def __init__(self, modules: list[nn.Module]):
@@ -214,7 +212,7 @@ class GatheredFirst(nn.Module):
         self.together = nn.ModuleList(modules)
 
     def forward(self) -> None:
-        """Nothing: FSDP's hooks do what there is to do."""
+        """Does nothing; FSDP's hooks on this module gather the weights."""
 
 
 def weights_of(
@@ -224,14 +222,14 @@ def weights_of(
     precision: PrecisionConfig,
     blocks_per_unit: int = 1,
 ) -> dict[str, Weight]:
-    """Every parameter of a meta-device model, as the memory arithmetic sees it."""
+    """Every parameter of a meta-device model, by name, as the memory formulas need it."""
     in_fp8 = weights_in_fp8(stacks[0]) if precision.linear is LinearKind.fp8 else set()
     norms = norm_weights(model, precision)
     kept_whole = norms | {p for module in whole for p in module.parameters()}
     names = block_names(model, stacks)
     unit_names = units_of_blocks(model, stacks, blocks_per_unit)
     units = {p: unit_names[names[block]] for block in names for p in block.parameters()}
-    found = {
+    weights = {
         name: Weight(tuple(p.shape), p.requires_grad, p in kept_whole, p in norms, p in in_fp8, units.get(p, ""))
         for name, p in model.named_parameters()
     }
@@ -239,18 +237,18 @@ def weights_of(
         if isinstance(module, Packed):
             name = f"{module_name}.weight"
             size = {"per_element": module.per_element, "statistics": module.statistics_bytes}
-            found[name] = replace(found[name], **size)
-    return found
+            weights[name] = replace(weights[name], **size)
+    return weights
 
 
 def units_of_blocks(model: nn.Module, stacks: Sequence[nn.ModuleList], blocks_per_unit: int) -> dict[str, str]:
-    """The unit of every block, by name; a unit is called as its first block."""
+    """The unit of every block, by the block's name; a unit has the name of its first block."""
     names = block_names(model, stacks)
     units = [unit for stack in stacks for unit in in_units(list(stack), blocks_per_unit)]
     return {names[block]: names[unit[0]] for unit in units for block in unit}
 
 
 def block_names(model: nn.Module, stacks: Sequence[nn.ModuleList]) -> dict[nn.Module, str]:
-    """The blocks of all stacks, by their names without activation checkpointing."""
+    """The name of every block of the stacks, without what activation checkpointing adds."""
     blocks = {block for stack in stacks for block in stack}
     return {module: clean_name(name) for name, module in model.named_modules() if module in blocks}

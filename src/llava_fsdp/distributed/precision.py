@@ -1,4 +1,4 @@
-"""In which dtype weights are stored, computed with and updated."""
+"""The dtypes in which weights are stored, computed with and updated."""
 
 import torch
 from torch import nn
@@ -11,24 +11,24 @@ MASTERS = {MasterDType.bf16: torch.bfloat16, MasterDType.fp32: torch.float32}
 
 
 def store_weights(model: nn.Module, cfg: PrecisionConfig, sharded: bool) -> None:
-    """Give every parameter of a meta-device model the dtype it is stored in.
+    """Give every parameter of a meta-device model the dtype that it is stored in.
 
-    FSDP casts what it shards for the computation and leaves alone what it ignores, so frozen weights are stored in
-    the compute dtype; trainable ones are masters under FSDP, and working copies in the compute dtype without
-    it (`MasterWeights` then holds the masters). Buffers keep their dtype: rotary frequencies are fp32.
+    Frozen weights are stored in the compute dtype, because FSDP does not cast the parameters that it ignores. Trainable
+    ones are masters with FSDP; without it they are working copies in the compute dtype, and `MasterWeights` holds the
+    masters. Buffers keep their dtype: rotary frequencies are fp32.
     """
     compute, master = DTYPES[cfg.param_dtype], MASTERS[cfg.master_dtype]
     kept = norm_weights(model, cfg)
     for parameter in model.parameters():
-        held = master if parameter.requires_grad and sharded else compute
-        parameter.data = parameter.data.to(torch.float32 if parameter in kept else held)
+        stored = master if parameter.requires_grad and sharded else compute
+        parameter.data = parameter.data.to(torch.float32 if parameter in kept else stored)
 
 
 def norms_kept_in_fp32(model: nn.Module, cfg: PrecisionConfig) -> list[nn.Module]:
     """The norms that compute in another dtype than the rest of the model.
 
-    A norm's weight scales a whole channel and lies around 1, where bf16 has steps of 1/128: an update below half
-    of that would not be seen by the forward pass.
+    The weight of a norm is around 1, where bf16 has steps of 1/128, so that updates below half of that would have no
+    effect on the forward pass.
     """
     if cfg.norm_dtype is cfg.param_dtype:
         return []
@@ -36,9 +36,9 @@ def norms_kept_in_fp32(model: nn.Module, cfg: PrecisionConfig) -> list[nn.Module
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Models bring norms of their own, with nothing in common but the name and a value for each channel."""
-    alone = not any(True for _ in module.children()) and all(p.ndim <= 1 for p in module.parameters())
-    return alone and "Norm" in type(module).__name__
+    """Whether a module is a norm. Models define their own; all have `Norm` in their name and a value per channel."""
+    is_leaf = not any(True for _ in module.children()) and all(p.ndim <= 1 for p in module.parameters())
+    return is_leaf and "Norm" in type(module).__name__
 
 
 def norm_weights(model: nn.Module, cfg: PrecisionConfig) -> set[nn.Parameter]:
@@ -46,7 +46,7 @@ def norm_weights(model: nn.Module, cfg: PrecisionConfig) -> set[nn.Parameter]:
 
 
 def compute_norms_in_fp32(model: nn.Module, cfg: PrecisionConfig) -> None:
-    """Cast what goes into these norms, and back what comes out: the layers between them stay in the compute dtype."""
+    """Cast the inputs of these norms to fp32, and their outputs back to the compute dtype, by hooks."""
     for norm in norms_kept_in_fp32(model, cfg):
         norm.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
         norm.register_forward_hook(lambda _, inputs, output: output.to(DTYPES[cfg.param_dtype]))
@@ -55,10 +55,10 @@ def compute_norms_in_fp32(model: nn.Module, cfg: PrecisionConfig) -> None:
 class MasterWeights:
     """The tensors that the optimizer steps and that checkpoints hold, by parameter name.
 
-    Under FSDP, and where weights are computed with in the dtype that they are kept in, they are the model's own
-    parameters. Else, at world size 1, the model computes with working copies: each backward adds its gradients to the
-    masters' in the masters' dtype, and `refresh` copies the masters back after an optimizer step. The arithmetic is
-    that of `fully_shard` on one rank, bit for bit.
+    With FSDP, or if the masters have the compute dtype, they are the model's own parameters. Else, at world size 1, the
+    model computes with working copies: each backward adds its gradients to the masters' in the masters' dtype, and
+    `refresh` copies the masters back after an optimizer step. The results are those of `fully_shard` on one rank, bit
+    for bit.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class MasterWeights:
     ):
         """
         Args:
-            master: what weights are kept in; one that is computed with in fp32 is kept in fp32.
-            in_fp8: the model, where layers of it multiply in fp8.
+            master: the dtype of the masters, except of weights that compute in fp32: these keep it.
+            in_fp8: the model, if layers of it multiply in fp8.
         """
         self.named: dict[str, nn.Parameter] = {}
         self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []
@@ -86,7 +86,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Let the forward pass see masters that have changed. A collective with fp8."""
+        """Update what the forward pass uses after the masters have changed. A collective with fp8."""
         if self._copies:
             torch._foreach_copy_([p for p, _ in self._copies], [m for _, m in self._copies])
         if self._in_fp8 is not None:

@@ -1,6 +1,6 @@
 """Compare replicas: ranks that hold the same rows of a tensor must hold the same bits.
 
-Nothing else would notice a difference. A bit that flips in one rank's copy (by bad memory, or a GPU that computes wrong
+Nothing else would detect a difference. A flipped bit in one rank's copy (by bad memory, or a GPU that computes wrong
 sums) changes the gradients of all ranks, and is exported if that copy is the one that is written.
 """
 
@@ -53,7 +53,7 @@ def shard_number(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Checksums of the tensors' memory by name, unsigned 64 bits each. Waits for the device once at most."""
+    """Checksums of the tensors' memory by name, unsigned 64 bits each. At most one wait for the device."""
     found = {name: digest_on_host(t) for name, t in tensors.items() if t.device.type == "cpu"}
     on_device = {name: weighted_sum(t) for name, t in tensors.items() if t.device.type != "cpu"}
     if on_device:
@@ -90,7 +90,7 @@ class Difference:
     name: str
     ranks: tuple[int, ...]
     """Ranks whose value is not the majority's; all ranks that hold it if no value has a majority."""
-    is_told: bool
+    has_majority: bool
     """Whether a majority shows which ranks are wrong."""
 
 
@@ -167,15 +167,16 @@ def outvoted(name: str, values: dict[int, int | None]) -> Difference | None:
     value, votes = Counter(values.values()).most_common(1)[0]
     if votes == len(values):
         return None
-    is_told = 2 * votes > len(values)
-    return Difference(name, tuple(r for r, own in values.items() if own != value or not is_told), is_told)
+    has_majority = 2 * votes > len(values)
+    ranks = tuple(rank for rank, other in values.items() if other != value or not has_majority)
+    return Difference(name, ranks, has_majority)
 
 
 def same_on_every_rank(norm: DTensor) -> torch.Tensor:
     """The full value of a sharded norm, float32 [], with the same bits on all ranks. A collective.
 
-    Each replica sums its own shards, and between machines with other links it may sum them in another order. Replicas
-    that clip by norms with other bits would drift apart, so that all ranks take the largest.
+    Each replica sums its own shards, and may sum them in another order on machines with other links. Replicas that clip
+    by different bits would drift apart, so all ranks take the largest norm.
     """
     value = norm.full_tensor()
     if sum(size > 1 for size in norm.device_mesh.shape) > 1:

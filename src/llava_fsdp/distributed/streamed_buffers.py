@@ -1,9 +1,8 @@
-"""How moments that lie elsewhere come to where they are updated, and go back: through buffers, or mapped from files."""
+"""Bring offloaded moments to where they are updated, and back: through buffers, or in memory-mapped files."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
-from typing import Any
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -14,8 +13,8 @@ from llava_fsdp.distributed.streamed_optimizer import Piece, State, StreamedOpti
 class Copied:
     """Moments in host memory, copied through two buffers on the device while another bucket is being updated.
 
-    On a GPU copies in and copies out have a stream each, and the host waits once, at the end of the step. On a CPU the
-    same is done without streams. The buffers live only during a step.
+    On a GPU copies in and out have a stream each, and the host waits once, at the end of the step. On a CPU there are
+    no streams. The buffers exist only during a step.
     """
 
     def __init__(self, optimizer: StreamedOptimizer, device: torch.device):
@@ -43,10 +42,10 @@ class Copied:
         return self.staged[number]
 
     def load(self, number: int) -> None:
-        """Copy a bucket's moments into the buffer that the bucket before the last has left."""
+        """Copy a bucket's moments into the buffer that was used two buckets before."""
         if number >= len(self.optimizer.buckets):
             return
-        buffer, offset, found = self.buffers[number % 2], 0, []
+        buffer, offset, states = self.buffers[number % 2], 0, []
         with self.lanes.loading(number) if self.lanes is not None else nullcontext():
             for piece in self.optimizer.buckets[number]:
                 state: State = {}
@@ -54,8 +53,8 @@ class Copied:
                     state[name] = buffer[offset : offset + source.nbytes].view(source.dtype)
                     state[name].copy_(source, non_blocking=True)
                     offset += padded(source.numel()) * source.itemsize
-                found.append(state)
-        self.staged[number] = found
+                states.append(state)
+        self.staged[number] = states
 
     def put_back(self, number: int) -> None:
         with self.lanes.storing(number) if self.lanes is not None else nullcontext():
@@ -70,7 +69,7 @@ class Copied:
 
 
 class Lanes:
-    """Two CUDA streams beside the current one, and the events that order them."""
+    """Two CUDA streams for copies, and the events that order them with the current stream."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -80,49 +79,41 @@ class Lanes:
         self.stored = [torch.cuda.Event(), torch.cuda.Event()]
 
     def begin(self) -> None:
-        """The buffers' memory may still be in use by what the current stream has been told before."""
+        """Wait for earlier work of the current stream, which may still use the buffers' memory."""
         self.inward.wait_stream(torch.cuda.current_stream(self.device))
 
-    def loading(self, number: int) -> Any:
-        if number > 1:
-            self.inward.wait_event(self.stored[number % 2])
-        return Recorded(self.inward, self.loaded[number % 2])
+    @contextmanager
+    def loading(self, number: int) -> Iterator[None]:
+        """Copies in the body go to a buffer, once the bucket that used it before is stored."""
+        with torch.cuda.stream(self.inward):
+            if number > 1:
+                self.inward.wait_event(self.stored[number % 2])
+            yield
+            self.loaded[number % 2].record(self.inward)
 
     def wait_loaded(self, number: int) -> None:
         torch.cuda.current_stream(self.device).wait_event(self.loaded[number % 2])
 
-    def storing(self, number: int) -> Any:
+    @contextmanager
+    def storing(self, number: int) -> Iterator[None]:
+        """Copies in the body come from a buffer, once its update is done."""
         self.outward.wait_stream(torch.cuda.current_stream(self.device))
-        return Recorded(self.outward, self.stored[number % 2])
+        with torch.cuda.stream(self.outward):
+            yield
+            self.stored[number % 2].record(self.outward)
 
     def end(self) -> None:
-        """The host may read the moments next, for a checkpoint, and the buffers' memory is given back."""
+        """Wait on the host: it may read the moments next, for a checkpoint, and the buffers are freed."""
         self.outward.synchronize()
 
 
-class Recorded:
-    """What is told to a stream, and an event behind it."""
-
-    def __init__(self, stream: torch.cuda.Stream, event: torch.cuda.Event):
-        self.stream = torch.cuda.stream(stream)
-        self.on = stream
-        self.event = event
-
-    def __enter__(self) -> None:
-        self.stream.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self.event.record(self.on)
-        self.stream.__exit__(*error)
-
-
 class Mapped:
-    """Moments in files, updated where they are: the next bucket is read ahead by a thread, the last one is let go."""
+    """Moments in memory-mapped files, updated in place; a thread reads the next bucket ahead."""
 
     def __init__(self, optimizer: StreamedOptimizer, others: list[Arena]):
         """
         Args:
-            others: the files of parameters and gradients, which are read ahead and let go with the moments.
+            others: the files of parameters and gradients, which are read ahead and released with the moments.
         """
         self.optimizer = optimizer
         self.arenas = [optimizer.arena, *others]
@@ -147,10 +138,10 @@ class Mapped:
         self.ahead = None
 
     def each(self, number: int, act: Callable[[Arena, torch.Tensor], None]) -> None:
-        """Every stretch of a file that the update of a bucket touches."""
+        """Call `act` for every tensor in a file that the update of a bucket reads or writes."""
         for piece in self.optimizer.buckets[number] if number < len(self.optimizer.buckets) else ():
-            held = [piece.of(t) for t in (piece.parameter, piece.parameter.grad) if t is not None]
-            for tensor in (*self.optimizer.moments(piece).values(), *held):
+            values = [piece.of(t) for t in (piece.parameter, piece.parameter.grad) if t is not None]
+            for tensor in (*self.optimizer.moments(piece).values(), *values):
                 owner = next((arena for arena in self.arenas if arena.owns(tensor)), None)
                 if owner is not None:
                     act(owner, tensor)

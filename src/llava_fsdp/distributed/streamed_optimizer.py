@@ -1,8 +1,8 @@
-"""An optimizer whose moments lie elsewhere, updated piece by piece by the very kernel that would update them at once.
+"""An optimizer with offloaded moments, which steps an inner optimizer over pieces of the parameters.
 
-The inner optimizer is any of torch's whose update is elementwise and whose state is, for every parameter, tensors of
-its shape and single numbers (Adam, AdamW, SGD with momentum, ...). It is handed stretches of the flattened
-parameters, a bucket of them at a time, with the stretches of their moments: element by element the same arithmetic.
+The inner optimizer is any of torch's with an elementwise update, whose state for each parameter is tensors of its shape
+and scalars (Adam, AdamW, SGD with momentum, ...). It steps a bucket of pieces of the flattened parameters at a time,
+with the same pieces of their moments. So the results are the same bits as without offload.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,16 +16,16 @@ from llava_fsdp.distributed.local_shards import like, local
 from llava_fsdp.runtime.errors import ConfigError
 
 BUCKET_BYTES = 128 << 20
-"""Most bytes of moments that are moved at once; two such are under way."""
+"""The largest number of bytes of moments in a bucket; two buckets are on the device at a time."""
 ALIGNMENT = 256
-"""Elements: pieces begin at multiples, so that a kernel's vectors and scalar rest lie where they do in the whole."""
+"""Pieces begin at multiples of so many elements, so that a kernel's vectors cover the same elements as in the whole."""
 
 State = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [begin, end) of this rank's part of a parameter."""
+    """Elements [begin, end) of this rank's shard of a parameter, flattened."""
 
     group: int
     parameter: torch.Tensor
@@ -33,9 +33,10 @@ class Piece:
     end: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        own = local(tensor)
-        assert own.is_contiguous(), f"{tuple(own.shape)} with strides {own.stride()}: an update of a copy would be lost"
-        return own.view(-1)[self.begin : self.end]
+        """The same elements of a tensor that is sharded as the parameter is."""
+        shard = local(tensor)
+        assert shard.is_contiguous(), f"a copy would be updated: {tuple(shard.shape)} with strides {shard.stride()}"
+        return shard.view(-1)[self.begin : self.end]
 
     @property
     def is_whole(self) -> bool:
@@ -44,12 +45,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """What an optimizer keeps for a parameter of a dtype."""
+    """The state that an optimizer has for a parameter of some dtype."""
 
     moments: dict[str, torch.dtype]
-    """of the parameter's shape"""
+    """Tensors of the parameter's shape, by name."""
     scalars: dict[str, torch.Tensor]
-    """single numbers, as they are before the first step"""
+    """Scalars by name, with their values before the first step."""
 
     @property
     def item_size(self) -> int:
@@ -57,12 +58,12 @@ class StateSpec:
 
 
 class Staging(Protocol):
-    """How the moments of a bucket come to where they are updated, and go back."""
+    """Brings the moments of one bucket after the other to where they are updated, and back."""
 
     def begin(self) -> None: ...
 
     def fetch(self, number: int) -> list[State]:
-        """For every piece of a bucket its moments, ready for the update; the next bucket's are under way."""
+        """The moments of every piece of a bucket, ready for the update; begins to fetch those of the next bucket."""
         ...
 
     def put_back(self, number: int) -> None: ...
@@ -71,9 +72,9 @@ class Staging(Protocol):
 
 
 class StreamedOptimizer(torch.optim.Optimizer):
-    """Steps `inner` over buckets of pieces; `state` holds each parameter's whole moments, where they lie.
+    """Steps `inner` over buckets of pieces. `state` holds the whole moments, in the arena.
 
-    All state exists from the beginning, as zeros, so that a checkpoint is read into it as it is.
+    All state exists from the beginning, as zeros, so that a checkpoint can be read into it.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.staging = make_staging(self)
 
     def moments(self, piece: Piece) -> State:
-        """Where a piece's moments lie."""
+        """A piece's moments, in the arena."""
         state = self.state[piece.parameter]
         return {n: piece.of(state[n]) for n in self.moment_names[piece.parameter.dtype]}
 
@@ -114,26 +115,24 @@ class StreamedOptimizer(torch.optim.Optimizer):
     def update(self, bucket: list[Piece], moments: list[State]) -> None:
         """One step of the inner optimizer over the pieces of a bucket."""
         groups: list[dict[str, Any]] = [{**group, "params": []} for group in self.param_groups]
-        given: list[tuple[Piece, torch.Tensor, State]] = []
-        for piece, found in zip(bucket, moments, strict=True):
+        stepped: list[tuple[Piece, torch.Tensor, State]] = []
+        for piece, fetched in zip(bucket, moments, strict=True):
             gradient = piece.parameter.grad
             if gradient is None:
                 continue
             values = piece.of(piece.parameter)
             values.grad = piece.of(gradient)
-            kept = {n: v for n, v in self.state[piece.parameter].items() if n not in found}
-            # pieces of one parameter count the step each for themselves
-            state = found | (kept if piece.is_whole else {n: v.clone() for n, v in kept.items()})
+            scalars = {n: v for n, v in self.state[piece.parameter].items() if n not in fetched}
+            # each piece of a parameter counts the step, so that several need copies of the count
+            state = fetched | (scalars if piece.is_whole else {n: v.clone() for n, v in scalars.items()})
             groups[piece.group]["params"].append(values)
             self.inner.state[values] = dict(state)
-            given.append((piece, values, state))
+            stepped.append((piece, values, state))
         self.inner.param_groups = groups
         self.inner.step()
-        for piece, values, state in given:
+        for piece, values, state in stepped:
             after = self.inner.state[values]
-            assert all(after[n] is v for n, v in state.items()), (
-                "an optimizer that replaces its state cannot be streamed"
-            )
+            assert all(after[n] is v for n, v in state.items()), "the optimizer replaces its state"
             if not piece.is_whole and piece.end == local(piece.parameter).numel():
                 for name, value in self.state[piece.parameter].items():
                     if name not in self.moment_names[piece.parameter.dtype]:
@@ -143,10 +142,10 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
 
 def probe(inner: torch.optim.Optimizer, example: torch.Tensor) -> StateSpec:
-    """What the optimizer keeps for such a parameter: asked by stepping one of two zeros.
+    """Find the state that the optimizer has for such a parameter, by stepping a parameter of two zeros.
 
     Raises:
-        ConfigError: something else than numbers and tensors of the parameter's shape.
+        ConfigError: it has state other than scalars and tensors of the parameter's shape.
     """
     stand_in = torch.zeros(2, dtype=example.dtype, device=example.device)
     stand_in.grad = torch.zeros_like(stand_in)
@@ -154,9 +153,8 @@ def probe(inner: torch.optim.Optimizer, example: torch.Tensor) -> StateSpec:
     inner.param_groups = [{**groups[0], "params": [stand_in]}]
     inner.step()
     inner.param_groups = groups
-    found = inner.state.pop(stand_in)
     moments, scalars = {}, {}
-    for name, value in found.items():
+    for name, value in inner.state.pop(stand_in).items():
         if type(value) is torch.Tensor and value.shape == stand_in.shape:
             moments[name] = value.dtype
         elif type(value) is torch.Tensor and value.ndim == 0:
@@ -170,7 +168,7 @@ def probe(inner: torch.optim.Optimizer, example: torch.Tensor) -> StateSpec:
 
 
 def cut(groups: list[dict[str, Any]], item_sizes: dict[torch.dtype, int], bucket_bytes: int) -> Iterator[list[Piece]]:
-    """Pieces in the order of parameters, in buckets of at most so many bytes of moments."""
+    """Split parameters into pieces, in buckets of at most `bucket_bytes` bytes of moments."""
     bucket: list[Piece] = []
     filled = 0
     for group, parameter in ((i, p) for i, g in enumerate(groups) for p in g["params"]):
@@ -188,4 +186,5 @@ def cut(groups: list[dict[str, Any]], item_sizes: dict[torch.dtype, int], bucket
 
 
 def padded(count: int) -> int:
+    """A number of elements, rounded up to a multiple of `ALIGNMENT`."""
     return -(-count // ALIGNMENT) * ALIGNMENT

@@ -5,51 +5,52 @@ from pathlib import Path
 from typing import Any
 
 from llava_fsdp.data.records.record import name_record, parse_text, shown
-from llava_fsdp.evaluate.question import CATEGORY, Asked
+from llava_fsdp.evaluate.question import CATEGORY, BenchmarkQuestion
 from llava_fsdp.evaluate.references import yes_or_no
 from llava_fsdp.runtime.errors import ConfigError, DataError
 
 
-def annotate_yes_no(asked: list[Asked], path: Path) -> list[Asked]:
-    """With the labels of a file, or of a folder of files whose names end in `_CATEGORY.json`.
+def annotate_yes_no(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
+    """Add the labels of a file, or of a folder of files whose names end in `_CATEGORY.json`.
 
-    As in the original the n-th label of a category belongs to its n-th question: the ids of the label files begin anew
-    in each. What a label says of its picture and its question must agree.
+    As in the original the n-th label of a category belongs to its n-th question, since ids begin anew in each label
+    file. A label's image and text must match the question's.
 
     Raises:
-        ConfigError: there is no file for a category.
-        DataError: numbers, pictures or questions do not agree.
+        ConfigError: a category has no file, or several.
+        DataError: a file has another number of labels, or a label's image or text differs.
     """
     if not path.is_dir():
-        return labelled(asked, path)
-    found: dict[int, Asked] = {}
-    for category in dict.fromkeys(category_of(a) for a in asked):
+        return with_labels(questions, path)
+    found: dict[int, BenchmarkQuestion] = {}
+    for category in dict.fromkeys(category_of(q) for q in questions):
         named = sorted(path.glob(f"*_{category}.json*")) if category.replace("_", "").isalnum() else []
         if len(named) != 1:
             raise ConfigError(
                 f"annotations={path} has {len(named)} files whose names end in _{category}.json; there must be one for "
                 "every category of the questions"
             )
-        found |= {a.number: a for a in labelled([a for a in asked if category_of(a) == category], named[0])}
-    return [found[a.number] for a in asked]
+        own = [q for q in questions if category_of(q) == category]
+        found |= {q.number: q for q in with_labels(own, named[0])}
+    return [found[q.number] for q in questions]
 
 
-def category_of(asked: Asked) -> str:
-    return dict(asked.groups).get(CATEGORY, "")
+def category_of(question: BenchmarkQuestion) -> str:
+    return dict(question.groups).get(CATEGORY, "")
 
 
-def labelled(asked: list[Asked], path: Path) -> list[Asked]:
+def with_labels(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
     labels = read_labels(path)
-    if len(labels) != len(asked):
+    if len(labels) != len(questions):
         raise DataError(
-            f"{path} has {len(labels)} labels for {len(asked)} questions, from {asked[0].where} on; they are paired in "
-            "their order: take both from the same release"
+            f"{path} has {len(labels)} labels for {len(questions)} questions, from {questions[0].where} on; they are "
+            "paired in their order: take both from the same release"
         )
-    return [replace(a, references=(label_of(a, *label),)) for a, label in zip(asked, labels, strict=True)]
+    return [replace(q, references=(label_of(q, *label),)) for q, label in zip(questions, labels, strict=True)]
 
 
 def read_labels(path: Path) -> list[tuple[dict[str, Any], str]]:
-    """JSON Lines, although the name ends in .json; and what a message calls each."""
+    """Labels of a JSON Lines file, whose name ends in .json all the same, each with its name in messages."""
     if not path.is_file():
         raise ConfigError(f"annotations={path} is neither a file nor a folder")
     lines = [(n, line) for n, line in enumerate(path.read_bytes().splitlines(), 1) if line.strip()]
@@ -62,9 +63,10 @@ def read_labels(path: Path) -> list[tuple[dict[str, Any], str]]:
     return labels
 
 
-def label_of(asked: Asked, raw: dict[str, Any], where: str) -> str:
-    if "image" in raw and (raw["image"],) != asked.images:
-        raise DataError(f"{where} is about {shown(raw['image'])}, and {asked.where} about {shown(list(asked.images))}")
-    if "text" in raw and not asked.prompt.startswith(str(raw["text"])):
-        raise DataError(f"{where} asks {shown(raw['text'])}, and {asked.where} {shown(asked.prompt)}")
+def label_of(question: BenchmarkQuestion, raw: dict[str, Any], where: str) -> str:
+    if "image" in raw and (raw["image"],) != question.images:
+        images = shown(list(question.images))
+        raise DataError(f"{where} is about {shown(raw['image'])}, and {question.where} about {images}")
+    if "text" in raw and not question.prompt.startswith(str(raw["text"])):
+        raise DataError(f"{where} asks {shown(raw['text'])}, and {question.where} asks {shown(question.prompt)}")
     return yes_or_no(raw.get("label"), where)

@@ -1,4 +1,4 @@
-"""A question as it is asked and scored, whatever file it came from."""
+"""Questions of a benchmark as they are asked and scored, whatever file they come from."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,69 +16,69 @@ LETTER = "Answer with the option's letter from the given choices directly."
 SUFFIXES = {Task.vqa: SHORT, Task.textvqa: SHORT, Task.yes_no: SHORT, Task.multiple_choice: LETTER}
 """What the original ends a question with, on a line of its own (its docs/Evaluation.md)."""
 CATEGORY = "category"
-"""The kind of group that a line of a question file names."""
+"""Kind of the group that a line of a question file names."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A question; `number` is its place in its file, from 0."""
+class BenchmarkQuestion:
+    """A question, its images, and its right answers."""
 
     number: int
+    """Place in its file, from 0."""
     id: str | int
     prompt: str
     """As the file of answers has it, where the original's scorers look at it."""
     text: str
-    """As the model gets it, with a tag for every picture."""
+    """As the model gets it, with a tag for every image."""
     images: tuple[str, ...]
-    """Paths below the folder of pictures."""
+    """Paths relative to `data.images`."""
     where: str
-    """What a message calls it."""
+    """Name of the question in messages."""
     references: tuple[str, ...] = ()
-    """Right answers: texts, `yes` or `no`, or a letter; none where they are not known."""
+    """Right answers: texts, `yes` or `no`, or a letter; empty if they are not known."""
     choices: int = 0
-    """Of multiple choice: how many there are."""
+    """Number of choices, with multiple choice."""
     groups: tuple[tuple[str, str], ...] = ()
-    """What it is also counted under: (category, adversarial)."""
+    """Kinds and names of groups that are scored separately, such as (category, adversarial)."""
 
 
-def with_pictures(text: str, images: Sequence[str]) -> str:
-    """The tag of a single picture goes before the text where it has none."""
+def with_image_tag(text: str, images: Sequence[str]) -> str:
+    """The text with a tag in front if there is one image and no tag."""
     return f"{IMAGE_TAG}\n{text}" if len(images) == 1 and IMAGE_TAG not in text else text
 
 
-def picture_names(raw: object, where: str) -> tuple[str, ...]:
-    """What a record's `image` says: a path, a list of them, or nothing.
+def image_names(raw: object, where: str) -> tuple[str, ...]:
+    """Image paths of a record's `image`: a path, a list of paths, or nothing.
 
     Raises:
-        DataError: it is something else, or leaves the folder of pictures.
+        DataError: it is something else, or a path leads out of the images' folder.
     """
     names = [] if raw is None else raw if isinstance(raw, list) else [raw]
     if not all(isinstance(name, str) and name for name in names):
         raise DataError(f"{where}: image is {shown(raw)}; it must be a path, or a list of paths")
-    found = tuple(str(name) for name in names)
-    for name in found:
+    for name in names:
         check_name(name, where)
-    return found
+    return tuple(names)
 
 
 def check_unread(where: str, unread: str | None) -> None:
-    """Raises DataError where a question names media that are not read."""
+    """Raises DataError if a question has media other than images."""
     if unread is not None:
         raise DataError(unread_reason(where, unread), Kind.media_not_read)
 
 
-def with_suffix(asked: list[Asked], task: Task, wanted: bool) -> list[Asked]:
-    """Every question with its task's last line, where that is wanted; else a word where the first one lacks it.
+def with_suffix(questions: list[BenchmarkQuestion], task: Task, add: bool) -> list[BenchmarkQuestion]:
+    """Add the task's last line to every question, or log that the first one lacks it.
 
     Raises:
-        ConfigError: a question has it already.
+        ConfigError: a question already has the line that is to be added.
     """
-    suffix = SUFFIXES[task]
-    if not wanted:
-        if suffix not in asked[0].prompt and env_rank() == 0:
-            log().info('%s does not end with "%s", as the original\'s do; suffix=true adds it', asked[0].where, suffix)
-        return asked
-    has = next((a for a in asked if a.prompt.rstrip().endswith(suffix)), None)
+    suffix, first = SUFFIXES[task], questions[0]
+    if not add:
+        if suffix not in first.prompt and env_rank() == 0:
+            log().info('%s does not end with "%s", as the original\'s do; suffix=true adds it', first.where, suffix)
+        return questions
+    has = next((q for q in questions if q.prompt.rstrip().endswith(suffix)), None)
     if has is not None:
         raise ConfigError(f'suffix=true: {has.where} ends with "{suffix}" already; set suffix=false')
-    return [replace(a, prompt=f"{a.prompt}\n{suffix}", text=f"{a.text}\n{suffix}") for a in asked]
+    return [replace(q, prompt=f"{q.prompt}\n{suffix}", text=f"{q.text}\n{suffix}") for q in questions]

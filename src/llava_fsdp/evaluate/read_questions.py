@@ -1,7 +1,6 @@
 """Files of questions: LLaVA's records and question files, VQAv2's own, and ScienceQA's own."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,14 @@ from llava_fsdp.data.records.record import (
 from llava_fsdp.data.records.record_file import RecordFile, texts
 from llava_fsdp.data.text.conversation import opening_question
 from llava_fsdp.evaluate.pope import annotate_yes_no
-from llava_fsdp.evaluate.question import CATEGORY, Asked, check_unread, picture_names, with_pictures, with_suffix
+from llava_fsdp.evaluate.question import (
+    CATEGORY,
+    BenchmarkQuestion,
+    check_unread,
+    image_names,
+    with_image_tag,
+    with_suffix,
+)
 from llava_fsdp.evaluate.references import own_answers
 from llava_fsdp.evaluate.scienceqa import annotate_problems, read_choice_record, read_problems
 from llava_fsdp.evaluate.vqa import annotate_textvqa, annotate_vqa, check_ten, read_vqa_questions
@@ -38,12 +44,12 @@ ANNOTATE = {
 }
 
 
-def read_asked(cfg: EvaluateConfig) -> list[Asked]:
-    """What is asked, with the right answers where they are known.
+def read_questions(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
+    """Read the questions, with their right answers where they are known.
 
     Raises:
-        ConfigError: a file is not there, or keys do not go together.
-        DataError: a file is of another form, naming the record; or questions and annotations do not belong together.
+        ConfigError: a file is missing, or keys contradict each other.
+        DataError: a record has the wrong form, or questions and annotations do not match.
     """
     if cfg.task is Task.conversations:
         return read_conversations(cfg)
@@ -51,22 +57,22 @@ def read_asked(cfg: EvaluateConfig) -> list[Asked]:
     path = Path(cfg.questions)
     if not path.is_file():
         raise ConfigError(f"questions={path} is not a file")
-    asked = list(read_questions(path, cfg.task, cfg.split, cfg.data.max_record_bytes))
-    if not asked:
+    questions = list(read_file(path, cfg.task, cfg.split, cfg.data.max_record_bytes))
+    if not questions:
         raise DataError(f"questions={path} holds no questions")
     if cfg.annotations is not None:
-        asked = ANNOTATE[cfg.task](asked, Path(cfg.annotations))
+        questions = ANNOTATE[cfg.task](questions, Path(cfg.annotations))
     if cfg.task is Task.textvqa:
-        check_ten(asked, cfg.annotations)
-    known = sum(bool(a.references) for a in asked)
-    if known not in (0, len(asked)):
-        first = next(a for a in asked if not a.references)
+        check_ten(questions, cfg.annotations)
+    known = sum(bool(q.references) for q in questions)
+    if known not in (0, len(questions)):
+        first = next(q for q in questions if not q.references)
         raise DataError(f"{first.where} has no right answer, and {known} others of {path} have; give it one")
-    return with_suffix(asked[: cfg.limit], cfg.task, cfg.suffix)
+    return with_suffix(questions[: cfg.limit], cfg.task, cfg.suffix)
 
 
-def read_conversations(cfg: EvaluateConfig) -> list[Asked]:
-    """The first question of every record of `data.path`, and its answer."""
+def read_conversations(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
+    """Read the first question of every record of `data.path`, and its answer."""
     if cfg.data.sources:
         raise ConfigError("evaluate asks the questions of one file: name it with data.path, without data.sources")
     [source] = sources_of(cfg.data)
@@ -74,29 +80,29 @@ def read_conversations(cfg: EvaluateConfig) -> list[Asked]:
     return [first_question(records[n], n) for n in range(min(len(records), cfg.limit or len(records)))]
 
 
-def first_question(record: Record, number: int = 0) -> Asked:
-    """Raises DataError where the record does not begin with a question and its answer."""
+def first_question(record: Record, number: int = 0) -> BenchmarkQuestion:
+    """The first question of a record and its answer; raises DataError if the record does not begin with them."""
     check_unread(record.where, record.unread)
-    text, pictures, answer = opening_question(record)
-    return Asked(number, record.id, text, text, record.images[:pictures], record.where, references=(answer,))
+    text, images, answer = opening_question(record)
+    return BenchmarkQuestion(number, record.id, text, text, record.images[:images], record.where, references=(answer,))
 
 
-def read_questions(path: Path, task: Task, split: str, most: int = MOST_BYTES) -> Iterator[Asked]:
-    """All questions of a file.
+def read_file(path: Path, task: Task, split: str, max_bytes: int = MOST_BYTES) -> Iterator[BenchmarkQuestion]:
+    """Read all questions of a file.
 
     Args:
         path: JSON Lines, or a JSON list, of `question_id`, `text`, `image` and `category`, or of LLaVA records
             (multiple choice); VQAv2's questions; or ScienceQA's problems.
         split: of ScienceQA's problems: test, val, minival, ...
-        most: bytes of one question in its file.
+        max_bytes: of one question in its file.
 
     Raises:
-        DataError: it is none of these, naming file and record.
+        DataError: the file or a record has another form.
     """
     if path.suffix.lower() == ".json" and begins_with_object(path):
         yield from read_object(path, task, split)
         return
-    for number, (content, line) in enumerate(texts(path, most)):
+    for number, (content, line) in enumerate(texts(path, max_bytes)):
         raw = parse_text(path, number, content, line)
         if not isinstance(raw, dict):
             raise DataError(f"{name_place(path, number, line)} is {shown(raw)}, not an object")
@@ -111,7 +117,7 @@ def begins_with_object(path: Path) -> bool:
         return file.read(64).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"{")
 
 
-def read_object(path: Path, task: Task, split: str) -> Iterator[Asked]:
+def read_object(path: Path, task: Task, split: str) -> Iterator[BenchmarkQuestion]:
     whole = read_json(path, DataError, LARGE)
     if task is Task.multiple_choice:
         return read_problems(path, whole, split)
@@ -123,8 +129,8 @@ def read_object(path: Path, task: Task, split: str) -> Iterator[Asked]:
     )
 
 
-def read_row(path: Path, number: int, line: int | None, raw: dict[str, Any], task: Task) -> Asked:
-    """A line of the original's question files, which may bring its own right answers."""
+def read_row(path: Path, number: int, line: int | None, raw: dict[str, Any], task: Task) -> BenchmarkQuestion:
+    """A question of the original's question files, whose lines may hold right answers too."""
     identity = raw.get("question_id")
     where = name_record(path, number, line, None if identity is None else str(identity))
     if not isinstance(identity, str | int) or isinstance(identity, bool):
@@ -134,11 +140,10 @@ def read_row(path: Path, number: int, line: int | None, raw: dict[str, Any], tas
         raise DataError(f"{where}: text is {shown(text)}; it must be the question, and the keys are {shown(list(raw))}")
     check_text(text, where)
     check_unread(where, unread_media(raw) or unread_tag([Turn("human", text)]))
-    images = picture_names(raw.get("image"), where)
+    images = image_names(raw.get("image"), where)
     category = raw.get("category")
     groups = () if category in (None, "default") else ((CATEGORY, str(category)),)
     references, choices = own_answers(raw, task, where)
-    asked = Asked(number, identity, text, with_pictures(text, images), images, where, references, choices, groups)
-    if task is Task.multiple_choice:  # the original's scorer tells by the tag whether there is a picture
-        return replace(asked, prompt=asked.text)
-    return asked
+    tagged = with_image_tag(text, images)
+    prompt = tagged if task is Task.multiple_choice else text  # the original's scorer finds images by the tag
+    return BenchmarkQuestion(number, identity, prompt, tagged, images, where, references, choices, groups)

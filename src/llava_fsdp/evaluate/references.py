@@ -1,20 +1,20 @@
-"""Right answers as files write them."""
+"""Right answers in the forms that question files and annotations have."""
 
 from typing import Any
 
 from llava_fsdp.config import Task
 from llava_fsdp.data.records.record import shown
-from llava_fsdp.evaluate.scoring.multiple_choice import LETTERS
+from llava_fsdp.evaluate.scoring import LETTERS
 from llava_fsdp.runtime.errors import DataError
 
 
 def own_answers(raw: dict[str, Any], task: Task, where: str) -> tuple[tuple[str, ...], int]:
-    """Right answers that a line of a question file brings along, and its number of choices.
+    """Right answers of a line of a question file, if it has them, and its number of choices.
 
-    They are in `label` (yes_no), `answer` with or without `choices` (multiple_choice) or `answers` (else).
+    They are in `label` (yes_no), `answer` with or without `choices` (multiple_choice) or `answers` (other tasks).
 
     Raises:
-        DataError: they have another form.
+        DataError: a key has the wrong form.
     """
     match task:
         case Task.yes_no:
@@ -33,7 +33,7 @@ def count_choices(raw: object, where: str) -> int:
 
 
 def letter_of(raw: object, choices: int, where: str) -> str:
-    """A letter, or a place from 0, as a letter."""
+    """The letter of an answer that is a letter or a place from 0."""
     letter = LETTERS[raw] if type(raw) is int and 0 <= raw < choices else raw
     if not isinstance(letter, str) or len(letter) != 1 or letter not in LETTERS[:choices]:
         raise DataError(
@@ -43,7 +43,7 @@ def letter_of(raw: object, choices: int, where: str) -> str:
 
 
 def texts_of(raw: object, where: str) -> tuple[str, ...]:
-    """Texts, or objects with a text `answer`, as VQAv2 and VizWiz have them."""
+    """Answers that are texts, or objects with a text `answer` as in VQAv2 and VizWiz."""
     found = [a.get("answer") if isinstance(a, dict) else a for a in raw] if isinstance(raw, list) else []
     if not found or not all(isinstance(a, str) for a in found):
         raise DataError(f"{where}: answers is {shown(raw)}; it must be a list of texts, or of objects with answer")
@@ -57,7 +57,7 @@ def yes_or_no(raw: object, where: str) -> str:
 
 
 def rows_of(raw: object, where: str) -> list[dict[str, Any]]:
-    """A list of objects."""
+    """The value itself; raises DataError unless it is a list of objects."""
     if not isinstance(raw, list) or not all(isinstance(row, dict) for row in raw):
         raise DataError(f"{where} is {shown(raw)}; it must be a list of objects")
     return raw

@@ -1,4 +1,4 @@
-"""Scores of answers, over all questions and over groups of them, as numbers and as a table."""
+"""Scores of all answers and of groups of them, as numbers and as a table."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,8 +7,9 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from llava_fsdp.config import Task
-from llava_fsdp.evaluate.question import CATEGORY, Asked
+from llava_fsdp.evaluate.question import CATEGORY, BenchmarkQuestion
 from llava_fsdp.evaluate.scoring import (
+    LETTERS,
     chosen,
     exact_match,
     prepare_submission,
@@ -18,70 +19,71 @@ from llava_fsdp.evaluate.scoring import (
     textvqa_accuracy,
     vqa_accuracy,
 )
-from llava_fsdp.evaluate.scoring.multiple_choice import LETTERS
 
 Numbers = dict[str, Any]
 COLUMNS = ("accuracy", "invalid", "precision", "recall", "f1", "yes_ratio")
-"""Of a table, where a task has them."""
+"""Columns of the table, of which a task has some."""
 
 
-def score_words(rule: Callable[[str, Sequence[str]], float]) -> Callable[[Sequence[Asked], Sequence[str]], Numbers]:
-    def score(asked: Sequence[Asked], answers: Sequence[str]) -> Numbers:
-        return {"accuracy": sum(rule(t, a.references) for a, t in zip(asked, answers, strict=True)) / len(asked)}
+Questions = Sequence[BenchmarkQuestion]
+Score = Callable[[Questions, Sequence[str]], Numbers]
+
+
+def mean_of(rule: Callable[[str, Sequence[str]], float]) -> Score:
+    def score(questions: Questions, answers: Sequence[str]) -> Numbers:
+        total = sum(rule(text, q.references) for q, text in zip(questions, answers, strict=True))
+        return {"accuracy": total / len(questions)}
 
     return score
 
 
-def score_letters(asked: Sequence[Asked], answers: Sequence[str]) -> Numbers:
-    picked = [chosen(t, a.choices or len(LETTERS)) for a, t in zip(asked, answers, strict=True)]
-    found = score_choices(picked, [LETTERS.index(a.references[0]) for a in asked])
-    return {"accuracy": found.accuracy, "right": found.right, "invalid": found.invalid}
+def score_letters(questions: Questions, answers: Sequence[str]) -> Numbers:
+    picked = [chosen(text, q.choices or len(LETTERS)) for q, text in zip(questions, answers, strict=True)]
+    return score_choices(picked, [LETTERS.index(q.references[0]) for q in questions])
 
 
-def score_yes(asked: Sequence[Asked], answers: Sequence[str]) -> Numbers:
-    found = score_yes_no([says_yes(t) for t in answers], [a.references[0] == "yes" for a in asked])
-    names = "accuracy", "precision", "recall", "f1", "yes_ratio", "true_yes", "false_yes", "true_no", "false_no"
-    return {name: getattr(found, name) for name in names}
+def score_yes(questions: Questions, answers: Sequence[str]) -> Numbers:
+    return score_yes_no([says_yes(text) for text in answers], [q.references[0] == "yes" for q in questions])
 
 
-SCORES: dict[Task, Callable[[Sequence[Asked], Sequence[str]], Numbers]] = {
-    Task.conversations: score_words(exact_match),
-    Task.vqa: score_words(vqa_accuracy),
-    Task.textvqa: score_words(textvqa_accuracy),
+SCORES: dict[Task, Score] = {
+    Task.conversations: mean_of(exact_match),
+    Task.vqa: mean_of(vqa_accuracy),
+    Task.textvqa: mean_of(textvqa_accuracy),
     Task.multiple_choice: score_letters,
     Task.yes_no: score_yes,
 }
-"""Of at least one question, whose right answers are known."""
+"""Scores of questions, at least one, whose right answers are known."""
 
 
-def groups_of(asked: Asked, task: Task) -> tuple[tuple[str, str], ...]:
+def groups_of(question: BenchmarkQuestion, task: Task) -> tuple[tuple[str, str], ...]:
     if task is not Task.multiple_choice:
-        return asked.groups
-    return (*asked.groups, ("picture", "with" if asked.images else "without"))
+        return question.groups
+    return (*question.groups, ("picture", "with" if question.images else "without"))
 
 
-def score_all(task: Task, asked: Sequence[Asked], answers: Sequence[str]) -> Numbers:
-    """The scores of all questions, and under `groups` those of every group, by its kind and its name.
+def score_all(task: Task, questions: Questions, answers: Sequence[str]) -> Numbers:
+    """Scores of all questions, and under `groups` those of every group, by kind and name.
 
-    Of yes and no with categories `mean_f1` is the mean of their F1, which POPE's results are compared by.
+    Yes-no questions with categories also have `mean_f1`, the mean of the categories' F1, as POPE's results report it.
     """
     score = SCORES[task]
     members: dict[tuple[str, str], list[int]] = {}
-    for place, own in enumerate(asked):
-        for group in groups_of(own, task):
+    for place, question in enumerate(questions):
+        for group in groups_of(question, task):
             members.setdefault(group, []).append(place)
     groups: dict[str, dict[str, Numbers]] = {}
     for (kind, name), places in sorted(members.items()):
-        found = score([asked[p] for p in places], [answers[p] for p in places])
-        groups.setdefault(kind, {})[name] = {"questions": len(places)} | found
-    whole = score(asked, answers)
+        numbers = score([questions[p] for p in places], [answers[p] for p in places])
+        groups.setdefault(kind, {})[name] = {"questions": len(places)} | numbers
+    total = score(questions, answers)
     if task is Task.yes_no and CATEGORY in groups:
-        whole["mean_f1"] = sum(own["f1"] for own in groups[CATEGORY].values()) / len(groups[CATEGORY])
-    return whole | ({"groups": groups} if groups else {})
+        total["mean_f1"] = sum(group["f1"] for group in groups[CATEGORY].values()) / len(groups[CATEGORY])
+    return total | ({"groups": groups} if groups else {})
 
 
 def table_of(result: Numbers) -> Table:
-    """Every rate in percent, counts as they are; a row for all questions and one for each group."""
+    """A table with a row for all questions and one for each group; rates in percent."""
     shown = [name for name in COLUMNS if name in result]
     table = Table(box=SIMPLE, pad_edge=False, title="scores in percent, of all and by group", title_justify="left")
     table.add_column("", no_wrap=True)
@@ -91,15 +93,16 @@ def table_of(result: Numbers) -> Table:
     for kind, groups in result.get("groups", {}).items():
         rows += [(f"{kind}: {name}", numbers) for name, numbers in groups.items()]
     for name, numbers in rows:
-        cells = [said(numbers[key]) for key in ("questions", *shown)]
+        cells = [number_text(numbers[key]) for key in ("questions", *shown)]
         table.add_row(name, *cells, end_section=name == "all")
     return table
 
 
-def said(value: float) -> str:
+def number_text(value: float) -> str:
     return f"{100 * value:.2f}" if isinstance(value, float) else f"{value:,}"
 
 
-def submission_of(asked: Sequence[Asked], answers: Sequence[str]) -> list[dict[str, Any]]:
-    """As VQAv2's server takes answers, prepared as the original prepares them."""
-    return [{"question_id": a.id, "answer": prepare_submission(t)} for a, t in zip(asked, answers, strict=True)]
+def submission_of(questions: Questions, answers: Sequence[str]) -> list[dict[str, Any]]:
+    """Answers in the form that VQAv2's server takes, prepared as the original prepares them."""
+    pairs = zip(questions, answers, strict=True)
+    return [{"question_id": question.id, "answer": prepare_submission(text)} for question, text in pairs]

@@ -1,4 +1,4 @@
-"""ScienceQA's problems.json and pid_splits.json, and the records that the original makes of them."""
+"""ScienceQA's problems.json and pid_splits.json, and the LLaVA records that the original makes of them."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from llava_fsdp.data.records.record import parse_record, shown
-from llava_fsdp.evaluate.question import Asked, check_unread, picture_names, with_pictures
+from llava_fsdp.evaluate.question import BenchmarkQuestion, check_unread, image_names, with_image_tag
 from llava_fsdp.evaluate.references import count_choices, letter_of
-from llava_fsdp.evaluate.scoring import chosen
-from llava_fsdp.evaluate.scoring.multiple_choice import LETTERS
+from llava_fsdp.evaluate.scoring import LETTERS, chosen
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.safe_load import LARGE, read_json
 
@@ -17,14 +16,14 @@ PROBLEMS, SPLITS = "problems.json", "pid_splits.json"
 KINDS = ("subject", "grade")
 
 
-def read_problems(path: Path, problems: dict[str, Any], split: str) -> Iterator[Asked]:
-    """The problems of a split: the context where there is one, the question, and each choice on a line with its letter.
+def read_problems(path: Path, problems: dict[str, Any], split: str) -> Iterator[BenchmarkQuestion]:
+    """Questions of a split: the context if there is one, the question, and a line for each choice with its letter.
 
-    Pictures are ID/NAME below the folder of the split's pictures.
+    Images are ID/NAME in the folder of the split's images.
 
     Raises:
         ConfigError: there is no such split.
-        DataError: a problem is not of the release's form.
+        DataError: a problem lacks a key, or one has the wrong form.
     """
     splits = read_json(path.with_name(SPLITS), DataError)
     if not isinstance(splits.get(split), list):
@@ -32,24 +31,27 @@ def read_problems(path: Path, problems: dict[str, Any], split: str) -> Iterator[
     for number, identity in enumerate(splits[split]):
         where = f"{path}, problem {identity}"
         problem = problem_of(problems, identity, where)
-        picture = problem.get("image")
-        images = picture_names(None if picture is None else f"{identity}/{picture}", where)
+        image = problem.get("image")
+        images = image_names(None if image is None else f"{identity}/{image}", where)
         choices = [f"{letter}. {text}" for letter, text in zip(LETTERS, problem["choices"], strict=False)]
         hint = str(problem.get("hint") or "").strip()
         text = "\n".join([*([f"Context: {hint}"] if hint else []), str(problem["question"]), *choices])
-        text = with_pictures(text, images)
-        yield answered(Asked(number, str(identity), text, text, images, where), problem)
+        text = with_image_tag(text, images)
+        yield with_answer(BenchmarkQuestion(number, str(identity), text, text, images, where), problem)
 
 
-def annotate_problems(asked: list[Asked], path: Path) -> list[Asked]:
-    """With the answers of problems.json, or of the folder that it lies in, found by id.
+def annotate_problems(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
+    """Add the answers of problems.json, found by id.
+
+    Args:
+        path: the file, or its folder.
 
     Raises:
         DataError: a question is not in it.
     """
     file = path / PROBLEMS if path.is_dir() else path
     problems = read_json(file, DataError, LARGE)
-    return [answered(own, problem_of(problems, own.id, f"{own.where}: {file}, problem {own.id}")) for own in asked]
+    return [with_answer(q, problem_of(problems, q.id, f"{q.where}: {file}, problem {q.id}")) for q in questions]
 
 
 def problem_of(problems: dict[str, Any], identity: object, where: str) -> dict[str, Any]:
@@ -60,24 +62,20 @@ def problem_of(problems: dict[str, Any], identity: object, where: str) -> dict[s
     return problem
 
 
-def answered(asked: Asked, problem: dict[str, Any]) -> Asked:
+def with_answer(question: BenchmarkQuestion, problem: dict[str, Any]) -> BenchmarkQuestion:
     choices = len(problem["choices"])
     groups = tuple((kind, str(problem[kind])) for kind in KINDS if problem.get(kind))
-    return replace(
-        asked,
-        references=(letter_of(problem["answer"], choices, asked.where),),
-        choices=choices,
-        groups=asked.groups + groups,
-    )
+    references = (letter_of(problem["answer"], choices, question.where),)
+    return replace(question, references=references, choices=choices, groups=question.groups + groups)
 
 
-def read_choice_record(path: Path, number: int, line: int | None, raw: dict[str, Any]) -> Asked:
-    """A LLaVA record; its answer is right, where it names a letter. As in the original the picture comes first."""
+def read_choice_record(path: Path, number: int, line: int | None, raw: dict[str, Any]) -> BenchmarkQuestion:
+    """A question of a LLaVA record, with its answer if that names a letter; the image comes first, as there."""
     record = parse_record(path, number, raw, line)
     check_unread(record.where, record.unread)
     if not record.turns or record.turns[0].role != "human":
         raise DataError(f"{record.where}: it must begin with a question (from human)")
-    text = with_pictures(record.turns[0].text.replace("<image>", "").strip(), record.images)
+    text = with_image_tag(record.turns[0].text.replace("<image>", "").strip(), record.images)
     picked = chosen(record.turns[1].text, len(LETTERS)) if len(record.turns) > 1 else None
     references = () if picked is None else (LETTERS[picked],)
-    return Asked(number, record.id, text, text, record.images, record.where, references, len(LETTERS))
+    return BenchmarkQuestion(number, record.id, text, text, record.images, record.where, references, len(LETTERS))

@@ -1,4 +1,4 @@
-"""VQAv2's questions and annotations, and TextVQA's annotations, as their releases have them."""
+"""VQAv2's questions and annotations, and TextVQA's annotations, in the form of their releases."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from llava_fsdp.data.records.record import shown
-from llava_fsdp.evaluate.question import SHORT, Asked, with_pictures
+from llava_fsdp.evaluate.question import SHORT, BenchmarkQuestion, with_image_tag
 from llava_fsdp.evaluate.references import rows_of, texts_of
 from llava_fsdp.evaluate.scoring import is_out_of_reach, prepare_submission
 from llava_fsdp.runtime.errors import DataError
@@ -15,11 +15,11 @@ from llava_fsdp.runtime.safe_load import LARGE, read_json
 
 TEXTVQA_ANSWERS = 10
 OCR = "Reference OCR token:"
-"""How the line begins on which the original's file for TextVQA gives words found in the picture."""
+"""Start of the line of words in the image that the original's file for TextVQA has."""
 
 
-def read_vqa_questions(path: Path, whole: dict[str, Any]) -> Iterator[Asked]:
-    """VQAv2's `v2_OpenEnded_mscoco_*_questions.json`; pictures have the names that COCO's releases give them."""
+def read_vqa_questions(path: Path, whole: dict[str, Any]) -> Iterator[BenchmarkQuestion]:
+    """Questions of VQAv2's `v2_OpenEnded_mscoco_*_questions.json`; images are named as in COCO's releases."""
     subset = whole.get("data_subtype")
     if not isinstance(subset, str):
         raise DataError(f"questions={path}: data_subtype is {shown(subset)}; it must be COCO's part, such as val2014")
@@ -33,35 +33,37 @@ def read_vqa_questions(path: Path, whole: dict[str, Any]) -> Iterator[Asked]:
             raise DataError(f"{where} is {shown(row)}; it must have question, and the numbers question_id and image_id")
         images = (f"COCO_{subset}_{row['image_id']:012d}.jpg",)
         text = row["question"]
-        yield Asked(number, row["question_id"], text, with_pictures(text, images), images, where)
+        yield BenchmarkQuestion(number, row["question_id"], text, with_image_tag(text, images), images, where)
 
 
-def annotate_vqa(asked: list[Asked], path: Path) -> list[Asked]:
-    """With the answers of VQAv2's `annotations`, found by `question_id`, and its types of questions and answers.
+def annotate_vqa(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
+    """Add the answers, answer types and question types of VQAv2's `annotations`, found by `question_id`.
 
     Raises:
-        DataError: the file is no such one, or a question is not in it.
+        DataError: the file has another form, or a question is not in it.
     """
     whole = read_json(path, DataError, LARGE)
     rows = rows_of(whole.get("annotations"), f"annotations={path}: annotations")
     by_id = {str(row.get("question_id")): row for row in rows}
     found = []
-    for own in asked:
-        row = by_id.get(str(own.id))
+    for question in questions:
+        row = by_id.get(str(question.id))
         if row is None:
-            raise DataError(f"{own.where}: annotations={path} has no question_id {own.id}; are they of the same split?")
+            raise DataError(
+                f"{question.where}: annotations={path} has no question_id {question.id}; are they of the same split?"
+            )
         kinds = [(name.replace("_", " "), row.get(name)) for name in ("answer_type", "question_type")]
         groups = tuple((name, str(value)) for name, value in kinds if value is not None)
-        references = texts_of(row.get("answers"), f"annotations={path}: question_id {own.id}")
-        found.append(replace(own, references=references, groups=own.groups + groups))
+        references = texts_of(row.get("answers"), f"annotations={path}: question_id {question.id}")
+        found.append(replace(question, references=references, groups=question.groups + groups))
     return found
 
 
-def annotate_textvqa(asked: list[Asked], path: Path) -> list[Asked]:
-    """With the answers of TextVQA's `data`, found by picture and question: the original's ids are those of pictures.
+def annotate_textvqa(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
+    """Add the answers of TextVQA's `data`, found by image and text, as the original's question ids are image ids.
 
     Raises:
-        DataError: the file is no such one, or a question is not in it.
+        DataError: the file has another form, or a question is not in it.
     """
     whole = read_json(path, DataError, LARGE)
     rows = rows_of(whole.get("data"), f"annotations={path}: data")
@@ -70,42 +72,43 @@ def annotate_textvqa(asked: list[Asked], path: Path) -> list[Asked]:
         question = str(row.get("question")).lower()
         known[str(row.get("image_id")), question] = known[str(row.get("question_id")), question] = row
     found = []
-    for own in asked:
-        row = known.get((str(own.id), bare_question(own.prompt)))
+    for question in questions:
+        text = bare_question(question.prompt)
+        row = known.get((str(question.id), text))
         if row is None:
             raise DataError(
-                f"{own.where}: annotations={path} has no question {bare_question(own.prompt)!r} of the picture or "
-                f"question_id {own.id}; are they of the same split?"
+                f"{question.where}: annotations={path} has no question {text!r} of the image or question_id "
+                f"{question.id}; are they of the same split?"
             )
-        found.append(replace(own, references=texts_of(row.get("answers"), f"annotations={path}: {own.id}")))
+        found.append(replace(question, references=texts_of(row.get("answers"), f"annotations={path}: {question.id}")))
     return found
 
 
-def check_ten(asked: list[Asked], annotations: str | None) -> None:
-    """Raises DataError for right answers that are not ten; the original's evaluator of TextVQA asserts that."""
-    for own in asked:
-        if own.references and len(own.references) != TEXTVQA_ANSWERS:
-            given = f" in annotations={annotations}" if annotations else ""
+def check_ten(questions: list[BenchmarkQuestion], annotations: str | None) -> None:
+    """Raises DataError unless every question has ten right answers or none; the original's evaluator asserts ten."""
+    for question in questions:
+        if question.references and len(question.references) != TEXTVQA_ANSWERS:
+            source = f" in annotations={annotations}" if annotations else ""
             raise DataError(
-                f"{own.where} has {len(own.references)} right answers{given}; task=textvqa needs those of "
+                f"{question.where} has {len(question.references)} right answers{source}; task=textvqa needs those of "
                 f"{TEXTVQA_ANSWERS} people, as the original's evaluator does; "
                 "score them with task=vqa, which takes any number"
             )
 
 
-def warn_of_unreachable(asked: list[Asked]) -> None:
-    """One line about questions that VQAv2's own rule lets nobody answer."""
-    found = [own for own in asked if is_out_of_reach(own.references)]
+def warn_of_unreachable(questions: list[BenchmarkQuestion]) -> None:
+    """Warn of questions that no answer can be right to by VQAv2's own rules."""
+    found = [q for q in questions if is_out_of_reach(q.references)]
     if found:
         log().warning(
-            "%d of %d questions count as wrong whatever is answered: all people wrote the same, which VQAv2 compares "
-            "as it was written, and an answer is prepared before (%s: %s is never %s; docs/evaluation.md)",
-            len(found), len(asked), found[0].where, shown(prepare_submission(found[0].references[0])),
+            "%d of %d questions count as wrong whatever the answer: all people wrote the same, which VQAv2 compares as "
+            "it was written, but answers are prepared before (%s: %s is never %s; docs/evaluation.md)",
+            len(found), len(questions), found[0].where, shown(prepare_submission(found[0].references[0])),
             shown(found[0].references[0]),
         )  # fmt: skip
 
 
 def bare_question(prompt: str) -> str:
-    """In lower case, without the line of words found in the picture and without the suffix."""
+    """The question in lower case, without the line of words in the image and without the suffix."""
     lines = [line for line in prompt.split("\n") if not line.startswith(OCR) and line.strip() != SHORT]
     return "\n".join(lines).strip().lower()

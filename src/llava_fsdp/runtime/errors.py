@@ -126,7 +126,7 @@ class DataError(LlavaFsdpError):
         self.kind = kind
 
 
-class PictureError(DataError):
+class ImageError(DataError):
     """An image is missing or broken. Only the rank that opens it raises this."""
 
     on_every_rank = False

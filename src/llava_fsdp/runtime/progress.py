@@ -58,7 +58,7 @@ def log_lines(label: str, chunks: int) -> Advance:
         done += count
         if time.monotonic() - last >= SECONDS:
             last = time.monotonic()
-            log().info("%s: %d of %d chunks", label, done, chunks)
+            log().info("%s: %d of %d", label, done, chunks)
 
     return advance
 

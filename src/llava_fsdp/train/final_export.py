@@ -115,8 +115,8 @@ def export_adapter(state: TrainState, cfg: Config, is_first_rank: bool) -> Adapt
             "train it for more steps, or write nothing of a rehearsal: export.enabled=false",
         )
         make_empty(staged)
-        said = history(state.run, cfg.stage.name, state.step, cfg.model.train)
-        writer_of(state, cfg).write(staged, tensors, said)
+        notes = history(state.run, cfg.stage.name, state.step, cfg.model.train)
+        writer_of(state, cfg).write(staged, tensors, notes)
         prove_adapter(staged, tensors)
         publish_folder(staged, final)
 
@@ -150,10 +150,10 @@ def is_current(state: TrainState, cfg: Config) -> bool:
         folders[EXPORT] = {**wanted, "dtype": cfg.export.dtype.value}
 
     def look() -> bool:
-        for name, said in folders.items():
+        for name, notes in folders.items():
             folder = Path(cfg.output_dir) / name
             try:
-                if not said.items() <= read_notes(folder).items():
+                if not notes.items() <= read_notes(folder).items():
                     return False
                 check_folder(folder)
             except DamagedModel as error:
@@ -184,7 +184,7 @@ def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None
     state.model.eval()
     placed = state.loader.to_device(micro)
     with torch.no_grad():
-        live = state.model(*placed.inputs[:-1]).cpu()
+        live = state.model(*placed.inputs, return_logits=True).cpu()
     state.model.train()
     quantised = cfg.model.quantize.mode is not Quantizer.none
     sources = with_trained(state, is_first_rank) if quantised and adapted is None else {}

@@ -60,7 +60,7 @@ def describe(found: list[Difference], hosts: list[str], step: int, parent: Path)
     ranks = sorted({rank for difference in found for rank in difference.ranks})
     named = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in ranks[:SHOWN])
     named += f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
-    verb = "differ from their replicas" if all(each.is_told for each in found) else "differ from each other"
+    verb = "differ from their replicas" if all(each.has_majority for each in found) else "differ from each other"
     verb = verb.replace("differ from their", "differs from its") if len(ranks) == 1 else verb
     saved = list_checkpoints(parent)
     error = ReplicaError(

@@ -93,7 +93,7 @@ def show_run(
     facts.add_row("model", f"{cfg.model.name}: {cfg.model.checkpoint or f'{cfg.model.language} + {cfg.model.vision}'}")
     facts.add_row("projector", projector)
     facts.add_row("data", f"{describe_data(cfg, steps.records)}, template {cfg.data.template}")
-    facts.add_row("steps", f"{loader.total_steps:,} ({steps.per_epoch:,} an epoch); output in {cfg.output_dir}")
+    facts.add_row("steps", f"{loader.total_steps:,} ({steps.sampler.per_epoch:,} an epoch); output in {cfg.output_dir}")
     facts.add_row("batch", describe_batch(cfg, world, loader))
     if held_out is not None:
         facts.add_row("validation", describe_held_out(cfg, held_out))
@@ -150,8 +150,10 @@ def describe_data(cfg: Config, records: Records) -> str:
 
 def describe_held_out(cfg: Config, held_out: HeldOut) -> str:
     own = describe_data(cfg.held_out, held_out.loader.steps.records)
-    asked = f"{len(held_out.questions):,} questions by {cfg.val.metric.value}" if held_out.questions else "no questions"
-    return f"every {cfg.val.every:,} steps; {own}; {asked}"
+    questions = (
+        f"{len(held_out.questions):,} questions by {cfg.val.metric.value}" if held_out.questions else "no questions"
+    )
+    return f"every {cfg.val.every:,} steps; {own}; {questions}"
 
 
 def describe_precision(precision: PrecisionConfig) -> str:

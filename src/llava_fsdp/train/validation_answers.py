@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import nn
+from transformers import DynamicCache
 
 from llava_fsdp.config import BadRecords, Config, Metric
 from llava_fsdp.data.batching.collate import Row
@@ -17,9 +18,9 @@ from llava_fsdp.data.validation_set import HeldOut
 from llava_fsdp.distributed.consensus import any_rank
 from llava_fsdp.distributed.mesh import gather_lists
 from llava_fsdp.evaluate.scoring import exact_match, vqa_accuracy
-from llava_fsdp.model.generation import write_answers
+from llava_fsdp.model.generation import Sampling, write_tokens
 from llava_fsdp.model.llava import Llava
-from llava_fsdp.runtime.errors import PictureError
+from llava_fsdp.runtime.errors import ImageError
 from llava_fsdp.runtime.log import log
 
 SCORES = {Metric.exact: exact_match, Metric.vqa: vqa_accuracy}
@@ -35,7 +36,7 @@ class Answered:
     score: float
 
 
-class Asker:
+class AnswerGenerator:
     """Generates answers to held-out questions with the sharded model.
 
     All ranks run the same number of forward passes, since each is a collective: the same number of batches, each as
@@ -73,19 +74,19 @@ class Asker:
         Keys and values of a token take up to twice the memory that a block keeps of it for its backward pass. Half of a
         micro-batch's tokens therefore needs no more memory than training.
         """
-        longest = max(len(asked.sample.input_ids) for asked in self.questions) + self.cfg.val.max_new_tokens
+        longest = max(len(question.sample.input_ids) for question in self.questions) + self.cfg.val.max_new_tokens
         return max(1, min(self.cfg.val.batch_size, self.cfg.row_tokens // 2 // longest))
 
     def answers(self) -> list[Answered]:
         """Answers of all ranks, in the order of the questions, on every rank. A collective.
 
         Raises:
-            PictureError: an image cannot be read any more, and `data.bad_records=fail`.
+            ImageError: an image cannot be read any more, and `data.bad_records=fail`.
         """
         if not self.questions:
             return []
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        lengths = [len(asked.sample.input_ids) for asked in self.questions]
+        lengths = [len(question.sample.input_ids) for question in self.questions]
         by_length = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
         at_once = size * self.rows
         found: list[Answered] = []
@@ -100,34 +101,36 @@ class Asker:
         read = [(number, row) for number in numbers if (row := self.read(self.questions[number])) is not None]
         prompts = lay_out_prompts([row for _, row in read], self.loader.steps.collate)
         micro = self.loader.to_device(prompts.micro)
-        shown = micro.image_positions, micro.image_rows, micro.images
+        images = micro.image_positions, micro.image_rows, micro.images
         mask = prompts.mask.to(micro.input_ids.device)
 
         texts = [AnswerText(self.tokenizer, self.stop, self.stops) for _ in read]
-        pieces: list[list[str]] = [[] for _ in read]
-
-        def all_done(chosen: list[int]) -> bool:
-            for text, found, token in zip(texts, pieces, chosen, strict=False):  # a blank row has no text
-                found.append(text.push(token))
+        cache = DynamicCache(config=self.model.parts.language)
+        sampling = Sampling(self.cfg.val.max_new_tokens)
+        for chosen in write_tokens(self.model, micro.input_ids, mask, images, cache, sampling):
+            for text, token in zip(texts, chosen.tolist(), strict=False):  # a blank row has no text
+                text.push(token)
             goes_on, stops = any_rank(not all(text.ended for text in texts), self.wants_stop())
-            return stops or not goes_on
-
-        write_answers(self.model, micro.input_ids, mask, shown, self.cfg.val.max_new_tokens, all_done)
-        answers = ["".join([*found, text.close()]) for text, found in zip(texts, pieces, strict=True)]
+            if stops or not goes_on:
+                break
+        for text in texts:
+            text.close()
         score = SCORES[self.cfg.val.metric]
         return [
-            Answered(number, text, score(text, [self.questions[number].reference]))
-            for (number, _), text in zip(read, answers, strict=True)
+            Answered(number, text.text, score(text.text, [self.questions[number].reference]))
+            for (number, _), text in zip(read, texts, strict=True)
         ]
 
-    def read(self, asked: HeldOutQuestion) -> Row | None:
+    def read(self, question: HeldOutQuestion) -> Row | None:
         """A question and its image tiles; None if an image is broken and `data.bad_records=skip`."""
         try:
-            return asked.sample, [self.loader.steps.pictures.load(path, asked.record) for path in asked.pictures]
-        except PictureError as error:
+            return question.sample, [
+                self.loader.steps.image_reader.load(path, question.record) for path in question.images
+            ]
+        except ImageError as error:
             if self.loader.data.bad_records is BadRecords.fail:
                 error.on_every_rank = False  # every rank reads its own
-                error.about(record=asked.record)
+                error.about(record=question.record)
                 raise
             log().warning("the validation goes without %s", error)
             return None

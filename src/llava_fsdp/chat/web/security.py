@@ -1,8 +1,8 @@
-"""What stands in front of the page: who may ask what of it. Nothing here trusts the framework behind.
+"""ASGI guard in front of the page, which does not rely on Gradio's own checks.
 
-The page is for one user on one machine. A browser that shows another site may not use it (the names that it is asked
-by, and where a request comes from, are looked at), no request names a file that was not sent to the page itself, and
-only the routes are there that the page needs.
+The page is for one user on one machine. Requests on behalf of other sites in the user's browser are refused by their
+Host, Origin and Sec-Fetch headers; requests may only name files that were sent to the page; and only the routes that
+the page uses exist.
 """
 
 import contextlib
@@ -25,18 +25,17 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MiB = 1 << 20
 LARGEST_JSON = MiB
-"""Most bytes of a request that brings no file: a question, and the names of files that were sent before it."""
+"""Most bytes of a request without files: a question, and the names of files that were sent before it."""
 ROOM = 2048 * MiB
-"""Most bytes of all files that were sent to the page, while it runs."""
+"""Most bytes of all files that are sent to the page while it runs."""
 FILE = "/gradio_api/file="
 UPLOAD = "/gradio_api/upload"
 READ = re.compile(
     r"/(config|theme\.css|favicon\.ico|manifest\.json|assets/.*|static/.*|svelte/.*)?"
     r"|/gradio_api/(startup-events|app_id|info|queue/data|upload_progress|heartbeat/\w+|file=.+)"
 )
-WRITTEN = re.compile(r"/gradio_api/(queue/join|upload|cancel|reset)/?")
-# Nothing is loaded from elsewhere, and no other site has the page in a frame. The framework's own scripts stand in the
-# page and are made of strings.
+WRITTEN = re.compile(r"/gradio_api/(queue/join|run/predict|upload|cancel|reset)/?")
+# Nothing is loaded from elsewhere, and no other site shows the page in a frame. Gradio's scripts are inline, with eval.
 HEADERS = {
     "content-security-policy": (
         "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; style-src 'self' 'unsafe-inline'; "
@@ -50,8 +49,8 @@ HEADERS = {
 }
 
 
-class Refused(Exception):
-    """A request that is not let through."""
+class RequestRefused(Exception):
+    """A request that does not reach the application."""
 
     def __init__(self, status: int, why: str):
         super().__init__(why)
@@ -60,23 +59,23 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Guard:
-    """ASGI in front of an application."""
+    """ASGI application that checks requests and passes them on."""
 
     app: App
     host: str
-    """That the page listens on."""
+    """The name or address that the page listens on."""
     uploads: Path
-    """Where the application puts files that are sent to it, and the only folder that files are read from."""
+    """Where the application puts files that are sent to it; files are read from no other folder."""
     largest_request: int
-    """Bytes of a request that brings files."""
+    """Most bytes of a request with files."""
     incoming: list[int] = field(default_factory=list)
-    """Bytes of each that is on its way."""
+    """Bytes of each request with files that is being received."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await self.app(scope, receive, send)
         if scope["type"] != "http":
-            return  # nothing of the page uses a WebSocket: it is closed before it opens
+            return  # the page uses no WebSocket: it is closed before it opens
         try:
             headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
             check_names(headers, self.host)
@@ -95,19 +94,22 @@ class Guard:
                 check_body(body, self.uploads)
                 receive = replayed(body, receive)
             await self.app(scope, receive, with_headers(send))
-        except Refused as refusal:
-            await answer(send, refusal)
+        except RequestRefused as refusal:
+            await send_refusal(send, refusal)
 
     def check_upload(self, headers: dict[str, str]) -> None:
-        """Raises Refused where files are too large together, or do not say how large they are: the server takes no more
-        than is said."""
-        said = headers.get("content-length", "")
-        if not said.isdecimal() or "transfer-encoding" in headers:  # with both, the length would be a lie
-            raise Refused(411, "files are taken with their length alone")
-        if int(said) > self.largest_request:
-            raise Refused(413, f"more than {self.largest_request // MiB} MiB at once")
-        if sum(self.incoming) + int(said) + bytes_in(self.uploads) > ROOM:
-            raise Refused(507, f"the page holds {ROOM // MiB} MiB of files, and takes no more: start it again")
+        """Check the size of a request with files by its Content-Length, beyond which the server reads nothing.
+
+        Raises:
+            RequestRefused: it has no length, or is too large, alone or with all other files.
+        """
+        length = headers.get("content-length", "")
+        if not length.isdecimal() or "transfer-encoding" in headers:  # with both, the length does not count
+            raise RequestRefused(411, "files need a Content-Length, and no Transfer-Encoding")
+        if int(length) > self.largest_request:
+            raise RequestRefused(413, f"more than {self.largest_request // MiB} MiB at once")
+        if sum(self.incoming) + int(length) + bytes_in(self.uploads) > ROOM:
+            raise RequestRefused(507, f"the page holds {ROOM // MiB} MiB of files, and takes no more: start it again")
 
 
 def bytes_in(folder: Path) -> int:
@@ -119,23 +121,26 @@ def bytes_in(folder: Path) -> int:
 
 
 def check_names(headers: dict[str, str], host: str) -> None:
-    """Raises Refused where a site that the browser shows asks in its user's name.
+    """Check that a request does not come from another site that the user's browser shows.
 
-    A name of such a site can be made to mean this machine (DNS rebinding), an address or `localhost` cannot.
+    The name of such a site can be made to mean this machine (DNS rebinding); an IP address or `localhost` cannot.
+
+    Raises:
+        RequestRefused: the Host is another name, or the Origin or Sec-Fetch headers are of another site.
     """
-    asked = headers.get("host", "")
+    requested = headers.get("host", "")
     try:
-        name = (urlsplit(f"//{asked}").hostname or "").lower()
-    except ValueError:  # half of a bracket
+        name = (urlsplit(f"//{requested}").hostname or "").lower()
+    except ValueError:  # an unclosed bracket
         name = ""
     if name not in ("localhost", host.lower(), socket.gethostname().lower()) and not is_address(name):
-        raise Refused(403, f"the page is not known as {asked[:100]!r}; open it as localhost or by its address")
+        raise RequestRefused(403, f"{requested[:100]!r} is not a name of this page; open it as localhost or by address")
     origin = headers.get("origin")
-    if origin is not None and origin not in (f"http://{asked}", f"https://{asked}"):
-        raise Refused(403, "asked from another site")
+    if origin is not None and origin not in (f"http://{requested}", f"https://{requested}"):
+        raise RequestRefused(403, "the request comes from another site")
     followed_a_link = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
     if headers.get("sec-fetch-site") in ("cross-site", "same-site") and not followed_a_link:
-        raise Refused(403, "asked from another site")
+        raise RequestRefused(403, "the request comes from another site")
 
 
 def is_address(name: str) -> bool:
@@ -147,34 +152,31 @@ def is_address(name: str) -> bool:
 
 
 def check_route(method: str, path: str) -> None:
-    """Raises Refused for what the page does not use: the framework has many routes, for other programs and uses."""
-    if method in ("GET", "HEAD"):
-        known = READ.fullmatch(path) is not None
-    else:
-        known = method == "POST" and WRITTEN.fullmatch(path) is not None
-    if not known:
-        raise Refused(404, "not found")
+    """Raises RequestRefused for routes that the page does not use; Gradio has many, for other programs and uses."""
+    routes = {"GET": READ, "HEAD": READ, "POST": WRITTEN}.get(method)
+    if routes is None or routes.fullmatch(path) is None:
+        raise RequestRefused(404, "not found")
 
 
 def check_file(name: object, uploads: Path) -> None:
-    """Raises Refused where a name is none of a file that was sent to the page."""
+    """Raises RequestRefused unless this is the path of a file that was sent to the page."""
     folder = os.path.realpath(uploads)
     try:
         inside = isinstance(name, str) and os.path.isabs(name) and os.path.realpath(name).startswith(folder + os.sep)
-    except ValueError:  # a zero character
+    except ValueError:  # a null character
         inside = False
     if not inside:
-        raise Refused(403, "no file that was sent to this page")
+        raise RequestRefused(403, "not a file that was sent to this page")
 
 
 def check_body(body: bytes, uploads: Path) -> None:
-    """Raises Refused where a request is no JSON, or names a file or an address that it should not."""
+    """Raises RequestRefused where a body is not JSON, or names an address or a file that was not sent to the page."""
     if not body:
         return
     try:
         tree = json.loads(body)
     except (ValueError, RecursionError):
-        raise Refused(400, "no JSON") from None
+        raise RequestRefused(400, "not JSON") from None
     for entry in objects_of(tree):
         if "path" in entry:
             check_file(entry["path"], uploads)
@@ -185,31 +187,31 @@ def check_body(body: bytes, uploads: Path) -> None:
 
 
 def objects_of(tree: Any) -> Iterator[dict[str, Any]]:
-    """All objects within a JSON value, without recursion: it may be nested as deep as its parser goes."""
+    """All objects within a JSON value, without recursion, as the value may be nested as deep as the parser allows."""
     left = [tree]
     while left:
-        own = left.pop()
-        if isinstance(own, dict):
-            yield own
-            left.extend(own.values())
-        elif isinstance(own, list):
-            left.extend(own)
+        value = left.pop()
+        if isinstance(value, dict):
+            yield value
+            left.extend(value.values())
+        elif isinstance(value, list):
+            left.extend(value)
 
 
 async def whole_body(receive: Receive) -> bytes:
-    """Raises Refused where it is larger than any question."""
+    """Read the body; raises RequestRefused where it is larger than any question."""
     body, more = b"", True
     while more:
         message = await receive()
         body += message.get("body", b"")
         more = message.get("more_body", False)
         if len(body) > LARGEST_JSON:
-            raise Refused(413, "the question is too long")
+            raise RequestRefused(413, "the question is too long")
     return body
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:
-    """The body that has been read, and then whatever comes: that the client has gone."""
+    """A `receive` that gives the body that was already read, and then whatever follows, such as a disconnect."""
     messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def again() -> Message:
@@ -219,17 +221,19 @@ def replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def with_headers(send: Send) -> Send:
+    """A `send` that adds HEADERS to a response, and removes those that would let other sites read it."""
+
     async def sent(message: Message) -> None:
         if message["type"] == "http.response.start":
-            own = [(n, v) for n, v in message["headers"] if not n.lower().startswith(b"access-control-")]
+            kept = [(n, v) for n, v in message["headers"] if not n.lower().startswith(b"access-control-")]
             added = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
-            message = {**message, "headers": [*own, *added]}
+            message = {**message, "headers": [*kept, *added]}
         await send(message)
 
     return sent
 
 
-async def answer(send: Send, refusal: Refused) -> None:
+async def send_refusal(send: Send, refusal: RequestRefused) -> None:
     text = str(refusal).encode()
     headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(text)).encode())]
     start = {"type": "http.response.start", "status": refusal.status, "headers": headers}

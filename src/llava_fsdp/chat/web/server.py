@@ -1,4 +1,4 @@
-"""The page behind an address: `python -m llava_fsdp.chat serve=true`."""
+"""The server of the page: `python -m llava_fsdp.chat serve=true`."""
 
 import os
 import signal
@@ -9,37 +9,37 @@ from types import FrameType
 
 from llava_fsdp.chat.assistant import Assistant
 from llava_fsdp.chat.web.security import Guard, MiB
-from llava_fsdp.chat.web.sessions import Talks
+from llava_fsdp.chat.web.sessions import Sessions
 from llava_fsdp.config import AspectRatio, ChatConfig
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.log import log
 
 GRACE = 2
-"""Seconds that a page which is being shown has to hear the end: its connections never end by themselves."""
+"""Seconds that open connections have at the end; those of an open page never close by themselves."""
 FORM = 64 << 10
-"""Bytes of a request around its files."""
+"""Bytes of a request besides its files."""
 
 
 def serve(cfg: ChatConfig) -> None:
-    """Until Ctrl-C or SIGTERM. Files that were sent are gone then.
+    """Serve the page until Ctrl-C or SIGTERM, then delete the files that were sent to it.
 
     Raises:
         ConfigError: gradio is missing, or the address is taken; before the model is loaded.
-        ModelError: there is no model.
+        ModelError: the model cannot be read.
     """
     with tempfile.TemporaryDirectory(prefix="llava_fsdp-page-") as folder:
         prepare_environment(folder)
         try:
-            import gradio  # noqa: F401  the page's own import would be as late, and behind the model
+            import gradio  # noqa: F401  app.py imports it too, but only after the model is loaded
             import uvicorn
         except ModuleNotFoundError as error:
             raise ConfigError(f"serve=true needs {error.name}: pip install llava-fsdp[serve]") from error
         from llava_fsdp.chat.web.app import make_app
 
         with bound(cfg.host, cfg.port) as listening:
-            talks = Talks(Assistant(cfg.model.checkpoint, form="v1", aspect=AspectRatio.pad), cfg)
+            sessions = Sessions(Assistant(cfg.model.checkpoint, "v1", AspectRatio.pad), cfg)
             largest = cfg.max_images * (cfg.max_upload_mb * MiB + FORM)
-            app = Guard(make_app(talks, cfg), cfg.host, Path(folder), largest)
+            app = Guard(make_app(sessions, cfg), cfg.host, Path(folder), largest)
             settings = uvicorn.Config(
                 app, log_level="error", access_log=False, use_colors=False, server_header=False, proxy_headers=False,
                 ws="none", timeout_graceful_shutdown=GRACE,
@@ -47,38 +47,33 @@ def serve(cfg: ChatConfig) -> None:
 
             class Server(uvicorn.Server):
                 def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-                    talks.end()  # first: whoever waits would begin to compute as those before are closed
+                    sessions.end()  # first: else questions that wait would be answered as those before them end
                     super().handle_exit(sig, frame)
 
             server = Server(settings)
-            log().info("%s", where(cfg, listening))
+            log().info("%s", address_line(cfg, listening))
             before = [signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)]
             try:
-                server.run(sockets=[listening])  # takes both signals itself, and hands them on once it has ended
+                server.run(sockets=[listening])  # handles both signals, and raises them again at its end
             finally:
-                talks.end()
+                sessions.end()
                 for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
                     signal.signal(number, handler)
     log().info("the page has ended")
 
 
 def prepare_environment(folder: str) -> None:
-    """Gradio reads its settings from the environment while it is imported: none but these, and nothing is reported to
-    anybody."""
+    """Set the only settings that Gradio may read when it is imported; it reports to nobody."""
     for name in [name for name in os.environ if name.startswith("GRADIO_")]:
         del os.environ[name]
-    os.environ |= {
-        "GRADIO_TEMP_DIR": folder,
-        "GRADIO_ANALYTICS_ENABLED": "False",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-    }
+    os.environ |= {"GRADIO_TEMP_DIR": folder, "GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket that listens.
+    """A listening socket.
 
     Raises:
-        ConfigError: somebody else does already, or the address is none of this machine.
+        ConfigError: the port is taken, or the address is not one of this machine.
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -90,9 +85,10 @@ def bound(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def where(cfg: ChatConfig, listening: socket.socket) -> str:
+def address_line(cfg: ChatConfig, listening: socket.socket) -> str:
+    """Where the page is, with a warning unless only this machine reaches it."""
     name = f"[{cfg.host}]" if ":" in cfg.host else cfg.host
-    said = f"the page is at http://{name}:{cfg.port}; Ctrl-C ends it"
+    line = f"the page is at http://{name}:{cfg.port}; Ctrl-C ends it"
     if listening.getsockname()[0] not in ("127.0.0.1", "::1"):
-        said += f". host={cfg.host}: whoever reaches this machine can use it, without a password"
-    return said
+        line += f". host={cfg.host}: whoever reaches this machine can use it, without a password"
+    return line

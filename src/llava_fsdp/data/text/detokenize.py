@@ -1,47 +1,47 @@
-"""The text of an answer, as its tokens come: text is final once it is certain."""
+"""Detokenization of an answer while it is written: text is released once later tokens cannot change it."""
 
 from llava_fsdp.data.text.tokenizer import Tokenizer
 
 BROKEN = "\ufffd"
-"""How bytes are decoded that make no character, or none yet."""
+"""What bytes decode to that are no character, or not yet a whole one."""
 PENDING = 8
-"""Tokens that may wait for the rest of a character, which has four bytes at most."""
+"""Most tokens that wait for the rest of a character, which has four bytes at most."""
 
 
 def stops_of(tokenizer: Tokenizer, stop: str, ends: int | list[int] | None) -> frozenset[int]:
-    """Ids that end an answer: a model's ends of a sequence, and a template's where it is one token.
+    """Token ids that end an answer: the model's ends of sequence, and the template's stop text where it is one token.
 
     Args:
-        stop: the template's, as text.
-        ends: as configurations have them.
+        ends: `eos_token_id` as configurations have it.
     """
-    own = {end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int}
+    eos = {end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int}
     last = tokenizer.encode(stop)
-    return frozenset(own | ({last[-1].id} if len(last) == 1 else set()))
+    return frozenset(eos | ({last[-1].id} if len(last) == 1 else set()))
 
 
 class AnswerText:
-    """Text of tokens as they come. What is given out is final: no half character, nothing of a stop text, no space
-    around the whole; the pieces together are the answer."""
+    """Text of an answer from its tokens. Released pieces are final: they never hold half a character, a part of the
+    stop text, or white space around the whole; joined they are the answer."""
 
     def __init__(self, tokenizer: Tokenizer, stop: str, stops: frozenset[int]):
         """
         Args:
             stop: text that ends an answer, over however many tokens.
-            stops: ids that end an answer.
+            stops: token ids that end an answer.
         """
         self.tokenizer = tokenizer
         self.stop = stop
         self.stops = stops
         self.ids: list[int] = []
+        self.text = ""
+        """All pieces so far."""
         self.ended = False
         self._window = 0  # tokens from here on are decoded again: some decode otherwise at the beginning of a text
-        self._decoded = 0  # tokens whose text has been taken
+        self._decoded = 0  # tokens whose text is released or held
         self._held = ""
-        self._has_begun = False
 
     def push(self, token: int) -> str:
-        """The text that has become certain with this token."""
+        """Add a token; the text that it made final."""
         if self.ended:
             return ""
         if token in self.stops:
@@ -51,10 +51,12 @@ class AnswerText:
         return self._release(self._decode(is_last=False))
 
     def close(self) -> str:
-        """What was still held back when no token follows."""
-        text = self._release(self._decode(is_last=True)) + self._held.rstrip()
-        self._held, self.ended = "", True
-        return text if self._has_begun else text.strip()
+        """End the answer; the text that was still held."""
+        begun = self._release(self._decode(is_last=True))
+        rest = self._held.rstrip()
+        rest = rest if self.text else rest.strip()
+        self.text, self._held, self.ended = self.text + rest, "", True
+        return begun + rest
 
     def _decode(self, is_last: bool) -> str:
         before = self.tokenizer.decode(self.ids[self._window : self._decoded])
@@ -62,7 +64,7 @@ class AnswerText:
         waits = text.endswith(BROKEN) and len(self.ids) - self._decoded <= PENDING
         if len(text) <= len(before) or (waits and not is_last):
             return ""
-        # at its beginning a text may lose spaces, so that the window begins with a token that has more than spaces
+        # a text may lose spaces at its beginning, so the window begins with a token that has more than spaces
         if self.tokenizer.decode(self.ids[self._decoded :]).strip():
             self._window = self._decoded
         self._decoded = len(self.ids)
@@ -72,13 +74,13 @@ class AnswerText:
         self._held += new
         at = self._held.find(self.stop) if self.stop else -1
         if at >= 0:
-            certain, self._held, self.ended = self._held[:at].rstrip(), "", True
+            final, self._held, self.ended = self._held[:at].rstrip(), "", True
         else:
             longest = min(len(self.stop) - 1, len(self._held))
             begun = next((n for n in range(longest, 0, -1) if self.stop.startswith(self._held[-n:])), 0)
-            certain = self._held[: len(self._held) - begun].rstrip()
-            self._held = self._held[len(certain) :]
-        if not self._has_begun:
-            certain = certain.lstrip()
-            self._has_begun = bool(certain)
-        return certain
+            final = self._held[: len(self._held) - begun].rstrip()
+            self._held = self._held[len(final) :]
+        if not self.text:
+            final = final.lstrip()
+        self.text += final
+        return final

@@ -1,0 +1,195 @@
+"""Scores of answers: pure functions of texts, without torch or transformers.
+
+Multiple choice is scored like LLaVA's eval_science_qa.py, yes-no answers like POPE (LLaVA's eval_pope.py), and short
+answers by VQAv2's evaluation and EvalAI's preparation of answers. Their rules, order and oddities are those of
+vqaEval.py (github.com/GT-Vision-Lab/VQA) and of the EvalAIAnswerProcessor that LLaVA, MMF and lmms-eval use
+(llava/eval/m4c_evaluator.py); `docs/evaluation.md` lists them.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from types import MappingProxyType
+
+LETTERS = "ABCDE"
+SENTENCE = re.compile(r"The answer is ([A-Z]).")
+"""One character, whichever, must follow the letter."""
+NEGATIONS = frozenset({"No", "no", "not"})
+PUNCTUATION = ';/[]"{}()=+\\_->@<`,?!'
+PERIOD = re.compile(r"\.(?!\d)")
+MOST_PERIODS = 32
+"""The official code passes re.UNICODE, which is 32, as the number of replacements."""
+COMMA_IN_NUMBER = re.compile(r"\d,\d")
+NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+WORDS = {word: str(number) for number, word in enumerate(NUMBERS)} | {"none": "0"}
+ARTICLES = frozenset({"a", "an", "the"})
+ENOUGH = 3
+"""People who must agree for an accuracy of 1."""
+
+WHOLE = """
+    ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't he'd he'd've
+    he's how'd how'll how's isn't it'd it'd've it'll ma'am might've mightn't mightn't've must've mustn't needn't
+    not've o'clock oughtn't 'ow's'at shan't she'd've should've shouldn't shouldn't've somebody'd've somebody'll
+    somebody's someone'd someone'd've someone'll someone's something'd something'd've something'll that's there'd
+    there'd've there're there's they'd they'd've they'll they're they've 'twas wasn't we'd've we've weren't what'll
+    what're what's what've when's where'd where's where've who'd who'd've who'll who's who've why'll why're why's won't
+    would've wouldn't wouldn't've y'all y'all'd've y'all'll you'd you'd've you'll you're you've
+"""
+"""Contractions. A word becomes one of these if exactly one apostrophe is missing."""
+AGAINST_THE_RULE = {"somebody'd": "somebodyd"}
+"""The official table has this one the wrong way round, for answers and references alike."""
+
+
+def chosen(answer: str, choices: int) -> int | None:
+    """The choice that an answer names, from 0; None if it names none of them.
+
+    It is named by a letter alone (`B`), by a letter before a period and a space (`B. a cat`), or by `The answer is B.`
+    anywhere, but only once. Other forms, such as `(B)`, `B.`, `b` or the choice's own words, name none.
+
+    Args:
+        choices: number of choices; letters behind them name none.
+    """
+    if answer in tuple(LETTERS):
+        letter = answer
+    elif answer[:1] in tuple(LETTERS) and answer[1:3] == ". ":
+        letter = answer[0]
+    else:
+        named = SENTENCE.findall(answer)
+        letter = named[0] if len(named) == 1 else ""
+    return LETTERS.index(letter) if letter and letter in LETTERS[:choices] else None
+
+
+def score_choices(picked: Sequence[int | None], right: Sequence[int]) -> dict[str, float]:
+    """`accuracy`, and the numbers of `right` and `invalid` ones, of at least one choice as `chosen` reads it.
+
+    Raises:
+        ValueError: there are more or fewer right choices.
+    """
+    hits = sum(p == r for p, r in zip(picked, right, strict=True))
+    return {"accuracy": hits / len(picked), "right": hits, "invalid": sum(p is None for p in picked)}
+
+
+def says_yes(answer: str) -> bool:
+    """Whether the first sentence has none of the words No, no and not. `NO`, an empty answer and `Maybe` say yes."""
+    sentence = answer.partition(".")[0].replace(",", "")
+    return NEGATIONS.isdisjoint(sentence.split(" "))
+
+
+def score_yes_no(answers: Sequence[bool], right: Sequence[bool]) -> dict[str, float]:
+    """Rates and counts of answers, as `says_yes` reads them; yes is the positive class.
+
+    `yes_ratio` is the share of answers that say yes. A rate whose divisor is 0 is 0, where the original fails.
+
+    Raises:
+        ValueError: there are more or fewer right answers.
+    """
+    counts = Counter(zip(answers, right, strict=True))
+    true_yes, false_yes = counts[True, True], counts[True, False]
+    true_no, false_no = counts[False, False], counts[False, True]
+    return {
+        "accuracy": rate(true_yes + true_no, len(answers)),
+        "precision": rate(true_yes, true_yes + false_yes),
+        "recall": rate(true_yes, true_yes + false_no),
+        "f1": rate(2 * true_yes, 2 * true_yes + false_yes + false_no),
+        "yes_ratio": rate(true_yes + false_yes, len(answers)),
+        "true_yes": true_yes,
+        "false_yes": false_yes,
+        "true_no": true_no,
+        "false_no": false_no,
+    }
+
+
+def rate(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
+def lacking_one(whole: str) -> list[str]:
+    """The word without its first apostrophe, without its second, and so on."""
+    return [whole[:n] + whole[n + 1 :] for n, sign in enumerate(whole) if sign == "'"]
+
+
+CONTRACTIONS = MappingProxyType(
+    {lacking: whole for whole in WHOLE.split() for lacking in lacking_one(whole)} | AGAINST_THE_RULE
+)
+"""From a word to the word that is compared. The official table's forms of I'd've, I'm and I've are left out: they have
+a capital I, and words are lower-cased before."""
+
+
+def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
+    """VQAv2's accuracy, 0 to 1, of an answer that is submitted like LLaVA's, prepared by `prepare_submission`.
+
+    With fewer than four references no answer could reach 1; there it is 1 if the answer is one of them, both
+    normalised, and else 0.
+    """
+    if len(references) <= ENOUGH:
+        return float(normalize_vqa(prepare_submission(answer)) in {normalize_vqa(r) for r in references})
+    return official_accuracy(prepare_submission(answer), references)
+
+
+def official_accuracy(answer: str, references: Sequence[str]) -> float:
+    """VQAv2's accuracy, 0 to 1, of an answer as it is submitted.
+
+    If all references are the same text, neither side is normalised: `Yes` is wrong to ten times `yes`.
+    """
+    answer, references = one_line(answer), [one_line(r) for r in references]
+    if len(set(references)) > 1:
+        answer, references = normalize_vqa(answer), [normalize_vqa(r) for r in references]
+    return leave_one_out(answer, references)
+
+
+def is_out_of_reach(references: Sequence[str]) -> bool:
+    """Whether no answer can match by `vqa_accuracy`: all references are one text, which is not normalised, and which
+    the preparation of answers changes, as `four` to `4`."""
+    written = {one_line(r) for r in references}
+    return len(references) > ENOUGH and len(written) == 1 and not written & {prepare_submission(r) for r in written}
+
+
+def textvqa_accuracy(answer: str, references: Sequence[str]) -> float:
+    """LLaVA's accuracy on TextVQA, 0 to 1: answer and references are always prepared as for a submission."""
+    return leave_one_out(prepare_submission(answer), [prepare_submission(r) for r in references])
+
+
+def leave_one_out(answer: str, references: Sequence[str]) -> float:
+    """Mean of min(1, matches / 3) over leaving out each reference in turn."""
+    if not references:
+        raise ValueError("an answer without references has no accuracy")
+    matches = sum(r == answer for r in references)
+    shares = [min(1.0, (matches - (r == answer)) / ENOUGH) for r in references]
+    return sum(shares) / len(shares)
+
+
+def exact_match(answer: str, references: Sequence[str]) -> float:
+    """1 if the answer is one of the references, except for case and surrounding white space; else 0."""
+    return float(answer.strip().lower() in {r.strip().lower() for r in references})
+
+
+def normalize_vqa(text: str) -> str:
+    """Normalise an answer like VQAv2's evaluation: no punctuation or articles, digits for number words."""
+    return plain_words(without_punctuation(one_line(text)))
+
+
+def prepare_submission(text: str) -> str:
+    """Prepare an answer for EvalAI: lower case, no commas and question marks, `'s` as its own word, then like
+    `normalize_vqa`."""
+    text = text.lower().replace(",", "").replace("?", "").replace("'s", " 's").strip()
+    return plain_words(without_punctuation(one_line(text)))
+
+
+def one_line(text: str) -> str:
+    return text.replace("\n", " ").replace("\t", " ").strip()
+
+
+def without_punctuation(text: str) -> str:
+    """Remove each sign that stands beside a space anywhere in the text, or all if a number has a comma; others become
+    spaces. Periods go, except before a digit; apostrophes, colons and the like stay."""
+    numbered = COMMA_IN_NUMBER.search(text) is not None
+    left = text
+    for sign in PUNCTUATION:
+        beside_space = f"{sign} " in text or f" {sign}" in text
+        left = left.replace(sign, "" if numbered or beside_space else " ")
+    return PERIOD.sub("", left, count=MOST_PERIODS)
+
+
+def plain_words(text: str) -> str:
+    words = [WORDS.get(word, word) for word in text.lower().split()]
+    return " ".join(CONTRACTIONS.get(word, word) for word in words if word not in ARTICLES)
