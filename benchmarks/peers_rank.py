@@ -73,7 +73,7 @@ def run_ours(plan: dict[str, Any], pack: bool) -> None:
     from llava_fsdp.train.build_state import build_state
     from llava_fsdp.train.loop import fit
     from llava_fsdp.train.metrics import Reporter
-    from llava_fsdp.train.save_and_stop import Keeper, open_saver
+    from llava_fsdp.train.save_and_stop import RunController, open_saver
     from llava_fsdp.train.state import StepResult
 
     cfg, cfgs = ours_configured(plan, pack)
@@ -91,16 +91,16 @@ def run_ours(plan: dict[str, Any], pack: bool) -> None:
         line = Line(plan)
         state.loader = kept(state.loader, line.steps(steps))
         reporter = Reporter(cfg, 0, last, world.is_first)
-        keeper = Keeper(state, open_saver(state, cfg), cfg, last, watchdog)
+        controller = RunController(state, open_saver(state, cfg), cfg, last, watchdog)
 
         def after_step(result: StepResult) -> None:
             reporter(result)
-            keeper.after_step(result)
+            controller.after_step(result)
             line.losses.append(result.loss)
             line.norms.append(result.grad_norm)
 
         with watchdog.steps():
-            fit(state, shard_plan, cfg, after_step, keeper.between_steps, watchdog)
+            fit(state, shard_plan, cfg, after_step, controller.between_steps, watchdog)
         reporter.close()
 
 

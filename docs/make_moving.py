@@ -67,7 +67,7 @@ DEEPSPEED_EXAMPLES: Mapping[str, object] = {
     "zero_optimization.cpu_offload_params": True, "zero_optimization.cpu_offload_use_pin_memory": True,
     "zero_optimization.offload_param": "nvme", "zero_optimization.offload_optimizer": "nvme",
     "zero_optimization.offload_param.*": 1, "zero_optimization.offload_optimizer.*": 1,
-    "aio.*": 1, "activation_checkpointing.*": True,
+    "aio.*": 1,
     "fp16.auto_cast": True, "fp16.consecutive_hysteresis": True, "fp16.fp16_master_weights_and_grads": True,
     "fp16.initial_scale_power": 16, "fp16.loss_scale_window": 1000, "fp16.hysteresis": 2,
     "fp16.min_loss_scale": 1, "fp16.loss_scale": 0,
@@ -105,7 +105,7 @@ def fixed(rule: object) -> Outcome | None:
         if rule.text == "as here":
             return Outcome(Verdict.implied, f"always so here: {rule.why}")
     if isinstance(rule, Usual | Switched):
-        return Outcome(Verdict.unsupported, f"{rule.why} (left out or off: as here)")
+        return Outcome(Verdict.unsupported, f"{rule.why} (nothing to do if absent or off)")
     return None
 
 

@@ -21,11 +21,11 @@ def newest(name: str) -> tuple[Path, Report]:
 
 
 def origin(path: Path, report: Report) -> str:
-    """Where the numbers of a table are from."""
+    """Machine, commit, date and file of a table's result."""
     device, threads = report["machine"]["device"], report["machine"]["cpus"]
     ranks = f", {report['ranks']} ranks" if "ranks" in report else ""
-    picture = path.with_suffix(".png").name
-    seen = f", [picture](../benchmarks/results/{picture})" if path.with_suffix(".png").exists() else ""
+    plot = path.with_suffix(".png").name
+    seen = f", [plot](../benchmarks/results/{plot})" if path.with_suffix(".png").exists() else ""
     return (
         f"{device}, {threads} cores{ranks}, commit {report['commit'][:12]}, {report['date'][:10]} "
         f"([result](../benchmarks/results/{path.name}){seen})."
@@ -33,7 +33,7 @@ def origin(path: Path, report: Report) -> str:
 
 
 def stored() -> str:
-    """Every stored result, and what it was measured on."""
+    """Table of every stored result and its machine."""
     rows = []
     for path in sorted(RESULTS.glob("*.json")):
         report = json.loads(path.read_text())
@@ -51,7 +51,7 @@ def stored() -> str:
 
 
 def devices() -> str:
-    """How many of the results are of a GPU."""
+    """Sentence with the number of results measured on a GPU."""
     rows = stored().splitlines()[2:]
     gpus = sum("| GPU: " in row for row in rows)
     return f"{len(rows)} results are stored. " + (f"{gpus} are of a GPU." if gpus else "**None of them is of a GPU.**")
@@ -74,7 +74,13 @@ def activation_checkpointing() -> str:
              f"{row['memory_ratio']:.2f}",
          f"{row['rise_ratio']:.2f}", f"{row['time_ratio']:.2f}"] for row in report["rows"]
     ]  # fmt: skip
-    head = ("", "peak, MiB", "peak, of `none`", "what a step adds, of `none`", "CPU seconds, of `none`")
+    head = (
+        "",
+        "peak, MiB",
+        "peak relative to `none`",
+        "added by a step, relative to `none`",
+        "CPU seconds relative to `none`",
+    )
     return f"{table(head, rows, 'lrrrr')}\n\n{origin(path, report)}"
 
 
@@ -84,7 +90,7 @@ def strategies() -> str:
     for row in report["rows"]:
         cells.setdefault(row["variant"], {})[row["stage"], row["accumulation"]] = row["cpu_ratio_to_ddp"]
     columns = list(next(iter(cells.values())))
-    head = ("CPU seconds, of DDP's", *(f"{stage}, accumulation {times}" for stage, times in columns))
+    head = ("CPU seconds relative to DDP", *(f"{stage}, accumulation {times}" for stage, times in columns))
     rows = [
         [code(name) if name != "ddp" else "DDP", *(f"{own[c]:.2f}" for c in columns)] for name, own in cells.items()
     ]
@@ -99,10 +105,10 @@ def limited() -> str:
     ]  # fmt: skip
     beyond = report["limit_beyond_imports_bytes"] / 2**20
     head = (
-        f"under {beyond:.0f} MiB a rank",
-        "largest batch of a rank",
+        f"limit {beyond:.0f} MiB per rank",
+        "largest batch per rank",
         "in evaluation",
-        "CPU seconds of an epoch at it",
+        "CPU seconds of an epoch with it",
     )
     return f"{table(head, rows, 'lrrr')}\n\n{origin(path, report)}"
 
@@ -114,7 +120,12 @@ def planner() -> str:
         for row in report["rows"]
     ]
     worst = f"Mean error {report['error']['mean']:.1%}, worst {report['error']['worst']:.1%}."
-    head = ("ranks, model: row, precision, activation checkpointing, tokens", "planned, MiB", "measured, MiB", "error")
+    head = (
+        "ranks, model: strategy, precision, activation checkpointing, tokens",
+        "planned, MiB",
+        "measured, MiB",
+        "error",
+    )
     return f"{table(head, rows, 'lrrr')}\n\n{worst} {origin(path, report)}"
 
 
@@ -133,17 +144,21 @@ def pictures() -> str:
         if row["aspect"] == "pad":
             rates = [1 / min(row["seconds"][way]) for way in ("processor", "exact", "fast")]
             rows.append([f"{row['format']} {row['size']}", *(f"{rate:,.0f}" for rate in rates)])
-    head = ("pictures a second and core, padded", "CLIPImageProcessor", "`data.pixels=exact`", "`data.pixels=fast`")
+    head = ("images a second and core, padded", "CLIPImageProcessor", "`data.pixels=exact`", "`data.pixels=fast`")
     return f"{table(head, rows, 'lrrr')}\n\n{origin(path, report)}"
+
+
+CURVES = {"pictures": "images", "imagined": "simulated ranks"}
 
 
 def scaling() -> str:
     path, report = newest("scaling-cpu")
     rows = [
-        [row["curve"], f"{row['at']:,}", f"{row['tokens_per_cpu_second']:,.0f}", f"{row['bytes_at_rest'] / 2**20:,.0f}",
-         f"{row['bytes_peak'] / 2**20:,.0f}"] for row in report["rows"] if "tokens_per_cpu_second" in row
+        [CURVES.get(row["curve"], row["curve"]), f"{row['at']:,}", f"{row['tokens_per_cpu_second']:,.0f}",
+         f"{row['bytes_at_rest'] / 2**20:,.0f}", f"{row['bytes_peak'] / 2**20:,.0f}"]
+        for row in report["rows"] if "tokens_per_cpu_second" in row
     ]  # fmt: skip
-    head = ("what grows", "to", "tokens a CPU second", "MiB at rest", "MiB at the peak")
+    head = ("what grows", "to", "tokens a CPU second", "MiB between steps", "MiB at the peak")
     return f"{table(head, rows, 'lrrrr')}\n\n{origin(path, report)}"
 
 

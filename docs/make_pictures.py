@@ -32,7 +32,7 @@ LEFT, TOP, ROW = 150, 112, 108
 
 @dataclass(frozen=True)
 class Held:
-    """One row of the table, for every rank of the picture."""
+    """One row of the table, for every rank of the image."""
 
     strategy: Strategy
     shards: int
@@ -45,7 +45,7 @@ class Held:
     """Bytes of gradients between two micro-batches."""
 
     @property
-    def at_rest(self) -> int:
+    def between_steps(self) -> int:
         return self.rest.parameters + self.rest.gradients + self.rest.optimizer
 
     @property
@@ -93,7 +93,7 @@ def box(x: float, y: float, kind: str, place: int = 0, parts: int = 1, stripes: 
     ]
 
 
-def rank_at_rest(x: float, y: float, rank: int, row: Held) -> list[str]:
+def rank_between_steps(x: float, y: float, rank: int, row: Held) -> list[str]:
     place = rank % row.shards
     kinds = ("weights", "gradients", "moments")
     return [line for k, kind in enumerate(kinds) for line in box(x + k * (BOX + GAP), y, kind, place, row.shards)]
@@ -128,8 +128,8 @@ def picture(rows: list[Held]) -> str:
     for kind, words in WORDS.items():
         lines += [f'<rect x="{x}" y="38" width="14" height="14" fill="{COLORS[kind]}"/>', text(x + 20, 50, words)]
         x += 20 + 7 * len(words) + 24
-    lines += [text(x, 50, "outline: all of it; filled: what this rank has")]
-    lines += [text(LEFT, 78, "at rest, after an update", 13, weight="bold")]
+    lines += [text(x, 50, "outline: the whole; filled: what this rank has")]
+    lines += [text(LEFT, 78, "between steps, after an update", 13, weight="bold")]
     lines += [text(work_left, 78, "while a block computes, before the last micro-batch", 13, weight="bold")]
     for rank in range(RANKS):
         lines += [
@@ -141,11 +141,11 @@ def picture(rows: list[Held]) -> str:
         lines += [
             text(10, y + 24, SHARD_PLANS[row.strategy].zero, 16, weight="bold"),
             text(10, y + 42, row.strategy.name, 10),
-            text(LEFT, y + HEIGHT + 20, f"{row.at_rest / GB:.1f} GB on each rank"),
-            text(work_left, y + HEIGHT + 20, f"{row.computing / GB:.1f} GB on each rank, activations apart"),
+            text(LEFT, y + HEIGHT + 20, f"{row.between_steps / GB:.1f} GB on each rank"),
+            text(work_left, y + HEIGHT + 20, f"{row.computing / GB:.1f} GB on each rank, without activations"),
         ]
         for rank in range(RANKS):
-            lines += rank_at_rest(LEFT + rank * rest_width, y, rank, row)
+            lines += rank_between_steps(LEFT + rank * rest_width, y, rank, row)
             lines += rank_computing(work_left + rank * work_width, y, rank, row)
     return "\n".join([*lines, "</svg>"]) + "\n"
 
@@ -156,13 +156,13 @@ def numbers(rows: list[Held]) -> str:
         "weights",
         "gradients",
         "moments",
-        "at rest",
+        "between steps",
         "gathered",
         "gradients in between",
         "while a block computes",
     )
     cells = (
-        (row.rest.parameters, row.rest.gradients, row.rest.optimizer, row.at_rest,
+        (row.rest.parameters, row.rest.gradients, row.rest.optimizer, row.between_steps,
          row.gathered, row.gradients, row.computing)
         for row in rows
     )  # fmt: skip
@@ -173,7 +173,7 @@ def numbers(rows: list[Held]) -> str:
 
 
 def files() -> dict[str, str]:
-    """The picture and the page with the table, by their paths below docs/."""
+    """The image and the page with the table, by their paths below docs/."""
     cfg, weights = the_model()
     rows = [held(strategy, cfg, weights) for strategy in SHARD_PLANS]
     page = "sharding.md"

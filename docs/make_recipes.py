@@ -26,15 +26,15 @@ GOLDEN = DOCS.parent / "tests" / "golden" / "open"
 STAGES = ("pretrain", "finetune", "finetune_lora", "finetune_task", "finetune_task_lora")
 MODELS = ("llava_v1_5_7b", "llava_v1_5_13b")
 GPUS = 8
-SIZE = "the one script is 13B's; docs/MODEL_ZOO.md there gives the published 7B models the same schedule"
+SIZE = "the only script is for 13B; LLaVA's docs/MODEL_ZOO.md gives the published 7B models the same schedule"
 # Why a recipe has another value than the script: by key, for every stage and model that differs.
 EXPLAINED = {
-    "data.path": "yours to give",
-    "data.images": "yours to give",
+    "data.path": "set it to your data",
+    "data.images": "set it to your data",
     "output_dir": "`outputs/STAGE`; `stage=finetune` finds the projector of `stage=pretrain` beside it",
     "model.projector": "`auto` is the projector of the `stage=pretrain` run beside `output_dir`",
-    "checkpoint.every": "the script's number is beyond its last step, so that it saves nothing on the way",
-    "track.wandb": "off unless it is asked for: it needs a package and an account (report.md); `migrate` keeps it",
+    "checkpoint.every": "the script's number is beyond its last step, so it saves only at the end",
+    "track.wandb": "off by default: it needs a package and an account (report.md); `migrate` keeps it",
     "model.name": SIZE,
     "model.language": SIZE,
     "model.checkpoint": SIZE,
@@ -42,13 +42,14 @@ EXPLAINED = {
 # Values of the script that a configuration key cannot hold, or that mean something else here.
 ALSO = [
     "`--save_total_limit 1` is `checkpoint.keep=2`: the newest may be the one that a crash interrupted.",
-    "Warm-up is `ceil(warmup_ratio x steps)`, as transformers' `get_warmup_steps` has it.",
+    "Warm-up is `ceil(warmup_ratio x steps)`, as in transformers' `get_warmup_steps`.",
     "Norms and biases are not decayed (with `weight_decay=0` nothing is).",
-    "Gradients are added and reduced in fp32 and divided by the label tokens of the step; the original adds them in "
-    "bf16 and takes the mean of the micro-batches' means. `compat=llava_v1_5` does as the original.",
+    "Gradients are accumulated and reduced in fp32 and divided by the label tokens of the step; the original does so "
+    "in bf16 and takes the mean of the micro-batches' means. `compat=llava_v1_5` does the same as the original.",
     "Norms compute in fp32; the original casts them to bf16 with the rest of the model, and so does "
     "`compat=llava_v1_5`.",
-    "The projector of `stage=pretrain` is drawn from `seed`; the original draws it before it seeds.",
+    "The projector of `stage=pretrain` is initialized from `seed`; the original initializes it before it sets "
+    "the seed.",
 ]
 
 
@@ -103,7 +104,7 @@ def sources(stage: str, golden: Path) -> dict[str, list[str]]:
     name = run.deepspeed.name if run.deepspeed else ""
     found["sharding"] = [f"`zero_optimization.stage` {run.ds('zero_optimization.stage')} in `{name}`"]
     found["precision"] = [f"`--bf16 {run.flags['bf16']}`"]
-    found["optim.clip"] = [f"no `gradient_clipping` in `{name}`; `max_grad_norm` is not looked at"]
+    found["optim.clip"] = [f"no `gradient_clipping` in `{name}`; `max_grad_norm` is not used"]
     found["global_batch_size"] = [
         f"`--per_device_train_batch_size {run.hf('per_device_train_batch_size')}` x "
         f"`--gradient_accumulation_steps {run.hf('gradient_accumulation_steps')}` x {GPUS} GPUs"
@@ -134,7 +135,7 @@ def page(golden: Path = GOLDEN) -> str:
         parts.append("\n".join(table))
         for model in MODELS:
             parts.append(difference_text(stage, model, golden))
-    parts += ["## What no key says", "\n".join(f"- {line}" for line in ALSO)]
+    parts += ["## Differences that no key shows", "\n".join(f"- {line}" for line in ALSO)]
     return "\n\n".join(parts) + "\n"
 
 

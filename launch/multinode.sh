@@ -3,20 +3,20 @@
 #
 #   NNODES=2 RDZV_ENDPOINT=host0:29400 RDZV_ID=run7 launch/multinode.sh stage=finetune model=llava_v1_5_7b ...
 #
-#   NNODES          how many machines; 3:4 continues with three where one of four is lost, and takes a fourth again
+#   NNODES          number of machines; 3:4 continues with three if one of four is lost, and takes a fourth again
 #   RDZV_ENDPOINT   host:port of one of them, reachable from all; torchrun meets there
-#   RDZV_ID         a name that is the same on all machines, and new for every run
-#   NODE_RANK       optional; 0 on the machine that RDZV_ENDPOINT names, another number elsewhere: for networks in
-#                   which a machine does not know itself by that name, and so would not open the port
-#   JOIN_TIMEOUT    optional; seconds to wait for the other machines, else 600; where NODE_RANK says that this is not
-#                   the first one, also for the first one to open the port, which else must be there within 60
-#   LOCAL_ADDR      optional; the name or address that the other machines reach this one by, else the address that
-#                   faces RDZV_ENDPOINT; gloo takes that one's interface, where GLOO_SOCKET_IFNAME does not say another
-#   NPROC_PER_NODE  optional; ranks on this machine, else one for each GPU
-#   MAX_RESTARTS    optional; how often ranks that died are started again, else 3
-#   LOG_DIR         optional; what every rank prints, else outputs/logs/RDZV_ID; the terminal shows local rank 0
+#   RDZV_ID         name of the run: the same on all machines, new for every run
+#   NODE_RANK       optional; 0 on the machine that RDZV_ENDPOINT names, another number elsewhere: needed where that
+#                   machine cannot recognise itself by that name, and so would not open the port
+#   JOIN_TIMEOUT    optional, default 600; seconds to wait for the other machines; with NODE_RANK above 0 also the
+#                   seconds to wait for the first machine to open the port (60 without NODE_RANK)
+#   LOCAL_ADDR      optional; name or address by which the other machines reach this one, default: the address that
+#                   faces RDZV_ENDPOINT; gloo uses that address's interface unless GLOO_SOCKET_IFNAME is set
+#   NPROC_PER_NODE  optional; ranks on this machine, default: one per GPU
+#   MAX_RESTARTS    optional, default 3; how often torchrun restarts ranks that died
+#   LOG_DIR         optional, default outputs/logs/RDZV_ID; output of every rank; the terminal shows local rank 0
 #
-# torchrun numbers the machines itself, so rank 0, which reports the steps, may be on any of them.
+# torchrun numbers the machines itself, so rank 0, which logs the steps, may be on any of them.
 # output_dir must be a folder that all machines share. Exit codes: docs/running.md.
 set -euo pipefail
 
@@ -40,7 +40,7 @@ need RDZV_ID "a name that is the same on all machines, and new for every run"
 [[ "${JOIN_TIMEOUT:-600}" =~ ^[1-9][0-9]*$ ]] || die "JOIN_TIMEOUT=$JOIN_TIMEOUT must be a number of seconds"
 use_venv
 
-# await_endpoint SECONDS: until the machine that RDZV_ENDPOINT names has opened the port.
+# await_endpoint SECONDS: waits until the machine that RDZV_ENDPOINT names has opened the port.
 await_endpoint() {
     local host="${RDZV_ENDPOINT%:*}" port="${RDZV_ENDPOINT##*:}" until=$((SECONDS + $1)) told=""
     host="${host#[}"
@@ -58,9 +58,9 @@ await_endpoint() {
     done
 }
 
-# Prints the address of this machine that faces RDZV_ENDPOINT, and its interface; nothing where the name does not resolve,
-# or to a loopback address, as some systems have their own name in /etc/hosts. torchrun and gloo would else take what
-# this machine's own name resolves to, which others often cannot, or here alone.
+# Prints the address of this machine that faces RDZV_ENDPOINT, and its interface. Prints nothing if the name does not
+# resolve, or resolves to a loopback address (some systems list their own name so in /etc/hosts). Without an address
+# torchrun and gloo use what this machine's own name resolves to, which other machines often cannot reach.
 facing_endpoint() {
     python -c '
 import fcntl, ipaddress, socket, struct, sys
@@ -85,7 +85,7 @@ except (OSError, ValueError):
     pass' "${RDZV_ENDPOINT%:*}" "${RDZV_ENDPOINT##*:}"
 }
 
-# A restarted worker must not read the dead ones' addresses in a store that outlived them (pytorch#135712).
+# A restarted worker must not read addresses of dead workers from the previous store (pytorch#135712).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 meeting="join_timeout=${JOIN_TIMEOUT:-600}"
@@ -103,7 +103,7 @@ if [[ -n "${interface:-}" && -z "${GLOO_SOCKET_IFNAME:-}" && -z "${LOCAL_ADDR:-}
 fi
 trap 'exit 75' TERM
 [[ "${NODE_RANK:-0}" -eq 0 ]] || await_endpoint "${JOIN_TIMEOUT:-600}"
-WITHOUT_WORD=5 # mostly the ranks have never met, which is worth another start where other machines come up late
+WITHOUT_WORD=5 # mostly the ranks never met: worth another start, as other machines may come up late
 WITHOUT_WORD_SAY="Most likely fewer than NNODES=$NNODES machines met within JOIN_TIMEOUT=${JOIN_TIMEOUT:-600} seconds. Are \
 RDZV_ID=$RDZV_ID, RDZV_ENDPOINT=$RDZV_ENDPOINT and NNODES the same on all machines, and is every NODE_RANK there once?"
 train_with \

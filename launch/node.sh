@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Trains on all GPUs of this machine: launch/node.sh stage=finetune model=llava_v1_5_7b ...
-# NPROC_PER_NODE=4 uses four of them (CUDA_VISIBLE_DEVICES says which), or that many CPU ranks.
-# MAX_RESTARTS=0 starts ranks that died no more; the default is 3.
-# Exits with 0 done, 75 stopped by a signal with a checkpoint, 2 a mistake to fix, others: docs/running.md.
+# NPROC_PER_NODE=4 uses four of them (CUDA_VISIBLE_DEVICES chooses which), or starts that many CPU ranks.
+# MAX_RESTARTS=0 turns off restarts of ranks that died; the default is 3.
+# Exit codes: 0 done, 75 stopped by a signal with a checkpoint, 2 a mistake to fix, others: docs/running.md.
 set -euo pipefail
 
 # shellcheck source=launch/setup.sh

@@ -2,7 +2,7 @@
 # Sourced by the other scripts: finds Python, makes .venv, installs the project, counts GPUs and cores.
 # Needs bash and Python 3.11 or 3.12 with pip and venv; run again, it installs only what has changed.
 
-# The pin of torch stands here and not in constraints.txt: pip refuses an installed torch that a constraint
+# The pin of torch is here and not in constraints.txt: pip refuses an installed torch that a constraint
 # excludes, and a machine with GPUs must keep the torch that was built for its driver.
 TORCH_WITHOUT_GPU="torch==2.13.0"
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -10,7 +10,7 @@ VENV="$ROOT/.venv"
 
 say() { printf '== %s\n' "$*" >&2; }
 
-# For a mistake to fix, with its exit code (docs/running.md): a scheduler does not start it again.
+# Reports a mistake to fix, with its exit code (docs/running.md): a scheduler does not restart it.
 die() {
     printf 'error: %s\n' "$*" >&2
     exit 2
@@ -31,7 +31,7 @@ threads_per_rank() {
     echo $((threads > 1 ? threads : 1))
 }
 
-# Ranks to start on this machine: what NPROC_PER_NODE says, else one for each GPU.
+# Ranks to start on this machine: NPROC_PER_NODE, default: one per GPU.
 ranks_here() {
     local ranks="${NPROC_PER_NODE:-$(count_gpus)}"
     [[ -z "${NPROC_PER_NODE:-}" || "$ranks" =~ ^[1-9][0-9]*$ ]] ||
@@ -41,7 +41,7 @@ ranks_here() {
     echo "$ranks"
 }
 
-# Restarts of the workers that torchrun may do by itself: MAX_RESTARTS, else 3.
+# Restarts of the workers by torchrun: MAX_RESTARTS, default 3.
 restarts() {
     [[ "${MAX_RESTARTS:-3}" =~ ^[0-9]+$ ]] || die "MAX_RESTARTS=$MAX_RESTARTS must be a number of restarts"
     echo "${MAX_RESTARTS:-3}"
@@ -56,14 +56,14 @@ await() {
         kill -0 "$1" 2>/dev/null || break
     done
     [[ $code -gt 128 ]] || return 0
-    wait "$1" 2>/dev/null || again=$? # a signal ended the wait, and the child has ended in its trap: bash remembers how
+    wait "$1" 2>/dev/null || again=$? # a signal ended the wait and the child ended inside the trap: bash still has its code
     [[ $again -eq 127 ]] || code=$again
 }
 
 children_of() { cat "/proc/$1/task/$1/children" 2>/dev/null || true; }
 
-# stop_ranks PID: SIGTERM to the ranks of a torchrun, and to itself once they have ended, lest it start them again.
-# Not to torchrun first: many schedulers have sent it one too, and a second kills the ranks while they save.
+# stop_ranks PID: sends SIGTERM to the ranks of a torchrun, and to torchrun once they have ended, so that it does not
+# restart them. Never to torchrun first: many schedulers have already sent it one, and a second kills saving ranks.
 stop_ranks() {
     local ranks rank
     ranks="$(children_of "$1")"
@@ -77,10 +77,10 @@ stop_ranks() {
     kill -TERM "$1" 2>/dev/null || true
 }
 
-# train_with FLAGS... -- ARGUMENTS...: trains under torchrun, and exits with what run_status.json says of the end:
-# torchrun's own exit code is 1 whatever happened. SIGTERM stops the run with a checkpoint, also when it is this script
-# alone that gets it; SIGUSR1 saves one, and must not reach torchrun, which it would end. Where there is no word of how
-# it ended, and nobody asked it to stop, the code is $WITHOUT_WORD, else 1, and the last word $WITHOUT_WORD_SAY.
+# train_with FLAGS... -- ARGUMENTS...: trains under torchrun, and exits with the code that run_status.json gives for the
+# end of the run: torchrun's own exit code is always 1. SIGTERM stops the run with a checkpoint, also when only this
+# script gets it. SIGUSR1 saves one; it must not reach torchrun, which it would end. If the status does not tell how the
+# run ended and no stop was requested, the code is $WITHOUT_WORD or 1, and the last message $WITHOUT_WORD_SAY.
 train_with() {
     local flags=() pid asked="" say=""
     while [[ "$1" != -- ]]; do

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Trains into a folder of this machine, and keeps a copy of what it saves in a mounted bucket:
+# Trains into a local folder, and copies what it saves to a mounted bucket:
 #
 #   launch/skypilot/mirror.sh /bucket/run7 outputs/finetune launch/node.sh stage=finetune output_dir=outputs/finetune ...
 #
-# A bucket is no file system (no locks, no renames, no appending), so that a run cannot write there itself. It gets
-# whole checkpoints, written once, and a new machine begins with what it holds. MIRROR_EVERY: seconds between two looks
-# for a new checkpoint, else 60. For one machine: several need a shared file system (docs/multinode.md).
+# A bucket is not a file system (no locks, no renames, no appending), so a run cannot write there itself. It receives
+# whole checkpoints, written once, and a new machine begins with these. MIRROR_EVERY: seconds between two checks
+# for a new checkpoint, default 60. For one machine: several need a shared file system (docs/multinode.md).
 set -euo pipefail
 
 # shellcheck source=launch/setup.sh
@@ -15,13 +15,13 @@ bucket="$1"
 output="$2"
 shift 2
 
-# What is no checkpoint of its own: small, and written anew each time.
+# Files outside checkpoints: small, and written anew each time.
 SMALL=(config.yaml metrics.jsonl validation.jsonl starts.jsonl skipped_records.jsonl run_status.json .begun)
-# What a run that is done leaves: the model, or its LoRA adapter alone (export.merge=false).
+# The result of a finished run: the model, or only its LoRA adapter (export.merge=false).
 RESULTS=(export adapter)
 
-# copy FROM TO: files of a folder, and of those below, as new ones. Fails where one cannot be read to its end, as that of
-# a checkpoint which the run deletes meanwhile.
+# copy FROM TO: copies the files of a folder and its subfolders as new ones. Fails if one cannot be read to its end, for
+# example in a checkpoint that the run deletes meanwhile.
 copy() {
     local path
     [[ -d "$1" ]] || return 1
@@ -30,11 +30,11 @@ copy() {
     done < <(cd "$1" && find . -type f -print0)
 }
 
-# A checkpoint counts once its manifest stands in complete/ under its name: a copy may be cut short at any byte. So may
-# this: the run's folder has no checkpoints before all are there.
+# A checkpoint counts once its manifest is in complete/ under its name, because a copy may be interrupted at any byte.
+# The same holds here: the run's folder gets its checkpoints only once all are copied.
 restore() {
     local mark name staged="$output/checkpoints.restoring"
-    [[ ! -d "$output/checkpoints" ]] || return 0 # of this very machine
+    [[ ! -d "$output/checkpoints" ]] || return 0 # they are already on this machine
     rm -rf "$staged"
     mkdir -p "$staged"
     for mark in "$bucket"/complete/step-*; do
@@ -43,7 +43,7 @@ restore() {
         say "fetching $name from $bucket"
         copy "$bucket/checkpoints/$name" "$staged/$name" || {
             say "error: $bucket/checkpoints/$name cannot be read"
-            exit 1 # no mistake of the user's: the bucket may answer the next time
+            exit 1 # not a user's mistake: the bucket may answer next time
         }
     done
     for name in "${SMALL[@]}"; do
@@ -75,7 +75,7 @@ mirror() {
     for name in "${SMALL[@]}"; do
         [[ ! -f "$output/$name" ]] || cat "$output/$name" >"$bucket/$name" || return 1
     done
-    for path in "$bucket"/complete/step-*; do # what the run has deleted, which is never newer than what it has
+    for path in "$bucket"/complete/step-*; do # delete what the run has deleted, which is never newer than what it still has
         name="${path##*/}"
         [[ -e "$output/checkpoints/$name" || ! "$name" =~ ^step-[0-9]+$ || $(step_of "$name") -gt $newest ]] ||
             rm -rf "$path" "${bucket:?}/checkpoints/$name"

@@ -8,7 +8,7 @@ from small import make_config
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.plan.activations import MicroBatch
 from llava_fsdp.plan.auto import expected_peak
-from llava_fsdp.plan.planner import told_apart
+from llava_fsdp.plan.planner import without_repeats
 from llava_fsdp.plan.workload import Samples
 
 
@@ -23,6 +23,6 @@ def test_more_in_a_row_is_more_memory(parts: Path, dataset: Path, tmp_path: Path
 def test_a_second_micro_batch_is_planned_beside_the_gradients_of_the_first() -> None:
     """Though it is equal to it; more that are equal to the second are not."""
     one, other = MicroBatch(1, 70, 70, 1, 20), MicroBatch(1, 30, 30, 0, 9)
-    assert told_apart([one, one]) == [one, one]
-    assert told_apart([one, other, one, other]) == [one, other, one]
-    assert told_apart([one]) == [one]
+    assert without_repeats([one, one]) == [one, one]
+    assert without_repeats([one, other, one, other]) == [one, other, one]
+    assert without_repeats([one]) == [one]

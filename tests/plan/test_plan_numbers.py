@@ -1,4 +1,4 @@
-"""Arithmetic of a plan: what a sample is like, how a step is cut, what machines have, and what moves."""
+"""Arithmetic of a plan: sizes of samples, splits of a step, what machines have, and what moves."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +12,11 @@ from llava_fsdp.plan.activations import MicroBatch
 from llava_fsdp.plan.fsdp_units import unit_of
 from llava_fsdp.plan.hardware import CONTEXT, DEVICES, GPUS, MIB, NCCL, PROCESS, Machine
 from llava_fsdp.plan.multinode import node_counts
-from llava_fsdp.plan.step_time import AGAIN, Volume, step_time
-from llava_fsdp.plan.workload import Samples, asked_for, cuts, samples_said, share
+from llava_fsdp.plan.step_time import RECOMPUTED, Volume, step_time
+from llava_fsdp.plan.workload import Samples, configured_split, most_tokens, possible_splits, samples_of_report
 from llava_fsdp.runtime.errors import ConfigError
 
-SAMPLES = Samples(positions=100.0, tiles=0.5, labels=30.0, spread=10.0, source="")
+SAMPLES = Samples(tokens=100.0, tiles=0.5, labels=30.0, spread=10.0, source="")
 
 
 def test_what_the_report_of_an_index_says_of_a_sample() -> None:
@@ -28,10 +28,10 @@ def test_what_the_report_of_an_index_says_of_a_sample() -> None:
             {"tokens": 60, "pictures": 1, "label_tokens": 8},
         ],
     }
-    found = samples_said(report, Path("report.json"), 50)
-    assert (found.positions, found.tiles, found.labels) == (20.0, 0.5, 6.0)
+    found = samples_of_report(report, Path("report.json"), 50)
+    assert (found.tokens, found.tiles, found.labels) == (20.0, 0.5, 6.0)
     assert found.spread == pytest.approx(((6 * 10**2 + 2 * 30**2) / 8) ** 0.5), "a bar ends at the longest sample"
-    assert share(SAMPLES, 4) == 400 + 3 * 10 * 2
+    assert most_tokens(SAMPLES, 4) == 400 + 3 * 10 * 2
 
 
 def test_how_a_rank_s_part_of_a_step_is_cut() -> None:
@@ -40,20 +40,20 @@ def test_how_a_rank_s_part_of_a_step_is_cut() -> None:
         config_of(["data.max_length=200"]), global_batch_size=16, micro_batch_size=3, tokens_per_micro_batch=None
     )
     padded = replace(cfg, pack=False)
-    assert asked_for(padded, SAMPLES, 3, 24) == [MicroBatch(3, 200, 3, 2, 90)] * 2
-    assert asked_for(padded, SAMPLES, 9, 24) == [MicroBatch(2, 200, 2, 1, 60)]
-    ways = cuts(padded, SAMPLES, 3, 24)
+    assert configured_split(padded, SAMPLES, 3, 24) == [MicroBatch(3, 200, 3, 2, 90)] * 2
+    assert configured_split(padded, SAMPLES, 9, 24) == [MicroBatch(2, 200, 2, 1, 60)]
+    ways = possible_splits(padded, SAMPLES, 3, 24)
     assert [(len(way), way[0].rows) for way in ways] == [(1, 6), (2, 3), (3, 2), (6, 1)]
     original = replace(padded, sampler=replace(cfg.sampler, name=SamplerName.llava_v1_5), micro_batch_size=1)
-    assert [(len(way), way[0].rows) for way in cuts(original, SAMPLES, 4, 24)] == [(1, 4), (2, 2), (4, 1)]
+    assert [(len(way), way[0].rows) for way in possible_splits(original, SAMPLES, 4, 24)] == [(1, 4), (2, 2), (4, 1)]
     with pytest.raises(ConfigError):
-        cuts(original, SAMPLES, 3, 24)
-    assert asked_for(cfg, SAMPLES, 4, 24) == [MicroBatch(1, 460, 5, 3, 150)]
-    assert [(len(way), way[0].length, way[0].samples) for way in cuts(cfg, SAMPLES, 4, 24)] == [
+        possible_splits(original, SAMPLES, 3, 24)
+    assert configured_split(cfg, SAMPLES, 4, 24) == [MicroBatch(1, 460, 5, 3, 150)]
+    assert [(len(way), way[0].length, way[0].samples) for way in possible_splits(cfg, SAMPLES, 4, 24)] == [
         (1, 512, 5), (2, 256, 3),
     ]  # fmt: skip
     rows = replace(original, pack=True, micro_batch_size=2)
-    assert asked_for(rows, SAMPLES, 4, 24) == [MicroBatch(1, 243, 2, 1, 60)] * 2
+    assert configured_split(rows, SAMPLES, 4, 24) == [MicroBatch(1, 243, 2, 1, 60)] * 2
 
 
 def test_what_machines_have() -> None:
@@ -71,14 +71,8 @@ def test_what_machines_have() -> None:
     assert replace(machine, memory=MIB).usable(1) == 0
     cores = Machine(None, "2 CPU cores", 1000 * MIB, 60e9)
     assert cores.usable(2) == 1000 * MIB - PROCESS and cores.peak(DType.bf16) == 60e9
-    assert [node_counts(n) for n in (1, 2, 3, 4, 7, 8)] == [
-        [1, 1],
-        [1, 2],
-        [1, 2, 3],
-        [1, 2, 4],
-        [1, 2, 4, 7],
-        [1, 2, 4, 8],
-    ]
+    counts = {2: [1, 2], 3: [1, 2, 3], 4: [1, 2, 4], 7: [1, 2, 4, 7], 8: [1, 2, 4, 8]}
+    assert {nodes: node_counts(nodes) for nodes in counts} == counts
 
 
 def precision() -> PrecisionConfig:
@@ -116,7 +110,7 @@ def test_what_a_step_waits_for() -> None:
     waits = step_time(machine, precision(), 2e14, 0.0, slow, 1e9, 5e8, 3, 4, OffloadMode.none)
     assert waits.exposed == pytest.approx(slow.seconds(300e9, 25e9) - 0.9 * waits.compute)
     assert step_time(machine, precision(), 1.0, 0.0, Volume(), 1e9, 5e8, 3, 1, OffloadMode.none).copies == 0
-    assert {mode.name: share for mode, share in AGAIN.items()} == {
+    assert {mode.name: share for mode, share in RECOMPUTED.items()} == {
         "none": 0.0, "full": 1.0, "selective": 0.15, "offload": 1.0,
     }  # fmt: skip
-    assert ActivationCheckpointing.budget not in AGAIN
+    assert ActivationCheckpointing.budget not in RECOMPUTED

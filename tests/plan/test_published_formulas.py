@@ -11,7 +11,7 @@ from llava_fsdp.distributed.memory import Weight, bytes_per_rank, checkpoint_byt
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.plan.hardware import machine_named
 from llava_fsdp.plan.planner import Planner
-from llava_fsdp.plan.published_formulas import formulas, half_precision, zero
+from llava_fsdp.plan.published_formulas import formulas, zero
 from llava_fsdp.plan.step_time import volume
 from llava_fsdp.runtime.run_dir import FOLDER
 from llava_fsdp.train import main as train
@@ -19,7 +19,7 @@ from llava_fsdp.train.checkpoint_contents import tensors
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.save_and_stop import open_saver
 
-ROWS = [Strategy.NO_SHARD, Strategy.SHARD_OPTIMIZER, Strategy.SHARD_GRAD_OP, Strategy.FULL_SHARD]
+STRATEGIES = [Strategy.NO_SHARD, Strategy.SHARD_OPTIMIZER, Strategy.SHARD_GRAD_OP, Strategy.FULL_SHARD]
 
 
 def thirteen_b() -> tuple[Config, Planner]:
@@ -32,7 +32,7 @@ def test_13b_on_8_gpus() -> None:
     cfg, planner = thirteen_b()
     trainable = [w for w in planner.weights if w.trainable]
     states = {}
-    for strategy in ROWS:
+    for strategy in STRATEGIES:
         held = bytes_per_rank(trainable, strategy, cfg.precision, 8, 8)
         states[SHARD_PLANS[strategy].zero] = held.parameters + held.gradients + held.optimizer
     assert planner.trainable == 13_047_331_840
@@ -46,14 +46,14 @@ def test_13b_on_8_gpus() -> None:
 
 def test_mistral_7b_in_half_precision() -> None:
     """56 GB, as the rule counts them for 7 billion parameters; what the model has by the same rule, and by ours."""
-    assert half_precision(7e9) == 56e9
+    assert formulas(7e9, 1)[-1].bytes == 56e9
     pure = ["precision=bf16_pure", "precision.norm_dtype=bf16"]
     cfg = config_of(["model.language=mistralai/Mistral-7B-Instruct-v0.2", "model.train=[language]", *pure])
     planner = Planner(cfg, machine_named("h200", 1))
     language = [w for w in planner.weights if w.trainable]
     assert planner.trainable == 7_241_732_096
     held = bytes_per_rank(language, Strategy.FULL_SHARD, cfg.precision, 1, 1)
-    assert held.parameters + held.gradients + held.optimizer == half_precision(planner.trainable)
+    assert held.parameters + held.gradients + held.optimizer == formulas(planner.trainable, 1)[-1].bytes
 
 
 def test_zero_paper() -> None:
@@ -62,11 +62,11 @@ def test_zero_paper() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_communication_of_our_rows(precision: str) -> None:
+def test_communication_of_our_strategies(precision: str) -> None:
     """1, 1, 1 and 1.5 times data parallelism, in elements; in bytes bf16 weights travel at half the gradients' size."""
     cfg = config_of([f"precision={precision}"])
     weights = [Weight((64 * 48, 1024), True, False, False, unit=f"layers.{n}") for n in range(12)]
-    sent = [volume(weights, s, cfg.precision, 64, 64, 64, 1).total for s in ROWS]
+    sent = [volume(weights, s, cfg.precision, 64, 64, 64, 1).total for s in STRATEGIES]
     numel = sum(w.numel for w in weights) * 63 / 64
     gathered, reduced = (4 if precision == "fp32" else 2) * numel, 4 * numel
     assert sent == [2 * reduced, gathered + reduced, gathered + reduced, 2 * gathered + reduced]

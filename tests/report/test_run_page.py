@@ -63,6 +63,8 @@ def test_a_run(tmp_path: Path) -> None:
     ):  # fmt: skip
         assert words in seen, words
     assert "started after step 100" in page and page.count("data:image/jpeg;base64,") == 2
+    for figure in re.findall(r"<figure.*?</figure>", page, flags=re.S):
+        assert re.search(r"<path class='line c\d' d='M[\d.]+ [\d.]+L", figure), "drawn without JavaScript too"
 
 
 def test_nothing_of_the_run_becomes_markup(tmp_path: Path) -> None:
@@ -72,12 +74,6 @@ def test_nothing_of_the_run_becomes_markup(tmp_path: Path) -> None:
     assert "<script>alert" not in page and "&lt;script&gt;alert" in page
     assert not re.search(r"""(?:src|href|url)\s*[=(]\s*['"]?(?!data:)(?:https?:)?//""", page)
     assert "default-src 'none'" in page
-
-
-def test_without_javascript_every_curve_is_drawn(tmp_path: Path) -> None:
-    page = report.write([str(imagine(tmp_path / "run", 160))]).read_text()
-    for figure in re.findall(r"<figure.*?</figure>", page, flags=re.S):
-        assert re.search(r"<path class='line c\d' d='M[\d.]+ [\d.]+L", figure)
 
 
 def test_lines_that_were_cut_short(tmp_path: Path) -> None:
@@ -178,13 +174,6 @@ def cells(page: str, first: str) -> list[str]:
     """Texts of the first row that begins so."""
     row, *_ = re.findall(rf"<tr><td[^>]*>{re.escape(first)}</td>.*?</tr>", page)
     return re.findall(r">([^<>]*)</td>", row)
-
-
-def test_names_of_runs_stay_as_they_are(tmp_path: Path) -> None:
-    for number in (1, 2):
-        job_file(imagine(tmp_path / str(number), 60, config=f"max_steps: {number}\n"), number, f"max_steps={number}")
-    seen = texts(report.write([str(tmp_path), f"out={tmp_path / 'c.html'}"]).read_text())
-    assert seen.count("1: max_steps=1") >= 2 and "max steps" not in seen and "lowest loss" in seen
 
 
 def test_overrides_of_a_job_are_compared_as_values() -> None:

@@ -18,7 +18,7 @@ from llava_fsdp.runtime.run_dir import list_checkpoints
 from llava_fsdp.runtime.status_file import read_status
 from llava_fsdp.train import final_export
 from llava_fsdp.train import main as train
-from llava_fsdp.train.save_and_stop import Keeper
+from llava_fsdp.train.save_and_stop import RunController
 
 
 def configured(parts: Path, dataset: Path, folder: Path, *words: str) -> Config:
@@ -27,15 +27,15 @@ def configured(parts: Path, dataset: Path, folder: Path, *words: str) -> Config:
 
 def after(step: int, action: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
     """Do something as soon as a step is over, before anything of it is written."""
-    kept, done = Keeper.loss, []
+    kept, done = RunController.loss, []
 
-    def loss(self: Keeper) -> object:
+    def loss(self: RunController) -> object:
         if self.state.step == step and not done:
             done.append(step)
             action()
         return kept(self)
 
-    monkeypatch.setattr(Keeper, "loss", loss)
+    monkeypatch.setattr(RunController, "loss", loss)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from llava_fsdp.runtime.errors import ConfigError, StorageError
 from llava_fsdp.train import main as train
 from llava_fsdp.train.build_state import build_state
 from llava_fsdp.train.loop import fit
-from llava_fsdp.train.profiler import Recorder, open_recorder, without_lines
+from llava_fsdp.train.profiler import StepProfiler, open_profiler, without_lines
 
 PROFILE = "profile=true", "profile_steps=[2,3]", "micro_batch_size=6", "pack=false"
 
@@ -57,7 +57,7 @@ def recorded(world: World, parts: Path, dataset: Path, folder: Path) -> list[dic
     folder.mkdir(exist_ok=True)
     plan = SHARD_PLANS[cfg.sharding.strategy]
     state = build_state(cfg, world, plan, make_mesh(world, plan, cfg))
-    fit(state, plan, cfg, lambda _: None, recorder=Recorder(cfg, (2, 3), world.rank, world.device))
+    fit(state, plan, cfg, lambda _: None, profiler=StepProfiler(cfg, (2, 3), world.rank, world.device))
     return times_of(folder / "profile" / f"rank-{world.rank}.trace.json.gz").steps
 
 
@@ -86,8 +86,8 @@ def test_steps_that_do_not_come_are_refused(
 
 
 def opened(cfg: Config, done: int, total: int) -> tuple[int, int] | None:
-    recorder = open_recorder(cfg, 0, CPU, done, total)
-    return (recorder.first, recorder.last) if isinstance(recorder, Recorder) else None
+    recorder = open_profiler(cfg, 0, CPU, done, total)
+    return (recorder.first, recorder.last) if isinstance(recorder, StepProfiler) else None
 
 
 def test_which_steps_are_recorded(parts: Path, dataset: Path, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_trace_that_was_cut_short_is_said_to_be(
     monkeypatch.setattr(
         "torch.profiler.profile.export_chrome_trace", lambda profiler, name: Path(name).write_bytes(content)
     )
-    recorder = Recorder(make_config(parts, dataset, tmp_path), (2, 2), 0, CPU)
+    recorder = StepProfiler(make_config(parts, dataset, tmp_path), (2, 2), 0, CPU)
     with pytest.raises(StorageError, match=r"rank-0.trace.json.gz was not written to its end .*profile=false"):
         list(recorder.steps(iter([1, 2, 3])))
     with pytest.raises(TraceError, match="holds no step"):
@@ -122,7 +122,7 @@ def test_a_step_that_is_none_asks_to_stop_and_does_not_end_the_steps(
     parts: Path, dataset: Path, tmp_path: Path
 ) -> None:
     """A rank whose data do not come is asked between two steps, profiled or not."""
-    recorder = Recorder(make_config(parts, dataset, tmp_path, *PROFILE[:2]), (2, 3), 0, CPU)
+    recorder = StepProfiler(make_config(parts, dataset, tmp_path, *PROFILE[:2]), (2, 3), 0, CPU)
     assert list(recorder.steps(iter(["first", None]))) == ["first", None]
     assert recorder.profiler is None and not (tmp_path / "profile").exists()
 

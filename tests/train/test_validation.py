@@ -330,7 +330,7 @@ def test_answers_about_tiles_are_those_of_whole_passes(parts: Path, dataset: Pat
     loader = held_out.loader
     written: dict[str, list[int]] = {}
     for asked in held_out.questions:
-        row = validation.asker.read(asked)
+        row = validation.generator.read(asked)
         assert row is not None
         ids = asked.sample.input_ids
         with evaluating(model, loader.device):
@@ -342,7 +342,8 @@ def test_answers_about_tiles_are_those_of_whole_passes(parts: Path, dataset: Pat
         written[asked.record] = ids[len(asked.sample.input_ids) :].tolist()
     assert len({len(asked.sample.input_ids) for asked in held_out.questions}) > 4
     prompts = lay_out_prompts(
-        [row for asked in held_out.questions if (row := validation.asker.read(asked)) is not None], loader.steps.collate
+        [row for asked in held_out.questions if (row := validation.generator.read(asked)) is not None],
+        loader.steps.collate,
     )
     micro = loader.to_device(prompts.micro)
     shown = micro.image_positions, micro.image_rows, micro.images
@@ -418,7 +419,7 @@ def test_picture_that_breaks_later(parts: Path, dataset: Path, held: Path, tmp_p
         validation.measure()
     validation.held_out.loader.steps.bad = cfg.data.bad_records  # the loss goes without it, and the question does not
     with pytest.raises(DataError, match=f"{name} does not exist"):
-        validation.asker.answers()
+        validation.generator.answers()
 
 
 def test_embedded_run_is_measured_on_held_out_pictures(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -82,7 +82,7 @@ class Context:
         device = torch.device("cuda" if self.torch.devices else "cpu")
         planner = Planner(self.cfg, this_machine(self.ranks, device.type))
         world = World(0, self.ranks * self.cfg.nodes, 0, self.ranks, device)
-        row = rows_for(planner, self.cfg, world, self.cfg.sharding.shard_size or self.ranks)[0]
+        row = rows_for(planner, self.cfg, world)[0]
         export = sum(w.count for w in planner.weights) * ITEM_SIZE[self.cfg.export.dtype]
         return Needs(
             row,

@@ -18,7 +18,7 @@ from llava_fsdp.migrate.keys import (
     to,
     unsupported,
 )
-from llava_fsdp.migrate.launcher_flags import BY_TORCHRUN, LOGS, NOT_NEEDED, NUMBER, PLACE, RESTARTS
+from llava_fsdp.migrate.launcher_flags import LAUNCHER
 from llava_fsdp.migrate.overrides import FSDP_STRATEGIES
 from llava_fsdp.migrate.source_run import plain
 
@@ -32,11 +32,6 @@ def distributed_type(context: Context, value: object) -> Outcome:
     if str(value).upper() in ("DEEPSPEED", "FSDP", "MULTI_GPU", "NO", "MULTI_CPU"):
         return mapped(context.tell("sharding"))
     return unsupported(f"{value}: a run uses CUDA or CPU, on FSDP2")
-
-
-def mixed_precision(context: Context, value: object) -> Outcome:
-    note = ": torchao's float8 training of the language model's linear layers" if value == "fp8" else ""
-    return mapped(", ".join(context.tell(key) for key in context.decided if key.startswith("precision")) + note)
 
 
 def unless_deepspeed(rule: Callable[[Context, object], Outcome]) -> Callable[[Context, object], Outcome]:
@@ -82,38 +77,14 @@ def dynamo_backend(context: Context, value: object) -> Outcome:
     return unsupported(f"{value}: blocks are compiled with inductor; {context.tell('compile')}")
 
 
-def dynamo_detail(why: str, *usual: object) -> Callable[[Context, object], Outcome]:
-    """A setting of torch.compile's, without effect where nothing is compiled."""
-
-    def rule(context: Context, value: object) -> Outcome:
-        if not context.decided.get("compile"):
-            return no_effect("only with dynamo_backend")
-        return implied(why) if plain(value) in (None, False, "", {}, *usual) else unsupported(why)
-
-    return rule
-
-
-def checkpointing(context: Context, value: object) -> Outcome:
-    text = context.tell("activation_checkpointing")
-    if bool(plain(value)) == context.run.hf("gradient_checkpointing"):
-        return mapped(text)
-    return unsupported(f"--gradient_checkpointing of the script has another value: {text}")
-
-
 ACCELERATE: Mapping[str, Rule] = {
     "config_file": read_file,
     "compute_environment": off("torchrun starts the machines", "LOCAL_MACHINE"),
     "distributed_type": distributed_type,
     **each(to("sharding"), "use_deepspeed use_fsdp multi_gpu"),
-    "mixed_precision": mixed_precision,
-    **each(NUMBER, "num_processes num_machines"),
-    **each(PLACE, "machine_rank main_process_ip main_process_port rdzv_backend rdzv_conf"),
-    **each(NOT_NEEDED, "same_network role module m no_python main_training_function"),
+    "mixed_precision": to("precision"),
     "gpu_ids": mapped("CUDA_VISIBLE_DEVICES before the command, unless it is all"),
-    "max_restarts": RESTARTS,
-    **each(LOGS, "monitor_interval log_dir tee t quiet q debug"),
     "num_cpu_threads_per_process": implied("OMP_NUM_THREADS before the command"),
-    **each(BY_TORCHRUN, "mpirun_config.* mpirun_hostfile deepspeed_hostfile deepspeed_multinode_launcher"),
     # DeepSpeed
     "deepspeed_config_file": read_file,
     "zero_stage": unless_deepspeed(to("sharding")),
@@ -133,14 +104,12 @@ ACCELERATE: Mapping[str, Rule] = {
     "fsdp_state_dict_type": implied("checkpoints are sharded, and export/ holds the whole model"),
     "fsdp_use_orig_params": implied("FSDP2 keeps every parameter"),
     **each(READ_BY_ROWS, "fsdp_cpu_ram_efficient_loading fsdp_sync_module_states"),
-    "fsdp_activation_checkpointing": checkpointing,
+    "fsdp_activation_checkpointing": to("activation_checkpointing"),
     # others
     "dynamo_backend": dynamo_backend,
-    "dynamo_mode": dynamo_detail("kernels are torch.compile's default ones", "default"),
-    "dynamo_use_dynamic": dynamo_detail("lengths are variables of what is compiled", True),
-    "dynamo_use_fullgraph": dynamo_detail("a block is one graph where its attention can be compiled"),
-    "dynamo_use_regional_compilation": dynamo_detail("blocks are compiled one at a time", True),
-    "dynamo_config.*": dynamo_detail("torch.compile's default settings"),
+    **each(off("torch.compile's default settings", "default"), "dynamo_mode dynamo_use_fullgraph dynamo_config.*"),
+    "dynamo_use_dynamic": implied("lengths are variables of what is compiled"),
+    "dynamo_use_regional_compilation": implied("blocks are compiled one at a time"),
 }
 
 
@@ -149,6 +118,6 @@ def rule_of(key: str) -> Rule | None:
     name = key
     for block in ("deepspeed_config.", "fsdp_config.", "dynamo_config.", "fp8_config."):
         name = name.removeprefix(block) if key.removeprefix(block) in ACCELERATE else name
-    if name in ACCELERATE:
-        return ACCELERATE[name]
+    if name in ACCELERATE or name in LAUNCHER:
+        return ACCELERATE.get(name, LAUNCHER.get(name))
     return next((rule for row, rule in ACCELERATE.items() if row.endswith("*") and name.startswith(row[:-1])), None)

@@ -13,7 +13,7 @@ from llava_fsdp.migrate.keys import REFUSED, Context, Row, Verdict, written
 from llava_fsdp.migrate.overrides import Overrides, decide
 from llava_fsdp.migrate.source_run import Run
 from llava_fsdp.migrate.table import rows_of
-from llava_fsdp.migrate.trainer_flags import lacking
+from llava_fsdp.migrate.trainer_flags import OTHER_PROGRAM, lacking
 from llava_fsdp.runtime.errors import ConfigError
 
 CHOICES = ("stage", "model", "data")
@@ -57,6 +57,8 @@ class Migration:
         """Where the command trains otherwise than the files say, or the files contradict each other."""
         run = self.run
         found = [f"{row.key}: {row.text}" for row in self.rows if row.text.startswith(REFUSED)]
+        if not run.launch.is_original:
+            found.append(f"{run.launch.script}: {OTHER_PROGRAM}")
         if run.bits and "model.quantize.mode" not in self.decided:
             found.append(f"{run.bits}-bit weights: this command trains without quantized weights")
         in_files = replace(run, given_gpus=None).gpus

@@ -12,6 +12,7 @@ from llava_fsdp.migrate.keys import (
     Context,
     Outcome,
     Rule,
+    Usual,
     Verdict,
     Where,
     each,
@@ -36,7 +37,6 @@ ADAMW = implied("PyTorch's own AdamW, fused; moments in precision.moment_dtype")
 NO_SETTING = unsupported("AdamW and the schedules have no such setting")
 FP32_SUMS = "gradients are added and reduced in fp32 (precision.reduce_dtype)"
 ZERO3 = "no tensor, sequence or pipeline parallelism: sharding=zero3 for models that do not fit one GPU"
-PINNED = implied("host memory is pinned wherever there is a GPU; the pages of files are not")
 
 
 def compared(context: Context, value: object, theirs: object, text: str, name: str) -> Outcome:
@@ -116,32 +116,6 @@ def scheduler_type(context: Context, value: object) -> Outcome:
     )
 
 
-def warmup_min_lr(context: Context, value: object) -> Outcome:
-    text = "warm-up begins at 0"
-    return (
-        implied(text, 0 if value == AUTO else None) if value in (AUTO, None) or not plain(value) else unsupported(text)
-    )
-
-
-def warmup_num_steps(context: Context, value: object) -> Outcome:
-    key = "optim.warmup_steps" if "optim.warmup_steps" in context.decided else "optim.warmup_ratio"
-    steps, ratio = context.run.hf("warmup_steps"), context.run.hf("warmup_ratio")
-    if value != AUTO and not steps and ratio:
-        return mapped(f"{context.tell(key)}; the original refuses another number than {ratio} of all steps")
-    theirs = steps or (f"ceil({ratio} x steps)" if ratio else 0)
-    return compared(context, value, theirs, context.tell(key), "the script's warm-up in steps")
-
-
-def total_num_steps(context: Context, value: object) -> Outcome:
-    steps = context.decided.get("max_steps")
-    if value == AUTO:
-        return implied("schedules end with the run", steps or "all steps")
-    if steps and plain(value) != steps:
-        return refused(f"the run has {steps} steps")
-    text = "schedules end with the run"
-    return implied(text) if steps else unsupported(f"{text}; give max_steps={value} if it is that long")
-
-
 def half_enabled(context: Context, value: object) -> Outcome:
     """The switches of the blocks bf16 and fp16."""
     name = "fp16" if context.key.startswith("fp16") else "bf16"
@@ -149,24 +123,6 @@ def half_enabled(context: Context, value: object) -> Outcome:
     is_on = theirs if value == AUTO else plain(value) is True
     found = compared(context, value, theirs, context.tell("precision") if is_on else OFF.text, f"--{name}")
     return found if is_on or found.verdict is Verdict.unsupported else implied(found.text, found.resolved)
-
-
-def fp16(context: Context, value: object) -> Outcome:
-    """A key of the block beside `enabled`."""
-    run, key = context.run, context.key.partition(".")[2]
-    enabled = run.ds("fp16.enabled", False)
-    if not (run.hf("fp16") if enabled == AUTO else enabled):
-        return no_effect("fp16 is off")
-    if key in SCALER:
-        if run.ds("fp16.loss_scale") not in (None, 0) and key != "loss_scale":
-            return no_effect("the loss scale is fixed: loss_scale")
-        return mapped(context.tell(SCALER[key]) if SCALER[key] in context.decided else "dynamic, as here")
-    if key == "auto_cast":
-        return implied("images are cast to the dtype that the model computes in")
-    if plain(value) is False:
-        return OFF
-    why = {"consecutive_hysteresis": "a step without an overflow does not fill the hysteresis; a doubled scale does"}
-    return unsupported(why.get(key, "masters are fp32 with fp16 (precision.master_dtype)"))
 
 
 def bf16_kept(context: Context, value: object) -> Outcome:
@@ -205,37 +161,6 @@ def group_size(context: Context, value: object) -> Outcome:
     return mapped(f"{context.tell('sharding')}: the group is all ranks")
 
 
-def offload(context: Context, value: object) -> Outcome:
-    """A key of offload_param or offload_optimizer, or of the old form."""
-    parts = context.key.split(".")
-    if parts[1].startswith("cpu_"):
-        if not plain(value):
-            return OFF
-        return PINNED if "pin_memory" in parts[1] else mapped(context.tell("offload"))
-    device = context.run.ds(f"{'.'.join(parts[:2])}.device", "none")
-    if device in ("none", None):
-        return OFF
-    if parts[1] == "offload_param" and context.run.ds_or_default("zero_optimization.stage") != 3:
-        return no_effect("parameters are offloaded with stage 3 alone")
-    if parts[-1] == "device":
-        return mapped(context.tell("offload"))
-    if parts[-1] == "nvme_path":
-        return mapped(context.tell("offload.folder")) if device == "nvme" else no_effect("only with device nvme")
-    if parts[-1] == "pin_memory":
-        return PINNED
-    if parts[-1] == "ratio" and plain(value) not in (1, 1.0):
-        return unsupported("all of the optimizer's state is offloaded, not a share of it")
-    return implied("buffers are of one size, and what comes next is read ahead")
-
-
-def activation_checkpointing(context: Context, value: object) -> Outcome:
-    nearest = "; activation_checkpointing=offload keeps blocks' inputs in host memory" if plain(value) is True else ""
-    return no_effect(
-        "only for models that call DeepSpeed's own checkpointing; LLaVA's is --gradient_checkpointing: "
-        + context.tell("activation_checkpointing") + nearest
-    )  # fmt: skip
-
-
 DEEPSPEED: Mapping[str, Rule] = {
     # batch
     "train_batch_size": train_batch_size,
@@ -259,11 +184,11 @@ DEEPSPEED: Mapping[str, Rule] = {
     **each(ADAMW, "optimizer.legacy_fusion zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"),
     # schedule
     "scheduler.type": scheduler_type,
-    "scheduler.params.warmup_min_lr": warmup_min_lr,
+    "scheduler.params.warmup_min_lr": off("warm-up begins at 0", 0, AUTO),
     "scheduler.params.warmup_max_lr": FromFlag("learning_rate", "optim.lr"),
-    "scheduler.params.warmup_num_steps": warmup_num_steps,
+    "scheduler.params.warmup_num_steps": Where("optim.warmup_steps", to("optim.warmup_ratio")),
     "scheduler.params.warmup_type": to("optim.schedule"),
-    "scheduler.params.total_num_steps": total_num_steps,
+    "scheduler.params.total_num_steps": implied("schedules end with the run: set max_steps where it is another number"),
     "scheduler.params.last_batch_iteration": off("a run that continues knows where it is", -1),
     "scheduler.params.*": NO_SETTING,
     # precision
@@ -281,8 +206,11 @@ DEEPSPEED: Mapping[str, Rule] = {
     "bf16.immediate_grad_update": implied(FP32_SUMS),
     **each(bf16_kept, "bf16_master_weights_and_grads bf16_optimizer_states", "bf16."),
     "bf16.*": unsupported("not a known setting of bf16"),
-    **each(fp16, "auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
-                 "min_loss_scale fp16_master_weights_and_grads", "fp16."),
+    **{f"fp16.{theirs}": Where(ours, no_effect("fp16 is off, or the scale is fixed, or dynamic as here"))
+       for theirs, ours in SCALER.items()},
+    "fp16.auto_cast": implied("images are cast to the dtype that the model computes in"),
+    "fp16.consecutive_hysteresis": off("a doubled scale fills the hysteresis, a step without an overflow does not"),
+    "fp16.fp16_master_weights_and_grads": off("masters are fp32 with fp16 (precision.master_dtype)"),
     "amp.*": Switched("apex is not used; precision=bf16 or fp16"),
     "torch_autocast.*": Switched("precision= chooses the dtypes"),
     # ZeRO
@@ -300,8 +228,10 @@ DEEPSPEED: Mapping[str, Rule] = {
     "disable_allgather": off("weights are gathered"),
     **each(READ_BY_ROWS, "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint override_module_apply",
            "zero_optimization."),
-    **each(offload, "offload_param offload_optimizer offload_param.* offload_optimizer.* cpu_offload cpu_offload_param "
-                    "cpu_offload_params cpu_offload_use_pin_memory", "zero_optimization."),
+    "zero_optimization.offload_optimizer.ratio": Usual((1, 1.0), "all of the state", "all of the state is offloaded"),
+    **each(Where("offload", OFF), "offload_param offload_optimizer offload_param.* offload_optimizer.* cpu_offload "
+                                  "cpu_offload_param cpu_offload_params cpu_offload_use_pin_memory",
+           "zero_optimization."),
     "aio.*": Where("offload.folder", no_effect("only with offload to nvme"), "files are read ahead"),
     "zero_optimization.zenflow.*": unsupported("every update is made in its own step"),
     **each(GATHERED, "stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save "
@@ -317,7 +247,9 @@ DEEPSPEED: Mapping[str, Rule] = {
            "zero_optimization."),
     "zero_optimization.save_muon_momentum_buffer_in_memory": NO_SETTING,
     # memory
-    "activation_checkpointing.*": activation_checkpointing,
+    "activation_checkpointing.*": no_effect(
+        "only for models that call DeepSpeed's own checkpointing; LLaVA's is --gradient_checkpointing. "
+        "activation_checkpointing=offload keeps blocks' inputs in host memory"),
     "compile.*": Switched("FSDP2 gathers around compiled blocks, not in them; compile=true compiles", "deepcompile"),
     # logging
     **each(METRICS, "steps_per_print wall_clock_breakdown memory_breakdown"),

@@ -1,7 +1,6 @@
 """Files to runs: which script names which JSON, where that lies, and what was not found."""
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -193,17 +192,10 @@ def read_json(path: Path) -> Block:
             found[name] = value
         return found
 
-    def number(text: str) -> object:
-        raise ValueError(f"{text} is not a JSON number")
-
-    text = read_text(path)
-    if not text.strip():
-        raise ConfigError(f"{path} is empty")
     try:
-        content = json.loads(text, object_pairs_hook=unique, parse_constant=number)
+        content = json.loads(read_text(path), object_pairs_hook=unique)
     except ValueError as error:
-        hint = "; transformers takes no comments either" if re.search(r"(^|[\s{,])(//|#|/\*)", text) else ""
-        raise ConfigError(f"{path} is not JSON: {error}{hint}") from None
+        raise ConfigError(f"{path} is not JSON: {error}") from None
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply for a file of settings") from None
     if not isinstance(content, dict):

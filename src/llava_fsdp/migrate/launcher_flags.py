@@ -1,6 +1,8 @@
-"""Tables of the flags of `deepspeed` and `torchrun`; those of `accelerate launch` are in accelerate.py."""
+"""The table of flags that `deepspeed`, `torchrun` and `accelerate launch` start and place processes with."""
 
-from llava_fsdp.migrate.keys import each, implied, mapped, unsupported
+from collections.abc import Mapping
+
+from llava_fsdp.migrate.keys import Rule, each, implied, mapped, unsupported
 
 PLACE = mapped("torchrun's flag of the same meaning on several machines; --standalone needs no such flag")
 NOT_NEEDED = implied("torchrun needs no such flag")
@@ -10,28 +12,38 @@ RESTARTS = mapped("torchrun's --max-restarts; launch/node.sh and launch/multinod
 LOGS = implied("rank 0 prints every worker's error and writes it to run_status.json; torchrun has --log-dir")
 CHOSEN = mapped("the number of ranks, and CUDA_VISIBLE_DEVICES before the command")
 BY_TORCHRUN = unsupported("torchrun is the launcher, and is started on every machine: launch/multinode.sh")
-BIND = unsupported("bind with numactl or the scheduler")
 
-DEEPSPEED_LAUNCHER = {
-    **each(BY_TORCHRUN, "hostfile H launcher launcher_args"),
+LAUNCHER: Mapping[str, Rule] = {
+    **each(NUMBER, "num_gpus num_accelerators num_nodes nproc_per_node nnodes num_processes num_machines"),
     **each(CHOSEN, "include i"),
     **each(unsupported("set CUDA_VISIBLE_DEVICES=0,1 before the command, and give gpus=N here"), "exclude e"),
-    **each(NUMBER, "num_gpus num_accelerators num_nodes"),
     **each(ELASTIC, "min_elastic_nodes max_elastic_nodes elastic_training"),
-    **each(PLACE, "master_port master_addr node_rank"),
-    **each(NOT_NEEDED, "module m no_python no_local_rank no_ssh no_ssh_check force_multi save_pid ssh_port"),
-    **each(LOGS, "enable_each_rank_log log_level q quiet"),
-    "autotuning": unsupported("python -m llava_fsdp.sweep runs the configurations that you name"),
-    **each(BIND, "bind_cores_to_rank bind_core_list"),
-    "venv_script": unsupported("activate the environment before the command"),
-}
-TORCHRUN = {
-    **each(NUMBER, "nproc_per_node nnodes"),
     **each(
-        PLACE, "standalone node_rank master_addr master_port rdzv_backend rdzv_endpoint rdzv_id rdzv_conf local_addr"
+        PLACE,
+        """
+        master_port master_addr node_rank standalone rdzv_backend rdzv_endpoint rdzv_id rdzv_conf local_addr
+        numa_binding machine_rank main_process_ip main_process_port""",
     ),
-    "numa_binding": PLACE,
     "max_restarts": RESTARTS,
-    **each(LOGS, "monitor_interval event_log_handler log_dir r redirects t tee local_ranks_filter logs_specs"),
-    **each(NOT_NEEDED, "start_method role module m no_python use_env run_path"),
+    **each(
+        LOGS,
+        """
+        enable_each_rank_log log_level q quiet monitor_interval event_log_handler log_dir r redirects t tee
+        local_ranks_filter logs_specs debug""",
+    ),
+    **each(
+        NOT_NEEDED,
+        """
+        module m no_python no_local_rank no_ssh no_ssh_check force_multi save_pid ssh_port start_method role use_env
+        run_path same_network main_training_function""",
+    ),
+    **each(
+        BY_TORCHRUN,
+        """
+        hostfile H launcher launcher_args mpirun_hostfile deepspeed_hostfile deepspeed_multinode_launcher
+        """,
+    ),
+    **each(unsupported("bind with numactl or the scheduler"), "bind_cores_to_rank bind_core_list"),
+    "autotuning": unsupported("python -m llava_fsdp.sweep runs the configurations that you name"),
+    "venv_script": unsupported("activate the environment before the command"),
 }

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from pathlib import PurePosixPath
 
-from llava_fsdp.migrate.keys import OFF, Context, Outcome, implied, mapped, no_effect, refused, unsupported
+from llava_fsdp.migrate.keys import OFF, Context, Outcome, implied, mapped, no_effect, unsupported
 from llava_fsdp.migrate.overrides import FSDP_STRATEGIES, SCHEDULES, TEMPLATES, TRACKERS
-from llava_fsdp.migrate.source_run import AUTO
 
 Function = Callable[[Context, object], Outcome]
 DECAYS = "; DeepSpeed's entry also decays norms and biases, a run here does not"
@@ -34,15 +33,6 @@ def version(context: Context, value: object) -> Outcome:
     if value in ("mpt", "chatml_direct", "mistral_direct"):
         return mapped(f"{text}: with a Llama tokenizer the original masks every label of it")
     return mapped(text)
-
-
-def freeze_backbone(context: Context, value: object) -> Outcome:
-    if not value:
-        return OFF
-    return unsupported(
-        f"the original then trains the projector and lm_head alone (train.py:844), which model.train cannot name; "
-        f"the nearest is {context.tell('model.train')}"
-    )
 
 
 def projector(context: Context, value: object) -> Outcome:
@@ -86,41 +76,16 @@ def lora_enable(context: Context, value: object) -> Outcome:
     )
 
 
-def projector_lr(context: Context, value: object) -> Outcome:
-    if value is None:
-        return implied(f"{context.tell('optim.projector_lr')}: the projector trains at optim.lr")
-    if context.run.has_ds_optimizer:
-        return no_effect("DeepSpeed's optimizer entry puts all parameters into one group, the projector's too")
-    if context.run.has_ds_warmup:
-        return no_effect("DeepSpeed's scheduler gives every group the same rate, warmup_max_lr")
-    return mapped(context.tell("optim.projector_lr"))
-
-
 def of_optimizer(key: str, note: str = "") -> Function:
     """A setting that the DeepSpeed configuration may have another value for, which then counts."""
 
     def rule(context: Context, value: object) -> Outcome:
         text = context.tell(key)
         if key in context.decided and context.decided[key] != value:
-            return no_effect(f"the DeepSpeed configuration has {text}")
+            return no_effect(f"DeepSpeed's configuration counts, its defaults too: {text}")
         return mapped(text + (note if value and context.run.has_ds_optimizer else ""))
 
     return rule
-
-
-def max_grad_norm(context: Context, value: object) -> Outcome:
-    run = context.run
-    if not run.uses_deepspeed:
-        return mapped(context.tell("optim.clip"))
-    given = run.ds("gradient_clipping")
-    if given is None and run.lacks_deepspeed:
-        return unsupported("DeepSpeed clips by its own configuration, which was not found")
-    if given is None:
-        return no_effect(
-            "DeepSpeed clips by its own configuration, which has no gradient_clipping, so nothing is clipped: "
-            + context.tell("optim.clip")
-        )
-    return mapped(context.tell("optim.clip")) if given in (AUTO, value) else refused(f"gradient_clipping is {given}")
 
 
 def scheduler_type(context: Context, value: object) -> Outcome:
@@ -142,14 +107,6 @@ def warmup_ratio(context: Context, value: object) -> Outcome:
     return mapped(context.tell("optim.warmup_ratio"))
 
 
-def optimizer_name(context: Context, value: object) -> Outcome:
-    if context.run.has_ds_optimizer:
-        return no_effect("DeepSpeed's optimizer entry replaces it")
-    if value in ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused"):
-        return implied("AdamW, fused")
-    return unsupported("AdamW is the optimizer, with the settings of the other flags")
-
-
 def half(context: Context, value: object) -> Outcome:
     """bf16 and fp16."""
     text = context.tell("precision")
@@ -161,14 +118,6 @@ def half(context: Context, value: object) -> Outcome:
         scaler = ", ".join(context.tell(f"precision.scaler.{key}") for key in ("window", "hysteresis"))
         return mapped(f"{text}, {scaler}: as torch's GradScaler, which transformers uses without DeepSpeed")
     return mapped(f"{text}: fp32 masters and norms, a loss scale as DeepSpeed's")
-
-
-def tf32(context: Context, value: object) -> Outcome:
-    if context.decided.get("precision") not in (None, "fp32"):
-        return implied("matrices are multiplied in 16 bits or fewer, which tf32 does not affect")
-    if not value:
-        return OFF
-    return unsupported("precision=fp32 uses full fp32; NVIDIA_TF32_OVERRIDE=1 before the command allows tf32")
 
 
 def deepspeed_file(context: Context, value: object) -> Outcome:

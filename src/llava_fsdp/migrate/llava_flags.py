@@ -30,7 +30,8 @@ FLAGS: Mapping[str, Flag] = {
     # LLaVA's ModelArguments
     "model_name_or_path": Flag("facebook/opt-125m", rules.model_name),
     "version": Flag("v0", rules.version),
-    "freeze_backbone": Flag(False, rules.freeze_backbone),
+    "freeze_backbone": Flag(False, off(
+        "the original then trains the projector and lm_head alone (train.py:844); model.train cannot name lm_head")),
     "tune_mm_mlp_adapter": Flag(False, to("stage", "model.train")),
     "vision_tower": Flag(None, Where("model.vision", unsupported(
         "without it the original trains a language model on text; models here have a vision tower")), str),
@@ -67,7 +68,7 @@ FLAGS: Mapping[str, Flag] = {
     "lora_dropout": Flag(0.05, Where("model.lora.dropout", ADAPTERS)),
     "lora_weight_path": Flag("", no_effect("never read in the original")),
     "lora_bias": Flag("none", Where("model.lora.bias", ADAPTERS)),
-    "mm_projector_lr": Flag(None, rules.projector_lr, float),
+    "mm_projector_lr": Flag(None, rules.of_optimizer("optim.projector_lr"), float),
     "group_by_modality_length": Flag(False, to("sampler.group_by_modality_length", note=
         "read with sampler=llava_v1_5 or compat=llava_v1_5; without them samples are shuffled by (seed, epoch)")),
     # length and steps
@@ -85,12 +86,13 @@ FLAGS: Mapping[str, Flag] = {
     "adam_beta1": Flag(0.9, rules.of_optimizer("optim.beta1")),
     "adam_beta2": Flag(0.999, rules.of_optimizer("optim.beta2")),
     "adam_epsilon": Flag(1e-8, rules.of_optimizer("optim.eps")),
-    "max_grad_norm": Flag(1.0, rules.max_grad_norm),
+    "max_grad_norm": Flag(1.0, rules.of_optimizer("optim.clip")),
     "lr_scheduler_type": Flag("linear", rules.scheduler_type),
     "lr_scheduler_kwargs": Flag({}, off("the schedules have no further settings", {}, "{}"), str),
     "warmup_ratio": Flag(0.0, rules.warmup_ratio),
     "warmup_steps": Flag(0, Where("optim.warmup_steps", implied("by --warmup_ratio, or none"))),
-    "optim": Flag("adamw_torch", rules.optimizer_name),
+    "optim": Flag("adamw_torch", Usual(
+        ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused"), "AdamW, fused", "AdamW is the optimizer")),
     "optim_args": Flag(None, off("AdamW's settings are optim.beta1, optim.beta2, optim.eps"), str),
     "adafactor": Flag(False, off("AdamW is the optimizer")),
     "label_smoothing_factor": Flag(0.0, off("the loss is plain cross entropy", 0.0)),
@@ -98,7 +100,8 @@ FLAGS: Mapping[str, Flag] = {
     # precision and memory
     "bf16": Flag(False, rules.half),
     "fp16": Flag(False, rules.half),
-    "tf32": Flag(None, rules.tf32, bool),
+    "tf32": Flag(None, implied(
+        "16-bit products do not use it; with precision=fp32 set NVIDIA_TF32_OVERRIDE=1"), bool),
     **same(no_effect("only for apex, or deprecated"), fp16_opt_level="O1", half_precision_backend="auto",
            fp16_backend="auto"),
     "gradient_checkpointing": Flag(False, to("activation_checkpointing")),

@@ -133,11 +133,7 @@ def plain(value: object) -> object:
     """A value that JSON can hold: other types, and numbers that are not finite, become text."""
     if isinstance(value, list):
         return [plain(v) for v in value]
-    if isinstance(value, dict):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, str):
-        return value
-    known = value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
+    known = value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
     return value if known else str(value)
 
 

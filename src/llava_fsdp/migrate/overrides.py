@@ -63,7 +63,8 @@ def decide(run: Run) -> Overrides:
     """Every override, also those that a stage or a recipe already has; `command.reduce` leaves those out."""
     found = model(run) | data(run) if run.launch.is_original else other_program(run)
     found |= writing(run) | tracking(run) | sharding(run) | offload(run) | precision(run) | compiling(run)
-    found["activation_checkpointing"] = "full" if run.hf("gradient_checkpointing") else "none"
+    checkpointing = run.hf("gradient_checkpointing") or plain(run.launched("fsdp_activation_checkpointing")) is True
+    found["activation_checkpointing"] = "full" if checkpointing else "none"
     found |= {"global_batch_size": run.batch, "micro_batch_size": run.hf("per_device_train_batch_size")}
     return found | optimizer(run) | schedule(run)
 

@@ -93,7 +93,7 @@ def commands(text: str, given: Mapping[str, str], where: str) -> list[Command]:
 def expanded(line: str, variables: Mapping[str, str], problems: list[str]) -> str:
     """A line with the values of its variables, still quoted, without comments; `problems` gets what has no value."""
 
-    def value(found: re.Match, quote: Callable[[str], str]) -> str:
+    def value(found: re.Match[str], quote: Callable[[str], str]) -> str:
         name = found[1] or found[2]
         if name in variables:
             return quote(variables[name])
@@ -101,12 +101,12 @@ def expanded(line: str, variables: Mapping[str, str], problems: list[str]) -> st
         problems.append(f"{found[0]} has no value that can be read without running bash; {cure}")
         return found[0]
 
-    def in_string(found: re.Match) -> str:
+    def in_string(found: re.Match[str]) -> str:
         if found[0].startswith("\\"):
             return {"\\\n": "", "\\$": "$", "\\`": "`"}.get(found[0], found[0])
         return value(found, lambda text: re.sub(r'([\\"])', r"\\\1", text))
 
-    def piece(found: re.Match) -> str:
+    def piece(found: re.Match[str]) -> str:
         first = found[0][0]
         if first == '"':
             return '"' + IN_STRING.sub(in_string, found[0][1:-1]) + '"'

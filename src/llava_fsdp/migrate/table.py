@@ -1,24 +1,18 @@
 """The rows of a run's table: every key of every input, once, with its verdict."""
 
 import difflib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
 from llava_fsdp.migrate import accelerate, deepspeed
 from llava_fsdp.migrate.keys import OFF, Context, Outcome, Row, Rule, Verdict, implied, mapped, outcome, unsupported
-from llava_fsdp.migrate.launcher_flags import DEEPSPEED_LAUNCHER, NOT_NEEDED, TORCHRUN
+from llava_fsdp.migrate.launcher_flags import LAUNCHER
 from llava_fsdp.migrate.source_run import Block, plain
-from llava_fsdp.migrate.trainer_flags import RULE_OF_PROGRAM
+from llava_fsdp.migrate.trainer_flags import OTHER_PROGRAM
 
 DEFAULT = "not in the script"
 PROGRAM = "the program"
 MOST = 1000  # keys: in a longer file looking for similar names would take minutes
-LAUNCHERS: Mapping[str, Callable[[str], Rule | None]] = {
-    "deepspeed": DEEPSPEED_LAUNCHER.get,
-    "torchrun": TORCHRUN.get,
-    "accelerate": accelerate.rule_of,
-    "python": {"m": NOT_NEEDED}.get,
-}
 # What DeepSpeed takes where the JSON is silent and the command has to say: its key, and ours.
 DEFAULTS = {
     "gradient_clipping": "optim.clip",
@@ -51,10 +45,10 @@ def launcher_rows(context: Context) -> list[Row]:
         where = mapped("CUDA_VISIBLE_DEVICES before the command")
         rows.append(Row(source, "CUDA_VISIBLE_DEVICES", launch.devices, where))
     for name, value in launch.flags.items():
-        rows.append(answered(context, source, name, value, LAUNCHERS[launch.launcher](name), ()))
-    program = mapped("python -m llava_fsdp.train: the original LLaVA's program; attention is PyTorch's own")
-    rule = program if launch.is_original else RULE_OF_PROGRAM
-    return [*rows, answered(context, source, PROGRAM, launch.script, rule, ())]
+        rule = accelerate.rule_of(name) if launch.launcher == "accelerate" else LAUNCHER.get(name)
+        rows.append(answered(context, source, name, value, rule, ()))
+    program = "the original LLaVA's program; attention is PyTorch's own" if launch.is_original else OTHER_PROGRAM
+    return [*rows, Row(source, PROGRAM, launch.script, mapped(f"python -m llava_fsdp.train: {program}"))]
 
 
 def flag_rows(context: Context) -> list[Row]:

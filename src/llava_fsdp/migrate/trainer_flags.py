@@ -9,7 +9,6 @@ from llava_fsdp.migrate.keys import (
     OFF,
     Context,
     Outcome,
-    Rule,
     Usual,
     Where,
     implied,
@@ -42,6 +41,10 @@ NEEDED = {
     "model_max_length": "data.max_length",
 }
 NEEDED_BY_LORA = {"lora_r": "model.lora.r", "lora_alpha": "model.lora.alpha", "lora_dropout": "model.lora.dropout"}
+OTHER_PROGRAM = (
+    "not the original LLaVA's program, so only its flags are read. Which parts train, the prompts, the labels and the "
+    "images' preprocessing are in its code; here they are the stage's"
+)
 NO_CODE = unsupported("the model's own code is never run, and its revision is that of the folder or the hub's newest")
 NOT_LLAVA = unsupported(
     "its name has no llava in it: give model.checkpoint=WHOLE_LLAVA, or model.language and model.vision"
@@ -99,9 +102,3 @@ def lacking(run: Run, decided: Mapping[str, object]) -> list[str]:
         return [] if "data.path" in decided else ["data.path: the script has no --data_path"]
     needed = NEEDED | (NEEDED_BY_LORA if run.is_lora else {})
     return [f"{key}: the script has no --{flag}" for flag, key in needed.items() if key not in decided]
-
-
-RULE_OF_PROGRAM: Rule = mapped(
-    "python -m llava_fsdp.train. It is not the original LLaVA's program: only its flags are read. Which parts train, "
-    "the prompts, the labels and the images' preprocessing are in its code; here they are the stage's"
-)

@@ -1,7 +1,7 @@
-"""What forward and backward of one micro-batch keep and need, block by block: measured once on the meta device.
+"""Activation memory of one micro-batch's forward and backward pass, block by block, measured on the meta device.
 
-A model of three blocks is run; blocks of one kind cost alike, so the middle one stands for all between the first and
-the last.
+A model of three blocks is run. Blocks of one kind need the same memory, so that the middle one stands for all between
+the first and the last.
 """
 
 import copy
@@ -23,19 +23,19 @@ from llava_fsdp.model.llava import Llava, build_llava, find_stack
 from llava_fsdp.model.pretrained import Parts
 from llava_fsdp.plan.meta_trace import Event, FuseAttention, LiveBytes, Trace, collect_gradients
 
-CUT = 3
+MEASURED_BLOCKS = 3
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a rank runs at once."""
+    """Sizes of what a rank runs at once."""
 
     rows: int
     length: int
-    """Positions of a row, padding included."""
+    """Tokens of a row, padding included."""
     samples: int
     tiles: int
-    """Of pictures."""
+    """Number of image tiles."""
     labels: int
 
     @property
@@ -50,83 +50,77 @@ class Live:
     activations: int = 0
     logits: int = 0
     gradients: int = 0
-    """Of weights, as backward makes them."""
+    """Gradients of weights, as backward makes them."""
 
     @property
     def total(self) -> int:
         return self.activations + self.logits + self.gradients
 
+    def __add__(self, by: "Live") -> "Live":
+        return Live(self.activations + by.activations, self.logits + by.logits, self.gradients + by.gradients)
+
+    def __sub__(self, by: "Live") -> "Live":
+        return Live(self.activations - by.activations, self.logits - by.logits, self.gradients - by.gradients)
+
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of a pass: a block, or what lies between two."""
+    """Part of a pass: a block, or what lies between two blocks."""
 
     unit: str
-    """The block; "" between blocks."""
+    """Name of the block; "" between blocks."""
     backward: bool
     begin: Live
     end: Live
     worst: Live
-    """With the gradients of its weights, which FSDP reduces once the block is done."""
+    """With the gradients of its weights, which FSDP reduces at the end of the block."""
     worst_first: Live
-    """Without FSDP, in a step's first micro-batch: a gradient becomes its master's at once, and stays."""
+    """Without FSDP, in a step's first micro-batch: a gradient is cast to its master's dtype at once, and stays."""
     worst_later: Live
-    """Without FSDP, in later ones: it is added to those that are there."""
+    """Without FSDP, in later micro-batches: a gradient is added to the one before."""
     made: int
     """Bytes of all gradients that it makes, in the dtypes that it computes in."""
     made_masters: int
-    """The same in the dtypes that their weights are kept in."""
+    """Bytes of the same gradients in the dtypes of the master weights."""
 
-    def moved(self, by: Live, unit: str) -> "Segment":
-        """The same stretch where more is alive: another block of the same kind."""
-        return replace(self, unit=unit, **{name: plus(getattr(self, name), by) for name in LEVELS})
+    def shifted(self, by: Live, unit: str) -> "Segment":
+        """The same segment of another block of the same kind, with `by` more bytes alive."""
+        return replace(self, unit=unit, **{name: getattr(self, name) + by for name in LEVELS})
 
 
 LEVELS = ("begin", "end", "worst", "worst_first", "worst_later")
 
 
-def plus(one: Live, other: Live) -> Live:
-    return Live(one.activations + other.activations, one.logits + other.logits, one.gradients + other.gradients)
-
-
-def times(live: Live, count: int) -> Live:
-    return Live(live.activations * count, live.logits * count, live.gradients * count)
-
-
-def minus(one: Live, other: Live) -> Live:
-    return Live(one.activations - other.activations, one.logits - other.logits, one.gradients - other.gradients)
-
-
-class Measuring:
-    """A model of three blocks, ready to be run on the meta device under one kind of activation checkpointing."""
+class ActivationMeter:
+    """A model of three blocks that runs on the meta device under one mode of activation checkpointing."""
 
     def __init__(
         self, parts: Parts, cfg: Config, activation_checkpointing: ActivationCheckpointingConfig, kernel: Kernel | None
     ):
-        cut = cut_to(parts, CUT)
-        # for padded rows ours is transformers' own SDPA, without its mask, which would ask for values
+        short = with_depth(parts, MEASURED_BLOCKS)
+        # for padded rows our SDPA stands for transformers', whose mask needs values, which the meta device has not
         attention = kernel or Kernel(Attention.sdpa, "padded rows")
-        model = build_llava(cut, cfg.model, DTYPES[cfg.precision.param_dtype], attention, cfg.loss)
+        model = build_llava(short, cfg.model, DTYPES[cfg.precision.param_dtype], attention, cfg.loss)
         store_weights(model, cfg.precision, sharded=False)
         compute_norms_in_fp32(model, cfg.precision)
         apply_activation_checkpointing(model.blocks(), activation_checkpointing, torch.device("meta"))
         model.train()
         self.model = model
         self.packed = kernel is not None
-        self.vocabulary = cut.language.vocab_size
+        self.vocabulary = short.language.vocab_size
         self.master = MASTERS[cfg.precision.master_dtype]
-        self.depth = None if cut is parts else parts.language.num_hidden_layers
+        self.depth = None if short is parts else parts.language.num_hidden_layers
 
     def segments(self, micro: MicroBatch) -> list[Segment]:
-        """Of a micro-batch's forward and backward pass, for the model's whole depth."""
+        """Segments of a micro-batch's forward and backward pass, for the model's whole depth."""
         trace = run(self.model, inputs_of(self.model, micro, self.packed))
-        found = cut_into_segments(trace, self.model, self.vocabulary, self.master)
+        segments = split_into_segments(trace, self.model, self.vocabulary, self.master)
         self.model.zero_grad(set_to_none=True)
-        return found if self.depth is None else deepened(found, stack_name(self.model), self.depth)
+        return segments if self.depth is None else deepened(segments, stack_name(self.model), self.depth)
 
 
-def cut_to(parts: Parts, depth: int) -> Parts:
-    """The same model with fewer blocks in its language model; itself where its blocks differ or are few."""
+def with_depth(parts: Parts, depth: int) -> Parts:
+    """The same model with `depth` blocks in its language model; unchanged if its blocks differ or are few."""
     language = parts.language
     kinds = set(getattr(language, "layer_types", None) or [])
     if language.num_hidden_layers <= depth or len(kinds) > 1:
@@ -139,7 +133,7 @@ def cut_to(parts: Parts, depth: int) -> Parts:
 
 
 def inputs_of(model: Llava, micro: MicroBatch, packed: bool) -> tuple[Any, ...]:
-    """Arguments of the forward pass, on the meta device."""
+    """Make the arguments of the forward pass, on the meta device."""
     size = model.parts.vision.image_size
     with torch.device("meta"):
         ids = torch.zeros((micro.rows, micro.length), dtype=torch.int64)
@@ -158,14 +152,15 @@ def inputs_of(model: Llava, micro: MicroBatch, packed: bool) -> tuple[Any, ...]:
 
 
 def run(model: Llava, inputs: tuple[Any, ...]) -> Trace:
-    """One forward and one backward pass, traced."""
+    """Trace one forward and one backward pass."""
     trace = Trace()
-    given = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
-    live = LiveBytes(trace, iter([*model.parameters(), *model.buffers(), *given]))
+    tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
+    live = LiveBytes(trace, iter([*model.parameters(), *model.buffers(), *tensors]))
     with collect_gradients(model, live, trace), mark_blocks(model, trace), FuseAttention(), live:
         loss = model(*inputs)
         trace.mark("backward")
-        # `loss.backward()` without its wrappers: a function mode is off in what it handles, and blocks run again here
+        # `loss.backward()` without its wrappers: FuseAttention is off inside of a function that it handles, and blocks
+        # run again here
         engine = torch.autograd.Variable._execution_engine
         engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, accumulate_grad=True)
     return trace
@@ -173,7 +168,7 @@ def run(model: Llava, inputs: tuple[Any, ...]) -> Trace:
 
 @contextmanager
 def mark_blocks(model: Llava, trace: Trace) -> Iterator[None]:
-    """Write into the trace where blocks begin and end, forward and backward."""
+    """Mark in the trace where blocks begin and end, forward and backward."""
     handles = []
 
     def hook(tensor: Any, text: str) -> None:
@@ -203,8 +198,8 @@ def mark_blocks(model: Llava, trace: Trace) -> Iterator[None]:
             handle.remove()
 
 
-class Walk:
-    """Levels while a trace is read, and the segments found so far."""
+class TraceReader:
+    """Bytes alive while a trace is read, and the segments so far."""
 
     def __init__(self, trace: Trace, vocabulary: int, weights: dict[str, nn.Parameter], master: torch.dtype):
         self.vocabulary = vocabulary
@@ -214,11 +209,11 @@ class Walk:
         self.weights = weights
         self.logits: set[int] = set()
         self.making: dict[int, int] = {}
-        """Storages that will be complete gradients; the chunked loss makes the output layer's in the forward pass."""
+        """Bytes of storages that are becoming gradients."""
         self.level = Live()
         self.backward = False
         self.early: dict[int, int] = {}
-        """Gradients that the loss makes in the forward pass already."""
+        """Bytes of gradients that the chunked loss makes in the forward pass (the output layer's)."""
         self.segments: list[Segment] = []
         self.open("")
 
@@ -235,36 +230,36 @@ class Walk:
             self.segments.append(Segment(self.unit, self.backward, self.begin, self.level, *worst, *made))
         self.open(next_unit)
 
-    def take(self, event: Event) -> None:
-        """A storage was made or dropped."""
+    def add(self, event: Event) -> None:
+        """Count a storage that was made or dropped."""
         self.is_empty = False
         if event.storage in self.gradients and self.backward:
             if event.change > 0:
                 self.making[event.storage] = event.change
         elif event.storage in self.logits or (event.change > 0 and event.width == self.vocabulary):
             self.logits.add(event.storage)
-            self.level = plus(self.level, Live(logits=event.change))
+            self.level += Live(logits=event.change)
         else:
             if event.storage in self.gradients:
                 self.early[event.storage] = event.change
-            self.level = plus(self.level, Live(activations=event.change))
-        self.look()
+            self.level += Live(activations=event.change)
+        self.update_worst()
 
-    def finish(self, name: str) -> None:
-        """A gradient is complete; without FSDP it goes into its master now."""
+    def finish_gradient(self, name: str) -> None:
+        """Count a complete gradient; without FSDP it is cast to its master's dtype now."""
         number, weight = self.numbers[name], self.weights[name]
         if number in self.early:
             size = self.early.pop(number)
-            self.level = minus(self.level, Live(activations=size))
+            self.level -= Live(activations=size)
             self.making[number] = size
         if number in self.making:  # a tied weight has one gradient, which is complete twice
             is_own_master = weight.dtype in (torch.float32, self.master)
             size = weight.numel() * (weight.dtype if is_own_master else self.master).itemsize
-            self.look(0 if is_own_master else size)
+            self.update_worst(0 if is_own_master else size)
             self.made += self.making.pop(number)
             self.made_masters += size
 
-    def look(self, casting: int = 0) -> None:
+    def update_worst(self, casting: int = 0) -> None:
         making = sum(self.making.values())
         self.worst = larger(self.worst, self.level, self.made + making)
         self.worst_first = larger(self.worst_first, self.level, self.made_masters + making + casting)
@@ -275,19 +270,19 @@ def larger(worst: Live, level: Live, gradients: int) -> Live:
     return max(worst, replace(level, gradients=gradients), key=lambda live: live.total)
 
 
-def cut_into_segments(trace: Trace, model: Llava, vocabulary: int, master: torch.dtype) -> list[Segment]:
-    walk = Walk(trace, vocabulary, dict(model.named_parameters()), master)
+def split_into_segments(trace: Trace, model: Llava, vocabulary: int, master: torch.dtype) -> list[Segment]:
+    reader = TraceReader(trace, vocabulary, dict(model.named_parameters()), master)
     for event in trace.events:
         kind, _, name = event.mark.partition(" ")
         if kind == "":
-            walk.take(event)
+            reader.add(event)
         elif kind == "gradient":
-            walk.finish(name)
-        elif kind != "leave" or name == walk.unit:  # a block's gradient is the next one's: that one has entered then
-            walk.close(name if kind == "enter" else "")
-            walk.backward = walk.backward or kind == "backward"
-    walk.close("")
-    return walk.segments
+            reader.finish_gradient(name)
+        elif kind != "leave" or name == reader.unit:  # in the backward pass the next block enters before one leaves
+            reader.close(name if kind == "enter" else "")
+            reader.backward = reader.backward or kind == "backward"
+    reader.close("")
+    return reader.segments
 
 
 def stack_name(model: Llava) -> str:
@@ -296,21 +291,20 @@ def stack_name(model: Llava) -> str:
 
 
 def deepened(segments: list[Segment], stack: str, depth: int) -> list[Segment]:
-    """The segments of a model of `depth` blocks, from those of one of three."""
-    found: list[Segment] = []
+    """Segments of a model of `depth` blocks, from those of a model of three."""
+    deep: list[Segment] = []
     shift = Live()
+    names = {f"{stack}.{MEASURED_BLOCKS - 1}": f"{stack}.{depth - 1}"}
     for backward in (False, True):
-        own = [s for s in segments if s.backward is backward]
-        places = {s.unit: number for number, s in enumerate(own)}
-        first, middle, last = (places[f"{stack}.{number}"] for number in range(CUT))
+        one_pass = [s for s in segments if s.backward is backward]
+        places = {s.unit: number for number, s in enumerate(one_pass)}
+        first, middle, last = (places[f"{stack}.{number}"] for number in range(MEASURED_BLOCKS))
         begin, end = middle, first if backward else last
-        period = minus(own[end].begin, own[begin].begin)
-        numbers = range(depth - 2, 0, -1) if backward else range(1, depth - 1)
-        names = {f"{stack}.{CUT - 1}": f"{stack}.{depth - 1}"}
-        found += [s.moved(shift, names.get(s.unit, s.unit)) for s in own[:begin]]
-        for number in numbers:
-            found += [s.moved(shift, f"{stack}.{number}" if s.unit else "") for s in own[begin:end]]
-            shift = plus(shift, period)
-        shift = minus(shift, period)
-        found += [s.moved(shift, names.get(s.unit, s.unit)) for s in own[end:]]
-    return found
+        period = one_pass[end].begin - one_pass[begin].begin
+        deep += [s.shifted(shift, names.get(s.unit, s.unit)) for s in one_pass[:begin]]
+        for number in range(depth - 2, 0, -1) if backward else range(1, depth - 1):
+            deep += [s.shifted(shift, f"{stack}.{number}" if s.unit else "") for s in one_pass[begin:end]]
+            shift += period
+        shift -= period
+        deep += [s.shifted(shift, names.get(s.unit, s.unit)) for s in one_pass[end:]]
+    return deep

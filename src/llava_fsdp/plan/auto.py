@@ -1,4 +1,4 @@
-"""What is `auto` in `sharding`, `activation_checkpointing` and `tokens_per_micro_batch`: the planner's choice."""
+"""The planner's choice for `auto` in `sharding`, `activation_checkpointing` and `tokens_per_micro_batch`."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,11 +11,11 @@ from llava_fsdp.config import AUTO, ActivationCheckpointing, ActivationCheckpoin
 from llava_fsdp.config.renamed import present_tree
 from llava_fsdp.distributed.compile import is_cut
 from llava_fsdp.distributed.mesh import World
-from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh
 from llava_fsdp.model.pretrained import Parts
 from llava_fsdp.plan.hardware import this_machine
-from llava_fsdp.plan.planner import Choice, Planner, PlanRow
-from llava_fsdp.plan.search import allowed, checkpointings, plan_rows, rows_of, ways_to_cut
+from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
+from llava_fsdp.plan.search import checkpointing_modes, distinct_strategies, is_allowed, plan_rows, splits_to_try
 from llava_fsdp.plan.workload import Samples
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.safe_load import refuse_yaml_bombs
@@ -25,65 +25,61 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Decision:
-    """What stands for auto, and why."""
+    """Values for `auto`, and the reason for them."""
 
     strategy: Strategy
     activation_checkpointing: ActivationCheckpointingConfig
     tokens: int | None
-    """null stays null."""
+    """tokens_per_micro_batch; None if it is null."""
     reason: str
 
     def applied(self, cfg: Config) -> Config:
-        tokens = self.tokens if cfg.tokens_per_micro_batch == AUTO else cfg.tokens_per_micro_batch
-        shard_size = cfg.sharding.shard_size if self.strategy in HYBRID else None
-        sharding = replace(cfg.sharding, strategy=self.strategy, shard_size=shard_size)
+        """The configuration with these values in place of `auto`."""
+        is_hybrid = SHARD_PLANS[self.strategy].mesh is Mesh.HYBRID
+        shard_size = cfg.sharding.shard_size if is_hybrid else None
         return replace(
             cfg,
-            sharding=sharding,
+            sharding=replace(cfg.sharding, strategy=self.strategy, shard_size=shard_size),
             activation_checkpointing=self.activation_checkpointing,
-            tokens_per_micro_batch=tokens,
+            tokens_per_micro_batch=self.tokens if cfg.tokens_per_micro_batch == AUTO else cfg.tokens_per_micro_batch,
         )
 
-    def told(self, cfg: Config) -> str:
-        """One line: what stands for each auto, and why."""
+    def summary(self, cfg: Config) -> str:
+        """One line with the value of each `auto` of `cfg`, and the reason."""
         values = []
         if cfg.sharding.strategy is Strategy.auto:
             values.append(f"sharding={SHARD_PLANS[self.strategy].zero}")
-        if asks_activation_checkpointing(cfg):
+        if has_auto_checkpointing(cfg):
             values.append(f"activation_checkpointing={self.activation_checkpointing.mode.value}")
         if cfg.tokens_per_micro_batch == AUTO:
             values.append(f"tokens_per_micro_batch={'null' if self.tokens is None else self.tokens}")
         return f"auto: {', '.join(values)}: {self.reason}"
 
 
-HYBRID = (Strategy.HYBRID_SHARD, Strategy._HYBRID_SHARD_ZERO2)
-
-
 def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues: bool = False) -> Decision:
-    """The fastest of what fits.
+    """Choose the fastest way to train that fits.
 
     Args:
-        continues: a run that is continued keeps what it recorded, as long as that fits.
+        continues: the run continues: keep what it recorded, if that fits.
 
     Raises:
         ConfigError: by the plan, nothing fits.
     """
     planner = Planner(cfg, this_machine(world.local_size, world.device.type), samples, parts)
-    shard_size = cfg.sharding.shard_size or world.local_size
     before = recorded(cfg) if continues else None
     if before is not None:
-        rows = rows_for(planner, before, world, shard_size)
-        if rows[0].fits:
-            return Decision(
-                rows[0].choice.strategy, before.activation_checkpointing, number(before), "as this run began"
-            )
-    rows = rows_for(planner, cfg, world, shard_size)
-    best = rows[0]
+        row = rows_for(planner, before, world)[0]
+        if row.fits:
+            tokens = before.tokens_per_micro_batch if isinstance(before.tokens_per_micro_batch, int) else None
+            return Decision(row.choice.strategy, before.activation_checkpointing, tokens, "as this run began")
+    best = rows_for(planner, cfg, world)[0]
     if not best.fits:
+        mode = best.choice.activation_checkpointing.mode.value
         raise ConfigError(
-            f"auto: nothing fits by the plan; nearest is {said(best)}. activation_checkpointing=full, offload=params, "
-            "precision=bf16_pure or more ranks need less; sharding=zero3 and a number for tokens_per_micro_batch would "
-            "try it all the same"
+            f"auto: nothing fits by the plan; nearest is {best.choice.zero}, activation checkpointing {mode}, "
+            f"{best.tokens:,} tokens in the largest micro-batch: {cost(best)}. activation_checkpointing=full, "
+            "offload=params, precision=bf16_pure or more ranks need less; sharding=zero3 and a number for "
+            "tokens_per_micro_batch would try it all the same"
         )
     reason = f"{cost(best)} by the plan; llava_fsdp.plan compares them all"
     tokens = best.tokens if cfg.tokens_per_micro_batch == AUTO else None
@@ -91,73 +87,54 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
 
 
 def expected_peak(cfg: Config, world: World, parts: Parts, samples: Samples) -> int:
-    """Bytes on the device at the worst moment of a step, by the plan of a configuration that leaves nothing open."""
+    """Bytes on the device at the worst moment of a step, by the plan of a configuration without `auto`."""
     planner = Planner(cfg, this_machine(world.local_size, world.device.type), samples, parts)
-    row = rows_for(planner, cfg, world, cfg.sharding.shard_size or world.local_size)[0]
-    return int(row.bytes["total"])
+    return int(rows_for(planner, cfg, world)[0].bytes["total"])
 
 
-def rows_for(planner: Planner, cfg: Config, world: World, shard_size: int) -> list[PlanRow]:
-    """Rows of what a configuration leaves open, best first."""
-    strategy = cfg.sharding.strategy
-    open_ = rows_of(world.size, shard_size) if strategy is Strategy.auto else [strategy]
-    takes = [one for one in open_ if one is strategy or allowed(cfg, one, cfg.offload.mode)]
+def rows_for(planner: Planner, cfg: Config, world: World) -> list[PlanRow]:
+    """Plan the values that `auto` may take, best first."""
+    ranks = Ranks(world.size, cfg.sharding.shard_size or world.local_size, world.local_size)
+    strategies = [cfg.sharding.strategy]
+    if cfg.sharding.strategy is Strategy.auto:
+        strategies = [one for one in distinct_strategies(ranks) if is_allowed(cfg, one, cfg.offload.mode)]
     modes = [cfg.activation_checkpointing]
-    if asks_activation_checkpointing(cfg):  # without a budget, which needs a compiler and changes numbers
-        modes = [
-            one for one in checkpointings(cfg, planner.machine.device) if one.mode is not ActivationCheckpointing.budget
-        ]
-        if cfg.compile is True:  # compile=auto does without instead
+    if has_auto_checkpointing(cfg):  # without budget, which needs a compiler and changes numbers
+        modes = checkpointing_modes(cfg, planner.machine.device)
+        modes = [one for one in modes if one.mode is not ActivationCheckpointing.budget]
+        if cfg.compile is True:  # compile=auto would not compile instead
             modes = [one for one in modes if not is_cut(one.mode, planner.kernel and planner.kernel.attention)]
-    choices = [Choice(one, mode, cfg.offload.mode) for one in takes for mode in modes]
-    ways = ways_to_cut(planner, cfg, world.size, is_free=cfg.tokens_per_micro_batch == AUTO)
-    return plan_rows(planner, choices, world.size, shard_size, world.local_size, ways)
+    choices = [Choice(strategy, mode, cfg.offload.mode) for strategy in strategies for mode in modes]
+    splits = splits_to_try(planner, cfg, world.size, is_free=cfg.tokens_per_micro_batch == AUTO)
+    return plan_rows(planner, choices, ranks, splits)
 
 
 def recorded(cfg: Config) -> Config | None:
-    """With what the run in this folder began; None where it does not say, or had no number for what is auto now."""
+    """`cfg` with the values that the run in its folder recorded for `auto`; None if it has none that can be used."""
     path = Path(cfg.output_dir) / "config.yaml"
     if not path.is_file():
         return None
     try:
-        found = OmegaConf.create(present_tree(yaml.safe_load(refuse_yaml_bombs(path))))
-        strategy = Strategy(str(OmegaConf.select(found, "sharding.strategy")))
-        ours = cfg.activation_checkpointing
-        if asks_activation_checkpointing(cfg):
-            mode = ActivationCheckpointing(OmegaConf.select(found, "activation_checkpointing.mode") or "auto")
-            ours = ActivationCheckpointingConfig(
-                mode=mode, budget=OmegaConf.select(found, "activation_checkpointing.budget")
-            )
-        tokens = OmegaConf.select(found, "tokens_per_micro_batch")
-        if (
-            strategy is Strategy.auto
-            or ours.mode is ActivationCheckpointing.auto
-            or (cfg.tokens_per_micro_batch == AUTO and not isinstance(tokens, int))
-        ):
+        tree = OmegaConf.create(present_tree(yaml.safe_load(refuse_yaml_bombs(path))))
+        strategy = Strategy(str(OmegaConf.select(tree, "sharding.strategy")))
+        activation_checkpointing = cfg.activation_checkpointing
+        if has_auto_checkpointing(cfg):
+            mode = ActivationCheckpointing(OmegaConf.select(tree, "activation_checkpointing.mode") or "auto")
+            budget = OmegaConf.select(tree, "activation_checkpointing.budget")
+            activation_checkpointing = ActivationCheckpointingConfig(mode=mode, budget=budget)
+        tokens = OmegaConf.select(tree, "tokens_per_micro_batch")
+        lacks_tokens = cfg.tokens_per_micro_batch == AUTO and not isinstance(tokens, int)
+        if strategy is Strategy.auto or activation_checkpointing.mode is ActivationCheckpointing.auto or lacks_tokens:
             return None
         if cfg.sharding.strategy is not Strategy.auto:
             strategy = cfg.sharding.strategy
-        if cfg.tokens_per_micro_batch != AUTO:
-            tokens = number(cfg)
-        return Decision(strategy, ours, tokens, "").applied(cfg)
+        return Decision(strategy, activation_checkpointing, tokens, "").applied(cfg)
     except (OmegaConfBaseException, yaml.YAMLError, ConfigError, ValueError, OSError, AssertionError):
-        return None  # what it continues from says what is wrong; what goes with no key of today's is planned anew
+        return None  # resuming reports a damaged file; recorded values that no longer go together are planned anew
 
 
-def asks_activation_checkpointing(cfg: Config) -> bool:
+def has_auto_checkpointing(cfg: Config) -> bool:
     return cfg.activation_checkpointing.mode is ActivationCheckpointing.auto
-
-
-def number(cfg: Config) -> int | None:
-    return cfg.tokens_per_micro_batch if isinstance(cfg.tokens_per_micro_batch, int) else None
-
-
-def said(row: PlanRow) -> str:
-    mode = row.choice.activation_checkpointing.mode.value
-    return (
-        f"{SHARD_PLANS[row.choice.strategy].zero}, activation checkpointing {mode}, "
-        f"{row.tokens:,} positions in the largest micro-batch: {cost(row)}"
-    )
 
 
 def cost(row: PlanRow) -> str:

@@ -1,8 +1,8 @@
-"""What FSDP2 allocates for each of its units beside the shards: gathered weights, buffers of collectives, gradients.
+"""Memory that FSDP2 allocates for each of its units beside the shards: gathered weights, buffers and gradients.
 
 Read from torch/distributed/fsdp/_fully_shard (2.13): `foreach_all_gather`, `foreach_all_gather_copy_out` and
 `foreach_reduce` in _fsdp_collectives.py, `FSDPParam` in _fsdp_param.py. Every rank's part of a collective is as long as
-the longest, so that uneven shards are padded, in memory too.
+the longest, so that uneven shards are padded in memory, too.
 """
 
 from dataclasses import dataclass
@@ -21,21 +21,21 @@ class Unit:
 
     name: str
     gathered: int
-    """The whole weights in the compute dtype, as long as they are gathered."""
+    """Whole weights in the compute dtype, while they are gathered."""
     buffer: int
-    """The all-gather's flat output, until it has been copied into the weights; none where nothing is sharded."""
+    """The all-gather's flat output, until it is copied into the weights; 0 if nothing is sharded."""
     cast: int
-    """This rank's part in the compute dtype, while an all-gather is begun."""
+    """This rank's part in the compute dtype, at the start of an all-gather."""
     reduce_input: int
-    """The reduce-scatter's input, kept until the next unit's."""
+    """The reduce-scatter's input, held until that of the next unit."""
     reduce_output: int
-    """What this rank gets back; where nothing is gathered, with a copy that is divided by 1."""
+    """The reduce-scatter's output; if nothing is sharded, with a copy that is divided by 1."""
     shard_gradients: int
-    """What stays of it as the shards' gradients."""
+    """Gradients of the shards that stay on the device."""
     widened: tuple[int, ...]
-    """Gradients of whole weights in the reduction dtype, where they wait for a later micro-batch: of each weight."""
+    """For each weight, its whole gradient in the reduction dtype, which waits for a later micro-batch."""
     narrow: tuple[int, ...]
-    """The same in the dtype that they are made in."""
+    """For each weight, its whole gradient in the dtype that backward makes it in."""
 
 
 def units_of(
@@ -46,30 +46,30 @@ def units_of(
     is_away: bool = False,
     passes_through: bool = False,
 ) -> dict[str, Unit]:
-    """The units that `distributed/parallelize.py` makes, by name.
+    """Make the units that `distributed/parallelize.py` makes, by name.
 
     Args:
-        is_away: shards and their gradients lie elsewhere than on the device.
-        passes_through: they come through the device's memory in the dtype that they are kept in.
+        is_away: shards and their gradients are not on the device.
+        passes_through: shards come through the device's memory in the dtype that they are kept in.
     """
     members: dict[str, list[Weight]] = {}
     for weight in weights:
         if weight.trainable or (plan.shards_frozen and not weight.whole):
             members.setdefault(NORMS if weight.fp32 else weight.unit, []).append(weight)
-    return {name: unit_of(name, own, precision, shards, is_away, passes_through) for name, own in members.items()}
+    return {name: unit_of(name, group, precision, shards, is_away, passes_through) for name, group in members.items()}
 
 
 def unit_of(
     name: str, weights: list[Weight], precision: PrecisionConfig, shards: int, is_away: bool, passes_through: bool
 ) -> Unit:
     trainable = [w for w in weights if w.trainable]
-    own = sum(w.padded(shards) * w.gathered_size(precision) for w in weights)
+    part = sum(w.padded(shards) * w.gathered_size(precision) for w in weights)
     reduced = sum(w.reduce_size(precision) * w.padded(shards) for w in trainable)
     kept = sum(w.master_size(precision) * w.padded(shards) for w in trainable)
     return Unit(
         name,
-        gathered=own * shards,
-        buffer=0 if shards == 1 else own * shards,
+        gathered=part * shards,
+        buffer=0 if shards == 1 else part * shards,
         cast=cast_bytes(weights, precision, shards, passes_through),
         reduce_input=reduced * shards,
         reduce_output=reduced * (2 if shards == 1 else 1) + (0 if kept == reduced else kept),
@@ -80,7 +80,7 @@ def unit_of(
 
 
 def cast_bytes(weights: list[Weight], precision: PrecisionConfig, shards: int, passes_through: bool) -> int:
-    """This rank's part on its way into an all-gather: all weights at once, or one by one where none is gathered."""
+    """This rank's part at the start of an all-gather: all weights at once, or one by one if nothing is sharded."""
     sizes = []
     for weight in weights:
         stored = weight.master_size(precision) if weight.trainable else weight.item_size(precision)

@@ -1,4 +1,4 @@
-"""THE table of GPUs: memory, arithmetic, and what connects them; and what of it a training gets."""
+"""The table of GPUs: memory, arithmetic and links; and what a training gets of them."""
 
 from dataclasses import dataclass
 
@@ -13,28 +13,28 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of device. Rates are per second, one way, and without sparsity."""
+    """One kind of GPU. Rates are per second, one way, and without sparsity."""
 
     name: str
     memory: int
     """Bytes, as nvidia-smi reports them."""
     fp32: float
-    """FLOPs: of torch's own fp32 products, which do not use TF32 unless asked to."""
+    """FLOPs of torch's fp32 products, which do not use TF32 by default."""
     fp16: float
     bf16: float | None
     """None: the device has no bf16."""
     fp8: float | None
-    """None: the device has no fp8. Times are predicted as bf16's."""
+    """None: the device has no fp8. Times are predicted as for bf16."""
     bandwidth: float
-    """Bytes of its memory."""
+    """Bytes from or to its memory."""
     link: float
-    """Bytes between two GPUs of a node: NVLink where there is one, else PCIe."""
+    """Bytes between two GPUs of a node, over NVLink if there is one, else PCIe."""
     pcie: float
     """Bytes between GPU and host."""
     network: float
-    """Bytes between nodes, this GPU's share of what its usual machine has."""
+    """Bytes between nodes: this GPU's share of its usual machine's network."""
     efficiency: float
-    """Share of the peak that training reaches in the blocks' arithmetic, recomputation counted."""
+    """Share of the peak that training reaches in the blocks' arithmetic, recomputation included."""
     source: str
 
     def peak(self, dtype: DType) -> float:
@@ -43,10 +43,10 @@ class Gpu:
         Raises:
             ConfigError: the device has no such arithmetic.
         """
-        found = {DType.fp32: self.fp32, DType.fp16: self.fp16, DType.bf16: self.bf16}[dtype]
-        if found is None:
+        peak = {DType.fp32: self.fp32, DType.fp16: self.fp16, DType.bf16: self.bf16}[dtype]
+        if peak is None:
             raise ConfigError(f"{self.name} has no bf16; choose precision=fp16")
-        return found
+        return peak
 
 
 A100 = "NVIDIA A100 datasheet, June 2021; DGX A100: one 200 Gb/s port a GPU"
@@ -104,39 +104,39 @@ DEVICES = {
     "Tesla V100-SXM2-32GB": "v100",
     "Tesla T4": "t4",
 }
-"""What CUDA calls the devices whose peak a row has. Others of the name (H100 PCIe and NVL, GH200, parts of a GPU) have
-other peaks, and none of them is guessed at."""
+"""CUDA's names of the devices in the table. Similar ones (H100 PCIe and NVL, GH200, parts of a GPU) have other peaks,
+which are not guessed."""
 
 CONTEXT = 700 * MIB
 """CUDA's context, the kernels of torch and cuBLAS's workspaces; 0.5 to 1 GB on Ampere and Hopper."""
 NCCL = 500 * MIB
-"""Buffers of NCCL's channels, where there are several ranks; 0.3 to 1 GB by the number of communicators."""
+"""Buffers of NCCL's channels with several ranks; 0.3 to 1 GB by the number of communicators."""
 FRAGMENTATION = 0.04
-"""Share of the memory that torch's allocator holds in gaps: allocations differ in length with every micro-batch."""
+"""Share of memory in gaps of torch's allocator: allocations differ in length with every micro-batch."""
 PROCESS = 450 * MIB
-"""A Python process with torch and transformers, on a CPU machine."""
+"""Memory of a Python process with torch and transformers, on a CPU machine."""
 CORE_FLOPS = 30e9
-"""A second and core, in training: an order of magnitude, so that rows can be compared."""
+"""FLOPs a second of a CPU core in training: an order of magnitude, to compare rows."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What ranks run on."""
+    """Device of each rank."""
 
     gpu: Gpu | None
-    """None: CPUs."""
+    """None: CPU cores."""
     name: str
     memory: int
     """Bytes for each rank."""
     flops: float
-    """A second and rank, of a CPU; GPUs have theirs by dtype."""
+    """FLOPs a second and rank of CPU cores; those of a GPU are in `gpu`, by dtype."""
 
     @property
     def device(self) -> str:
         return "cpu" if self.gpu is None else "cuda"
 
     def usable(self, world_size: int) -> int:
-        """Bytes for tensors; 0 where the processes alone take more than there is."""
+        """Bytes for tensors; 0 if the processes alone take more memory than there is."""
         if self.gpu is None:
             return max(0, self.memory - PROCESS)
         return max(0, int(self.memory * (1 - FRAGMENTATION)) - CONTEXT - (NCCL if world_size > 1 else 0))
@@ -145,24 +145,21 @@ class Machine:
         return self.flops if self.gpu is None else self.gpu.peak(dtype)
 
     def check(self, precision: PrecisionConfig) -> None:
-        """
-        Raises:
-            ConfigError: the device cannot compute so.
-        """
+        """Raise ConfigError if the device cannot compute with this precision."""
         self.peak(precision.param_dtype)
         if precision.linear is LinearKind.fp8 and (self.gpu is None or self.gpu.fp8 is None):
             raise ConfigError(f"{self.name} has no fp8; choose precision=bf16")
 
 
 def machine_named(name: str, ranks: int) -> Machine:
-    """The machine that a plan is for.
+    """The machine with a GPU of the table, or this machine.
 
     Args:
-        name: of the table; `auto`: this one's.
-        ranks: on one node.
+        name: name in the table; `auto`: this machine.
+        ranks: number of ranks on one node.
 
     Raises:
-        ConfigError: there is no such GPU.
+        ConfigError: there is no such GPU in the table.
     """
     if name == "auto":
         return this_machine(ranks)
@@ -173,27 +170,27 @@ def machine_named(name: str, ranks: int) -> Machine:
 
 
 def machine_for(device: str, ranks: int) -> Machine:
-    """This machine for a kind of device; for cuda where there is none, an A100 of 80 GB stands in."""
+    """This machine for a kind of device; an A100 of 80 GB for cuda on a machine without."""
     if device == "cuda" and not torch.cuda.is_available():
         return machine_named("a100-80gb", ranks)
     return this_machine(ranks, device)
 
 
 def this_machine(ranks: int, device: str = "cuda") -> Machine:
-    """This machine's GPU, with the memory that it has; without one its CPUs, whose ranks share memory and cores.
+    """This machine with its first GPU; without one with its CPU cores and memory, divided between the ranks.
 
-    A GPU that the table lacks is timed as the one with bf16, or without, that is nearest in memory.
+    A GPU that the table lacks is timed as the one that is nearest in memory and alike in having bf16 or not.
     """
     if device == "cpu" or not torch.cuda.is_available():
         host = read_host()
         cores = host.usable_cores
         return Machine(None, f"{cores} CPU cores", host.usable_memory // ranks, CORE_FLOPS * cores / ranks)
-    found = torch.cuda.get_device_properties(0)
-    known = found.name.lower().replace(" ", "")
+    gpu_here = torch.cuda.get_device_properties(0)
+    plain_name = gpu_here.name.lower().replace(" ", "")
     names = {"a100-40gb": "a100", "a100-80gb": "a100", "4090": "rtx4090", "v100": "v100", "t4": "teslat4"}
-    fitting = [gpu for gpu in GPUS.values() if names.get(gpu.name, gpu.name) in known]
-    said = "as" if fitting else "which the table of GPUs lacks, timed as"
-    has_bf16 = found.major >= 8
+    fitting = [gpu for gpu in GPUS.values() if names.get(gpu.name, gpu.name) in plain_name]
+    relation = "as" if fitting else "which the table of GPUs lacks, timed as"
+    has_bf16 = gpu_here.major >= 8
     alike = fitting or [gpu for gpu in GPUS.values() if (gpu.bf16 is not None) == has_bf16]
-    nearest = min(alike, key=lambda gpu: abs(gpu.memory - found.total_memory))
-    return Machine(nearest, f"{found.name}, {said} {nearest.name}", found.total_memory, 0.0)
+    nearest = min(alike, key=lambda gpu: abs(gpu.memory - gpu_here.total_memory))
+    return Machine(nearest, f"{gpu_here.name}, {relation} {nearest.name}", gpu_here.total_memory, 0.0)

@@ -1,8 +1,8 @@
-"""Live bytes of a forward and a backward pass, counted on the meta device: shapes, dtypes and lifetimes, no data.
+"""Trace of live bytes in a forward and a backward pass, on the meta device: shapes, dtypes and lifetimes, no data.
 
-Every operation that autograd and the modules run is seen as it is dispatched; a tensor's bytes count from the operation
-that makes it until its storage is dropped, which is when a real pass would free it. What a kernel allocates inside
-itself is not seen. After `torch.distributed._tools.mem_tracker`, without its need for a process group.
+Every operation that autograd and the modules run is seen as it is dispatched. A tensor's bytes count from the operation
+that makes it until its storage is dropped, which is when a real pass would free it. Memory that a kernel allocates
+inside itself is not seen. As `torch.distributed._tools.mem_tracker`, but needs no process group.
 """
 
 import weakref
@@ -20,12 +20,12 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass
 class Event:
-    """Something that changed, or where in the pass it was."""
+    """A storage that was made or dropped, or a mark."""
 
     storage: int
     """Number of the storage; -1 for a mark."""
     change: int
-    """Bytes."""
+    """Bytes, negative if dropped."""
     width: int = 0
     """Last dimension of the tensor that was made."""
     mark: str = ""
@@ -33,23 +33,23 @@ class Event:
 
 @dataclass
 class Trace:
-    """What happened, in order."""
+    """Events in order."""
 
     events: list[Event] = field(default_factory=list)
     gradients: dict[int, str] = field(default_factory=dict)
-    """Storages that became a parameter's gradient, and whose."""
+    """Names of the parameters whose gradients these storages became."""
 
     def mark(self, text: str) -> None:
         self.events.append(Event(-1, 0, mark=text))
 
 
 class LiveBytes(TorchDispatchMode):
-    """Writes every storage that is made and dropped while it is active into a trace."""
+    """Records every storage that is made or dropped while this mode is active in a trace."""
 
     def __init__(self, trace: Trace, known: Iterator[torch.Tensor]):
         """
         Args:
-            known: tensors that exist already, and do not count.
+            known: tensors that exist before, which do not count.
         """
         super().__init__()
         self.trace = trace
@@ -66,7 +66,7 @@ class LiveBytes(TorchDispatchMode):
         return made
 
     def see(self, tensor: torch.Tensor) -> int | None:
-        """The number of a tensor's storage; None where it does not count."""
+        """Return the number of a tensor's storage; None if it does not count."""
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self.known:
@@ -85,9 +85,9 @@ class LiveBytes(TorchDispatchMode):
 
 
 class FuseAttention(TorchFunctionMode):
-    """Lets a fused kernel stand where `scaled_dot_product_attention` would choose plain matrices on the meta device.
+    """Replaces `scaled_dot_product_attention` by a fused kernel: the meta device would choose plain matrices.
 
-    All fused kernels keep alike: queries, keys, values, the output, and a float32 for each head and position
+    All fused kernels keep the same: queries, keys, values, the output, and a float32 for each head and token
     (FlashAttention, arXiv 2205.14135, section 3.1).
     """
 
@@ -100,9 +100,9 @@ class FuseAttention(TorchFunctionMode):
 
 @contextmanager
 def collect_gradients(model: nn.Module, live: LiveBytes, trace: Trace) -> Iterator[None]:
-    """Note each storage that becomes a gradient, and when it is complete."""
+    """Record each storage that becomes a gradient, and mark when it is complete."""
 
-    def note(name: str) -> Any:
+    def recorder(name: str) -> Any:
         def hook(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
             number = live.see(parameter.grad)
@@ -112,7 +112,9 @@ def collect_gradients(model: nn.Module, live: LiveBytes, trace: Trace) -> Iterat
 
         return hook
 
-    handles = [p.register_post_accumulate_grad_hook(note(n)) for n, p in model.named_parameters() if p.requires_grad]
+    handles = [
+        p.register_post_accumulate_grad_hook(recorder(n)) for n, p in model.named_parameters() if p.requires_grad
+    ]
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""A model's shapes without its weights and without the network, and the attention of the device that a plan is for."""
+"""Shapes of a model without weights and network, and the attention kernel of the device that a plan is for."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +16,14 @@ SHAPES = Path(__file__).parents[1] / "assets" / "shapes"
 
 
 def shapes_of(cfg: ModelConfig) -> Parts:
-    """The configurations of a model's parts: of the named folders, or as this package ships them.
+    """Read the configurations of a model's parts from the named folders, or from those shipped with this package.
 
     Raises:
-        ConfigError: a name is neither; a plan reads nothing from the network.
+        ConfigError: there is neither; a plan reads nothing from the network.
     """
-    if cfg.checkpoint is not None and Path(cfg.checkpoint).is_dir():  # the original's folders only name their tower
+    if (
+        cfg.checkpoint is not None and Path(cfg.checkpoint).is_dir()
+    ):  # the original's folders only name their vision tower
         return find_parts(replace(cfg, vision=str(folder_of(cfg.vision, "model.vision"))))
     language, vision = folder_of(cfg.language, "model.language"), folder_of(cfg.vision, "model.vision")
     return Parts(
@@ -48,13 +50,13 @@ def folder_of(name: str, key: str) -> Path:
 
 
 def kernel_for(cfg: Config, language: PretrainedConfig, device: str, bf16: bool) -> Kernel | None:
-    """The attention that a training would choose on a device that is not here.
+    """Choose the attention kernel as a training would on a device that may not be in this machine.
 
     Args:
-        bf16: the device has it, and with it what FlashAttention-2 needs: both begin with compute capability 8.0.
+        bf16: the device has bf16, and so FlashAttention-2: both begin with compute capability 8.0.
 
     Raises:
-        ConfigError: the one that was asked for cannot run there.
+        ConfigError: the kernel that the configuration names cannot run there.
     """
     if not cfg.pack:
         return None
@@ -62,11 +64,11 @@ def kernel_for(cfg: Config, language: PretrainedConfig, device: str, bf16: bool)
     if device == "cpu":
         return choose_kernel(cfg.attention, language, torch.device("cpu"), compute)
     if cfg.attention is Attention.sdpa:
-        return Kernel(Attention.sdpa, "as asked for")
+        return Kernel(Attention.sdpa, "attention=sdpa")
     what = "flash-attn" if cfg.attention is Attention.flash else "varlen_attn"
-    lack = not_for_flash(language, compute, what) if bf16 else f"{what} needs a GPU of compute capability 8.0"
-    if lack is None:  # flash-attn keeps what varlen_attn does, and need not be installed here
-        return Kernel(Attention.varlen, f"{what}, or what keeps as much")
+    reason = not_for_flash(language, compute, what) if bf16 else f"{what} needs a GPU of compute capability 8.0"
+    if reason is None:  # flash-attn needs the same memory as varlen_attn, and need not be installed here
+        return Kernel(Attention.varlen, f"{what}, or a kernel that needs as much memory")
     if cfg.attention is not Attention.auto:
-        raise ConfigError(f"attention={cfg.attention.value}: {lack}; set attention=auto")
-    return Kernel(Attention.sdpa, f"SDPA a sample at a time: {lack}")
+        raise ConfigError(f"attention={cfg.attention.value}: {reason}; set attention=auto")
+    return Kernel(Attention.sdpa, f"SDPA, one sample at a time: {reason}")

@@ -1,12 +1,12 @@
-"""Past one machine, on paper: tokens a second against nodes, for zero3 over all ranks and hybrid within nodes."""
+"""Predicted tokens a second on several nodes, for zero3 over all ranks and for hybrid within nodes."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from llava_fsdp.config import OffloadMode, Strategy
-from llava_fsdp.plan.planner import Choice, Planner
-from llava_fsdp.plan.search import checkpointings, plan_rows, ways_to_cut
+from llava_fsdp.plan.planner import Choice, Planner, Ranks
+from llava_fsdp.plan.search import checkpointing_modes, plan_rows, splits_to_try
 from llava_fsdp.report.downsample import Point
 from llava_fsdp.report.html import heading, section, table, whole_page
 from llava_fsdp.report.svg import Chart, Line, draw
@@ -16,15 +16,15 @@ STRATEGIES = {"zero3": Strategy.FULL_SHARD, "hybrid": Strategy.HYBRID_SHARD}
 
 
 def scale(planner: Planner, gpus: int, nodes: int, is_free: bool) -> list[dict[str, Any]]:
-    """For 1, 2, 4, ... nodes the fastest row of each that fits; a step has the same samples on any number.
+    """Plan the fastest row that fits on 1, 2, 4, ... nodes, with the same samples in a step.
 
     Rings of zero3 go through all nodes, over all ports of each; hybrid gathers within a node and sends shards of
     gradients to the other replicas once a step, each GPU over its own port.
 
     Args:
-        is_free: micro-batches may be any, and not only those of the configuration's keys.
+        is_free: try all micro-batches, not only those of the configuration's keys.
     """
-    found = []
+    points = []
     for count in node_counts(nodes):
         world_size = gpus * count
         if count > 1 and world_size > planner.cfg.global_batch_size:
@@ -32,10 +32,11 @@ def scale(planner: Planner, gpus: int, nodes: int, is_free: bool) -> list[dict[s
         for name, strategy in STRATEGIES.items():
             if count == 1 and name == "hybrid":
                 continue  # within one node it is zero3
-            ways = [Choice(strategy, r, OffloadMode.none) for r in checkpointings(planner.cfg, planner.machine.device)]
-            cut = ways_to_cut(planner, planner.cfg, world_size, is_free)
-            row = plan_rows(planner, ways, world_size, gpus, gpus, cut)[0]
-            found.append(
+            modes = checkpointing_modes(planner.cfg, planner.machine.device)
+            choices = [Choice(strategy, mode, OffloadMode.none) for mode in modes]
+            splits = splits_to_try(planner, planner.cfg, world_size, is_free)
+            row = plan_rows(planner, choices, Ranks(world_size, gpus, gpus), splits)[0]
+            points.append(
                 {
                     "nodes": count,
                     "sharding": name,
@@ -47,7 +48,7 @@ def scale(planner: Planner, gpus: int, nodes: int, is_free: bool) -> list[dict[s
                     "exposed_seconds": row.step.exposed,
                 }
             )
-    return found
+    return points
 
 
 def node_counts(nodes: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a way to train costs: bytes of a rank at the worst moment of a step, and the seconds that a step takes.
+"""Cost of a way to train: bytes of a rank at the worst moment of a step, and the seconds of a step.
 
 peak(cfg, world_size=8, device="cuda").bytes["total"]
 """
@@ -19,15 +19,24 @@ from llava_fsdp.distributed.zero import SHARD_PLANS, ShardPlan
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import Parts
-from llava_fsdp.plan.activations import Measuring, MicroBatch, Segment
+from llava_fsdp.plan.activations import ActivationMeter, MicroBatch, Segment
 from llava_fsdp.plan.fsdp_units import units_of
-from llava_fsdp.plan.hardware import Machine, machine_for
+from llava_fsdp.plan.hardware import MIB, Machine, machine_for
 from llava_fsdp.plan.model_shapes import kernel_for, shapes_of
-from llava_fsdp.plan.simulate import Ledger, Pass, Rest, blend, inputs_away, inputs_of_blocks, walk, walk_one_rank
-from llava_fsdp.plan.step_time import AGAIN, Step, Volume, sample_flops, step_time, volume
-from llava_fsdp.plan.workload import Samples, asked_for, samples_of
+from llava_fsdp.plan.simulate import (
+    Ledger,
+    Pass,
+    States,
+    inputs_of_blocks,
+    inputs_on_host,
+    interpolate,
+    simulate_step,
+    simulate_unsharded_step,
+)
+from llava_fsdp.plan.step_time import Step, Volume, recomputed_share, sample_flops, step_time, volume
+from llava_fsdp.plan.workload import Samples, configured_split, samples_of
 
-STREAMED = 2 * 128 * (1 << 20)
+STREAMED = 2 * 128 * MIB
 """Buffers through which offloaded moments pass (`distributed/streamed_optimizer.py`)."""
 
 
@@ -38,6 +47,20 @@ class Choice:
     strategy: Strategy
     activation_checkpointing: ActivationCheckpointingConfig
     offload: OffloadMode
+
+    @property
+    def zero(self) -> str:
+        """The strategy as on the command line."""
+        return SHARD_PLANS[self.strategy].zero
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Number of ranks, and of those that share a copy of the model (hybrid strategies) or a node."""
+
+    world_size: int
+    shard_size: int
+    node_size: int
 
 
 @dataclass(frozen=True)
@@ -50,11 +73,11 @@ class PlanRow:
     micro_batches: tuple[MicroBatch, ...]
     """What a rank runs in a step."""
     bytes: dict[str, int]
-    """On the device at the worst moment, by category; `total` is their sum."""
+    """Bytes on the device at the worst moment, by category; `total` is their sum."""
     moment: str
-    """Which the worst moment is."""
+    """Name of the worst moment."""
     at_rest: dict[str, int]
-    """Parameters, gradients and optimizer after an optimizer step, wherever they lie."""
+    """Bytes of parameters, gradients and optimizer after an optimizer step, wherever they are kept."""
     host: int
     """Bytes of tensors in host memory, beside a GPU."""
     disk: int
@@ -63,10 +86,10 @@ class PlanRow:
     step: Step
     sent: Volume
     samples_per_second: float
-    """Of all ranks."""
+    """On all ranks together."""
     tokens_per_second: float
     mfu: float
-    """Arithmetic of the model alone, without what runs again, over the peak of the devices."""
+    """FLOPs of the model without recomputation, over the peak of the devices."""
 
     @property
     def fits(self) -> bool:
@@ -74,18 +97,18 @@ class PlanRow:
 
     @property
     def tokens(self) -> int:
-        """Most positions that a rank runs at once."""
+        """Most tokens that a rank runs at once."""
         return max(micro.tokens for micro in self.micro_batches)
 
 
 class Planner:
-    """A configuration's model on a machine; passes are measured once for each kind of activation checkpointing."""
+    """A configuration's model on a machine; passes are measured once for each mode of activation checkpointing."""
 
     def __init__(self, cfg: Config, machine: Machine, samples: Samples | None = None, parts: Parts | None = None):
         """
         Args:
-            samples: None: of the dataset's report, or LLaVA's.
-            parts: None: of folders, or as this package ships them.
+            samples: None: those of the dataset's report, or LLaVA's means.
+            parts: None: those of the named folders, or as this package ships them.
         """
         self.cfg = cfg
         self.machine = machine
@@ -98,87 +121,83 @@ class Planner:
         per_unit = cfg.sharding.blocks_per_unit
         self.weights = list(weights_of(self.model, blocks, whole, cfg.precision, per_unit).values())
         self.unit_names = units_of_blocks(self.model, blocks, per_unit)
-        packed = sum(weight.statistics for weight in self.weights)  # counted with the parameters
-        self.buffer_bytes = sum(b.numel() * b.element_size() for b in self.model.buffers()) - packed
+        quantized = sum(weight.statistics for weight in self.weights)  # counted with the parameters
+        self.buffer_bytes = sum(b.numel() * b.element_size() for b in self.model.buffers()) - quantized
         self.flops = count_flops(self.model, activation_checkpointing=False)
-        self.flops_again = count_flops(self.model, activation_checkpointing=True)
+        self.recomputing_flops = count_flops(self.model, activation_checkpointing=True)
         self.samples = samples or samples_of(cfg, self.model.image_tokens)
-        self.models: dict[ActivationCheckpointing, Measuring] = {}
+        self.meters: dict[ActivationCheckpointing, ActivationMeter] = {}
         self.measured: dict[tuple[ActivationCheckpointing, MicroBatch], list[Segment]] = {}
-        self.between: dict[tuple[ActivationCheckpointing, MicroBatch], list[Segment]] = {}
+        self.interpolated: dict[tuple[ActivationCheckpointing, MicroBatch], list[Segment]] = {}
 
     @property
     def trainable(self) -> int:
-        """Parameters that train."""
+        """Number of parameters that train."""
         return sum(w.numel for w in self.weights if w.trainable)
 
     def segments(self, mode: ActivationCheckpointing, micro: MicroBatch) -> list[Segment]:
-        """A pass of `none`, `full` or `selective`."""
+        """Measure a pass under `none`, `full` or `selective` activation checkpointing."""
         key = mode, micro
         if key not in self.measured:
-            if mode not in self.models:
+            if mode not in self.meters:
                 activation_checkpointing = ActivationCheckpointingConfig(mode=mode, budget=None)
-                self.models[mode] = Measuring(self.parts, self.cfg, activation_checkpointing, self.kernel)
-            self.measured[key] = self.models[mode].segments(micro)
+                self.meters[mode] = ActivationMeter(self.parts, self.cfg, activation_checkpointing, self.kernel)
+            self.measured[key] = self.meters[mode].segments(micro)
         return self.measured[key]
 
     def passes(
         self, mode: ActivationCheckpointing, micros: Sequence[MicroBatch], between: Sequence[MicroBatch]
     ) -> list[Pass]:
-        """Passes of a step's micro-batches: measured, or drawn between two that are."""
-        apart = told_apart(micros)
-        return [self.drawn(mode, micro, between) if between else self.segments(mode, micro) for micro in apart]
+        """Passes of a step's micro-batches: measured, or interpolated between two that are."""
+        get = self.segments if not between else lambda mode, micro: self.between(mode, micro, between)
+        return [get(mode, micro) for micro in without_repeats(micros)]
 
-    def drawn(self, mode: ActivationCheckpointing, micro: MicroBatch, between: Sequence[MicroBatch]) -> list[Segment]:
-        """A pass between two measured ones; measured itself where those differ in more than sizes."""
+    def between(self, mode: ActivationCheckpointing, micro: MicroBatch, ends: Sequence[MicroBatch]) -> list[Segment]:
+        """Interpolate a pass between two measured ones; measure it if those differ in more than sizes."""
         key = mode, micro
-        small, large = between
-        one, other = (self.segments(mode, end) for end in between)
-        if key in self.measured or len(one) != len(other):
+        small, large = ends
+        first, second = (self.segments(mode, end) for end in ends)
+        if key in self.measured or len(first) != len(second):
             return self.segments(mode, micro)
-        if key not in self.between:
-            part = (micro.tokens - small.tokens) / (large.tokens - small.tokens)
-            self.between[key] = [blend(a, b, part) for a, b in zip(one, other, strict=True)]
-        return self.between[key]
+        if key not in self.interpolated:
+            share = (micro.tokens - small.tokens) / (large.tokens - small.tokens)
+            self.interpolated[key] = [interpolate(a, b, share) for a, b in zip(first, second, strict=True)]
+        return self.interpolated[key]
 
     def row(
         self,
         choice: Choice,
-        world_size: int,
-        shard_size: int,
+        ranks: Ranks,
         micros: Sequence[MicroBatch],
-        node_size: int | None = None,
         between: Sequence[MicroBatch] = (),
         rank: int = 0,
     ) -> PlanRow:
-        """What a way to train costs.
+        """Compute what a way to train costs.
 
         Args:
             micros: the micro-batches that a rank runs in a step.
-            node_size: ranks of a node; None: all.
-            between: two micro-batches that were measured, between which others are drawn.
+            between: two micro-batches that are measured, between which the others are interpolated.
         """
         precision, strategy, offload = self.cfg.precision, choice.strategy, choice.offload
-        of = self.weights, strategy, precision, world_size, shard_size, rank, offload
-        rest = bytes_per_rank(*of)
-        ledger = self.walk(choice, world_size, shard_size, micros, between, rank)
-        bytes_ = {**ledger.worst, "total": sum(ledger.worst.values())}
-        host, disk = self.elsewhere(offload, SHARD_PLANS[strategy], bytes_per_rank(*of, padded=True))
-        if choice.activation_checkpointing.mode is ActivationCheckpointing.offload and self.machine.device != "cpu":
+        world_size, shard_size = ranks.world_size, ranks.shard_size
+        args = self.weights, strategy, precision, world_size, shard_size, rank, offload
+        at_rest = bytes_per_rank(*args)
+        ledger = self.simulate(choice, ranks, micros, between, rank)
+        host, disk = self.off_device(offload, SHARD_PLANS[strategy], bytes_per_rank(*args, padded=True))
+        if self.offloads_activations(choice):
             passes = self.passes(ActivationCheckpointing.full, micros, between)
-            host += max(sum(inputs_of_blocks(own).values()) for own in passes)
-        sent = volume(self.weights, strategy, precision, world_size, shard_size, node_size or world_size, len(micros))
-        own = self.samples
-        a_sample = own.positions, own.spread, own.labels, own.tiles
-        flops = sample_flops(self.flops, *a_sample)
-        again = again_share(choice.activation_checkpointing) * (sample_flops(self.flops_again, *a_sample) - flops)
-        each = self.cfg.global_batch_size / world_size
+            host += max(sum(inputs_of_blocks(one).values()) for one in passes)
+        sent = volume(self.weights, strategy, precision, world_size, shard_size, ranks.node_size, len(micros))
+        flops = sample_flops(self.flops, self.samples)
+        share = recomputed_share(choice.activation_checkpointing)
+        recomputed = share * (sample_flops(self.recomputing_flops, self.samples) - flops)
+        samples_per_rank = self.cfg.global_batch_size / world_size
         _, shards = mesh_shape(SHARD_PLANS[strategy], world_size, shard_size)
         step = step_time(
             self.machine,
             precision,
-            each * flops,
-            each * again,
+            samples_per_rank * flops,
+            samples_per_rank * recomputed,
             sent,
             trainable=self.trainable,
             local=self.trainable / shards,
@@ -187,81 +206,76 @@ class Planner:
             offload=offload,
         )
         rate = self.cfg.global_batch_size / step.seconds
-        peak_rate = world_size * self.machine.peak(precision.param_dtype)
         return PlanRow(
             choice,
             world_size,
             shard_size,
             tuple(micros),
-            bytes_,
+            {**ledger.worst, "total": sum(ledger.worst.values())},
             ledger.moment,
-            {"parameters": rest.parameters, "gradients": rest.gradients, "optimizer": rest.optimizer},
+            {"parameters": at_rest.parameters, "gradients": at_rest.gradients, "optimizer": at_rest.optimizer},
             host,
             disk,
             self.machine.usable(world_size),
             step,
             sent,
-            rate,
-            rate * own.positions,
-            rate * flops / peak_rate,
+            samples_per_second=rate,
+            tokens_per_second=rate * self.samples.tokens,
+            mfu=rate * flops / (world_size * self.machine.peak(precision.param_dtype)),
         )
 
-    def walk(
+    def offloads_activations(self, choice: Choice) -> bool:
+        """Whether blocks' inputs go to host memory, which on a CPU machine is the device's."""
+        return choice.activation_checkpointing.mode is ActivationCheckpointing.offload and self.machine.device != "cpu"
+
+    def simulate(
         self,
         choice: Choice,
-        world_size: int,
-        shard_size: int,
+        ranks: Ranks,
         micros: Sequence[MicroBatch],
         between: Sequence[MicroBatch],
         rank: int,
     ) -> Ledger:
-        """A step of these micro-batches, under a kind of activation checkpointing."""
+        """Simulate a step of these micro-batches."""
         mode = choice.activation_checkpointing.mode
         if mode is ActivationCheckpointing.budget:
-            # what the compiler's partitioner keeps is its own choice: drawn between everything and nothing
-            kept, none = (
-                self.walk_passes(choice, world_size, shard_size, micros, self.passes(own, micros, between), rank)
-                for own in (ActivationCheckpointing.none, ActivationCheckpointing.full)
+            # the compiler's partitioner chooses what is kept: something between everything and the blocks' inputs
+            most, least = (
+                self.simulate_passes(choice, ranks, micros, self.passes(end, micros, between), rank)
+                for end in (ActivationCheckpointing.none, ActivationCheckpointing.full)
             )
-            part = choice.activation_checkpointing.budget or 0.0
-            worst = {n: int(part * kept.worst[n] + (1 - part) * none.worst[n]) for n in kept.worst}
-            return Ledger(held=none.held, worst=worst, moment=none.moment)
+            share = choice.activation_checkpointing.budget or 0.0
+            worst = {n: int(share * most.worst[n] + (1 - share) * least.worst[n]) for n in most.worst}
+            return Ledger(held=least.held, worst=worst, moment=least.moment)
         measured = ActivationCheckpointing.full if mode is ActivationCheckpointing.offload else mode
         passes = self.passes(measured, micros, between)
-        if mode is ActivationCheckpointing.offload and self.machine.device != "cpu":
-            passes = [inputs_away(own) for own in passes]
-        return self.walk_passes(choice, world_size, shard_size, micros, passes, rank)
+        if self.offloads_activations(choice):
+            passes = [inputs_on_host(one) for one in passes]
+        return self.simulate_passes(choice, ranks, micros, passes, rank)
 
-    def walk_passes(
-        self,
-        choice: Choice,
-        world_size: int,
-        shard_size: int,
-        micros: Sequence[MicroBatch],
-        passes: Sequence[Pass],
-        rank: int,
+    def simulate_passes(
+        self, choice: Choice, ranks: Ranks, micros: Sequence[MicroBatch], passes: Sequence[Pass], rank: int
     ) -> Ledger:
         precision, plan = self.cfg.precision, SHARD_PLANS[choice.strategy]
-        of = self.weights, choice.strategy, precision, world_size, shard_size, rank, choice.offload
-        stored = bytes_per_rank(*of, padded=True)
-        buffers = self.buffer_bytes + self.input_bytes(micros)
-        rest = self.on_device(choice.offload, plan, stored, buffers)
+        world_size, shard_size = ranks.world_size, ranks.shard_size
+        args = self.weights, choice.strategy, precision, world_size, shard_size, rank, choice.offload
+        stored = bytes_per_rank(*args, padded=True)
+        states = self.on_device(choice.offload, plan, stored, self.buffer_bytes + self.input_bytes(micros))
         if world_size == 1 and not choice.offload.moves_weights:
-            return walk_one_rank(passes, rest)
+            return simulate_unsharded_step(passes, states)
         _, shards = mesh_shape(plan, world_size, shard_size)
-        is_away = not rest.gradients
+        is_away = not states.gradients
         passes_through = is_away and self.machine.device != "cpu"
         units = units_of(self.weights, plan, precision, shards, is_away, passes_through)
-        return walk(passes, units, plan, rest, self.unit_names, self.cfg.sharding.prefetch)
+        return simulate_step(passes, units, plan, states, self.unit_names, self.cfg.sharding.prefetch)
 
-    def on_device(self, offload: OffloadMode, plan: ShardPlan, stored: Bytes, buffers: int) -> Rest:
-        """What stays of the states on the device; on a CPU machine only files are elsewhere."""
-        everything = Rest(stored.parameters, stored.gradients, stored.optimizer, buffers)
+    def on_device(self, offload: OffloadMode, plan: ShardPlan, stored: Bytes, buffers: int) -> States:
+        """Bytes of the states on the device; on a CPU machine only files are elsewhere."""
         if offload is OffloadMode.none or (self.machine.device == "cpu" and offload is not OffloadMode.nvme):
-            return everything
+            return States(stored.parameters, stored.gradients, stored.optimizer, buffers)
         if offload is OffloadMode.optimizer:
-            return Rest(stored.parameters, stored.gradients, 0, buffers, min(STREAMED, 2 * stored.optimizer))
-        return Rest(self.frozen_whole(plan), 0, 0, buffers)
+            return States(stored.parameters, stored.gradients, 0, buffers, min(STREAMED, 2 * stored.optimizer))
+        return States(self.frozen_whole(plan), 0, 0, buffers)
 
     def frozen_whole(self, plan: ShardPlan) -> int:
         """Bytes of frozen weights that are whole on every rank."""
@@ -271,7 +285,7 @@ class Planner:
             if not w.trainable and (w.whole or not plan.shards_frozen)
         )
 
-    def elsewhere(self, offload: OffloadMode, plan: ShardPlan, stored: Bytes) -> tuple[int, int]:
+    def off_device(self, offload: OffloadMode, plan: ShardPlan, stored: Bytes) -> tuple[int, int]:
         """Bytes in host memory and on disk."""
         states = stored.parameters - self.frozen_whole(plan) + stored.gradients + stored.optimizer
         if offload is OffloadMode.nvme:
@@ -281,7 +295,7 @@ class Planner:
         return {OffloadMode.none: 0, OffloadMode.optimizer: stored.optimizer, OffloadMode.params: states}[offload], 0
 
     def input_bytes(self, micros: Sequence[MicroBatch]) -> int:
-        """A step's tensors: ids, positions and places of pictures in int64, pixels in bytes.
+        """Bytes of a step's tensors: ids, positions and images' places in int64, pixels in bytes.
 
         The micro-batch that runs has its pixels in fp32; a GPU holds no other.
         """
@@ -292,16 +306,9 @@ class Planner:
         return sum(pixels) + 8 * sum(numbers) + 4 * max(pixels)
 
 
-def told_apart(micros: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Enough of a step's micro-batches to see its worst moment: of those after the first that are alike, one."""
+def without_repeats(micros: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """The micro-batches that decide a step's worst moment: the first, and one of each kind after it."""
     return [micros[0], *dict.fromkeys(micros[1:])]
-
-
-def again_share(activation_checkpointing: ActivationCheckpointingConfig) -> float:
-    """Of a forward pass through the blocks, in time."""
-    if activation_checkpointing.mode is ActivationCheckpointing.budget:
-        return 1 - (activation_checkpointing.budget or 0.0)
-    return AGAIN[activation_checkpointing.mode]
 
 
 def peak(
@@ -311,13 +318,14 @@ def peak(
     micros: Sequence[MicroBatch] | None = None,
     rank: int = 0,
 ) -> PlanRow:
-    """What a rank of this very configuration holds at the worst moment of a step.
+    """Compute the cost of this configuration as it is.
 
     Args:
         device: cuda or cpu.
-        micros: the micro-batches of the step, where they are known; else what LLaVA's mean samples make.
+        micros: the micro-batches of the step; None: those of LLaVA's mean samples.
     """
     planner = Planner(cfg, machine_for(device.type if isinstance(device, torch.device) else device, world_size))
-    found = micros or asked_for(cfg, planner.samples, world_size, planner.model.image_tokens)
+    micros = micros or configured_split(cfg, planner.samples, world_size, planner.model.image_tokens)
     choice = Choice(cfg.sharding.strategy, cfg.activation_checkpointing, cfg.offload.mode)
-    return planner.row(choice, world_size, cfg.sharding.shard_size or world_size, found, rank=rank)
+    ranks = Ranks(world_size, cfg.sharding.shard_size or world_size, node_size=world_size)
+    return planner.row(choice, ranks, micros, rank=rank)

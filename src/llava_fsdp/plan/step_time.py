@@ -1,24 +1,31 @@
-"""How long a step takes, predicted: arithmetic, what the ranks send each other, and what of it stays in sight.
+"""Predicted seconds of a step: arithmetic, communication, and how much of the communication is not hidden.
 
-An estimate from published rates (the table of GPUs says which), good to tell rows apart; measure before you promise.
+An estimate from published rates (see the table of GPUs), good enough to compare ways to train; measure for exact times.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llava_fsdp.config import ActivationCheckpointing, OffloadMode, PrecisionConfig, Strategy
+from llava_fsdp.config import (
+    ActivationCheckpointing,
+    ActivationCheckpointingConfig,
+    OffloadMode,
+    PrecisionConfig,
+    Strategy,
+)
 from llava_fsdp.distributed.memory import Weight
 from llava_fsdp.distributed.mesh import mesh_shape
 from llava_fsdp.distributed.zero import SHARD_PLANS, Sync
 from llava_fsdp.model.flops import Flops
 from llava_fsdp.plan.hardware import Machine
+from llava_fsdp.plan.workload import Samples
 
 LINK_EFFICIENCY = 0.78
 """NCCL's large rings reach 230 of 300 GB/s on A100 and 370 of 450 on H100 (nccl-tests, bus bandwidth)."""
 OVERLAP = 0.9
-"""Share of the arithmetic behind which collectives can hide: not the first gather, nor the last reduction."""
+"""Share of the arithmetic that can hide collectives: not the first gather, nor the last reduction."""
 LATENCY = 20e-6
-"""Seconds to begin a collective."""
+"""Seconds to start a collective."""
 HOP, HOP_BETWEEN = 3e-6, 8e-6
 """Seconds from rank to rank of a ring, and from node to node."""
 COPIED = 38
@@ -27,31 +34,39 @@ UPDATED = 28
 """Bytes of memory traffic for each parameter of a rank's shards: AdamW reads 16 and writes 12."""
 CPU_LINK = 2e9
 CPU_BANDWIDTH = 10e9
-AGAIN = {
+RECOMPUTED = {
     ActivationCheckpointing.none: 0.0,
     ActivationCheckpointing.full: 1.0,
     ActivationCheckpointing.selective: 0.15,
     ActivationCheckpointing.offload: 1.0,
 }
-"""How much of a block's forward pass runs again, in time. Selective: norms, rotations and activation functions, which
-are memory traffic and few FLOPs. Budget: by its share."""
+"""Share of a block's forward pass that runs again in the backward pass, in time. Selective: norms, rotations and
+activation functions, which are memory traffic and few FLOPs."""
 HOST_UPDATE = 12e9
-"""Bytes a second that the CPU's fused AdamW reads and writes, a rank."""
+"""Bytes a second and rank that the CPU's fused AdamW reads and writes."""
 DISK = 2e9
-"""Bytes a second of a local NVMe disk, a rank."""
+"""Bytes a second and rank of a local NVMe disk."""
+
+
+def recomputed_share(activation_checkpointing: ActivationCheckpointingConfig) -> float:
+    """Share of the blocks' forward pass that runs again in the backward pass, in time."""
+    if activation_checkpointing.mode is ActivationCheckpointing.budget:
+        return 1 - (activation_checkpointing.budget or 0.0)
+    return RECOMPUTED[activation_checkpointing.mode]
 
 
 @dataclass(frozen=True)
 class Volume:
-    """What a rank receives in a step, in bytes, and in how many collectives."""
+    """Bytes that a rank receives in a step, and the number of collectives."""
 
     sharded: float = 0.0
-    """Of weights gathered and gradients scattered, over `shards` neighbouring ranks."""
+    """Bytes of weights gathered and gradients scattered, over `shards` neighbouring ranks."""
     replicated: float = 0.0
-    """Of gradients all-reduced over `replicas` ranks, `shards` apart."""
+    """Bytes of gradients all-reduced over `replicas` ranks, `shards` apart."""
     gathers: int = 0
-    """Collectives of the first kind; `reductions` of the second."""
+    """Number of all-gathers and reduce-scatters."""
     reductions: int = 0
+    """Number of all-reduces."""
     shards: int = 1
     replicas: int = 1
     node_size: int = 1
@@ -65,19 +80,19 @@ class Volume:
         return max(1, self.shards * self.replicas // self.node_size)
 
     def seconds(self, link: float, network: float) -> float:
-        """If nothing of it hid, at `link` bytes a second between GPUs of a node and `network` from each to other nodes.
+        """Seconds without any overlap, at `link` bytes a second within a node and `network` from each GPU to others.
 
         A ring enters and leaves a node once, over all of its ports if its ranks are neighbours (NCCL runs as many rings
-        as there are); rings of replicas, one for each shard, have to share them.
+        as there are ports); rings of replicas, one for each shard, have to share them.
         """
         spans = self.shards > self.node_size
         ring = min(link, network * self.node_size) if spans else link
-        apart = min(self.shards, self.node_size)
-        replicas = min(link, network * self.node_size / apart) if self.nodes > 1 else link
-        crossed = HOP_BETWEEN * self.nodes
-        begun = self.gathers * (LATENCY + HOP * (self.shards - 1) + (crossed if spans else 0))
-        begun += self.reductions * (LATENCY + HOP * (self.replicas - 1) + (crossed if self.nodes > 1 else 0))
-        return begun + (self.sharded / ring + self.replicated / replicas) / LINK_EFFICIENCY
+        sharing = min(self.shards, self.node_size)
+        replicas = min(link, network * self.node_size / sharing) if self.nodes > 1 else link
+        crossing = HOP_BETWEEN * self.nodes
+        latency = self.gathers * (LATENCY + HOP * (self.shards - 1) + (crossing if spans else 0))
+        latency += self.reductions * (LATENCY + HOP * (self.replicas - 1) + (crossing if self.nodes > 1 else 0))
+        return latency + (self.sharded / ring + self.replicated / replicas) / LINK_EFFICIENCY
 
 
 def volume(
@@ -89,7 +104,7 @@ def volume(
     node_size: int,
     micro_batches: int,
 ) -> Volume:
-    """Bytes of rings: (n - 1) / n of a gathered or reduced tensor, twice that of an all-reduced one."""
+    """Count the bytes of rings: (n - 1) / n of a gathered or reduced tensor, twice that of an all-reduced one."""
     if world_size == 1:
         return Volume()
     plan = SHARD_PLANS[strategy]
@@ -98,8 +113,8 @@ def volume(
     trainable = [w for w in taking_part if w.trainable]
     others = shards - 1  # every rank's part of a ring is as long as the longest
 
-    def gathered(own: Sequence[Weight]) -> int:
-        return others * sum(w.padded(shards) * w.gathered_size(precision) for w in own)
+    def gathered(weights: Sequence[Weight]) -> int:
+        return others * sum(w.padded(shards) * w.gathered_size(precision) for w in weights)
 
     gradients = sum(w.padded(shards) * w.reduce_size(precision) for w in trainable)
     gathers = micro_batches if plan.reshard_every_micro_batch else 1
@@ -119,13 +134,14 @@ def volume(
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of a step, and of what."""
+    """Seconds of a step, by what they are spent on."""
 
     compute: float
     copies: float
     communication: float
-    """If nothing of it hid."""
+    """Communication without any overlap."""
     exposed: float
+    """Communication that computation does not hide."""
     update: float
 
     @property
@@ -137,7 +153,7 @@ def step_time(
     machine: Machine,
     precision: PrecisionConfig,
     flops: float,
-    again: float,
+    recomputed: float,
     sent: Volume,
     trainable: float,
     local: float,
@@ -145,17 +161,18 @@ def step_time(
     world_size: int,
     offload: OffloadMode,
 ) -> Step:
-    """One rank's step.
+    """Predict one rank's step.
 
     Args:
-        flops: of its samples, without recomputation; `again` what runs again.
-        sent: what it receives.
-        trainable: parameters that train; `local` those of them that it updates.
+        flops: FLOPs of its samples without recomputation.
+        recomputed: FLOPs that run again in the backward pass.
+        trainable: number of parameters that train.
+        local: number of them that this rank updates.
     """
     gpu = machine.gpu
     rate = machine.peak(precision.param_dtype) * (gpu.efficiency if gpu else 1.0)
     bandwidth = 0.8 * gpu.bandwidth if gpu else CPU_BANDWIDTH
-    compute = (flops + again) / rate
+    compute = (flops + recomputed) / rate
     link, network = (gpu.link, gpu.network) if gpu else (CPU_LINK, CPU_LINK)
     seconds = sent.seconds(link, network)
     exposed = max(0.0, seconds - OVERLAP * compute)
@@ -173,6 +190,6 @@ def step_time(
     return Step(compute, copies, seconds, exposed, update)
 
 
-def sample_flops(flops: Flops, positions: float, spread: float, labels: float, tiles: float) -> float:
-    """Of an average sample; attention costs by the square of the length."""
-    return flops.of(positions, positions**2 + spread**2, labels, tiles)
+def sample_flops(flops: Flops, samples: Samples) -> float:
+    """FLOPs of an average sample; attention costs by the square of the length."""
+    return flops.of(samples.tokens, samples.tokens**2 + samples.spread**2, samples.labels, samples.tiles)

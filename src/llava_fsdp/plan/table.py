@@ -1,4 +1,4 @@
-"""A plan for people and for programs."""
+"""A plan printed as tables, and as a JSON object."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,18 +7,15 @@ from rich.console import Console
 from rich.table import Table
 
 from llava_fsdp.distributed.memory import checkpoint_bytes
-from llava_fsdp.distributed.zero import SHARD_PLANS
-from llava_fsdp.plan.hardware import Machine
 from llava_fsdp.plan.planner import Planner, PlanRow
 from llava_fsdp.plan.published_formulas import formulas
 
 GB = 1e9
-COLUMNS = ("parameters", "gradients", "optimizer", "gathered", "reducing", "activations", "logits", "buffers")
 
 
 def show_plan(console: Console, planner: Planner, rows: Sequence[PlanRow], shown: int, command: str | None) -> None:
-    """What to do first, why after it."""
-    machine, own = planner.machine, planner.samples
+    """Print the recommended command, and below it the table of rows and the published formulas."""
+    machine, samples = planner.machine, planner.samples
     world_size = rows[0].world_size
     console.print(
         f"{planner.cfg.model.name}, stage={planner.cfg.stage.name}: {planner.trainable:,} parameters train, on "
@@ -26,20 +23,20 @@ def show_plan(console: Console, planner: Planner, rows: Sequence[PlanRow], shown
     )
     console.print(
         f"a checkpoint: {checkpoint_bytes(planner.weights, planner.cfg.precision) / GB:.1f} GB; "
-        f"samples: {own.positions:.0f} positions, {own.tiles:.2f} pictures, {own.labels:.0f} labels ({own.source}); "
-        f"a step: {planner.cfg.global_batch_size} samples"
+        f"samples: {samples.tokens:.0f} tokens, {samples.tiles:.2f} image tiles, {samples.labels:.0f} label tokens "
+        f"({samples.source}); a step: {planner.cfg.global_batch_size} samples"
     )
     fitting = [row for row in rows if row.fits]
     if command is None:
         console.print(
-            "\nNothing fits; the first row is nearest. Less is needed with more GPUs, a smaller data.max_length, fewer "
+            "\nNothing fits; the first row is nearest. Use more GPUs, a smaller data.max_length, fewer "
             "parts in model.train, or, on GPUs with bf16, precision=bf16_pure."
         )
     else:
         best = fitting[0]
         console.print(
             f"\nUse {names(best)}: {best.bytes['total'] / GB:.1f} GB, "
-            f"{best.samples_per_second:.3g} samples/s, {best.step.seconds:.3g} s a step (predicted){elsewhere(best)}\n"
+            f"{best.samples_per_second:.3g} samples/s, {best.step.seconds:.3g} s a step (predicted){off_device(best)}\n"
         )
         console.print(f"  {command}\n", soft_wrap=True)
     console.print(rows_table(rows[:shown]))
@@ -51,19 +48,16 @@ def show_plan(console: Console, planner: Planner, rows: Sequence[PlanRow], shown
 
 
 def names(row: PlanRow) -> str:
-    choice = row.choice
-    budget = (
-        f" activation_checkpointing.budget={choice.activation_checkpointing.budget}"
-        if choice.activation_checkpointing.budget is not None
-        else ""
-    )
-    offload = f" offload={choice.offload.value}" if choice.offload.value != "none" else ""
-    mode = choice.activation_checkpointing.mode.value
-    return f"sharding={SHARD_PLANS[choice.strategy].zero} activation_checkpointing={mode}{budget}{offload}"
+    """The overrides of a row."""
+    activation_checkpointing, offload = row.choice.activation_checkpointing, row.choice.offload.value
+    words = [f"sharding={row.choice.zero}", f"activation_checkpointing={activation_checkpointing.mode.value}"]
+    if activation_checkpointing.budget is not None:
+        words.append(f"activation_checkpointing.budget={activation_checkpointing.budget}")
+    return " ".join(words if offload == "none" else [*words, f"offload={offload}"])
 
 
-def elsewhere(row: PlanRow) -> str:
-    """What `fits` does not look at: memory of the host, and disks."""
+def off_device(row: PlanRow) -> str:
+    """Bytes in host memory and on disks, which `fits` does not check."""
     places = {"host memory": row.host, "files": row.disk}
     return "".join(f"; {size / GB:.1f} GB of {place} a rank" for place, size in places.items() if size)
 
@@ -71,24 +65,21 @@ def elsewhere(row: PlanRow) -> str:
 def rows_table(rows: Sequence[PlanRow]) -> Table:
     table = Table(
         "sharding", "activation_checkpointing", "offload", "tokens x micro-batches", "fits", "total GB", "states",
-        "gathered",
-        "reducing", "acts.", "logits", "s/step", "tokens/s", "MFU", "sent GB",
+        "gathered", "reducing", "acts.", "logits", "s/step", "tokens/s", "MFU", "sent GB",
         title="GB on a rank at the worst moment of a step; best first", title_justify="left",
     )  # fmt: skip
     for row in rows:
         held = {name: size / GB for name, size in row.bytes.items()}
         states = held["parameters"] + held["gradients"] + held["optimizer"] + held["buffers"]
         table.add_row(
-            SHARD_PLANS[row.choice.strategy].zero,
+            row.choice.zero,
             row.choice.activation_checkpointing.mode.value,
             row.choice.offload.value,
             f"{row.tokens:,} x {len(row.micro_batches)}",
             "yes" if row.fits else "NO",
             f"{held['total']:.1f}",
-            *(
-                f"{size:.1f}"
-                for size in (states, *(held[n] for n in ("gathered", "reducing", "activations", "logits")))
-            ),
+            f"{states:.1f}",
+            *(f"{held[name]:.1f}" for name in ("gathered", "reducing", "activations", "logits")),
             f"{row.step.seconds:.3g}",
             f"{row.tokens_per_second:,.0f}",
             f"{row.mfu:.0%}",
@@ -99,8 +90,8 @@ def rows_table(rows: Sequence[PlanRow]) -> Table:
 
 def formula_table(planner: Planner, world_size: int) -> Table:
     table = Table(
-        "formula", "", "GB a rank", "what differs here",
-        title=f"simple formulas, P = {planner.trainable:,}, N = {world_size}: states alone", title_justify="left",
+        "formula", "", "GB a rank", "what differs here", title_justify="left",
+        title=f"published formulas of the states alone, P = {planner.trainable:,}, N = {world_size}",
     )  # fmt: skip
     for formula in formulas(planner.trainable, world_size):
         table.add_row(formula.name, formula.text, f"{formula.bytes / GB:.1f}", formula.differs)
@@ -108,10 +99,8 @@ def formula_table(planner: Planner, world_size: int) -> Table:
 
 
 def as_object(planner: Planner, rows: Sequence[PlanRow], command: str | None, more: dict[str, Any]) -> dict[str, Any]:
-    """The same for programs: bytes, seconds and rates without units."""
-    machine: Machine = planner.machine
-    world_size = rows[0].world_size
-    fitting = [row for row in rows if row.fits]
+    """The plan as a JSON object, in bytes, seconds and rates by the second."""
+    machine, samples, world_size = planner.machine, planner.samples, rows[0].world_size
     return {
         "model": planner.cfg.model.name,
         "stage": planner.cfg.stage.name,
@@ -121,14 +110,11 @@ def as_object(planner: Planner, rows: Sequence[PlanRow], command: str | None, mo
         "usable": rows[0].usable,
         "trainable": planner.trainable,
         "checkpoint_bytes": checkpoint_bytes(planner.weights, planner.cfg.precision),
-        "samples": {
-            "positions": planner.samples.positions,
-            "tiles": planner.samples.tiles,
-            "labels": planner.samples.labels,
-            "source": planner.samples.source,
-        },
+        "samples": {name: getattr(samples, name) for name in ("tokens", "tiles", "labels", "source")},
         "rows": [row_object(row) for row in rows],
-        "recommended": None if command is None else {**row_object(fitting[0]), "command": command},
+        "recommended": None
+        if command is None
+        else {**row_object(next(row for row in rows if row.fits)), "command": command},
         "formulas": {f.name: {"text": f.text, "bytes": f.bytes} for f in formulas(planner.trainable, world_size)},
         **more,
     }
@@ -137,7 +123,7 @@ def as_object(planner: Planner, rows: Sequence[PlanRow], command: str | None, mo
 def row_object(row: PlanRow) -> dict[str, Any]:
     choice = row.choice
     return {
-        "sharding": SHARD_PLANS[choice.strategy].zero,
+        "sharding": row.choice.zero,
         "strategy": choice.strategy.value,
         "activation_checkpointing": choice.activation_checkpointing.mode.value,
         "budget": choice.activation_checkpointing.budget,

@@ -4,7 +4,7 @@ import time
 from html import escape
 
 from llava_fsdp.report.html import shortened, whole_page
-from llava_fsdp.report.results import results_of
+from llava_fsdp.report.results import TEXTS, results_of
 from llava_fsdp.report.run_charts import charts_of, figures
 from llava_fsdp.report.run_reader import Run
 from llava_fsdp.report.run_tables import Thumbnail, answers, history_tables, settings
@@ -39,20 +39,18 @@ def tiles(run: Run) -> str:
     """The numbers that are looked for first."""
     history, results, about = run.history, results_of(run), run.about
     total, planned = about.get("total_steps"), about.get("planned_peak")
+    lowest = f", to step {history.lowest_loss[1]:,}" if history.lowest_loss else ""
+    plan = f", planned {readable(planned)}" if isinstance(planned, int) else ""
+    labels = {
+        "loss": f"loss, last {len(history.recent)} steps",
+        "lowest loss": f"lowest loss{lowest}",
+        "tokens/s": "tokens a second, 2nd half",
+        "MFU": "MFU, 2nd half",
+        "memory": f"peak memory of rank 0{plan}",
+        "waits for data": "of the time waits for data",
+    }
     found = [(f"{history.step:,}", f"of {total:,} steps" if isinstance(total, int) else "steps")]
-    if results.loss is not None:
-        found.append((f"{results.loss:.4f}", f"loss, last {len(history.recent)} steps"))
-    if history.lowest_loss is not None:
-        found.append((f"{results.lowest_loss:.4f}", f"lowest loss, to step {history.lowest_loss[1]:,}"))
-    if results.tokens_per_second is not None:
-        found.append((short_text(results.tokens_per_second), "tokens a second, 2nd half"))
-    if results.mfu is not None:
-        found.append((f"{results.mfu:.1%}", "MFU, 2nd half"))
-    if results.peak_memory_bytes is not None:
-        plan = f", planned {readable(planned)}" if isinstance(planned, int) else ""
-        found.append((readable(results.peak_memory_bytes), f"peak memory of rank 0{plan}"))
-    if results.data_share is not None:
-        found.append((f"{results.data_share:.1%}", "of the time waits for data"))
+    found += [(text, label) for name, label in labels.items() if (text := TEXTS[name](results))]
     for key, name in (("score", "score"), ("loss", "validation loss")):
         last = next((row for row in reversed(run.validations) if row.get(key) is not None), None)
         if last is not None:

@@ -46,8 +46,8 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
     projector = find_projector(cfg)
     model = build_model(cfg, parts, world.device)
     if cfg.exports_model:
-        said = parts.language_folder, parts.language, cfg.trained_template, cfg.model.image_start_end
-        on_first_rank(lambda: rehearse_tokenizer(*said), "cannot write the tokenizer of an export")
+        tokenizer = parts.language_folder, parts.language, cfg.trained_template, cfg.model.image_start_end
+        on_first_rank(lambda: rehearse_tokenizer(*tokenizer), "cannot write the tokenizer of an export")
     loader = open_data(cfg, world, model)
     check_profile(cfg, loader.total_steps)
     check_same_records(loader)
@@ -147,8 +147,8 @@ def assemble(
     compiling = choose_compiling(cfg, world.device, model.kernel and model.kernel.attention)
     compilations = Compilations() if compiling.on else None
     masters = parallelize(model, model.blocks(), mesh, plan, cfg, offload, model.whole_while_frozen(), compilations)
-    for said in without_use(cfg.sharding, model.blocks(), mesh["shard"].size() if mesh is not None else None):
-        log().log(logging.WARNING if world.is_first else logging.DEBUG, said)
+    for message in without_use(cfg.sharding, model.blocks(), mesh["shard"].size() if mesh is not None else None):
+        log().log(logging.WARNING if world.is_first else logging.DEBUG, message)
     fill(model, masters)
     restore_buffers(model, buffers)
     offload.loaded()

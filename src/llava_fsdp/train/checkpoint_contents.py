@@ -137,7 +137,7 @@ def refuse_other_settings(folder: Path, cfg: Config) -> None:
     except (CheckpointError, OSError, ValueError, TypeError):
         return
     if differing:
-        keys = [said.partition(":")[0] for said in differing]
+        keys = [line.partition(":")[0] for line in differing]
         raise ConfigError(other_settings(folder, differing)).about(key=keys[0], keys=keys)
 
 

@@ -68,7 +68,7 @@ def settle_auto(cfg: Config, world: World) -> Config:
     parts = shapes_of(cfg.model)
     model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])
     decision = decide(cfg, world, parts, samples_of(cfg, model.image_tokens))
-    log().info("%s", decision.told(cfg))
+    log().info("%s", decision.summary(cfg))
     return decision.applied(cfg)
 
 

@@ -115,8 +115,8 @@ def export_adapter(state: TrainState, cfg: Config, is_first_rank: bool) -> Adapt
             "train it for more steps, or write nothing of a rehearsal: export.enabled=false",
         )
         make_empty(staged)
-        said = history(state.run, cfg.stage.name, state.step, cfg.model.train)
-        writer_of(state, cfg).write(staged, tensors, said)
+        notes = history(state.run, cfg.stage.name, state.step, cfg.model.train)
+        writer_of(state, cfg).write(staged, tensors, notes)
         prove_adapter(staged, tensors)
         publish_folder(staged, final)
 
@@ -150,10 +150,10 @@ def is_current(state: TrainState, cfg: Config) -> bool:
         folders[EXPORT] = {**wanted, "dtype": cfg.export.dtype.value}
 
     def look() -> bool:
-        for name, said in folders.items():
+        for name, notes in folders.items():
             folder = Path(cfg.output_dir) / name
             try:
-                if not said.items() <= read_notes(folder).items():
+                if not notes.items() <= read_notes(folder).items():
                     return False
                 check_folder(folder)
             except DamagedModel as error:

@@ -51,7 +51,7 @@ class LivePage:
         self.thumbnails = Thumbnails()
         self.seen: tuple[int, int] | None = None
         """Size and time of `validation.jsonl` when it was last read."""
-        self.told = self.last_told(first_step)
+        self.last_reported = self.last_validated(first_step)
         self.on_validation: Callable[[dict[str, Any]], None] = lambda row: None
         self.failed = False
         self.due = 0.0
@@ -63,7 +63,7 @@ class LivePage:
             self.warn(error)
         self.write()
 
-    def last_told(self, first_step: int) -> int:
+    def last_validated(self, first_step: int) -> int:
         """Last step with a validation before this start; later ones are reported."""
         try:
             rows = read_rows(self.run, VALIDATION_FILE, check_validation)
@@ -111,9 +111,9 @@ class LivePage:
         self.seen = found.st_mtime_ns, found.st_size
         rows = validations_until(read_rows(self.run, VALIDATION_FILE, check_validation), self.run.history.step)
         for row in rows:
-            if row["step"] > self.told:
+            if row["step"] > self.last_reported:
                 self.on_validation(row)
-                self.told = row["step"]
+                self.last_reported = row["step"]
         self.run.validations = thinned(rows)
 
     def warn(self, error: Exception) -> None:

@@ -22,7 +22,7 @@ from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.seeds import derive
 from llava_fsdp.runtime.watchdog import Watchdog
 from llava_fsdp.train.gc_schedule import collected_by_plan
-from llava_fsdp.train.profiler import Unrecorded
+from llava_fsdp.train.profiler import NoProfiler
 from llava_fsdp.train.state import StepResult, TrainState
 
 
@@ -33,7 +33,7 @@ def fit(
     after_step: Callable[[StepResult], None],
     between_steps: Callable[[], None] = lambda: None,
     watchdog: Watchdog | None = None,
-    recorder: Unrecorded | None = None,
+    profiler: NoProfiler | None = None,
 ) -> None:
     """Train to the last step.
 
@@ -41,24 +41,24 @@ def fit(
         after_step: runs on every rank, after the weights have been updated.
         between_steps: runs on every rank once the data of the next step are there, and ends the run where a stop was
             asked for: a rank whose data do not come is asked then too, while the others wait for its answer.
-        recorder: profiles a few steps; None disables profiling.
+        profiler: profiles a few steps; None disables profiling.
     """
     state.model.train()
     started = time.perf_counter()
-    watchdog, recorder = watchdog or Watchdog(), recorder or Unrecorded()
+    watchdog, profiler = watchdog or Watchdog(), profiler or NoProfiler()
     watchdog.at(Phase.DATA, state.step)
     if state.compilations is not None and state.step < state.loader.total_steps:
         log().info("compiling the language model's blocks: the first steps take much longer than those behind them")
     steps = state.loader.prepared(state.step, watchdog.wants_stop)  # a name keeps its workers alive for check_workers
     try:
         with collected_by_plan(cfg.gc_every) as collect:
-            for step in recorder.steps(steps):
+            for step in profiler.steps(steps):
                 waited = time.perf_counter() - started
                 watchdog.at(Phase.AGREEING)
                 between_steps()
                 assert step is not None, "between_steps raises on every rank when one of them was asked to stop"
                 watchdog.at(Phase.COMPUTE)
-                result = train_step(state, state.loader.agree(step), plan, cfg, started, watchdog, recorder)
+                result = train_step(state, state.loader.agree(step), plan, cfg, started, watchdog, profiler)
                 # counts as progress into the next step: a rank that hangs here is late
                 watchdog.at(Phase.REPORT, state.step)
                 after_step(replace(result, data_seconds=waited))
@@ -82,14 +82,14 @@ def train_step(
     cfg: Config,
     started: float,
     watchdog: Watchdog | None = None,
-    recorder: Unrecorded | None = None,
+    profiler: NoProfiler | None = None,
 ) -> StepResult:
     """Run one optimizer step, or skip the update where the loss or the gradients' norm is not finite.
 
     Raises:
         NumericError: in fp16, where the loss scale cannot be lowered any more.
     """
-    recorder = recorder or Unrecorded()
+    profiler = profiler or NoProfiler()
     lr = state.learning_rate.apply(state.optimizer, state.step - state.skipped)
     scale = state.scaler.scale if state.scaler is not None else 1.0
     # dropout of a resumed run draws what it would have drawn without the interruption
@@ -98,15 +98,15 @@ def train_step(
     loss_sum = torch.zeros((), device=state.loader.device)
     for number, micro in enumerate(step.micro_batches, start=1):
         begin_micro_batch(state.model, plan, is_last=number == len(step.micro_batches))
-        with recorder.part("forward"):
+        with profiler.part("forward"):
             micro = state.loader.to_device(micro)
             each = sources.each()
             loss = micro.scale * state.model(*micro.inputs, each)
             sources.add(micro, each)
-        with recorder.part("backward"):
+        with profiler.part("backward"):
             (loss * scale).backward()
         loss_sum += loss.detach()
-    with recorder.part("optimizer"):
+    with profiler.part("optimizer"):
         norm = clip_gradients(state.masters, cfg.optim.clip, scale)
         # The one place where the host waits for the device; with weights on the host, the norm waits too.
         values = summed(loss_sum.clone()), loss_sum, norm.to(loss_sum.device), *sources.summed().unbind()
@@ -114,7 +114,7 @@ def train_step(
     is_finite = math.isfinite(grad_norm) and math.isfinite(loss)  # the same on every rank: both are sums over all
     if watchdog is not None:
         watchdog.at(Phase.OPTIMIZER)
-    update_or_skip(state, is_finite, recorder)
+    update_or_skip(state, is_finite, profiler)
     state.step += 1
     state.samples += step.facts.samples
     return StepResult(
@@ -132,7 +132,7 @@ def train_step(
     )
 
 
-def update_or_skip(state: TrainState, is_finite: bool, recorder: Unrecorded) -> None:
+def update_or_skip(state: TrainState, is_finite: bool, profiler: NoProfiler) -> None:
     """Update the weights and release the gradients. A step that is not finite is skipped: weights and moments keep
     their bits, the learning rate schedule does not advance, and the step's samples count as consumed.
 
@@ -142,7 +142,7 @@ def update_or_skip(state: TrainState, is_finite: bool, recorder: Unrecorded) -> 
     if state.scaler is not None:
         state.scaler.update(overflowed=not is_finite, step=state.step + 1)
     if is_finite:
-        with recorder.part("optimizer"):
+        with profiler.part("optimizer"):
             state.optimizer.step()
             state.masters.refresh()
         state.consecutive = 0

@@ -32,21 +32,21 @@ def lost_rows(folder: Path, step: int) -> list[str]:
     if not starts and not checkpoint.is_dir():
         return []
     begin = min(starts, default=0)
-    said = []
+    messages = []
     if not starts:
-        said.append(f"{STARTS_FILE} has no start before step {step}")
+        messages.append(f"{STARTS_FILE} has no start before step {step}")
     rows = {row["step"]: row for row in of_steps(folder / METRICS_FILE, step)}
     steps = range(begin + 1, step + 1)
     if missing := [own for own in steps if own not in rows]:
-        said.append(f"{METRICS_FILE} lacks the rows of {len(missing)} of {len(steps)} steps ({stretches(missing)})")
+        messages.append(f"{METRICS_FILE} lacks the rows of {len(missing)} of {len(steps)} steps ({stretches(missing)})")
     listed = Counter(row["step"] for row in of_steps(folder / SKIPPED_FILE, step))
     if short := [own for own in steps if listed[own] < faults_of(rows.get(own, {}))]:
-        said.append(f"{SKIPPED_FILE} lacks records that {METRICS_FILE} counts, of steps {stretches(short)}")
+        messages.append(f"{SKIPPED_FILE} lacks records that {METRICS_FILE} counts, of steps {stretches(short)}")
     measured = set(steps_in(folder / VALIDATION_FILE, step))
     due = due_between(max(starts, default=step), step, object_or_none(checkpoint / "state.json", largest=SMALL) or {})
     if missing := [own for own in due if own not in measured]:
-        said.append(f"{VALIDATION_FILE} lacks the rows of steps {stretches(missing)}")
-    return said
+        messages.append(f"{VALIDATION_FILE} lacks the rows of steps {stretches(missing)}")
+    return messages
 
 
 def due_between(begin: int, end: int, facts: dict[str, Any]) -> range:
@@ -82,6 +82,6 @@ def stretches(steps: Iterable[int]) -> str:
             found[-1][1] = step
         else:
             found.append([step, step])
-    said = [f"{first} to {last}" if last > first else str(first) for first, last in found[:MOST_STRETCHES]]
+    ranges = [f"{first} to {last}" if last > first else str(first) for first, last in found[:MOST_STRETCHES]]
     more = len(found) - MOST_STRETCHES
-    return ", ".join(said) + (f" and {more} more stretches" if more > 0 else "")
+    return ", ".join(ranges) + (f" and {more} more stretches" if more > 0 else "")

@@ -40,11 +40,11 @@ from llava_fsdp.train.dry_run import dry_run
 from llava_fsdp.train.live_page import rewrite_page
 from llava_fsdp.train.loop import fit
 from llava_fsdp.train.metrics import Reporter
-from llava_fsdp.train.profiler import open_recorder
+from llava_fsdp.train.profiler import open_profiler
 from llava_fsdp.train.replica_check import check_replicas
 from llava_fsdp.train.resume import check_settings, continues, resume
 from llava_fsdp.train.same_software import check_same_software
-from llava_fsdp.train.save_and_stop import Keeper, open_saver
+from llava_fsdp.train.save_and_stop import RunController, open_saver
 from llava_fsdp.train.state import StepResult, TrainState
 from llava_fsdp.train.trackers import check_installed
 from llava_fsdp.train.validation import open_validation
@@ -133,19 +133,20 @@ def train(cfg: Config, parts: RunParts | None = None) -> None:
         folder_of_adapters = final_export.in_checkpoints(state, cfg)
         saver = open_saver(state, cfg, resumed, folder_of_adapters) if state.step < last_step else None
         left_out = state.loader.steps.records.left_out()
-        told = state.utilization, state.run, state.about
-        reporter = parts.reporter = Reporter(cfg, state.step, last_step, world.is_first, left_out, *told)
+        reporter = parts.reporter = Reporter(
+            cfg, state.step, last_step, world.is_first, left_out, state.utilization, state.run, state.about
+        )
 
-        recorder = open_recorder(cfg, world.rank, world.device, state.step, last_step)
-        keeper = Keeper(state, saver, cfg, last_step, watchdog, parts.hold)
-        validation = open_validation(state, cfg, last_step, watchdog, keeper.between_steps, reporter.note)
+        profiler = open_profiler(cfg, world.rank, world.device, state.step, last_step)
+        controller = RunController(state, saver, cfg, last_step, watchdog, parts.hold)
+        validation = open_validation(state, cfg, last_step, watchdog, controller.between_steps, reporter.note)
         first_step = state.step
 
         def after_step(result: StepResult) -> None:
             watchdog.step_done()
-            if keeper.loss() is None:  # a lost folder may belong to another run now
+            if controller.loss() is None:  # a lost folder may belong to another run now
                 reporter(result)
-            keeper.after_step(result)
+            controller.after_step(result)
             if state.step == first_step + 1:  # weights are loaded and kernels compiled
                 ranks.shorten_timeout(mesh, cfg.comm.timeout)
                 watchdog.limit = cfg.comm.timeout
@@ -153,14 +154,14 @@ def train(cfg: Config, parts: RunParts | None = None) -> None:
 
         with watchdog.steps():
             validation.catch_up()
-            fit(state, plan, cfg, after_step, keeper.between_steps, watchdog, recorder)
-            keeper.close()
+            fit(state, plan, cfg, after_step, controller.between_steps, watchdog, profiler)
+            controller.close()
         reporter.close()
         watchdog.at(Phase.EXPORT)
-        with keeper.explained():
+        with controller.explained():
             if cfg.export.enabled and not final_export.is_current(state, cfg):
                 log().info("exported to %s", final_export.export(state, cfg, world.is_first))
-        keeper.stop_if_lost()
+        controller.stop_if_lost()
 
 
 def settle_auto(cfg: Config, world: World) -> Config:
@@ -175,7 +176,7 @@ def settle_auto(cfg: Config, world: World) -> Config:
         return decide(cfg, world, parts, samples_in(records), continues(cfg))
 
     decision = on_first_rank(choose, "cannot plan")
-    log().info("%s", decision.told(cfg))
+    log().info("%s", decision.summary(cfg))
     return decision.applied(cfg)
 
 

@@ -78,9 +78,9 @@ class Reporter:
         self.metrics, self.skipped_records = Rows(self.folder / METRICS_FILE), Rows(self.folder / SKIPPED_FILE)
         try:
             rename_old_files(self.folder)
-            for said in self.lost(first_step):
+            for message in self.lost(first_step):
                 log().warning(
-                    "%s: %s: it was cut or damaged, and what it had is in no curve and no sum", self.folder, said
+                    "%s: %s: it was cut or damaged, and what it had is in no curve and no sum", self.folder, message
                 )
             cut_back(self.metrics.path, first_step)
             begin_skipped_records(self.skipped_records.path, first_step, left_out)
@@ -115,10 +115,10 @@ class Reporter:
         if self.progress is not None:
             self.progress.stop()
 
-    def note(self, said: str) -> None:
+    def note(self, text: str) -> None:
         """Show a text beside the progress bar, if there is one."""
         if self.progress is not None:
-            self.progress.update(self.task, shown=said)
+            self.progress.update(self.task, shown=text)
 
     def end(self, patience: float = PATIENCE) -> None:
         """Write the final page and close the trackers, after `run_status.json` has been written.
@@ -145,8 +145,8 @@ class Reporter:
         self.page.add(row)
         self.trackers.step(row)
         for sample in result.facts.left_out:
-            said = {"step": row["step"], "record": sample.record, "kind": sample.kind, "reason": sample.reason}
-            self.skipped_records.add(said)
+            skipped = {"step": row["step"], "record": sample.record, "kind": sample.kind, "reason": sample.reason}
+            self.skipped_records.add(skipped)
             log().warning("step %d goes without %s", row["step"], sample.reason)
         for where in result.facts.unlabelled:
             self.skipped_records.add({"step": row["step"], "record": where, "kind": "no_labels", "reason": "no label"})

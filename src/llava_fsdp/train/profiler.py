@@ -38,7 +38,7 @@ MOST_ENTRIES = 200_000
 def without_lines(start: bytes) -> Iterator[None]:
     """Drop lines with a prefix from standard error, including those that C++ code writes to file descriptor 2."""
     sys.stderr.flush()
-    shown = os.dup(2)
+    stderr = os.dup(2)
     reader, writer = os.pipe()
     os.dup2(writer, 2)
     os.close(writer)
@@ -47,7 +47,7 @@ def without_lines(start: bytes) -> Iterator[None]:
         with open(reader, "rb") as lines:
             for line in lines:
                 if not line.startswith(start):
-                    os.write(shown, line)
+                    os.write(stderr, line)
 
     thread = threading.Thread(target=pass_on, name="stderr", daemon=True)
     thread.start()
@@ -55,12 +55,12 @@ def without_lines(start: bytes) -> Iterator[None]:
         yield
     finally:
         sys.stderr.flush()
-        os.dup2(shown, 2)  # closes the last writer of the pipe, which ends the thread
+        os.dup2(stderr, 2)  # closes the last writer of the pipe, which ends the thread
         thread.join(CLOSING)
-        os.close(shown)
+        os.close(stderr)
 
 
-class Unrecorded:
+class NoProfiler:
     """Profiler that records nothing."""
 
     def steps(self, steps: Iterator[T]) -> Iterator[T]:
@@ -70,7 +70,7 @@ class Unrecorded:
         return nullcontext()
 
 
-class Recorder(Unrecorded):
+class StepProfiler(NoProfiler):
     """Profiles a range of this process's steps, counted from 1, and writes the results after the last."""
 
     def __init__(self, cfg: Config, steps: tuple[int, int], rank: int, device: torch.device):
@@ -152,7 +152,7 @@ class Recorder(Unrecorded):
             log().info("profile: %s; the trace beside it opens in https://ui.perfetto.dev", os.fspath(page))
 
 
-def open_recorder(cfg: Config, rank: int, device: torch.device, done: int, total: int) -> Unrecorded:
+def open_profiler(cfg: Config, rank: int, device: torch.device, done: int, total: int) -> NoProfiler:
     """What `profile` asks for.
 
     Args:
@@ -160,17 +160,17 @@ def open_recorder(cfg: Config, rank: int, device: torch.device, done: int, total
     """
     left = total - done
     if not cfg.profile or left <= 0:
-        return Unrecorded()
+        return NoProfiler()
     if cfg.profile_steps is None:
-        return Recorder(cfg, usual_steps(left), rank, device)
+        return StepProfiler(cfg, usual_steps(left), rank, device)
     first, last = cfg.profile_steps
     if left < last:  # a restart near the end of a run that was profiled is no mistake
         log().warning(
             "profile_steps=%s: this start has %d steps to do, and they are counted from its first; nothing is recorded",
             cfg.profile_steps, left,
         )  # fmt: skip
-        return Unrecorded()
-    return Recorder(cfg, (first, last), rank, device)
+        return NoProfiler()
+    return StepProfiler(cfg, (first, last), rank, device)
 
 
 def usual_steps(left: int) -> tuple[int, int]:

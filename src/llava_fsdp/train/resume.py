@@ -100,7 +100,7 @@ def check_settings(cfg: Config) -> None:
     try:
         wanted = wish_of(cfg)
         newest = list_checkpoints(Path(cfg.output_dir) / FOLDER)[-1:]
-    except OSError:  # said by whoever needs it
+    except OSError:  # reported where the folder is used
         return
     for folder in newest if wanted == "auto" else [Path(wanted)] if wanted != "never" else []:
         refuse_other_settings(folder, cfg)

@@ -25,7 +25,7 @@ SHOWN = 8
 """How many records a message names at most; run_status.json has them all."""
 
 
-class Keeper:
+class RunController:
     """Saves a run's state on request and when a checkpoint is due; one that is due waits while steps are skipped."""
 
     def __init__(
@@ -79,23 +79,24 @@ class Keeper:
             Stopped: a stop was asked for; the state is on disk, unless `checkpoint.on_save_error` allows otherwise.
             FolderLost: the run's folder was deleted or moved, or is not the run's any more.
         """
-        asked = Votes(
+        votes = Votes(
             stop=self.watchdog.wants_stop(),
             save=self.watchdog.wants_save(),
             failed=self.saver is not None and self.saver.failed,
             lost=self.loss() is not None,
         ).agreed()
-        if asked.lost:
+        if votes.lost:
             self.stop_if_lost()
-        if asked.failed:
+        if votes.failed:
             self.finish()
-        if (asked.stop or asked.save) and not self.is_kept:
+        if (votes.stop or votes.save) and not self.is_kept:
             self.save()
-        if asked.stop:
+        if votes.stop:
             self.finish()
-            said = "continues there" if self.is_kept else "continues from the checkpoint before, as this one failed"
+            where = "continues there" if self.is_kept else "continues from the checkpoint before, as this one failed"
             raise Stopped(
-                f"{self.asker}: stopped after step {self.state.step}; the same command {said}", bool(self.watchdog.stop)
+                f"{self.asked_by}: stopped after step {self.state.step}; the same command {where}",
+                bool(self.watchdog.stop),
             )
 
     def save(self) -> None:
@@ -132,7 +133,7 @@ class Keeper:
         self.saver = None
         if Votes(stop=self.watchdog.wants_stop()).agreed().stop and self.cfg.export.enabled:
             raise Stopped(
-                f"{self.asker}: stopped after the last step; the same command exports the model",
+                f"{self.asked_by}: stopped after the last step; the same command exports the model",
                 bool(self.watchdog.stop),
             )
 
@@ -201,7 +202,7 @@ class Keeper:
         self.hold.remake()
 
     @property
-    def asker(self) -> str:
+    def asked_by(self) -> str:
         return self.watchdog.stop or "a signal on another rank"
 
     def give_up(self, result: StepResult) -> None:

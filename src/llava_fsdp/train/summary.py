@@ -150,8 +150,10 @@ def describe_data(cfg: Config, records: Records) -> str:
 
 def describe_held_out(cfg: Config, held_out: HeldOut) -> str:
     own = describe_data(cfg.held_out, held_out.loader.steps.records)
-    asked = f"{len(held_out.questions):,} questions by {cfg.val.metric.value}" if held_out.questions else "no questions"
-    return f"every {cfg.val.every:,} steps; {own}; {asked}"
+    questions = (
+        f"{len(held_out.questions):,} questions by {cfg.val.metric.value}" if held_out.questions else "no questions"
+    )
+    return f"every {cfg.val.every:,} steps; {own}; {questions}"
 
 
 def describe_precision(precision: PrecisionConfig) -> str:

@@ -117,13 +117,13 @@ class Trackers:
     def work(self) -> None:
         """Open the trackers, log queued rows, close them. Runs in the thread."""
         opened: list[Tracker] = []
-        with warned_of("TensorBoard cannot be told of this run"):
+        with warned_of("TensorBoard cannot log this run"):
             opened += [TensorBoard(self)] if self.cfg.track.tensorboard else []
-        with warned_of("Weights & Biases cannot be told of this run"):
+        with warned_of("Weights & Biases cannot log this run"):
             opened += [WeightsAndBiases(self)] if self.cfg.track.wandb is not WandbMode.off else []
         while (found := self.waiting.get()) is not None:
             for tracker in list(opened):
-                with warned_of(f"{type(tracker).__name__} is told no more") as good:
+                with warned_of(f"{type(tracker).__name__} is closed") as good:
                     tracker.log(*found)
                 if not good:
                     opened.remove(tracker)

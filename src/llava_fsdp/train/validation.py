@@ -31,7 +31,7 @@ from llava_fsdp.runtime.os_errors import why
 from llava_fsdp.runtime.watchdog import Watchdog
 from llava_fsdp.train.metrics import cut_back, finite, rows_of
 from llava_fsdp.train.state import TrainState
-from llava_fsdp.train.validation_answers import Answered, Asker
+from llava_fsdp.train.validation_answers import Answered, AnswerGenerator
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Validation(NoValidation):
         self.note = note
         self.pause_run = pause
         self.rows = Rows(Path(cfg.output_dir) / VALIDATION_FILE)
-        self.asker = Asker(state.model, held_out, cfg, watchdog.wants_stop, self.pause)
+        self.generator = AnswerGenerator(state.model, held_out, cfg, watchdog.wants_stop, self.pause)
         self.done = on_first_rank(self.begin_file, f"cannot begin {self.rows.path}")
         if held_out.questions:
             with evaluating(state.model, held_out.loader.device):
@@ -131,7 +131,7 @@ class Validation(NoValidation):
         try:
             with evaluating(self.state.model, device):
                 losses = self.losses()
-                answers = self.asker.answers()
+                answers = self.generator.answers()
         except RuntimeError:  # the DataLoader's signal handler raises it anywhere when a worker dies
             self.held_out.loader.check_workers()
             raise
@@ -146,7 +146,7 @@ class Validation(NoValidation):
         steps = loader.prepared(0, self.watchdog.wants_stop)
         for number, step in enumerate(steps):
             self.pause()
-            assert step is not None, "a rank that is asked to stop stops all"
+            assert step is not None, "pause raises on every rank when one of them was asked to stop"
             step = loader.agree(step)
             source = order.source(number)
             for micro in step.micro_batches:
@@ -161,10 +161,10 @@ class Validation(NoValidation):
 
     def report(self, losses: list[Loss], answers: list[Answered], seconds: float) -> None:
         row = row_of(self.state.step, dict(zip(self.held_out.names, losses, strict=True)), answers, seconds)
-        asked = [shown(self.held_out.questions[own.number], own) for own in answers[: self.cfg.val.shown]]
-        row |= {"metric": self.cfg.val.metric.value if self.held_out.questions else None, "answers": asked}
+        answered = [as_object(self.held_out.questions[own.number], own) for own in answers[: self.cfg.val.shown]]
+        row |= {"metric": self.cfg.val.metric.value if self.held_out.questions else None, "answers": answered}
         self.rows.add(row)
-        log().info("%s", told(row))
+        log().info("%s", as_line(row))
         if row["loss"] is None:
             log().warning("validation after step %d: the loss is no number", self.state.step)
 
@@ -183,19 +183,19 @@ def row_of(step: int, losses: dict[str, Loss], answers: list[Answered], seconds:
     }
 
 
-def shown(asked: HeldOutQuestion, answered: Answered) -> dict[str, Any]:
+def as_object(question: HeldOutQuestion, answered: Answered) -> dict[str, Any]:
     """An answer as an object of `validation.jsonl`."""
     return {
-        "record": asked.record,
-        "question": asked.question,
+        "record": question.record,
+        "question": question.question,
         "answer": answered.text,
-        "references": [asked.reference],
+        "references": [question.reference],
         "score": answered.score,
-        "picture": str(asked.pictures[0].absolute()) if asked.pictures else None,
+        "picture": str(question.pictures[0].absolute()) if question.pictures else None,
     }
 
 
-def told(row: dict[str, Any]) -> str:
+def as_line(row: dict[str, Any]) -> str:
     """A row of `validation.jsonl` as one line of text."""
 
     def loss(own: dict[str, Any]) -> str:

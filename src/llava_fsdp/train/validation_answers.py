@@ -36,7 +36,7 @@ class Answered:
     score: float
 
 
-class Asker:
+class AnswerGenerator:
     """Generates answers to held-out questions with the sharded model.
 
     All ranks run the same number of forward passes, since each is a collective: the same number of batches, each as
@@ -74,7 +74,7 @@ class Asker:
         Keys and values of a token take up to twice the memory that a block keeps of it for its backward pass. Half of a
         micro-batch's tokens therefore needs no more memory than training.
         """
-        longest = max(len(asked.sample.input_ids) for asked in self.questions) + self.cfg.val.max_new_tokens
+        longest = max(len(question.sample.input_ids) for question in self.questions) + self.cfg.val.max_new_tokens
         return max(1, min(self.cfg.val.batch_size, self.cfg.row_tokens // 2 // longest))
 
     def answers(self) -> list[Answered]:
@@ -86,7 +86,7 @@ class Asker:
         if not self.questions:
             return []
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        lengths = [len(asked.sample.input_ids) for asked in self.questions]
+        lengths = [len(question.sample.input_ids) for question in self.questions]
         by_length = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
         at_once = size * self.rows
         found: list[Answered] = []
@@ -101,13 +101,13 @@ class Asker:
         read = [(number, row) for number in numbers if (row := self.read(self.questions[number])) is not None]
         prompts = lay_out_prompts([row for _, row in read], self.loader.steps.collate)
         micro = self.loader.to_device(prompts.micro)
-        shown = micro.image_positions, micro.image_rows, micro.images
+        images = micro.image_positions, micro.image_rows, micro.images
         mask = prompts.mask.to(micro.input_ids.device)
 
         texts = [AnswerText(self.tokenizer, self.stop, self.stops) for _ in read]
         cache = DynamicCache(config=self.model.parts.language)
         sampling = Sampling(self.cfg.val.max_new_tokens)
-        for chosen in write_tokens(self.model, micro.input_ids, mask, shown, cache, sampling):
+        for chosen in write_tokens(self.model, micro.input_ids, mask, images, cache, sampling):
             for text, token in zip(texts, chosen.tolist(), strict=False):  # a blank row has no text
                 text.push(token)
             goes_on, stops = any_rank(not all(text.ended for text in texts), self.wants_stop())
@@ -121,14 +121,16 @@ class Asker:
             for (number, _), text in zip(read, texts, strict=True)
         ]
 
-    def read(self, asked: HeldOutQuestion) -> Row | None:
+    def read(self, question: HeldOutQuestion) -> Row | None:
         """A question and its image tiles; None if an image is broken and `data.bad_records=skip`."""
         try:
-            return asked.sample, [self.loader.steps.pictures.load(path, asked.record) for path in asked.pictures]
+            return question.sample, [
+                self.loader.steps.pictures.load(path, question.record) for path in question.pictures
+            ]
         except PictureError as error:
             if self.loader.data.bad_records is BadRecords.fail:
                 error.on_every_rank = False  # every rank reads its own
-                error.about(record=asked.record)
+                error.about(record=question.record)
                 raise
             log().warning("the validation goes without %s", error)
             return None
