@@ -142,7 +142,7 @@ def ask(shown: Any, text: str, *files: Path) -> None:
             f"document.querySelectorAll('.thumbnail-item').length == {len(files)}", timeout=PATIENCE
         )
     shown.fill("textarea", text)
-    shown.click("button[aria-label=Submit]")
+    shown.click("button[aria-label=Submit]", timeout=PATIENCE)
 
 
 def answers(shown: Any, number: int) -> list[str]:
@@ -282,6 +282,8 @@ def test_an_answer_is_stopped(served: Served, assistant: Assistant) -> None:
         for role in ("bot", "user"):
             shown.wait_for_selector(f"[data-testid={role}]", state="detached", timeout=PATIENCE)
         ask(shown, "begun anew")
+        shown.wait_for_selector("[data-testid=bot]", timeout=PATIENCE)
+        shown.click("button:has-text('Stop')")
         assert len(answers(shown, 1)) == 1, "nothing is left of the one before"
 
 
