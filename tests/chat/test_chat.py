@@ -33,7 +33,7 @@ from llava_fsdp.export.main import export
 from llava_fsdp.model.generation import PrefixCache, Sampling, choose
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import find_parts
-from llava_fsdp.runtime.errors import ConfigError, DataError, ModelError, PictureError
+from llava_fsdp.runtime.errors import ConfigError, DataError, ImageError, ModelError
 from llava_fsdp.train import main as train
 
 # A shell lets Ctrl-C do nothing to what it runs aside, tests for one, and their children keep that.
@@ -503,5 +503,5 @@ def test_one_question(noise: Path, dataset: Path, tmp_path: Path, capsys: pytest
     expected = Assistant(str(noise), "v1", AspectRatio.pad).answers([Question([turn], files, "")], 4)
     assert capsys.readouterr().out == f"{expected[0]}\n"
     (tmp_path / "text.png").write_text("no picture")
-    with pytest.raises(PictureError, match=r"image: picture .*text\.png cannot be read: it is none of JPEG"):
+    with pytest.raises(ImageError, match=r"image: image .*text\.png cannot be read: it is none of JPEG"):
         chat.chat(configured(*words, f"image={tmp_path / 'text.png'}"))

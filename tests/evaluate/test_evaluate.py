@@ -379,7 +379,7 @@ def test_a_missing_picture_is_named_before_any_model_work(keys: list[str], datas
     (images / "0.jpg").write_bytes(broken.read_bytes()[:200])
     write_lines(path, rows)
     base = [*keys, "task=vqa", f"questions={path}", f"data.images={images}"]
-    with pytest.raises(DataError, match=r"line 3, record 2 \(id 102\): picture .*gone.jpg does not exist"):
+    with pytest.raises(DataError, match=r"line 3, record 2 \(id 102\): image .*gone.jpg does not exist"):
         evaluate(config(*base, f"model.checkpoint={tmp_path / 'nowhere'}"))
     with pytest.raises(DataError, match=r"2 of 5 questions .*data.max_bad_records=1 allows 1"):
         evaluate(config(*base, "data.bad_records=skip", "data.max_bad_records=1"))

@@ -4,12 +4,13 @@ import math
 
 import pytest
 import torch
+from loss_bytes import loss_bytes
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llava_fsdp.config import LossConfig, LossKernel, Normalize
-from llava_fsdp.model.loss import choose_loss, chunked_loss, loss_bytes, whole_loss
+from llava_fsdp.model.loss import choose_loss, chunked_loss, whole_loss
 from llava_fsdp.runtime.errors import ConfigError
 
 LABELS, VOCABULARY, WIDTH = 23, 57, 12

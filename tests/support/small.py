@@ -2,8 +2,9 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hydra import compose, initialize_config_dir
 from PIL import Image
@@ -60,6 +61,15 @@ def write_parts(folder: Path, spare_rows: int = 5) -> Path:
         source = ASSETS / "tiny-llama" / name
         if source.is_file():
             (folder / "language" / name).write_bytes(source.read_bytes())
+    return folder
+
+
+def changed_parts(parts: Path, folder: Path, language: dict | None = None, vision: dict | None = None) -> Path:
+    """A copy of the parts, with other values in their configurations."""
+    for part, values in (("language", language), ("vision", vision)):
+        shutil.copytree(parts / part, folder / part)
+        config = json.loads((folder / part / "config.json").read_text())
+        write_json(folder / part / "config.json", config | (values or {}))
     return folder
 
 
@@ -158,3 +168,9 @@ def command_config(kind: type, name: str, *overrides: str) -> Any:
 def conversion(source: Path | str, to: Path, *overrides: str) -> ConversionConfig:
     """What `python -m llava_fsdp.export source=... to=...` makes."""
     return command_config(ConversionConfig, "export", f"source={source}", f"to={to}", *overrides)
+
+
+class Configure(Protocol):
+    """The fixture `configure`: `make_config` for the session's small model and dataset."""
+
+    def __call__(self, *overrides: str, to: str | Path = "", stage: str = "finetune") -> Config: ...

@@ -37,7 +37,7 @@ class Conversation:
             where: begins messages about it.
 
         Raises:
-            PictureError: it cannot be read.
+            ImageError: it cannot be read.
             DataError: it is not a file, or there are too many images already.
         """
         if not path.is_file():

@@ -8,7 +8,8 @@ from torch import nn
 
 from llava_fsdp.config import Part
 from llava_fsdp.model.attention import head_size
-from llava_fsdp.model.llava import Llava, find_stack
+from llava_fsdp.model.blocks import find_blocks
+from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.quantization import weight_shape
 
 
@@ -22,7 +23,7 @@ class Flops(NamedTuple):
     label: float
     """A label in the output layer, which runs for labels alone."""
     tile: float
-    """A tile of a picture in tower and projector."""
+    """A tile of an image in tower and projector."""
 
     def of(self, positions: float, pairs: float, labels: float, tiles: float) -> float:
         """FLOPs of samples that hold so much together.
@@ -48,7 +49,7 @@ def count_flops(model: Llava, activation_checkpointing: bool, compiled: bool = F
     """
     trains = {part: part in model.cfg.train for part in Part}
     language: Any = model.language_model.config
-    stack = find_stack(model.language_model)
+    stack = find_blocks(model.language_model)
     weights = matrix_weights(stack)
     again = 2 * (weights - (0 if compiled else last_products(stack))) if activation_checkpointing else 0
     label = (
@@ -70,8 +71,8 @@ def tower_flops(model: Llava, trains: bool, activation_checkpointing: bool) -> f
 
     Pixels have no gradient, and the product that makes positions of them, a convolution, runs once a patch.
     """
-    vision, positions = model.parts.vision, model.probe.positions
-    stack = list(find_stack(model.vision_tower))
+    vision, positions = model.parts.vision, model.probe.tokens
+    stack = list(find_blocks(model.vision_tower))
     in_blocks, leftovers = {p for block in stack for p in block.parameters()}, set(model.probe.leftovers)
     needed = [p for n, p in model.vision_tower.named_parameters() if p not in in_blocks and n not in leftovers]
     others = sum(p.numel() for p in needed if p.ndim > 1) - rows_looked_up(model.vision_tower)

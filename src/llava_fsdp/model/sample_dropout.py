@@ -49,7 +49,7 @@ class TokenKeys:
             positions, boundaries, _ = segments
             own = seeds.repeat_interleave(boundaries.diff(), output_size=shape[1])[None]
         self.language = hashed(own, positions)
-        shown = tile_seeds if len(tile_seeds) else tile_seeds.new_zeros(1)  # a tower that trains runs a blank picture
+        shown = tile_seeds if len(tile_seeds) else tile_seeds.new_zeros(1)  # a tower that trains runs a blank image
         self.vision = hashed(shown[:, None], torch.arange(tower_positions, device=seeds.device)[None])
 
 
