@@ -7,8 +7,9 @@ from pathlib import Path
 
 import bitsandbytes
 import numpy as np
+import pytest
 import torch
-from harness import CPU, single_world
+from harness import CPU, RankPool, single_world
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file
 from torch.nn import functional
@@ -46,6 +47,27 @@ class Outcome:
 
 def run_ranks(world: World, cfg: Config) -> None:
     train.train(cfg)
+
+
+def train_on(size: int, cfg: Config, pools: dict[int, RankPool], timeout: float = 60) -> Path:
+    """Train on so many ranks; the run's folder."""
+    if size == 1:
+        train.train(cfg)
+    else:
+        pools[size].run(run_ranks, cfg, timeout=timeout)
+    return Path(cfg.output_dir)
+
+
+def assert_near(got: Outcome, wanted: Outcome, rows: int, which: str) -> None:
+    """Losses, gradient norms and weights (of the first `rows` rows of a vocabulary) within the tolerance."""
+    assert got.losses == pytest.approx(wanted.losses, rel=TOLERANCE), which
+    assert got.grad_norms == pytest.approx(wanted.grad_norms, rel=TOLERANCE), which
+    assert difference(got.weights, wanted.weights, rows) < TOLERANCE, which
+
+
+def assert_same_bits(got: Outcome, wanted: Outcome, which: str) -> None:
+    assert (got.losses, got.grad_norms) == (wanted.losses, wanted.grad_norms), which
+    assert all(torch.equal(got.weights[n], wanted.weights[n]) for n in wanted.weights), which
 
 
 def outcome(folder: Path) -> Outcome:
