@@ -88,7 +88,7 @@ def test_kernels_agree(kernel: LossKernel) -> None:
 
 def test_torchs_kernel_is_refused_where_it_would_round_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = LossConfig(normalize=Normalize.step, chunk_tokens=4, kernel=LossKernel.torch)
-    with pytest.raises(ConfigError, match="bfloat16 that is a number of two or three digits"):
+    with pytest.raises(ConfigError, match="bfloat16 has only two or three digits"):
         choose_loss(asked, torch.bfloat16)
     monkeypatch.delattr(functional, "linear_cross_entropy")
     with pytest.raises(ConfigError, match="has no linear_cross_entropy"):

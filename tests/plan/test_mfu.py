@@ -106,7 +106,7 @@ def test_a_compiled_block_that_runs_again_does_so_to_the_end(
         for on in ("false", "true" if mode != "selective" else "auto")
     )
     last = 3 * 36 * 50  # three layers' down projections
-    forward = plain.flops.position / 3
+    forward = plain.flops.token / 3
     assert compiled.flops == plain.flops and plain.recomputed.position == (forward - 2 * last if mode == "full" else 0)
     assert compiled.recomputed.position - plain.recomputed.position == (2 * last if mode == "full" else 0)
 
