@@ -179,7 +179,7 @@ def deliver(options: argparse.Namespace, work: Path) -> list[dict]:
         for workers, pixels in cases:
             loader = open_loader(work, options, workers, pixels)
             before, began = cpu_seconds(), time.perf_counter()
-            images = sum(step.facts.images for step in loader.from_step(0))
+            images = sum(step.facts.images for step in map(loader.agree, loader.prepared(0)))
             assert images == count
             wall, cpu = time.perf_counter() - began, cpu_seconds() - before
             rows.append({"workers": workers, "pixels": pixels, "images": images, "wall": wall, "cpu": cpu})

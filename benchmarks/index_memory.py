@@ -161,7 +161,7 @@ parts = find_parts(cfg.model)
 model = build_llava(parts, cfg.model, torch.float32)
 folders = parts.language_folder, parts.vision_folder
 loader = build_loader(cfg, *folders, shape_of(model), 0, 1, torch.device("cpu"))
-steps = loader.from_step(0)
+steps = map(loader.agree, loader.prepared(0))
 for _ in range(50):
     next(steps)
 print("ready", flush=True)

@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from loss_bytes import loss_bytes
 from provenance import commit, machine
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from llava_fsdp.model.loss import chunked_loss, loss_bytes, whole_loss
+from llava_fsdp.model.loss import chunked_loss, whole_loss
 
 MIB = 1 << 20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -35,8 +35,8 @@ from rich.table import Table
 from llava_fsdp.config import Config, Normalize, config_dir, load
 from llava_fsdp.data.batching.batch import MicroBatch, Step, StepFacts
 from llava_fsdp.data.batching.collate import Collator, Row
-from llava_fsdp.data.batching.llava_samplers import modality_grouped, stretches
-from llava_fsdp.data.batching.packing import Cuts, cut_step, pack_step
+from llava_fsdp.data.batching.llava_samplers import chunked, modality_grouped
+from llava_fsdp.data.batching.packing import Assignment, pack_step, split_step
 from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.distributed.mesh import World
 from llava_fsdp.distributed.zero import SHARD_PLANS
@@ -77,12 +77,12 @@ def draw_lengths(tail: str, count: int, seed: int) -> list[tuple[int, bool]]:
 
 def as_they_come(lengths: list[tuple[int, bool]], rows: int) -> list[list[int]]:
     """The original's plain sampler, as in its first stage: micro-batches in random order."""
-    return stretches(list(range(len(lengths))), rows)
+    return chunked(list(range(len(lengths))), rows)
 
 
 def by_length(lengths: list[tuple[int, bool]], rows: int) -> list[list[int]]:
     """Ours with pack=false: sorted by length."""
-    (rank,) = cut_step([n for n, _ in lengths], 1, rows)
+    (rank,) = split_step([n for n, _ in lengths], 1, rows)
     return rank
 
 
@@ -113,7 +113,7 @@ def grouped(tail: str, ranks: int = RANKS) -> tuple[list[tuple[int, bool]], list
     dice = [torch.Generator().manual_seed(seed) for seed in range(2)]
     kept = len(words) - 2 * ranks * ROWS  # the last two steps are set aside, mixed
     order = modality_grouped(words, ROWS, ranks, *dice)[:kept]
-    return lengths, stretches(order, ROWS)
+    return lengths, chunked(order, ROWS)
 
 
 def step_of_original(tail: str, samples: int) -> list[tuple[int, bool]]:
@@ -144,12 +144,12 @@ def cost(length: int) -> int:
     return round(38_856 * length + 0.7864 * length**2)
 
 
-def excess(cuts: Cuts, costs: list[int]) -> float:
+def excess(cuts: Assignment, costs: list[int]) -> float:
     totals = [sum(costs[i] for micro in rank for i in micro) for rank in cuts]
     return max(totals) / (sum(totals) / len(totals))
 
 
-def longest_first(costs: list[int], ranks: int) -> Cuts:
+def longest_first(costs: list[int], ranks: int) -> Assignment:
     """Longest processing time alone, to compare with."""
     totals, cuts = [0] * ranks, [[[]] for _ in range(ranks)]
     for sample in sorted(range(len(costs)), key=lambda i: -costs[i]):
@@ -263,15 +263,16 @@ def micro_batches(state: TrainState, cfg: Config, layout: str) -> Step:
     steps = state.loader.steps
     if layout == PACKED:
         return steps.prepare(0)
-    numbers = steps.order.samples(0)
+    numbers = steps.sampler.samples(0)
     rows: list[Row] = [steps.load(number) for number in numbers]
     facts = StepFacts(0, samples=len(rows), label_tokens=sum(s.num_labels for s, _ in rows))
-    collate = Collator(steps.pictures, Normalize.step, pack=False)
+    collate = Collator(steps.image_reader, Normalize.step, pack=False)
     lengths = [
-        (len(s.input_ids) + (PICTURE - steps.pictures.image_tokens) * bool(s.images), bool(s.images)) for s, _ in rows
+        (len(s.input_ids) + (PICTURE - steps.image_reader.image_tokens) * bool(s.images), bool(s.images))
+        for s, _ in rows
     ]
     if layout == GROUPED:  # the records were written in its order
-        cut = stretches(sorted(range(len(rows)), key=lambda place: numbers[place]), ROWS)
+        cut = chunked(sorted(range(len(rows)), key=lambda place: numbers[place]), ROWS)
     else:
         cut = PADDED[layout](lengths, ROWS)
     assert sorted(i for m in cut for i in m) == list(range(len(rows)))

@@ -12,7 +12,7 @@ from packing import MEAN_TEXT, PICTURE, ROWS, grouped, write_model, write_record
 from starts import write_llava, write_samples
 
 from llava_fsdp.config import Config, config_dir, load
-from llava_fsdp.data.batching.packing import Cuts
+from llava_fsdp.data.batching.packing import Assignment
 
 RANKS = 2
 SCALE = 4
@@ -51,7 +51,7 @@ class Fixed:
     def draw(self, steps: int) -> None:
         """Nothing is drawn."""
 
-    def cuts(self, step: int) -> Cuts | None:
+    def assignment(self, step: int) -> Assignment | None:
         if self.layout != "grouped":
             return None
         numbers = self.samples(step)

@@ -124,7 +124,7 @@ def prepared_steps(cfgs: dict[str, Any], world: Any, model: Any, plan: dict[str,
     prepared = {}
     for data, cfg in cfgs.items():
         loader = open_data(cfg, world, model)
-        loader.steps.order = Fixed(plan["options"]["steps"], "ours")
+        loader.steps.sampler = Fixed(plan["options"]["steps"], "ours")
         prepared[data] = [loader.steps.prepare(n) for n in range(plan["options"]["steps"])]
     return prepared
 

@@ -216,10 +216,10 @@ def measure_dataset(records: int, work: Path) -> dict[str, Any]:
         began = cpu_of_all(), time.perf_counter()
         with contextlib.redirect_stderr(io.StringIO()):
             loader = open_data(cfg, world, model)
-        loader.steps.order.samples(0)
+        loader.steps.sampler.samples(0)
         starts.append((cpu_of_all() - began[0], time.perf_counter() - began[1]))
     prepared = []
-    for number in range(min(8, loader.steps.per_epoch)):
+    for number in range(min(8, loader.steps.sampler.per_epoch)):
         began_step = time.process_time()
         loader.steps.prepare(number)
         prepared.append(time.process_time() - began_step)

@@ -67,7 +67,7 @@ def write_samples(
     folder.mkdir(parents=True)
     for rank in range(ranks):
         loader = open_data(cfg, World(rank, ranks, rank, ranks, torch.device("cpu")), model)
-        loader.steps.order = order or loader.steps.order
+        loader.steps.sampler = order or loader.steps.sampler
         tensors = {}
         for number in range(steps):
             step = loader.steps.prepare(number)

@@ -1,11 +1,17 @@
 """Fixtures that every test may ask for."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from harness import RankPool
+
+if TYPE_CHECKING:
+    from small import Configure
 
 # One thread: ranks share the cores, and a forked child must not inherit a running thread pool.
 torch.set_num_threads(1)
@@ -39,6 +45,16 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from small import write_dataset
 
     return write_dataset(tmp_path_factory.mktemp("dataset"))
+
+
+@pytest.fixture
+def configure(parts: Path, dataset: Path, tmp_path: Path) -> Configure:
+    """Makes configurations of a training of `parts` on `dataset` into `tmp_path / to`, from Hydra overrides."""
+    from small import make_config
+
+    return lambda *overrides, to="", stage="finetune": make_config(
+        parts, dataset, tmp_path / to, *overrides, stage=stage
+    )
 
 
 @pytest.fixture(scope="session")

@@ -84,7 +84,7 @@ def test_every_layout_has_the_samples_of_the_step(data: ModuleType, layout: str)
     for step in range(2):
         numbers = order.samples(step)
         assert numbers == list(range(step * 32, step * 32 + 32))
-        cuts = order.cuts(step)
+        cuts = order.assignment(step)
         assert (cuts is None) == (layout == "ours")
         assert cuts is None or [n for rank in cuts for micro in rank for n in micro] == numbers
 

@@ -41,9 +41,9 @@ def test_a_curve_changes_what_it_is_named_after_and_nothing_else(scaling: Module
 def test_a_point_holds_what_it_says(scaling: ModuleType) -> None:
     for point in chosen(scaling):
         contents = scaling.contents_of(point)
-        assert contents.positions == point.length * point.samples
+        assert contents.tokens == point.length * point.samples
         assert contents.tiles == point.samples * point.pictures
-        assert 0 < contents.labels < contents.positions
+        assert 0 < contents.labels < contents.tokens
 
 
 @pytest.mark.slow

@@ -57,9 +57,8 @@ def save_and_crash(rank: int, parent: Path, crash: tuple[int, str]) -> None:
         safetensors_stream.write_all = write_some
     if crash == (rank, "adapter half"):
         commit.sync_tree = lambda folder: os._exit(9)
-    saver, step = saver_of(parent, tensors, at=at, with_adapter=True)
-    step[0] = 4
-    saver.save()
+    saver = saver_of(parent, tensors, at=at, with_adapter=True)
+    saver.save_step(4)
     saver.close()
 
 

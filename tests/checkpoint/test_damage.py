@@ -80,9 +80,6 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "a folder beside that is a link": lambda f: relink(f / "adapter"),
     "a folder in it that is a link": lambda f: relink(f / "adapter" / "vision_tower"),
     "no folder beside": lambda f: shutil.rmtree(f / "adapter"),
-    "rows in a file beside": lambda f: forge_manifest(
-        f, lambda m: m["tensors"]["model.b"].update(pieces=[[BESIDE_FILE, 0, 1]])
-    ),
     "a file beside, outside": lambda f: forge_manifest(
         f, lambda m: m["files"].update({"adapter/../state.json": m["files"][RANK_0]})
     ),
@@ -94,14 +91,18 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "ranks' rows exchanged": lambda f: forge_manifest(f, lambda m: shift(m["tensors"]["model.a.weight"]["pieces"])),
     "a tensor that no file has": lambda f: forge_manifest(f, lambda m: m["tensors"].update(z=m["tensors"]["model.b"])),
     "a tensor left out": lambda f: forge_manifest(f, lambda m: m["tensors"].pop("model.b")),
-    "another dtype": lambda f: forge_manifest(f, lambda m: m["tensors"]["model.b"].update(dtype="I32")),
-    "another shape": lambda f: forge_manifest(f, lambda m: m["tensors"]["model.b"].update(shape=[1, 3, 4])),
-    "a huge shape": lambda f: forge_manifest(f, lambda m: m["tensors"]["model.b"].update(shape=[1, 1 << 61, 1 << 61])),
-    "a negative row": lambda f: forge_manifest(f, lambda m: m["tensors"]["model.b"].update(pieces=[[RANK_0, -1, 1]])),
-    "a piece in no file of tensors": lambda f: forge_manifest(
-        f, lambda m: m["tensors"]["model.b"].update(pieces=[["state.json", 0, 1]])
-    ),
-    "a piece outside": lambda f: forge_manifest(f, lambda m: m["tensors"]["model.b"].update(pieces=[["..", 0, 1]])),
+    **{
+        name: lambda f, values=values: forge_manifest(f, lambda m: m["tensors"]["model.b"].update(values))
+        for name, values in {
+            "another dtype": {"dtype": "I32"},
+            "another shape": {"shape": [1, 3, 4]},
+            "a huge shape": {"shape": [1, 1 << 61, 1 << 61]},
+            "a negative row": {"pieces": [[RANK_0, -1, 1]]},
+            "a piece in no file of tensors": {"pieces": [["state.json", 0, 1]]},
+            "a piece outside": {"pieces": [["..", 0, 1]]},
+            "rows in a file beside": {"pieces": [[BESIDE_FILE, 0, 1]]},
+        }.items()
+    },
     "files of elsewhere": lambda f: forge_manifest(f, lambda m: m["files"].update({"/etc/passwd": m["files"][RANK_0]})),
     "a number of a thousand digits": lambda f: forge_manifest(f, lambda m: m.update(step=10**1000)),
     "facts without a run": lambda f: forge_facts(f, lambda s: s.pop("run")),

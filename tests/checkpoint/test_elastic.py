@@ -1,18 +1,17 @@
 """A run's state from one number of ranks and strategy to another: every bit of it, whatever it is made of."""
 
 import hashlib
-from pathlib import Path
 
 import pytest
 import torch
 from harness import RankPool, single_world
-from small import make_config
+from loaders import agreed_steps
+from small import Configure
+from steps import begin
 from torch.distributed.tensor import DTensor
 
 from llava_fsdp.config import Config
-from llava_fsdp.distributed.mesh import World, make_mesh
-from llava_fsdp.distributed.zero import SHARD_PLANS
-from llava_fsdp.train import main as train
+from llava_fsdp.distributed.mesh import World
 from llava_fsdp.train.checkpoint_contents import tensors
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.resume import resume
@@ -47,12 +46,11 @@ def digests(state: TrainState) -> Digests:
 
 def trained(world: World, cfg: Config, steps: int) -> tuple[Digests, Digests]:
     """What a run began with, and what it has after so many steps more, which it saves."""
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+    state, plan = begin(world, cfg)
     saver = open_saver(state, cfg, resume(state, cfg))
     began = digests(state)
     state.model.train()
-    for number, step in enumerate(state.loader.from_step(state.step), start=1):
+    for number, step in enumerate(agreed_steps(state.loader, state.step), start=1):
         train_step(state, step, plan, cfg, 0.0)
         if number == steps:
             break
@@ -63,9 +61,7 @@ def trained(world: World, cfg: Config, steps: int) -> tuple[Digests, Digests]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
-def test_state_is_the_same_to_the_bit(
-    kind: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
-) -> None:
+def test_state_is_the_same_to_the_bit(kind: str, configure: Configure, pools: dict[int, RankPool]) -> None:
     """Two ranks of zero2, four of zero3, one, two of zero0, four of hybrid: each goes on from the one before.
 
     Offload is for shards, and for a process group; one rank alone goes on without it.
@@ -79,7 +75,7 @@ def test_state_is_the_same_to_the_bit(
             own.append("sharding.shard_size=2")
         if size == 1:
             own.append("offload=none")
-        cfg = make_config(parts, dataset, tmp_path, *own, stage=stage)
+        cfg = configure(*own, stage=stage)
         ranks = [trained(single_world(), cfg, 1)] if size == 1 else pools[size].run(trained, cfg, 1, timeout=120)
         assert all(own == ranks[0] for own in ranks)
         began, ended = ranks[0]

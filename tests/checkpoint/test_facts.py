@@ -12,7 +12,7 @@ import torch
 from harness import single_world
 from reference import outcome
 from saves import CONFIG as CHECKPOINTS
-from small import make_config
+from small import Configure
 
 from llava_fsdp.checkpoint.commit import joined
 from llava_fsdp.checkpoint.manifest import Manifest, RowRange, TensorEntry, rank_file
@@ -39,8 +39,8 @@ FACTS: dict[str, Any] = {"step": 3, "samples": 35, "skipped": 2, "run": "an earl
 SCALER = {"scale": 32.0, "hysteresis": 1, "steps": 9, "last_overflow": 5}
 
 
-def test_every_fact_is_restored(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    cfg = make_config(parts, dataset, tmp_path, "precision=fp16", "checkpoint.every=1")
+def test_every_fact_is_restored(configure: Configure) -> None:
+    cfg = configure("precision=fp16", "checkpoint.every=1")
     plan = SHARD_PLANS[cfg.sharding.strategy]
     saved, resumed = (train.build_state(cfg, single_world(), plan, None) for _ in range(2))
     saved.step, saved.samples, saved.skipped = FACTS["step"], FACTS["samples"], FACTS["skipped"]
@@ -59,9 +59,9 @@ def test_every_fact_is_restored(parts: Path, dataset: Path, tmp_path: Path) -> N
 
 
 def test_the_optimizer_waits_for_the_copy_of_a_save_before_it_changes_a_weight(
-    parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cfg = make_config(parts, dataset, tmp_path, "checkpoint.every=1")
+    cfg = configure("checkpoint.every=1")
     state = train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
     seen = []
     monkeypatch.setattr(Saver, "before_update", lambda _: seen.append(copy_of(state)))
@@ -80,7 +80,7 @@ def copy_of(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def test_a_run_with_skipped_steps_continues_as_if_it_had_not_stopped(
-    parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The schedule stands where it stood; so learning rates, counts and weights are those of one run."""
 
@@ -93,7 +93,7 @@ def test_a_run_with_skipped_steps_continues_as_if_it_had_not_stopped(
     values = ["export.enabled=true", "export.dtype=fp32", "export.verify=false", "checkpoint.every=3", "max_steps=6"]
     rows = {}
     for name in ("whole", "cut"):
-        cfg = make_config(parts, dataset, tmp_path / name, *values, "checkpoint.keep=9")
+        cfg = configure(*values, "checkpoint.keep=9", to=name)
         if name == "cut":
             kept = Path("checkpoints") / "step-000003"
             (tmp_path / name / "checkpoints").mkdir(parents=True)

@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from harness import RankPool
-from small import make_config
+from loaders import agreed_steps
+from small import Configure
+from steps import begin
 
 from llava_fsdp.config import Config
 from llava_fsdp.distributed.local_shards import local
-from llava_fsdp.distributed.mesh import World, make_mesh
+from llava_fsdp.distributed.mesh import World
 from llava_fsdp.distributed.replicas import (
     Difference,
     Held,
@@ -21,10 +23,8 @@ from llava_fsdp.distributed.replicas import (
     shared_tensors,
     weighted_sum,
 )
-from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import ENDINGS, ExitCode, ReplicaError
 from llava_fsdp.runtime.run_dir import FOLDER
-from llava_fsdp.train import main as train
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.replica_check import all_tensors, check_replicas
 from llava_fsdp.train.save_and_stop import open_saver
@@ -56,12 +56,11 @@ def flipped(world: World, cfg: Config, flips: list[tuple[str, int]], rank: int) 
     Args:
         flips: tensors and bits; an ending of a name will do.
     """
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+    state, plan = begin(world, cfg)
     parent = Path(cfg.output_dir) / FOLDER
     check_replicas(state, parent)
     saver = open_saver(state, cfg)
-    steps = state.loader.from_step(0)
+    steps = agreed_steps(state.loader)
     state.model.train()
     train_step(state, next(steps), plan, cfg, 0.0)
     saver.save()
@@ -108,15 +107,11 @@ SLOWER = ((2, "zero0"), (2, "zero1"), (2, "zero2"), (4, "hybrid2"))
     [pytest.param(*each, marks=pytest.mark.slow if each[:2] in SLOWER else ()) for each in STRATEGIES],
 )
 def test_a_flipped_bit_is_found_wherever_it_is(
-    size: int, sharding: str, has_replicas: bool,
-    parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path,
-) -> None:  # fmt: skip
+    size: int, sharding: str, has_replicas: bool, configure: Configure, pools: dict[int, RankPool]
+) -> None:
     """Weights and moments where they have replicas; what every rank has whole, under every strategy."""
-    own = ["sharding.shard_size=2"] if sharding.startswith("hybrid") else []
-    cfg = make_config(
-        parts, dataset, tmp_path, f"sharding={sharding}", "max_steps=9", "global_batch_size=4", "micro_batch_size=1",
-        *own, stage="finetune",
-    )  # fmt: skip
+    values = f"sharding={sharding} max_steps=9 global_batch_size=4 micro_batch_size=1".split()
+    cfg = configure(*values, *["sharding.shard_size=2"] * sharding.startswith("hybrid"))
     flips = [(name, bit) for name in (*SHARDED, *WHOLE, FROZEN) for bit in (24, 0)]
     said = pools[size].run(flipped, cfg, flips, 1, timeout=120)
     assert all(each == said[0] for each in said), "every rank ends alike"

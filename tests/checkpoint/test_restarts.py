@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from harness import single_world
 from saves import save_steps
-from small import make_config
+from small import Configure
 
 from llava_fsdp.checkpoint.retention import leave_branch
 from llava_fsdp.runtime import status_file
@@ -19,9 +19,9 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run7")
 
 
-def test_starting_over_is_done_once(launch: None, parts: Path, dataset: Path, tmp_path: Path) -> None:
+def test_starting_over_is_done_once(launch: None, configure: Configure, tmp_path: Path) -> None:
     save_steps(single_world(), tmp_path / FOLDER, [8])
-    cfg = make_config(parts, dataset, tmp_path, "checkpoint.resume=never")
+    cfg = configure("checkpoint.resume=never")
     assert choose(cfg) is None and (tmp_path / "old-1" / FOLDER / "step-000008").is_dir()
     assert choose(cfg) is None, "killed before its first checkpoint"
     save_steps(single_world(), tmp_path / FOLDER, [2])
@@ -31,9 +31,9 @@ def test_starting_over_is_done_once(launch: None, parts: Path, dataset: Path, tm
 
 
 def test_another_launch_starts_over(
-    launch: None, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launch: None, configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cfg = make_config(parts, dataset, tmp_path, "checkpoint.resume=never")
+    cfg = configure("checkpoint.resume=never")
     assert choose(cfg) is None
     save_steps(single_world(), tmp_path / FOLDER, [2])
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run8")
@@ -42,11 +42,11 @@ def test_another_launch_starts_over(
 
 @pytest.mark.parametrize(("name", "goes_on"), [("run7", True), ("none", False)])
 def test_a_requeued_job_goes_on_with_what_it_began(
-    name: str, goes_on: bool, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, goes_on: bool, configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under its own name, by a torchrun that is younger than what was begun. Without a name it is another run."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
-    cfg = make_config(parts, dataset, tmp_path, "checkpoint.resume=never")
+    cfg = configure("checkpoint.resume=never")
     assert choose(cfg) is None
     save_steps(single_world(), tmp_path / FOLDER, [2])
     monkeypatch.setattr(status_file, "started", lambda _: time.time() + 1)
@@ -54,13 +54,13 @@ def test_a_requeued_job_goes_on_with_what_it_began(
     assert (found is not None) == goes_on and (tmp_path / "old-1").exists() != goes_on
 
 
-def test_a_branch_begins_once(launch: None, parts: Path, dataset: Path, tmp_path: Path) -> None:
+def test_a_branch_begins_once(launch: None, configure: Configure, tmp_path: Path) -> None:
     """From another run's step 4: what is older here is of another branch, and not continued from."""
     (tmp_path / "out").mkdir()
     save_steps(single_world(), tmp_path / "other", [4])
     save_steps(single_world(), tmp_path / "out" / FOLDER, [2, 4, 6])
     wish = tmp_path / "other" / "step-000004"
-    cfg = make_config(parts, dataset, tmp_path / "out", f"checkpoint.resume={wish}")
+    cfg = configure(f"checkpoint.resume={wish}", to="out")
 
     def chosen() -> Path:
         found = choose(cfg)

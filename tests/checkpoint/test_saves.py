@@ -90,7 +90,7 @@ def test_a_checkpoint_put_aside_is_not_swept_away(tmp_path: Path) -> None:
     """A crash between the two renames of a save over another, and then a run that continues from elsewhere."""
     save_steps(single_world(), tmp_path, [2])
     os.rename(tmp_path / "step-000002", tmp_path / "step-000002.replaced.tmp")
-    saver_of(tmp_path, cut(whole_tensors(2), single_world(), "shard"))[0].close()
+    saver_of(tmp_path, cut(whole_tensors(2), single_world(), "shard")).close()
     assert loaded_alone(tmp_path) == 2
 
 
@@ -103,10 +103,9 @@ def test_what_changes_next_waits_for_the_copy(tmp_path: Path, monkeypatch: pytes
         fill(snapshot, tensors)
 
     monkeypatch.setattr(Snapshot, "fill", late)
-    saver, step = saver_of(tmp_path, tensors)
+    saver = saver_of(tmp_path, tensors)
     saver.before_update()  # nothing is under way
-    step[0] = 2
-    saver.save()
+    saver.save_step(2)
     assert is_busy(saver), "the save itself does not wait"
     threading.Timer(0.2, may_copy.set).start()
     saver.before_update()
@@ -132,17 +131,15 @@ class Gate:
 def save_while_training(world: World, parent: Path) -> list[object]:
     """A save that is held while the tensors change, and the next one, which has to wait for it."""
     tensors, gate = cut(whole_tensors(2), world, "shard"), Gate("made")
-    saver, step = saver_of(parent, tensors, at=gate)
-    step[0] = 2
-    saver.save()
+    saver = saver_of(parent, tensors, at=gate)
+    saver.save_step(2)
     assert gate.reached.wait(20) and is_busy(saver) and not saver.failed
     with torch.no_grad():
         for name, value in cut(whole_tensors(4), world, "shard").items():
             tensors[name].copy_(value)
     busy_until = time.monotonic() + 0.3
     threading.Timer(0.3, gate.opened.set).start()
-    step[0] = 4
-    saver.save()
+    saver.save_step(4)
     waited = time.monotonic() >= busy_until
     saver.close()
     return [waited, loaded(world, parent), threading.active_count()]
@@ -167,9 +164,8 @@ def test_folders_are_private_and_nothing_else_is_left(asynchronous: bool, tmp_pa
 
 
 def test_the_same_step_is_saved_once(tmp_path: Path) -> None:
-    saver, step = saver_of(tmp_path, whole_tensors(1))
-    step[0] = 1
-    saver.save()
+    saver = saver_of(tmp_path, whole_tensors(1))
+    saver.save_step(1)
     saver.wait()
     before = (tmp_path / "step-000001").stat().st_ino
     saver.save()
@@ -205,15 +201,14 @@ def fail_on(world: World, parent: Path, culprit: int, asynchronous: bool, policy
     tensors = cut(whole_tensors(2), world, "shard")
 
     def at(point: str) -> None:
-        if point == "file written" and world.rank == culprit and step[0] == 4:
+        if point == "file written" and world.rank == culprit and saver.step == 4:
             raise OSError(28, "No space left on device", str(parent))
 
-    saver, step = saver_of(parent, tensors, at=at, asynchronous=asynchronous, on_save_error=policy)
+    saver = saver_of(parent, tensors, at=at, asynchronous=asynchronous, on_save_error=policy)
     said: list[object] = []
     for number in (2, 4, 6):
-        step[0] = number
         try:
-            saver.save()
+            saver.save_step(number)
             saver.raise_if_failed()
         except CheckpointError as error:
             said.append(str(error))
@@ -245,14 +240,12 @@ def test_a_full_disk_of_one_rank_is_one_error_of_all(
 
 def poison(world: World, parent: Path, culprit: int, policy: OnSaveError) -> str:
     tensors = cut(whole_tensors(2), world, "shard")
-    saver, step = saver_of(parent, tensors, on_save_error=policy)
-    step[0] = 2
-    saver.save()
+    saver = saver_of(parent, tensors, on_save_error=policy)
+    saver.save_step(2)
     saver.wait()
     if world.rank == culprit:
         tensors["model.a.weight"].to_local()[3, 2] = float("nan")
-    step[0] = 4
-    saver.save()
+    saver.save_step(4)
     with pytest.raises(NumericError) as caught:
         saver.close()
     return str(caught.value)
@@ -285,13 +278,11 @@ def test_a_disk_that_fills_up(tmp_path: Path) -> None:
     if mounted.returncode:
         pytest.skip("no right to mount")
     try:
-        saver, step = saver_of(folder, {"model.a": torch.ones(250_000)})
-        step[0] = 1
-        saver.save()
+        saver = saver_of(folder, {"model.a": torch.ones(250_000)})
+        saver.save_step(1)
         saver.wait()
         (folder / "filler").write_bytes(b"x" * 1_500_000)
-        step[0] = 2
-        saver.save()
+        saver.save_step(2)
         with pytest.raises(CheckpointError, match=r"No space left.*step-000002.*KiB, and .* are free"):
             saver.close()
         assert names(folder) == ["filler", "latest", "step-000001"]
@@ -301,12 +292,11 @@ def test_a_disk_that_fills_up(tmp_path: Path) -> None:
 
 
 def test_a_file_size_limit(tmp_path: Path) -> None:
-    saver, step = saver_of(tmp_path, {"model.a": torch.ones(250_000)})
+    saver = saver_of(tmp_path, {"model.a": torch.ones(250_000)})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
-        step[0] = 1
-        saver.save()
+        saver.save_step(1)
         with pytest.raises(CheckpointError, match=r"File too large.*rank-00000.*ulimit -f"):
             saver.close()
     finally:
@@ -360,11 +350,10 @@ def resident() -> int:
 def many(world: World, parent: Path) -> list[tuple[int, int, int]]:
     """Descriptors, threads and staged bytes after 5 and after 50 saves; and when savers have come and gone."""
     tensors = cut(whole_tensors(1), world, "shard")
-    saver, step = saver_of(parent, tensors)
+    saver = saver_of(parent, tensors)
     found, before = [], 0
     for number in range(1, 51):
-        step[0] = number
-        saver.save()
+        saver.save_step(number)
         if number in (5, 50):
             saver.wait()
             assert number == 5 or resident() < before + (4 << 20)
@@ -394,17 +383,17 @@ def test_fifty_saves_leave_nothing_behind(size: int, pools: dict[int, RankPool],
 
 def test_a_forgiven_failure_is_no_save(tmp_path: Path) -> None:
     def at(point: str) -> None:
-        if point == "file written" and step[0] == 2:
+        if point == "file written" and saver.step == 2:
             raise OSError(28, "No space left on device")
 
     for asynchronous in (True, False):
         tensors = cut(whole_tensors(1), single_world(), "shard")
         parent = tmp_path / str(asynchronous)
-        saver, step = saver_of(parent, tensors, at=at, asynchronous=asynchronous, on_save_error=WARN)
-        for step[0] in (1, 2):
-            saver.save()
+        saver = saver_of(parent, tensors, at=at, asynchronous=asynchronous, on_save_error=WARN)
+        for step in (1, 2):
+            saver.save_step(step)
             saver.raise_if_failed()
-            assert saver.saved_step == (1 if step[0] == 1 else None)
+            assert saver.saved_step == (1 if step == 1 else None)
         saver.close()
 
 
@@ -415,9 +404,8 @@ def test_what_a_lost_group_raised_is_kept(tmp_path: Path) -> None:
         if point == "agreed":
             raise RuntimeError("[gloo] Connection closed by peer")
 
-    saver, step = saver_of(tmp_path, cut(whole_tensors(1), single_world(), "shard"), at=at)
-    step[0] = 2
-    saver.save()
+    saver = saver_of(tmp_path, cut(whole_tensors(1), single_world(), "shard"), at=at)
+    saver.save_step(2)
     with pytest.raises(CheckpointError) as caught:
         saver.raise_if_failed()
     assert is_lost_peer(caught.value)

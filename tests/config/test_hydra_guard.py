@@ -79,6 +79,7 @@ BAD = {
     "logging": (f"{GLOBAL}hydra:\n  job_logging:\n    handlers:\n      a:\n        class: x\n", "is fixed"),
     "logging of jobs": (f"{GLOBAL}hydra:\n  sweeper:\n    params:\n      hydra.job_logging: x\n", "is fixed"),
     "whole node": (f"{GLOBAL}x: {{}}\nhydra: ${{x}}\n", "is fixed"),
+    "under a key called defaults": (f"{GLOBAL}hydra:\n  run:\n    defaults:\n      dir: x\n", "is fixed"),
     "search path": (f"{GLOBAL}hydra:\n  searchpath: [file:///x]\n", "--config-dir"),
     "environment": (f"{GLOBAL}hydra:\n  job:\n    env_set:\n      LD_PRELOAD: x.so\n", "is fixed"),
     "package": ("# @package hydra.job_logging\nhandlers: {a: {class: x}}\n", "package is Hydra's"),

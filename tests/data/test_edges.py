@@ -14,14 +14,14 @@ from PIL import Image
 
 from llava_fsdp.config import AspectRatio, BadRecords, Normalize, Parity, Pixels, SourceConfig, TooLong
 from llava_fsdp.data import loader
-from llava_fsdp.data.batching.batch import LeftOut, MicroBatch, Step, StepFacts
-from llava_fsdp.data.batching.collate import Collator, drawn_from
+from llava_fsdp.data.batching.batch import MicroBatch, SkippedSample, Step, StepFacts
+from llava_fsdp.data.batching.collate import Collator, dropout_seeds
 from llava_fsdp.data.batching.sampler import Shuffle, amounts, shares_of
 from llava_fsdp.data.batching.step_dataset import Steps
 from llava_fsdp.data.images import check, preprocess
 from llava_fsdp.data.images.anyres import feature_rows
 from llava_fsdp.data.images.fast_resize import Decoded
-from llava_fsdp.data.images.preprocess import PictureReader, Preprocessor, check_enlarged, parse_preprocessor
+from llava_fsdp.data.images.preprocess import ImageReader, Preprocessor, check_enlarged, parse_preprocessor
 from llava_fsdp.data.index import build, duplicate_ids, statistics
 from llava_fsdp.data.index.build import Index
 from llava_fsdp.data.index.dataset import Records
@@ -37,7 +37,7 @@ from llava_fsdp.data.text.encode import ExactEncoder, OriginalEncoder, Sample
 from llava_fsdp.data.text.llava_v1_5 import Original
 from llava_fsdp.data.text.templates import ALIASES, template
 from llava_fsdp.data.text.tokenizer import Tokenizer, any_of, open_tokenizer
-from llava_fsdp.runtime.errors import DamagedError, DataError, ModelError, PictureError
+from llava_fsdp.runtime.errors import DamagedError, DataError, ImageError, ModelError
 from llava_fsdp.runtime.seeds import derive
 
 TINY = Path(check.__file__).parents[2] / "assets" / "tiny-llama"
@@ -97,9 +97,7 @@ def test_tokens_around_neighbouring_images_are_special() -> None:
 
 def test_only_a_sample_that_had_labels_can_be_left_without(tokenizer: Tokenizer) -> None:
     encoder = exact(tokenizer, 6, TooLong.truncate)
-    task = EncodeRecords(
-        Path(), 1, Path(), Path(), encoder, PictureReader(None, CLIP, AspectRatio.pad, Pixels.exact, 4)
-    )
+    task = EncodeRecords(Path(), 1, Path(), Path(), encoder, ImageReader(None, CLIP, AspectRatio.pad, Pixels.exact, 4))
     made = encoder.measure(RECORD, [6])
     assert task.losses(made)[0, 3] == 1
     unlabelled = dataclasses.replace(made.whole, labels=np.full_like(made.whole.labels, IGNORE))
@@ -112,25 +110,25 @@ def test_every_count_of_a_step_is_without_what_is_left_out() -> None:
     counts: list[dict[str, Any]] = [{name: base + n for n, name in enumerate(names)} for base in (100, 1)]
     whole = StepFacts(5, **counts[0], unlabelled=["a", "b"], source_labels={"x": 9})
     lacks = StepFacts(0, **counts[1], unlabelled=["b"], source_labels={"x": 2})
-    out = [LeftOut(n, "r", "url", "", lacks) for n in range(2)]
+    out = [SkippedSample(n, "r", "url", "", lacks) for n in range(2)]
     rest = whole.without(out)
     assert [getattr(rest, name) for name in names] == [100 + n - 2 * (n + 1) for n in range(8)]
-    assert (rest.step, rest.unlabelled, rest.source_labels, rest.left_out) == (5, ["a"], {"x": 5}, out)
+    assert (rest.step, rest.unlabelled, rest.source_labels, rest.skipped) == (5, ["a"], {"x": 5}, out)
 
 
 def test_dropout_and_sources_are_of_the_samples_that_are_kept() -> None:
     """Of three samples the middle one, which has another source, turns out broken."""
     given: list[tuple[Any, ...]] = []
-    out = LeftOut(1, "r", "url", "", StepFacts(0))
+    out = SkippedSample(1, "r", "url", "", StepFacts(0))
     steps = Steps.__new__(Steps)
     stand_ins = {
-        "order": SimpleNamespace(samples=lambda step: [2, 1, 0], cuts=lambda step: [[[2, 1], [0]]]),
+        "sampler": SimpleNamespace(samples=lambda step: [2, 1, 0], assignment=lambda step: [[[2, 1], [0]]]),
         "facts": lambda step, numbers: StepFacts(step),
         "read": lambda number: out if number == 1 else f"row {number}",
         "collate": lambda rows, facts, total, seeds, sources: given.append((rows, total, seeds, sources)),
     }
     vars(steps).update(stand_ins, rank=0, world_size=3, seed=5, drops=True, sources=["a", "b"], ends=np.array([2, 3]))
-    assert steps.prepare(7).facts.left_out == [out]
+    assert steps.prepare(7).facts.skipped == [out]
     seeds = [derive("dropout", 5, 7, number) % 2**31 for number in (2, 0)]
     assert given == [(["row 2"], 6, seeds[:1], [1]), (["row 0"], 6, seeds[1:], [0])]
     vars(steps).update(drops=False, sources=["a"])
@@ -147,7 +145,9 @@ def test_only_a_record_that_broke_since_counts_against_the_limit() -> None:
     own.steps = SimpleNamespace(records=records, collate=SimpleNamespace(normalize=Normalize.step))  # pyright: ignore
 
     def agreed(*numbers: int) -> int:
-        facts = StepFacts(0, samples=4, left_out=[LeftOut(n, "r", "url", "", StepFacts(0, samples=1)) for n in numbers])
+        facts = StepFacts(
+            0, samples=4, skipped=[SkippedSample(n, "r", "url", "", StepFacts(0, samples=1)) for n in numbers]
+        )
         return own.agree(Step(facts, [])).facts.samples
 
     assert agreed(5, 4) == 2 and own.broken == {4, 5}
@@ -162,14 +162,14 @@ def test_a_step_without_labels_has_a_scale() -> None:
     none = torch.zeros(0)
     micro = MicroBatch(none, none, none, none, none, none, scale=0.25)
     step = Step(StepFacts(0, label_tokens=4), [micro])
-    out = [LeftOut(0, "r", "url", "", StepFacts(0, label_tokens=4))]
+    out = [SkippedSample(0, "r", "url", "", StepFacts(0, label_tokens=4))]
     assert step.without(out, Normalize.step).micro_batches[0].scale == 1
     assert step.without(out, Normalize.micro_batch).micro_batches[0].scale == 0.25
 
 
 @pytest.mark.parametrize("pack", [True, False])
 def test_a_micro_batch_of_nothing_is_one_position_without_a_label(pack: bool) -> None:
-    reader = PictureReader(None, CLIP, AspectRatio.pad, Pixels.exact, 4)
+    reader = ImageReader(None, CLIP, AspectRatio.pad, Pixels.exact, 4)
     made = Collator(reader, Normalize.micro_batch, pack)([], StepFacts(0), 2)
     assert made.input_ids.tolist() == [[0]] and not len(made.label_ids) and not len(made.label_positions)
     assert (made.lengths, made.cu_seqlens.tolist()) == (((1,), [0, 1]) if pack else ((), []))
@@ -179,7 +179,7 @@ def test_a_micro_batch_of_nothing_is_one_position_without_a_label(pack: bool) ->
 def test_tiles_have_seeds_of_their_own_below_the_bound() -> None:
     sample = Sample(np.zeros(1), np.zeros(1), (), (), 0, 0)
     rows = [(sample, [np.zeros((2, 1)), np.zeros((1, 1))]), (sample, []), (sample, [np.zeros((3, 1))])]
-    made = drawn_from([10, 20, 2**31 - 2], rows)
+    made = dropout_seeds([10, 20, 2**31 - 2], rows)
     assert made["seeds"].tolist() == [10, 20, 2**31 - 2]
     assert made["tile_seeds"].tolist() == [11, 12, 13, 2**31 - 1, 0, 1]
 
@@ -207,7 +207,7 @@ def test_sources_and_passes_are_shuffled_apart() -> None:
 
 def test_which_problems_are_trained_on() -> None:
     always = {Kind.duplicate_id, Kind.special_token}
-    like_original = {Kind.media_not_read, Kind.empty_answer, Kind.tag_without_picture, Kind.no_labels}
+    like_original = {Kind.media_not_read, Kind.empty_answer, Kind.tag_without_image, Kind.no_labels}
     for labels in Parity:
         for too_long in TooLong:
             kept = {kind for kind in Kind if is_kept(kind, labels, too_long)}
@@ -463,14 +463,14 @@ def test_as_many_pixels_as_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the file, of the square around it, and of what it is enlarged to before it is cut."""
     monkeypatch.setattr(check, "MAX_PIXELS", 12)
     check.check_pixels(Image.new("L", (3, 4)), Path("a"), "x")
-    with pytest.raises(PictureError):
+    with pytest.raises(ImageError):
         check.check_pixels(Image.new("L", (13, 1)), Path("a"), "x")
     for aspect, most in ((AspectRatio.pad, 50 * 50), (AspectRatio.square, 28 * 28 * 50 // 10)):
         monkeypatch.setattr(preprocess, "MAX_PIXELS", most)
         for shape in ((10, 50), (50, 10)):
             check_enlarged(shape, CLIP, aspect, "x")
         monkeypatch.setattr(preprocess, "MAX_PIXELS", most - 1)
-        with pytest.raises(PictureError):
+        with pytest.raises(ImageError):
             check_enlarged((50, 10), CLIP, aspect, "x")
 
 
@@ -478,7 +478,7 @@ def test_as_many_pixels_as_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_formats_that_are_not_read(kind: str, tmp_path: Path) -> None:
     assert check.FORMATS == ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
     Image.new("RGB", (32, 32)).save(tmp_path / "a.png", kind)
-    with pytest.raises(PictureError) as caught:
+    with pytest.raises(ImageError) as caught:
         check.examine(tmp_path / "a.png", "x", full=True)
     assert caught.value.kind == Kind.image_unreadable
 
@@ -496,20 +496,20 @@ def test_the_value_that_is_white(mode: str, least: float, most: float, white: fl
     if white is not None:
         assert check.white_of(mode, values, "x") == white
         return
-    with pytest.raises(PictureError):
+    with pytest.raises(ImageError):
         check.white_of(mode, values, "x")
 
 
 @pytest.mark.parametrize("size", [(28, 56), (56, 56), (84, 28), (28, 84)])
 def test_tiles_are_counted_by_what_they_show(size: tuple[int, int]) -> None:
     """The ends of lines are of none; one tile where nothing is shown in tiles."""
-    reader = PictureReader(None, CLIP, AspectRatio.anyres, Pixels.exact, 4, (size,))
+    reader = ImageReader(None, CLIP, AspectRatio.anyres, Pixels.exact, 4, (size,))
     for merge in (preprocess.PatchMerge.flat, preprocess.PatchMerge.spatial, preprocess.PatchMerge.spatial_unpad):
         rows = feature_rows(size, [size], 28, 2, merge)
         assert reader.count_tiles(rows) == 1 + size[0] * size[1] // 28**2
-        assert dataclasses.replace(reader, merge=merge).most_positions == len(rows)
+        assert dataclasses.replace(reader, merge=merge).most_tokens == len(rows)
     assert reader.count_tiles(np.arange(4)) == 1
-    assert dataclasses.replace(reader, aspect=AspectRatio.pad).most_positions == 4
+    assert dataclasses.replace(reader, aspect=AspectRatio.pad).most_tokens == 4
 
 
 @pytest.mark.parametrize(("wide", "narrower"), [(124, False), (125, True), (250, True), (100, False), (90, False)])

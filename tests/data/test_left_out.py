@@ -5,14 +5,16 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import CPU, RankPool, single_world
+from loaders import agreed_steps
 from reference import EXPORTED, TOLERANCE, difference, outcome, plain_loop, run_ranks, vocabulary
 from small import make_config, write_json
 
 from llava_fsdp.config import Config, Normalize
-from llava_fsdp.data.batching.batch import LeftOut, Step
+from llava_fsdp.data.batching.batch import SkippedSample, Step
 from llava_fsdp.data.loader import Loader, ModelShape, build_loader
 from llava_fsdp.distributed.mesh import World, gather_lists
 from llava_fsdp.runtime.errors import DataError
@@ -51,7 +53,7 @@ class Watched(Loader):
 
     seen: list[int]
 
-    def from_step(self, first: int) -> Iterator[Step]:
+    def prepared(self, first: int, *args: Any) -> Iterator[Step | None]:
         self.seen = []
         load = self.steps.load
 
@@ -61,10 +63,10 @@ class Watched(Loader):
             return row
 
         self.steps.load = noting
-        return super().from_step(first)
+        return super().prepared(first, *args)
 
 
-def one_epoch(world: World, parts: Path, dataset: Path, breaks: bool) -> tuple[list[str], int, list[LeftOut]]:
+def one_epoch(world: World, parts: Path, dataset: Path, breaks: bool) -> tuple[list[str], int, list[SkippedSample]]:
     """Run the data of one epoch; with `breaks`, rank 0 removes a picture half way that comes up soon after."""
     bad = ["data.bad_records=skip"] if breaks else []
     cfg = make_config(parts, dataset, Path("unused"), "max_steps=null", "epochs=1", "global_batch_size=64", *bad)
@@ -72,13 +74,13 @@ def one_epoch(world: World, parts: Path, dataset: Path, breaks: bool) -> tuple[l
     steps = build_loader(cfg, *folders, SHAPE, world.rank, world.size, CPU, gather_lists).steps
     loader = Watched(steps, cfg, CPU, gather_lists)
     half = loader.total_steps // 2
-    left_out: list[LeftOut] = []
+    left_out: list[SkippedSample] = []
     samples = 0
-    for step in loader.from_step(0):
+    for step in agreed_steps(loader):
         samples += step.facts.samples
-        left_out += step.facts.left_out
+        left_out += step.facts.skipped
         if breaks and step.facts.step == half and world.is_first:
-            later = [n for s in range(half + 3, loader.total_steps) for n in steps.order.samples(s)]
+            later = [n for s in range(half + 3, loader.total_steps) for n in steps.sampler.samples(s)]
             first = next(n for n in later if steps.records.images[n])
             (dataset / "images" / steps.records[first].images[0]).unlink()
     return [steps.records[n].id for n in loader.seen], samples, left_out
@@ -87,9 +89,9 @@ def one_epoch(world: World, parts: Path, dataset: Path, breaks: bool) -> tuple[l
 def test_the_loss_is_of_the_labels_that_remain(parts: Path, dataset: Path, tmp_path: Path) -> None:
     cfg = make_config(parts, dataset, tmp_path, "micro_batch_size=5", "pack=false")
     steps = build_loader(cfg, parts / "language", parts / "vision", SHAPE, 0, 1, CPU).steps
-    step, lacks = steps.prepare(0), steps.facts(0, steps.order.samples(0)[:2])
+    step, lacks = steps.prepare(0), steps.facts(0, steps.sampler.samples(0)[:2])
     assert 0 < lacks.label_tokens < step.facts.label_tokens
-    out = LeftOut(0, "a record", "image_missing", "it is gone", lacks)
+    out = SkippedSample(0, "a record", "image_missing", "it is gone", lacks)
     left = step.facts.label_tokens - lacks.label_tokens
     assert {micro.scale for micro in step.without([out], Normalize.step).micro_batches} == {1 / left}
     assert {micro.scale for micro in step.without([], Normalize.step).micro_batches} == {1 / step.facts.label_tokens}
@@ -164,7 +166,7 @@ def test_the_budget_stops_every_rank_alike(
     said = pools[2].run(run_and_say, make("broken"))
     assert said[0] == said[1]
     assert f"{wrong} of 44 records are wrong, more than the {budget} of data.max_bad_records={budget}" in said[0]
-    assert "picture" in said[0] and "3.png" in said[0]
+    assert "image" in said[0] and "3.png" in said[0]
 
 
 def run_and_say(world: World, cfg: Config) -> str:

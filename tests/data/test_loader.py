@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 from harness import CPU
+from loaders import agreed_steps
 from small import make_config, write_json
 
-from llava_fsdp.data.batching.batch import LeftOut
+from llava_fsdp.data.batching.batch import SkippedSample
 from llava_fsdp.data.loader import Loader, ModelShape, build_loader
 from llava_fsdp.data.records.record_file import RecordFile
 from llava_fsdp.data.text.conversation import asked_turns
-from llava_fsdp.runtime.errors import ConfigError, DataError, PictureError
+from llava_fsdp.runtime.errors import ConfigError, DataError, ImageError
 
 
 def open_loader(parts: Path, dataset: Path, *overrides: str, rank: int = 0, size: int = 1, **shape: int) -> Loader:
@@ -65,7 +66,7 @@ def test_every_image_shows_its_own_features(parts: Path, dataset: Path) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_iterates_from_any_step(workers: int, parts: Path, dataset: Path) -> None:
     loader = open_loader(parts, dataset, f"data.workers={workers}", "max_steps=5")
-    facts = [step.facts for step in loader.from_step(2)]
+    facts = [step.facts for step in agreed_steps(loader, 2)]
     assert [f.step for f in facts] == [2, 3, 4]
     assert [f.samples for f in facts] == [12, 8, 12]
 
@@ -88,9 +89,9 @@ def test_error_reaches_the_user_as_it_is(workers: int, parts: Path, dataset: Pat
     here = f"data.path={tmp_path / 'bad.json'}", f"data.images={tmp_path}"
     loader = open_loader(parts, dataset, *here, f"data.workers={workers}")
     (tmp_path / "gone.png").unlink()
-    with pytest.raises(PictureError) as caught:
-        list(loader.from_step(0))
-    assert str(caught.value).startswith(f"{tmp_path / 'bad.json'}, line 1, record 0 (id p): picture")
+    with pytest.raises(ImageError) as caught:
+        list(agreed_steps(loader))
+    assert str(caught.value).startswith(f"{tmp_path / 'bad.json'}, line 1, record 0 (id p): image")
 
 
 def test_padding_has_no_labels_and_positions_are_right(parts: Path, dataset: Path) -> None:
@@ -118,12 +119,12 @@ def test_too_long_records_are_left_out_and_named(parts: Path, dataset: Path) -> 
     steps = open_loader(parts, dataset, "data.max_length=75", "data.too_long=skip").steps
     left_out = {row["record"] for row in steps.records.left_out()}
     assert 0 < len(left_out) == len(whole.records) - len(steps.records) == (whole.records.lengths > 75).sum()
-    seen = [steps.prepare(s).facts for s in range(steps.per_epoch)]
-    assert sum(f.samples for f in seen) == len(steps.records) and not any(f.left_out for f in seen)
+    seen = [steps.prepare(s).facts for s in range(steps.sampler.per_epoch)]
+    assert sum(f.samples for f in seen) == len(steps.records) and not any(f.skipped for f in seen)
     assert left_out.isdisjoint(record.where for record in map(steps.records.__getitem__, range(len(steps.records))))
     cut = open_loader(parts, dataset, "data.max_length=75", "data.bad_records=skip", "data.max_bad_records=1").steps
     assert len(whole.records) - len(cut.records) == 1, "one is left without a label"
-    facts = [cut.prepare(s).facts for s in range(cut.per_epoch)]
+    facts = [cut.prepare(s).facts for s in range(cut.sampler.per_epoch)]
     assert sum(f.truncated for f in facts) == len(left_out) - 1
     assert sum(f.labels_cut for f in facts) == cut.records.labels_cut.sum() > 0
 
@@ -142,9 +143,9 @@ def test_the_budget_is_of_different_records_over_all_steps(parts: Path, dataset:
     """As many as it allows may be wrong, and one that was left out before is no other one."""
     loader = open_loader(parts, dataset, "data.bad_records=skip", "data.max_bad_records=2")
     step = loader.steps.prepare(0)
-    lacks = loader.steps.facts(0, loader.steps.order.samples(0)[:1])
+    lacks = loader.steps.facts(0, loader.steps.sampler.samples(0)[:1])
     told: list[int] = []
-    loader.gather = lambda _: [LeftOut(number, "r", "url", "it is gone", lacks) for number in told]
+    loader.gather = lambda _: [SkippedSample(number, "r", "url", "it is gone", lacks) for number in told]
     for told[:] in ([7], [9], [7], [9, 7], []):
         assert loader.agree(step).facts.samples == 12 - len(told)
     told[:] = [8]
@@ -181,18 +182,18 @@ def test_what_just_fits_is_let_in(parts: Path, dataset: Path) -> None:
 
 
 MISFITS = {
-    "tower of another size": ({"image_size": 56}, (), r"makes pictures of 28 pixels, and the tower takes 56"),
-    "too long": ({"max_length": 100}, (), r"data\.max_length=256 is above the 100 positions"),
-    "no room": ({"image_tokens": 300}, (), r"data\.max_length=256 has no room for a picture of 300 tokens"),
+    "tower of another size": ({"image_size": 56}, (), r"makes images of 28 pixels, and the vision tower takes 56"),
+    "too long": ({"max_length": 100}, (), r"data\.max_length=256 is above the 100 tokens"),
+    "no room": ({"image_tokens": 300}, (), r"data\.max_length=256 has no room for an image of 300 tokens"),
     "no room for tiles": (
         {},
         ("data.image_aspect_ratio=anyres", "data.max_length=20"),
-        r"data\.max_length=20 has no room for a picture of 20 tokens",
+        r"data\.max_length=20 has no room for an image of 20 tokens",
     ),
     "uneven tiles": (
         {},
         ("data.image_aspect_ratio=anyres", "data.grid_pinpoints=[[28,30]]"),
-        r"data\.grid_pinpoints: \[28, 30\] is no multiple of the tower's 28 pixels",
+        r"data\.grid_pinpoints: \[28, 30\] is no multiple of the vision tower's 28 pixels",
     ),
     "tokens that the tokenizer lacks": ({}, ("model.image_start_end=true",), r"has no <im_start>; only checkpoints"),
     "small vocabulary": ({"vocab_size": 10}, (), r"the tokenizer has \d+ tokens, and the model 10 rows"),

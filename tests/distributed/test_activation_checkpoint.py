@@ -1,6 +1,5 @@
 """What is kept for the backward pass changes no bit of a training."""
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -8,56 +7,27 @@ from typing import Any
 import pytest
 import torch
 from harness import RankPool, single_world
-from small import make_config, write_json
+from small import changed_parts, make_config
+from steps import Trace, traces
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
-from transformers import AutoConfig, AutoModel
 
-from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, Attention, Config
-from llava_fsdp.data.batching.collate import boundaries
+from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, Config
 from llava_fsdp.distributed import compile
 from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing, keep_products_and_attention
 from llava_fsdp.distributed.activation_offload import Away, HostInputs
-from llava_fsdp.distributed.local_shards import local
-from llava_fsdp.distributed.mesh import World, make_mesh
-from llava_fsdp.distributed.zero import SHARD_PLANS
-from llava_fsdp.model.attention import Kernel, register_attention, told
-from llava_fsdp.model.llava import find_stack
-from llava_fsdp.train import main as train
-from llava_fsdp.train.loop import train_step
 
 CPU = torch.device("cpu")
 EXACT = ["full", "selective", "offload"]
 TOWER = "model.train=[projector,language,vision]"
-Trace = tuple[list[float], list[float], dict[str, torch.Tensor]]
 
 
 @pytest.fixture(scope="module")
 def dropping(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The parts once more, both with dropout in their attention."""
-    folder = tmp_path_factory.mktemp("dropping")
-    for part in ("language", "vision"):
-        (folder / part).mkdir()
-        for file in (parts / part).iterdir():
-            (folder / part / file.name).write_bytes(file.read_bytes())
-        config = json.loads((folder / part / "config.json").read_text())
-        write_json(folder / part / "config.json", config | {"attention_dropout": 0.2})
-    return folder
-
-
-def traces(world: World, configs: list[Config]) -> list[Trace]:
-    """Losses, gradient norms and this rank's weights after the steps of each."""
-    found = []
-    torch._inductor.config.compile_threads = 1  # a pool of a process that was forked from waits for nobody here
-    for cfg in configs:
-        plan = SHARD_PLANS[cfg.sharding.strategy]
-        state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
-        state.model.train()
-        results = [train_step(state, step, plan, cfg, 0.0) for step in state.loader.from_step(0)]
-        weights = {name: local(p).clone() for name, p in state.masters.named.items()}
-        found.append(([r.loss for r in results], [r.grad_norm for r in results], weights))
-    return found
+    dropout = {"attention_dropout": 0.2}
+    return changed_parts(parts, tmp_path_factory.mktemp("dropping"), dropout, dropout)
 
 
 def modes(parts: Path, dataset: Path, folder: Path, names: list[str], *overrides: str) -> list[Config]:
@@ -81,15 +51,9 @@ CASES = [
 @pytest.mark.ranks
 @pytest.mark.parametrize(("size", "overrides", "drops"), CASES)
 def test_bits_are_those_of_none(
-    size: int,
-    overrides: list[str],
-    drops: bool,
-    parts: Path,
-    dropping: Path,
-    dataset: Path,
-    pools: dict[int, RankPool],
-    tmp_path: Path,
-) -> None:
+    size: int, overrides: list[str], drops: bool,
+    parts: Path, dropping: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path,
+) -> None:  # fmt: skip
     """Losses, gradient norms and weights, with norms in fp32 beside bf16 and two micro-batches a step."""
     configs = modes(dropping if drops else parts, dataset, tmp_path, ["none", *EXACT], *overrides)
     for none, *others in run(configs, size, pools):
@@ -124,11 +88,7 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-PRODUCTS, ATTENTION, NORM = (
-    "aten::addmm",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::native_layer_norm",
-)
+COUNTED = ("aten::addmm", "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::native_layer_norm")
 AGAIN = {"none": (0, 0, 0), "full": (2, 2, 2), "selective": (0, 0, 2), "offload": (2, 2, 2)}
 
 
@@ -143,7 +103,7 @@ def test_what_runs_again(mode: str) -> None:
     loss = stack[1](stack[0](shown)).sum()
     with Counting() as counting:
         loss.backward()
-    assert tuple(counting.counts[name] for name in (PRODUCTS, ATTENTION, NORM)) == AGAIN[mode]
+    assert tuple(counting.counts[name] for name in COUNTED) == AGAIN[mode]
 
 
 def test_attention_that_drops_runs_again() -> None:
@@ -222,27 +182,6 @@ def test_the_budget_holds_while_it_compiles_and_no_longer(monkeypatch: pytest.Mo
     assert torch._functorch.config.activation_memory_budget == before != 0.25
 
 
-def test_lengths_of_samples_compile_nothing_anew() -> None:
-    """A block with torch's varlen_attn is one graph, whatever the number and lengths of a row's samples."""
-    register_attention()
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = AutoConfig.for_model("llama", vocab_size=8, use_cache=False, **shape)
-    model = AutoModel.from_config(config, attn_implementation=Kernel(Attention.varlen, "").name)
-    (block,) = find_stack(model)
-    graphs = []
-
-    def traced(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        graphs.append({str(node.target) for node in graph.graph.nodes})
-        return lambda *given: (torch.zeros(1, 1, 32),)  # the kernel itself needs CUDA
-
-    block.forward = torch.compile(block.forward, backend=traced, dynamic=True, fullgraph=True)
-    for lengths in ((3, 4), (2, 5, 6), (1, 1, 1, 9), (8, 2)):
-        held = boundaries(lengths)
-        segments = held["position_ids"], held["cu_seqlens"], held["lengths"]
-        model(inputs_embeds=torch.randn(1, sum(lengths), 32), **told(segments))
-    assert len(graphs) == 1 and any("varlen_attn" in target for target in graphs[0])
-
-
 BOUND = {"fp32": 1e-5, "bf16": 0.03}
 """Of a budget's losses, norms and weights, relative: compiled kernels add in another order, and in bf16 round less."""
 
@@ -254,15 +193,9 @@ BOUND = {"fp32": 1e-5, "bf16": 0.03}
     ("size", "shares", "precision", "pack"), [(1, (0, 1), "fp32", "false"), (2, (0.5,), "bf16", "true")]
 )
 def test_a_budget_is_near_none(
-    size: int,
-    shares: tuple[float, ...],
-    precision: str,
-    pack: str,
-    parts: Path,
-    dataset: Path,
-    pools: dict[int, RankPool],
-    tmp_path: Path,
-) -> None:
+    size: int, shares: tuple[float, ...], precision: str, pack: str,
+    parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path,
+) -> None:  # fmt: skip
     """On several ranks with FSDP's hooks beside compiled blocks, and those of norms."""
     common = [f"precision={precision}", f"pack={pack}"]
     configs = modes(parts, dataset, tmp_path, ["none"], *common)

@@ -1,14 +1,26 @@
-"""Adapters train on any row of the ZeRO table, on any number of ranks, as a plain loop with peft's own does."""
+"""Adapters train with every strategy, on any number of ranks, as a plain loop with peft's adapters does."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from harness import RankPool
-from reference import EXPORTED, TOLERANCE, Adapters, Outcome, difference, plain_loop, run_ranks, trained_weights
+from reference import (
+    EXPORTED,
+    TOLERANCE,
+    Adapters,
+    Outcome,
+    assert_near,
+    difference,
+    plain_loop,
+    train_on,
+    trained_weights,
+)  # fmt: skip
 from saves import interrupted
-from small import make_config
+from small import Configure, make_config
 
 from llava_fsdp.config import Config
 from llava_fsdp.model.llava import build_llava
@@ -47,26 +59,38 @@ def first_values(cfg: Config) -> dict[str, torch.Tensor]:
     return {n: sources[n].rows(0, sources[n].shape[0]) for n, p in model.named_parameters() if p.requires_grad}
 
 
-def settings(parts: Path, dataset: Path, folder: Path, variant: str, *more: str) -> Config:
+def settings(configure: Configure, variant: str, folder: str, *more: str) -> Config:
     given = (f"global_batch_size={SAMPLES}", *LORA, *VARIANTS[variant], "export.enabled=false", *more)
-    return make_config(parts, dataset, folder, *given)
+    return configure(*given, to=folder)
 
 
 def run(cfg: Config, size: int, pools: dict[int, RankPool]) -> Outcome:
-    if size == 1:
-        train.train(cfg)
-    else:
-        pools[size].run(run_ranks, cfg)
-    folder = Path(cfg.output_dir)
+    folder = train_on(size, cfg, pools)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return Outcome([r["loss"] for r in rows], [r["grad_norm"] for r in rows], trained_weights(folder))
 
 
-def assert_same(got: Outcome, reference: Outcome, wanted: dict[str, torch.Tensor], which: str) -> None:
-    """A run's curve, and what it trained."""
-    assert got.losses == pytest.approx(reference.losses, rel=TOLERANCE), which
-    assert got.grad_norms == pytest.approx(reference.grad_norms, rel=TOLERANCE), which
-    assert difference(got.weights, wanted, EVERY_ROW) < TOLERANCE, which
+def assert_plain_loop(
+    settings: Callable[..., Config], start: Path, cases: list[tuple[str, int]], pools: dict[int, RankPool]
+) -> None:
+    """Runs of all cases, packed and padded, with and without activation checkpointing, against one plain loop.
+
+    Args:
+        settings: makes a configuration from the name of its folder and more overrides.
+        start: the weights that every run starts from, for transformers.
+    """
+    plain = settings("plain")
+    first = first_values(plain)
+    reference = plain_loop(plain, start, Adapters(first) if plain.model.lora.enabled else None)
+    reference.weights = {name: reference.weights[name] for name in first}
+    assert difference(reference.weights, first, EVERY_ROW) > 100 * TOLERANCE, "nothing was trained"
+    for number, (strategy, size) in enumerate(cases):
+        cfg = settings(
+            f"{strategy}-{size}", f"sharding={strategy}", f"activation_checkpointing={('full', 'none')[number % 2]}",
+            f"sharding.shard_size={2 if strategy in HYBRID else 'null'}", f"pack={str(number % 4 < 2).lower()}",
+            f"micro_batch_size={SAMPLES // size // 2}",
+        )  # fmt: skip
+        assert_near(run(cfg, size, pools), reference, EVERY_ROW, f"{strategy}-{size}")
 
 
 @pytest.mark.ranks
@@ -80,41 +104,27 @@ def assert_same(got: Outcome, reference: Outcome, wanted: dict[str, torch.Tensor
     ],
 )
 def test_adapters_train_as_a_plain_loop_does(
-    variant: str,
-    cases: list[tuple[str, int]],
-    start: Path,
-    parts: Path,
-    dataset: Path,
-    pools: dict[int, RankPool],
-    tmp_path: Path,
+    variant: str, cases: list[tuple[str, int]], start: Path, configure: Configure, pools: dict[int, RankPool]
 ) -> None:
-    """Losses, norms and final adapters, dropout included, packed and padded, with and without recomputation."""
-    plain = settings(parts, dataset, tmp_path / "plain", variant)
-    first = first_values(plain)
-    reference = plain_loop(plain, start, Adapters(first))
-    wanted = {name: reference.weights[name] for name in first}
-    assert difference(wanted, first, EVERY_ROW) > 100 * TOLERANCE, "nothing was trained"
-    for number, (strategy, size) in enumerate(cases):
-        packed, activation_checkpointing = number % 2 == 0, ("none", "full")[number // 2 % 2]
-        folder = tmp_path / f"{strategy}-{size}"
-        cfg = settings(
-            parts, dataset, folder, variant, f"sharding={strategy}",
-            f"activation_checkpointing={activation_checkpointing}",
-            f"sharding.shard_size={2 if strategy in HYBRID else 'null'}", f"pack={str(packed).lower()}",
-            f"micro_batch_size={SAMPLES // size // 2}",
-        )  # fmt: skip
-        assert_same(run(cfg, size, pools), reference, wanted, folder.name)
+    """Losses, norms and final adapters, with dropout."""
+    assert_plain_loop(partial(settings, configure, variant), start, cases, pools)
+
+
+def assert_continues(settings: Callable[..., Config], steps: int, folder: Path, pools: dict[int, RankPool]) -> Config:
+    """Two ranks that stop half way and four that continue end as one process does; the configuration of the four."""
+    more = (f"max_steps={steps}", "checkpoint.every=2", "checkpoint.keep=9")
+    whole = run(settings("whole", *more), 1, pools)
+    run(settings("two", *more, "sharding=zero3", "micro_batch_size=8"), 2, pools)
+    interrupted(folder / "two", folder / "four", 2)
+    cfg = settings("four", *more, "sharding=zero2", "micro_batch_size=4")
+    got = run(cfg, 4, pools)
+    assert got.losses == pytest.approx(whole.losses, rel=TOLERANCE)
+    assert difference(got.weights, whole.weights, EVERY_ROW) < TOLERANCE
+    return cfg
 
 
 @pytest.mark.ranks
 def test_a_run_of_adapters_continues_on_another_number_of_ranks(
-    parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+    configure: Configure, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
-    """Two ranks that stop half way and four that go on come to what one process comes to; dropout is on."""
-    steps = ("max_steps=6", "checkpoint.every=2", "checkpoint.keep=9")
-    whole = run(settings(parts, dataset, tmp_path / "whole", "lora", *steps), 1, pools)
-    run(settings(parts, dataset, tmp_path / "two", "lora", *steps, "sharding=zero3", "micro_batch_size=8"), 2, pools)
-    folder = interrupted(tmp_path / "two", tmp_path / "four", 2)
-    got = run(settings(parts, dataset, folder, "lora", *steps, "sharding=zero2", "micro_batch_size=4"), 4, pools)
-    assert got.losses == pytest.approx(whole.losses, rel=TOLERANCE)
-    assert difference(got.weights, whole.weights, EVERY_ROW) < TOLERANCE
+    assert_continues(partial(settings, configure, "lora"), 6, tmp_path, pools)

@@ -5,22 +5,19 @@ a NumPy array or of a mapped file may change from start to start, and the same r
 begins within its memory is the same in every start, so the address of the memory is what counts.
 """
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from harness import RankPool, World, single_world
-from small import make_config
+from small import Configure
+from steps import begin, run_steps
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from llava_fsdp.distributed.mesh import make_mesh
-from llava_fsdp.distributed.zero import SHARD_PLANS
-from llava_fsdp.train.build_state import build_state
-from llava_fsdp.train.loop import train_step
+from llava_fsdp.config import Config
 
 ALIGNMENT = 64
 
@@ -45,15 +42,11 @@ def is_unaligned(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.untyped_storage().data_ptr() % ALIGNMENT != 0
 
 
-def unaligned(world: World, parts: Path, dataset: Path, folder: Path, stage: str, overrides: tuple[str, ...]):
+def unaligned(world: World, cfg: Config) -> tuple[list[str], list[str], int]:
     """Operations of two steps that read unaligned memory; unaligned weights and buffers; how many operations ran."""
-    cfg = make_config(parts, dataset, folder, "max_steps=2", *overrides, stage=stage)
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    state = build_state(cfg, world, plan, make_mesh(world, plan, cfg))
-    state.model.train()
+    state, _ = begin(world, cfg)
     with Unaligned() as seen:
-        for step in state.loader.from_step(0):
-            train_step(state, step, plan, cfg, 0.0)
+        run_steps(state, cfg)
     kept = [*state.model.named_parameters(), *state.model.named_buffers(), *state.masters.named.items()]
     local = {name: value.to_local() if isinstance(value, DTensor) else value for name, value in kept}
     return sorted(seen.found), sorted(n for n, v in local.items() if v.numel() and is_unaligned(v)), seen.operations
@@ -70,19 +63,18 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_computes_on_aligned_memory(case: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
-    operations, kept, count = unaligned(single_world(), parts, dataset, tmp_path, "finetune", CASES[case])
+def test_a_step_computes_on_aligned_memory(case: str, configure: Configure) -> None:
+    operations, kept, count = unaligned(single_world(), configure("max_steps=2", *CASES[case]))
     assert (operations, kept) == ([], [])
     assert count > 500
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_ranks_compute_on_aligned_memory(
-    strategy: str, pools: dict[int, RankPool], parts: Path, dataset: Path, tmp_path: Path
-) -> None:
+def test_ranks_compute_on_aligned_memory(strategy: str, configure: Configure, pools: dict[int, RankPool]) -> None:
     stage = "pretrain" if strategy == "zero2" else "finetune"
-    for found in pools[2].run(unaligned, parts, dataset, tmp_path, stage, (f"sharding={strategy}", "precision=bf16")):
+    cfg = configure("max_steps=2", f"sharding={strategy}", "precision=bf16", stage=stage)
+    for found in pools[2].run(unaligned, cfg):
         assert found[:2] == ([], [])
 
 

@@ -3,23 +3,16 @@
 Two combinations of every pair of choices are in the fast tier, the whole product in the slow one.
 """
 
-import hashlib
 from itertools import combinations, product
-from pathlib import Path
 
 import pytest
-import torch
 from harness import RankPool
-from small import make_config
+from small import Configure
+from steps import begin, digest_of_state, run_steps
 
 from llava_fsdp.config import Config
-from llava_fsdp.distributed.local_shards import local
-from llava_fsdp.distributed.mesh import World, make_mesh
-from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.distributed.mesh import World
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.train import main as train
-from llava_fsdp.train.checkpoint_contents import tensors
-from llava_fsdp.train.loop import train_step
 
 PRECISIONS = ("bf16", "fp32", "fp16", "bf16_pure", "bf16 precision.moment_dtype=int8")
 CHECKPOINTING = ("none", "full", "selective", "offload")
@@ -57,29 +50,20 @@ def traces(world: World, configs: list[Config]) -> list[Trace]:
     """Five losses of each, and a digest of this rank's masters and moments behind them."""
     found = []
     for cfg in configs:
-        plan = SHARD_PLANS[cfg.sharding.strategy]
-        state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
-        state.model.train()
-        losses = [train_step(state, step, plan, cfg, 0.0).loss for step in state.loader.from_step(0)]
-        digest = hashlib.sha256()
-        for name, value in tensors(state).items():
-            digest.update(name.encode() + local(value).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        found.append((losses, digest.hexdigest()))
+        state, _ = begin(world, cfg)
+        found.append(([result.loss for result in run_steps(state, cfg)], digest_of_state(state)))
     return found
 
 
-def config(way: Way, parts: Path, dataset: Path, folder: Path) -> Config:
-    precision, activation_checkpointing, offload = way
-    return make_config(
-        parts, dataset, folder,
-        *f"precision={precision} activation_checkpointing={activation_checkpointing} offload={offload}".split(),
-        "sharding=zero3", "global_batch_size=4", "micro_batch_size=1", "max_steps=5", "optim.warmup_ratio=0",
-    )  # fmt: skip
+def config(way: Way, configure: Configure) -> Config:
+    values = "precision={} activation_checkpointing={} offload={}".format(*way).split()
+    common = "sharding=zero3 global_batch_size=4 micro_batch_size=1 max_steps=5 optim.warmup_ratio=0".split()
+    return configure(*values, *common)
 
 
-def check(ways: list[Way], parts: Path, dataset: Path, pools: dict[int, RankPool], folder: Path) -> None:
-    """All ways, of which the first is compared with, on two ranks."""
-    configs = [config(way, parts, dataset, folder) for way in ways]
+def check(ways: list[Way], configure: Configure, pools: dict[int, RankPool]) -> None:
+    """Compare all ways with the first one, on two ranks."""
+    configs = [config(way, configure) for way in ways]
     by_rank = pools[2].run(traces, configs, timeout=60 + 60 * len(ways))
     for found in by_rank:
         losses = found[0][0]
@@ -91,35 +75,35 @@ def check(ways: list[Way], parts: Path, dataset: Path, pools: dict[int, RankPool
 @pytest.mark.ranks
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_pair_of_choices_trains_to_the_same_bits(
-    precision: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+    precision: str, configure: Configure, pools: dict[int, RankPool]
 ) -> None:
     plain = (precision, "none", "none")
-    check([plain, *(w for w in QUICK if w[0] == precision and w != plain)], parts, dataset, pools, tmp_path)
+    check([plain, *(w for w in QUICK if w[0] == precision and w != plain)], configure, pools)
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_combination_trains_to_the_same_bits(
-    precision: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+    precision: str, configure: Configure, pools: dict[int, RankPool]
 ) -> None:
     ways = [w for w in OFFERED if w[0] == precision]
     assert ways[0] == (precision, "none", "none")
-    check(ways, parts, dataset, pools, tmp_path)
+    check(ways, configure, pools)
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_offload_changes_no_bit_of_compiled_blocks(
-    precision: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+    precision: str, configure: Configure, pools: dict[int, RankPool]
 ) -> None:
     """How far these are from activation_checkpointing=none is test_activation_checkpointing's."""
     ways = [way for mode in OFFLOAD if is_offered(way := (precision, "budget", mode))]
-    check(ways, parts, dataset, pools, tmp_path)
+    check(ways, configure, pools)
 
 
 @pytest.mark.parametrize("way", [w for w in product(PRECISIONS, CHECKPOINTING, OFFLOAD) if not is_offered(w)], ids=str)
-def test_what_is_not_offered_is_refused_at_the_door(way: Way, parts: Path, dataset: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is rounded by the row; choose offload=params"):
-        config(way, parts, dataset, tmp_path)
+def test_what_is_not_offered_is_refused_at_the_door(way: Way, configure: Configure) -> None:
+    with pytest.raises(ConfigError, match="choose offload=params"):
+        config(way, configure)

@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 from harness import RankPool
 from small import make_config
+from steps import begin
 
 from llava_fsdp.config import Config
 from llava_fsdp.distributed.comm_volume import KINDS, CollectiveBytes
-from llava_fsdp.distributed.mesh import World, make_mesh
+from llava_fsdp.distributed.mesh import World
 from llava_fsdp.distributed.parallelize import weights_of
 from llava_fsdp.distributed.precision import DTYPES
-from llava_fsdp.distributed.zero import SHARD_PLANS, begin_micro_batch
+from llava_fsdp.distributed.zero import begin_micro_batch
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import find_parts
-from llava_fsdp.train import main as train
 
 Moved = dict[str, dict[str, int]]
 ROWS = ("zero0", "zero1", "zero2", "zero3")
@@ -36,8 +36,7 @@ def config(
 
 def backward_alone(world: World, cfg: Config) -> Moved:
     """The collectives of a step's forward and backward passes, without those of the loss and the gradient norm."""
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+    state, plan = begin(world, cfg)
     micro_batches = state.loader.steps.prepare(0).micro_batches
     with CollectiveBytes() as counter:
         for number, micro in enumerate(micro_batches, start=1):

@@ -1,12 +1,13 @@
 """Compiled blocks give the numbers of uncompiled ones, and are compiled once."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import CPU, RankPool, single_world
-from small import make_config
+from loaders import agreed_steps
+from small import Configure
+from steps import begin
 from torch import nn
 from transformers import AutoConfig, AutoModel
 
@@ -17,12 +18,10 @@ from llava_fsdp.distributed import compile
 from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing
 from llava_fsdp.distributed.compile import WARM_UP, Compilations, Compiling, choose_compiling
 from llava_fsdp.distributed.local_shards import local
-from llava_fsdp.distributed.mesh import World, make_mesh
-from llava_fsdp.distributed.zero import SHARD_PLANS
-from llava_fsdp.model.attention import Kernel, register_attention, told
-from llava_fsdp.model.llava import find_stack
+from llava_fsdp.distributed.mesh import World
+from llava_fsdp.model.attention import Kernel, attention_arguments, register_attention
+from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.train import main as train
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.metrics import Reporter
 from llava_fsdp.train.state import StepResult
@@ -36,11 +35,9 @@ def trace(world: World, cfg: Config) -> Trace:
     """Losses, norms, weights, graphs compiled after each step, and shapes of rows."""
     torch._inductor.config.compile_threads = 1  # a pool of a process that was forked from waits for nobody here
     torch._dynamo.reset()
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
-    state.model.train()
+    state, plan = begin(world, cfg)
     results, graphs, shapes = [], [], set()
-    for step in state.loader.from_step(0):
+    for step in agreed_steps(state.loader):
         shapes |= {tuple(micro.inputs[0].shape) for micro in step.micro_batches}
         results.append(train_step(state, step, plan, cfg, 0.0))
         graphs.append(state.compilations.total if state.compilations is not None else 0)
@@ -48,34 +45,26 @@ def trace(world: World, cfg: Config) -> Trace:
     return [r.loss for r in results], [r.grad_norm for r in results], weights, graphs, shapes
 
 
-CASES = [
-    pytest.param(1, ["pack=false"], id="one rank, padded", marks=pytest.mark.slow),
-    pytest.param(2, ["pack=true", "tokens_per_micro_batch=512"], id="two ranks, packed", marks=pytest.mark.slow),
-    pytest.param(
-        1, ["pack=true", "activation_checkpointing=full"], id="one rank, packed, full", marks=pytest.mark.slow
-    ),
-    pytest.param(
-        2,
-        ["pack=false", "activation_checkpointing=selective"],
-        id="two ranks, padded, selective",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        2, ["pack=true", "activation_checkpointing=offload"], id="two ranks, packed, offload", marks=pytest.mark.slow
-    ),
-]
+CASES = {
+    "one rank, padded": (1, ["pack=false"]),
+    "two ranks, packed": (2, ["pack=true", "tokens_per_micro_batch=512"]),
+    "one rank, packed, full": (1, ["pack=true", "activation_checkpointing=full"]),
+    "two ranks, padded, selective": (2, ["pack=false", "activation_checkpointing=selective"]),
+    "two ranks, packed, offload": (2, ["pack=true", "activation_checkpointing=offload"]),
+}
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("size", "overrides"), CASES)
+@pytest.mark.parametrize(("size", "overrides"), CASES.values(), ids=CASES)
 def test_an_epoch_of_mixed_lengths_compiles_nothing_anew(
-    size: int, overrides: list[str], parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+    size: int, overrides: list[str], configure: Configure, pools: dict[int, RankPool]
 ) -> None:
     """Rows of all lengths, one row, one position, steps without pictures: all by what the first step has compiled."""
     found = []
     for on in ("false", "true"):
-        cfg = make_config(parts, dataset, tmp_path, *EPOCHS, *overrides, f"compile={on}")
+        cfg = configure(*EPOCHS, *overrides, f"compile={on}")
         run = [trace(single_world(), cfg)] if size == 1 else pools[size].run(trace, cfg, timeout=1100)
         found.append(run)
     for plain, other in zip(*found, strict=True):
@@ -109,12 +98,12 @@ def test_one_graph_serves_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
     torch._dynamo.reset()
     model, count = layers(3), Compilations()
-    compile.compile_blocks(find_stack(model), count=count, one_row=True)
+    compile.compile_blocks(find_blocks(model), count=count, one_row=True)
     for lengths in ((7,), (3, 4), (2, 5, 6), (1, 1, 1, 9), (8, 2), (31,)):
         held = boundaries(lengths)
         segments = held["position_ids"], held["cu_seqlens"], held["lengths"]
         flat = torch.randn(sum(lengths), 32, requires_grad=True).clone()
-        model(inputs_embeds=flat.view(1, sum(lengths), 32), **told(segments))
+        model(inputs_embeds=flat.view(1, sum(lengths), 32), **attention_arguments(segments))
     assert len(graphs) == count.total == 1 and any("varlen_attn" in target for target in graphs[0])
 
 
@@ -151,7 +140,7 @@ def test_products_that_selective_keeps_do_not_run_again(
     config = AutoConfig.for_model("llama", vocab_size=8, use_cache=False, **shape)
     model = AutoModel.from_config(config)
     apply_activation_checkpointing(
-        [find_stack(model)],
+        [find_blocks(model)],
         ActivationCheckpointingConfig(mode=ActivationCheckpointing(mode), budget=None),
         CPU,
         Compilations(),
@@ -175,53 +164,39 @@ def test_products_that_selective_keeps_do_not_run_again(
     ],
 )
 def test_what_is_compiled_and_why(
-    overrides: list[str], device: str, attention: Attention | None, on: bool, reason: str, parts: Path, dataset: Path,
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    overrides: list[str],
+    device: str,
+    attention: Attention | None,
+    on: bool,
+    reason: str,
+    configure: Configure,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     if device == "cuda":
         monkeypatch.setattr(compile, "compiler_missing", lambda device: None)
-    cfg = make_config(parts, dataset, tmp_path, "compile=auto", *overrides)
+    cfg = configure("compile=auto", *overrides)
     found = choose_compiling(cfg, torch.device(device), attention)
     assert isinstance(found, Compiling) and found.on is on and reason in found.reason
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("setting", "attention", "message"),
     [
-        (["compile=true"], r"compile=true compiles blocks .* no C.. compiler.*set compile=auto"),
-        (
-            ["activation_checkpointing=budget"],
-            r"activation_checkpointing=budget compiles blocks .* no C.. compiler.*set "
-            r"activation_checkpointing=selective",
-        ),
+        ("compile=true", None, r"compile=true compiles blocks .* no C.. compiler.*set compile=auto"),
+        ("activation_checkpointing=budget", None, "budget compiles .* no C.. compiler.*=selective"),
+        ("activation_checkpointing=selective", Attention.sdpa, "selective needs a block in one piece"),
     ],
 )
-def test_compiling_is_refused_where_there_is_no_compiler(
-    overrides: list[str], said: str, parts: Path, dataset: Path, tmp_path: Path
+def test_compiling_is_refused_without_a_compiler_and_where_attention_cuts_blocks_in_two(
+    setting: str, attention: Attention | None, message: str, configure: Configure
 ) -> None:
-    cfg = make_config(parts, dataset, tmp_path, "compile=auto", *overrides)
-    without = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
-    with without, pytest.raises(ConfigError, match=said):
-        choose_compiling(cfg, CPU, None)
+    cfg = configure(f"compile={'auto' if 'budget' in setting else 'true'}", setting, "pack=true")
+    without = torch._inductor.config.patch({} if attention else {"cpp.cxx": ("no-such-compiler",)})
+    with without, pytest.raises(ConfigError, match=message):
+        choose_compiling(cfg, CPU, attention)
 
 
-def test_selective_is_refused_where_attention_cuts_blocks_in_two(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    cfg = make_config(parts, dataset, tmp_path, "compile=true", "activation_checkpointing=selective", "pack=true")
-    with pytest.raises(
-        ConfigError, match="compile=true: activation_checkpointing=selective needs a block in one piece"
-    ):
-        choose_compiling(cfg, CPU, Attention.sdpa)
-
-
-def test_what_is_compiled_late_is_counted_and_warned_of(
-    parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    count = Compilations()
-    told_of = []
-    for step in range(WARM_UP + 3):
-        count.total += 4 * (step == 0) + 2 * (step == WARM_UP + 1)
-        told_of.append(count.after_step())
-    assert told_of == [0] * (WARM_UP + 1) + [2, 2]
+def test_late_compilations_are_warned_of_once(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     warnings = []
 
     class Log:
@@ -229,8 +204,8 @@ def test_what_is_compiled_late_is_counted_and_warned_of(
             warnings.append(told)
 
     monkeypatch.setattr("llava_fsdp.train.metrics.log", Log)
-    reporter = Reporter(make_config(parts, dataset, tmp_path), 0, 9, False)
-    for step, recompiles in enumerate(told_of):
+    reporter = Reporter(configure(), 0, 9, False)
+    for step, recompiles in enumerate([0] * (WARM_UP + 1) + [2, 2]):
         facts = StepFacts.__new__(StepFacts)
         object.__setattr__(facts, "step", step)
         reporter(StepResult(facts, 1.0, 1.0, 1.0, 1.0, recompiles=recompiles))

@@ -1,12 +1,23 @@
-"""Every row of the ZeRO table, on any number of ranks, cut into any micro-batches, trains as a plain loop does."""
+"""Every strategy, on any number of ranks and with any micro-batches, trains as a plain loop does."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from harness import RankPool
-from reference import EXPORTED, TOLERANCE, Outcome, difference, outcome, plain_loop, run_ranks, vocabulary
-from small import make_config
+from reference import (
+    EXPORTED,
+    TOLERANCE,
+    Outcome,
+    assert_near,
+    difference,
+    outcome,
+    plain_loop,
+    train_on,
+    vocabulary,
+)
+from small import Configure, make_config
 
 from llava_fsdp.data.batching.packing import num_micro_batches
 from llava_fsdp.train import main as train
@@ -57,59 +68,35 @@ TABLES = [
 @pytest.mark.ranks
 @pytest.mark.parametrize(("variant", "accumulations", "cases"), TABLES)
 def test_table_equals_plain_loop(
-    variant: str,
-    accumulations: tuple[int, ...],
-    cases: list[tuple[str, int]],
-    references: dict[str, tuple[Outcome, Outcome]],
-    parts: Path,
-    dataset: Path,
-    pools: dict[int, RankPool],
-    tmp_path: Path,
-) -> None:
+    variant: str, accumulations: tuple[int, ...], cases: list[tuple[str, int]],
+    references: dict[str, tuple[Outcome, Outcome]], configure: Configure, pools: dict[int, RankPool],
+) -> None:  # fmt: skip
     """Losses and weights of six strategies x 1/2/4 ranks x accumulation x checkpointing, against the plain loop.
 
-    Where the order of sums is the same (rows that differ only in when weights are gathered; checkpointing on or off),
-    they are equal to the bit.
+    Where the order of sums is the same (strategies that differ only in when weights are gathered; checkpointing
+    on or off), they are equal to the bit.
     """
     stage, overrides = VARIANTS[variant]
     reference, start = references[variant]
     by_order_of_sums: dict[object, Outcome] = {}
-    for strategy, size in cases:
-        for accumulation in accumulations:
-            # both settings of checkpointing meet every strategy, number of ranks and accumulation over the table
-            checkpointings = (
-                ("none", "full") if (SHARDED + HYBRID).index(strategy) % 2 == accumulation % 2 else ("full",)
-            )
-            for activation_checkpointing in checkpointings:
-                folder = tmp_path / f"{strategy}-{size}-{accumulation}-{activation_checkpointing}"
-                cfg = make_config(
-                    parts,
-                    dataset,
-                    folder,
-                    f"sharding={strategy}",
-                    f"sharding.shard_size={2 if strategy in HYBRID else 'null'}",
-                    f"activation_checkpointing={activation_checkpointing}",
-                    BATCH,
-                    "pack=false",
-                    f"micro_batch_size={SAMPLES // (size * accumulation)}",
-                    *EXPORTED,
-                    *overrides,
-                    stage=stage,
-                )
-                assert num_micro_batches(SAMPLES, size, cfg.micro_batch_size) == accumulation
-                if size == 1:
-                    train.train(cfg)
-                else:
-                    pools[size].run(run_ranks, cfg)
-                got = outcome(folder)
-                assert got.losses == pytest.approx(reference.losses, rel=TOLERANCE), folder.name
-                assert got.grad_norms == pytest.approx(reference.grad_norms, rel=TOLERANCE), folder.name
-                assert difference(got.weights, reference.weights, vocabulary(cfg)) < TOLERANCE, folder.name
-                assert difference(got.weights, start.weights, vocabulary(cfg)) > 100 * TOLERANCE, "nothing was trained"
-                key = (order_of_sums(strategy, size, accumulation), accumulation)
-                first = by_order_of_sums.setdefault(key, got)
-                assert first.losses == got.losses, folder.name
-                assert all(torch.equal(first.weights[n], got.weights[n]) for n in got.weights), folder.name
+    for (strategy, size), accumulation in product(cases, accumulations):
+        # both settings of checkpointing meet every strategy, number of ranks and accumulation over the table
+        both = (SHARDED + HYBRID).index(strategy) % 2 == accumulation % 2
+        for checkpointing in ("none", "full") if both else ("full",):
+            which = f"{strategy}-{size}-{accumulation}-{checkpointing}"
+            cfg = configure(
+                f"sharding={strategy}", f"sharding.shard_size={2 if strategy in HYBRID else 'null'}",
+                f"activation_checkpointing={checkpointing}", BATCH, "pack=false",
+                f"micro_batch_size={SAMPLES // (size * accumulation)}", *EXPORTED, *overrides, to=which, stage=stage,
+            )  # fmt: skip
+            assert num_micro_batches(SAMPLES, size, cfg.micro_batch_size) == accumulation
+            got = outcome(train_on(size, cfg, pools))
+            assert_near(got, reference, vocabulary(cfg), which)
+            assert difference(got.weights, start.weights, vocabulary(cfg)) > 100 * TOLERANCE, "nothing was trained"
+            key = (order_of_sums(strategy, size, accumulation), accumulation)
+            first = by_order_of_sums.setdefault(key, got)
+            assert first.losses == got.losses, which
+            assert all(torch.equal(first.weights[n], got.weights[n]) for n in got.weights), which
     assert len(by_order_of_sums) >= (5 if cases is CASES else 4)
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from harness import RankPool, single_world
-from small import make_config, write_wide_parts
-from test_memory import measure
-from test_presets import Trace, built, steps
+from small import Configure, make_config, write_wide_parts
+from steps import begin
+from test_memory import measure, shapes_of
+from test_presets import Trace, steps
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor
@@ -25,8 +26,6 @@ from llava_fsdp.config import Config
 from llava_fsdp.distributed import fp8
 from llava_fsdp.distributed.memory import bytes_per_rank
 from llava_fsdp.distributed.mesh import World
-from llava_fsdp.distributed.parallelize import weights_of
-from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.runtime.errors import ConfigError
@@ -71,9 +70,9 @@ def test_refused_on_a_cpu_before_anything_is_read(wide: Path, dataset: Path, tmp
         train.train(cfg)
 
 
-def test_refused_where_no_layer_fits(parts: Path, dataset: Path, tmp_path: Path) -> None:
+def test_refused_where_no_layer_fits(configure: Configure) -> None:
     with emulated(), pytest.raises(ConfigError, match="no linear layer of the language model has sizes"):
-        steps(single_world(), make_config(parts, dataset, tmp_path, *FP8))
+        steps(single_world(), configure(*FP8))
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -109,7 +108,7 @@ def sent(world: World, cfg: Config) -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DefaultAllGather, "__call__", counting)
-        state, plan = built(world, cfg), SHARD_PLANS[cfg.sharding.strategy]
+        state, plan = begin(world, cfg)
         losses = [train_step(state, state.loader.steps.prepare(n), plan, cfg, 0.0).loss for n in range(2)]
     shards = [p._local_tensor for p in state.masters.named.values() if isinstance(p, DTensor)]
     prepared = [getattr(p, "_precomputed_scale", None) is not None for p in shards if hasattr(p, "_precomputed_scale")]
@@ -165,7 +164,6 @@ def test_bytes_equal_the_formulas(wide: Path, dataset: Path, pools: dict[int, Ra
     for sharding in ("zero1", "zero3"):
         values = [*FP8, f"sharding={sharding}", "pack=false"]
         cfg = make_config(wide, dataset, tmp_path, *values)
-        model = build_llava(find_parts(cfg.model), cfg.model, torch.bfloat16)
-        weights = list(weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision).values())
+        weights = shapes_of(cfg)
         for rank, got in enumerate(pools[2].run(on_rank, measure, cfg)):
             assert got == bytes_per_rank(weights, cfg.sharding.strategy, cfg.precision, 2, 1, rank)

@@ -1,6 +1,5 @@
 """The loss in chunks on several ranks: the number of chunks is in no collective."""
 
-import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -8,15 +7,16 @@ from typing import Any
 
 import pytest
 from harness import RankPool
-from small import make_config, write_json
+from loaders import agreed_steps
+from small import changed_parts, make_config
+from steps import begin
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.distributed.local_shards import local
-from llava_fsdp.distributed.mesh import World, make_mesh
-from llava_fsdp.distributed.zero import SHARD_PLANS, begin_micro_batch
-from llava_fsdp.train import main as train
+from llava_fsdp.distributed.mesh import World
+from llava_fsdp.distributed.zero import begin_micro_batch
 
 
 class Collectives(TorchDispatchMode):
@@ -42,10 +42,8 @@ def ran(world: World, configs: list[Config]) -> list[tuple[Counter[str], list[fl
     """Of each: collectives, losses and numbers of chunks of two micro-batches, and this rank's gradients."""
     found = []
     for cfg in configs:
-        plan = SHARD_PLANS[cfg.sharding.strategy]
-        state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
-        state.model.train()
-        step = next(iter(state.loader.from_step(0)))
+        state, plan = begin(world, cfg)
+        step = next(iter(agreed_steps(state.loader)))
         losses, chunks = [], []
         with Collectives() as collectives:
             for number, micro in enumerate(step.micro_batches[:2]):
@@ -65,13 +63,7 @@ def ran(world: World, configs: list[Config]) -> list[tuple[Counter[str], list[fl
 def test_chunks_are_in_no_collective(
     sharding: str, tied: bool, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
-    folder = tmp_path / "parts"
-    for part in ("language", "vision"):
-        (folder / part).mkdir(parents=True)
-        for file in (parts / part).iterdir():
-            (folder / part / file.name).write_bytes(file.read_bytes())
-    config = json.loads((folder / "language" / "config.json").read_text())
-    write_json(folder / "language" / "config.json", config | {"tie_word_embeddings": tied})
+    folder = changed_parts(parts, tmp_path / "parts", {"tie_word_embeddings": tied})
     common = [f"sharding={sharding}", "pack=false", "micro_batch_size=3", "global_batch_size=12"]
     configs = [make_config(folder, dataset, tmp_path, *common, f"loss.chunk_tokens={chunk}") for chunk in (10**6, 7)]
     (whole, chunked), (whole_1, chunked_1) = pools[2].run(ran, configs)

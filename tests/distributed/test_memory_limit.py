@@ -11,9 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from harness import RankPool
-from reference import EXPORTED, outcome
+from reference import EXPORTED, assert_same_bits, outcome
 from small import make_config, write_json, write_parts
 
 from llava_fsdp.config import Config
@@ -53,6 +52,14 @@ def train_within(world: World, cfg: Config, more: int | None) -> str:
     return ""
 
 
+def assert_trained_beyond(nbytes: float, folder: Path) -> None:
+    """Runs with and without a limit trained the same bits, whose states take more bytes than this."""
+    free, nvme = outcome(folder / "free"), outcome(folder / "nvme")
+    trained = sum(v.numel() for n, v in nvme.weights.items() if not n.startswith("vision_tower"))
+    assert STATE_BYTES * trained > nbytes
+    assert_same_bits(nvme, free, "nvme")
+
+
 @pytest.mark.ranks
 def test_states_beyond_a_limit_on_private_memory(dataset: Path, tmp_path: Path) -> None:
     parts = write_language(tmp_path / "parts", 512, 1408, 7)
@@ -66,11 +73,7 @@ def test_states_beyond_a_limit_on_private_memory(dataset: Path, tmp_path: Path) 
         pool.close()
     assert (said["free"], said["nvme"]) == ("", "")
     assert "out of host memory" in said["none"] and "offload=nvme" in said["none"]
-    free, nvme = outcome(tmp_path / "free"), outcome(tmp_path / "nvme")
-    trained = sum(v.numel() for n, v in nvme.weights.items() if not n.startswith("vision_tower"))
-    assert STATE_BYTES * trained > 1.5 * limit
-    assert free.losses == nvme.losses
-    assert all(torch.equal(free.weights[n], nvme.weights[n]) for n in free.weights)
+    assert_trained_beyond(1.5 * limit, tmp_path)
 
 
 LIMITED = """
@@ -104,8 +107,4 @@ def test_three_gigabytes_of_states_under_two(dataset: Path, tmp_path: Path) -> N
     assert ended["nvme"][0] == ended["free"][0] == 0, ended["nvme"][1]
     code, said = ended["none"]
     assert code == 2 and "OutOfMemory: out of host memory" in said and "offload=nvme" in said
-    free, nvme = outcome(tmp_path / "free"), outcome(tmp_path / "nvme")
-    trained = sum(v.numel() for n, v in nvme.weights.items() if not n.startswith("vision_tower"))
-    assert STATE_BYTES * trained > 3 << 30
-    assert (free.losses, free.grad_norms) == (nvme.losses, nvme.grad_norms)
-    assert all(torch.equal(free.weights[n], nvme.weights[n]) for n in free.weights)
+    assert_trained_beyond(3 << 30, tmp_path)

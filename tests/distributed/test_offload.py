@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from harness import CPU, RankPool, single_world
-from reference import EXPORTED, Outcome, outcome, run_ranks
-from small import make_config
+from loaders import agreed_steps
+from reference import EXPORTED, assert_same_bits, outcome, train_on
+from small import Configure
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -29,19 +30,6 @@ MODES = [mode.value for mode in OffloadMode]
 TRAINING = ["precision=bf16", "optim.clip=0.5", "pack=false", "max_steps=2", *EXPORTED]
 
 
-def run(world_size: int, cfg: Config, pools: dict[int, RankPool]) -> Outcome:
-    if world_size == 1:
-        train.train(cfg)
-    else:
-        pools[world_size].run(run_ranks, cfg, timeout=180)
-    return outcome(Path(cfg.output_dir))
-
-
-def assert_same(got: Outcome, wanted: Outcome, what: object) -> None:
-    assert (got.losses, got.grad_norms) == (wanted.losses, wanted.grad_norms), what
-    assert all(torch.equal(got.weights[n], wanted.weights[n]) for n in wanted.weights), what
-
-
 PAIRS = {  # by ranks: row of the table and mode, against the first one's outcome
     1: [("zero3", "none"), ("zero2", "params"), ("zero3", "nvme")],
     2: [("zero2", "none"), ("zero2", "optimizer"), ("zero3", "params"), ("zero2", "nvme"), ("zero3", "nvme")],
@@ -59,25 +47,20 @@ ALL = {size: [(row, mode) for row in ("zero2", "zero3") for mode in MODES] for s
     ],
 )
 def test_weights_are_those_without_offload_to_the_bit(
-    world_size: int,
-    pairs: list[tuple[str, str]],
-    parts: Path,
-    dataset: Path,
-    pools: dict[int, RankPool],
-    tmp_path: Path,
+    world_size: int, pairs: list[tuple[str, str]], configure: Configure, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
     found = []
     for strategy, mode in pairs:
         folder = tmp_path / f"{strategy}-{mode}"
         values = [*TRAINING, f"sharding={strategy}", f"offload={mode}", f"micro_batch_size={6 // world_size}"]
-        found.append(run(world_size, make_config(parts, dataset, folder, *values), pools))
+        found.append(outcome(train_on(world_size, configure(*values, to=folder), pools, 180)))
         assert len(found[-1].losses) == 2 and min(found[-1].grad_norms) > 0.5
-        assert_same(found[-1], found[0], folder.name)
+        assert_same_bits(found[-1], found[0], folder.name)
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_hybrid_rows_and_frozen_shards(parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path) -> None:
+def test_hybrid_rows_and_frozen_shards(configure: Configure, pools: dict[int, RankPool], tmp_path: Path) -> None:
     """Gradients that wait to be reduced over replicas, and a frozen language model in shards."""
     cases = {"hybrid": ["sharding.shard_size=2"], "hybrid2": ["sharding.shard_size=2"], "zero3": []}
     for strategy, more in cases.items():
@@ -86,19 +69,19 @@ def test_hybrid_rows_and_frozen_shards(parts: Path, dataset: Path, pools: dict[i
             folder = tmp_path / f"{strategy}-{mode}"
             values = [*TRAINING, f"sharding={strategy}", f"offload={mode}", "micro_batch_size=2", *more]
             stage = "pretrain" if strategy == "zero3" else "finetune"
-            found.append(run(4, make_config(parts, dataset, folder, *values, stage=stage), pools))
-            assert_same(found[-1], found[0], folder.name)
+            found.append(outcome(train_on(4, configure(*values, stage=stage, to=folder), pools, 180)))
+            assert_same_bits(found[-1], found[0], folder.name)
 
 
 @pytest.mark.ranks
-def test_a_run_continues_with_and_without_offload(parts: Path, dataset: Path, tmp_path: Path) -> None:
+def test_a_run_continues_with_and_without_offload(configure: Configure, tmp_path: Path) -> None:
     """Checkpoints hold the states, not where they lay."""
     values = [*TRAINING, "optim.schedule=constant", "optim.warmup_ratio=0"]
-    train.train(make_config(parts, dataset, tmp_path / "straight", *values, "max_steps=4"))
+    train.train(configure(*values, "max_steps=4", to="straight"))
     for steps, mode in enumerate(("none", "nvme", "optimizer", "none"), start=1):
         more = [f"max_steps={steps}", f"offload={mode}", f"export.enabled={str(steps == 4).lower()}"]
-        train.train(make_config(parts, dataset, tmp_path / "cut", *values, *more))
-    assert_same(outcome(tmp_path / "cut"), outcome(tmp_path / "straight"), "cut")
+        train.train(configure(*values, *more, to="cut"))
+    assert_same_bits(outcome(tmp_path / "cut"), outcome(tmp_path / "straight"), "cut")
 
 
 def where_states_lie(world: World, cfg: Config) -> dict[str, bool]:
@@ -111,7 +94,7 @@ def where_states_lie(world: World, cfg: Config) -> dict[str, bool]:
         for name, parameter in state.model.named_parameters():
             if local(parameter).numel():
                 held[name] = state_arenas(state)[1].owns(local(parameter))
-        step = next(iter(state.loader.from_step(0)))
+        step = next(iter(agreed_steps(state.loader)))
         state.optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
         train_step(state, step, plan, cfg, 0.0)
         moments, shards, gradients = state_arenas(state)
@@ -135,12 +118,12 @@ def state_arenas(state: TrainState) -> list[Arena]:
 @pytest.mark.ranks
 @pytest.mark.parametrize(("stage", "blocks_per_unit"), [("pretrain", 1), ("finetune", 2)])
 def test_states_lie_in_the_files(
-    stage: str, blocks_per_unit: int, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+    stage: str, blocks_per_unit: int, configure: Configure, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
     """Uneven shards too, which FSDP would copy to pad them; whole frozen weights stay on the device."""
     values = ["precision=bf16", "sharding=zero3", "offload=nvme", "micro_batch_size=2"]
     units = f"sharding.blocks_per_unit={blocks_per_unit}"
-    cfg = make_config(parts, dataset, tmp_path / "run", *values, units, stage=stage)
+    cfg = configure(*values, units, stage=stage, to="run")
     for held in pools[4].run(where_states_lie, cfg):
         tower = {n for n in held if n.startswith("vision_tower")}
         kept_whole = tower | ({n for n in held if "norm" in n} if stage == "pretrain" else set())
@@ -253,9 +236,9 @@ def test_no_room_says_how_much_and_where(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "absent"])
-def test_a_folder_that_is_none_is_refused_and_not_made(kind: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_none_is_refused_and_not_made(kind: str, configure: Configure, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    cfg = make_config(parts, dataset, tmp_path / "run", "offload=nvme", f"offload.folder={tmp_path / kind}")
+    cfg = configure("offload=nvme", f"offload.folder={tmp_path / kind}", to="run")
     with pytest.raises(ConfigError, match=rf"offload\.folder=.*{kind} is not a folder"):
         describe_offload(cfg, CPU)
     assert not (tmp_path / "absent").exists()
@@ -269,15 +252,13 @@ def test_a_folder_that_is_none_is_refused_and_not_made(kind: str, parts: Path, d
         (["offload=params", "offload.folder=/x"], "writes no files"),
     ],
 )
-def test_combinations_without_sense_are_refused(
-    values: list[str], message: str, parts: Path, dataset: Path, tmp_path: Path
-) -> None:
+def test_combinations_without_sense_are_refused(values: list[str], message: str, configure: Configure) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_config(parts, dataset, tmp_path, *values)
+        configure(*values)
 
 
-def test_one_message_where_memory_runs_out(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    cfg = make_config(parts, dataset, tmp_path, "activation_checkpointing=none", "sharding=zero2")
+def test_one_message_where_memory_runs_out(configure: Configure) -> None:
+    cfg = configure("activation_checkpointing=none", "sharding=zero2")
     with pytest.raises(
         OutOfMemory, match=r"out of host memory \(\d+ bytes more.*activation_checkpointing=full.*offload=nvme"
     ):
@@ -290,9 +271,9 @@ def test_one_message_where_memory_runs_out(parts: Path, dataset: Path, tmp_path:
 
 
 def test_a_machine_without_a_gpu_is_told_that_nothing_is_saved(
-    parts: Path, dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    configure: Configure, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cfg = make_config(parts, dataset, tmp_path, "offload=optimizer")
+    cfg = configure("offload=optimizer")
     with caplog.at_level("WARNING"):
         train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
     assert "this saves nothing" in caplog.text

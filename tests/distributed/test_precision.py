@@ -4,33 +4,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import CPU, RankPool, single_world
+from harness import RankPool, single_world
+from loaders import agreed_steps
 from reference import EXPORTED, outcome, run_ranks
-from small import make_config
+from small import Configure
+from steps import begin
 from torch import nn
 
-from llava_fsdp.distributed.zero import SHARD_PLANS
-from llava_fsdp.train import main as train
 from llava_fsdp.train.loop import train_step
-from llava_fsdp.train.state import TrainState
 
 BF16 = ["precision=bf16", "micro_batch_size=4", "global_batch_size=16"]
 
 
-def built(parts: Path, dataset: Path, folder: Path, *values: str) -> TrainState:
-    cfg = make_config(parts, dataset, folder, *BF16, *values)
-    assert single_world().device == CPU
-    return train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
-
-
-def norms(model: nn.Module) -> dict[str, nn.Module]:
-    return {n: m for n, m in model.named_modules() if "Norm" in type(m).__name__}
-
-
-def test_norms_are_fp32_and_what_goes_between_layers_is_bf16(parts: Path, dataset: Path, tmp_path: Path) -> None:
+def test_norms_are_fp32_and_what_goes_between_layers_is_bf16(configure: Configure) -> None:
     """Of both kinds: the language model's, without a bias, and the frozen tower's, with one."""
-    model = built(parts, dataset, tmp_path).model
-    found = norms(model)
+    model = begin(single_world(), configure(*BF16))[0].model
+    found = {n: m for n, m in model.named_modules() if "Norm" in type(m).__name__}
     kept = {p for norm in found.values() for p in norm.parameters()}
     assert {n.partition(".")[0] for n in found} == {"language_model", "vision_tower"}
     assert {p.dtype for p in kept} == {torch.float32}
@@ -51,15 +40,14 @@ def test_norms_are_fp32_and_what_goes_between_layers_is_bf16(parts: Path, datase
             assert (got != exact.bfloat16()).float().mean() < 0.01, name
 
 
-def test_an_update_below_a_step_of_bf16_is_seen(parts: Path, dataset: Path, tmp_path: Path) -> None:
+def test_an_update_below_a_step_of_bf16_is_seen(configure: Configure) -> None:
     """Of norms that start at 1; in bf16 they compute with 1 until they have moved by 1/512."""
     moved = {}
     for dtype in ("fp32", "bf16"):
         values = [f"precision.norm_dtype={dtype}", "max_steps=1", "optim.lr=1e-4", "optim.schedule=constant"]
-        cfg = make_config(parts, dataset, tmp_path / dtype, *BF16, *values, "optim.warmup_ratio=0")
-        plan = SHARD_PLANS[cfg.sharding.strategy]
-        state = train.build_state(cfg, single_world(), plan, None)
-        for step in state.loader.from_step(0):
+        cfg = configure(*BF16, *values, "optim.warmup_ratio=0", to=dtype)
+        state, plan = begin(single_world(), cfg)
+        for step in agreed_steps(state.loader):
             train_step(state, step, plan, cfg, 0.0)
         assert (state.masters.named["language_model.norm.weight"] != 1).all()
         moved[dtype] = (state.model.get_parameter("language_model.norm.weight") != 1).float().mean()
@@ -69,7 +57,7 @@ def test_an_update_below_a_step_of_bf16_is_seen(parts: Path, dataset: Path, tmp_
 @pytest.mark.ranks
 @pytest.mark.parametrize("tower", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_rows_are_equal_to_the_bit_in_bf16(
-    tower: bool, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+    tower: bool, configure: Configure, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
     """Rows that differ only in when weights are gathered, with and without checkpointing, on two ranks.
 
@@ -82,7 +70,7 @@ def test_rows_are_equal_to_the_bit_in_bf16(
             values = [*BF16, f"sharding={sharding}", f"activation_checkpointing={activation_checkpointing}", *EXPORTED]
             if tower:
                 values.append("model.train=[projector,language,vision]")
-            pools[2].run(run_ranks, make_config(parts, dataset, folder, *values))
+            pools[2].run(run_ranks, configure(*values, to=folder))
             found.append(outcome(folder))
         zero2, zero3 = found
         assert len(zero2.losses) > 1

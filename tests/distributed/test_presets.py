@@ -1,6 +1,5 @@
 """`precision=`: what each choice stores, computes and updates in; and that it trains, repeats itself and continues."""
 
-import hashlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,20 +8,19 @@ from typing import Any
 import pytest
 import torch
 from harness import RankPool, single_world
+from loaders import agreed_steps
 from reference import EXPORTED
-from small import make_config
+from small import Configure, make_config
+from steps import begin, digest_of_state
 
 from llava_fsdp.config import Config
 from llava_fsdp.distributed.local_shards import local
-from llava_fsdp.distributed.mesh import World, make_mesh
-from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.distributed.mesh import World
 from llava_fsdp.runtime.errors import CheckpointError
 from llava_fsdp.train import main as train
-from llava_fsdp.train.checkpoint_contents import tensors
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.resume import resume
 from llava_fsdp.train.save_and_stop import open_saver
-from llava_fsdp.train.state import TrainState
 
 SMALL = ["global_batch_size=4", "micro_batch_size=1", "max_steps=5", "optim.schedule=constant", "optim.clip=1.0"]
 INT8, BF16_MOMENTS = "bf16 precision.moment_dtype=int8", "bf16 precision.moment_dtype=bf16"
@@ -36,13 +34,6 @@ def of(preset: str) -> list[str]:
     return f"precision={preset}".split()
 
 
-def built(world: World, cfg: Config) -> TrainState:
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
-    state.model.train()
-    return state
-
-
 @dataclass
 class Trace:
     losses: list[float]
@@ -52,24 +43,21 @@ class Trace:
 
 def steps(world: World, cfg: Config) -> Trace:
     """From where the run is to its end, with a checkpoint after the third step."""
-    state, losses = built(world, cfg), []
+    (state, plan), losses = begin(world, cfg), []
     Path(cfg.output_dir).mkdir(parents=True, exist_ok=True)
     saver = open_saver(state, cfg, resume(state, cfg))
-    for step in state.loader.from_step(state.step):
-        losses.append(train_step(state, step, SHARD_PLANS[cfg.sharding.strategy], cfg, 0.0).loss)
+    for step in agreed_steps(state.loader, state.step):
+        losses.append(train_step(state, step, plan, cfg, 0.0).loss)
         if state.step == 3:
             saver.save()
     saver.close()
-    digest = hashlib.sha256()
-    for name, value in tensors(state).items():
-        digest.update(name.encode() + local(value).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return Trace(losses, digest.hexdigest())
+    return Trace(losses, digest_of_state(state))
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("preset", [*QUICK, *(pytest.param(preset, marks=pytest.mark.slow) for preset in SLOW)])
 def test_trains_repeats_and_continues_on_two_ranks(
-    preset: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+    preset: str, configure: Configure, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
     """Five steps; with checkpointing, and from the checkpoint, to the bit; from it on one rank, nearly."""
     values = [*SMALL, *of(preset), "sharding=zero3"]
@@ -77,9 +65,7 @@ def test_trains_repeats_and_continues_on_two_ranks(
     for name, activation_checkpointing in (("none", "none"), ("full", "full"), ("continued", "none")):
         if name == "continued":
             shutil.copytree(tmp_path / "none" / "checkpoints", tmp_path / name / "checkpoints")
-        cfg = make_config(
-            parts, dataset, tmp_path / name, *values, f"activation_checkpointing={activation_checkpointing}"
-        )
+        cfg = configure(*values, f"activation_checkpointing={activation_checkpointing}", to=name)
         runs[name] = pools[2].run(steps, cfg)
     first = runs["none"]
     assert len(first[0].losses) == 5 and first[0].losses[-1] < first[0].losses[0] < 8
@@ -87,36 +73,34 @@ def test_trains_repeats_and_continues_on_two_ranks(
     for rank, trace in enumerate(runs["continued"]):
         assert trace == Trace(first[rank].losses[3:], first[rank].digest)
     shutil.copytree(tmp_path / "none" / "checkpoints", tmp_path / "one" / "checkpoints")
-    alone = steps(single_world(), make_config(parts, dataset, tmp_path / "one", *values))
+    alone = steps(single_world(), configure(*values, to="one"))
     assert alone.losses[0] == pytest.approx(first[0].losses[3], rel=1e-3)
     assert alone.losses[1] == pytest.approx(first[0].losses[4], rel=0.02)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("sharding", "preset"), [("zero0", "bf16_pure"), ("hybrid", PURE_INT8)])
-def test_replicas_stay_equal(
-    sharding: str, preset: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
-) -> None:
+def test_replicas_stay_equal(sharding: str, preset: str, configure: Configure, pools: dict[int, RankPool]) -> None:
     """Ranks that hold the same rows round them alike, although each draws for itself."""
     values = [*SMALL, *of(preset), f"sharding={sharding}", "max_steps=2", "checkpoint.resume=never"]
     if sharding == "hybrid":
         values.append("sharding.shard_size=1")
-    found = pools[2].run(steps, make_config(parts, dataset, tmp_path, *values))
+    found = pools[2].run(steps, configure(*values))
     assert found[0] == found[1]
 
 
-def test_other_dtypes_of_masters_and_moments_are_refused(parts: Path, dataset: Path, tmp_path: Path) -> None:
+def test_other_dtypes_of_masters_and_moments_are_refused(configure: Configure) -> None:
     """A checkpoint's tensors are what they are; codes of 8 bits read as numbers would be nonsense."""
-    steps(single_world(), make_config(parts, dataset, tmp_path, *SMALL, *of(INT8)))
+    steps(single_world(), configure(*SMALL, *of(INT8)))
     for preset, message in (("bf16", "moment_dtype: int8 -> fp32"), (PURE_INT8, "master_dtype: fp32 -> bf16")):
         with pytest.raises(CheckpointError, match=message):
-            steps(single_world(), make_config(parts, dataset, tmp_path, *SMALL, *of(preset)))
-    steps(single_world(), make_config(parts, dataset, tmp_path, *SMALL, *of("fp32 precision.moment_dtype=int8")))
+            steps(single_world(), configure(*SMALL, *of(preset)))
+    steps(single_world(), configure(*SMALL, *of("fp32 precision.moment_dtype=int8")))
 
 
 def dtypes(world: World, cfg: Config) -> dict[str, Any]:
     """Of the language model's linear layers: in the files, on this rank, at work, and in the update."""
-    state = built(world, cfg)
+    state, plan = begin(world, cfg)
     layer = state.model.get_submodule("language_model.layers.0.mlp.up_proj")
     name = "language_model.layers.0.mlp.up_proj.weight"
     at_work = set()
@@ -126,7 +110,7 @@ def dtypes(world: World, cfg: Config) -> dict[str, Any]:
     found = {"loaded": state.sources[name].dtype, "local": state.masters.named[name].dtype}
     source = state.sources[name].rows(0, state.sources[name].shape[0])
     exact = torch.isin(local(state.masters.named[name]).float(), source.float()).all()
-    train_step(state, state.loader.steps.prepare(0), SHARD_PLANS[cfg.sharding.strategy], cfg, 0.0)
+    train_step(state, state.loader.steps.prepare(0), plan, cfg, 0.0)
     updated = state.optimizer.state[state.masters.named[name]]
     moments = {updated[moment].dtype for moment in ("exp_avg", "exp_avg_sq")}
     assert exact and len(at_work) == len(moments) == 1
@@ -163,13 +147,11 @@ def in_bf16(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.ranks
-def test_dtypes_are_the_published_tables(
-    in_bf16: Path, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
-) -> None:
+def test_dtypes_are_the_published_tables(in_bf16: Path, configure: Configure, pools: dict[int, RankPool]) -> None:
     expected = {preset: PUBLISHED[row] for preset, row in AS_HERE.items()} | OTHERS
     whole = ["model.random_weights=false", f"model.checkpoint={in_bf16}"]
     for preset, row in expected.items():
-        cfg = make_config(parts, dataset, tmp_path, *SMALL, *of(preset), *whole, "sharding=zero3")
+        cfg = configure(*SMALL, *of(preset), *whole, "sharding=zero3")
         wanted = dict(zip(("loaded", "local", "compute", "optimizer"), row, strict=True))
         for found in (*pools[2].run(dtypes, cfg), dtypes(single_world(), cfg)):
             assert found == wanted, preset

@@ -1,15 +1,16 @@
 """Adapters over a packed base train on any row of the ZeRO table as a plain loop over bitsandbytes' own layers does."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import CPU, RankPool, single_world
-from reference import EXPORTED, TOLERANCE, Adapters, difference, plain_loop
-from saves import interrupted
-from small import config_of, make_config
-from test_adapters import ALL, EVERY_ROW, HYBRID, SAMPLES, assert_same, first_values, run
+from reference import EXPORTED
+from small import Configure, config_of, make_config
+from steps import begin
+from test_adapters import ALL, HYBRID, SAMPLES, assert_continues, assert_plain_loop
 from test_compile import trace
 from test_working_copy import build_run, run_steps
 from torch.distributed.fsdp import FSDPModule
@@ -18,9 +19,8 @@ from llava_fsdp.config import Config, DType
 from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.distributed.activation_checkpoint import clean_name
 from llava_fsdp.distributed.local_shards import local, whole
-from llava_fsdp.distributed.mesh import World, make_mesh
+from llava_fsdp.distributed.mesh import World
 from llava_fsdp.distributed.precision import DTYPES
-from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.quantization import quantized_weights
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train import main as train
@@ -47,10 +47,10 @@ def starts(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory)
     return found
 
 
-def settings(parts: Path, dataset: Path, folder: Path, variant: str, *more: str) -> Config:
+def settings(configure: Configure, variant: str, folder: str, *more: str) -> Config:
     stage, own = VARIANTS[variant]
     given = LORA if stage == "finetune_qlora" else []
-    return make_config(parts, dataset, folder, f"global_batch_size={SAMPLES}", *given, *own, *more, stage=stage)
+    return configure(f"global_batch_size={SAMPLES}", *given, *own, *more, to=folder, stage=stage)
 
 
 @pytest.mark.ranks
@@ -67,46 +67,22 @@ def test_a_packed_base_trains_as_a_plain_loop_does(
     variant: str,
     cases: list[tuple[str, int]],
     starts: dict[str, Path],
-    parts: Path,
-    dataset: Path,
+    configure: Configure,
     pools: dict[int, RankPool],
-    tmp_path: Path,
 ) -> None:
-    """Losses, norms and what was trained; blocks run again in every other case, also where their input needs no
-    gradient: no hook on the embeddings is needed.
-    """
-    plain = settings(parts, dataset, tmp_path / "plain", variant)
-    first = first_values(plain)
-    lora = plain.model.lora.enabled
-    start = starts["finetune" if lora else "pretrain"]
-    reference = plain_loop(plain, start, Adapters(first) if lora else None)
-    wanted = {name: reference.weights[name] for name in first}
-    assert difference(wanted, first, EVERY_ROW) > 100 * TOLERANCE, "nothing was trained"
-    for number, (strategy, size) in enumerate(cases):
-        folder = tmp_path / f"{strategy}-{size}"
-        cfg = settings(
-            parts, dataset, folder, variant, f"sharding={strategy}",
-            f"activation_checkpointing={('full', 'none')[number % 2]}",
-            f"sharding.shard_size={2 if strategy in HYBRID else 'null'}", f"pack={str(number % 4 < 2).lower()}",
-            f"micro_batch_size={SAMPLES // size // 2}",
-        )  # fmt: skip
-        assert_same(run(cfg, size, pools), reference, wanted, folder.name)
+    """Also where blocks run again whose input needs no gradient: no hook on the embeddings is needed."""
+    start = starts["pretrain" if variant == "pretrain" else "finetune"]
+    assert_plain_loop(partial(settings, configure, variant), start, cases, pools)
 
 
 @pytest.mark.ranks
 def test_a_run_over_a_packed_base_continues_on_another_number_of_ranks(
-    parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+    configure: Configure, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
-    """Nothing of the base is in a checkpoint: it is packed anew, to the same bits, and in no other way."""
-    steps = ("max_steps=4", "checkpoint.every=2", "checkpoint.keep=9")
-    whole_run = run(settings(parts, dataset, tmp_path / "whole", "nf4", *steps), 1, pools)
-    run(settings(parts, dataset, tmp_path / "two", "nf4", *steps, "sharding=zero3", "micro_batch_size=8"), 2, pools)
-    folder = interrupted(tmp_path / "two", tmp_path / "four", 2)
-    got = run(settings(parts, dataset, folder, "nf4", *steps, "sharding=zero2", "micro_batch_size=4"), 4, pools)
-    assert got.losses == pytest.approx(whole_run.losses, rel=TOLERANCE)
-    assert difference(got.weights, whole_run.weights, EVERY_ROW) < TOLERANCE
+    """The base is not in a checkpoint: it is packed again, to the same bits, and in no other way."""
+    cfg = assert_continues(partial(settings, configure, "nf4"), 4, tmp_path, pools)
     with pytest.raises(ConfigError, match=r"model\.quantize\.mode: nf4 -> int8"):
-        train.train(settings(parts, dataset, folder, "nf4", *steps, "model.quantize.mode=int8"))
+        train.train(settings(configure, "nf4", cfg.output_dir, "max_steps=4", "model.quantize.mode=int8"))
 
 
 Bits = dict[str, tuple[torch.Tensor, list[torch.Tensor], int]]
@@ -119,8 +95,7 @@ EVEN = (("int8", "bf16"), ("int8", "fp16"))
 
 def bits(world: World, cfg: Config) -> Bits:
     """Of every packed weight: its bytes as the computation has them, its statistics, and elements that lie here."""
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+    state, _ = begin(world, cfg)
     packed = {clean_name(n): layer for n, layer in quantized_weights(state.model).items()}
     held = {name: local(layer.weight).numel() for name, layer in packed.items()}
     sharded = {name: whole(layer.weight).clone() for name, layer in packed.items()}
@@ -145,25 +120,19 @@ def bits(world: World, cfg: Config) -> Bits:
     ],
 )
 def test_every_rank_holds_the_bits_of_one_process(
-    mode: str,
-    precision: str,
-    rows: dict[str, int],
-    parts: Path,
-    dataset: Path,
-    pools: dict[int, RankPool],
-    tmp_path: Path,
+    mode: str, precision: str, rows: dict[str, int], configure: Configure, pools: dict[int, RankPool]
 ) -> None:
     """Also bits that are no numbers, and shards of different lengths: they are moved, never computed with. Plans that
     shard frozen weights shard packed ones.
     """
     keys = [f"model.quantize.mode={mode}", f"precision={precision}"]
-    alone: Any = bits(single_world(), settings(parts, dataset, tmp_path, "nf4", *keys))
+    alone: Any = bits(single_world(), settings(configure, "nf4", "", *keys))
     assert any(own.view(DTYPES[DType(precision)]).isnan().any() for own, _, _ in alone.values())
     uneven = 0
     for row, size in rows.items():
         shards = {"zero3": size, "hybrid": 2}.get(row, 1)
         shard_size = f"sharding.shard_size={2 if row in HYBRID else 'null'}"
-        cfg = settings(parts, dataset, tmp_path, "nf4", *keys, f"sharding={row}", shard_size, "micro_batch_size=2")
+        cfg = settings(configure, "nf4", "", *keys, f"sharding={row}", shard_size, "micro_batch_size=2")
         ranks = pools[size].run(bits, cfg)
         for name, (own, statistics, held) in alone.items():
             for rank in ranks:
@@ -207,11 +176,11 @@ def test_the_embedded_default_learns_over_a_packed_base(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["selective", "offload", "full"])
-def test_what_runs_again_gives_the_same_bits(mode: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
+def test_what_runs_again_gives_the_same_bits(mode: str, configure: Configure) -> None:
     keys = "precision=bf16", "model.lora.dropout=0.1"
     found = []
     for own in ("none", mode):
-        cfg = settings(parts, dataset, tmp_path, "nf4", *keys, f"activation_checkpointing={own}")
+        cfg = settings(configure, "nf4", "", *keys, f"activation_checkpointing={own}")
         found.append(run_steps(build_run(cfg, CPU, None), cfg))
     assert found[0].losses == found[1].losses and found[0].norms == found[1].norms
 
@@ -221,10 +190,10 @@ def test_what_runs_again_gives_the_same_bits(mode: str, parts: Path, dataset: Pa
 @pytest.mark.parametrize(
     "more", [["model.quantize.mode=nf4"], ["model.quantize.mode=int8", "activation_checkpointing=full"]]
 )
-def test_one_graph_serves_all_packed_blocks(more: list[str], parts: Path, dataset: Path, tmp_path: Path) -> None:
+def test_one_graph_serves_all_packed_blocks(more: list[str], configure: Configure) -> None:
     found = []
     for on in ("false", "true"):
-        found.append(trace(single_world(), settings(parts, dataset, tmp_path, "nf4", *more, f"compile={on}")))
+        found.append(trace(single_world(), settings(configure, "nf4", "", *more, f"compile={on}")))
     plain, compiled = found
     assert compiled[3][0] > 0 and compiled[3] == [compiled[3][0]] * len(compiled[3])
     assert compiled[0] == pytest.approx(plain[0], rel=1e-5)

@@ -1,11 +1,11 @@
-"""Gradients of every row of the table are sums over micro-batches and ranks, and their norm is of the whole."""
+"""Gradients with every strategy are sums over micro-batches and ranks, and their norm is of the whole."""
 
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
 from harness import RankPool
-from small import make_config
+from small import Configure
 from torch import nn
 
 from llava_fsdp.config import Config
@@ -13,6 +13,7 @@ from llava_fsdp.distributed.local_shards import whole
 from llava_fsdp.distributed.mesh import World, make_mesh
 from llava_fsdp.distributed.offload import Offload
 from llava_fsdp.distributed.parallelize import parallelize
+from llava_fsdp.distributed.precision import MasterWeights
 from llava_fsdp.distributed.zero import SHARD_PLANS, begin_micro_batch
 from llava_fsdp.train.loop import clip_gradients, summed
 
@@ -38,18 +39,28 @@ def inputs(rank: int, micro: int) -> torch.Tensor:
     return torch.arange(10.0).view(2, 5) % 3 + rank + 4 * micro
 
 
-def reduced(world: World, cfg: Config) -> tuple[dict[str, torch.Tensor], float, float]:
-    """Gradients in full, their norm, and a number of each rank added up."""
+def run_backward(
+    world: World, cfg: Config, make: Callable[[], nn.Module], weight: float, inputs: Callable[[int, int], torch.Tensor]
+) -> MasterWeights:
+    """Shard a model whose weights are all `weight`, and run all micro-batches forward and backward."""
     plan = SHARD_PLANS[cfg.sharding.strategy]
     with torch.device("meta"):
-        model = Stack()
-    masters = parallelize(model, [model.blocks], make_mesh(world, plan, cfg), plan, cfg, Offload(cfg, world.device), [])
+        model = make()
+    stacks = [model.get_submodule("blocks")]
+    offload = Offload(cfg, world.device)
+    masters = parallelize(model, stacks, make_mesh(world, plan, cfg), plan, cfg, offload, [])  # type: ignore[arg-type]
     with torch.no_grad():
         for parameter in masters.named.values():
-            parameter.fill_(1)
+            parameter.fill_(weight)
     for micro in range(MICRO_BATCHES):
         begin_micro_batch(model, plan, is_last=micro == MICRO_BATCHES - 1)
         model(inputs(world.rank, micro)).backward()
+    return masters
+
+
+def reduced(world: World, cfg: Config) -> tuple[dict[str, torch.Tensor], float, float]:
+    """Gradients in full, their norm, and a number of each rank added up."""
+    masters = run_backward(world, cfg, Stack, 1, inputs)
     gradients = {name: whole(parameter.grad) for name, parameter in masters.named.items() if parameter.grad is not None}
     assert gradients.keys() == masters.named.keys()
     norm = clip_gradients(masters, None)
@@ -59,7 +70,7 @@ def reduced(world: World, cfg: Config) -> tuple[dict[str, torch.Tensor], float, 
 @pytest.mark.ranks
 @pytest.mark.parametrize("row", [plan.zero for plan in SHARD_PLANS.values()])
 def test_gradients_are_sums_over_micro_batches_and_ranks(
-    row: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+    row: str, configure: Configure, pools: dict[int, RankPool]
 ) -> None:
     plain = Stack()
     for parameter in plain.parameters():
@@ -69,7 +80,7 @@ def test_gradients_are_sums_over_micro_batches_and_ranks(
             plain(inputs(rank, micro)).backward()
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
     size = 2 if row.startswith("hybrid") else "null"
-    cfg = make_config(parts, dataset, tmp_path, f"sharding={row}", f"sharding.shard_size={size}")
+    cfg = configure(f"sharding={row}", f"sharding.shard_size={size}")
     for gradients, norm, total in pools[4].run(reduced, cfg):
         assert gradients.keys() == expected.keys() and total == 10
         for name, gradient in gradients.items():
@@ -89,16 +100,10 @@ class Alone(nn.Module):
 
 
 def added_in_bf16(world: World, cfg: Config) -> torch.Tensor:
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    with torch.device("meta"):
-        model = Alone()
-    masters = parallelize(model, [model.blocks], make_mesh(world, plan, cfg), plan, cfg, Offload(cfg, world.device), [])
-    with torch.no_grad():
-        masters.named["blocks.0.weight"].zero_()
-    for micro in range(MICRO_BATCHES):
-        begin_micro_batch(model, plan, is_last=micro == MICRO_BATCHES - 1)
-        value = 256.0 if (world.rank, micro) == (0, 0) else 1.0
-        model(torch.full((1, 5), value, dtype=torch.bfloat16)).backward()
+    def inputs(rank: int, micro: int) -> torch.Tensor:
+        return torch.full((1, 5), 256.0 if (rank, micro) == (0, 0) else 1.0, dtype=torch.bfloat16)
+
+    masters = run_backward(world, cfg, Alone, 0, inputs)
     gradient = masters.named["blocks.0.weight"].grad
     assert gradient is not None and gradient.dtype == torch.float32
     return whole(gradient)
@@ -106,11 +111,9 @@ def added_in_bf16(world: World, cfg: Config) -> torch.Tensor:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("row", [plan.zero for plan in SHARD_PLANS.values()])
-def test_gradients_in_bf16_are_added_in_fp32(
-    row: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
-) -> None:
+def test_gradients_in_bf16_are_added_in_fp32(row: str, configure: Configure, pools: dict[int, RankPool]) -> None:
     """256 + 1 is 256 in bf16, and here it is 256 and eleven times 1, over ranks and micro-batches."""
     size = 2 if row.startswith("hybrid") else "null"
-    cfg = make_config(parts, dataset, tmp_path, "precision=bf16", f"sharding={row}", f"sharding.shard_size={size}")
+    cfg = configure("precision=bf16", f"sharding={row}", f"sharding.shard_size={size}")
     for gradient in pools[4].run(added_in_bf16, cfg):
         assert torch.equal(gradient, torch.full((7, 5), 267.0))

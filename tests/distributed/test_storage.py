@@ -2,17 +2,16 @@
 trainable weights among large frozen ones."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from small import make_config
+from small import Configure
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llava_fsdp.config import Config, Strategy
+from llava_fsdp.distributed.local_shards import local
 from llava_fsdp.distributed.memory import bytes_per_rank
 from llava_fsdp.distributed.mesh import World, make_mesh
 from llava_fsdp.distributed.offload import Offload
@@ -59,12 +58,8 @@ def rank(request: pytest.FixtureRequest) -> Iterator[int]:
     dist.destroy_process_group()
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def size(tensors: list[torch.Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in map(local, tensors))
+    return sum(local(tensor).nbytes for tensor in tensors)
 
 
 def storage(tensors: list[torch.Tensor]) -> int:
@@ -94,11 +89,9 @@ def train_a_step(cfg: Config, world: World) -> tuple[nn.Module, MasterWeights, t
 
 
 @pytest.mark.parametrize("row", ["zero0", "zero1", "zero2", "zero3", "hybrid", "hybrid2"])
-def test_storage_equals_the_formulas(row: str, rank: int, parts: Path, dataset: Path, tmp_path: Path) -> None:
+def test_storage_equals_the_formulas(row: str, rank: int, configure: Configure) -> None:
     shard_size = 4 if row.startswith("hybrid") else "null"
-    cfg = make_config(
-        parts, dataset, tmp_path, f"sharding={row}", f"sharding.shard_size={shard_size}", "precision=bf16"
-    )
+    cfg = configure(f"sharding={row}", f"sharding.shard_size={shard_size}", "precision=bf16")
     with torch.device("meta"):
         shapes = Model()
     weights = list(weights_of(shapes, [shapes.layers], [], cfg.precision).values())

@@ -1,11 +1,11 @@
 """How many blocks are gathered together, and how far ahead, changes when bytes travel and no bit of a training."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from harness import RankPool, single_world
-from small import make_config
+from loaders import agreed_steps
+from small import Configure
+from steps import begin
 from torch.distributed.fsdp import FSDPModule
 
 from llava_fsdp.config import Config
@@ -32,11 +32,9 @@ def traces(world: World, configs: list[Config]) -> list[Trace]:
     """Losses and norms, weights, bytes of collectives, and the blocks of each unit."""
     found = []
     for cfg in configs:
-        plan = SHARD_PLANS[cfg.sharding.strategy]
-        state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
-        state.model.train()
+        state, plan = begin(world, cfg)
         with CollectiveBytes() as counter:
-            results = [train_step(state, step, plan, cfg, 0.0) for step in state.loader.from_step(0)]
+            results = [train_step(state, step, plan, cfg, 0.0) for step in agreed_steps(state.loader)]
         weights = {name: local(p).clone() for name, p in state.masters.named.items()}
         found.append(([(r.loss, r.grad_norm) for r in results], weights, counter.moved, units(state.model)))
     return found
@@ -67,15 +65,13 @@ MANY = ["sharding.blocks_per_unit=9", "sharding.prefetch=9"]
 
 
 @pytest.mark.ranks
-def test_settings_that_do_nothing_are_said(
-    parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
-) -> None:
+def test_settings_that_do_nothing_are_said(configure: Configure, pools: dict[int, RankPool]) -> None:
     """Three blocks in the language model and three in a tower that trains."""
     ways = [
         ["sharding=zero3", "sharding.prefetch=2"], ["sharding=zero3", "sharding.prefetch=3"],
         ["sharding=zero3", *MANY, TOWER], ["sharding=zero0", *MANY], ["sharding=zero3", "sharding.blocks_per_unit=3"],
     ]  # fmt: skip
-    for found in pools[2].run(told, [make_config(parts, dataset, tmp_path, *way) for way in ways]):
+    for found in pools[2].run(told, [configure(*way) for way in ways]):
         assert found == [
             [],
             ["sharding.prefetch=3 is as 2: blocks that are sharded make 3 units"],
@@ -85,13 +81,13 @@ def test_settings_that_do_nothing_are_said(
              "sharding.prefetch=9 does nothing: every rank has whole weights"],
             [],
         ]  # fmt: skip
-    alone = told(single_world(), [make_config(parts, dataset, tmp_path, *MANY)])
+    alone = told(single_world(), [configure(*MANY)])
     assert [said.partition(" does nothing on one rank")[0] for said in alone[0]] == MANY
 
 
-def test_what_is_set_is_on_the_screen(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    assert describe_units(make_config(parts, dataset, tmp_path).sharding) == ""
-    cfg = make_config(parts, dataset, tmp_path, *MANY)
+def test_what_is_set_is_on_the_screen(configure: Configure) -> None:
+    assert describe_units(configure().sharding) == ""
+    cfg = configure(*MANY)
     assert describe_units(cfg.sharding) == "9 blocks gathered together, 9 gathers begun ahead"
 
 
@@ -100,7 +96,7 @@ def test_what_is_set_is_on_the_screen(parts: Path, dataset: Path, tmp_path: Path
     ("row", "activation_checkpointing"), [("zero3", "full"), pytest.param("zero2", "none", marks=pytest.mark.slow)]
 )
 def test_units_change_no_bit(
-    row: str, activation_checkpointing: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+    row: str, activation_checkpointing: str, configure: Configure, pools: dict[int, RankPool]
 ) -> None:
     """Losses, gradient norms, weights and bytes sent, in bf16 beside fp32 norms, the tower training too."""
     common = [
@@ -111,7 +107,7 @@ def test_units_change_no_bit(
         "micro_batch_size=3",
         "max_steps=2",
     ]
-    configs = [make_config(parts, dataset, tmp_path, *common, *way) for way in WAYS]
+    configs = [configure(*common, *way) for way in WAYS]
     for plain, *others in pools[2].run(traces, configs):
         assert plain[0][0] != plain[0][1]
         for other in others:

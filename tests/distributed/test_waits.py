@@ -1,18 +1,17 @@
 """The host waits for the device once a step, where it reads what the step was; tests/gpu has CUDA's own word for it."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from harness import RankPool, World, single_world
-from small import make_config
+from loaders import agreed_steps
+from small import Configure
+from steps import begin
 from waiting import HostWaits
 
-from llava_fsdp.distributed.mesh import make_mesh
-from llava_fsdp.distributed.zero import SHARD_PLANS
-from llava_fsdp.train.build_state import build_state
+from llava_fsdp.config import Config
 from llava_fsdp.train.loop import train_step
 
+COMMON = "optim.clip=0.1", "max_steps=3"
 PLANNED = {"loop.py train_step: tolist": 1}
 SHORT = "tokens_per_micro_batch=256", "data.max_length=256", "global_batch_size=24"
 CASES = {
@@ -25,14 +24,11 @@ CASES = {
 }
 
 
-def waits(world: World, parts: Path, dataset: Path, folder: Path, stage: str, overrides: tuple[str, ...]):
+def waits(world: World, cfg: Config) -> list[tuple[int, dict[str, int]]]:
     """By step: how many micro-batches a rank ran, and where it waited."""
-    cfg = make_config(parts, dataset, folder, "optim.clip=0.1", "max_steps=3", *overrides, stage=stage)
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    state = build_state(cfg, world, plan, make_mesh(world, plan, cfg))
-    state.model.train()
+    state, plan = begin(world, cfg)
     found = []
-    for step in state.loader.from_step(0):
+    for step in agreed_steps(state.loader):
         with HostWaits() as seen:
             train_step(state, step, plan, cfg, 0.0)
         found.append((len(step.micro_batches), dict(seen.seen)))
@@ -41,24 +37,20 @@ def waits(world: World, parts: Path, dataset: Path, folder: Path, stage: str, ov
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("stage", ["pretrain", "finetune"])
-def test_one_wait_a_step_however_many_micro_batches(
-    stage: str, case: str, parts: Path, dataset: Path, tmp_path: Path
-) -> None:
+def test_one_wait_a_step_however_many_micro_batches(stage: str, case: str, configure: Configure) -> None:
     overrides, accumulation = CASES[case]
     if case == "packed-4" and stage == "pretrain":
         overrides = (*overrides, "data.max_length=64", "tokens_per_micro_batch=100")
-    found = waits(single_world(), parts, dataset, tmp_path, stage, overrides)
+    found = waits(single_world(), configure(*COMMON, *overrides, stage=stage))
     assert found[0][0] >= accumulation
     assert all(seen == PLANNED for _, seen in found), found
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_one_wait_a_step_on_two_ranks(
-    strategy: str, pools: dict[int, RankPool], parts: Path, dataset: Path, tmp_path: Path
-) -> None:
+def test_one_wait_a_step_on_two_ranks(strategy: str, configure: Configure, pools: dict[int, RankPool]) -> None:
     overrides = f"sharding={strategy}", "micro_batch_size=3", "pack=false", "model.train=[projector,language,vision]"
-    for found in pools[2].run(waits, parts, dataset, tmp_path, "finetune", overrides):
+    for found in pools[2].run(waits, configure(*COMMON, *overrides)):
         assert [count for count, _ in found] == [2, 2, 2]
         assert all(seen == PLANNED for _, seen in found), found
 

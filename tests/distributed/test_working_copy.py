@@ -17,7 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import CPU
-from small import make_config
+from loaders import agreed_steps
+from small import Configure
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import LlavaForConditionalGeneration
 
@@ -69,7 +70,7 @@ def build_run(cfg: Config, device: torch.device, mesh: DeviceMesh | None) -> Tra
 def run_steps(state: TrainState, cfg: Config) -> Trace:
     plan = SHARD_PLANS[cfg.sharding.strategy]
     losses, norms = [], []
-    for step in state.loader.from_step(0):
+    for step in agreed_steps(state.loader):
         result = train_step(state, step, plan, cfg, 0.0)
         losses.append(result.loss)
         norms.append(result.grad_norm)
@@ -115,7 +116,7 @@ def assert_transfers_whole(cfg: Config, device: torch.device) -> int:
     state = build_run(cfg, device, None)
     loader, steps = state.loader, state.loader.steps
     placed = []
-    for step in loader.from_step(0):
+    for step in agreed_steps(loader):
         for micro in step.micro_batches:
             if device.type == "cuda":
                 torch.cuda._sleep(20_000_000)
@@ -143,7 +144,7 @@ def export_and_reload(cfg: Config, device: torch.device) -> float:
     ids = micro.input_ids.clone()
     ids.view(-1)[micro.image_positions] = reloaded.config.image_token_id
     with torch.no_grad():
-        ours = state.model(*micro.inputs[:-1])
+        ours = state.model(*micro.inputs, return_logits=True)
         theirs = reloaded(input_ids=ids, pixel_values=micro.images).logits.flatten(0, 1)[micro.label_positions]
     return float((theirs[:, : ours.shape[1]] - ours).abs().max() / ours.abs().max())
 
@@ -161,13 +162,13 @@ SAME_BITS_CASES = [
 @pytest.mark.ranks
 @pytest.mark.parametrize(("stage", "sharding", "activation_checkpointing"), SAME_BITS_CASES)
 def test_one_rank_equals_fully_shard_bit_for_bit(
-    stage: str, sharding: str, activation_checkpointing: str, parts: Path, dataset: Path, tmp_path: Path
+    stage: str, sharding: str, activation_checkpointing: str, configure: Configure, tmp_path: Path
 ) -> None:
     values = [*BF16, f"sharding={sharding}", f"activation_checkpointing={activation_checkpointing}"]
     if stage == "tower":
         stage = "finetune"
         values.append("model.train=[projector,language,vision]")
-    cfg = make_config(parts, dataset, tmp_path / "run", *values, stage=stage)
+    cfg = configure(*values, stage=stage, to="run")
     assert cfg.global_batch_size // cfg.micro_batch_size == ACCUMULATION
     assert_same_bits(train_alone(cfg, CPU), train_sharded(cfg, CPU, tmp_path))
 
@@ -182,26 +183,24 @@ OTHER_PRECISIONS = {
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", OTHER_PRECISIONS)
-def test_one_rank_equals_fully_shard_in_other_precisions(name: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
-    cfg = make_config(parts, dataset, tmp_path / "run", *BF16, *OTHER_PRECISIONS[name])
+def test_one_rank_equals_fully_shard_in_other_precisions(name: str, configure: Configure, tmp_path: Path) -> None:
+    cfg = configure(*BF16, *OTHER_PRECISIONS[name], to="run")
     assert_same_bits(train_alone(cfg, CPU), train_sharded(cfg, CPU, tmp_path))
 
 
-def test_bf16_is_near_fp32(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    exact = make_config(parts, dataset, tmp_path / "run", *BF16, "precision=fp32")
-    cfg = make_config(parts, dataset, tmp_path / "run", *BF16)
+def test_bf16_is_near_fp32(configure: Configure) -> None:
+    exact = configure(*BF16, "precision=fp32", to="run")
+    cfg = configure(*BF16, to="run")
     assert_close_losses(train_alone(cfg, CPU), train_alone(exact, CPU), 0.03)
 
 
-def test_micro_batches_arrive_whole(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    cfg = make_config(parts, dataset, tmp_path / "run", *BF16)
+def test_micro_batches_arrive_whole(configure: Configure) -> None:
+    cfg = configure(*BF16, to="run")
     assert assert_transfers_whole(cfg, CPU) == STEPS * ACCUMULATION
-    cfg = make_config(parts, dataset, tmp_path / "run", *BF16, "pack=true", "micro_batch_size=1")
+    cfg = configure(*BF16, "pack=true", "micro_batch_size=1", to="run")
     assert assert_transfers_whole(cfg, CPU) > STEPS
 
 
-def test_export_reloads(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    cfg = make_config(
-        parts, dataset, tmp_path / "run", f"max_steps={STEPS}", "export.enabled=true", "export.dtype=fp32"
-    )
+def test_export_reloads(configure: Configure) -> None:
+    cfg = configure(f"max_steps={STEPS}", "export.enabled=true", "export.dtype=fp32", to="run")
     assert export_and_reload(cfg, CPU) < 1e-4

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 from commands import TORCHRUN
-from hydra import compose, initialize_config_dir
 from PIL import Image
 from reference import EXPORTED
-from small import make_config, write_json
+from small import command_config, make_config, write_json
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 from llava_fsdp.chat.assistant import Assistant, Question
-from llava_fsdp.config import AspectRatio, EvaluateConfig, Format, config_dir, load
+from llava_fsdp.config import AspectRatio, EvaluateConfig, Format
 from llava_fsdp.data.records.record import Turn
 from llava_fsdp.evaluate.answers_file import AnswersFile, Shard
 from llava_fsdp.evaluate.main import AnswerGenerator, evaluate
@@ -39,8 +38,7 @@ def model(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def config(*overrides: str) -> EvaluateConfig:
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return load(EvaluateConfig, compose("evaluate", list(overrides)))
+    return command_config(EvaluateConfig, "evaluate", *overrides)
 
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -381,7 +379,7 @@ def test_a_missing_picture_is_named_before_any_model_work(keys: list[str], datas
     (images / "0.jpg").write_bytes(broken.read_bytes()[:200])
     write_lines(path, rows)
     base = [*keys, "task=vqa", f"questions={path}", f"data.images={images}"]
-    with pytest.raises(DataError, match=r"line 3, record 2 \(id 102\): picture .*gone.jpg does not exist"):
+    with pytest.raises(DataError, match=r"line 3, record 2 \(id 102\): image .*gone.jpg does not exist"):
         evaluate(config(*base, f"model.checkpoint={tmp_path / 'nowhere'}"))
     with pytest.raises(DataError, match=r"2 of 5 questions .*data.max_bad_records=1 allows 1"):
         evaluate(config(*base, "data.bad_records=skip", "data.max_bad_records=1"))

@@ -66,13 +66,13 @@ def assert_same_as_transformers(cfg: Config, folder: Path) -> None:
     assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     loader = probe(cfg)
     model = load_ours(cfg, folder)
-    padded = Collator(loader.steps.pictures, cfg.loss.normalize, pack=False)
+    padded = Collator(loader.steps.image_reader, cfg.loss.normalize, pack=False)
     rows = [loader.steps.load(i) for i in range(6)]
     assert {bool(sample.images) for sample, _ in rows} == {True, False}
     for sample, pictures in rows:
         micro = padded([(sample, pictures)], facts(), 1)
         micro = loader.to_device(micro)
-        ours = model(*replace(micro, label_positions=torch.arange(micro.input_ids.numel())).inputs[:-1])
+        ours = model(*replace(micro, label_positions=torch.arange(micro.input_ids.numel())).inputs, return_logits=True)
         ids = torch.from_numpy(sample.input_ids)[None]
         ids = torch.where(ids == IMAGE_ID, theirs.config.image_token_id, ids)
         logits = theirs(input_ids=ids, pixel_values=micro.images if len(micro.images) else None).logits[0]
@@ -426,10 +426,10 @@ def test_exported_processor_makes_our_pixels_and_positions(
     picture.save(tmp_path / "a.png")
     inputs = processor(text="<image>\nwhat", images=picture, return_tensors="pt")
     loader = probe(cfg)
-    ours = load_image(tmp_path / "a.png", loader.steps.pictures.preprocessor, cfg.data.image_aspect_ratio, "x")
+    ours = load_image(tmp_path / "a.png", loader.steps.image_reader.preprocessor, cfg.data.image_aspect_ratio, "x")
     assert torch.equal(normalize(torch.from_numpy(ours)[None], loader.table), inputs["pixel_values"])
     image_id = processor.tokenizer.convert_tokens_to_ids("<image>")
-    assert int((inputs["input_ids"] == image_id).sum()) == loader.steps.pictures.image_tokens == positions
+    assert int((inputs["input_ids"] == image_id).sum()) == loader.steps.image_reader.image_tokens == positions
 
 
 def test_checkpoint_brings_its_projector(exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from golden_folder import read_json
 
 from llava_fsdp.data.batching.llava_samplers import (
-    OriginalOrder,
+    LlavaSampler,
     even_batches,
     even_chunks,
     length_grouped,
@@ -34,7 +34,7 @@ def test_samplers(count: Callable) -> None:
         lengths = golden["positive_lengths_for_plain_grouping" if plain else "lengths"][case["lengths"]]
         if "exception" in case:
             with pytest.raises(ConfigError, match=f"record {lengths.index(0)} has no words"):
-                OriginalOrder(lengths, case["batch_size"], 1, case["world_size"], case["seed"], grouped=True)
+                LlavaSampler(lengths, case["batch_size"], 1, case["world_size"], case["seed"], grouped=True)
             count("sampler", "refused as the original stops")
             continue
         process = torch.Generator().manual_seed(case["seed"])

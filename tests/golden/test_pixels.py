@@ -12,8 +12,8 @@ from safetensors.numpy import load_file
 
 from llava_fsdp.config import AspectRatio, Pixels
 from llava_fsdp.data.images.anyres import best_size, cut_tiles, grid_sizes
-from llava_fsdp.data.images.preprocess import Preprocessor, load_image, open_picture, parse_preprocessor, to_bytes
-from llava_fsdp.runtime.errors import PictureError
+from llava_fsdp.data.images.preprocess import Preprocessor, load_image, open_image, parse_preprocessor, to_bytes
+from llava_fsdp.runtime.errors import ImageError
 
 
 def preprocessors() -> dict[str, Preprocessor]:
@@ -29,7 +29,7 @@ def normalised(tiles: np.ndarray, preprocessor: Preprocessor) -> np.ndarray:
 
 def pixels(path: Path, mode: str, own: Preprocessor, sizes: list[tuple[int, int]]) -> np.ndarray:
     if mode == "anyres":
-        picture = open_picture(path, "here", Pixels.llava_v1_5)
+        picture = open_image(path, "here", Pixels.llava_v1_5)
         return normalised(np.stack([to_bytes(t) for t in cut_tiles(picture, own.size, sizes)]), own)
     return normalised(load_image(path, own, AspectRatio(mode), "here", Pixels.llava_v1_5), own)
 
@@ -42,14 +42,14 @@ def test_pixels(processor: str, count: Callable) -> None:
     for picture in golden["images"]:
         path = golden_folder() / "images" / "files" / picture["file"]
         if "rgb_sha256" in picture:
-            rgb = open_picture(path, "here", Pixels.llava_v1_5).tobytes()
+            rgb = open_image(path, "here", Pixels.llava_v1_5).tobytes()
             assert hashlib.sha256(rgb).hexdigest() == picture["rgb_sha256"], path.name
         for name, expected in picture["values"].items():
             mode, _, of = name.partition("/")
             if of != processor:
                 continue
             if "exception" in expected:
-                with pytest.raises(PictureError):
+                with pytest.raises(ImageError):
                     pixels(path, mode, own, sizes)
                 count(f"pixels {mode}", "refused as the original stops")
                 continue
@@ -57,7 +57,7 @@ def test_pixels(processor: str, count: Callable) -> None:
             assert list(made.shape) == expected["shape"], (path.name, name)
             assert hashlib.sha256(made.tobytes()).hexdigest() == expected["sha256"], (path.name, name)
             if mode == "anyres":
-                size = open_picture(path, "here", Pixels.llava_v1_5).size
+                size = open_image(path, "here", Pixels.llava_v1_5).size
                 assert list(best_size(size, sizes)) == expected["best_resolution"]
             count(f"pixels {mode}", "equal")
 

@@ -91,7 +91,7 @@ def labels_of(case: dict) -> list[int]:
 
 def refused(wrong: bool) -> contextlib.AbstractContextManager:
     """Whether the record is to be refused: the original's model stops at it, or gives it another record's picture."""
-    return pytest.raises(DataError, match="pictures in the text") if wrong else contextlib.nullcontext()
+    return pytest.raises(DataError, match="images in the text") if wrong else contextlib.nullcontext()
 
 
 def encode(record: Record, own: Original, path: str) -> Tokens:

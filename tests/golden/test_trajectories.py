@@ -145,7 +145,7 @@ def test_samples_of_every_micro_batch(case: str, language: Path, tmp_path: Path,
         expected = record["micro_batches"]
         made = []
         for number in range(loader.total_steps):
-            rows = loader.steps.order.cuts(number)[rank]
+            rows = loader.steps.sampler.assignment(number)[rank]
             step = loader.steps.prepare(number)
             made += [
                 {

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from loss_bytes import loss_bytes
 from small import make_config
 from test_working_copy import BF16, assert_same_bits, build_run, run_steps, train_alone
 from torch import nn
@@ -12,7 +13,7 @@ from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingCo
 from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing
 from llava_fsdp.distributed.activation_offload import Away
 from llava_fsdp.distributed.compile import choose_compiling
-from llava_fsdp.model.loss import chunked_loss, loss_bytes, whole_loss
+from llava_fsdp.model.loss import chunked_loss, whole_loss
 
 pytestmark = [
     pytest.mark.gpu,

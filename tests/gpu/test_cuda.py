@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import CPU
+from loaders import agreed_steps
 from small import make_config, write_wide_parts
 from test_working_copy import (
     ACCUMULATION,
@@ -118,7 +119,7 @@ def test_steps_arrive_pinned(workers: int, cuda: torch.device, parts: Path, data
     """Copies out of pageable memory make the host wait, whatever `non_blocking` says."""
     cfg = make_config(parts, dataset, tmp_path / "run", *BF16, f"data.workers={workers}", "max_steps=1")
     state = build_run(cfg, cuda, None)
-    for step in state.loader.from_step(0):
+    for step in agreed_steps(state.loader):
         for micro in step.micro_batches:
             tensors = [getattr(micro, name) for name in TENSORS]
             assert all(t.is_pinned() for t in tensors if t.numel())

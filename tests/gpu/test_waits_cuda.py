@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from loaders import agreed_steps
 from small import make_config
 from test_working_copy import build_run
 
@@ -30,7 +31,7 @@ def test_no_wait_but_the_planned_one(
         f"activation_checkpointing={activation_checkpointing}", "max_steps=3", stage=stage,
     )  # fmt: skip
     state, plan = build_run(cfg, cuda, None), SHARD_PLANS[cfg.sharding.strategy]
-    first, second, third = list(state.loader.from_step(0))
+    first, second, third = list(agreed_steps(state.loader))
     train_step(state, first, plan, cfg, 0.0)  # makes the optimizer's states, and what kernels need
     try:
         torch.cuda.set_sync_debug_mode("error")

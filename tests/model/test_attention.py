@@ -17,6 +17,7 @@ from llava_fsdp.model.attention import (
     Kernel,
     Lengths,
     Row,
+    attention_arguments,
     check_full_attention,
     check_reaches_all_layers,
     choose_kernel,
@@ -25,7 +26,6 @@ from llava_fsdp.model.attention import (
     not_for_flash,
     refuse_other_attention,
     register_attention,
-    told,
 )
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train import main as train
@@ -66,7 +66,7 @@ CANNOT = {
     "mamba": ({}, "mamba does not attend through its AttentionInterface"),
     "falcon": ({"alibi": True}, "falcon does not attend through its AttentionInterface"),
     "nemotron": ({}, "0 of the 2 layers of nemotron attend through"),
-    "doge": ({}, "DogeAttention attends with a mask of its model's own"),
+    "doge": ({}, "DogeAttention attends with a mask of its own"),
     "llama": (
         {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
                              "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}},
@@ -85,7 +85,7 @@ def test_models_that_can_be_packed(kind: str) -> None:
     embeds, lengths = torch.randn(1, 9, SMALL["hidden_size"]), (4, 5)
     segments = torch.tensor([[*range(4), *range(5)]]), torch.tensor([0, 4, 9], dtype=torch.int32), lengths
     with torch.no_grad():
-        packed = model(inputs_embeds=embeds, use_cache=False, **told(segments)).last_hidden_state
+        packed = model(inputs_embeds=embeds, use_cache=False, **attention_arguments(segments)).last_hidden_state
         alone = [model(inputs_embeds=e, use_cache=False).last_hidden_state for e in embeds.split(lengths, dim=1)]
     torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-5, atol=1e-5)
 
@@ -164,7 +164,7 @@ KEYS = {
     "means": (["loss.normalize=micro_batch"], "loss.normalize=micro_batch is a mean of means"),
     "cuts of its own": (
         ["sampler=llava_v1_5", "tokens_per_micro_batch=9000"],
-        "tokens_per_micro_batch=9000 would cut none",
+        "tokens_per_micro_batch=9000 has no effect",
     ),
 }
 

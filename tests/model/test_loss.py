@@ -4,12 +4,13 @@ import math
 
 import pytest
 import torch
+from loss_bytes import loss_bytes
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llava_fsdp.config import LossConfig, LossKernel, Normalize
-from llava_fsdp.model.loss import choose_loss, chunked_loss, loss_bytes, whole_loss
+from llava_fsdp.model.loss import choose_loss, chunked_loss, whole_loss
 from llava_fsdp.runtime.errors import ConfigError
 
 LABELS, VOCABULARY, WIDTH = 23, 57, 12
@@ -87,7 +88,7 @@ def test_kernels_agree(kernel: LossKernel) -> None:
 
 def test_torchs_kernel_is_refused_where_it_would_round_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = LossConfig(normalize=Normalize.step, chunk_tokens=4, kernel=LossKernel.torch)
-    with pytest.raises(ConfigError, match="bfloat16 that is a number of two or three digits"):
+    with pytest.raises(ConfigError, match="bfloat16 has only two or three digits"):
         choose_loss(asked, torch.bfloat16)
     monkeypatch.delattr(functional, "linear_cross_entropy")
     with pytest.raises(ConfigError, match="has no linear_cross_entropy"):

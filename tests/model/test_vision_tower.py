@@ -11,7 +11,7 @@ from transformers import AutoModel, CLIPVisionConfig, PretrainedConfig, SiglipVi
 from transformers.utils import output_capturing
 
 from llava_fsdp.config import Feature
-from llava_fsdp.model.vision_tower import hidden_state, probe_tower
+from llava_fsdp.model.vision_tower import hidden_state, probe_vision_tower
 
 SIZES = {
     "hidden_size": 20, "intermediate_size": 30, "num_hidden_layers": 4, "num_attention_heads": 2, "image_size": 28,
@@ -25,7 +25,7 @@ def built(config: PretrainedConfig, select_layer: int) -> tuple[nn.Module, str |
     with torch.device("meta"):
         found = AutoModel.from_config(config, attn_implementation="sdpa")
     cfg = SimpleNamespace(select_layer=select_layer, select_feature=Feature.full)
-    last_layer = probe_tower(found, config, cfg).last_layer  # type: ignore[arg-type]
+    last_layer = probe_vision_tower(found, config, cfg).last_layer  # type: ignore[arg-type]
     torch.manual_seed(0)
     return AutoModel.from_config(config, attn_implementation="sdpa"), last_layer
 

@@ -35,7 +35,7 @@ def test_facts_are_the_sums_over_all_ranks(
         steps = [loader.steps.prepare(number) for loader in loaders]
         facts = steps[0].facts
         assert all(step.facts == facts for step in steps)
-        samples = [loaders[0].steps.load(n)[0] for n in loaders[0].steps.order.samples(number)]
+        samples = [loaders[0].steps.load(n)[0] for n in loaders[0].steps.sampler.samples(number)]
         assert facts.pairs == sum(len(s.input_ids) ** 2 for s in samples) < facts.tokens**2
         micros = [micro for step in steps for micro in step.micro_batches]
         assert facts.tiles == sum(len(micro.images) for micro in micros) >= facts.images > 0
@@ -45,7 +45,7 @@ def test_facts_are_the_sums_over_all_ranks(
             assert facts.pairs == sum(length**2 for length in lengths)
         else:
             assert facts.tokens < sum(micro.input_ids.numel() for micro in micros), "nothing was padded"
-        alone = loaders[0].steps.facts(0, loaders[0].steps.order.samples(number)[:1])
+        alone = loaders[0].steps.facts(0, loaders[0].steps.sampler.samples(number)[:1])
         assert facts.without([]) == facts and 0 < alone.pairs < facts.pairs
 
 
@@ -106,7 +106,7 @@ def test_a_compiled_block_that_runs_again_does_so_to_the_end(
         for on in ("false", "true" if mode != "selective" else "auto")
     )
     last = 3 * 36 * 50  # three layers' down projections
-    forward = plain.flops.position / 3
+    forward = plain.flops.token / 3
     assert compiled.flops == plain.flops and plain.recomputed.position == (forward - 2 * last if mode == "full" else 0)
     assert compiled.recomputed.position - plain.recomputed.position == (2 * last if mode == "full" else 0)
 

@@ -69,7 +69,7 @@ def test_a_history_adds_up() -> None:
     losses = [one["loss"] for one in rows if one["loss"] is not None]
     assert history.step == history.steps == 1000 and history.sums["tokens"] == 90_000 * 1000
     assert history.skipped == [997] and history.skipped_steps == 1
-    assert history.loss == pytest.approx(sum(losses[-20:]) / 20, rel=1e-12)
+    assert history.loss is not None and history.loss == pytest.approx(sum(losses[-20:]) / 20, rel=1e-12)
     assert history.lowest_loss is not None and history.lowest_loss[0] <= history.loss
     assert history.source_labels == {"a": 900_000, "b": 900_000}
 

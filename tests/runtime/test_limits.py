@@ -10,7 +10,7 @@ from llava_fsdp.checkpoint.verify import read_small
 from llava_fsdp.data.images import check
 from llava_fsdp.migrate import inputs
 from llava_fsdp.runtime import provenance
-from llava_fsdp.runtime.errors import CheckpointError, ConfigError, DamagedModel, ModelError, PictureError
+from llava_fsdp.runtime.errors import CheckpointError, ConfigError, DamagedModel, ImageError, ModelError
 from llava_fsdp.runtime.safe_load import read_json, read_text, refuse_yaml_bombs
 from llava_fsdp.runtime.small_json import BadJson, read_bytes, read_object
 
@@ -24,7 +24,7 @@ READERS: dict[str, tuple[type[Exception], Callable[[Path], Any]]] = {
     "file of a checkpoint": (CheckpointError, lambda path: read_small(path, SIZE)),
     "notes": (DamagedModel, provenance.read_bytes),
     "settings": (ConfigError, lambda path: inputs.sort_paths([str(path)])),
-    "picture": (PictureError, lambda path: check.read_file(path, "a record")),
+    "picture": (ImageError, lambda path: check.read_file(path, "a record")),
 }
 
 

@@ -21,7 +21,7 @@ from llava_fsdp.data.records.record import name_record
 from llava_fsdp.prepare.main import prepare
 from llava_fsdp.report import main as report
 from llava_fsdp.runtime.console import TextConsole
-from llava_fsdp.runtime.errors import DataError, PictureError
+from llava_fsdp.runtime.errors import DataError, ImageError
 from llava_fsdp.runtime.log import log, setup_logging
 from llava_fsdp.runtime.terminal_text import Guarded, guard_streams, shown_name, shown_text
 from llava_fsdp.train import main as train
@@ -123,7 +123,7 @@ def test_tables_and_bars_have_colours_and_no_one_else_s(monkeypatch: pytest.Monk
 
 def test_errors_of_a_record_are_one_line() -> None:
     where = name_record(Path(f"/data/{ODD}.json"), 3, 4, ODD)
-    for error in (DataError(f"{where}: {ODD}", "bad_form"), PictureError(f"{where}: picture {ODD}")):
+    for error in (DataError(f"{where}: {ODD}", "bad_form"), ImageError(f"{where}: picture {ODD}")):
         assert "\n" not in str(error) and not SEEN.search(str(error))
         assert error.kind in ("bad_form", "image_unreadable")
     assert str(DataError("a list:\n  of lines")) == "a list:\n  of lines"

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import bitsandbytes
 import numpy as np
+import pytest
 import torch
-from harness import CPU, single_world
+from harness import CPU, RankPool, single_world
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file
 from torch.nn import functional
@@ -17,7 +18,7 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration
 from llava_fsdp.checkpoint.reader import saved_weights
 from llava_fsdp.checkpoint.verify import newest_alone
 from llava_fsdp.config import Config, DType, Part, QuantizeConfig, Quantizer
-from llava_fsdp.data.batching.batch import LeftOut
+from llava_fsdp.data.batching.batch import SkippedSample
 from llava_fsdp.data.batching.step_dataset import Steps
 from llava_fsdp.data.loader import normalize
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
@@ -46,6 +47,27 @@ class Outcome:
 
 def run_ranks(world: World, cfg: Config) -> None:
     train.train(cfg)
+
+
+def train_on(size: int, cfg: Config, pools: dict[int, RankPool], timeout: float = 60) -> Path:
+    """Train on so many ranks; the run's folder."""
+    if size == 1:
+        train.train(cfg)
+    else:
+        pools[size].run(run_ranks, cfg, timeout=timeout)
+    return Path(cfg.output_dir)
+
+
+def assert_near(got: Outcome, wanted: Outcome, rows: int, which: str) -> None:
+    """Losses, gradient norms and weights (of the first `rows` rows of a vocabulary) within the tolerance."""
+    assert got.losses == pytest.approx(wanted.losses, rel=TOLERANCE), which
+    assert got.grad_norms == pytest.approx(wanted.grad_norms, rel=TOLERANCE), which
+    assert difference(got.weights, wanted.weights, rows) < TOLERANCE, which
+
+
+def assert_same_bits(got: Outcome, wanted: Outcome, which: str) -> None:
+    assert (got.losses, got.grad_norms) == (wanted.losses, wanted.grad_norms), which
+    assert all(torch.equal(got.weights[n], wanted.weights[n]) for n in wanted.weights), which
 
 
 def outcome(folder: Path) -> Outcome:
@@ -92,8 +114,8 @@ def plain_loop(cfg: Config, start: Path, adapters: "Adapters | None" = None) -> 
             group["lr"] = cfg.optim.lr * factor
         for p in trained:
             p.grad = torch.zeros_like(p)
-        read = [(i, steps.read(i)) for i in steps.order.samples(step)]
-        rows = [(i, row) for i, row in read if not isinstance(row, LeftOut)]
+        read = [(i, steps.read(i)) for i in steps.sampler.samples(step)]
+        rows = [(i, row) for i, row in read if not isinstance(row, SkippedSample)]
         count = sum(int((sample.labels[1:] != IGNORE).sum()) for _, (sample, _) in rows)
         loss_sum = 0.0
         for number, (sample, pictures) in rows:
@@ -101,7 +123,7 @@ def plain_loop(cfg: Config, start: Path, adapters: "Adapters | None" = None) -> 
                 adapters.tell(step, number)
             ids = torch.from_numpy(sample.input_ids)[None]
             ids = torch.where(ids == IMAGE_ID, config.image_token_id, ids)
-            table = torch.from_numpy(steps.pictures.preprocessor.pixel_table())
+            table = torch.from_numpy(steps.image_reader.preprocessor.pixel_table())
             pixels = normalize(torch.from_numpy(np.concatenate(pictures)), table) if pictures else None
             logits = model(input_ids=ids, pixel_values=pixels).logits[0, :-1, : vocabulary(cfg)]
             loss = functional.cross_entropy(logits, torch.from_numpy(sample.labels[1:]), reduction="sum") / count

@@ -74,19 +74,28 @@ def write_adapter(folder: Path, checkpoint: Checkpoint) -> None:
     save_file({"a": saved.rows(0, saved.entry.rows)}, folder / "adapter_model.safetensors")
 
 
+class StepSaver(Saver):
+    """A saver of given tensors, as those of whatever step."""
+
+    step = 0
+
+    def save_step(self, step: int) -> None:
+        self.step = step
+        self.save()
+
+
 def saver_of(
     parent: Path,
     tensors: Tensors,
     at: Callable[[str], None] = lambda _: None,
     with_adapter: bool = False,
     **values: Any,
-) -> tuple[Saver, list[int]]:
-    """A saver of these tensors; the step that it saves is the list's one number."""
-    step = [0]
+) -> StepSaver:
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     adapter = AdapterFolder(4096, write_adapter) if with_adapter and is_first else None
     cfg = replace(CONFIG, **values)
-    return Saver(parent, cfg, lambda: tensors, lambda: facts(step[0]), at=at, adapter_folder=adapter), step
+    saver = StepSaver(parent, cfg, lambda: tensors, lambda: facts(saver.step), at=at, adapter_folder=adapter)
+    return saver
 
 
 def is_busy(saver: Saver) -> bool:
@@ -96,14 +105,13 @@ def is_busy(saver: Saver) -> bool:
 def save_steps(world: World, parent: Path, steps: list[int], layout: str = "shard", **values: Any) -> None:
     """A checkpoint a step, of tensors that the step's number draws."""
     tensors = cut(whole_tensors(0), world, layout)
-    saver, step = saver_of(parent, tensors, **values)
+    saver = saver_of(parent, tensors, **values)
     for number in steps:
-        step[0] = number
         saver.before_update()
         with torch.no_grad():
             for name, value in cut(whole_tensors(number), world, layout).items():
                 tensors[name].copy_(value)
-        saver.save()
+        saver.save_step(number)
     saver.close()
 
 

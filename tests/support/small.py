@@ -2,7 +2,9 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
+from typing import Any, Protocol
 
 from hydra import compose, initialize_config_dir
 from PIL import Image
@@ -59,6 +61,15 @@ def write_parts(folder: Path, spare_rows: int = 5) -> Path:
         source = ASSETS / "tiny-llama" / name
         if source.is_file():
             (folder / "language" / name).write_bytes(source.read_bytes())
+    return folder
+
+
+def changed_parts(parts: Path, folder: Path, language: dict | None = None, vision: dict | None = None) -> Path:
+    """A copy of the parts, with other values in their configurations."""
+    for part, values in (("language", language), ("vision", vision)):
+        shutil.copytree(parts / part, folder / part)
+        config = json.loads((folder / part / "config.json").read_text())
+        write_json(folder / part / "config.json", config | (values or {}))
     return folder
 
 
@@ -148,7 +159,18 @@ def config_of(overrides: list[str], name: str = "train") -> Config:
         return load(PrepareConfig if name == "prepare" else Config, compose(name, overrides))
 
 
+def command_config(kind: type, name: str, *overrides: str) -> Any:
+    """The configuration of the command `name` with these keys on its command line."""
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return load(kind, compose(name, list(overrides)))
+
+
 def conversion(source: Path | str, to: Path, *overrides: str) -> ConversionConfig:
     """What `python -m llava_fsdp.export source=... to=...` makes."""
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return load(ConversionConfig, compose("export", [f"source={source}", f"to={to}", *overrides]))
+    return command_config(ConversionConfig, "export", f"source={source}", f"to={to}", *overrides)
+
+
+class Configure(Protocol):
+    """The fixture `configure`: `make_config` for the session's small model and dataset."""
+
+    def __call__(self, *overrides: str, to: str | Path = "", stage: str = "finetune") -> Config: ...

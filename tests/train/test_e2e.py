@@ -104,7 +104,7 @@ def test_broken_picture_ends_every_rank(parts: Path, dataset: Path, tmp_path: Pa
     started = time.monotonic()
     ran = train("data.path=bad.json", "epochs=1", parts=parts, dataset=dataset, cwd=tmp_path)
     assert ran.returncode != 0 and time.monotonic() - started < 40
-    assert f"bad.json, line 1, record {with_picture} (id {records[with_picture]['id']}): picture" in ran.stderr
+    assert f"bad.json, line 1, record {with_picture} (id {records[with_picture]['id']}): image" in ran.stderr
     assert "gone.jpg does not exist; is data.images right?" in ran.stderr
     status = json.loads((tmp_path / "outputs" / "finetune" / "run_status.json").read_text())
     assert status["exit_code"] == 2 and "gone.jpg" in status["reason"]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import RankPool, single_world
+from loaders import agreed_steps
 from small import make_config
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
@@ -121,7 +122,7 @@ def built(cfg: Config, world: World) -> TrainState:
 def run(cfg: Config, steps: int) -> tuple[TrainState, list[StepResult]]:
     state = built(cfg, single_world())
     results = []
-    for step in state.loader.from_step(0):
+    for step in agreed_steps(state.loader):
         results.append(train_step(state, step, SHARD_PLANS[cfg.sharding.strategy], cfg, 0.0))
         if len(results) == steps:
             break

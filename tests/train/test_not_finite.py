@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from harness import RankPool, single_world
+from loaders import agreed_steps
 from small import make_config
 from torch._inductor.exc import InductorError
 
@@ -59,7 +60,7 @@ def run(cfg: Config, world: World, change: TrainStep) -> tuple[TrainState, list[
     plan = SHARD_PLANS[cfg.sharding.strategy]
     state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
     results = []
-    for step in state.loader.from_step(0):
+    for step in agreed_steps(state.loader):
         results.append(change(state, step, plan, cfg, 0.0))
     return state, results
 

@@ -165,8 +165,10 @@ class Leak:
         """Of every sample, at all its positions."""
         everywhere = torch.arange(row.input_ids.numel())
         return [
-            found.clone()
-            for found in self.state.model(*replace(row, label_positions=everywhere).inputs[:-1]).split(row.lengths)
+            logits.clone()
+            for logits in self.state.model(*replace(row, label_positions=everywhere).inputs, return_logits=True).split(
+                row.lengths
+            )
         ]
 
     def gradients_of(self, row: MicroBatch, sample: int) -> dict[str, torch.Tensor]:

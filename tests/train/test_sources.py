@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from harness import RankPool, single_world
+from loaders import agreed_steps
 from small import make_config
 
 from llava_fsdp.config import LossConfig, LossKernel, Normalize
@@ -30,7 +31,7 @@ def run(world: World, parts: Path, dataset: Path, output: Path, several: bool, *
     cfg = make_config(parts, dataset, output, "max_steps=2", *(sources(dataset) if several else []), *overrides)
     plan = SHARD_PLANS[cfg.sharding.strategy]
     state = build_state(cfg, world, plan, make_mesh(world, plan, cfg))
-    rows = [metrics_row(train_step(state, step, plan, cfg, 0.0)) for step in state.loader.from_step(0)]
+    rows = [metrics_row(train_step(state, step, plan, cfg, 0.0)) for step in agreed_steps(state.loader)]
     weights = {n: p.to_local() if hasattr(p, "to_local") else p for n, p in state.masters.named.items()}
     return {"rows": rows, "weights": {n: p.detach().clone() for n, p in weights.items()}}
 
@@ -98,12 +99,12 @@ def test_samples_that_turn_out_broken_are_in_no_source(parts: Path, dataset: Pat
     cfg = make_config(parts, dataset, tmp_path, *SEVERAL, *sources(dataset), "data.bad_records=skip")
     plan = SHARD_PLANS[cfg.sharding.strategy]
     steps = build_state(cfg, single_world(), plan, None).loader.steps
-    number = steps.order.samples(0)[0]
-    whole, lacks = steps.facts(0, steps.order.samples(0)), steps.facts(0, [number])
+    number = steps.sampler.samples(0)[0]
+    whole, lacks = steps.facts(0, steps.sampler.samples(0)), steps.facts(0, [number])
     assert sum(lacks.source_labels.values()) == lacks.label_tokens > 0
-    from llava_fsdp.data.batching.batch import LeftOut
+    from llava_fsdp.data.batching.batch import SkippedSample
 
-    rest = whole.without([LeftOut(number, "r", "image_missing", "", lacks)])
+    rest = whole.without([SkippedSample(number, "r", "image_missing", "", lacks)])
     assert sum(rest.source_labels.values()) == rest.label_tokens == whole.label_tokens - lacks.label_tokens
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from harness import RankPool, single_world
+from loaders import agreed_steps
 from packed import write_every_kind
 from reference import TOLERANCE, open_steps, run_ranks, trained_weights
 from small import config_of, make_config, write_json
@@ -21,12 +22,12 @@ from torch.nn import functional
 from transformers import DynamicCache, LlavaConfig, LlavaForConditionalGeneration
 
 from llava_fsdp.config import Config
-from llava_fsdp.data.batching.batch import LeftOut
+from llava_fsdp.data.batching.batch import SkippedSample
 from llava_fsdp.data.loader import normalize
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.templates import template
 from llava_fsdp.data.validation_prompts import ask, lay_out_prompts
-from llava_fsdp.data.validation_set import order_of, spread, warn_of_trained
+from llava_fsdp.data.validation_set import held_out_sampler, spread, warn_of_trained
 from llava_fsdp.distributed.compile import run_block
 from llava_fsdp.distributed.eval_mode import evaluating
 from llava_fsdp.distributed.mesh import World, make_mesh
@@ -82,18 +83,18 @@ def expected(trained: Path, parts: Path, dataset: Path, held: Path) -> tuple[flo
     model = LlavaForConditionalGeneration.from_pretrained(
         trained / "export", dtype=torch.float32, attn_implementation="eager"
     )
-    table = torch.from_numpy(steps.pictures.preprocessor.pixel_table())
+    table = torch.from_numpy(steps.image_reader.preprocessor.pixel_table())
     tokenizer, stop = steps.encoder.tokenizer, template("v1").stop
     ends = sorted({model.generation_config.eos_token_id, tokenizer.encode(stop)[-1].id})
     total, labels, answers = 0.0, 0, []
     for number in range(len(steps.records)):
         sample, pictures = steps.load(number)
-        asked = ask(steps.records[number], steps.encoder.tokenizer, steps.pictures, cfg)
+        asked = ask(steps.records[number], steps.encoder.tokenizer, steps.image_reader, cfg)
         with torch.no_grad():
             logits = model(**inputs(sample.input_ids, pictures, table, config)).logits[0, :-1]
             total += float(functional.cross_entropy(logits, torch.from_numpy(sample.labels[1:]), reduction="sum"))
             labels += int((sample.labels[1:] != IGNORE).sum())
-            shown = inputs(asked.sample.input_ids, pictures[: len(asked.pictures)], table, config)
+            shown = inputs(asked.sample.input_ids, pictures[: len(asked.images)], table, config)
             written = model.generate(**shown, max_new_tokens=MOST, do_sample=False, pad_token_id=0, eos_token_id=ends)
         answer = [token for token in written[0, len(asked.sample.input_ids) :].tolist() if token not in ends]
         answers.append(tokenizer.decode(answer).strip())
@@ -311,7 +312,7 @@ def test_every_source_has_a_loss_of_its_own(parts: Path, dataset: Path, held: Pa
 
 
 def test_order_is_spread_and_of_one_source_a_step() -> None:
-    order = order_of([5, 0, 9], limit=4, samples=3)
+    order = held_out_sampler([5, 0, 9], limit=4, samples=3)
     assert [order.samples(n) for n in range(order.per_epoch)] == [[0, 1, 2], [3], [5, 7, 9], [11]]
     assert [order.source(n) for n in range(order.per_epoch)] == [0, 0, 2, 2]
     assert spread(7, None) == spread(7, 7) == spread(7, 99) == list(range(7)) and spread(10, 3) == [0, 3, 6]
@@ -338,7 +339,7 @@ def test_answers_about_tiles_are_those_of_whole_passes(parts: Path, dataset: Pat
                 sample = replace(asked.sample, input_ids=ids, labels=np.full(len(ids), IGNORE))
                 micro = loader.to_device(loader.steps.collate([(sample, row[1])], loader.steps.facts(0, []), 1))
                 micro.label_positions = torch.tensor([len(ids) - 1])
-                ids = np.append(ids, int(model(*micro.inputs[:-1])[0].argmax()))
+                ids = np.append(ids, int(model(*micro.inputs, return_logits=True)[0].argmax()))
         written[asked.record] = ids[len(asked.sample.input_ids) :].tolist()
     assert len({len(asked.sample.input_ids) for asked in held_out.questions}) > 4
     prompts = lay_out_prompts(
@@ -412,7 +413,7 @@ def test_picture_that_breaks_later(parts: Path, dataset: Path, held: Path, tmp_p
     assert before["label_tokens"] - after["label_tokens"] == sum(int(steps.records.labels[n]) for n in lost)
     kept = [own for own in before["answers"] if not own["picture"].endswith(name)]
     assert after["answers"] == kept
-    assert isinstance(steps.read(3), LeftOut)
+    assert isinstance(steps.read(3), SkippedSample)
 
     validation.held_out.loader.data.bad_records = validation.held_out.loader.steps.bad = type(cfg.data.bad_records).fail
     with pytest.raises(DataError, match=f"{name} does not exist"):
@@ -474,7 +475,7 @@ def test_compiles_nothing_and_nothing_anew(pack: str, parts: Path, dataset: Path
     assert state.compilations is not None
     plan = SHARD_PLANS[cfg.sharding.strategy]
     graphs, losses = [], []
-    for step in state.loader.from_step(0):
+    for step in agreed_steps(state.loader):
         losses.append(train_step(state, step, plan, cfg, 0.0).loss)
         graphs.append(state.compilations.total)
         validation.measure()

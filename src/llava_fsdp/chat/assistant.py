@@ -12,8 +12,8 @@ import torch
 from llava_fsdp.chat.open_model import choose_dtype, leaves_padding_open, open_model
 from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.images.anyres import NEWLINE_ROW, grid_sizes
-from llava_fsdp.data.images.check import picture_size
-from llava_fsdp.data.images.preprocess import PictureReader, read_preprocessor
+from llava_fsdp.data.images.check import read_size
+from llava_fsdp.data.images.preprocess import ImageReader, read_preprocessor
 from llava_fsdp.data.loader import normalize, pixel_table
 from llava_fsdp.data.records.record import Turn
 from llava_fsdp.data.text.constants import IMAGE_ID
@@ -75,7 +75,7 @@ class Assistant:
         self.checkpoint = checkpoint
         self.template_name = source.template
         self.template: Template = template(source.template)
-        self.reader = PictureReader(
+        self.reader = ImageReader(
             folder=None,
             preprocessor=read_preprocessor(shapes.parts.vision_folder),
             aspect=default_aspect if leaves_padding_open(opened.folder) else source.aspect,
@@ -179,11 +179,11 @@ class Assistant:
         """Read an image file.
 
         Raises:
-            PictureError: it cannot be read; its `kind` says why.
+            ImageError: it cannot be read; its `kind` says why.
         """
         rows = np.arange(self.reader.image_tokens)
         if self.reader.in_tiles:
-            rows = self.reader.rows_of(picture_size(path, where))
+            rows = self.reader.rows_of(read_size(path, where))
         return LoadedImage(next(self._numbers), path, self.reader.load(path, where), rows)
 
     def encode(self, turns: Sequence[Turn], images: Sequence[LoadedImage], where: str) -> np.ndarray:

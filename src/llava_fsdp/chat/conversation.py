@@ -37,7 +37,7 @@ class Conversation:
             where: begins messages about it.
 
         Raises:
-            PictureError: it cannot be read.
+            ImageError: it cannot be read.
             DataError: it is not a file, or there are too many images already.
         """
         if not path.is_file():
@@ -83,7 +83,7 @@ class Conversation:
         """The question with tags for its images, in front unless it has its own.
 
         Raises:
-            DataError: it has another number of its own, or is not valid text.
+            DataError: it has tags, but not one for each image, or is not valid text.
         """
         try:
             text.encode()

@@ -45,18 +45,19 @@ def check_command_line(words: list[str]) -> None:
         key, _, value = word.partition("=")
         check_hydra_key(key.lstrip("+~"), value, word)
     folder = next((flags[flag] for flag in FOLDER_FLAGS if flag in flags), None)
-    for path in yaml_files(folder) if folder is not None else ():
-        check_yaml(path, path.relative_to(folder))
+    if folder is not None:
+        for path in yaml_files(folder):
+            check_yaml(path, path.relative_to(folder))
 
 
 def flag_values(words: list[str]) -> dict[str, str]:
     """`--flag value` and `--flag=value`, by flag."""
-    found = {}
+    values = {}
     for word, behind in itertools.zip_longest(words, words[1:], fillvalue=""):
         flag, equals, value = word.partition("=")
         if flag in FLAGS:
-            found[flag] = value if equals else behind
-    return found
+            values[flag] = value if equals else behind
+    return values
 
 
 def refuse_secrets(words: list[str]) -> None:
@@ -137,7 +138,7 @@ def check_yaml(path: Path, inside: Path) -> None:
         if "defaults" in keys:
             group, choice = default_of(keys[keys.index("defaults") + 2 :], str(value))
             check_hydra_key(group, choice, f"{path}: {group}")
-        elif "hydra" in keys:
+        if "hydra" in keys:
             check_hydra_key(".".join(keys[keys.index("hydra") :]), str(value), f"{path}: {name}")
 
 

@@ -1,4 +1,4 @@
-"""Micro-batches without a dataset, as large as the configuration lets any become."""
+"""Synthetic micro-batches, the largest that the configuration allows, for a dry run without a dataset."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from llava_fsdp.data.loader import Loader, ModelShape
 
 @dataclass(frozen=True)
 class Contents:
-    """What a micro-batch holds."""
+    """Sizes of a micro-batch."""
 
     lengths: tuple[int, ...]
-    """Positions of each sample."""
-    pictures: int
+    """Tokens of each sample."""
+    images: int
     tiles: int
     labels: int
 
     @property
-    def positions(self) -> int:
+    def tokens(self) -> int:
         return sum(self.lengths)
 
 
 def fullest(cfg: Config, shape: ModelShape) -> Contents:
-    """The most of everything that a micro-batch can hold, each by itself: no real one has all of it.
+    """The most tokens, images and labels that a micro-batch can have; no real one has the most of all.
 
-    Positions: the row is full. Pictures: as many as fit into it, as with captions. Labels: all that samples of
-    `data.max_length` have behind the one picture of each, were every one of these positions answered.
+    Tokens: the rows are full. Images: as many as fit, as with captions. Labels: samples of `data.max_length` with one
+    image each, and every token behind it a label.
     """
     length = cfg.data.max_length
-    positions = cfg.row_tokens if cfg.pack else cfg.micro_batch_size * length
-    lengths = (length,) * (positions // length) + ((positions % length,) if positions % length else ())
-    tiles = tiles_of_a_picture(cfg, shape)
-    pictures = max(1, positions // (tiles * shape.image_tokens + 1)) if cfg.pack else cfg.micro_batch_size
-    shown = sum(min(n - 1, shape.image_tokens) for n in lengths)
-    return Contents(lengths, pictures, pictures * tiles, positions - len(lengths) - shown)
+    tokens = cfg.row_tokens if cfg.pack else cfg.micro_batch_size * length
+    lengths = (length,) * (tokens // length) + ((tokens % length,) if tokens % length else ())
+    tiles = tiles_of_an_image(cfg, shape)
+    images = max(1, tokens // (tiles * shape.image_tokens + 1)) if cfg.pack else cfg.micro_batch_size
+    image_tokens = sum(min(n - 1, shape.image_tokens) for n in lengths)
+    return Contents(lengths, images, images * tiles, tokens - len(lengths) - image_tokens)
 
 
-def tiles_of_a_picture(cfg: Config, shape: ModelShape) -> int:
-    """One, or with anyres those of the largest grid and the whole picture."""
+def tiles_of_an_image(cfg: Config, shape: ModelShape) -> int:
+    """Most tiles of an image: one, or with anyres those of the largest grid and one more."""
     if cfg.data.trained_aspect is not AspectRatio.anyres:
         return 1
     side = shape.image_size
@@ -53,19 +53,19 @@ def tiles_of_a_picture(cfg: Config, shape: ModelShape) -> int:
 
 
 def synthetic_micro_batch(contents: Contents, shape: ModelShape, pack: bool) -> MicroBatch:
-    """Ids that are all 0 and black pictures, laid out as real samples are: a picture first, labels behind it."""
+    """A micro-batch of ids 0 and black images; every sample begins with an image, and labels follow it."""
     begins = torch.tensor(contents.lengths).cumsum(0) - torch.tensor(contents.lengths)
-    shown, labels = [], []
+    images, labels = [], []
     for begin, length in zip(begins.tolist(), contents.lengths, strict=True):
-        picture = min(length - 1, shape.image_tokens)
-        shown.append(torch.arange(begin, begin + picture))
-        labels.append(torch.arange(begin + picture, begin + length - 1))
-    image_positions = torch.cat(shown)
+        image = min(length - 1, shape.image_tokens)
+        images.append(torch.arange(begin, begin + image))
+        labels.append(torch.arange(begin + image, begin + length - 1))
+    image_positions = torch.cat(images)
     label_positions = torch.cat(labels)[: contents.labels]
     rows = 1 if pack else len(contents.lengths)
     side = shape.image_size
     return MicroBatch(
-        input_ids=torch.zeros((rows, contents.positions // rows), dtype=torch.int64),
+        input_ids=torch.zeros((rows, contents.tokens // rows), dtype=torch.int64),
         image_positions=image_positions,
         image_rows=torch.arange(len(image_positions)) % (contents.tiles * shape.image_tokens),
         images=torch.zeros((contents.tiles, 3, side, side), dtype=torch.uint8),
@@ -79,31 +79,28 @@ def synthetic_micro_batch(contents: Contents, shape: ModelShape, pack: bool) -> 
 
 
 def micro_batches_of(contents: Contents, cfg: Config, world_size: int) -> int:
-    """One or two: every later one is like the second."""
+    """Micro-batches to run, at most two: every later one is like the second."""
     return min(2, math.ceil(cfg.global_batch_size / (len(contents.lengths) * world_size)))
 
 
 def synthetic_step(number: int, contents: Contents, shape: ModelShape, cfg: Config, world_size: int) -> Step:
-    """This rank's part of a step; gradients add up over its micro-batches."""
+    """This rank's part of a synthetic step."""
     count = micro_batches_of(contents, cfg, world_size)
     times = count * world_size
     facts = StepFacts(
         number,
         samples=times * len(contents.lengths),
-        tokens=times * contents.positions,
+        tokens=times * contents.tokens,
         pairs=times * sum(length**2 for length in contents.lengths),
         label_tokens=times * contents.labels,
-        images=times * contents.pictures,
+        images=times * contents.images,
         tiles=times * contents.tiles,
     )
-    return Step(
-        facts,
-        [synthetic_micro_batch(contents, shape, cfg.pack) for _ in range(count)],
-    )
+    return Step(facts, [synthetic_micro_batch(contents, shape, cfg.pack) for _ in range(count)])
 
 
 class SyntheticLoader(Loader):
-    """What a step asks of a loader: the device, and the way onto it. No dataset stands behind it."""
+    """A loader without a dataset: it only copies micro-batches to the device."""
 
     def __init__(self, device: torch.device, steps: int):
         self.device = device

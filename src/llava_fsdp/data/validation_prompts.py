@@ -1,4 +1,4 @@
-"""A record's first question as what a model writes its answer behind."""
+"""Prompts of validation questions, which a model answers in the middle of training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.data.batching.collate import Collator, Row
-from llava_fsdp.data.images.preprocess import PictureReader
+from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.records.record import Record, Turn
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.conversation import opening_question, prompt
@@ -23,48 +23,48 @@ from llava_fsdp.data.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class HeldOutQuestion:
-    """A question, and the answer that its record has."""
+    """The first question of a validation record, and its answer in the record."""
 
     record: str
-    """What a message calls it."""
+    """The record as messages name it."""
     question: str
-    """Without the places of pictures."""
+    """Without image tags."""
     reference: str
     sample: Sample
-    """Up to where the answer begins, without labels."""
-    pictures: tuple[Path, ...]
+    """Tokens up to the answer, without labels."""
+    images: tuple[Path, ...]
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Questions that are answered at once."""
+    """A batch of prompts."""
 
     micro: MicroBatch
-    """Rows padded on the left: all answers begin at the same position."""
+    """Rows padded on the left, so that all answers begin at the same position."""
     mask: torch.Tensor
-    """bool [rows, length]: no padding"""
+    """bool [rows, length]: False at padding"""
 
 
-def ask(record: Record, tokenizer: Tokenizer, reader: PictureReader, cfg: Config) -> HeldOutQuestion:
-    """A record's first question in the template that the run trains with.
+def ask(record: Record, tokenizer: Tokenizer, reader: ImageReader, cfg: Config) -> HeldOutQuestion:
+    """Encode a record's first question with the template of the training.
 
     Raises:
         DataError: the record does not begin with a question and its answer.
-        PictureError: anyres, and a picture cannot be read.
+        ImageError: anyres, and an image cannot be read.
     """
-    text, shown, answer = opening_question(record)
+    text, num_images, answer = opening_question(record)
     form = template(cfg.trained_template)
-    written = prompt([Turn("human", text)], form, cfg.model.image_start_end, shown > 0)
-    places = tuple(reader.places(record, number) for number in range(shown))
-    ids = encode_prompt(written, tokenizer, [len(own) for own in places], cfg.trained_special_tokens)
-    names = record.images[:shown]
-    sample = Sample(ids, np.full(len(ids), IGNORE), names, places, 0, 0)
+    segments = prompt([Turn("human", text)], form, cfg.model.image_start_end, num_images > 0)
+    image_rows = tuple(reader.image_rows(record, number) for number in range(num_images))
+    ids = encode_prompt(segments, tokenizer, [len(rows) for rows in image_rows], cfg.trained_special_tokens)
+    names = record.images[:num_images]
+    sample = Sample(ids, np.full(len(ids), IGNORE), names, image_rows, 0, 0)
     question = text.replace(IMAGE_TAG, "").strip() if record.images else text
     return HeldOutQuestion(record.where, question, answer, sample, tuple(reader.path(record, name) for name in names))
 
 
 def lay_out_prompts(rows: Sequence[Row], collate: Collator) -> Prompts:
-    """Questions and their tiles; without any one position, so that there is always something to run."""
+    """Collate prompts and their tiles; without any, one row of one token, so that every rank can run."""
     length = max((len(sample.input_ids) for sample, _ in rows), default=1)
     ids = np.zeros((max(1, len(rows)), length), dtype=np.int64)
     mask = np.zeros(ids.shape, dtype=bool)

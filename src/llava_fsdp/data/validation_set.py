@@ -1,4 +1,4 @@
-"""Held-out records: which of them a validation reads, in which order, and what is asked about them."""
+"""The validation set: its records, their order, and the questions that the model answers."""
 
 from __future__ import annotations
 
@@ -14,123 +14,119 @@ from llava_fsdp.data.validation_prompts import HeldOutQuestion, ask
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.log import log
 
-Choose = Callable[[Records], "HeldOutOrder"]
+Choose = Callable[[Records], "HeldOutSampler"]
 
 
 @dataclass(frozen=True)
-class HeldOutOrder:
-    """Every source's records by number, one source after the other; a step has samples of one source alone."""
+class HeldOutSampler:
+    """Sampler of the validation set: one source after the other, and each step from a single source."""
 
     steps: tuple[tuple[int, list[int]], ...]
-    """(source, numbers of records)"""
+    """(number of the source, numbers of its records), by step"""
 
     @property
     def per_epoch(self) -> int:
         return len(self.steps)
 
-    @property
-    def shape(self) -> str:
-        return ""
+    shape = ""
 
     def samples(self, step: int) -> list[int]:
         return self.steps[step][1]
 
     def source(self, step: int) -> int:
-        """Of all samples of a step."""
+        """Number of the source of a step's samples."""
         return self.steps[step][0]
 
     def draw(self, steps: int) -> None:
-        """Nothing is drawn."""
+        """Do nothing."""
 
-    def cuts(self, step: int) -> None:
+    def assignment(self, step: int) -> None:
         return None
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What a run is measured on."""
+    """The validation set of a run."""
 
     loader: Loader
-    order: HeldOutOrder
+    sampler: HeldOutSampler
     names: list[str]
-    """Of the sources."""
+    """Names of the sources."""
     questions: list[HeldOutQuestion]
 
 
-def order_of(counts: Sequence[int], limit: int | None, samples: int) -> HeldOutOrder:
+def held_out_sampler(counts: Sequence[int], limit: int | None, samples: int) -> HeldOutSampler:
     """
     Args:
-        counts: records of each source, whose numbers follow one another.
-        limit: most records of each, spread evenly over it.
-        samples: of a step.
+        counts: records of each source.
+        limit: most records of each source, spread evenly over it.
+        samples: samples of a step.
     """
     steps, first = [], 0
     for source, count in enumerate(counts):
         numbers = [first + n for n in spread(count, limit)]
         steps += [(source, numbers[begin : begin + samples]) for begin in range(0, len(numbers), samples)]
         first += count
-    return HeldOutOrder(tuple(steps))
+    return HeldOutSampler(tuple(steps))
 
 
 def spread(count: int, most: int | None) -> list[int]:
-    """At most so many of the numbers below `count`, evenly apart: a file's records may be sorted by what they are."""
+    """At most `most` of the numbers below `count`, evenly spaced, because a file's records may be sorted."""
     if most is None or most >= count:
         return list(range(count))
     return [number * count // most for number in range(most)]
 
 
-def open_held_out(cfg: Config, open_loader: Callable[[Config, Choose], Loader], positions: int) -> HeldOut:
-    """The records that `val` names, examined as the run's own are, and the questions about them.
+def open_held_out(cfg: Config, open_loader: Callable[[Config, Choose], Loader], max_tokens: int) -> HeldOut:
+    """Open the validation set that `val` names; its records are examined as those of the training are.
 
     Args:
-        cfg: the run's own.
-        open_loader: opens the records of a configuration, in the order that is chosen.
-        positions: that the language model was made for.
+        cfg: the configuration of the training.
+        open_loader: opens the dataset of a configuration with a sampler.
+        max_tokens: longest sequence of the language model.
 
     Raises:
         ConfigError: a file or folder does not exist, or a question is too long.
-        DataError: by `data.bad_records`, `data.max_bad_records` and `data.too_long`, records of it are wrong.
+        DataError: records are wrong, and `data.bad_records`, `data.max_bad_records` or `data.too_long` forbid that.
     """
-    own = cfg.held_out
-    sources_of(own.data, "val")  # whose message names the keys of val
-    orders: list[HeldOutOrder] = []
+    held_out = cfg.held_out
+    sources_of(held_out.data, "val")  # checked here, so that the message names the keys of val
 
-    def choose(records: Records) -> HeldOutOrder:
-        orders.append(order_of(records.source_counts, cfg.val.limit, cfg.global_batch_size))
-        return orders[-1]
+    def choose(records: Records) -> HeldOutSampler:
+        return held_out_sampler(records.source_counts, cfg.val.limit, cfg.global_batch_size)
 
-    loader = open_loader(own, choose)
-    return HeldOut(loader, orders[-1], own.data.source_names, choose_questions(loader, orders[-1], own, positions))
+    loader = open_loader(held_out, choose)
+    sampler = loader.steps.sampler
+    assert isinstance(sampler, HeldOutSampler)
+    questions = choose_questions(loader, sampler, held_out, max_tokens)
+    return HeldOut(loader, sampler, held_out.data.source_names, questions)
 
 
 def warn_of_trained(cfg: Config) -> None:
-    """One may want it, to see a model overfit; whoever does not will believe the numbers."""
+    """Warn if the validation set is also trained on, which is only useful to see a model overfit."""
     trained = {os.path.realpath(source.path) for source in sources_of(cfg.data)}
     for source in sources_of(cfg.held_out.data, "val"):
         if os.path.realpath(source.path) in trained:
-            log().warning(
-                "val measures %s, which is trained on: its loss and score say nothing of new data", source.path
-            )
+            log().warning("val reads %s, which is trained on: its loss and score do not hold for new data", source.path)
 
 
-def choose_questions(loader: Loader, order: HeldOutOrder, cfg: Config, positions: int) -> list[HeldOutQuestion]:
-    """The questions of a validation, encoded; their pictures are read when they are asked.
+def choose_questions(loader: Loader, sampler: HeldOutSampler, cfg: Config, max_tokens: int) -> list[HeldOutQuestion]:
+    """Choose and encode the questions of a validation; their images are read later.
 
     Raises:
-        DataError: a record is none that can be asked.
-        ConfigError: a question with its answer is longer than the language model's positions.
+        DataError: a record does not begin with a question and its answer.
+        ConfigError: a question with its answer is too long for the language model.
     """
-    numbers = [number for step in range(order.per_epoch) for number in order.samples(step)]
-    found = []
+    numbers = [number for _, samples in sampler.steps for number in samples]
+    questions = []
     for place in spread(len(numbers), cfg.val.answers) if cfg.val.answers else ():
         steps = loader.steps
-        asked = ask(steps.records[numbers[place]], steps.encoder.tokenizer, steps.pictures, cfg)
-        room = positions - cfg.val.max_new_tokens
-        if len(asked.sample.input_ids) > room:
+        question = ask(steps.records[numbers[place]], steps.encoder.tokenizer, steps.image_reader, cfg)
+        length = len(question.sample.input_ids)
+        if length + cfg.val.max_new_tokens > max_tokens:
             raise ConfigError(
-                f"val.max_new_tokens={cfg.val.max_new_tokens}: the question of {asked.record} is "
-                f"{len(asked.sample.input_ids)} positions long, and the language model has {positions}: set it "
-                "to less, or take the record out"
+                f"val.max_new_tokens={cfg.val.max_new_tokens}: the question of {question.record} has {length} tokens, "
+                f"and the language model takes {max_tokens}: set it to less, or take the record out"
             )
-        found.append(asked)
-    return found
+        questions.append(question)
+    return questions

@@ -6,7 +6,7 @@ from llava_fsdp.config import BadRecords, DataConfig
 from llava_fsdp.data.images.check import check_links, look_at, real
 from llava_fsdp.data.text.templates import IMAGE_TAG
 from llava_fsdp.evaluate.question import BenchmarkQuestion
-from llava_fsdp.runtime.errors import DataError, PictureError
+from llava_fsdp.runtime.errors import DataError, ImageError
 from llava_fsdp.runtime.launch import env_rank
 from llava_fsdp.runtime.log import log
 
@@ -61,7 +61,7 @@ def first_problem(question: BenchmarkQuestion, cfg: DataConfig, real_folder: str
                 continue
             check_links(folder / name, real_folder, cfg.allow_links)
             if not (folder / name).is_file():
-                raise PictureError(f"picture {folder / name} does not exist")
-    except PictureError as error:
+                raise ImageError(f"picture {folder / name} does not exist")
+    except ImageError as error:
         return f"  {question.where}: {error}"
     return None

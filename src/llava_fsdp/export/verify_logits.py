@@ -188,7 +188,7 @@ def filled(
 @torch.no_grad()
 def logits(model: Llava, micro: MicroBatch) -> torch.Tensor:
     """float32 [labels, vocabulary]"""
-    return model(*micro.inputs[:-1])
+    return model(*micro.inputs, return_logits=True)
 
 
 def logits_of_folder(form: FolderFormat, folder: Path, micro: MicroBatch, compute: torch.dtype) -> torch.Tensor:

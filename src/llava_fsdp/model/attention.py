@@ -1,8 +1,8 @@
-"""Attention that keeps the samples of a packed row apart, and which models it can be had for.
+"""Attention within each sample of a packed row, and checks that a language model can use it.
 
-Registered under our own names through transformers' `AttentionInterface`; an implementation that transformers has no
-mask for gets none built (masking_utils.py, `_preprocess_mask_arguments`). Where each sample lies travels as keyword
-arguments through the language model to every layer's attention.
+The implementations are registered with transformers' `AttentionInterface` under our own names, for which transformers
+builds no mask (masking_utils.py, `_preprocess_mask_arguments`). The boundaries of samples are passed as keyword
+arguments through the language model to the attention of every layer.
 """
 
 from __future__ import annotations
@@ -29,44 +29,42 @@ Segments = tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]
 
 @dataclass(frozen=True, eq=False)
 class Continued:
-    """Rows that go on behind what was read of them before: padded on the left, with keys and values kept."""
+    """Continuation of rows, padded on the left, whose earlier keys and values are in a cache."""
 
     position_ids: torch.Tensor
     """int64 [rows, length]"""
     mask: torch.Tensor
-    """bool [rows, kept + length]: no padding, of what was read and of what comes now"""
+    """bool [rows, cached + length]: False at padding"""
     kept: Cache
 
     @property
     def allowed(self) -> torch.Tensor:
-        """bool [rows, 1, length, kept + length]: which positions each attends to.
+        """Causal mask without padding, bool [rows, 1, length, cached + length].
 
-        Padding attends to itself: to nothing would be a division by zero, which its keys and values would spread.
+        A padding token attends to itself, because attending to nothing gives NaN.
         """
-        length, whole = self.position_ids.shape[1], self.mask.shape[1]
-        places = torch.arange(whole, device=self.mask.device)
-        own = places[whole - length :, None]
-        return ((places <= own) & self.mask[:, None] | (places == own))[:, None]
+        length, total = self.position_ids.shape[1], self.mask.shape[1]
+        keys = torch.arange(total, device=self.mask.device)
+        queries = keys[total - length :, None]
+        return ((keys <= queries) & self.mask[:, None] | (keys == queries))[:, None]
 
 
 NAMES = {
     Attention.sdpa: "llava_fsdp_sdpa",
     Attention.varlen: "llava_fsdp_varlen",
-    Attention.flash: "llava_fsdp_dao",  # a name with "flash" in it transformers takes for a kernel of the hub's
+    Attention.flash: "llava_fsdp_dao",  # transformers takes a name with "flash" for a kernel of the hub
 }
-"""As transformers knows them."""
+"""Names in transformers' AttentionInterface."""
 CURE = "set pack=false"
-
-
 PADDED = "llava_fsdp_padded"
-"""transformers' own SDPA for padded rows."""
+"""SDPA of transformers for padded rows, without its masks."""
 OURS = frozenset({PADDED, *NAMES.values()})
-"""For these transformers builds no mask."""
+"""Implementations for which transformers builds no mask."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What attends, and why this."""
+    """The chosen attention implementation, and the reason."""
 
     attention: Attention
     reason: str
@@ -77,27 +75,27 @@ class Kernel:
 
 
 def choose_kernel(
-    asked: Attention, language: PretrainedConfig, device: torch.device, compute_dtype: torch.dtype
+    attention: Attention, language: PretrainedConfig, device: torch.device, compute_dtype: torch.dtype
 ) -> Kernel:
-    """The kernel that `attention=` names, or the best that this machine has.
+    """The kernel that `attention=` names, or with `auto` the best one for this machine.
 
     Raises:
-        ConfigError: the one that was asked for cannot run here.
+        ConfigError: the named kernel cannot run here.
     """
-    missing = {Attention.varlen: varlen_missing, Attention.flash: flash_missing}
-    if asked is Attention.auto:
+    if attention is Attention.auto:
         lack = varlen_missing(language, device, compute_dtype)
         if lack is None:
             return Kernel(Attention.varlen, "torch's varlen_attn")
         return Kernel(Attention.sdpa, f"SDPA a sample at a time: {lack}")
-    lack = missing[asked](language, device, compute_dtype) if asked in missing else None
+    missing = {Attention.varlen: varlen_missing, Attention.flash: flash_missing}.get(attention)
+    lack = missing(language, device, compute_dtype) if missing is not None else None
     if lack is not None:
-        raise ConfigError(f"attention={asked.value}: {lack}; set attention=auto")
-    return Kernel(asked, "as asked for")
+        raise ConfigError(f"attention={attention.value}: {lack}; set attention=auto")
+    return Kernel(attention, "as configured")
 
 
 def varlen_missing(language: PretrainedConfig, device: torch.device, compute_dtype: torch.dtype) -> str | None:
-    """Why torch's varlen_attn cannot run; None where it can."""
+    """Why torch's varlen_attn cannot run; None if it can."""
     lack = flash_kernel_missing(language, device, compute_dtype, "varlen_attn")
     if lack is None and importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return f"torch {torch.__version__} has no varlen_attn"
@@ -105,7 +103,7 @@ def varlen_missing(language: PretrainedConfig, device: torch.device, compute_dty
 
 
 def flash_missing(language: PretrainedConfig, device: torch.device, compute_dtype: torch.dtype) -> str | None:
-    """Why flash-attn cannot run; None where it can."""
+    """Why flash-attn cannot run; None if it can."""
     lack = flash_kernel_missing(language, device, compute_dtype, "flash-attn")
     if lack is None and importlib.util.find_spec("flash_attn") is None:
         return "flash-attn is not installed (pip install llava-fsdp[flash])"
@@ -115,7 +113,7 @@ def flash_missing(language: PretrainedConfig, device: torch.device, compute_dtyp
 def flash_kernel_missing(
     language: PretrainedConfig, device: torch.device, compute_dtype: torch.dtype, what: str
 ) -> str | None:
-    """Why FlashAttention-2, which both wrap, cannot run."""
+    """Why FlashAttention-2, which both wrap, cannot run; None if it can."""
     if device.type != "cuda":
         return f"{what} needs CUDA, and this run is on {device.type}"
     lack = not_for_flash(language, compute_dtype, what)
@@ -125,7 +123,7 @@ def flash_kernel_missing(
 
 
 def not_for_flash(language: PretrainedConfig, compute_dtype: torch.dtype, what: str) -> str | None:
-    """Why it cannot run this model, on any device."""
+    """Why FlashAttention-2 cannot run this model on any device; None if it can."""
     if compute_dtype not in (torch.bfloat16, torch.float16):
         return f"{what} computes in 16 bits, and this run in {str(compute_dtype).removeprefix('torch.')}"
     head = head_size(language)
@@ -141,7 +139,7 @@ def head_size(language: PretrainedConfig) -> int:
 
 
 def register_attention() -> None:
-    """Make our names known to transformers; once or again is the same."""
+    """Register our implementations with transformers; calling it again does no harm."""
     varlen = make_varlen() if importlib.util.find_spec("torch.nn.attention.varlen") is not None else None
     kernels = {Attention.sdpa: each_alone, Attention.varlen: varlen, Attention.flash: flash}
     for attention, kernel in kernels.items():
@@ -150,10 +148,10 @@ def register_attention() -> None:
 
 
 def padded_attention(language: PretrainedConfig) -> str:
-    """The implementation for padded rows: SDPA, under a name for which transformers builds no mask.
+    """Name of the implementation for padded rows: SDPA, under a name for which transformers builds no mask.
 
-    Under its own name transformers looks at every micro-batch's positions for packed samples, for which the host waits
-    for the device, to find that causal attention needs no mask. A model that attends otherwise keeps it.
+    Under the name "sdpa" transformers searches the positions of every micro-batch for packed samples, for which the
+    host waits for the device. A model whose attention is not causal over the whole sample keeps "sdpa".
     """
     try:
         check_full_attention(language)
@@ -181,9 +179,9 @@ def attend_padded(
 
 @dataclass(frozen=True)
 class Lengths:
-    """Of a row's samples, on the host, so that no layer waits for the device.
+    """Lengths of a row's samples, on the host, so that no layer waits for the device.
 
-    An object: a tuple among the arguments of a compiled layer would compile it anew for every number of samples.
+    An object, because a tuple in the arguments of a compiled layer would recompile it for every number of samples.
     """
 
     each: tuple[int, ...]
@@ -192,7 +190,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Row:
-    """How the samples of a packed row lie, and how its layer attends."""
+    """Sample boundaries of a packed row, and options of the layer's attention."""
 
     cu_seqlens: torch.Tensor
     """int32 [samples + 1]"""
@@ -224,7 +222,7 @@ def attend_with(kernel: Attend) -> Callable[..., tuple[torch.Tensor, None]]:
 
         Args:
             allowed: `Continued.allowed`.
-            visits: takes the module, for `check_reaches_all_layers`.
+            visits: collects the modules that are called, for `check_reaches_all_layers`.
         """
         refuse_other_attention(module, others, attention_mask)
         if cu_seqlens is None or segment_lengths is None:
@@ -237,26 +235,26 @@ def attend_with(kernel: Attend) -> Callable[..., tuple[torch.Tensor, None]]:
 
 
 CHANGES_ATTENTION = ("sliding_window", "softcap", "s_aux", "position_bias", "sinks")
-"""What layers of some models hand to their attention, and ours does not do."""
+"""Arguments that layers of some models pass to their attention, and that ours does not support."""
 
 
 def refuse_other_attention(module: nn.Module, others: dict[str, Any], mask: torch.Tensor | None) -> None:
     if mask is not None:  # transformers builds none for an implementation of our names
-        raise ConfigError(f"pack=true: {type(module).__name__} attends with a mask of its model's own; {CURE}")
+        raise ConfigError(f"pack=true: {type(module).__name__} attends with a mask of its own; {CURE}")
     for name in CHANGES_ATTENTION:
         if others.get(name) is not None:
             raise ConfigError(f"pack=true: {type(module).__name__} attends with {name}, which packed rows lack; {CURE}")
     if not getattr(module, "is_causal", True) or others.get("is_causal") is False:
-        raise ConfigError(f"pack=true: {type(module).__name__} attends to what comes later; {CURE}")
+        raise ConfigError(f"pack=true: {type(module).__name__} attends to later tokens; {CURE}")
 
 
-@torch.compiler.disable(recursive=True)  # else it would be compiled anew for all lengths of samples
+@torch.compiler.disable(recursive=True)  # it would be recompiled for every combination of lengths
 def each_alone(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: Row
 ) -> torch.Tensor:
-    """Exact: transformers' own SDPA call for every sample.
+    """Attention by one SDPA call of transformers for each sample.
 
-    Split once: the backward of a slice fills a whole row with zeros, for every sample again.
+    `split`, because the backward pass of a slice would fill a whole row with zeros for every sample.
     """
     options = {"dropout": row.dropout, "scaling": row.scaling}
     parts = zip(*(part.split(row.lengths.each, dim=2) for part in (query, key, value)), strict=True)
@@ -264,9 +262,9 @@ def each_alone(
 
 
 def make_varlen() -> Attend:
-    """torch's varlen_attn with the arguments that this version has.
+    """torch's varlen_attn with the arguments of the installed version.
 
-    2.11 lacks `enable_gqa`, 2.10 had `is_causal` where later ones have a window that looks back alone.
+    2.11 has no `enable_gqa`; 2.10 has `is_causal` instead of a window.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -290,15 +288,14 @@ def make_varlen() -> Attend:
             key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
         q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))  # [tokens, heads, size]
         longest = row.lengths.longest
-        found = varlen_attn(q, k, v, row.cu_seqlens, row.cu_seqlens, longest, longest, **options)
-        assert isinstance(found, torch.Tensor), "it gives more only where it is asked for more"
-        return found[None]
+        output = varlen_attn(q, k, v, row.cu_seqlens, row.cu_seqlens, longest, longest, **options)
+        assert isinstance(output, torch.Tensor)
+        return output[None]
 
     return varlen
 
 
 def flash(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: Row) -> torch.Tensor:
-    """flash-attn's kernel."""
     from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
     parts = [part[0].transpose(0, 1) for part in (query, key, value)]  # [tokens, heads, size]
@@ -316,16 +313,16 @@ def flash(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torc
     )[None]
 
 
-def told(segments: Segments | Continued | None, attention: str | None = None) -> dict[str, Any]:
-    """Keyword arguments of a language model's forward pass; none for padded rows.
+def attention_arguments(segments: Segments | Continued | None, implementation: str | None = None) -> dict[str, Any]:
+    """Keyword arguments of a language model's forward pass for packed or continued rows; empty for padded rows.
 
     Args:
-        attention: the model's implementation: one of ours takes a mask from us, for another transformers makes it.
+        implementation: name of the model's attention; for ours, we build the mask of continued rows.
     """
     if segments is None:
         return {}
     if isinstance(segments, Continued):
-        masks = {"allowed": segments.allowed} if attention in OURS else {"attention_mask": segments.mask.long()}
+        masks = {"allowed": segments.allowed} if implementation in OURS else {"attention_mask": segments.mask.long()}
         kept = {"past_key_values": segments.kept, "use_cache": True}
         return {"position_ids": segments.position_ids, **kept, **masks}
     position_ids, cu_seqlens, lengths = segments
@@ -333,10 +330,10 @@ def told(segments: Segments | Continued | None, attention: str | None = None) ->
 
 
 def check_full_attention(language: PretrainedConfig) -> None:
-    """Every layer attends to the whole sample and to nothing beside it, as far as the configuration says.
+    """Check by the configuration that every layer has full causal attention.
 
     Raises:
-        ConfigError: naming what the model has instead.
+        ConfigError: a layer has another kind of attention.
     """
     if not getattr(MODEL_MAPPING[type(language)], "_supports_attention_backend", False):
         raise ConfigError(
@@ -346,49 +343,47 @@ def check_full_attention(language: PretrainedConfig) -> None:
     kinds = sorted({kind for kind in getattr(language, "layer_types", None) or [] if kind != "full_attention"})
     window = getattr(language, "sliding_window", None)
     rope = getattr(language, "rope_parameters", None) or {}
-    found = None
+    other = None
     if kinds:
-        found = f"layers of {', '.join(kinds)}"
+        other = f"layers of {', '.join(kinds)}"
     elif window is not None and getattr(language, "use_sliding_window", True):
-        found = f"a sliding window of {window}"
+        other = f"a sliding window of {window}"
     elif getattr(language, "attention_chunk_size", None) is not None:
-        found = f"chunks of {language.attention_chunk_size}"
+        other = f"chunks of {language.attention_chunk_size}"
     elif getattr(language, "alibi", False):
-        found = "ALiBi biases"
+        other = "ALiBi biases"
     elif rope.get("rope_type") == "longrope":
-        found = "rotary frequencies (longrope) that depend on the longest sample of a batch"
-    if found is not None:
+        other = "rotary frequencies (longrope) that depend on the longest sample of a batch"
+    if other is not None:
         raise ConfigError(
-            f"pack=true: {language.model_type} has {found}, and a packed row needs full attention within each sample; "
+            f"pack=true: {language.model_type} has {other}, and a packed row needs full attention within each sample; "
             f"{CURE}"
         )
 
 
 def check_reaches_all_layers(model: PreTrainedModel) -> None:
-    """Run two samples of a position each through a language model on the meta device, and count the layers told.
+    """Run a packed row through a language model on the meta device, and count the layers that separate its samples.
 
     Raises:
-        ConfigError: a layer mixes positions without our attention, or without being told where samples lie.
+        ConfigError: a layer mixes tokens without our attention, or without the boundaries of samples.
     """
     config: Any = model.config
     mixers = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)})
     if mixers:
-        raise ConfigError(f"pack=true: {config.model_type} mixes neighbouring positions ({', '.join(mixers)}); {CURE}")
+        raise ConfigError(f"pack=true: {config.model_type} mixes neighbouring tokens ({', '.join(mixers)}); {CURE}")
     visits: list[nn.Module] = []
     segments = torch.zeros((1, 2), dtype=torch.int64), torch.tensor([0, 1, 2], dtype=torch.int32), (1, 1)
-    shown = {"inputs_embeds": torch.zeros((1, 2, config.hidden_size), dtype=torch.bfloat16), "use_cache": False}
-    # in bf16, which some kernels of mixtures of experts insist on
+    inputs = {"inputs_embeds": torch.zeros((1, 2, config.hidden_size), dtype=torch.bfloat16), "use_cache": False}
+    # in bf16, which some kernels of mixtures of experts require
     weights = {
         n: t.bfloat16() if t.is_floating_point() else t
         for n, t in itertools.chain(model.named_parameters(), model.named_buffers())
     }
     try:
         with torch.no_grad(), torch.device("meta"):
-            functional_call(model, weights, kwargs={**shown, **told(segments), "visits": visits})
+            functional_call(model, weights, kwargs={**inputs, **attention_arguments(segments), "visits": visits})
     except (TypeError, NotImplementedError, RuntimeError) as error:
-        raise ConfigError(
-            f"pack=true: {config.model_type} could not be tried on a packed row ({error}); {CURE}"
-        ) from error
+        raise ConfigError(f"pack=true: {config.model_type} does not run on a packed row ({error}); {CURE}") from error
     if len({id(module) for module in visits}) != config.num_hidden_layers:
         raise ConfigError(
             f"pack=true: {len(visits)} of the {config.num_hidden_layers} layers of {config.model_type} attend through "

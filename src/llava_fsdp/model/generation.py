@@ -77,7 +77,8 @@ def write_tokens(
     last = torch.arange(1, rows + 1, device=ids.device) * length - 1
     empty = ids.new_zeros(0)
     for _ in range(sampling.max_new_tokens):
-        logits = model(ids, Continued(positions, mask, cache), *images, (empty, empty), last)  # [rows, vocabulary]
+        cached = Continued(positions, mask, cache)
+        logits = model(ids, cached, *images, (empty, empty), last, return_logits=True)  # [rows, vocabulary]
         chosen = choose(logits, sampling, generator)
         yield chosen
         ids, positions = chosen[:, None], positions[:, -1:] + 1

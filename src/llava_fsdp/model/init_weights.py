@@ -1,4 +1,4 @@
-"""Random weights that depend on (seed, parameter name) alone, and buffers that are computed, not stored."""
+"""Random initial weights that depend only on seed and parameter name, and buffers that no file has."""
 
 import copy
 import math
@@ -30,7 +30,7 @@ class DrawRule:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A parameter whose values are drawn: the whole of it, on the CPU, so that no cut into shards changes it."""
+    """A randomly initialised parameter; drawn whole on the CPU, so that its values do not depend on sharding."""
 
     name: str
     shape: tuple[int, ...]
@@ -59,20 +59,20 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Scale:
-    """Standard deviations of a part that is drawn: of embeddings, and of matrices times sqrt(fan-in)."""
+    """Standard deviations of a part's embeddings, and of its matrices times sqrt(fan-in)."""
 
     embedding: float
     matrix: float
 
 
-# The tower's blocks start close to the identity, so that a frozen random one still shows what a patch looks like.
+# Blocks of the vision tower start close to the identity, so that features of a frozen random one describe the patches.
 SCALES = {"vision_tower": Scale(0.2, 0.3), "language_model": Scale(0.5, 1.0), "lm_head": Scale(0.5, 1.0)}
 
 
 def draw_rule(model: nn.Module, name: str) -> DrawRule:
-    """How a parameter is drawn: norms start as the identity, matrices keep the variance of what passes them.
+    """How a parameter is initialised: norms as the identity, matrices so that they keep the variance of their input.
 
-    The projector is drawn as `nn.Linear` draws, because LLaVA's is (multimodal_projector/builder.py:39-44).
+    The projector is initialised like `nn.Linear`, as in LLaVA (multimodal_projector/builder.py:39-44).
     """
     parent = model.get_submodule(name.rpartition(".")[0])
     shape = weight_shape(model, name)
@@ -92,16 +92,16 @@ def draw_rule(model: nn.Module, name: str) -> DrawRule:
 
 
 def computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every buffer of a meta-device model, as transformers computes it (rotary frequencies, position ids).
+    """Buffers of a meta-device model as transformers computes them (rotary frequencies, position ids).
 
-    They are in no file, and materialising the model leaves whatever the memory held. transformers recomputes them
-    in `_init_weights`; here it does so on a copy of the module that owns them.
+    No file has them, and materialising the model leaves them uninitialised. transformers computes them in
+    `_init_weights`, which is called here on copies of the modules that own them.
     """
     buffers: dict[str, torch.Tensor] = {}
     for part_name, part in model.named_children():
         for path, module in part.named_modules():
             own = [name for name, _ in module.named_buffers(recurse=False)]
-            if not own or isinstance(module, QuantizedLinear):  # its are made with the weight
+            if not own or isinstance(module, QuantizedLinear):  # its buffers are set with the weight
                 continue
             assert isinstance(part, PreTrainedModel), f"{part_name}.{path} has buffers that nothing computes"
             buffers |= {
@@ -113,7 +113,7 @@ def computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def recomputed(part: PreTrainedModel, module: nn.Module, names: list[str]) -> dict[str, torch.Tensor]:
-    """The named buffers of one module. Checked twice from different fillings: one that is not computed would show."""
+    """Compute the named buffers of a module; twice from different initial values, to prove that all are computed."""
     results = []
     for filling in (1, 2):
         twin = copy.deepcopy(module).to_empty(device="cpu")
@@ -127,7 +127,7 @@ def recomputed(part: PreTrainedModel, module: nn.Module, names: list[str]) -> di
 
 
 def restore_buffers(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
-    """Copy computed buffers into a model that has been materialised, whatever wraps its modules."""
+    """Copy computed buffers into a materialised model."""
     left = dict(buffers)
     for path, module in model.named_modules():
         if not isinstance(module, QuantizedLinear):

@@ -12,7 +12,7 @@ from llava_fsdp.config import Feature, ModelConfig, PatchMerge
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 
 TOWER = "vision_tower"
-"""In the original's folders as we write them: what the tower is and how its pictures are prepared. The original's own
+"""In the original's folders as we write them: what the tower is and how its images are prepared. The original's own
 name a tower, and everything about it is looked up there."""
 FIRST_NAME = "llava"
 """The original's model_type before it was renamed to llava_llama; transformers has another model of that name."""

@@ -1,4 +1,4 @@
-"""Weights into a model that has been sharded: streamed from files, or drawn, one parameter's rows at a time."""
+"""Load weights into a sharded model, from files or randomly initialised, one parameter's rows at a time."""
 
 import hashlib
 import json
@@ -27,9 +27,9 @@ from llava_fsdp.runtime.errors import ModelError
 PROJECTOR_PREFIX = "multi_modal_projector."
 NEWLINE = "image_newline"
 DIGESTING = 4
-"""Threads of a rank that digest frozen weights."""
+"""Threads of a rank that compute digests of frozen weights."""
 DIGESTED_BYTES = 16 << 20
-"""That each of them holds at once."""
+"""Bytes that each of them reads at once."""
 
 
 class Rows(Protocol):
@@ -43,17 +43,17 @@ class Rows(Protocol):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Every tensor that holds these rows, in whatever dtype."""
+        """Every tensor that holds these rows, in any dtype."""
         ...
 
 
 def find_weights(
     model: nn.Module, parts: Parts, cfg: ModelConfig, projector: Path | None, seed: int
 ) -> dict[str, Stored]:
-    """A source for every parameter of a model that is still on the meta device.
+    """Find a source for every parameter of a model on the meta device.
 
     Args:
-        projector: a folder or file that holds one; None draws it.
+        projector: folder or file of the projector; None initialises it randomly.
 
     Raises:
         ModelError: a parameter is in no file, or has another shape there; the message names it, the file and both.
@@ -71,19 +71,19 @@ def find_weights(
         opened = open_adapter(find_adapter(cfg.lora.checkpoint, "model.lora.checkpoint"))
         adapter = dict(started_from(opened, model, cfg.lora))
         beside = {without_base(n): tensor for n, tensor in adapter.items() if not is_adapter(n)}
-        if projector is not None or cfg.projector == "random":  # the one that was asked for, not the adapter's
+        if projector is not None or cfg.projector == "random":  # the configured one, not the adapter's
             beside = {n: tensor for n, tensor in beside.items() if not n.startswith(PROJECTOR_PREFIX)}
         found |= beside
     sources: dict[str, Stored] = {}
     for own_name, _ in model.named_parameters():
         if is_adapter(own_name):
-            continue  # behind the weights that they adapt
+            continue  # added below
         shape = weight_shape(model, own_name)
         name = without_base(own_name)
         drawn = parts.whole is None and (
             cfg.random_weights or (projector is None and name.startswith(PROJECTOR_PREFIX))
         )
-        drawn = drawn or name == NEWLINE  # the original too draws it where a model has none (llava_arch.py:83-88)
+        drawn = drawn or name == NEWLINE  # LLaVA too initialises it if a model has none (llava_arch.py:83-88)
         if name in found:
             check_shape(name, shape, found[name], parts)
             sources[own_name] = found[name]
@@ -107,10 +107,10 @@ def find_weights(
 def adapter_sources(
     model: nn.Module, base: dict[str, Stored], given: dict[str, Stored], seed: int
 ) -> dict[str, Stored]:
-    """A source for every parameter of adapters: given, or as peft begins them.
+    """Sources of the adapters' parameters: those in `given`, or peft's initial values.
 
     Raises:
-        ModelError: what is given has another shape.
+        ModelError: a tensor in `given` has another shape.
     """
     sources: dict[str, Stored] = {}
     for name, parameter in model.named_parameters():
@@ -134,11 +134,11 @@ def adapter_sources(
     return sources
 
 
-def whole_model(folder: Path, tower: Path, model: nn.Module) -> dict[str, Stored]:
-    """Every parameter of a folder; the tower of an original's folder that only names it, from its own.
+def whole_model(folder: Path, vision_folder: Path, model: nn.Module) -> dict[str, Stored]:
+    """Tensors of a model folder; the vision tower from `vision_folder` if a LLaVA folder only names it.
 
     Raises:
-        ModelError: the folder holds what is no parameter of this model.
+        ModelError: the folder has a tensor that is no parameter of this model.
     """
     found = renamed(open_tensors(folder), ours)
     wanted = {without_base(name) for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -148,14 +148,14 @@ def whole_model(folder: Path, tower: Path, model: nn.Module) -> dict[str, Stored
             f"{folder} has {len(unknown)} weights that this model has no place for, {unknown[0]} for one; is it the "
             "model that its configuration says?"
         )
-    if tower not in (folder, folder / TOWER) and not any(n.startswith("vision_tower.") for n in found):
-        named = renamed(open_tensors(tower), ours_in_vision)
-        found |= {n: t for n, t in named.items() if n in wanted}  # CLIP's text half stays
+    if vision_folder not in (folder, folder / TOWER) and not any(n.startswith("vision_tower.") for n in found):
+        named = renamed(open_tensors(vision_folder), ours_in_vision)
+        found |= {n: t for n, t in named.items() if n in wanted}  # without CLIP's text half
     return found
 
 
 def projector_alone(path: Path) -> dict[str, Stored]:
-    """The projector of a file or folder, which may be of a whole model.
+    """Tensors of the projector in a file or folder, which may be of a whole model.
 
     Raises:
         ModelError: it was trained together with rows of the vocabulary (LLaVA's mm_use_im_start_end).
@@ -174,7 +174,7 @@ def renamed(tensors: dict[str, StoredTensor], rename: Callable[[str], str]) -> d
 
 
 def check_shape(name: str, expected: tuple[int, ...], stored: Stored, parts: Parts) -> None:
-    """Shapes are equal; a vocabulary may have more rows in the file, which were added for an export."""
+    """Raise ModelError if shapes differ; a file's vocabulary may have more rows, which an export adds."""
     got = stored.shape
     more_rows = parts.whole is not None and got[:1] > expected[:1] and got[1:] == expected[1:]
     if got == expected or (more_rows and name.startswith(("language_model.embed", "lm_head."))):
@@ -186,13 +186,13 @@ def check_shape(name: str, expected: tuple[int, ...], stored: Stored, parts: Par
 
 
 def fingerprint(model: nn.Module, digests: Mapping[str, str]) -> str:
-    """Of a model that is to be trained: all names and shapes, and every bit of every frozen parameter, of a packed
-    one in full: that of the same model without packing.
+    """Fingerprint of a model that trains: all names and shapes, and the values of the frozen parameters.
 
-    What trains is in every checkpoint; what does not must be the same when a run continues.
+    Trained parameters are in every checkpoint; frozen ones must be the same when a run resumes. Packed parameters count
+    by their values before packing.
 
     Args:
-        digests: of the frozen parameters.
+        digests: digests of the frozen parameters, by name.
     """
     whole = hashlib.sha256()
     for name, parameter in model.named_parameters():
@@ -202,11 +202,11 @@ def fingerprint(model: nn.Module, digests: Mapping[str, str]) -> str:
 
 
 def base_fingerprint(digests: Mapping[str, str], apart: Collection[str]) -> str:
-    """Of what an adapter is for: every bit of every weight that does not come with it.
+    """Fingerprint of an adapter's base model: the values of every weight that is not saved with the adapter.
 
     Args:
-        digests: of all these weights, and maybe of others, by names as a model with or without adapters has them.
-        apart: names of what comes with the adapter.
+        digests: digests of these weights, and possibly of others, by names with or without adapters.
+        apart: names of the weights that are saved with the adapter.
     """
     without = {without_base(name) for name in apart}
     found = {without_base(name): digest for name, digest in digests.items()}
@@ -222,12 +222,11 @@ def frozen_digests(
     gather: Callable[[list[tuple[str, str]]], list[tuple[str, str]]] = list,
     watch: Callable[[Iterable[str]], Iterable[str]] = iter,
 ) -> dict[str, str]:
-    """Of every parameter that does not train, by name. They are shared out over the ranks, each of which digests its
-    own in a few threads: what is read is what is loaded next.
+    """Digests of all frozen parameters, by name; each rank computes its part in a few threads.
 
     Args:
-        gather: every rank's items on all ranks.
-        watch: wraps the iteration over this rank's names, to show progress: a frozen 13B is 26 GB.
+        gather: gathers the items of every rank on all ranks.
+        watch: wraps the iteration over this rank's names, to show progress: a frozen 13B model has 26 GB.
     """
     shapes = {name: weight_shape(model, name) for name, p in model.named_parameters() if not p.requires_grad}
     frozen = sorted(shapes, key=lambda name: (-math.prod(shapes[name]), name))
@@ -238,7 +237,7 @@ def frozen_digests(
 
 
 def digest_of(source: Stored, shape: tuple[int, ...]) -> str:
-    """Of a parameter's bits as they are stored; of what is drawn, of what it is drawn by."""
+    """Digest of a parameter's stored values, or of the rule and seed by which it is initialised."""
     if isinstance(source, Drawn):
         return f"{source.rule.rule.value} {source.rule.scale!r} {source.seed}"
     digest = hashlib.sha256(str(source.dtype).encode())
@@ -256,11 +255,13 @@ def load_weights(
     watch: Callable[[Iterable[str]], Iterable[str]] = iter,
     packed: Mapping[str, QuantizedLinear] | None = None,
 ) -> None:
-    """Fill every shard from its source. A rank reads its own rows and no others, but for weights that it packs: the
-    scales of a few bits are of the whole, so that it reads them whole, one at a time, and keeps its part.
+    """Fill every shard from its source.
+
+    A rank reads only its own rows. Weights to be packed are read whole, one at a time, because their scales depend on
+    the whole weight.
 
     Args:
-        packed: the layers of packed weights, by the weights' names; None: there are none.
+        packed: layers with packed weights, by the weights' names.
         watch: wraps the iteration over names, to show progress.
     """
     assert sources.keys() == shards.keys(), sources.keys() ^ shards.keys()

@@ -1,7 +1,8 @@
-"""Low-rank adapters, by peft: which modules get them, by full path, and what of them trains.
+"""Low-rank adapters with peft: which modules get them, and which of their parameters train.
 
-LLaVA names its targets by their last word (train.py:169-182), which peft matches anywhere: a tower that is loaded gets
-adapters too, and because it runs without gradients they never learn. Here a target is a module of a block that runs.
+LLaVA names targets by the last part of their names (train.py:169-182), which peft matches anywhere: a loaded vision
+tower gets adapters too, but runs without gradients, so that they never train. Here targets are named by their full
+paths, and they are modules of blocks that run.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch
 from torch import nn
 
 from llava_fsdp.config import LoraBias, LoraConfig, Part
-from llava_fsdp.model.attention import told
+from llava_fsdp.model.attention import attention_arguments
+from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.lora_names import ADAPTER, is_adapter
 from llava_fsdp.model.sample_dropout import SampleDropout, TokenKeys
 from llava_fsdp.model.vision_tower import hidden_state
@@ -22,7 +24,7 @@ from llava_fsdp.runtime.errors import ConfigError
 
 
 class Adaptable(Protocol):
-    """What this module needs of a `Llava`, whose module imports this one."""
+    """The parts of `Llava` that are used here; llava.py imports this module."""
 
     cfg: Any
     parts: Any
@@ -34,7 +36,6 @@ class Adaptable(Protocol):
     vision_tower: Any
     training: bool
 
-    def stack_of(self, module: nn.Module) -> Any: ...
     def get_submodule(self, target: str) -> nn.Module: ...
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
     def train(self, mode: bool) -> Any: ...
@@ -42,8 +43,9 @@ class Adaptable(Protocol):
 
 
 def targets(model: Adaptable) -> list[str]:
-    """The linear layers that get adapters, by full path: those of the blocks of each adapted part that a gradient
-    reaches. Heads, embeddings and the tower's layers behind `model.select_layer` are none.
+    """Full paths of the linear layers that get adapters: those of the blocks of each adapted part.
+
+    Without heads, embeddings, and the vision tower's layers behind `model.select_layer`.
     """
     leftovers = {f"vision_tower.{name}" for name in model.probe.leftovers}
     found = [name for part in model.cfg.adapted for name in linear_layers(model, part)]
@@ -51,10 +53,10 @@ def targets(model: Adaptable) -> list[str]:
 
 
 def linear_layers(model: Adaptable, part: Part) -> list[str]:
-    """Those of a part's blocks, by full path, of a model without adapters."""
+    """Full paths of the linear layers in a part's blocks, of a model without adapters."""
     root_name = {Part.language: "language_model", Part.vision: "vision_tower"}[part]
     root = model.get_submodule(root_name)
-    in_blocks = {module for block in model.stack_of(root) for module in block.modules()}
+    in_blocks = {module for block in find_blocks(root) for module in block.modules()}
     found = [name for name, module in root.named_modules() if isinstance(module, nn.Linear) and module in in_blocks]
     return [f"{root_name}.{name}" for name in found]
 
@@ -63,19 +65,19 @@ def add_adapters(model: Adaptable, cfg: LoraConfig, keys: TokenKeys) -> list[str
     """Put adapters into a meta-device model, in place.
 
     Args:
-        keys: what dropout's masks are made of.
+        keys: keys of the dropout masks.
 
     Returns:
-        The modules that have one.
+        Full paths of the modules that have one.
 
     Raises:
-        ConfigError: peft is not installed, or there is nothing to put one into.
+        ConfigError: peft is not installed, or the model has no linear layer to adapt.
     """
     names = targets(model)
     if not names:
         raise ConfigError(
-            f"model.lora.enabled=true: {type(model.language_model).__name__} has no linear layers in its blocks; "
-            "adapters are for those alone"
+            f"model.lora.enabled=true: {type(model.language_model).__name__} has no linear layers in its blocks, "
+            "and adapters need them; set it to false"
         )
     put_adapters(model, cfg, names)
     if cfg.dropout:
@@ -89,7 +91,7 @@ def put_adapters(model: Any, cfg: LoraConfig, names: list[str]) -> None:
     """Put adapters into modules of a model, in place.
 
     Args:
-        names: of the modules, in full.
+        names: full paths of the modules.
 
     Raises:
         ConfigError: peft is not installed.
@@ -99,18 +101,18 @@ def put_adapters(model: Any, cfg: LoraConfig, names: list[str]) -> None:
         r=cfg.r,
         lora_alpha=cfg.alpha,
         lora_dropout=cfg.dropout,
-        bias="none",  # what trains is `Llava.freeze`'s matter
+        bias="none",  # `Llava.freeze` decides what trains
         use_dora=cfg.use_dora,
         use_rslora=cfg.use_rslora,
         target_modules=names,
     )
     peft.inject_adapter_in_model(settings, model, ADAPTER)
-    found = sorted(n for n, m in model.named_modules() if isinstance(m, peft.tuners.lora.LoraLayer))
-    assert found == sorted(names), f"adapters in {set(found) ^ set(names)} that were not asked for, or missing"
+    adapted = sorted(n for n, m in model.named_modules() if isinstance(m, peft.tuners.lora.LoraLayer))
+    assert adapted == sorted(names), f"wrong or missing adapters: {set(adapted) ^ set(names)}"
 
 
 def import_peft() -> Any:
-    """Raises ConfigError where it is not installed. It takes seconds, so only those who adapt import it."""
+    """Import peft, which takes seconds; raises ConfigError if it is not installed."""
     try:
         import peft
     except ImportError as error:
@@ -121,37 +123,39 @@ def import_peft() -> Any:
 
 
 def trained_with_adapters(model: Adaptable) -> list[nn.Parameter]:
-    """Of the parts that have adapters: these, and the biases that `model.lora.bias` names."""
+    """Parameters that train in parts with adapters: the adapters, and the biases that `model.lora.bias` names."""
     roots = {Part.language: (model.language_model, model.lm_head), Part.vision: (model.vision_tower,)}
-    found = [p for n, p in model.named_parameters() if is_adapter(n)]
+    trained = [p for n, p in model.named_parameters() if is_adapter(n)]
     bias = model.cfg.lora.bias
     if bias is LoraBias.lora_only:
-        found += [p for name in model.adapted for n, p in model.get_submodule(name).named_parameters() if "bias" in n]
+        trained += [p for name in model.adapted for n, p in model.get_submodule(name).named_parameters() if "bias" in n]
     elif bias is LoraBias.all:
         modules = [module for part in model.cfg.adapted for module in roots[part]]
-        found += [p for module in modules for n, p in module.named_parameters() if n.rpartition(".")[2] == "bias"]
-    return found
+        trained += [p for module in modules for n, p in module.named_parameters() if n.rpartition(".")[2] == "bias"]
+    return trained
 
 
 def check_gradients(model: Adaptable) -> None:
-    """Run both parts on the meta device: whatever is to train must have a part in what comes out.
+    """Run both parts on the meta device, and check that every parameter that trains gets a gradient.
 
     Raises:
-        ConfigError: naming what never gets a gradient.
+        ConfigError: a parameter that trains can never get a gradient.
     """
-    language, tower = model.language_model, model.vision_tower
+    language, vision_tower = model.language_model, model.vision_tower
     size = model.parts.vision.image_size
     was_training = model.training
-    model.eval()  # without dropout, which is drawn for samples
+    model.eval()  # without dropout, which needs the seeds of samples
     with torch.enable_grad(), torch.device("meta"), tried(type(language).__name__):
-        shown: Any = {"inputs_embeds": torch.zeros((1, 2, language.config.hidden_size)), "use_cache": False}
+        inputs: Any = {"inputs_embeds": torch.zeros((1, 2, language.config.hidden_size)), "use_cache": False}
         segments = torch.zeros((1, 2), dtype=torch.int64), torch.tensor([0, 2], dtype=torch.int32), (2,)
-        out = language(**shown, **told(segments if model.kernel is not None else None)).last_hidden_state
+        out = language(
+            **inputs, **attention_arguments(segments if model.kernel is not None else None)
+        ).last_hidden_state
         unreached = without_gradient("language_model", language, out)
         if Part.vision in model.cfg.train:
             pixels = torch.zeros((1, 3, size, size))
-            out = hidden_state(tower, pixels, model.cfg.select_layer, model.probe.last_layer)
-            unreached += without_gradient("vision_tower", tower, out)
+            out = hidden_state(vision_tower, pixels, model.cfg.select_layer, model.probe.last_layer)
+            unreached += without_gradient("vision_tower", vision_tower, out)
     model.train(was_training)
     if unreached:
         raise ConfigError(
@@ -163,13 +167,13 @@ def check_gradients(model: Adaptable) -> None:
 
 @contextmanager
 def tried(model: str) -> Iterator[None]:
-    """Raises ConfigError where a model does not run on the meta device, as some mixtures of experts do not."""
+    """Raise ConfigError if a model does not run on the meta device, as some mixtures of experts do not."""
     try:
         yield
     except (RuntimeError, NotImplementedError, TypeError) as error:
-        why = " ".join(str(error).split())[:300]
+        reason = " ".join(str(error).split())[:300]
         raise ConfigError(
-            f"model.lora.enabled=true: {model} could not be tried with adapters ({why}); train it without them"
+            f"model.lora.enabled=true: {model} does not run with adapters ({reason}); train it without them"
         ) from error
 
 
@@ -177,16 +181,16 @@ def without_gradient(part: str, module: nn.Module, out: torch.Tensor) -> list[st
     trained = {f"{part}.{name}": p for name, p in module.named_parameters() if p.requires_grad}
     if not trained:
         return []
-    found = torch.autograd.grad(out.sum(), list(trained.values()), allow_unused=True)
-    return [name for name, gradient in zip(trained, found, strict=True) if gradient is None]
+    gradients = torch.autograd.grad(out.sum(), list(trained.values()), allow_unused=True)
+    return [name for name, gradient in zip(trained, gradients, strict=True) if gradient is None]
 
 
 def start_of_a(parent: nn.Module) -> float:
-    """The bound of the uniform distribution that peft draws A from (`kaiming_uniform_` with a = sqrt(5)); B is 0."""
+    """Bound of the uniform distribution of an initial A in peft (`kaiming_uniform_` with a = sqrt(5)); B is 0."""
     assert isinstance(parent, nn.Linear)
     return parent.in_features**-0.5
 
 
 def row_lengths(weight: torch.Tensor) -> torch.Tensor:
-    """float [rows]: what DoRA begins with, as long as the adapter itself adds nothing."""
+    """Norms of a weight's rows, float [rows]: DoRA's initial magnitudes."""
     return torch.linalg.norm(weight.float(), dim=1)

@@ -1,4 +1,4 @@
-"""Adapters merged into the weights that they adapt: in fp32, a stretch of rows at a time."""
+"""Merge adapters into the weights that they adapt, in fp32 and some rows at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BASE_WEIGHT = f"{BASE}weight"
 
 @dataclass(frozen=True)
 class Merged:
-    """W + scaling * B A; with magnitudes (DoRA) its rows have these lengths."""
+    """The merged weight W + scaling * B A; with DoRA its rows are scaled to the magnitudes."""
 
     weight: Stored
     """[out, in]"""
@@ -34,12 +34,12 @@ class Merged:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That holds base and adapter alike: what is kept when nobody asks for another."""
+        """Dtype that can represent both base and adapter."""
         parts = torch.promote_types(self.a.dtype, self.b.dtype)
         return torch.promote_types(self.weight.dtype, parts)
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
-        """float32 [end - begin, in]; whoever writes it rounds, once."""
+        """Rows of the merged weight, float32 [end - begin, in]; not rounded to `dtype`."""
         a = self.a.rows(0, self.a.shape[0]).float()
         summed = self.weight.rows(begin, end).float() + (self.b.rows(begin, end).float() @ a) * self.scaling
         if self.magnitude is None:
@@ -48,12 +48,12 @@ class Merged:
 
 
 def merged(sources: Mapping[str, Stored], scaling: float) -> dict[str, Stored]:
-    """Where every parameter of the model without adapters comes from.
+    """Sources of the parameters of the model without adapters, by name.
 
     Args:
-        sources: of the model with adapters, by the names that it has there.
+        sources: sources of the parameters of the model with adapters.
     """
-    found: dict[str, Stored] = {}
+    result: dict[str, Stored] = {}
     for name, source in sources.items():
         if is_adapter(name):
             continue
@@ -61,16 +61,16 @@ def merged(sources: Mapping[str, Stored], scaling: float) -> dict[str, Stored]:
         if module != name:
             a, b = sources[module + LORA_A], sources[module + LORA_B]
             source = Merged(source, a, b, sources.get(module + MAGNITUDE), scaling)
-        found[without_base(name)] = source
-    return found
+        result[without_base(name)] = source
+    return result
 
 
 @dataclass(frozen=True)
 class RowLengths:
-    """DoRA's magnitudes of an adapter that adds nothing yet: the lengths of the weight's rows."""
+    """Initial magnitudes of DoRA: the norms of the weight's rows."""
 
     weight: Stored
-    """Where the weight comes from."""
+    """Source of the weight."""
 
     @property
     def shape(self) -> tuple[int, ...]:

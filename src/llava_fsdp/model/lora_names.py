@@ -1,26 +1,26 @@
-"""Names of the weights of adapters, and of what they adapt."""
+"""Names of the parameters of adapters, and of adapted modules."""
 
 ADAPTER = "default"
-"""peft's name for the one adapter that a model has here."""
+"""peft's name of the single adapter of a model."""
 BASE = ".base_layer."
-"""What peft puts between an adapted module's name and its own parameters'."""
+"""What peft inserts between an adapted module's name and the names of its own parameters."""
 LORA_A, LORA_B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 MAGNITUDE = f".lora_magnitude_vector.{ADAPTER}.weight"
-"""DoRA's lengths of a weight's rows."""
-OWN = (LORA_A, LORA_B, MAGNITUDE)
-"""How the names of an adapter's parameters end."""
+"""DoRA's magnitudes: the norms of a weight's rows."""
+ENDINGS = (LORA_A, LORA_B, MAGNITUDE)
+"""Endings of the names of an adapter's parameters."""
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter, by name, is an adapter's own."""
-    return name.endswith(OWN)
+    """Whether a parameter's name is that of an adapter's parameter."""
+    return name.endswith(ENDINGS)
 
 
 def without_base(name: str) -> str:
-    """The name that an adapted module's own parameter has in a model without adapters."""
+    """Name of an adapted module's own parameter in a model without adapters."""
     return name.replace(BASE, ".")
 
 
 def module_of(name: str) -> str:
-    """The adapted module of an adapter's parameter."""
-    return next(name.removesuffix(end) for end in OWN if name.endswith(end))
+    """Name of the adapted module of an adapter's parameter."""
+    return next(name.removesuffix(end) for end in ENDINGS if name.endswith(end))

@@ -1,9 +1,9 @@
 """The loss from hidden states and the output layer's weight, a chunk of labels at a time.
 
-The logits of all labels together are the largest tensor of a training step, and nothing needs them at once. Each
-chunk's loss and gradients are made in the forward pass, while its logits are there, so that they are made once (the
-idea of Liger Kernel's fused linear cross entropy, arXiv 2410.10989). Nothing here is a collective: the weight is
-whole while the model's forward runs, however many chunks a rank has.
+The logits of all labels together would be the largest tensor of a training step. The loss and the gradients of each
+chunk are computed in the forward pass, so that its logits are computed once (as in Liger Kernel's fused linear cross
+entropy, arXiv 2410.10989). There are no collectives: the weight is gathered while the model's forward runs, so ranks
+may have different numbers of chunks.
 """
 
 from __future__ import annotations
@@ -20,36 +20,30 @@ from llava_fsdp.runtime.errors import ConfigError
 
 
 class Each:
-    """Every label's own loss, without a gradient, beside their sum, which is made as if nobody asked.
+    """Collects the loss of every label, without a gradient.
 
-    A class of its own, because FSDP hands on copies of lists.
+    A class, because FSDP passes copies of lists to the model.
     """
 
     def __init__(self) -> None:
         self.chunks: list[torch.Tensor] = []
-        """float32 [labels of a chunk]; none where the kernel knows the sum alone."""
+        """float32 [labels of a chunk]; empty if the loss kernel computes the sum only."""
 
 
 class LabelLoss(Protocol):
     def __call__(
         self, hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch.Tensor, *, each: Each | None = None
     ) -> torch.Tensor:
-        """hidden [labels, width], weight [vocabulary, width], label ids int64 [labels] -> float32 scalar, the sum of
-        their losses."""
+        """Sum of the losses, float32 scalar, of hidden [labels, width], weight [vocabulary, width] and label ids
+        int64 [labels]."""
         ...
 
 
-LOGITS_SIZE = 8
-"""Bytes for each logit of a chunk at its peak: two fp32 tensors, whatever the compute dtype."""
-SUM_SIZE = 4
-"""Bytes of an element of the sum over chunks."""
-
-
 def choose_loss(cfg: LossConfig, compute_dtype: torch.dtype) -> LabelLoss:
-    """What `loss.kernel` names; `auto` is the chunked one, which was the faster wherever both ran (docs/memory.md).
+    """The loss that `loss.kernel` names; `auto` is the chunked one, which was faster in all measurements.
 
     Raises:
-        ConfigError: torch's cannot be had, or would round the loss.
+        ConfigError: torch has no such kernel, or it would round the loss.
     """
     if cfg.kernel is not LossKernel.torch:
         loss = recomputed_loss if compute_dtype == torch.float16 else chunked_loss
@@ -60,9 +54,9 @@ def choose_loss(cfg: LossConfig, compute_dtype: torch.dtype) -> LabelLoss:
         )
     if compute_dtype != torch.float32:
         raise ConfigError(
-            f"loss.kernel=torch: torch gives the sum of losses in the compute dtype, and in "
-            f"{str(compute_dtype).removeprefix('torch.')} that is a number of two or three digits; set "
-            "loss.kernel=auto, or precision=fp32"
+            f"loss.kernel=torch: torch returns the sum of losses in the compute dtype, and "
+            f"{str(compute_dtype).removeprefix('torch.')} has only two or three digits; set loss.kernel=auto, or "
+            "precision=fp32"
         )
     return partial(torch_loss, chunk_tokens=cfg.chunk_tokens)
 
@@ -70,14 +64,14 @@ def choose_loss(cfg: LossConfig, compute_dtype: torch.dtype) -> LabelLoss:
 def whole_loss(
     hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch.Tensor, each: Each | None = None
 ) -> torch.Tensor:
-    """Of all logits at once."""
+    """Loss from the logits of all labels at once."""
     logs = functional.log_softmax(functional.linear(hidden, weight).float(), dim=-1)
     note_each(each, logs, label_ids)
     return functional.nll_loss(logs, label_ids, reduction="sum")
 
 
 def note_each(each: Each | None, logs: torch.Tensor, label_ids: torch.Tensor) -> None:
-    """Every label's own loss, of the logarithms [labels, vocabulary] that the sum is made of."""
+    """Add the loss of every label to `each`, from log-probabilities [labels, vocabulary]."""
     if each is not None:
         each.chunks.append(-logs.detach().gather(1, label_ids[:, None])[:, 0])
 
@@ -89,9 +83,9 @@ def chunked_loss(
     chunk_tokens: int,
     each: Each | None = None,
 ):
-    """Sum of the labels' cross entropies, float32, of logits in the compute dtype that are cast to float32.
+    """Loss from chunks of logits in the compute dtype that are cast to float32.
 
-    With one chunk it is `whole_loss` to the bit.
+    With one chunk it equals `whole_loss` bit for bit.
     """
     if not torch.is_grad_enabled():
         return ChunkedLoss.forward_alone(hidden, weight, label_ids, chunk_tokens, each)
@@ -105,32 +99,28 @@ def recomputed_loss(
     chunk_tokens: int,
     each: Each | None = None,
 ):
-    """As `chunked_loss`, for fp16: each chunk's logits are made again in the backward pass.
+    """`chunked_loss` for fp16: each chunk's logits are recomputed in the backward pass.
 
-    Gradients for an upstream gradient of 1 would be out of fp16's range, small and large: probabilities of rare words
-    vanish below 6e-8, and a frequent word's sum over its labels ends at 65504. The loss scale is there to prevent
-    both, and is known in the backward pass alone.
+    Unscaled gradients leave the range of fp16: probabilities of rare words vanish below 6e-8, and the sum over the
+    labels of a frequent word overflows at 65504. The loss scale prevents both, but is known only in the backward pass.
     """
     total = hidden.new_zeros((), dtype=torch.float32)
-    if not len(label_ids):  # of no label too: every rank reduces a gradient
+    if not len(label_ids):  # every rank needs a gradient to reduce, also without labels
         return total + (hidden.sum() + weight.sum()).float() * 0.0
-    for shown, ids in zip(hidden.split(chunk_tokens), label_ids.split(chunk_tokens), strict=True):
-        own = Each()  # of this pass: the backward pass fills it once more
-        total = total + checkpoint(
-            whole_loss, shown, weight, ids, own if each is not None else None, use_reentrant=False
-        )
-        if each is not None:
-            each.chunks += own.chunks
+    for chunk, ids in zip(hidden.split(chunk_tokens), label_ids.split(chunk_tokens), strict=True):
+        chunk_each = Each() if each is not None else None  # a copy: the backward pass adds to it once more
+        total = total + checkpoint(whole_loss, chunk, weight, ids, chunk_each, use_reentrant=False)
+        if each is not None and chunk_each is not None:
+            each.chunks += chunk_each.chunks
     return total
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Gradients for an upstream gradient of 1 are made in the forward pass, and scaled in the backward pass.
+    """Computes gradients for an upstream gradient of 1 in the forward pass, and scales them in the backward pass.
 
-    A weight's gradient of several chunks is added up in float32 (each chunk's product is rounded to the compute dtype
-    once, the sum once more): added in bf16, a chunk that is small beside what came before would be lost. With one
-    chunk it is the product itself. The hidden states' gradient, of which each row belongs to one chunk, is in the
-    compute dtype. A frozen weight has no gradient and costs none.
+    The weight's gradient of several chunks is summed in float32 and then rounded: a sum in bf16 would lose chunks that
+    are small beside it. With one chunk it is the product itself. The gradient of the hidden states is in the compute
+    dtype, because each row belongs to one chunk. A frozen weight costs nothing.
     """
 
     @staticmethod
@@ -146,19 +136,19 @@ class ChunkedLoss(torch.autograd.Function):
         several = len(label_ids) > chunk_tokens
         of_hidden = torch.empty_like(hidden) if needs_hidden else None
         of_weight = None
-        if needs_weight and (several or not len(label_ids)):  # of no label too: every rank reduces a gradient
+        if needs_weight and (several or not len(label_ids)):  # every rank reduces a gradient, also without labels
             of_weight = torch.zeros_like(weight, dtype=torch.float32 if several else weight.dtype)
         total = hidden.new_zeros((), dtype=torch.float32)
         for begin in range(0, len(label_ids), chunk_tokens):
             rows = slice(begin, begin + chunk_tokens)
-            shown, ids = hidden[rows], label_ids[rows]
-            loss, of_logits = loss_and_gradient(shown, weight, ids, needs_hidden or needs_weight, each)
+            chunk, ids = hidden[rows], label_ids[rows]
+            loss, of_logits = loss_and_gradient(chunk, weight, ids, needs_hidden or needs_weight, each)
             total += loss
             if of_hidden is not None:
                 torch.mm(of_logits, weight, out=of_hidden[rows])
             if needs_weight:
-                of_weight = add_product(of_weight, of_logits.t(), shown)
-            del of_logits  # before the next chunk's are made
+                of_weight = add_product(of_weight, of_logits.t(), chunk)
+            del of_logits  # before those of the next chunk are allocated
         ctx.gradients = of_hidden, of_weight
         ctx.dtype = weight.dtype
         return total
@@ -166,7 +156,7 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any):
         (scale,) = grad_outputs
-        assert ctx.gradients is not None, "the gradients of a chunked loss are scaled in place: one backward pass"
+        assert ctx.gradients is not None, "a chunked loss has one backward pass: its gradients are scaled in place"
         of_hidden, of_weight = ctx.gradients
         ctx.gradients = None
         if of_hidden is not None:
@@ -185,18 +175,18 @@ class ChunkedLoss(torch.autograd.Function):
     ):
         """The loss without any gradient."""
         total = hidden.new_zeros((), dtype=torch.float32)
-        for shown, ids in zip(hidden.split(chunk_tokens), label_ids.split(chunk_tokens), strict=True):
-            total += loss_and_gradient(shown, weight, ids, False, each)[0]
+        for chunk, ids in zip(hidden.split(chunk_tokens), label_ids.split(chunk_tokens), strict=True):
+            total += loss_and_gradient(chunk, weight, ids, False, each)[0]
         return total
 
 
 def loss_and_gradient(
-    shown: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, differentiate: bool, each: Each | None = None
+    hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, differentiate: bool, each: Each | None = None
 ) -> tuple[torch.Tensor, Any]:
-    """Sum of the rows' cross entropies, and its gradient with respect to their logits, in the compute dtype."""
-    logits = functional.linear(shown, weight)
+    """Sum of the losses of some labels, and its gradient with respect to their logits in the compute dtype."""
+    logits = functional.linear(hidden, weight)
     wide = logits.float()
-    del logits  # no two steps of this are needed at once, and each is as large as a chunk gets
+    del logits  # each of these tensors is large; only one is kept at a time
     logs = functional.log_softmax(wide, dim=-1)
     del wide
     loss = functional.nll_loss(logs, ids, reduction="sum")
@@ -224,37 +214,10 @@ def torch_loss(
     chunk_tokens: int,
     each: Each | None = None,
 ) -> torch.Tensor:
-    """The same through torch's own kernel, which also makes gradients in the forward pass, and gives the sum alone."""
-    if not len(label_ids):  # it divides by the number of labels
+    """Loss with torch's kernel, which also computes gradients in the forward pass, and no losses of single labels."""
+    if not len(label_ids):  # the kernel divides by the number of labels
         return (hidden.sum() + weight.sum()) * 0.0
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens)
-    found = functional.linear_cross_entropy(hidden, weight, label_ids, reduction="sum", options=options)
-    assert isinstance(found, torch.Tensor)
-    return found
-
-
-def loss_bytes(
-    labels: int, vocabulary: int, width: int, item_size: int, trains: bool, chunk_tokens: int
-) -> tuple[int, int]:
-    """Bytes of `chunked_loss` for a micro-batch beyond its inputs: at most at once, and from forward to backward.
-
-    With n labels, c = min(n, chunk_tokens), V x H the output layer and b = item_size of the compute dtype:
-
-        held = b * n * H + G            the gradients: G is b * V * H with one chunk, 4 * V * H with several
-        peak = b * n * H + S + max(8 * c * V, b * c * V + D)
-                                        S, the sum over chunks: 4 * V * H with several, else 0; a chunk's logits, twice
-                                        in fp32; D, its product: b * V * H, 0 where it is added in place (fp32, several)
-
-    G, S and D are 0 where the output layer is frozen. In bf16 with several chunks the backward pass begins with the sum
-    rounded, b * V * H bytes beside it; the logits are gone by then. Without a label there are b * V * H zeros.
-    """
-    size = vocabulary * width * trains
-    if not labels:
-        return item_size * size, item_size * size
-    chunk, several = min(labels, chunk_tokens), labels > chunk_tokens
-    of_hidden = item_size * labels * width
-    total = SUM_SIZE * size if several else 0
-    product = 0 if several and item_size == SUM_SIZE else item_size * size
-    logits = chunk * vocabulary
-    peak = of_hidden + total + max(LOGITS_SIZE * logits, item_size * logits + product)
-    return peak, of_hidden + (total or item_size * size)
+    loss = functional.linear_cross_entropy(hidden, weight, label_ids, reduction="sum", options=options)
+    assert isinstance(loss, torch.Tensor)
+    return loss

@@ -10,7 +10,7 @@ from llava_fsdp.runtime.errors import ConfigError
 
 
 class Projector(nn.Module):
-    """Picture features to the language model's embedding space: linear, mlp{N}x_gelu or identity.
+    """Image features to the language model's embedding space: linear, mlp{N}x_gelu or identity.
 
     LLaVA multimodal_projector/builder.py:33-51; layers are called linear_1, linear_2, ... as transformers does.
     """

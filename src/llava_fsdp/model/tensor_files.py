@@ -1,4 +1,4 @@
-"""Tensors in files, read a stretch of rows at a time."""
+"""Read tensors from files, some rows at a time."""
 
 import re
 import zipfile
@@ -33,7 +33,7 @@ class StoredTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Raises ModelError for what is no floating point number of at least 16 bits: a quantized model."""
+        """Dtype in the file; raises ModelError for other than floats of at least 16 bits, as in quantized models."""
         if isinstance(self.handle, dict):
             found: Any = self.handle[self.name].dtype
         else:
@@ -51,7 +51,7 @@ class StoredTensor:
 
 
 def open_tensors(path: Path, projector_only: bool = False) -> dict[str, StoredTensor]:
-    """Every tensor of a file, or of a model folder, by its name there.
+    """Open every tensor of a file or a model folder, by its name there.
 
     Raises:
         ModelError: there are no weights, a shard is missing, or a file is not what its name says.
@@ -62,7 +62,7 @@ def open_tensors(path: Path, projector_only: bool = False) -> dict[str, StoredTe
         if (path / name).is_file():
             return open_index(path / name) if name.endswith(".index.json") else open_file(path / name)
     raise ModelError(
-        f"{path} has no weights: none of {', '.join(WHOLE_MODEL + PROJECTOR)}; of a run, give its folder or its export"
+        f"{path} has no weights: none of {', '.join(WHOLE_MODEL + PROJECTOR)}; for a run, give its folder or its export"
     )
 
 
@@ -89,22 +89,22 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
             raise ModelError(f"{path} is not a safetensors file: {error}") from error
         return {name: StoredTensor(path, name, handle) for name in handle.keys()}
     if path.suffix not in (".bin", ".pt", ".pth"):
-        raise ModelError(f"{path} is no file of tensors; give a .safetensors or .bin file, or a model folder")
+        raise ModelError(f"{path} is not a file of tensors; give a .safetensors or .bin file, or a model folder")
     try:  # weights_only: such a file can carry a program; mmap: it can be larger than the memory
         mapped = is_plain_archive(path)
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # torch raises anything from KeyError to UnpicklingError here
         raise ModelError(why_unreadable(path, str(error))) from error
     if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
-        raise ModelError(f"{path} holds more than tensors by name; it is no file of weights")
+        raise ModelError(f"{path} has more than tensors by name; it is not a file of weights")
     return {name: StoredTensor(path, name, tensors) for name in tensors}
 
 
 def is_plain_archive(path: Path) -> bool:
-    """Whether it is the archive of torch.save, which may be mapped: nothing in it is packed, doubled or cut short.
+    """Whether a file is a zip archive of torch.save, which can be memory-mapped.
 
     Raises:
-        ModelError: it is an archive of another kind; unpacked, it could be of any size.
+        ModelError: it is another zip archive, with compressed or duplicate entries; unpacked, it could have any size.
     """
     if not zipfile.is_zipfile(path):
         return False
@@ -113,26 +113,26 @@ def is_plain_archive(path: Path) -> bool:
     names = {entry.filename for entry in entries}
     packed = any(e.compress_type != zipfile.ZIP_STORED or e.compress_size != e.file_size for e in entries)
     if packed or len(names) < len(entries) or sum(e.file_size for e in entries) > path.stat().st_size:
-        raise ModelError("it is an archive of packed or doubled parts, which torch.save does not write")
+        raise ModelError("it is an archive with compressed or duplicate entries, which torch.save does not write")
     return True
 
 
-def why_unreadable(path: Path, said: str) -> str:
-    """torch's message without its advice to load the file unprotected."""
-    wanted = re.search(r"GLOBAL (\S+)", said)
-    if wanted:
+def why_unreadable(path: Path, message: str) -> str:
+    """Error message from torch's, without its advice to load the file with weights_only=False."""
+    code = re.search(r"GLOBAL (\S+)", message)
+    if code:
         return (
-            f"{path} is not loaded: it is a pickle that wants to run code ({wanted[1]}), and weights need none; get "
+            f"{path} is not loaded: it is a pickle that would run code ({code[1]}), which weights do not need; get "
             "them from their makers as .safetensors"
         )
-    if "Unsupported operand" in said:
-        return f"{path} is not loaded: torch.save has not written it, and a pickle of another kind can run code"
-    first = next(iter(said.splitlines()), "it is empty or cut short")
+    if "Unsupported operand" in message:
+        return f"{path} is not loaded: it was not written by torch.save, and other pickles can run code"
+    first = next(iter(message.splitlines()), "it is empty or truncated")
     return f"{path} cannot be read as a file of tensors: {first}"
 
 
 class Stored(Protocol):
-    """Where a parameter's values come from."""
+    """Source of a parameter's values."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...

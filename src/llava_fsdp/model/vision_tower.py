@@ -1,4 +1,4 @@
-"""What a vision tower gives, whichever tower of transformers it is, and no layer of it more than that takes."""
+"""Hidden states of any vision tower of transformers, without running the layers behind them."""
 
 from typing import Any, NamedTuple
 
@@ -11,63 +11,64 @@ from llava_fsdp.runtime.errors import ConfigError
 
 
 class Probe(NamedTuple):
-    """What a run on the meta device tells of a tower."""
+    """Properties of a vision tower, found by running it on the meta device."""
 
     image_tokens: int
-    """Positions that a picture takes in the language model."""
-    positions: int
-    """Positions of a picture within the tower."""
+    """Tokens of an image tile in the language model."""
+    tokens: int
+    """Tokens of an image tile within the vision tower."""
     leftovers: list[str]
-    """Parameters behind the selected hidden state, by name: they would never get a gradient, and optimizers and
-    checkpoints would disagree about them."""
+    """Names of the parameters behind the selected hidden state. They never get a gradient and are frozen, or optimizers
+    and checkpoints would disagree about them."""
     layers: int
-    """So many it takes."""
+    """Layers up to the selected hidden state."""
     last_layer: str | None
-    """The last of them, by name, whose output the hidden state is; None where it is no layer's own, and the whole tower
-    has to run."""
+    """Name of the layer whose output is the hidden state; None if no layer's is, and the whole vision tower has to
+    run."""
 
 
 class Reached(Exception):
-    """The layer has run; what lies behind it need not."""
+    """Raised to leave the vision tower once the last layer that is needed has run."""
 
 
-def hidden_state(tower: nn.Module, pixels: torch.Tensor, select_layer: int, last_layer: str | None) -> torch.Tensor:
-    """float [tiles, positions, width]: transformers' `hidden_states[select_layer]`, to the bit.
+def hidden_state(
+    vision_tower: nn.Module, pixels: torch.Tensor, select_layer: int, last_layer: str | None
+) -> torch.Tensor:
+    """transformers' `hidden_states[select_layer]`, bit for bit, float [tiles, tokens, width].
 
-    Layers behind it do not run, nor norms and heads: transformers has no other way out of a tower's forward pass than
-    an exception.
+    An exception leaves the forward pass, so that layers, norms and heads behind it do not run.
 
     Args:
         pixels: [tiles, 3, size, size].
     """
     if last_layer is None:
-        return tower(pixel_values=pixels, output_hidden_states=True).hidden_states[select_layer]
-    found: list[torch.Tensor] = []
+        return vision_tower(pixel_values=pixels, output_hidden_states=True).hidden_states[select_layer]
+    outputs: list[torch.Tensor] = []
 
     def leave(module: nn.Module, inputs: Any, output: Any) -> None:
-        found.append(first_of(output))
+        outputs.append(first_of(output))
         raise Reached
 
-    # registered for each pass: it has to come behind those of `fully_shard`, which are to be done with the layer
-    handle = tower.get_submodule(last_layer).register_forward_hook(leave)
+    # registered for each pass: it must run after the hooks of `fully_shard` on the layer
+    handle = vision_tower.get_submodule(last_layer).register_forward_hook(leave)
     try:
-        tower(pixel_values=pixels)
+        vision_tower(pixel_values=pixels)
     except Reached:
-        return found.pop()  # and nothing keeps it: the exception's frames would, through the list
+        return outputs.pop()  # popped: the exception's frames would keep it alive through the list
     finally:
         handle.remove()
-    raise AssertionError(f"the tower did without its layer {last_layer}")
+    raise AssertionError(f"the vision tower did not run its layer {last_layer}")
 
 
 def first_of(output: Any) -> Any:
     return output[0] if isinstance(output, tuple) else output
 
 
-def probe_tower(tower: nn.Module, vision: PretrainedConfig, cfg: ModelConfig) -> Probe:
-    """Run a tower on the meta device, whichever it is.
+def probe_vision_tower(vision_tower: nn.Module, vision: PretrainedConfig, cfg: ModelConfig) -> Probe:
+    """Run a vision tower, which is on the meta device, once.
 
     Raises:
-        ConfigError: it has no such layer, or no CLS token to drop.
+        ConfigError: it has no layer `model.select_layer`, or no CLS token for `model.select_feature=patch` to drop.
     """
     depth = vision.num_hidden_layers
     if not 1 <= abs(cfg.select_layer) <= depth:
@@ -76,34 +77,34 @@ def probe_tower(tower: nn.Module, vision: PretrainedConfig, cfg: ModelConfig) ->
             f"-{depth} to -1 counted from the last"
         )
     pixels = torch.zeros((1, 3, vision.image_size, vision.image_size), device="meta")
-    names, parameters = zip(*tower.named_parameters(), strict=True)
+    names, parameters = zip(*vision_tower.named_parameters(), strict=True)
     layers = {
         f"{name}.{number}": layer
-        for name, stack in tower.named_modules()
+        for name, stack in vision_tower.named_modules()
         if isinstance(stack, nn.ModuleList) and len(stack) == depth
         for number, layer in enumerate(stack)
     }
-    given: dict[str, Any] = {}
+    outputs: dict[str, Any] = {}
 
     def note(name: str) -> Any:
-        return lambda module, inputs, output: given.update({name: first_of(output)})
+        return lambda module, inputs, output: outputs.update({name: first_of(output)})
 
     handles = [layer.register_forward_hook(note(name)) for name, layer in layers.items()]
     with torch.enable_grad():
-        features = tower(pixel_values=pixels, output_hidden_states=True).hidden_states[cfg.select_layer]
+        features = vision_tower(pixel_values=pixels, output_hidden_states=True).hidden_states[cfg.select_layer]
         gradients = torch.autograd.grad(features.sum(), parameters, allow_unused=True)
     for handle in handles:
         handle.remove()
-    positions, grid = features.shape[1], (vision.image_size // vision.patch_size) ** 2
-    if cfg.select_feature is Feature.patch and positions != grid + 1:
+    tokens, grid = features.shape[1], (vision.image_size // vision.patch_size) ** 2
+    if cfg.select_feature is Feature.patch and tokens != grid + 1:
         raise ConfigError(
-            f"model.select_feature=patch drops a CLS token, but {vision.model_type} gives {positions} positions for a "
-            f"grid of {grid}; set model.select_feature=full"
+            f"model.select_feature=patch drops a CLS token, but {vision.model_type} gives {tokens} tokens for a "
+            f"grid of {grid} patches; set model.select_feature=full"
         )
     return Probe(
-        image_tokens=positions - (cfg.select_feature is Feature.patch),
-        positions=positions,
+        image_tokens=tokens - (cfg.select_feature is Feature.patch),
+        tokens=tokens,
         leftovers=[name for name, gradient in zip(names, gradients, strict=True) if gradient is None],
         layers=cfg.select_layer % (depth + 1),
-        last_layer=next((name for name, output in given.items() if output is features), None),
+        last_layer=next((name for name, output in outputs.items() if output is features), None),
     )

@@ -1,7 +1,7 @@
-"""What other programs call our parameters.
+"""Translate between our parameter names and those in other programs' files.
 
-Ours are those of transformers' LlavaForConditionalGeneration without its leading `model.`, and without the
-`vision_model.` that some releases and files have inside the tower.
+Ours are those of transformers' LlavaForConditionalGeneration without the leading `model.`, and without the
+`vision_model.` that some releases and files have inside the vision tower.
 """
 
 import re
@@ -21,34 +21,34 @@ RENAMES: list[tuple[re.Pattern[str], str]] = [
     ]
 ]
 COMPUTED = re.compile(r"(^|\.)(position_ids|rotary_emb\.inv_freq)$")
-"""Buffers that some releases save with the weights."""
+"""Names of buffers that some releases save with the weights."""
 SEQUENTIAL = re.compile(r"^mm_projector\.(\d+)\.")
 
 
 def ours(name: str) -> str:
-    """The parameter of ours that a tensor of any whole model's file is."""
+    """Our name of a tensor in a file of a whole model, in any of the supported formats."""
     for pattern, replacement in RENAMES:
         if pattern.search(name):
             name = pattern.sub(replacement, name)
             break
-    # the original's projector is Linear, GELU, Linear, ...: every second entry has weights
+    # LLaVA's projector is Linear, GELU, Linear, ...: every second entry has weights
     name = SEQUENTIAL.sub(lambda m: f"multi_modal_projector.linear_{int(m[1]) // 2 + 1}.", name)
     return name.replace("vision_tower.vision_model.", "vision_tower.")
 
 
 def ours_in_language(name: str) -> str:
-    """Likewise for a file of a language model alone; a bare stack's names have no prefix."""
-    found = ours(name)
-    return found if found.startswith(("language_model.", "lm_head.")) else f"language_model.{name}"
+    """Our name of a tensor in a file of a language model, whose names may have no prefix."""
+    renamed = ours(name)
+    return renamed if renamed.startswith(("language_model.", "lm_head.")) else f"language_model.{name}"
 
 
 def ours_in_vision(name: str) -> str:
-    """Likewise for a file of a tower, alone or within CLIP or SigLIP (whose text half keeps a name of no use)."""
+    """Our name of a tensor in a file of a vision tower, or of CLIP or SigLIP with their text half."""
     return "vision_tower." + name.removeprefix("vision_model.")
 
 
 def original(name: str, projector_type: str) -> str:
-    """The name in the original's files: one `mm_projector` for a linear one, every second of a Sequential else."""
+    """Name in LLaVA's files; the projector is one Linear, or a Sequential in which every second entry has weights."""
     if name.startswith("language_model."):
         return name.replace("language_model.", "model.", 1)
     if name.startswith("lm_head."):
@@ -63,7 +63,7 @@ def original(name: str, projector_type: str) -> str:
 
 
 def theirs(name: str) -> str:
-    """The name on the hub (llava-hf), which transformers loads in every release."""
+    """Name on the hub (llava-hf), which every release of transformers loads."""
     if name.startswith("language_model."):
         return name.replace("language_model.", "language_model.model.", 1)
     if name.startswith("lm_head."):
@@ -72,17 +72,17 @@ def theirs(name: str) -> str:
 
 
 PEFT = "base_model.model."
-"""In front of every name in an adapter's files."""
+"""Prefix of every name in an adapter's files."""
 
 
 def in_adapter(name: str, projector_type: str) -> str:
-    """The name in the files of an adapter, which are the original's and peft's: without the adapter's own name."""
+    """Name in the files of an adapter, as LLaVA and peft write them: without the name of the adapter."""
     name = PEFT + original(name, projector_type)
     return name.replace(".default.weight", "" if ".lora_magnitude_vector." in name else ".weight")
 
 
 def ours_in_adapter(name: str) -> str:
-    """The parameter of ours that a tensor of an adapter's files is."""
+    """Our name of a tensor in an adapter's files."""
     name = ours(name.removeprefix(PEFT))
     name = re.sub(r"\.(lora_[AB])\.weight$", r".\1.default.weight", name)
     return re.sub(r"\.lora_magnitude_vector(\.weight)?$", ".lora_magnitude_vector.default.weight", name)

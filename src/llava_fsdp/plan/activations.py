@@ -19,7 +19,8 @@ from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkp
 from llava_fsdp.distributed.parallelize import block_names
 from llava_fsdp.distributed.precision import DTYPES, MASTERS, compute_norms_in_fp32, store_weights
 from llava_fsdp.model.attention import Kernel
-from llava_fsdp.model.llava import Llava, build_llava, find_stack
+from llava_fsdp.model.blocks import find_blocks
+from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.pretrained import Parts
 from llava_fsdp.plan.meta_trace import Event, FuseAttention, LiveBytes, Trace, collect_gradients
 
@@ -286,7 +287,7 @@ def split_into_segments(trace: Trace, model: Llava, vocabulary: int, master: tor
 
 
 def stack_name(model: Llava) -> str:
-    stack = find_stack(model.language_model)
+    stack = find_blocks(model.language_model)
     return next(name for name, module in model.named_modules() if module is stack)
 
 

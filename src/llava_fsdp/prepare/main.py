@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from llava_fsdp.config import Format, PrepareConfig, cli
-from llava_fsdp.data.images.preprocess import PictureReader
+from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.bad_records import same_files
 from llava_fsdp.data.index.build import Plan, open_index
 from llava_fsdp.data.index.dataset import Records
@@ -61,7 +61,7 @@ def prepare(cfg: PrepareConfig) -> None:
             show(report, folder)
 
 
-def verify(cfg: PrepareConfig, encoding: tuple[Encoder, PictureReader]) -> None:
+def verify(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader]) -> None:
     """Compare the index of every dataset with its files, and say that they agree.
 
     Raises:
@@ -79,7 +79,7 @@ def verify(cfg: PrepareConfig, encoding: tuple[Encoder, PictureReader]) -> None:
         print(f"{own['records']:,} records and {own['images']:,} images are what the index {own['index']} was made of")
 
 
-def examine(cfg: PrepareConfig, encoding: tuple[Encoder, PictureReader], folder: Path) -> dict[str, Any]:
+def examine(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader], folder: Path) -> dict[str, Any]:
     """The records that `cfg.data` names; what was found goes into the folder, and is returned."""
     encoder, reader = encoding
     plan = Plan(cfg.data, encoder, reader, cfg.prepare.workers or read_host().usable_cores)

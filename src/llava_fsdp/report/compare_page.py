@@ -35,12 +35,16 @@ def comparison_page(runs: list[Run]) -> str:
 def results_table(runs: list[Run]) -> str:
     """Results of all runs; the one with the lowest value of a sweep's metric is marked best."""
     best = min((run for run in runs if run.value is not None), key=lambda run: run.value or 0.0, default=None)
-    shown = columns([results_of(run) for run in runs])
+    texts_by_column = columns([results_of(run) for run in runs])
     rows = (
-        [run.name, f"{run.state}, best" if run is best else run.state, *(texts[place] for texts in shown.values())]
+        [
+            run.name,
+            f"{run.state}, best" if run is best else run.state,
+            *(texts[place] for texts in texts_by_column.values()),
+        ]
         for place, run in enumerate(runs)
     )
-    return table(["run", "status", *shown], rows)
+    return table(["run", "status", *texts_by_column], rows)
 
 
 def charts(runs: list[Run]) -> Iterator[Chart]:
@@ -56,7 +60,7 @@ def charts(runs: list[Run]) -> Iterator[Chart]:
         yield replace(chart, title=title, lines=lines)
     for key in ("loss", "score"):
         points = [values_of(run.validations, lambda row, key=key: row.get(key)) for run in runs]
-        lines = [Line(run.name, own, n, True) for n, (run, own) in enumerate(zip(runs, points, strict=True))]
+        lines = [Line(run.name, values, n, True) for n, (run, values) in enumerate(zip(runs, points, strict=True))]
         yield Chart(f"Validation {key}", lines)
 
 
@@ -82,15 +86,15 @@ def differing(
         overrides: the few values that are known of a run whose tree is empty; keys that it lacks are not compared.
     """
     overrides = overrides or [{} for _ in trees]
-    found = []
+    rows = []
     for key in dict.fromkeys(key for tree in trees for key in tree if key not in ignored):
         values = [
             written((tree or few)[key]) if key in (tree or few) else "" if tree else None
             for tree, few in zip(trees, overrides, strict=True)
         ]
         if len({value for value in values if value is not None}) > 1:
-            found.append([key, *(value or "" for value in values)])
-    return found
+            rows.append([key, *(value or "" for value in values)])
+    return rows
 
 
 def surroundings(run: Run) -> dict[str, Any]:

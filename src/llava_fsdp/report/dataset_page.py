@@ -26,41 +26,41 @@ def dataset_page(report: dict[str, Any]) -> str:
     return whole_page("dataset", "".join(parts))
 
 
-def lengths(found: dict[str, Any]) -> Iterator[str]:
-    if found["samples"]:
+def lengths(statistics: dict[str, Any]) -> Iterator[str]:
+    if statistics["samples"]:
         bars = [
             Bar(str(bar["from"]), [bar["records"]], [f"{bar['from']} to {bar['to']}: {bar['records']:,}"])
-            for bar in found["histogram"]
+            for bar in statistics["histogram"]
         ]
         yield draw_bars("Tokens of a sample, image tokens included, before it is truncated", "records", bars)
-        names = ["mean", *(f"{p} %" for p in found["percentiles"])]
-        yield table(names, [[f"{found['mean']:.1f}", *found["percentiles"].values()]])
+        names = ["mean", *(f"{p} %" for p in statistics["percentiles"])]
+        yield table(names, [[f"{statistics['mean']:.1f}", *statistics["percentiles"].values()]])
 
 
 def truncation(report: dict[str, Any]) -> Iterator[str]:
     """Records that a maximum length truncates or leaves without label tokens, for several maximum lengths."""
     names = ["records_cut", "positions_lost", "label_tokens_lost", "left_without_labels"]
     samples = max(1, report["lengths"]["samples"])
-    shown = {"records_cut": "truncated", "left_without_labels": "left without label tokens"}
+    labels = {"records_cut": "truncated", "left_without_labels": "left without label tokens"}
     bars = []
     for row in report["truncation"]:
-        texts = [f"{text}: {row[name]:,}" for name, text in shown.items()]
-        bars.append(Bar(str(row["max_length"]), [100 * row[name] / samples for name in shown], texts))
-    yield draw_bars("Records by data.max_length", "% of records", bars, list(shown.values()))
+        texts = [f"{text}: {row[name]:,}" for name, text in labels.items()]
+        bars.append(Bar(str(row["max_length"]), [100 * row[name] / samples for name in labels], texts))
+    yield draw_bars("Records by data.max_length", "% of records", bars, list(labels.values()))
     rows = ([row["max_length"], *(row[n] for n in names)] for row in report["truncation"])
     yield table(["data.max_length", *spaced(names)], rows)
 
 
-def problems(found: dict[str, Any]) -> Iterator[str]:
-    if not found:
+def problems(kinds: dict[str, Any]) -> Iterator[str]:
+    if not kinds:
         yield "<p>None.</p>\n"
         return
     yield table(
         ["kind", "records", "what becomes of them", "meaning"],
-        ([kind, row["records"], "kept" if row["kept"] else "skipped", row["meaning"]] for kind, row in found.items()),
+        ([kind, row["records"], "kept" if row["kept"] else "skipped", row["meaning"]] for kind, row in kinds.items()),
     )
     names = ["source", "line", "index", "id", "reason"]
-    for kind, row in found.items():
+    for kind, row in kinds.items():
         more = f", of which the first {len(row['first']):,} are shown; all are in problems.jsonl"
         yield f"<details><summary>{escape(kind)}: {row['records']:,}{more if row['not_shown'] else ''}</summary>\n"
         yield table(names, ([record[name] for name in names] for record in row["first"])) + "</details>\n"

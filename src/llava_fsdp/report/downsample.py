@@ -75,10 +75,10 @@ def put(stretches: dict[int, list[float]], number: int, values: list[float]) -> 
 
 def halved(stretches: dict[int, list[float]]) -> dict[int, list[float]]:
     """The stretches with neighbours made one."""
-    found: dict[int, list[float]] = {}
+    pairs: dict[int, list[float]] = {}
     for number, values in stretches.items():
-        put(found, number // 2, list(values))
-    return found
+        put(pairs, number // 2, list(values))
+    return pairs
 
 
 VALUES = (
@@ -219,9 +219,10 @@ def number_of(row: dict[str, Any], name: str) -> float | None:
 
 def sources_of(row: dict[str, Any]) -> dict[str, tuple[float | None, int]]:
     """Loss and label tokens by source."""
-    found = row.get("sources") or {}
-    if not isinstance(found, dict) or not all(isinstance(own, dict) for own in found.values()):
+    sources = row.get("sources") or {}
+    if not isinstance(sources, dict) or not all(isinstance(source, dict) for source in sources.values()):
         raise ValueError("sources is not an object of objects")
     return {
-        str(name): (number_of(own, "loss"), int(number_of(own, "label_tokens") or 0)) for name, own in found.items()
+        str(name): (number_of(source, "loss"), int(number_of(source, "label_tokens") or 0))
+        for name, source in sources.items()
     }

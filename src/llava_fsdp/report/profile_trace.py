@@ -77,8 +77,8 @@ def times_of(path: Path) -> Times:
         main = of_steps[0]["tid"]
         busy, collectives = host_spans(operations, annotations, main, parts)
         for thread in {e["tid"] for e in operations}:
-            own = [e for e in operations if e["tid"] == thread]
-            add_exclusive(own, collectives if thread == main else [], total)
+            of_thread = [e for e in operations if e["tid"] == thread]
+            add_exclusive(of_thread, collectives if thread == main else [], total)
     collectives = without(collectives, united(span for spans in busy.values() for span in spans))
     known = united([*(span for spans in busy.values() for span in spans), *collectives])
     spans = {"data": without(parts["data"], known), **busy, "communication": collectives}
@@ -105,8 +105,8 @@ def device_spans(kernels: list[Any], events: list[Any], parts: dict[str, Spans])
             ran[part].append(kernel)
     taken: Spans = []
     busy = {}
-    for name, own in ran.items():
-        busy[name] = without(united(spans_of(own)), taken)
+    for name, launched_here in ran.items():
+        busy[name] = without(united(spans_of(launched_here)), taken)
         taken = united([*taken, *busy[name]])
     return busy, united(spans_of(collectives))
 
@@ -130,10 +130,10 @@ def add_exclusive(events: list[Any], waiting: Spans, total: Counter[str]) -> Non
     for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
         while open_ and open_[-1]["ts"] + open_[-1]["dur"] <= event["ts"]:
             open_.pop()
-        own = event["dur"] - 1e6 * length(within(spans_of([event]), waiting))
-        total[event["name"]] += own
+        exclusive = event["dur"] - 1e6 * length(within(spans_of([event]), waiting))
+        total[event["name"]] += exclusive
         if open_:
-            total[open_[-1]["name"]] -= own
+            total[open_[-1]["name"]] -= exclusive
         open_.append(event)
 
 
@@ -143,26 +143,26 @@ def spans_of(events: Iterable[Any]) -> Spans:
 
 
 def united(spans: Iterable[tuple[float, float]]) -> Spans:
-    found: Spans = []
+    merged: Spans = []
     for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
         else:
-            found.append((begin, end))
-    return found
+            merged.append((begin, end))
+    return merged
 
 
 def within(spans: Spans, others: Spans) -> Spans:
     """What both have."""
-    found, at = [], 0
+    common, at = [], 0
     for begin, end in spans:
         while at < len(others) and others[at][1] <= begin:
             at += 1
         number = at
         while number < len(others) and others[number][0] < end:
-            found.append((max(begin, others[number][0]), min(end, others[number][1])))
+            common.append((max(begin, others[number][0]), min(end, others[number][1])))
             number += 1
-    return found
+    return common
 
 
 def without(spans: Spans, others: Spans) -> Spans:

@@ -59,8 +59,8 @@ def number(value: float | None, form: str) -> str | None:
 
 def columns(results: list[Results]) -> dict[str, list[str]]:
     """Texts of the columns that at least one of the runs has a value for."""
-    found = {name: [text(one) or "" for one in results] for name, text in TEXTS.items()}
-    return {name: texts for name, texts in found.items() if any(texts)}
+    texts_by_column = {name: [text(one) or "" for one in results] for name, text in TEXTS.items()}
+    return {name: texts for name, texts in texts_by_column.items() if any(texts)}
 
 
 def results_of(run: Run) -> Results:

@@ -86,5 +86,5 @@ def loss_of(name: str) -> Callable[[dict[str, Any]], float | None]:
 
 
 def values_of(rows: list[dict[str, Any]], value: Callable[[dict[str, Any]], float | None]) -> list[Point]:
-    found = ((row["step"], value(row)) for row in rows)
-    return [Point(step, one, one, one) for step, one in found if one is not None]
+    pairs = ((row["step"], value(row)) for row in rows)
+    return [Point(step, number, number, number) for step, number in pairs if number is not None]

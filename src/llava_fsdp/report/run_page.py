@@ -49,17 +49,17 @@ def tiles(run: Run) -> str:
         "memory": f"peak memory of rank 0{plan}",
         "waits for data": "of the time waits for data",
     }
-    found = [(f"{history.step:,}", f"of {total:,} steps" if isinstance(total, int) else "steps")]
-    found += [(text, label) for name, label in labels.items() if (text := TEXTS[name](results))]
+    values = [(f"{history.step:,}", f"of {total:,} steps" if isinstance(total, int) else "steps")]
+    values += [(text, label) for name, label in labels.items() if (text := TEXTS[name](results))]
     for key, name in (("score", "score"), ("loss", "validation loss")):
         last = next((row for row in reversed(run.validations) if row.get(key) is not None), None)
         if last is not None:
             metric = f", {last['metric']}" if key == "score" and last.get("metric") else ""
-            found.append((f"{last[key]:.4g}", f"{name}{metric}, step {last['step']:,}"))
-    found.append((short_text(history.sums["tokens"]), f"tokens in {short_text(history.sums['samples'])} samples"))
-    found.append((f"{results.skipped_steps:,}", "skipped steps"))
-    found.append((duration(results.train_seconds), remaining(run)))
-    items = "".join(f"<li><b>{escape(value)}</b><span>{escape(name)}</span></li>" for value, name in found)
+            values.append((f"{last[key]:.4g}", f"{name}{metric}, step {last['step']:,}"))
+    values.append((short_text(history.sums["tokens"]), f"tokens in {short_text(history.sums['samples'])} samples"))
+    values.append((f"{results.skipped_steps:,}", "skipped steps"))
+    values.append((duration(results.train_seconds), remaining(run)))
+    items = "".join(f"<li><b>{escape(value)}</b><span>{escape(name)}</span></li>" for value, name in values)
     return f"<ul class='tiles'>{items}</ul>\n"
 
 

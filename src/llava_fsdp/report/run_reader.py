@@ -146,9 +146,9 @@ def runs_in(folder: Path) -> list[Run]:
     jobs = [] if (folder / JOB_FILE).is_file() or not folder.is_dir() else sorted(job_files(folder))
     if not jobs:
         return [read_run(folder)]
-    found = sorted(((read_job(path), path.parent) for path in jobs), key=lambda pair: pair[0]["number"])
-    names = job_names([(job["number"], job["overrides"]) for job, _ in found])
-    return [run_of_job(job, path, name) for (job, path), name in zip(found, names, strict=True)]
+    described = sorted(((read_job(path), path.parent) for path in jobs), key=lambda pair: pair[0]["number"])
+    names = job_names([(job["number"], job["overrides"]) for job, _ in described])
+    return [run_of_job(job, path, name) for (job, path), name in zip(described, names, strict=True)]
 
 
 def job_files(folder: Path) -> Iterator[Path]:
@@ -185,8 +185,10 @@ def run_of_job(job: dict[str, Any], folder: Path, name: str) -> Run:
 
 def job_names(jobs: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
     """Names of jobs from their numbers and overrides: the number, and what differs."""
-    own = own_overrides([overrides for _, overrides in jobs])
-    return [f"{number}: {' '.join(words) or 'as the others'}" for (number, _), words in zip(jobs, own, strict=True)]
+    differing = own_overrides([overrides for _, overrides in jobs])
+    return [
+        f"{number}: {' '.join(words) or 'as the others'}" for (number, _), words in zip(jobs, differing, strict=True)
+    ]
 
 
 def own_overrides(jobs: Sequence[Sequence[str]]) -> list[list[str]]:
@@ -197,12 +199,12 @@ def own_overrides(jobs: Sequence[Sequence[str]]) -> list[list[str]]:
 
 def values_typed(overrides: Sequence[str]) -> dict[str, Any]:
     """What overrides set, by key; as values, so that 1e-4 equals the 0.0001 of a configuration."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for word in overrides:
         key, equals, text = word.lstrip("+").partition("=")
         if equals and not key.startswith("~"):
-            found[key] = value_typed(text)
-    return found
+            values[key] = value_typed(text)
+    return values
 
 
 def value_typed(text: str) -> int | float | bool | str | None:
@@ -245,17 +247,17 @@ def read_validations(run: Run) -> list[dict[str, Any]]:
 
 def read_rows(run: Run, name: str, check: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
     """The valid objects of a file of JSON Lines; other lines are counted in `run.unread`."""
-    found = []
+    rows = []
     for _, line in lines_of(run.folder / name):
         try:
             row = json.loads(line)
             if not isinstance(row, dict):
                 raise ValueError("not an object")
             check(row)
-            found.append(row)
+            rows.append(row)
         except (ValueError, OverflowError, OSError, RecursionError, TypeError, KeyError, AttributeError):
             run.unread[name] = run.unread.get(name, 0) + 1
-    return found
+    return rows
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, str]]:
@@ -320,10 +322,10 @@ def read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = yaml.safe_load(refuse_yaml_bombs(path))
+        tree = yaml.safe_load(refuse_yaml_bombs(path))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())[:300]}") from error
-    return redact_values(dotted(present_tree(found)), secrets_of()) if isinstance(found, dict) else {}
+    return redact_values(dotted(present_tree(tree)), secrets_of()) if isinstance(tree, dict) else {}
 
 
 def put_page(path: Path, page: str, *folders: Path) -> None:

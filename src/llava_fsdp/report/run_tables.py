@@ -38,13 +38,13 @@ def answers(run: Run, thumbnail: Thumbnail) -> Iterator[str]:
 
 def texts_of(answer: dict[str, Any], rows: list[dict[str, Any]]) -> Iterator[str]:
     references, score = answer.get("references"), answer.get("score")
-    found = [
+    entries = [
         ("question", answer.get("question")),
         ("answer" + (f", score {score:.3g}" if isinstance(score, int | float) else ""), answer.get("answer")),
         ("reference", " | ".join(map(str, references)) if isinstance(references, list) else references),
         ("earlier answers", "\n".join(f"{step:,}: {text}" for step, text in earlier(answer, rows)) or None),
     ]
-    for name, text in found:
+    for name, text in entries:
         if text is not None:
             yield f"<dt>{escape(name)}</dt><dd>{escape(shortened(str(text), MOST_TEXT))}</dd>"
 
@@ -52,14 +52,14 @@ def texts_of(answer: dict[str, Any], rows: list[dict[str, Any]]) -> Iterator[str
 def earlier(answer: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[int, str]]:
     """Step and text of earlier answers to the same question, where they changed."""
     key = answer.get("record"), answer.get("question")
-    found: list[tuple[int, str]] = []
+    texts: list[tuple[int, str]] = []
     for row in rows[:-1]:
         for other in row["answers"]:
             if (other.get("record"), other.get("question")) == key:
                 text = shortened(str(other.get("answer")), 200)
-                if not found or found[-1][1] != text:
-                    found.append((row["step"], text))
-    return found[-MOST_EARLIER:]
+                if not texts or texts[-1][1] != text:
+                    texts.append((row["step"], text))
+    return texts[-MOST_EARLIER:]
 
 
 def settings(run: Run) -> Iterator[str]:
@@ -135,9 +135,9 @@ def environment(run: Run) -> Iterator[str]:
 
 def starts(run: Run) -> Iterator[str]:
     if len(run.starts) > 1:
-        found = [[s["step"], moment(s["time"]), s.get("ranks"), s.get("device")] for s in run.starts[-MOST_STARTS:]]
+        rows = [[s["step"], moment(s["time"]), s.get("ranks"), s.get("device")] for s in run.starts[-MOST_STARTS:]]
         note = f"<p class='note'>{len(run.starts):,} starts make this run; the charts mark them.</p>"
-        yield section("Starts", note, table(["after step", "when", "ranks", "device"], found))
+        yield section("Starts", note, table(["after step", "when", "ranks", "device"], rows))
 
 
 def samples(run: Run) -> Iterator[str]:

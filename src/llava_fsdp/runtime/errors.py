@@ -126,7 +126,7 @@ class DataError(LlavaFsdpError):
         self.kind = kind
 
 
-class PictureError(DataError):
+class ImageError(DataError):
     """A picture is missing or broken; the one rank that opens it knows."""
 
     on_every_rank = False

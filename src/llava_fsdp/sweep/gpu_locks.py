@@ -50,11 +50,11 @@ def list_devices(listed: str, visible: str | None) -> list[Device]:
     gpus: list[str] = []
     parts: dict[int, list[str]] = {}
     for line in listed.splitlines():
-        if found := GPU_LINE.match(line):
-            if found[2] == "GPU":
-                gpus.append(found[3])
+        if match := GPU_LINE.match(line):
+            if match[2] == "GPU":
+                gpus.append(match[3])
             else:
-                parts.setdefault(len(gpus) - 1, []).append(found[3])
+                parts.setdefault(len(gpus) - 1, []).append(match[3])
     if visible is not None:
         return [Device(name, key) for name, key in visible_gpus(gpus, visible)]
     whole = [[Device(part, part) for part in parts.get(n, [])] or [Device(str(n), k)] for n, k in enumerate(gpus)]
@@ -148,8 +148,8 @@ def lock_folder() -> Path:
     """
     folder = Path(tempfile.gettempdir()) / f"llava_fsdp-devices-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or not folder.is_dir() or folder.is_symlink():
+    state = folder.lstat()
+    if state.st_uid != os.getuid() or not folder.is_dir() or folder.is_symlink():
         raise ConfigError(
             f"{folder} is another user's, and should hold the locks of this user's GPUs: set TMPDIR to a folder of "
             "your own, or launch.devices=shared"

@@ -70,19 +70,19 @@ def show(jobs: Sequence[Job]) -> None:
     """Print the table, the best job, and why jobs failed."""
     if not jobs:
         return
-    best, own = best_of(jobs), differing(jobs)
-    shown = {name: texts for name, texts in columns([job.numbers for job in jobs]).items() if name in PRINTED}
-    table = Table("job", "what differs", "status", *shown, "folder", title="sweep", title_justify="left")
+    best, differences = best_of(jobs), differing(jobs)
+    texts_by_column = {name: texts for name, texts in columns([job.numbers for job in jobs]).items() if name in PRINTED}
+    table = Table("job", "what differs", "status", *texts_by_column, "folder", title="sweep", title_justify="left")
     for column in table.columns:
         column.overflow = "fold"  # a folder must stay whole to be copied
-        column.justify = "right" if column.header in shown else "left"
+        column.justify = "right" if column.header in texts_by_column else "left"
     for place, job in enumerate(jobs):
-        values = [texts[place] or "-" for texts in shown.values()]
-        table.add_row(f"{job.number}", " ".join(own[place]), status(job, job is best), *values, job.folder)
+        values = [texts[place] or "-" for texts in texts_by_column.values()]
+        table.add_row(f"{job.number}", " ".join(differences[place]), status(job, job is best), *values, job.folder)
     console = TextConsole(width=None if sys.stdout.isatty() else 160)
     console.print(table)
     if best is not None and len(jobs) > 1:
-        console.print(f"best by {best.metric}: job {best.number}: {' '.join(own[jobs.index(best)])}")
+        console.print(f"best by {best.metric}: job {best.number}: {' '.join(differences[jobs.index(best)])}")
     for job in jobs:
         if not job.is_done:
             where = f"\n  log: {job.folder}/{LOG_FILE}" if job.command else ""

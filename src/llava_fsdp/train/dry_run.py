@@ -128,7 +128,7 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
 def plan_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
     """The planner's estimate of the same steps."""
     rows = 1 if cfg.pack else len(contents.lengths)
-    samples, positions = len(contents.lengths), contents.positions
+    samples, positions = len(contents.lengths), contents.tokens
     micro = MicroBatch(rows, positions // rows, samples, contents.tiles, contents.labels)
     return plan_peak(cfg, world.size, world.device, [micro] * micro_batches_of(contents, cfg, world.size))
 
@@ -169,9 +169,9 @@ def states(state: TrainState) -> dict[str, int]:
 
 def described(contents: Contents) -> dict[str, int]:
     return {
-        "positions": contents.positions,
+        "positions": contents.tokens,
         "samples": len(contents.lengths),
-        "pictures": contents.pictures,
+        "pictures": contents.images,
         "tiles": contents.tiles,
         "labels": contents.labels,
     }

@@ -184,7 +184,7 @@ def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None
     state.model.eval()
     placed = state.loader.to_device(micro)
     with torch.no_grad():
-        live = state.model(*placed.inputs[:-1]).cpu()
+        live = state.model(*placed.inputs, return_logits=True).cpu()
     state.model.train()
     quantised = cfg.model.quantize.mode is not Quantizer.none
     sources = with_trained(state, is_first_rank) if quantised and adapted is None else {}

@@ -49,7 +49,7 @@ def fit(
     watchdog.at(Phase.DATA, state.step)
     if state.compilations is not None and state.step < state.loader.total_steps:
         log().info("compiling the language model's blocks: the first steps take much longer than those behind them")
-    steps = state.loader.prepared(state.step, watchdog.wants_stop)  # a name keeps its workers alive for check_workers
+    steps = state.loader.prepared(state.step, watchdog.wants_stop)  # a name keeps its workers alive for watch.check
     try:
         with collected_by_plan(cfg.gc_every) as collect:
             for step in profiler.steps(steps):
@@ -66,7 +66,7 @@ def fit(
                 watchdog.at(Phase.DATA)
                 started = time.perf_counter()
     except RuntimeError as error:  # the DataLoader's signal handler raises it anywhere when a worker dies
-        state.loader.check_workers()
+        state.loader.watch.check()
         if is_of_compiler(error) and watchdog.wants_stop_soon():  # the signal to stop has ended the C++ compiler too
             raise Stopped(
                 f"{watchdog.stop}: stopped in step {state.step + 1}, while it compiled; the same command continues "
@@ -101,7 +101,7 @@ def train_step(
         with profiler.part("forward"):
             micro = state.loader.to_device(micro)
             each = sources.each()
-            loss = micro.scale * state.model(*micro.inputs, each)
+            loss = micro.scale * state.model(*micro.inputs, each=each)
             sources.add(micro, each)
         with profiler.part("backward"):
             (loss * scale).backward()

@@ -144,7 +144,7 @@ class Reporter:
         self.metrics.add(row)
         self.page.add(row)
         self.trackers.step(row)
-        for sample in result.facts.left_out:
+        for sample in result.facts.skipped:
             skipped = {"step": row["step"], "record": sample.record, "kind": sample.kind, "reason": sample.reason}
             self.skipped_records.add(skipped)
             log().warning("step %d goes without %s", row["step"], sample.reason)
@@ -221,7 +221,7 @@ def metrics_row(result: StepResult, utilization: Utilization | None = None) -> d
         "truncated": facts.truncated,
         "labels_cut": facts.labels_cut,
         "unlabelled": len(facts.unlabelled),
-        "skipped_records": len(facts.left_out),
+        "skipped_records": len(facts.skipped),
         "seconds": result.seconds,
         "data_seconds": result.data_seconds,
         "tokens_per_second": facts.tokens / result.seconds,

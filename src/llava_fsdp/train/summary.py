@@ -93,7 +93,7 @@ def show_run(
     facts.add_row("model", f"{cfg.model.name}: {cfg.model.checkpoint or f'{cfg.model.language} + {cfg.model.vision}'}")
     facts.add_row("projector", projector)
     facts.add_row("data", f"{describe_data(cfg, steps.records)}, template {cfg.data.template}")
-    facts.add_row("steps", f"{loader.total_steps:,} ({steps.per_epoch:,} an epoch); output in {cfg.output_dir}")
+    facts.add_row("steps", f"{loader.total_steps:,} ({steps.sampler.per_epoch:,} an epoch); output in {cfg.output_dir}")
     facts.add_row("batch", describe_batch(cfg, world, loader))
     if held_out is not None:
         facts.add_row("validation", describe_held_out(cfg, held_out))

@@ -89,7 +89,7 @@ class Validation(NoValidation):
         self.done = on_first_rank(self.begin_file, f"cannot begin {self.rows.path}")
         if held_out.questions:
             with evaluating(state.model, held_out.loader.device):
-                size = held_out.loader.steps.pictures.preprocessor.size
+                size = held_out.loader.steps.image_reader.preprocessor.size
                 check_answers(state.model, held_out.loader.device, size)
 
     def begin_file(self) -> bool:
@@ -133,14 +133,14 @@ class Validation(NoValidation):
                 losses = self.losses()
                 answers = self.generator.answers()
         except RuntimeError:  # the DataLoader's signal handler raises it anywhere when a worker dies
-            self.held_out.loader.check_workers()
+            self.held_out.loader.watch.check()
             raise
         if own_rank() == 0:
             self.report(losses, answers, time.perf_counter() - started)
 
     def losses(self) -> list[Loss]:
         """Loss by data source, over all records of all ranks. A collective."""
-        loader, order = self.held_out.loader, self.held_out.order
+        loader, sampler = self.held_out.loader, self.held_out.sampler
         labels = [0] * len(self.held_out.names)
         sums = torch.zeros(len(labels), dtype=torch.float64, device=loader.device)
         steps = loader.prepared(0, self.watchdog.wants_stop)
@@ -148,13 +148,13 @@ class Validation(NoValidation):
             self.pause()
             assert step is not None, "pause raises on every rank when one of them was asked to stop"
             step = loader.agree(step)
-            source = order.source(number)
+            source = sampler.source(number)
             for micro in step.micro_batches:
                 sums[source] += self.state.model(*loader.to_device(micro).inputs)
             labels[source] += step.facts.label_tokens
-            for left_out in step.facts.left_out if own_rank() == 0 else ():
+            for left_out in step.facts.skipped if own_rank() == 0 else ():
                 log().warning("the validation goes without %s", left_out.reason)
-            self.note(f"validating: {number + 1} of {order.per_epoch}")
+            self.note(f"validating: {number + 1} of {sampler.per_epoch}")
         if dist.is_initialized():
             dist.all_reduce(sums)
         return [Loss(total, count) for total, count in zip(sums.tolist(), labels, strict=True)]
@@ -191,7 +191,7 @@ def as_object(question: HeldOutQuestion, answered: Answered) -> dict[str, Any]:
         "answer": answered.text,
         "references": [question.reference],
         "score": answered.score,
-        "picture": str(question.pictures[0].absolute()) if question.pictures else None,
+        "picture": str(question.images[0].absolute()) if question.images else None,
     }
 
 

@@ -20,7 +20,7 @@ from llava_fsdp.distributed.mesh import gather_lists
 from llava_fsdp.evaluate.scoring import exact_match, vqa_accuracy
 from llava_fsdp.model.generation import Sampling, write_tokens
 from llava_fsdp.model.llava import Llava
-from llava_fsdp.runtime.errors import PictureError
+from llava_fsdp.runtime.errors import ImageError
 from llava_fsdp.runtime.log import log
 
 SCORES = {Metric.exact: exact_match, Metric.vqa: vqa_accuracy}
@@ -81,7 +81,7 @@ class AnswerGenerator:
         """Answers of all ranks, in the order of the questions, on every rank. A collective.
 
         Raises:
-            PictureError: an image cannot be read any more, and `data.bad_records=fail`.
+            ImageError: an image cannot be read any more, and `data.bad_records=fail`.
         """
         if not self.questions:
             return []
@@ -125,9 +125,9 @@ class AnswerGenerator:
         """A question and its image tiles; None if an image is broken and `data.bad_records=skip`."""
         try:
             return question.sample, [
-                self.loader.steps.pictures.load(path, question.record) for path in question.pictures
+                self.loader.steps.image_reader.load(path, question.record) for path in question.images
             ]
-        except PictureError as error:
+        except ImageError as error:
             if self.loader.data.bad_records is BadRecords.fail:
                 error.on_every_rank = False  # every rank reads its own
                 error.about(record=question.record)

@@ -12,7 +12,7 @@ def costs(model: CostModel, *samples: tuple[int, int, int]) -> list[int]:
 
 
 def test_every_part_counts() -> None:
-    model = CostModel(position=2 * UNIT, pair=3 * UNIT, label=5 * UNIT, tile=7 * UNIT)
+    model = CostModel(token=2 * UNIT, pair=3 * UNIT, label=5 * UNIT, tile=7 * UNIT)
     assert costs(model, (10, 0, 0), (10, 4, 0), (10, 0, 4)) == [20 + 300, 20 + 300 + 20, 20 + 300 + 28]
 
 
@@ -21,5 +21,5 @@ def test_without_a_model_positions_count() -> None:
 
 
 def test_nothing_is_free_and_nothing_overflows() -> None:
-    assert costs(CostModel(position=0.001), (1, 0, 0)) == [1]
+    assert costs(CostModel(token=0.001), (1, 0, 0)) == [1]
     assert costs(CostModel(pair=UNIT), (2_000_000, 0, 0)) == [2_000_000 + 4_000_000_000_000]

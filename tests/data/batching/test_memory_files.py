@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import TORCHRUN
+from loaders import agreed_steps
 from small import write_json
 from test_loader import open_loader
 from xxhash import xxh3_64_hexdigest
@@ -82,7 +83,7 @@ def test_a_worker_without_memory_for_a_step(parts: Path, dataset: Path, monkeypa
     monkeypatch.setattr(os, "pwrite", refuse)
     began = time.monotonic()
     with pytest.raises(OutOfMemory, match="fewer data") as caught:
-        list(loader.from_step(0))
+        list(agreed_steps(loader))
     assert caught.value.exit_code is ExitCode.USER and time.monotonic() - began < 15
     outbox, step = Outbox(1), loader.steps.prepare(0)
     with pytest.raises(OSError, match="No space"):
@@ -98,7 +99,7 @@ def test_workers_that_cannot_be_started_are_done_without(
 ) -> None:
     """The same steps, and one warning. Of two processes the first is there when the second fails."""
     before = set(multiprocessing.active_children())
-    expected = list(open_loader(parts, dataset).from_step(0))
+    expected = list(agreed_steps(open_loader(parts, dataset)))
     loader = open_loader(parts, dataset, "data.workers=2")
     if what == "queues":
         monkeypatch.setattr(multiprocessing, "Queue", refuse)
@@ -106,7 +107,7 @@ def test_workers_that_cannot_be_started_are_done_without(
         fork, forked = os.fork, iter([True, False])
         monkeypatch.setattr(os, "fork", lambda: fork() if next(forked) else refuse())
     with caplog.at_level(logging.WARNING):
-        arrived = list(loader.from_step(0))
+        arrived = list(agreed_steps(loader))
     monkeypatch.undo()
     assert len(caplog.records) == 1 and "data.workers=2" in caplog.text and "--shm-size" in caplog.text
     for a, b in zip(arrived, expected, strict=True):
@@ -117,6 +118,7 @@ def test_workers_that_cannot_be_started_are_done_without(
 SMALL = """
 import os, sys
 sys.path[:0] = sys.argv[1].split(os.pathsep)
+from loaders import agreed_steps
 from test_memory_files import digest, fill
 from test_loader import open_loader
 from pathlib import Path
@@ -124,7 +126,7 @@ from pathlib import Path
 def steps(workers):
     overrides = f"data.workers={workers}", "data.stall=10", "global_batch_size=2", "max_steps=8"
     loader = open_loader(Path(sys.argv[2]), Path(sys.argv[3]), *overrides, image_size=1148)
-    return loader.from_step(0)
+    return agreed_steps(loader)
 
 def digests(found):
     return [digest(step) for step in found]

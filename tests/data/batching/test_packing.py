@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from llava_fsdp.data.batching.packing import Cuts, balance, cut_step, pack_step, place_by_cost
+from llava_fsdp.data.batching.packing import Assignment, balance, pack_step, place_by_cost, split_step
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
@@ -17,7 +17,7 @@ from llava_fsdp.data.batching.packing import Cuts, balance, cut_step, pack_step,
 def test_every_sample_once_and_ranks_in_step(samples: int, world_size: int, micro_batch_size: int) -> None:
     dice = random.Random(samples)
     lengths = [dice.randrange(5, 500) for _ in range(samples)]
-    cut = cut_step(lengths, world_size, micro_batch_size)
+    cut = split_step(lengths, world_size, micro_batch_size)
     assert sorted(i for rank in cut for micro in rank for i in micro) == list(range(samples))
     assert len(cut) == world_size and len({len(rank) for rank in cut}) == 1
     assert all(len(micro) <= micro_batch_size for rank in cut for micro in rank)
@@ -47,7 +47,7 @@ def test_rows_of_a_micro_batch_have_like_lengths() -> None:
     def padded(rows: list[list[int]]) -> int:
         return sum(len(r) * max(lengths[i] for i in r) for r in rows)
 
-    ours = padded([micro for rank in cut_step(lengths, 4, 8) for micro in rank])
+    ours = padded([micro for rank in split_step(lengths, 4, 8) for micro in rank])
     as_they_come = padded([list(range(i, i + 8)) for i in range(0, 128, 8)])
     assert ours < 1.1 * sum(lengths) < 0.75 * as_they_come
 
@@ -68,7 +68,7 @@ def drawn(kind: str, count: int, seed: int = 0) -> tuple[list[int], list[int]]:
     return lengths, [40_000 * n + n * n for n in lengths]
 
 
-def excess(cuts: Cuts, costs: list[int]) -> float:
+def excess(cuts: Assignment, costs: list[int]) -> float:
     """The heaviest rank's cost over the mean."""
     totals = [sum(costs[i] for micro in rank for i in micro) for rank in cuts]
     return max(totals) / (sum(totals) / len(totals))

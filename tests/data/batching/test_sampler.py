@@ -8,8 +8,8 @@ from small import config_of
 from torch.utils.data import RandomSampler
 
 from llava_fsdp.config import SourceConfig
-from llava_fsdp.data.batching.llava_samplers import ACCELERATE_SEED, OriginalOrder
-from llava_fsdp.data.batching.sampler import Shuffle, open_order, shares_of
+from llava_fsdp.data.batching.llava_samplers import ACCELERATE_SEED, LlavaSampler
+from llava_fsdp.data.batching.sampler import Shuffle, open_sampler, shares_of
 from llava_fsdp.runtime.errors import ConfigError
 
 
@@ -87,22 +87,22 @@ LENGTHS = [n % 7 + 1 if n % 3 else -(n % 5 + 1) for n in range(50)]
 @pytest.mark.parametrize(("world_size", "accumulation"), [(1, 1), (1, 3), (2, 2), (4, 1)])
 def test_original_order_is_one_stream_of_micro_batches(world_size: int, accumulation: int, grouped: bool) -> None:
     """Steps take the epochs' micro-batches one after the other, also those that an epoch has left over."""
-    order = OriginalOrder(LENGTHS, 4, accumulation, world_size, seed=1, grouped=grouped)
+    order = LlavaSampler(LENGTHS, 4, accumulation, world_size, seed=1, grouped=grouped)
     batches = math.ceil(math.ceil(50 / 4) / world_size)
     assert order.per_epoch == batches // accumulation
-    steps = [order.cuts(s) for s in range(2 * order.per_epoch)]
+    steps = [order.assignment(s) for s in range(2 * order.per_epoch)]
     for rank in range(world_size):
         stream = [batch for step in steps for batch in step[rank]]
         epochs = order.epoch(0)[rank] + order.epoch(1)[rank]
         assert stream == epochs[: len(stream)] and len(epochs) - len(stream) < 2 * accumulation
     seen = {i for rank in order.epoch(0) for batch in rank for i in batch}
     assert seen == set(range(50))
-    assert OriginalOrder(LENGTHS, 4, accumulation, world_size, seed=1, grouped=grouped).cuts(3) == steps[3]
+    assert LlavaSampler(LENGTHS, 4, accumulation, world_size, seed=1, grouped=grouped).assignment(3) == steps[3]
 
 
 def test_original_order_draws_every_epoch_as_torchs_sampler_does() -> None:
     """On several ranks accelerate gives torch's RandomSampler one generator for all epochs."""
-    order = OriginalOrder(LENGTHS, 5, 1, 2, seed=1, grouped=False)
+    order = LlavaSampler(LENGTHS, 5, 1, 2, seed=1, grouped=False)
     sampler = RandomSampler(range(50), generator=torch.Generator().manual_seed(ACCELERATE_SEED))
     for number in range(3):
         ranks = order.epoch(number)
@@ -112,8 +112,8 @@ def test_original_order_draws_every_epoch_as_torchs_sampler_does() -> None:
 def test_original_order_needs_whole_micro_batches() -> None:
     cfg = config_of(["compat=llava_v1_5", "global_batch_size=16", "micro_batch_size=8"])
     with pytest.raises(ConfigError, match="16 is not a multiple of 8 x 3"):
-        open_order([1] * 64, cfg, 3)
-    with pytest.raises(ConfigError, match="global_batch_size=16 is no multiple of micro_batch_size=5"):
+        open_sampler([1] * 64, cfg, 3)
+    with pytest.raises(ConfigError, match="global_batch_size=16 is not a multiple of micro_batch_size=5"):
         config_of(["compat=llava_v1_5", "global_batch_size=16", "micro_batch_size=5"])
     with pytest.raises(ConfigError, match="an epoch has 1 micro-batches for each rank, fewer than the 2 of a step"):
-        OriginalOrder([1] * 4, 4, 2, 1, seed=1, grouped=False)
+        LlavaSampler([1] * 4, 4, 2, 1, seed=1, grouped=False)

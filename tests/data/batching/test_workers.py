@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from harness import single_world
+from loaders import agreed_steps
 from PIL import Image
 from small import make_config
 from test_loader import open_loader
@@ -44,7 +45,7 @@ class Trapped:
 def trapped(parts: Path, dataset: Path, trap: Callable[[], None], *overrides: str) -> tuple[Loader, str]:
     """A loader with a trap at some record of step 3, and that record's `where`."""
     loader = open_loader(parts, dataset, "data.workers=2", "max_steps=8", "global_batch_size=4", *overrides)
-    record = loader.steps.records[loader.steps.order.samples(2)[1]]
+    record = loader.steps.records[loader.steps.sampler.samples(2)[1]]
     loader.steps.encoder = Trapped(loader.steps.encoder, trap, record.id)
     return loader, record.where
 
@@ -60,7 +61,7 @@ def hang() -> None:
 def failure(loader: Loader, arrived: list[int] | None = None) -> str:
     """What the run says at its end; without pytest.raises, whose traceback holds workers until garbage is collected."""
     try:
-        for step in loader.from_step(0):
+        for step in agreed_steps(loader):
             (arrived if arrived is not None else []).append(step.facts.step)
     except WorkerError as error:
         return str(error)
@@ -78,15 +79,15 @@ def test_a_worker_that_is_killed(parts: Path, dataset: Path) -> None:
 def test_a_death_that_reaches_the_loop_elsewhere(parts: Path, dataset: Path) -> None:
     """The DataLoader's signal handler raises in the main thread, wherever that is: not only while it waits for data."""
     loader, where = trapped(parts, dataset, die, "data.prefetch=1")  # step 3 is asked for when step 1 is here
-    steps = loader.from_step(0)
+    steps = agreed_steps(loader)
     next(steps)
     with pytest.raises(RuntimeError, match="killed by signal"):
         time.sleep(60)
     with pytest.raises(WorkerError) as caught:
-        loader.check_workers()
+        loader.watch.check()
     assert where in str(caught.value)
     steps.close()
-    loader.check_workers()  # ended as they should: nothing to tell
+    loader.watch.check()  # ended as they should: nothing to tell
 
 
 def test_a_worker_that_starts_when_the_others_have_ended() -> None:
@@ -119,17 +120,17 @@ def test_slow_records_are_no_stall(parts: Path, dataset: Path) -> None:
     """A step may take longer than data.stall while its records go on."""
     loader = open_loader(parts, dataset, "data.workers=1", "max_steps=1", "global_batch_size=4", "data.stall=1")
     encoder = loader.steps.encoder
-    for record in (loader.steps.records[n] for n in loader.steps.order.samples(0)):
+    for record in (loader.steps.records[n] for n in loader.steps.sampler.samples(0)):
         encoder = Trapped(encoder, lambda: time.sleep(0.6), record.id)
     loader.steps.encoder = encoder
     began = time.monotonic()
-    assert len(list(loader.from_step(0))) == 1 and time.monotonic() - began > 2.4
+    assert len(list(agreed_steps(loader))) == 1 and time.monotonic() - began > 2.4
 
 
 def test_the_picture_is_named(parts: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loader = open_loader(parts, dataset, "data.workers=1", "max_steps=1")
     monkeypatch.setattr(Image.Image, "resize", lambda *_, **__: die())
-    assert re.search(r"record \d+ \(id r\d+\), picture .*/images/\d+\.(png|jpg) \(for step 1\)", failure(loader))
+    assert re.search(r"record \d+ \(id r\d+\), image .*/images/\d+\.(png|jpg) \(for step 1\)", failure(loader))
 
 
 def bug() -> None:
@@ -139,7 +140,7 @@ def bug() -> None:
 def test_a_bug_keeps_its_traceback(parts: Path, dataset: Path) -> None:
     loader, _ = trapped(parts, dataset, bug, "data.workers=1")
     with pytest.raises(RuntimeError, match=r"(?s)Original Traceback.*def bug|in bug.*ours") as caught:
-        list(loader.from_step(0))
+        list(agreed_steps(loader))
     assert not isinstance(caught.value, WorkerError)
 
 
@@ -149,16 +150,17 @@ def interrupt() -> None:
 
 def test_workers_leave_ctrl_c_to_the_main_process(parts: Path, dataset: Path) -> None:
     loader, _ = trapped(parts, dataset, interrupt)
-    assert len(list(loader.from_step(0))) == 8
+    assert len(list(agreed_steps(loader))) == 8
 
 
 ORPHANS = """
 import os, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
+from loaders import agreed_steps
 from test_workers import hang, trapped
 loader, _ = trapped(Path(sys.argv[2]), Path(sys.argv[3]), hang)
-steps = loader.from_step(0)
+steps = agreed_steps(loader)
 next(steps)
 while not all(loader.watch.pids):
     time.sleep(0.01)
@@ -203,7 +205,7 @@ def test_a_death_in_training_is_told_with_its_record(parts: Path, dataset: Path,
     cfg = make_config(parts, dataset, tmp_path, "data.workers=1", "max_steps=8", "global_batch_size=4")
     plan = SHARD_PLANS[cfg.sharding.strategy]
     state = build_state(cfg, single_world(), plan, None)
-    record = state.loader.steps.records[state.loader.steps.order.samples(2)[1]]
+    record = state.loader.steps.records[state.loader.steps.sampler.samples(2)[1]]
     state.loader.steps.encoder = Trapped(state.loader.steps.encoder, die, record.id)
     with pytest.raises(WorkerError) as caught:
         fit(state, plan, cfg, after_step=lambda _: time.sleep(60))

@@ -14,10 +14,10 @@ from PIL import ExifTags, Image
 from llava_fsdp.config import AspectRatio, Pixels
 from llava_fsdp.data.images import check as examining
 from llava_fsdp.data.images.check import examine, opened
-from llava_fsdp.data.images.preprocess import PictureReader, read_preprocessor
+from llava_fsdp.data.images.preprocess import ImageReader, read_preprocessor
 from llava_fsdp.data.images.truncation import ends_early
 from llava_fsdp.data.records.record import Record
-from llava_fsdp.runtime.errors import PictureError
+from llava_fsdp.runtime.errors import ImageError
 
 PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (9, 12, 3), dtype=np.uint8)).resize((90, 70))
 FILES = {
@@ -74,7 +74,7 @@ def outcome(look: Callable[[], object]) -> object:
     """What it gives, or the kind of what is wrong."""
     try:
         return look()
-    except PictureError as error:
+    except ImageError as error:
         return error.kind
 
 
@@ -82,7 +82,7 @@ def test_zeros_in_place_of_the_end(tmp_path: Path) -> None:
     """What a copy that broke off leaves of a file whose size was set first; a JPEG decoder makes grey of it."""
     data, path = encoded("jpeg"), tmp_path / "a.jpg"
     path.write_bytes(data[: len(data) // 2] + bytes(len(data) - len(data) // 2))
-    with pytest.raises(PictureError, match=r"truncated.*zeros only") as caught:
+    with pytest.raises(ImageError, match=r"truncated.*zeros only") as caught:
         examine(path, "x", full=True)
     assert caught.value.kind == "image_truncated"
     path.write_bytes(data + bytes(100))
@@ -121,7 +121,7 @@ def test_kinds(name: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(PictureError) as caught:
+    with pytest.raises(ImageError) as caught:
         examine(tmp_path / name, "a.json, record 5 (id q)", full=True)
     assert caught.value.kind == kind and str(caught.value).startswith("a.json, record 5 (id q): ")
     assert name in str(caught.value)
@@ -135,7 +135,7 @@ def test_what_is_no_regular_file_is_refused_at_once(full: bool, tmp_path: Path) 
     os.mkfifo(tmp_path / "pipe.png")
     (tmp_path / "folder.png").mkdir()
     for name in ("pipe.png", "folder.png", "/dev/zero"):
-        with pytest.raises(PictureError, match="not a regular file") as caught:
+        with pytest.raises(ImageError, match="not a regular file") as caught:
             examine(tmp_path / name, "x", full)
         assert caught.value.kind == "image_unreadable"
 
@@ -157,7 +157,7 @@ def test_head_alone_finds_what_is_no_picture(tmp_path: Path) -> None:
     assert examine(path, "x", full=False).size == (90, 70)
     for content, kind in ((b"", "image_empty"), (b"hello there", "image_unreadable"), (data[:50], "image_truncated")):
         path.write_bytes(content)
-        with pytest.raises(PictureError) as caught:
+        with pytest.raises(ImageError) as caught:
             examine(path, "x", full=False)
         assert caught.value.kind == kind
 
@@ -184,7 +184,7 @@ def test_a_file_system_that_is_away_for_a_moment(
         assert len(examining.read_file(path, "x")) == path.stat().st_size
         assert len(tries) == 3
         return
-    with pytest.raises(PictureError, match=r"cannot be read: .*(Input/output|Permission)") as caught:
+    with pytest.raises(ImageError, match=r"cannot be read: .*(Input/output|Permission)") as caught:
         examining.read_file(path, "x")
     assert caught.value.kind == "image_unreadable" and len(tries) == (4 if code == errno.EIO else 1)
 
@@ -197,24 +197,24 @@ def test_messages_are_the_same_each_time(tmp_path: Path, monkeypatch: pytest.Mon
     def fail(file: object) -> object:
         raise OSError(f"cannot load {io.BytesIO()!r}")
 
-    with monkeypatch.context() as patch, pytest.raises(PictureError, match="cannot load the file; take it from its"):
+    with monkeypatch.context() as patch, pytest.raises(ImageError, match="cannot load the file; take it from its"):
         patch.setattr(examining, "opening", fail)
         examine(path, "x", full=True)
     huge = io.BytesIO()
     Image.new("1", (20000, 10000)).save(huge, "PNG")
     path.write_bytes(huge.getvalue())
-    with pytest.raises(PictureError, match="has 200000000 pixels, over the limit of 50000000; make it smaller"):
+    with pytest.raises(ImageError, match="has 200000000 pixels, over the limit of 50000000; make it smaller"):
         examine(path, "x", full=True)
-    with pytest.raises(PictureError, match=r"cannot be read: it is a folder, not a regular file; put a picture there"):
+    with pytest.raises(ImageError, match=r"cannot be read: it is a folder, not a regular file; put an image there"):
         examine(tmp_path, "x", full=True)
 
 
 def test_too_narrow_for_a_tower(parts: Path, tmp_path: Path) -> None:
     Image.new("L", (1, 65000)).save(tmp_path / "thin.png")
     own = read_preprocessor(parts / "vision")
-    reader = PictureReader(tmp_path, own, AspectRatio.pad, Pixels.exact, 4)
+    reader = ImageReader(tmp_path, own, AspectRatio.pad, Pixels.exact, 4)
     record = Record("a.json", 3, "q", ("thin.png",), (), True)
-    with pytest.raises(PictureError, match=r"record 3 \(id q\): .*thin\.png is 1 x 65000") as caught:
+    with pytest.raises(ImageError, match=r"record 3 \(id q\): .*thin\.png is 1 x 65000") as caught:
         reader.tiles(record, "thin.png")
     assert caught.value.kind == "image_shape"
     PICTURE.save(tmp_path / "a.png")

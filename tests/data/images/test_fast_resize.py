@@ -10,8 +10,8 @@ from PIL import ExifTags, Image
 from llava_fsdp.config import AspectRatio, PatchMerge, Pixels
 from llava_fsdp.data.images.check import examine, opened
 from llava_fsdp.data.images.fast_resize import decode, lines_within
-from llava_fsdp.data.images.preprocess import PictureReader, Preprocessor, load_image
-from llava_fsdp.runtime.errors import PictureError
+from llava_fsdp.data.images.preprocess import ImageReader, Preprocessor, load_image
+from llava_fsdp.runtime.errors import ImageError
 
 CLIP = Preprocessor(56, True, Image.Resampling.BICUBIC, (0.48145466, 0.4578275, 0.40821073), (1, 1, 1))
 SIGLIP = replace(CLIP, keep_ratio=False)
@@ -91,7 +91,7 @@ def test_never_decoded_below_what_is_needed(orientation: int, shape: tuple[int, 
     shown = shape if orientation == 1 else shape[::-1]
     for needed in ((56, 56), (56, 40), (40, 56), (shown[0] // 2, shown[1] // 2), (shown[0] // 2 + 1, 1)):
         with opened(tmp_path / "a.jpg", "x") as file:
-            size = decode(file, needed, "x").picture.size
+            size = decode(file, needed, "x").image.size
         assert size[0] >= min(needed[0], shown[0]) and size[1] >= min(needed[1], shown[1])
         scale = next(s for s in (8, 4, 2, 1) if shown[0] // s >= needed[0] and shown[1] // s >= needed[1])
         assert size == (-(-shown[0] // scale), -(-shown[1] // scale))
@@ -112,7 +112,7 @@ def test_tiles_are_those_of_the_full_size(tmp_path: Path) -> None:
     """Half of an odd size has other proportions; the grid and its positions are those of the file's own size."""
     sizes = ((112, 56), (56, 112), (112, 112))
     readers = [
-        PictureReader(tmp_path, CLIP, AspectRatio.anyres, pixels, 16, sizes, PatchMerge.spatial)
+        ImageReader(tmp_path, CLIP, AspectRatio.anyres, pixels, 16, sizes, PatchMerge.spatial)
         for pixels in (Pixels.exact, Pixels.fast)
     ]
     for shape in [(601, 301), (301, 602), (999, 998), (40, 30), (112, 56)]:
@@ -134,7 +134,7 @@ def test_refuses_what_the_exact_path_refuses(way: str, tmp_path: Path) -> None:
     kinds = {"thin.png": "image_shape", "cut.jpg": "image_truncated", "negative.tiff": "image_unreadable"}
     for name, kind in kinds.items():
         for pixels in (Pixels.exact, Pixels.fast):
-            with pytest.raises(PictureError) as caught:
+            with pytest.raises(ImageError) as caught:
                 load_image(tmp_path / name, *WAYS[way], "x", pixels)
             assert caught.value.kind == kind, (name, pixels)
     assert examine(tmp_path / "thin.png", "x", full=True).size == (1, 65000)

@@ -13,19 +13,19 @@ from transformers.image_transforms import convert_to_rgb
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from llava_fsdp.config import AspectRatio, Pixels
-from llava_fsdp.data.images.check import opened, picture_size, to_rgb
+from llava_fsdp.data.images.check import opened, read_size, to_rgb
 from llava_fsdp.data.images.fast_resize import decode
 from llava_fsdp.data.images.preprocess import (
     Preprocessor,
     load_image,
-    open_picture,
+    open_image,
     pad_to_square,
     read_preprocessor,
     resize_padded,
 )
 from llava_fsdp.data.images.thumbnails import thumbnail
 from llava_fsdp.data.loader import normalize
-from llava_fsdp.runtime.errors import DataError, ModelError, PictureError
+from llava_fsdp.runtime.errors import DataError, ImageError, ModelError
 
 SHAPES = [(64, 48), (48, 64), (200, 31), (28, 28), (29, 300), (333, 500)]
 
@@ -68,9 +68,9 @@ def test_padding_is_the_mean_colour(folder: Path, tmp_path: Path) -> None:
 
 
 BROKEN = {
-    "missing.png": (None, r"record 5: picture .*missing\.png does not exist; is data\.images right"),
-    "text.jpg": (b"<html>not found</html>", r"record 5: picture .*text\.jpg cannot be read"),
-    "empty.png": (b"", r"picture .*empty\.png is empty \(0 bytes\)"),
+    "missing.png": (None, r"record 5: image .*missing\.png does not exist; is data\.images right"),
+    "text.jpg": (b"<html>not found</html>", r"record 5: image .*text\.jpg cannot be read"),
+    "empty.png": (b"", r"image .*empty\.png is empty \(0 bytes\)"),
 }
 
 
@@ -124,7 +124,7 @@ def test_narrow_picture_that_would_fill_the_memory(aspect: AspectRatio, folder: 
     Image.new("L", (1, 65000)).save(tmp_path / "thin.png")
     assert (tmp_path / "thin.png").stat().st_size < 1000
     with pytest.raises(
-        PictureError, match=r"thin\.png is 1 x 65000; with data\.image_aspect_ratio=(square|pad) it would need"
+        ImageError, match=r"thin\.png is 1 x 65000; with data\.image_aspect_ratio=(square|pad) it would need"
     ):
         load_image(tmp_path / "thin.png", read_preprocessor(folder), aspect, "record 5")
 
@@ -153,7 +153,7 @@ def test_floating_point_is_scaled_to_its_white(white: float, folder: Path, tmp_p
 
 def test_values_without_a_known_white_are_refused(folder: Path, tmp_path: Path) -> None:
     Image.fromarray((RAMP - 1).astype(np.float32)).save(tmp_path / "a.tiff")
-    with pytest.raises(PictureError, match=r"a\.tiff holds values from -1 to 0, of which black and white are not"):
+    with pytest.raises(ImageError, match=r"a\.tiff has values from -1 to 0, whose black and white are"):
         load_image(tmp_path / "a.tiff", read_preprocessor(folder), AspectRatio.pad, "x")
 
 
@@ -185,8 +185,8 @@ def test_exif_orientation(orientation: int, folder: Path, tmp_path: Path) -> Non
     assert np.array_equal(pixels("turned.png", Pixels.llava_v1_5), pixels("stored.png", Pixels.exact))
     for ending in ("png", "jpg", "tiff", "webp"):
         picture.save(tmp_path / f"again.{ending}", exif=exif)
-        seen = open_picture(tmp_path / f"again.{ending}", "x", Pixels.exact).size
-        assert picture_size(tmp_path / f"again.{ending}", "x") == seen == Image.open(tmp_path / "shown.png").size
+        seen = open_image(tmp_path / f"again.{ending}", "x", Pixels.exact).size
+        assert read_size(tmp_path / f"again.{ending}", "x") == seen == Image.open(tmp_path / "shown.png").size
 
 
 def test_heights_that_the_original_misreads(folder: Path, tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_heights_that_the_original_misreads(folder: Path, tmp_path: Path) -> Non
     wrong = load_image(tmp_path / "three.png", own, AspectRatio.square, "x", Pixels.llava_v1_5)
     assert not np.array_equal(right, wrong)
     load_image(tmp_path / "one.png", own, AspectRatio.square, "x")
-    with pytest.raises(PictureError, match=r"one\.png has height 1, at which the original stops"):
+    with pytest.raises(ImageError, match=r"one\.png has height 1"):
         load_image(tmp_path / "one.png", own, AspectRatio.square, "x", Pixels.llava_v1_5)
 
 
@@ -249,9 +249,9 @@ def test_transparency_is_white_as_transformers_has_it(name: str, folder: Path, t
     picture.save(path, **options)
     shown = ImageOps.exif_transpose(Image.open(path))
     expected = convert_to_rgb(shown, return_numpy=True)
-    assert np.array_equal(np.asarray(open_picture(path, "x", Pixels.exact)), expected)
+    assert np.array_equal(np.asarray(open_image(path, "x", Pixels.exact)), expected)
     ignored = np.asarray(Image.open(path).convert("RGB"))
-    assert np.array_equal(np.asarray(open_picture(path, "x", Pixels.llava_v1_5)), ignored)
+    assert np.array_equal(np.asarray(open_image(path, "x", Pixels.llava_v1_5)), ignored)
     assert ("turned" in name or not np.array_equal(ignored, expected)) == (name in SEE_THROUGH)
     preprocessor = read_preprocessor(folder)
     ours = torch.from_numpy(load_image(path, preprocessor, AspectRatio.square, "x"))[None]
@@ -259,7 +259,7 @@ def test_transparency_is_white_as_transformers_has_it(name: str, folder: Path, t
     values = normalize(ours, torch.from_numpy(preprocessor.pixel_table()))[0]
     np.testing.assert_array_equal(values.numpy(), np.asarray(theirs))
     with opened(path, "x") as file:  # what is not made smaller has the exact pixels
-        assert np.array_equal(np.asarray(decode(file, shown.size, "x").picture), expected)
+        assert np.array_equal(np.asarray(decode(file, shown.size, "x").image), expected)
 
 
 def test_a_palette_with_alpha_of_its_own() -> None:
@@ -273,7 +273,7 @@ def test_a_transparent_grey_of_sixteen_bits_is_white(grey: int, tmp_path: Path) 
     values = np.full((20, 20), 40 * 257, dtype=np.uint16)
     values[:10] = grey
     Image.fromarray(values).save(tmp_path / "a.png", transparency=grey)
-    found = np.asarray(open_picture(tmp_path / "a.png", "x", Pixels.exact))
+    found = np.asarray(open_image(tmp_path / "a.png", "x", Pixels.exact))
     assert (found[:10] == 255).all() and (found[10:] == 40).all()
 
 

@@ -180,7 +180,7 @@ def denied(*_: object) -> None:
     ("key", "kind", "refused", "kept"),
     [
         ("images", "media_not_read", "from the record's key image alone", "name video, audio or images in a key"),
-        ("file_name", "tag_without_picture", "is the key called", "have <image> in their text and no picture"),
+        ("file_name", "tag_without_image", "is the key called", "have <image> in their text and no picture"),
     ],
 )
 def test_a_whole_dataset_without_its_pictures_is_no_secret(

@@ -14,7 +14,7 @@ from small import make_config
 from test_build import plan_of
 
 from llava_fsdp.config import AspectRatio, Examine, PatchMerge, Pixels, SpecialTokens, TooLong
-from llava_fsdp.data.images.preprocess import PictureReader, Preprocessor
+from llava_fsdp.data.images.preprocess import ImageReader, Preprocessor
 from llava_fsdp.data.index.build import Plan, encoded_name, newest, pictures_name
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.record_store import SourceFile
@@ -62,7 +62,7 @@ def test_the_originals_samples_depend_on_each_of_these(change: dict[str, Any]) -
 
 
 CLIP = Preprocessor(28, True, Image.Resampling.BICUBIC, (0.5, 0.4, 0.3), (0.5, 0.4, 0.3))
-READER = PictureReader(Path("a"), CLIP, AspectRatio.square, Pixels.exact, 4)
+READER = ImageReader(Path("a"), CLIP, AspectRatio.square, Pixels.exact, 4)
 
 
 @pytest.mark.parametrize(

@@ -90,13 +90,13 @@ def test_pictures_in_the_rows(several: bool, parts: Path, dataset: Path, tmp_pat
     rows = [{"id": n, "image": [p] if several and p else p, "conversations": turns} for n, p in enumerate(pictures)]
     path = write(tmp_path / "a.parquet", rows)
     records = opened(path, parts, dataset, "data.images=null")
-    assert records.counts["image_truncated"] == records.counts["tag_without_picture"] == 1 and records.out == 2
+    assert records.counts["image_truncated"] == records.counts["tag_without_image"] == 1 and records.out == 2
     (reason,) = [row["reason"] for row in records.index.rows() if row["kind"] == "image_truncated"]
-    assert "record 1 (id 1): picture 'y.png' (in the row itself) is truncated after" in reason
+    assert "record 1 (id 1): image 'y.png' (in the row itself) is truncated after" in reason
     assert reason.endswith("; put a whole one into the file") and "rows-0" not in reason
     record = records[0]
     assert record.folder is not None and (record.folder / record.images[0]).read_bytes() == whole
-    with pytest.raises(DataError, match=r"holds pictures; only llava_fsdp\.prepare and training read them"):
+    with pytest.raises(DataError, match=r"holds images; only llava_fsdp\.prepare and training read them"):
         RecordFile(path)
 
 
@@ -140,7 +140,7 @@ def test_paths_as_hugging_face_writes_them(parts: Path, dataset: Path, tmp_path:
     records = opened(write(tmp_path / "a.parquet", rows, schema, row_group_size=1), parts, dataset)
     assert len(records) == 3 and records[2].images == ("0.jpg",) and records[2].folder == dataset / "images"
     rows[1]["image"] = {"bytes": (dataset / "images" / "0.jpg").read_bytes(), "path": None}
-    with pytest.raises(DataError, match=r"1 pictures are in the rows, and 2 are paths; .* give a file for each"):
+    with pytest.raises(DataError, match=r"1 images are in the rows, and 2 are paths; .* give a file for each"):
         opened(write(tmp_path / "b.parquet", rows, schema), parts, dataset)
 
 
@@ -202,7 +202,7 @@ def test_tables_without_pictures_are_told(key: str, parts: Path, dataset: Path, 
     schema = pyarrow.Table.from_pylist(rows).schema
     schema = schema if key == "images" else schema.set(0, pyarrow.field("image", struct))
     records = opened(write(tmp_path / "a.parquet", rows, schema), parts, dataset)
-    kind = "media_not_read" if key == "images" else "tag_without_picture"
+    kind = "media_not_read" if key == "images" else "tag_without_image"
     assert records.counts[kind] == records.out == 2
 
 

@@ -177,8 +177,8 @@ def test_too_long_can_fail_or_be_left_out(tokenizer: Tokenizer) -> None:
 BAD = {
     "two questions": (("a", "b", "c"), (), "3 turns; it must end with an answer"),
     "no turns": ((), (), "0 turns"),
-    "missing tag": (("a", "b"), ("1.png",), "0 <image> tags for 1 pictures"),
-    "missing picture": (("<image><image>", "b"), ("1.png",), "2 <image> tags for 1 pictures"),
+    "missing tag": (("a", "b"), ("1.png",), "0 <image> tags for 1 images"),
+    "missing picture": (("<image><image>", "b"), ("1.png",), "2 <image> tags for 1 images"),
     "tag in answer": (("<image>", "<image>"), ("1.png",), "turn 1 is an answer with <image>"),
 }
 
@@ -330,14 +330,14 @@ def test_the_originals_cuts(tokenizer: Tokenizer) -> None:
 def test_the_original_counts_pictures_before_training(tokenizer: Tokenizer) -> None:
     """Two tags in two messages and one picture: the original would take the next record's."""
     wrong = record("<image>\na", "b", "<image>\nc", "d", images=("a.png",))
-    with pytest.raises(DataError, match=r"record 3 \(id abc\): 2 pictures in the text of a record with 1"):
+    with pytest.raises(DataError, match=r"record 3 \(id abc\): 2 images in the text of a record with 1"):
         original(tokenizer, 999).check(wrong)
     original(tokenizer, 999).check(record("<image> <image>\na", "b", "c", "d", images=("a.png",)))
     original(tokenizer, 20).check(wrong)  # the second tag is cut away
 
 
 def test_the_original_reads_one_picture_a_record(tokenizer: Tokenizer) -> None:
-    with pytest.raises(DataError, match="has a list of 2 pictures, at which the original stops"):
+    with pytest.raises(DataError, match="has a list of 2 images, at which the original stops"):
         original(tokenizer, 999).check(record("<image>\na", "b", images=("a.png", "b.png")))
 
 

@@ -1,4 +1,4 @@
-"""A step as tensors: the micro-batches that a rank runs, and what the whole step holds."""
+"""The data of one training step: this rank's micro-batches, and counts over the whole step."""
 
 from __future__ import annotations
 
@@ -13,55 +13,54 @@ from llava_fsdp.config import Normalize
 
 @dataclass
 class MicroBatch:
-    """What a rank runs at once: samples end to end in one row, or rows padded on the right with id 0.
+    """Inputs and labels of one forward pass: one packed row, or rows padded on the right with id 0.
 
-    Positions index the rows laid end to end (row * length + column), so that the forward pass is static writes and
-    reads: nothing in it waits for a value on the device.
+    Positions are indices into the flattened rows (row * length + column), so that the forward pass never waits for a
+    value on the device.
     """
 
     input_ids: torch.Tensor
-    """int64 [rows, length]; 0 where a picture goes"""
+    """int64 [rows, length]; 0 at image tokens"""
     image_positions: torch.Tensor
-    """int64 [positions]: where features of pictures go"""
+    """int64 [image tokens]: positions of the image tokens"""
     image_rows: torch.Tensor
-    """int64 [positions]: which features go there, as rows of all tiles' features laid end to end; the row behind the
-    last is the end of a line (anyres)"""
+    """int64 [image tokens]: the feature of each, as a row of the features of all tiles laid end to end; the row behind
+    the last stands for the learned vector at the end of a line (anyres)"""
     images: torch.Tensor
-    """uint8 [tiles, 3, size, size], or float32 once normalised; a picture is one tile, with anyres several"""
+    """uint8 [tiles, 3, size, size], or float32 once normalised; an image is one tile, with anyres several"""
     label_positions: torch.Tensor
-    """int64 [labels]: the position whose output predicts the label, one before the label's own"""
+    """int64 [labels]: the position whose output predicts the label, one before the label's token"""
     label_ids: torch.Tensor
     """int64 [labels]"""
     scale: float
-    """What the sum of this micro-batch's losses is multiplied with."""
+    """Factor of the sum of this micro-batch's losses."""
     position_ids: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    """int64 [1, tokens]: every sample begins at 0; empty where rows are padded"""
+    """int64 [1, tokens], from 0 in every sample; empty with padded rows"""
     cu_seqlens: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int32))
-    """int32 [samples + 1]: where each sample begins in the row, and where the last ends; empty where rows are padded"""
+    """int32 [samples + 1]: begin of each sample in the row, and end of the last; empty with padded rows"""
     lengths: tuple[int, ...] = ()
-    """Positions of each sample of a packed row, known without asking the device."""
-
+    """Tokens of each sample of a packed row, known on the host; empty with padded rows."""
     seeds: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
-    """int64 [samples], below 2**31: what a sample's dropout depends on, whatever ranks there are"""
+    """int64 [samples], below 2**31: seeds of the samples' dropout, the same on any number of ranks"""
     tile_seeds: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    """int64 [tiles], likewise"""
+    """int64 [tiles]: seeds of dropout in the vision tower"""
     label_sources: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    """int64 [labels]: which source each is of, by its place among `data.sources`; empty where there is one alone"""
+    """int64 [labels]: index of each label's source in `data.sources`; empty with a single source"""
 
     @property
     def segments(self) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]] | None:
-        """position_ids, cu_seqlens and lengths of a packed row."""
+        """(position_ids, cu_seqlens, lengths) of a packed row; None with padded rows."""
         return (self.position_ids, self.cu_seqlens, self.lengths) if self.lengths else None
 
     @property
     def inputs(self) -> tuple[Any, ...]:
-        """The arguments of the model's forward pass; without the last it returns logits."""
-        shown = self.image_positions, self.image_rows, self.images
+        """Positional arguments of `Llava.forward`."""
+        images = self.image_positions, self.image_rows, self.images
         seeds = self.seeds, self.tile_seeds
-        return self.input_ids, self.segments, *shown, seeds, self.label_positions, self.label_ids
+        return self.input_ids, self.segments, *images, seeds, self.label_positions, self.label_ids
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
-        """The same with every tensor changed."""
+        """A copy with `function` applied to every tensor."""
         return replace(self, **{name: function(getattr(self, name)) for name in TENSORS})
 
 
@@ -69,76 +68,77 @@ TENSORS = tuple(f.name for f in fields(MicroBatch) if f.name not in ("scale", "l
 
 
 @dataclass(frozen=True)
-class LeftOut:
-    """A sample that a step goes without: what was wrong, and what the step lacks with it."""
+class SkippedSample:
+    """A sample that a step goes without, because it turned out broken when it was read."""
 
     number: int
-    """Of the record, among those that are trained on."""
+    """Number of its record among those that are trained on."""
     record: str
-    """What a message calls it."""
+    """The record as messages name it."""
     kind: str
     reason: str
     lacks: StepFacts
-    """What the index says of the sample alone."""
+    """Counts of the sample alone, from the index."""
 
 
 @dataclass
 class StepFacts:
-    """What a step holds on all ranks together; every rank knows it without asking the others."""
+    """Counts of a step over all ranks, which every rank computes from the index."""
 
     step: int
     samples: int = 0
     tokens: int = 0
-    """Positions of samples, without padding."""
+    """Text and image tokens, without padding."""
     pairs: int = 0
-    """Squares of the samples' positions, added up: what attention goes by."""
+    """Sum of the squares of the samples' lengths, to which the cost of attention is proportional."""
     label_tokens: int = 0
     images: int = 0
     tiles: int = 0
-    """Of the images."""
     truncated: int = 0
-    """Samples cut at `data.max_length`."""
+    """Samples truncated at `data.max_length`."""
     labels_cut: int = 0
-    left_out: list[LeftOut] = field(default_factory=list)
-    """Samples that turned out broken when they were read; they are in none of the numbers above."""
+    """Labels lost by that."""
+    skipped: list[SkippedSample] = field(default_factory=list)
+    """Samples that turned out broken when they were read; the counts above are without them."""
     unlabelled: list[str] = field(default_factory=list)
-    """Samples without any label, by record: masked by the original's rules, or cut before their first answer."""
+    """Records of samples without any label: masked by LLaVA's rules, or truncated before the first answer."""
     source_labels: dict[str, int] = field(default_factory=dict)
-    """Label tokens of every source of the dataset, also of those that the step has none of."""
+    """Label tokens by source, for every source of the dataset."""
 
-    def without(self, left_out: list[LeftOut]) -> StepFacts:
-        counts = {name: getattr(self, name) - sum(getattr(o.lacks, name) for o in left_out) for name in COUNTS}
-        named = [record for out in left_out for record in out.lacks.unlabelled]
+    def without(self, skipped: list[SkippedSample]) -> StepFacts:
+        counts = {name: getattr(self, name) - sum(getattr(s.lacks, name) for s in skipped) for name in COUNTS}
+        named = [record for sample in skipped for record in sample.lacks.unlabelled]
         unlabelled = [record for record in self.unlabelled if record not in named]
         sources = {
-            name: labels - sum(out.lacks.source_labels.get(name, 0) for out in left_out)
+            name: labels - sum(sample.lacks.source_labels.get(name, 0) for sample in skipped)
             for name, labels in self.source_labels.items()
         }
-        return replace(self, **counts, left_out=left_out, unlabelled=unlabelled, source_labels=sources)
+        return replace(self, **counts, skipped=skipped, unlabelled=unlabelled, source_labels=sources)
 
 
 COUNTS = ("samples", "tokens", "pairs", "label_tokens", "images", "tiles", "truncated", "labels_cut")
-"""What adds up over the samples of a step."""
+"""Fields of StepFacts that are sums over the samples."""
 
 
 @dataclass
 class Step:
     facts: StepFacts
-    """As of a worker, `left_out` has this rank's samples only, and the numbers still count them; `without` mends it."""
+    """As a worker prepares it, `skipped` has this rank's samples alone, and the counts include them; `without`
+    corrects both."""
     micro_batches: list[MicroBatch]
-    """This rank's, as many as every other rank's."""
+    """This rank's, as many as on every other rank."""
 
-    def without(self, left_out: list[LeftOut], normalize: Normalize) -> Step:
-        """The step as every rank sees it once all know what all had to leave out; its loss is of what remains."""
-        facts = self.facts.without(left_out)
-        if normalize is Normalize.micro_batch or not left_out:
+    def without(self, skipped: list[SkippedSample], normalize: Normalize) -> Step:
+        """The step without the samples that any rank skipped; the loss is normalised by the remaining labels."""
+        facts = self.facts.without(skipped)
+        if normalize is Normalize.micro_batch or not skipped:
             return Step(facts, self.micro_batches)
         return Step(facts, [replace(m, scale=1 / max(1, facts.label_tokens)) for m in self.micro_batches])
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Step:
-        """This step with `function` applied to every tensor, in the order of micro-batches and their fields."""
+        """A copy with `function` applied to every tensor, in the order of micro-batches and their fields."""
         return Step(self.facts, [micro.map(function) for micro in self.micro_batches])
 
     def pin_memory(self) -> Step:
-        """In page-locked memory, so that copies to a GPU need not wait; the DataLoader calls this."""
+        """A copy in page-locked memory, for asynchronous copies to a GPU; the DataLoader calls this."""
         return self.map(torch.Tensor.pin_memory)

@@ -1,4 +1,4 @@
-"""Samples that a rank runs at once, as one micro-batch of tensors."""
+"""Collate samples and their images into a micro-batch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 from llava_fsdp.config import Normalize
 from llava_fsdp.data.batching.batch import MicroBatch, StepFacts
 from llava_fsdp.data.images.anyres import NEWLINE_ROW
-from llava_fsdp.data.images.preprocess import PictureReader
+from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.encode import Sample
 
 Row = tuple[Sample, list[np.ndarray]]
-"""A sample, and by picture its tiles"""
+"""A sample, and the tiles of each of its images"""
 
 
 class Collator:
-    """Lays samples and their pictures out for one forward pass."""
+    """Makes a micro-batch of samples and their images."""
 
-    def __init__(self, pictures: PictureReader, normalize: Normalize, pack: bool):
-        self.pictures = pictures
+    def __init__(self, image_reader: ImageReader, normalize: Normalize, pack: bool):
+        self.image_reader = image_reader
         self.normalize = normalize
         self.pack = pack
 
@@ -36,12 +36,12 @@ class Collator:
         seeds: Sequence[int] = (),
         sources: Sequence[int] = (),
     ) -> MicroBatch:
-        """Samples end to end, or rows padded to the longest; without any, one position that has no label.
+        """Collate samples into one packed row or padded rows; without samples, into one token that has no label.
 
         Args:
-            micro_batches: of the whole step, on all ranks together.
-            seeds: of the rows, below 2**31, where something is drawn for them.
-            sources: of the rows, by number, where there are several.
+            micro_batches: micro-batches of the whole step, over all ranks.
+            seeds: dropout seed of each row, below 2**31; empty without dropout.
+            sources: number of each row's source; empty with a single source.
         """
         ids, labels = (packed if self.pack else padded)([sample for sample, _ in rows])
         lengths = tuple(len(s.input_ids) for s, _ in rows) or (1,)
@@ -61,25 +61,25 @@ class Collator:
             if self.normalize is Normalize.step
             else 1 / (max(1, labels_here) * micro_batches),
             **(boundaries(lengths) if self.pack else {}),
-            **(drawn_from(seeds, rows) if seeds else {}),
-            **(labelled_by(sources, rows) if sources else {}),
+            **(dropout_seeds(seeds, rows) if seeds else {}),
+            **(label_sources(sources, rows) if sources else {}),
         )
 
     def lay_out(self, rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
-        """All tiles of the rows' pictures, and which rows of their features the pictures' positions show."""
-        tiles, places = [self.pictures.no_tiles()], [np.zeros(0, dtype=np.int64)]
-        before = 0  # rows of features
-        for sample, pictures in rows:
-            for picture, own in zip(pictures, sample.image_rows, strict=True):
-                tiles.append(picture)
-                places.append(np.where(own == NEWLINE_ROW, NEWLINE_ROW, own + before))
-                before += len(tiles[-1]) * self.pictures.image_tokens
+        """All tiles of the rows' images, and the feature row of every image token, int64 [image tokens]."""
+        tiles, places = [self.image_reader.no_tiles()], [np.zeros(0, dtype=np.int64)]
+        before = 0  # feature rows of the images so far
+        for sample, images in rows:
+            for image, image_rows in zip(images, sample.image_rows, strict=True):
+                tiles.append(image)
+                places.append(np.where(image_rows == NEWLINE_ROW, NEWLINE_ROW, image_rows + before))
+                before += len(tiles[-1]) * self.image_reader.image_tokens
         where = np.concatenate(places)
         return np.concatenate(tiles), np.where(where == NEWLINE_ROW, before, where)
 
 
 def padded(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and what each position predicts, both int64 [rows, length of the longest]."""
+    """Ids, and the label that each position predicts, both int64 [rows, length of the longest]."""
     length = max((len(s.input_ids) for s in samples), default=1)
     ids = np.zeros((max(1, len(samples)), length), dtype=np.int64)
     labels = np.full((max(1, len(samples)), length), IGNORE, dtype=np.int64)
@@ -90,7 +90,7 @@ def padded(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def packed(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and what each position predicts, both int64 [1, positions]; the last of a sample predicts nothing."""
+    """Ids, and the label that each position predicts, both int64 [1, tokens]; the last of a sample predicts none."""
     if not samples:
         return padded(samples)
     end = np.array([IGNORE])
@@ -99,7 +99,7 @@ def packed(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def boundaries(lengths: tuple[int, ...]) -> dict[str, Any]:
-    """The fields of a micro-batch that tell the samples of a packed row apart."""
+    """Fields of a micro-batch that separate the samples of a packed row."""
     return {
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
         "cu_seqlens": torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32),
@@ -107,17 +107,17 @@ def boundaries(lengths: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
-def drawn_from(seeds: Sequence[int], rows: list[Row]) -> dict[str, Any]:
-    """The fields of a micro-batch that dropout depends on; a sample's tiles each have a seed of their own."""
+def dropout_seeds(seeds: Sequence[int], rows: list[Row]) -> dict[str, Any]:
+    """Seed fields of a micro-batch; each tile of a sample gets another seed."""
     tiles = [
         (seed + number) % 2**31
-        for seed, (_, pictures) in zip(seeds, rows, strict=True)
-        for number in range(1, 1 + sum(len(picture) for picture in pictures))
+        for seed, (_, images) in zip(seeds, rows, strict=True)
+        for number in range(1, 1 + sum(len(image) for image in images))
     ]
     return {"seeds": torch.tensor(seeds), "tile_seeds": torch.tensor(tiles, dtype=torch.int64)}
 
 
-def labelled_by(sources: Sequence[int], rows: list[Row]) -> dict[str, Any]:
-    """The field of a micro-batch that says the source of each label, in the order of the rows."""
+def label_sources(sources: Sequence[int], rows: list[Row]) -> dict[str, Any]:
+    """Field of a micro-batch with the source of each label, in the order of the rows."""
     labels = [sample.num_labels for sample, _ in rows]
     return {"label_sources": torch.from_numpy(np.repeat(np.array(sources, dtype=np.int64), labels))}

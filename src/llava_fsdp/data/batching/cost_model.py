@@ -1,4 +1,4 @@
-"""What a sample costs to train on, so that ranks can be given equal work."""
+"""The cost of training on a sample, by which ranks get equal work."""
 
 from dataclasses import dataclass
 
@@ -9,23 +9,27 @@ UNIT = 1e6
 
 @dataclass(frozen=True)
 class CostModel:
-    """FLOPs of a sample, forward and backward, as a polynomial of what it holds."""
+    """FLOPs of a sample, forward and backward."""
 
-    position: float = UNIT
-    """Of a position, text or picture alike: the weights of the blocks."""
+    token: float = UNIT
+    """FLOPs of a token in the linear layers of the blocks."""
     pair: float = 0.0
-    """Of a position attending to another one of its sample."""
+    """FLOPs of one token attending to another token of its sample."""
     label: float = 0.0
-    """Of a label: the output layer."""
+    """FLOPs of a label in the output layer."""
     tile: float = 0.0
-    """Of a picture's tile: tower and projector."""
+    """FLOPs of an image tile in vision tower and projector."""
 
     def __call__(self, lengths: np.ndarray, labels: np.ndarray, tiles: np.ndarray) -> np.ndarray:
-        """int64 [samples] in units of 1e6 FLOPs, at least 1: whole numbers add up alike in any order.
+        """Cost of each sample in units of 1e6 FLOPs, int64 [samples], at least 1.
+
+        Integers, because their sums do not depend on the order of addition.
 
         Args:
-            lengths: positions of each sample; likewise its labels, and the tiles of its pictures.
+            lengths: tokens of each sample.
+            labels: label tokens of each sample.
+            tiles: image tiles of each sample.
         """
         long = lengths.astype(np.float64)
-        flops = self.position * long + self.pair * long**2 + self.label * labels + self.tile * tiles
+        flops = self.token * long + self.pair * long**2 + self.label * labels + self.tile * tiles
         return np.maximum(1, np.rint(flops / UNIT)).astype(np.int64)

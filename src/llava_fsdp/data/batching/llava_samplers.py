@@ -1,4 +1,4 @@
-"""The original's order of samples: LLaVA's samplers behind transformers' Trainer and accelerate, from the same seed."""
+"""LLaVA's samplers as they run behind transformers' Trainer and accelerate, reproduced from the same seed."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import itertools
 
 import torch
 
-from llava_fsdp.data.batching.packing import Cuts
+from llava_fsdp.data.batching.packing import Assignment
 from llava_fsdp.runtime.errors import ConfigError
 
 ACCELERATE_SEED = 67280421310721
-"""torch.Generator's own first seed: accelerate gives its samplers a generator that nobody seeds."""
+"""torch.Generator's default seed: accelerate never seeds the generator of its samplers."""
 
 
-class OriginalOrder:
-    """LLaVA's samplers behind transformers 4.37's Trainer and accelerate 0.21, from the same seed.
+class LlavaSampler:
+    """The records of every step as LLaVA trains on them, with transformers 4.37 and accelerate 0.21.
 
-    One stream of micro-batches runs through all epochs: what an epoch has left over begins the next one's first
-    step. An epoch has floor(micro-batches / accumulation) steps; what is left at the very end is dropped.
+    The micro-batches of all epochs form one stream: those that do not fill a step of their epoch begin the next epoch's
+    first step. An epoch has floor(micro-batches / accumulation) steps. The rest of the last epoch is dropped.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class OriginalOrder:
     ):
         """
         Args:
-            lengths: words of every record, negative where it has no picture (train.py:684-690).
+            lengths: words of every record, negative where it has no image (train.py:684-690).
             batch_size: rows of a micro-batch.
             accumulation: micro-batches of a rank in a step.
         """
@@ -35,20 +35,19 @@ class OriginalOrder:
         self.accumulation = accumulation
         self.world_size = world_size
         self.grouped = grouped
-        self.process = torch.Generator().manual_seed(seed)  # the process's own, which Trainer seeds
-        self.sampler = torch.Generator().manual_seed(ACCELERATE_SEED)
-        self.epochs: list[Cuts] = []
+        self.process_generator = torch.Generator().manual_seed(seed)  # the default one, which Trainer seeds
+        self.sampler_generator = torch.Generator().manual_seed(ACCELERATE_SEED)
+        self.epochs: list[Assignment] = []
         if grouped and 0 in lengths:
             raise ConfigError(
-                f"sampler=llava_v1_5: record {lengths.index(0)} has no words, and the original's sampler stops at it; "
-                "mend the record, or set sampler=shuffle"
+                f"sampler=llava_v1_5: record {lengths.index(0)} has no words, at which LLaVA's sampler fails; "
+                "fix the record, or set sampler=shuffle"
             )
         self.batches_per_epoch = len(self.epoch(0)[0])
         if self.batches_per_epoch < accumulation:
             raise ConfigError(
                 f"sampler=llava_v1_5: an epoch has {self.batches_per_epoch} micro-batches for each rank, fewer than "
-                f"the "
-                f"{accumulation} of a step; lower global_batch_size, or set sampler=shuffle"
+                f"the {accumulation} of a step; lower global_batch_size, or set sampler=shuffle"
             )
 
     @property
@@ -60,48 +59,50 @@ class OriginalOrder:
         return f"{self.world_size} x {self.accumulation} x {self.batch_size}"
 
     def samples(self, step: int) -> list[int]:
-        return [index for rank in self.cuts(step) for batch in rank for index in batch]
+        return [index for rank in self.assignment(step) for batch in rank for index in batch]
 
     def draw(self, steps: int) -> None:
         self.epoch((steps * self.accumulation - 1) // self.batches_per_epoch)
 
-    def cuts(self, step: int) -> Cuts:
+    def assignment(self, step: int) -> Assignment:
         numbers = range(step * self.accumulation, (step + 1) * self.accumulation)
         places = [divmod(n, self.batches_per_epoch) for n in numbers]
         return [[self.epoch(epoch)[rank][at] for epoch, at in places] for rank in range(self.world_size)]
 
-    def epoch(self, number: int) -> Cuts:
-        """[rank][batch] -> record numbers; epochs are drawn one after the other, and kept."""
+    def epoch(self, number: int) -> Assignment:
+        """Record numbers of an epoch by rank and batch; drawing one draws all before it."""
         while len(self.epochs) <= number:
             self.epochs.append(self.deal(self.flat_order()))
         return self.epochs[number]
 
     def flat_order(self) -> list[int]:
-        """One epoch's record numbers, drawing random numbers exactly as the original does."""
-        torch.empty((), dtype=torch.int64).random_(generator=self.process)  # the DataLoader's seed for its workers
+        """Record numbers of the next epoch; takes the same random numbers as LLaVA does."""
+        torch.empty((), dtype=torch.int64).random_(
+            generator=self.process_generator
+        )  # the DataLoader's seed for its workers
         alone = self.world_size == 1
         if self.grouped:
-            megabatches = self.process if alone else self.sampler
+            megabatches = self.process_generator if alone else self.sampler_generator
             chunks = self.world_size * self.accumulation
-            return modality_grouped(self.lengths, self.batch_size, chunks, megabatches, self.process)
-        generator = self.sampler
+            return modality_grouped(self.lengths, self.batch_size, chunks, megabatches, self.process_generator)
+        generator = self.sampler_generator
         if alone:
-            drawn = torch.empty((), dtype=torch.int64).random_(generator=self.process)
+            drawn = torch.empty((), dtype=torch.int64).random_(generator=self.process_generator)
             generator = torch.Generator().manual_seed(int(drawn))
         order = torch.randperm(len(self.lengths), generator=generator).tolist()
-        torch.randperm(len(self.lengths), generator=generator)  # RandomSampler ends with one that it does not use
+        torch.randperm(len(self.lengths), generator=generator)  # RandomSampler draws one more and drops it
         return order
 
-    def deal(self, order: list[int]) -> Cuts:
-        """One process takes the batches as they are, the last one short; several are given even ones."""
+    def deal(self, order: list[int]) -> Assignment:
+        """Batches by rank; with one rank the last may be short, with several all are full."""
         if self.world_size == 1:
-            return [stretches(order, self.batch_size)]
+            return [chunked(order, self.batch_size)]
         return even_batches(order, self.batch_size, self.world_size)
 
 
-def even_batches(order: list[int], batch_size: int, world_size: int) -> Cuts:
-    """Batch j goes to rank j % ranks; the last ones are filled up from the beginning (accelerate BatchSamplerShard)."""
-    batches = stretches(order, batch_size)
+def even_batches(order: list[int], batch_size: int, world_size: int) -> Assignment:
+    """Give batch j to rank j % ranks; fill the last batches from the begin (accelerate BatchSamplerShard)."""
+    batches = chunked(order, batch_size)
     again = itertools.cycle(order)
     batches[-1] = batches[-1] + list(itertools.islice(again, batch_size - len(batches[-1])))
     while len(batches) % world_size:
@@ -112,40 +113,40 @@ def even_batches(order: list[int], batch_size: int, world_size: int) -> Cuts:
 def modality_grouped(
     lengths: list[int], batch_size: int, chunks: int, megabatches: torch.Generator, process: torch.Generator
 ) -> list[int]:
-    """Pictures and text apart, like lengths together (llava_trainer.py:61-88).
+    """Order records so that megabatches have images alone or text alone, of like lengths (llava_trainer.py:61-88).
 
-    The last megabatch of each, even a full one, is set aside; both come last, mixed and in the file's order.
+    The last megabatch of both kinds, even a full one, goes to the end, where both are mixed in the file's order.
     """
-    with_picture = [i for i, length in enumerate(lengths) if length > 0]
+    with_image = [i for i, length in enumerate(lengths) if length > 0]
     text_only = [i for i, length in enumerate(lengths) if length < 0]
-    if not with_picture or not text_only:
+    if not with_image or not text_only:
         return length_grouped(lengths, batch_size, chunks, megabatches)
-    cut: list[list[list[int]]] = []
-    for own in (with_picture, text_only):
-        order = length_grouped([abs(lengths[i]) for i in own], batch_size, chunks, process)
-        cut.append(stretches([own[i] for i in order], chunks * batch_size))
-    kept = cut[0][:-1] + cut[1][:-1]
+    groups: list[list[list[int]]] = []
+    for members in (with_image, text_only):
+        order = length_grouped([abs(lengths[i]) for i in members], batch_size, chunks, process)
+        groups.append(chunked([members[i] for i in order], chunks * batch_size))
+    kept = groups[0][:-1] + groups[1][:-1]
     shuffled = [kept[i] for i in torch.randperm(len(kept), generator=megabatches).tolist()]
-    return [i for megabatch in [*shuffled, sorted(cut[0][-1] + cut[1][-1])] for i in megabatch]
+    return [i for megabatch in [*shuffled, sorted(groups[0][-1] + groups[1][-1])] for i in megabatch]
 
 
 def length_grouped(lengths: list[int], batch_size: int, chunks: int, generator: torch.Generator) -> list[int]:
-    """Random megabatches, each sorted by length and dealt into even chunks (llava_trainer.py:91-100)."""
+    """Draw random megabatches, sort each by length and split it into even chunks (llava_trainer.py:91-100)."""
     order = torch.randperm(len(lengths), generator=generator).tolist()
     return [
         index
-        for megabatch in stretches(order, chunks * batch_size)
+        for megabatch in chunked(order, chunks * batch_size)
         for chunk in even_chunks(sorted(megabatch, key=lambda i: lengths[i], reverse=True), lengths, chunks)
         for index in chunk
     ]
 
 
 def even_chunks(indices: list[int], lengths: list[int], chunks: int) -> list[list[int]]:
-    """Chunks of equal number and nearly equal sum of lengths: the shortest takes the next (llava_trainer.py:38-58)."""
+    """Split into chunks of equal size and nearly equal sum of lengths (llava_trainer.py:38-58)."""
     if len(indices) % chunks:
         return [indices[i::chunks] for i in range(chunks)]
     filled: list[list[int]] = [[] for _ in range(chunks)]
-    open_chunks = [(0, chunk) for chunk in range(chunks)]  # a heap by (sum, number): of equal ones the first
+    open_chunks = [(0, chunk) for chunk in range(chunks)]  # a heap by (sum, number): ties go to the first
     for index in indices:
         total, shortest = heapq.heappop(open_chunks)
         filled[shortest].append(index)
@@ -154,5 +155,5 @@ def even_chunks(indices: list[int], lengths: list[int], chunks: int) -> list[lis
     return filled
 
 
-def stretches(items: list[int], size: int) -> list[list[int]]:
+def chunked(items: list[int], size: int) -> list[list[int]]:
     return [items[i : i + size] for i in range(0, len(items), size)]

@@ -1,8 +1,8 @@
-"""A step's way from a worker process to its rank: through files in memory that have no name and no place in /dev/shm.
+"""Transfer of steps from worker processes to the rank through anonymous files in memory (memfd_create).
 
-torch hands tensors over in /dev/shm, which Docker makes 64 MiB unless told: a worker that finds it full dies or waits.
-Here the only limit is the memory of the machine or container. The files are opened before the workers are forked, so
-that no file descriptor has to be sent, and a step of any number of tensors takes one.
+torch transfers tensors through /dev/shm, which has 64 MiB in a Docker container by default: a worker that finds it full
+dies or hangs. Memory files are limited by the memory of the machine or container alone. They are opened before the
+workers are forked, so that no file descriptor has to be sent; a step takes one, whatever its number of tensors.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ import torch
 from llava_fsdp.data.batching.batch import Step
 
 ALIGNMENT = 64
-"""Each tensor begins at a multiple of so many bytes, as memory of torch's own allocators does."""
+"""Each tensor begins at a multiple of this many bytes, as in memory of torch's allocators."""
 HAS_MEMORY_FILES = sys.platform.startswith("linux")
 
 
 class Outbox:
-    """One worker's files: each holds one step on its way. An empty file is free."""
+    """Memory files of one worker; each holds one step in transfer and is empty otherwise."""
 
     def __init__(self, files: int):
         """
         Args:
-            files: the most steps that are on their way at once.
+            files: most steps in transfer at once.
 
         Raises:
             OSError: too many files are open.
         """
         self.files: list[int] = []
-        weakref.finalize(self, close, self.files).atexit = False  # by the system, then: a thread may still read
+        weakref.finalize(self, close, self.files).atexit = False  # at exit a thread may still be reading
         for _ in range(files):
             self.files.append(memory_file())
 
@@ -43,10 +43,10 @@ class Outbox:
         """Write the tensors of a step to a free file; called in the worker.
 
         Raises:
-            OSError: the system has no more memory to give.
+            OSError: the system is out of memory.
         """
         file = next((file for file in self.files if not os.fstat(file).st_size), None)
-        assert file is not None, "as many files as steps on their way"
+        assert file is not None, "there are as many files as steps in transfer"
         size = 0
 
         def write(values: torch.Tensor) -> torch.Tensor:
@@ -54,7 +54,7 @@ class Outbox:
             if values.nbytes:  # an empty tensor may have a stride of 0, and then no view as bytes
                 data = values.contiguous().flatten().view(torch.uint8)
                 each_byte(data, lambda rest, done: os.pwrite(file, rest, size + done))
-            size += room(values)
+            size += padded_size(values)
             return values.to("meta")
 
         try:
@@ -66,58 +66,57 @@ class Outbox:
 
 @dataclass(frozen=True)
 class Sent:
-    """A step whose tensors lie in a file, one after the other, each from a multiple of `ALIGNMENT` bytes on."""
+    """A step whose tensors are in a memory file, each at a multiple of `ALIGNMENT` bytes."""
 
     step: Step
-    """With tensors that have a type and a shape alone, on the device `meta`."""
+    """The step with its tensors on the meta device."""
     file: int
-    """Its descriptor, the same in the worker and in the rank."""
+    """File descriptor, the same in the worker and in the rank."""
     size: int
     """Bytes."""
 
     def receive(self, pin_memory: bool = False) -> Step:
-        """The step, in memory of this process; its file is free again. Called once, in the rank."""
+        """Read the step into memory of this process and free its file; called once, in the rank."""
         memory, begin = torch.empty(self.size, dtype=torch.uint8, pin_memory=pin_memory), 0
         written = memory[: os.fstat(self.file).st_size]
         each_byte(written, lambda rest, done: os.preadv(self.file, [rest], done))
         os.ftruncate(self.file, 0)
 
-        def cut(values: torch.Tensor) -> torch.Tensor:
+        def read(values: torch.Tensor) -> torch.Tensor:
             nonlocal begin
-            found = memory[begin : begin + values.nbytes].view(values.dtype).view(values.shape)
-            begin += room(values)
-            return found
+            tensor = memory[begin : begin + values.nbytes].view(values.dtype).view(values.shape)
+            begin += padded_size(values)
+            return tensor
 
-        return self.step.map(cut)
+        return self.step.map(read)
 
     def pin_memory(self) -> Step:
-        """In page-locked memory, so that copies to a GPU need not wait; the DataLoader calls this, in a thread."""
+        """Receive into page-locked memory, for asynchronous copies to a GPU; the DataLoader calls this in a thread."""
         return self.receive(pin_memory=True)
 
 
-def room(values: torch.Tensor) -> int:
-    """Bytes from where a tensor begins in a file to where the next one does."""
+def padded_size(values: torch.Tensor) -> int:
+    """Bytes of a tensor in a file, with padding up to the next tensor."""
     return -(-values.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def each_byte(values: torch.Tensor, move: Callable[[memoryview, int], int]) -> None:
-    """Moves all bytes of a uint8 tensor; the system moves 2 GiB at once at most.
+    """Call `move` until all bytes of a uint8 tensor are moved: one system call moves at most 2 GiB.
 
     Args:
-        move: (the bytes that remain, how many went before) -> how many of them were moved.
+        move: (remaining bytes, number of bytes before them) -> number of bytes moved.
     """
     data, done = values.numpy().data, 0
     while done < len(data):
         moved = move(data[done:], done)
-        assert moved > 0, "files have the bytes that were written"
+        assert moved > 0, "the file is shorter than what was written to it"
         done += moved
 
 
 def memory_file() -> int:
-    """The descriptor of a new, empty file in memory, which forked processes share.
+    """Create an anonymous file in memory that forked processes share; returns its descriptor.
 
-    By the C library itself, which torch's wheels need in a version that has it: `os.memfd_create` is missing where
-    Python was built against an older one.
+    Calls the C library directly: `os.memfd_create` is missing where Python was built against an old one.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     close_on_exec = 1

@@ -1,4 +1,4 @@
-"""The one place where a step's samples are cut into ranks, micro-batches and rows."""
+"""Assign the samples of a step to ranks and micro-batches."""
 
 import heapq
 import itertools
@@ -6,53 +6,52 @@ import math
 
 import numpy as np
 
-Cuts = list[list[list[int]]]
-"""[rank][micro_batch] -> numbers of samples"""
+Assignment = list[list[list[int]]]
+"""Numbers of samples, by [rank][micro-batch]"""
 
 GOOD_ENOUGH = 1e-4
-"""Excess of the heaviest over the mean at which refining stops."""
+"""Balancing stops once the heaviest exceeds the mean by no more than this part of it."""
 LIGHTEST = 8
-"""How many of the lightest the heaviest trades with; with all of them a step of 4096 samples would take a second."""
+"""The heaviest swaps with this many of the lightest; with all of them a step of 4096 samples would take a second."""
 
 
-def cut_step(lengths: list[int], world_size: int, micro_batch_size: int) -> Cuts:
-    """Deal a step's samples to ranks and micro-batches of at most `micro_batch_size` padded rows.
+def split_step(lengths: list[int], world_size: int, micro_batch_size: int) -> Assignment:
+    """Assign the samples of a step to micro-batches of at most `micro_batch_size` padded rows.
 
-    Samples are sorted by length and cut into `world_size * num_micro_batches` even stretches, so that a row is padded
-    little, and the ranks run rows of nearly the same length at the same time. Every rank gets the same number of
-    micro-batches; with fewer samples than stretches some are empty.
+    Samples are sorted by length and split evenly, so that there is little padding and the ranks run rows of nearly the
+    same length at the same time. Every rank gets the same number of micro-batches; with few samples some are empty.
 
     Args:
-        lengths: positions of each sample of the step.
+        lengths: tokens of each sample of the step.
 
     Returns:
         [rank][micro_batch] -> indices into `lengths`.
     """
     count = num_micro_batches(len(lengths), world_size, micro_batch_size)
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    stretches = world_size * count
-    bounds = [len(order) * s // stretches for s in range(stretches + 1)]
+    total = world_size * count
+    bounds = [len(order) * s // total for s in range(total + 1)]
     pieces = [order[begin:end] for begin, end in itertools.pairwise(bounds)]
     return [[pieces[micro * world_size + rank] for micro in range(count)] for rank in range(world_size)]
 
 
 def num_micro_batches(samples: int, world_size: int, micro_batch_size: int) -> int:
-    """Micro-batches that every rank runs in a step of that many samples, padded."""
+    """Micro-batches of each rank in a step of `samples` padded rows."""
     return max(1, math.ceil(samples / (world_size * micro_batch_size)))
 
 
-def pack_step(lengths: list[int], costs: list[int], world_size: int, most_tokens: int) -> Cuts:
-    """Deal a step's samples to ranks and micro-batches of at most `most_tokens` positions, each with equal work.
+def pack_step(lengths: list[int], costs: list[int], world_size: int, most_tokens: int) -> Assignment:
+    """Assign the samples of a step to packed micro-batches of at most `most_tokens` tokens and of equal cost.
 
-    Samples go to the least loaded micro-batch, the costliest first (longest processing time), then pairs are swapped
-    between the heaviest and the lightest ones. Micro-batches of like cost run at the same time, because FSDP makes the
-    ranks wait for each other in every layer; what ranks differ in over the whole step is swapped away last. Every rank
-    gets the same number of micro-batches, the smallest for which room is found; none is empty where there are samples
-    for all. The result depends on the arguments alone.
+    Each sample, the costliest first, goes to the micro-batch of least cost (longest processing time); then samples are
+    swapped between the heaviest micro-batch and the lightest ones. Micro-batches of similar cost run at the same time,
+    because with FSDP the ranks wait for each other in every layer. A last round of swaps equalizes the ranks' totals.
+    Every rank gets the same number of micro-batches, the smallest that has room; none is empty if there are enough
+    samples. The result depends on the arguments alone.
 
     Args:
-        lengths: positions of each sample of the step, none above `most_tokens`.
-        costs: of each sample, whole numbers of any unit, at least 1.
+        lengths: tokens of each sample of the step, at most `most_tokens`.
+        costs: cost of each sample, whole numbers from 1 in any unit.
 
     Returns:
         [rank][micro_batch] -> indices into `lengths`.
@@ -71,7 +70,7 @@ def pack_step(lengths: list[int], costs: list[int], world_size: int, most_tokens
 
 
 def place_all(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: int) -> np.ndarray | None:
-    """int64 [samples]: a bin for each, by cost, or by length where that leaves no room; None where neither fits."""
+    """Bin of each sample, int64 [samples], by cost or, where that leaves no room, by length; None: not enough bins."""
     place = place_by_cost(tokens, work, bins, most_tokens)
     if place is None:
         place = place_by_length(tokens, bins, most_tokens)
@@ -79,7 +78,7 @@ def place_all(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: int)
 
 
 def place_by_cost(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: int) -> np.ndarray | None:
-    """The costliest first, into the bin of least cost that has room."""
+    """Put each sample, the costliest first, into the bin of least cost that has room."""
     place, room = np.zeros(len(tokens), dtype=np.int64), [most_tokens] * bins
     heap = [(0.0, number) for number in range(bins)]
     for sample in np.argsort(-work, kind="stable").tolist():
@@ -97,7 +96,7 @@ def place_by_cost(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: 
 
 
 def place_by_length(tokens: np.ndarray, bins: int, most_tokens: int) -> np.ndarray | None:
-    """The longest first, into the bin that it fills best: finds room where bins must be nearly full."""
+    """Put each sample, the longest first, into the bin with the least room that fits it (best fit)."""
     place, room = np.zeros(len(tokens), dtype=np.int64), np.full(bins, most_tokens, dtype=np.int64)
     for sample in np.argsort(-tokens, kind="stable").tolist():
         left = np.where(room >= tokens[sample], room - tokens[sample], most_tokens + 1)
@@ -110,24 +109,24 @@ def place_by_length(tokens: np.ndarray, bins: int, most_tokens: int) -> np.ndarr
 
 
 def fill_empty(place: np.ndarray, work: np.ndarray, bins: int) -> np.ndarray:
-    """Give every empty bin a sample of the fullest, while any has two."""
+    """Move the cheapest sample of the fullest bin into every empty bin, while a bin has two."""
     held = np.bincount(place, minlength=bins)
     for empty in np.flatnonzero(held == 0):
         fullest = int(held.argmax())
         if held[fullest] < 2:
             break
-        own = np.flatnonzero(place == fullest)
-        place[own[work[own].argmin()]] = empty
+        inside = np.flatnonzero(place == fullest)
+        place[inside[work[inside].argmin()]] = empty
         held[fullest] -= 1
         held[empty] += 1
     return place
 
 
 def seats(load: np.ndarray, world_size: int) -> np.ndarray:
-    """Where each bin runs, int64 [bins]: rank * micro-batches + micro-batch.
+    """Rank and micro-batch of each bin as rank * micro-batches + micro-batch, int64 [bins].
 
-    The `world_size` heaviest run first, one on each rank, and so on; within them the heaviest goes to the rank that has
-    least so far.
+    The `world_size` heaviest bins run first, one on each rank, then the next ones. Among bins that run together, the
+    heaviest goes to the rank with the least work so far.
     """
     count = len(load) // world_size
     seat, total = np.zeros(len(load), dtype=np.int64), np.zeros(world_size)
@@ -139,13 +138,13 @@ def seats(load: np.ndarray, world_size: int) -> np.ndarray:
 
 
 def balance(place: np.ndarray, work: np.ndarray, tokens: np.ndarray, owner: np.ndarray, most_tokens: int) -> None:
-    """Swap or move samples from the heaviest owner of bins to light ones, until nothing is gained.
+    """Swap or move samples from the heaviest owner of bins to light owners, as long as that helps; changes `place`.
 
     Args:
-        place: int64 [samples], the bin of each; changed.
+        place: int64 [samples], the bin of each sample.
         work: float64 [samples].
         tokens: int64 [samples].
-        owner: int64 [bins], whose work is to be equal: each bin its own, or a rank's.
+        owner: int64 [bins], the owner of each bin, a micro-batch or a rank; the work of owners is made equal.
     """
     bins, owners = len(owner), int(owner.max()) + 1
     for _ in range(20 * owners):

@@ -1,4 +1,4 @@
-"""Which samples a step has: our own order, and the original's."""
+"""Samplers: which records each step of a run trains on."""
 
 from __future__ import annotations
 
@@ -13,64 +13,66 @@ import numpy as np
 import torch
 
 from llava_fsdp.config import Config, SamplerName, SourceConfig
-from llava_fsdp.data.batching.llava_samplers import OriginalOrder
-from llava_fsdp.data.batching.packing import Cuts
+from llava_fsdp.data.batching.llava_samplers import LlavaSampler
+from llava_fsdp.data.batching.packing import Assignment
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.seeds import derive
 
 
-class Order(Protocol):
+class Sampler(Protocol):
     @property
     def per_epoch(self) -> int:
         """Steps of an epoch."""
         ...
 
     def samples(self, step: int) -> list[int]:
-        """Record numbers of a step, on all ranks together; the last step of an epoch may hold fewer."""
+        """Record numbers of a step, on all ranks together; the last step of an epoch may have fewer."""
         ...
 
     @property
     def shape(self) -> str:
-        """What of a run's physical shape the order depends on."""
+        """The part of (ranks, accumulation, micro-batch size) that the samples of a step depend on; "" if none."""
         ...
 
     def draw(self, steps: int) -> None:
-        """Draw what these many steps need, so that no worker has to."""
+        """Prepare the first `steps` steps before data workers are forked, so that they share the result."""
         ...
 
-    def cuts(self, step: int) -> Cuts | None:
-        """How the step's record numbers lie on ranks and in micro-batches; None leaves it to `packing.py`."""
+    def assignment(self, step: int) -> Assignment | None:
+        """Record numbers by rank and micro-batch; None leaves the assignment to `packing.py`."""
         ...
 
 
 @dataclass(frozen=True)
 class Share:
-    """One source of several in an epoch."""
+    """The part that one of several sources has in every epoch."""
 
     name: str
     first: int
-    """The number of its first record."""
+    """Number of the source's first record."""
     count: int
+    """Records of the source."""
     samples: int
-    """Of an epoch; the same in every epoch."""
+    """Samples of an epoch that come from the source."""
 
 
 @dataclass(frozen=True)
 class Shuffle:
-    """A permutation for each epoch that depends on nothing but (seed, epoch), and on the sources' shares."""
+    """A random permutation for each epoch, the same on any number of ranks.
+
+    It depends on the seed, the number of the epoch, and the shares of the sources.
+    """
 
     count: int
     """Records."""
     seed: int
     global_batch_size: int
     shares: tuple[Share, ...] = ()
-    """None: every record once an epoch."""
+    """Empty: every record once an epoch."""
     _drawn: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """The last epoch that was asked for."""
+    """The permutation of the epoch that was used last, by the epoch's number."""
 
-    @property
-    def shape(self) -> str:
-        return ""
+    shape = ""
 
     @property
     def samples_per_epoch(self) -> int:
@@ -85,7 +87,7 @@ class Shuffle:
         return self.epoch(epoch)[within * self.global_batch_size : (within + 1) * self.global_batch_size].tolist()
 
     def epoch(self, number: int) -> np.ndarray:
-        """int64 [samples_per_epoch]: record numbers in their order."""
+        """Record numbers of an epoch in their order, int64 [samples_per_epoch]."""
         if number not in self._drawn:
             order = permutation(self.samples_per_epoch, "order", self.seed, number)
             if self.shares:
@@ -95,49 +97,50 @@ class Shuffle:
         return self._drawn[number]
 
     def members(self, share: Share, epoch: int) -> np.ndarray:
-        """int64 [share.samples]: which of a source's records an epoch has.
+        """Records that an epoch takes from a source, int64 [share.samples].
 
-        The source's passes, each a permutation, are one stream, of which every epoch takes the next stretch: however
-        small its share, all of its records come before one of them comes again.
+        Permutations of the source's records follow one another without end, and every epoch takes the next
+        `share.samples` of them. So each record is used once before any is used again, however small the share.
         """
         begin, end = epoch * share.samples, (epoch + 1) * share.samples
         passes = range(begin // share.count, -(-end // share.count))
         drawn = [permutation(share.count, "pass", self.seed, share.name, n) for n in passes]
-        stretch = np.concatenate(drawn)[begin - passes.start * share.count :][: share.samples]
-        return np.sort(stretch) + share.first
+        taken = np.concatenate(drawn)[begin - passes.start * share.count :][: share.samples]
+        return np.sort(taken) + share.first
 
     def draw(self, steps: int) -> None:
-        """Nothing: an epoch is drawn in a moment."""
+        """Do nothing: drawing an epoch is fast."""
 
-    def cuts(self, step: int) -> None:
+    def assignment(self, step: int) -> None:
         return None
 
 
 def permutation(count: int, *purpose: str | int) -> np.ndarray:
+    """A permutation of range(count) that depends on `purpose` alone."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(derive(*purpose))).numpy()
 
 
 def shares_of(sources: dict[str, SourceConfig], counts: Sequence[int]) -> tuple[Share, ...]:
-    """What every source gives to an epoch.
+    """Compute the share of every source.
 
     Args:
         counts: records of each source, in the same order.
 
     Raises:
-        ConfigError: a source would give nothing, or has no record.
+        ConfigError: a source has no record, or would give no sample to an epoch.
     """
     if not sources:
         return ()
     firsts = itertools.accumulate(counts, initial=0)
     shares = []
-    for (name, own), count, first, samples in zip(
+    for (name, source), count, first, samples in zip(
         sources.items(), counts, firsts, amounts(sources, counts), strict=False
     ):
         if not count:
-            raise ConfigError(f"data.sources.{name}: no record of {own.path} is left to train on; take it out")
+            raise ConfigError(f"data.sources.{name}: no record of {source.path} is left to train on; take it out")
         if not samples:
             raise ConfigError(
-                f"data.sources.{name}: {own.path} would give less than one sample to an epoch; raise its weight "
+                f"data.sources.{name}: {source.path} would give less than one sample to an epoch; raise its weight "
                 "or epochs"
             )
         shares.append(Share(name, first, count, samples))
@@ -145,12 +148,15 @@ def shares_of(sources: dict[str, SourceConfig], counts: Sequence[int]) -> tuple[
 
 
 def amounts(sources: dict[str, SourceConfig], counts: Sequence[int]) -> list[int]:
-    """Samples of an epoch, by source: its records times `epochs`, rounded; or its part of as many samples as there are
-    records, by `weight`, the largest remainders rounded up. Exact: floats are taken as they are written."""
-    if any(own.weight is None for own in sources.values()):
+    """Samples of an epoch by source.
+
+    With `epochs`: the source's records times `epochs`, rounded. With `weight`: the source's part of as many samples as
+    there are records, the largest remainders rounded up. Fractions keep decimal numbers of the configuration exact.
+    """
+    if any(source.weight is None for source in sources.values()):
         wanted = (Fraction(str(own.epochs or 1)) * count for own, count in zip(sources.values(), counts, strict=True))
         return [math.floor(amount + Fraction(1, 2)) for amount in wanted]
-    weights = [Fraction(str(own.weight)) for own in sources.values()]
+    weights = [Fraction(str(source.weight)) for source in sources.values()]
     parts = [sum(counts) * weight / sum(weights) for weight in weights]
     whole = [math.floor(part) for part in parts]
     by_remainder = sorted(range(len(parts)), key=lambda s: (whole[s] - parts[s], s))
@@ -159,19 +165,20 @@ def amounts(sources: dict[str, SourceConfig], counts: Sequence[int]) -> list[int
     return whole
 
 
-def open_order(words: Sequence[int] | np.ndarray, cfg: Config, world_size: int, counts: Sequence[int] = ()) -> Order:
-    """The order that `sampler=` names.
+def open_sampler(
+    words: Sequence[int] | np.ndarray, cfg: Config, world_size: int, counts: Sequence[int] = ()
+) -> Sampler:
+    """Build the sampler that `sampler=` names.
 
     Args:
-        words: of every record, negative where it has no picture.
-        counts: records of each source, in the order of `data.sources`; none: there is one source.
+        words: words of every record, negative where it has no image.
+        counts: records of each source, in the order of `data.sources`; empty with a single source.
 
     Raises:
-        ConfigError: the original's order cannot be had with this many ranks or records.
+        ConfigError: LLaVA's sampler does not support this number of ranks or records.
     """
     if cfg.sampler.name is SamplerName.shuffle:
-        shares = shares_of(cfg.data.sources, counts)
-        return Shuffle(len(words), cfg.seed, cfg.global_batch_size, shares)
+        return Shuffle(len(words), cfg.seed, cfg.global_batch_size, shares_of(cfg.data.sources, counts))
     accumulation, rest = divmod(cfg.global_batch_size, cfg.micro_batch_size * world_size)
     if rest or not accumulation:
         raise ConfigError(
@@ -179,4 +186,4 @@ def open_order(words: Sequence[int] | np.ndarray, cfg: Config, world_size: int, 
             f"{cfg.global_batch_size} is not a multiple of {cfg.micro_batch_size} x {world_size}"
         )
     grouped = cfg.sampler.group_by_modality_length
-    return OriginalOrder(list(map(int, words)), cfg.micro_batch_size, accumulation, world_size, cfg.seed, grouped)
+    return LlavaSampler(list(map(int, words)), cfg.micro_batch_size, accumulation, world_size, cfg.seed, grouped)

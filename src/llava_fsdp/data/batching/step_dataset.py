@@ -1,7 +1,4 @@
-"""A step of a run: this rank's part of its samples as tensors.
-
-Which samples a step has is `sampler.py`'s matter, how they are cut over ranks `packing.py`'s.
-"""
+"""Dataset whose items are steps: this rank's part of a step's samples as tensors."""
 
 from __future__ import annotations
 
@@ -14,43 +11,43 @@ import torch
 from torch.utils.data import Dataset
 
 from llava_fsdp.config import BadRecords, Config
-from llava_fsdp.data.batching.batch import LeftOut, MicroBatch, Step, StepFacts
+from llava_fsdp.data.batching.batch import MicroBatch, SkippedSample, Step, StepFacts
 from llava_fsdp.data.batching.collate import Collator, Row
 from llava_fsdp.data.batching.cost_model import CostModel
-from llava_fsdp.data.batching.packing import Cuts, cut_step, pack_step
-from llava_fsdp.data.batching.sampler import Order
-from llava_fsdp.data.images.preprocess import PictureReader
+from llava_fsdp.data.batching.packing import Assignment, pack_step, split_step
+from llava_fsdp.data.batching.sampler import Sampler
+from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.integrity import damaged
 from llava_fsdp.data.records.record import Record
 from llava_fsdp.data.text.encode import Encoder
-from llava_fsdp.runtime.errors import DataError, PictureError
+from llava_fsdp.runtime.errors import DataError, ImageError
 from llava_fsdp.runtime.seeds import derive
 
 
 class Steps(Dataset):
-    """Step number -> the step, or the error that preparing it met."""
+    """Maps the number of a step to the step, or to the error that preparing it raised."""
 
     def __init__(
         self,
         records: Records,
-        order: Order,
+        sampler: Sampler,
         encoder: Encoder,
-        pictures: PictureReader,
+        image_reader: ImageReader,
         cfg: Config,
         rank: int,
         world_size: int,
         cost: CostModel,
     ):
         self.records = records
-        self.order = order
+        self.sampler = sampler
         self.encoder = encoder
-        self.pictures = pictures
+        self.image_reader = image_reader
         self.global_batch_size = cfg.global_batch_size
         self.micro_batch_size = cfg.micro_batch_size
         self.most_tokens = cfg.row_tokens if cfg.pack else None
         self.bad = cfg.data.bad_records
-        self.collate = Collator(pictures, cfg.loss.normalize, cfg.pack)
+        self.collate = Collator(image_reader, cfg.loss.normalize, cfg.pack)
         self.cost = cost
         self.rank = rank
         self.world_size = world_size
@@ -59,50 +56,44 @@ class Steps(Dataset):
         self.sources = cfg.data.source_names
         self.ends = np.cumsum(records.source_counts)
 
-    @property
-    def per_epoch(self) -> int:
-        """Steps of an epoch."""
-        return self.order.per_epoch
-
     def fingerprints(self) -> dict[str, str]:
-        """Of the records, of what makes ids and pixels of them, and of what their order depends on."""
-        encoding = f"{self.encoder.tokenizer.fingerprint} {self.pictures.fingerprint}"
+        """Fingerprints by which a resumed run checks that its data is the same."""
+        encoding = f"{self.encoder.tokenizer.fingerprint} {self.image_reader.fingerprint}"
         return {
             "dataset": self.records.fingerprint,
             "encoding": hashlib.sha256(encoding.encode()).hexdigest()[:32],
-            "order": self.order.shape,
+            "order": self.sampler.shape,
         }
 
     def __getitem__(self, step: int) -> Step | DataError:
         try:
             return self.prepare(step)
-        except DataError as error:  # a worker's exception would reach the user as a traceback within a message
+        except DataError as error:  # returned: a raised one would reach the main process as text with a traceback
             error.on_every_rank = False  # every rank reads its own samples
             return error
 
     def prepare(self, step: int) -> Step:
-        """What the whole step holds, and this rank's part of it, read and laid out."""
-        numbers = self.order.samples(step)
-        cuts = self.order.cuts(step) or self.cut(numbers)
+        """Read and collate this rank's part of a step, and count the whole step."""
+        numbers = self.sampler.samples(step)
         facts = self.facts(step, numbers)
-        own = cuts[self.rank]
-        read = {n: self.read(n) for micro in own for n in dict.fromkeys(micro)}
-        facts.left_out = [out for micro in own for n in micro if isinstance(out := read[n], LeftOut)]
-        total = len(own) * self.world_size
+        micro_batches = self.assignment(step, numbers)[self.rank]
+        read = {n: self.read(n) for micro in micro_batches for n in dict.fromkeys(micro)}
+        facts.skipped = [out for micro in micro_batches for n in micro if isinstance(out := read[n], SkippedSample)]
+        total = len(micro_batches) * self.world_size
         micros = []
-        for micro in own:
-            kept = [(n, row) for n in micro if not isinstance(row := read[n], LeftOut)]
+        for micro in micro_batches:
+            kept = [(n, row) for n in micro if not isinstance(row := read[n], SkippedSample)]
             seeds = [derive("dropout", self.seed, step, n) % 2**31 for n, _ in kept] if self.drops else []
             sources = self.sources_of([n for n, _ in kept]).tolist() if len(self.sources) > 1 else []
             micros.append(self.collate([row for _, row in kept], facts, total, seeds, sources))
         return Step(facts, micros)
 
     def sources_of(self, numbers: list[int] | np.ndarray) -> np.ndarray:
-        """int64: the number of each record's source."""
+        """Number of each record's source, int64 [numbers]."""
         return np.searchsorted(self.ends, numbers, side="right")
 
     def facts(self, step: int, numbers: list[int]) -> StepFacts:
-        """From the index alone."""
+        """Count the samples `numbers`, from the index alone."""
         own = np.array(numbers, dtype=np.int64)
         records = self.records
         labels = np.bincount(self.sources_of(own), records.labels[own], len(self.sources))
@@ -120,11 +111,11 @@ class Steps(Dataset):
             source_labels=dict(zip(self.sources, labels.astype(int).tolist(), strict=True)),
         )
 
-    def read(self, number: int) -> Row | LeftOut:
-        """A sample and its pictures, or what is wrong with them where `data.bad_records=skip`.
+    def read(self, number: int) -> Row | SkippedSample:
+        """Read a sample and its images, or a SkippedSample if they are wrong and `data.bad_records=skip`.
 
         Raises:
-            DataError: it is wrong, and `data.bad_records=fail`; or it is not what was examined.
+            DataError: they are wrong, and `data.bad_records=fail`; or the record changed since it was examined.
         """
         try:
             return self.load(number)
@@ -132,31 +123,31 @@ class Steps(Dataset):
             if self.bad is BadRecords.fail or error.kind is None:
                 raise
             where, lacks = self.records.where(number), self.facts(0, [number])
-            return LeftOut(number, where, error.kind, str(error), lacks)
+            return SkippedSample(number, where, error.kind, str(error), lacks)
 
     def load(self, number: int) -> Row:
         record = self.parse(number)
-        if self.pictures.watch is not None:
-            self.pictures.watch.at(record.where)
+        if self.image_reader.watch is not None:
+            self.image_reader.watch.at(record.where)
         sample = self.encoder(record)
         length, labels = int(self.records.lengths[number]), int(self.records.labels[number])
         if sample is None or (len(sample.input_ids), sample.num_labels) != (length, labels):
-            raise DataError(  # of no kind: a sample of another length may not fit its micro-batch
-                f"{record.where} is not what it was when the dataset was examined: {length} positions and {labels} "
+            raise DataError(  # without a kind, so that it is not skipped: it may no longer fit its micro-batch
+                f"{record.where} is not what it was when the dataset was examined: {length} tokens and {labels} "
                 "labels then; remove the index and examine it again"
             )
         try:
-            return sample, [self.pictures.tiles(record, name) for name in sample.images]
-        except PictureError as error:
+            return sample, [self.image_reader.tiles(record, name) for name in sample.images]
+        except ImageError as error:
             error.about(record=record.where)
             at, texts = self.records.at(number), self.records.index.texts
-            if texts.embeds(at):  # whole when it was written out
+            if texts.embeds(at):  # the image came out of a Parquet file and was whole then
                 path = Path(texts.sources[texts.part(at).source].images or "")
                 raise damaged(path, str(error)) from error
             raise
 
     def parse(self, number: int) -> Record:
-        """Raises DataError, of no kind, where it cannot be parsed: it could when the dataset was examined."""
+        """Parse a record; raises DataError without a kind, because it could be parsed when the dataset was examined."""
         try:
             return self.records[number]
         except DataError as error:
@@ -168,32 +159,32 @@ class Steps(Dataset):
             ) from error
 
     def records_of(self, step: int, ranks: list[int]) -> list[str]:
-        """The records of a step, by their `where`: of some ranks, or of all where none is named."""
-        numbers = self.order.samples(step)
+        """Names (`where`) of the records that `ranks` have in a step; of all ranks if `ranks` is empty."""
+        numbers = self.sampler.samples(step)
         if ranks:
-            cuts = self.order.cuts(step) or self.cut(numbers)
-            numbers = [n for rank in ranks for micro in cuts[rank] for n in micro]
+            by_rank = self.assignment(step, numbers)
+            numbers = [n for rank in ranks for micro in by_rank[rank] for n in micro]
         return [self.records.where(n) for n in dict.fromkeys(numbers)]
 
-    def cut(self, numbers: list[int]) -> Cuts:
+    def assignment(self, step: int, numbers: list[int]) -> Assignment:
+        """Records of a step by rank and micro-batch."""
+        if (by_rank := self.sampler.assignment(step)) is not None:
+            return by_rank
         own = np.array(numbers, dtype=np.int64)
         lengths = self.records.lengths[own]
         if self.most_tokens is None:
-            cuts = cut_step(lengths.tolist(), self.world_size, self.micro_batch_size)
+            by_rank = split_step(lengths.tolist(), self.world_size, self.micro_batch_size)
         else:
             costs = self.cost(lengths, self.records.labels[own], self.records.tiles[own])
-            cuts = pack_step(lengths.tolist(), costs.tolist(), self.world_size, self.most_tokens)
-        return [[[numbers[i] for i in micro] for micro in rank] for rank in cuts]
+            by_rank = pack_step(lengths.tolist(), costs.tolist(), self.world_size, self.most_tokens)
+        return [[[numbers[i] for i in micro] for micro in rank] for rank in by_rank]
 
     def probe(self) -> MicroBatch:
-        """A row with and one without a picture, to compare models at every position; the same on every rank.
-
-        Padded: other models than ours are asked too.
-        """
+        """A padded row with an image and one without, to compare two models at every position; equal on all ranks."""
         rows: dict[bool, Row] = {}
-        for number in self.order.samples(0):
-            shown = bool(self.records.images[number])
-            if shown not in rows and not isinstance(row := self.read(number), LeftOut):
-                rows[shown] = row
-        micro = Collator(self.pictures, self.collate.normalize, pack=False)(list(rows.values()), StepFacts(0), 1)
+        for number in self.sampler.samples(0):
+            has_image = bool(self.records.images[number])
+            if has_image not in rows and not isinstance(row := self.read(number), SkippedSample):
+                rows[has_image] = row
+        micro = Collator(self.image_reader, self.collate.normalize, pack=False)(list(rows.values()), StepFacts(0), 1)
         return replace(micro, label_positions=torch.arange(micro.input_ids.numel()), label_ids=torch.zeros(0))

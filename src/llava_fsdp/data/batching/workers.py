@@ -1,7 +1,7 @@
-"""Steps from worker processes, and what a worker was reading when it stalled or died.
+"""Worker processes that prepare steps, and error messages that name the record a worker was reading.
 
-Workers write what they are at into memory that the main process shares, so that a decoder that crashes, a process that
-the kernel kills for memory and a file system that hangs are reported with the record and the picture.
+Workers note their current record and image in memory that they share with the main process. So a crashed decoder, a
+worker that the kernel killed for memory and a hanging file system are reported with the record and the image.
 """
 
 import atexit
@@ -29,7 +29,7 @@ from llava_fsdp.runtime.terminal_text import shown_name
 
 PLACE_BYTES = 2000
 POLL = 1
-"""Seconds between two looks at workers that are waited for."""
+"""Seconds between two checks of the workers while the main process waits for a step."""
 IDLE = -1
 LESS = "fewer data.workers or a smaller data.prefetch take less memory"
 KILLED = (
@@ -40,11 +40,14 @@ CURES = {
     errno.EMFILE: "More open files: ulimit -n 65536",
     errno.EAGAIN: "More processes: ulimit -u, or docker run --pids-limit",
 }
-"""What helps, by the system's error."""
+"""Cures by errno."""
 
 
 class Watch:
-    """What each worker is at: its process, its step, its record or picture. In the main process marks do nothing."""
+    """Shared notes of each worker's process id, current step, and current record or image.
+
+    `begin`, `at` and `end` are called in workers; in the main process they do nothing.
+    """
 
     def __init__(self, workers: int = 0):
         self.pids = shared(ctypes.c_int64 * workers)
@@ -57,61 +60,64 @@ class Watch:
         return len(self.pids)
 
     def begin(self, step: int) -> None:
-        """The worker begins to prepare a step."""
+        """Note that this worker begins to prepare a step."""
         worker = get_worker_info()
         if worker is not None and self.workers:
             self.places[worker.id].value = b""
             self.steps[worker.id] = step
 
-    def at(self, record: str, picture: Path | None = None) -> None:
-        """The worker begins to read a record, by its `where`, or one of its pictures."""
+    def at(self, record: str, image: Path | None = None) -> None:
+        """Note that this worker begins to read a record, named by its `where`, or one of its images."""
         worker = get_worker_info()
         if worker is not None and self.workers:
-            place = record if picture is None else f"{record}, picture {picture}"
+            place = record if image is None else f"{record}, image {image}"
             self.places[worker.id].value = shown_name(place).encode()[: PLACE_BYTES - 1]
 
     def end(self) -> None:
         self.begin(IDLE)
 
     def place(self, worker: int) -> str:
-        """What a message says of a worker."""
+        """Where a worker is, for a message."""
         if self.steps[worker] == IDLE:
             return "between two steps"
         at = self.places[worker].value.decode(errors="replace")
         return f"at {at or 'no record yet'} (for step {self.steps[worker] + 1})"
 
     def late(self, step: int) -> str:
-        """Where the worker is that prepares this step."""
+        """Where the worker of this step is, for a message."""
         for worker in range(self.workers):
             if self.steps[worker] == step:
                 return f"data worker {worker} is {self.place(worker)}"
         return f"no data worker has begun step {step + 1}"
 
     def check(self) -> None:
-        """Raises WorkerError, with its record, where a worker has died."""
+        """Raise WorkerError with the record if a worker has died; WorkerLost if it died between two steps."""
         alive = {child.pid for child in multiprocessing.active_children()}
         for worker, pid in enumerate(self.pids):
             if pid and pid not in alive:
-                said = f"data worker {worker} (process {pid}) died, {self.place(worker)}; {KILLED}"
+                message = f"data worker {worker} (process {pid}) died, {self.place(worker)}; {KILLED}"
                 if self.steps[worker] == IDLE:
-                    raise WorkerLost(said)
-                raise WorkerError(said).about(record=self.place(worker))
+                    raise WorkerLost(message)
+                raise WorkerError(message).about(record=self.place(worker))
 
     def forget(self) -> None:
-        """The workers may end from here on. One that is only starting writes its number where nobody looks any more."""
+        """Stop checking the workers, which may end from now on.
+
+        A worker that is still starting writes its process id to the old array.
+        """
         self.pids = shared(ctypes.c_int64 * self.workers)
 
 
 def shared(kind: Any) -> Any:
     """A ctypes array of zeros that forked processes share.
 
-    multiprocessing's own lie in /dev/shm, where a process dies that writes to them once others have filled it.
+    Those of multiprocessing are in /dev/shm: if that is full, writing to them kills the process.
     """
     return kind.from_buffer(mmap.mmap(-1, max(1, ctypes.sizeof(kind))))
 
 
 class WatchedSteps(Dataset):
-    """Steps that say when they begin and end, and leave a worker through its files."""
+    """Wraps the dataset of steps: notes begin and end of each, and sends it through the worker's memory files."""
 
     def __init__(self, steps: Dataset, watch: Watch, prefetch: int):
         """
@@ -120,38 +126,41 @@ class WatchedSteps(Dataset):
         """
         self.steps = steps
         self.watch = watch
-        # one more than is prepared ahead: the rank asks for the next step before it has taken this one
+        # one more than is prefetched: the rank requests the next step before it has received this one
         self.outboxes = [Outbox(prefetch + 1) for _ in range(watch.workers)] if HAS_MEMORY_FILES else []
 
     def __getitem__(self, step: int) -> object:
         self.watch.begin(step)
-        made, worker = self.steps[step], get_worker_info()
-        if isinstance(made, Step) and worker is not None and self.outboxes:
-            made = self.send(made, worker.id)
+        prepared, worker = self.steps[step], get_worker_info()
+        if isinstance(prepared, Step) and worker is not None and self.outboxes:
+            prepared = self.send(prepared, worker.id)
         self.watch.end()
-        return made
+        return prepared
 
     def send(self, step: Step, worker: int) -> Sent | OutOfMemory:
         try:
             return self.outboxes[worker].put(step)
         except OSError as error:
-            said = f"data worker {worker} cannot hand step {step.facts.step + 1} over ({error}); {LESS}"
-            return OutOfMemory(said)
+            return OutOfMemory(f"data worker {worker} cannot hand over step {step.facts.step + 1} ({error}); {LESS}")
 
 
 class StartWorker:
-    """Runs in each worker before its first step."""
+    """Worker initialisation, as DataLoader's worker_init_fn."""
 
     def __init__(self, watch: Watch):
         self.watch = watch
         self.parent = os.getpid()
 
     def __call__(self, worker: int) -> None:
-        signal.set_wakeup_fd(-1)  # the main process's, which would take our signals for its own
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # sent to the group; the main process decides
+        signal.set_wakeup_fd(-1)  # inherited: the main process would take this worker's signals for its own
+        for number in (
+            signal.SIGINT,
+            signal.SIGTERM,
+            signal.SIGUSR1,
+        ):  # they are sent to the whole process group; the main process handles them
             signal.signal(number, signal.SIG_IGN)
         end_with(self.parent)
-        gc.enable()  # off in the main process, which collects by plan
+        gc.enable()  # the main process has it off and collects at chosen times
         self.watch.pids[worker] = os.getpid()
 
 
@@ -164,15 +173,15 @@ def from_workers(
     pin_memory: bool,
     give_up: Callable[[], bool] = lambda: False,
 ) -> Iterator[object]:
-    """`steps[n]` for every number, in order; without workers from this very process, where nobody watches.
+    """Yield `steps[n]` for every number, in order.
 
-    Workers that cannot be started are done without, with a warning.
+    Without workers, or if they cannot be started (with a warning), this process prepares the steps itself.
 
     Args:
-        give_up: asked every second while a step is waited for; where it says yes, None comes instead, and no more.
+        give_up: called every second while waiting for a step; once it returns True, None is yielded, and no more.
 
     Raises:
-        WorkerError: a worker died, or none moved on for `stall` seconds while the next step was waited for.
+        WorkerError: a worker died, or the one that prepares the next step stayed at one record for `stall` seconds.
     """
     arriving = start_workers(steps, numbers, watch, prefetch, stall, pin_memory) if watch.workers else None
     if arriving is None:
@@ -190,17 +199,17 @@ def from_workers(
 
 
 def end_workers_at_exit(arriving: Any) -> None:
-    """End what is left of the workers of a DataLoader's iterator when the process exits.
+    """Kill the remaining workers of a DataLoader's iterator when this process exits.
 
-    A traceback may still hold the iterator, and a worker may hang. multiprocessing would send the workers SIGTERM,
-    which they ignore, and wait for them forever.
+    A traceback may still hold the iterator, or a worker may hang. multiprocessing would send the workers SIGTERM,
+    which they ignore, and then wait forever.
     """
     workers = arriving._workers  # torch/utils/data/dataloader.py
 
     def end() -> None:
         iterator = alive()
         if iterator is not None:
-            iterator._shutdown_workers()  # what it does when it is deleted
+            iterator._shutdown_workers()  # as its destructor does
         for worker in workers:
             worker.kill()
 
@@ -215,7 +224,7 @@ def end_workers_at_exit(arriving: Any) -> None:
 def start_workers(
     steps: Dataset, numbers: range, watch: Watch, prefetch: int, stall: float, pin_memory: bool
 ) -> Iterator[object] | None:
-    """What workers prepare, in order; None where the system has no room for them, which a warning says."""
+    """Iterator over the steps that workers prepare; None, with a warning, if the system cannot start them."""
     before = multiprocessing.active_children()
     try:
         loader = DataLoader(
@@ -228,7 +237,7 @@ def start_workers(
             worker_init_fn=StartWorker(watch),
             timeout=min(POLL, stall),
         )
-        # tried here first: where the DataLoader fails half-way, its destructor prints a traceback
+        # checked here first: if the DataLoader fails half-way, its destructor prints a traceback
         del [multiprocessing.Queue() for _ in range(num_queues(watch.workers))][:]
         return iter(loader)
     except OSError as error:
@@ -243,12 +252,12 @@ def start_workers(
 
 
 def num_queues(workers: int) -> int:
-    """Twice as many as a DataLoader has, which makes an event and a handle of each process as well."""
+    """Queues to check for: twice those of a DataLoader, which also makes an event and a handle for each process."""
     return 2 * (workers + 1)
 
 
 def lock_bytes(workers: int) -> int:
-    """Bytes of /dev/shm that a training's workers take: three locks a queue, a page each; and those of a validation."""
+    """Bytes of /dev/shm for the workers of training and validation: three locks a queue, one page each."""
     return 2 * 3 * num_queues(workers) * mmap.PAGESIZE if workers else 0
 
 
@@ -261,9 +270,9 @@ def next_step(
             return next(arriving)
         except RuntimeError as error:
             watch.check()
-            if str(error).startswith("DataLoader worker (pid"):  # it died before it could say where it was
+            if str(error).startswith("DataLoader worker (pid"):  # the worker died before it could note its process id
                 raise WorkerError(f"{error}; {KILLED}") from error
-            if not str(error).startswith("DataLoader timed out"):  # a worker's own error, with its traceback
+            if not str(error).startswith("DataLoader timed out"):  # an exception of the worker, with its traceback
                 raise
         if give_up():
             return None

@@ -1,13 +1,13 @@
-"""Pixels in fewer operations, near to the exact ones and not equal (`data.pixels=fast`).
+"""Faster resizing whose pixels are close to the exact ones, not equal (`data.pixels=fast`).
 
-It differs from `exact` in four things. A JPEG is decoded at a half, a quarter or an eighth of its size where that is
-still no smaller than what is needed. What is more than twice too large is averaged over whole blocks before it is
-resized (Pillow's `reducing_gap`). What is clearly reduced is so with Pillow's Hamming filter, half as wide as the
-bicubic one. And nothing is resized that is not shown: padding comes after resizing, so that the picture does not blend
-into the colour around it and a line that it fills in part has that colour, and of a picture that is cut to a square the
-square alone is resized. A picture that is not resized gives the exact path's very bytes.
+It differs from `exact` in four ways. A JPEG is decoded at a half, a quarter or an eighth of its size if that is large
+enough. An image more than twice too large is averaged over whole blocks before it is resized (Pillow's `reducing_gap`).
+Clear reductions use Pillow's Hamming filter, half as wide as the bicubic one. And only visible pixels are resized:
+padding is added after resizing, so that the image does not blend into the padding's colour and lines that it fills in
+part have that colour; an image that is cropped to a square is cropped first. An image that needs no resizing has
+exactly the pixels of `exact`.
 
-Functions take the file as Pillow opened it, not yet decoded, and give RGB; `what` is what an error calls it.
+Functions take the image as Pillow opened it, not yet decoded, and return RGB; `what` names it in error messages.
 """
 
 import math
@@ -21,52 +21,52 @@ from llava_fsdp.data.images.check import shown_size, to_rgb
 
 GAP = 2.0
 NARROW = 1.25
-"""From this reduction on the narrower filter; nearer to the full size it would blur."""
+"""Least reduction for the narrower filter, which would blur images that are reduced less."""
 Box = tuple[float, float, float, float]
 """left, top, right, bottom"""
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """A picture as shown, perhaps at a fraction of its size; boxes are in pixels of the full one."""
+    """A decoded and turned image, perhaps at a fraction of its size; boxes are in pixels of the full size."""
 
-    picture: Image.Image
+    image: Image.Image
     full: Size
     scale: int
-    """Pixels of the full size on a side of one of these; those at the edge may lie beyond it in part."""
+    """Full size divided by the decoded size; pixels at the edge may lie partly outside the image."""
     left: float
     top: float
-    """Where the full picture begins: not at 0 where its last, partial pixels were turned to the front."""
+    """Left and top edge of the full image; not 0 if turning moved partial pixels from the end to the front."""
 
     def resize(self, shape: Size, resample: Resampling, box: Box | None = None) -> Image.Image:
         left, top, right, bottom = (n / self.scale for n in box or (0, 0, *self.full))
         reduction = min((right - left) / shape[0], (bottom - top) / shape[1])
         if reduction >= NARROW and resample is Resampling.BICUBIC:
             resample = Resampling.HAMMING
-        right, bottom = min(self.left + right, self.picture.width), min(self.top + bottom, self.picture.height)
-        return self.picture.resize(shape, resample, (self.left + left, self.top + top, right, bottom), GAP)
+        right, bottom = min(self.left + right, self.image.width), min(self.top + bottom, self.image.height)
+        return self.image.resize(shape, resample, (self.left + left, self.top + top, right, bottom), GAP)
 
 
 def decode(file: Image.Image, needed: tuple[float, float], what: str) -> Decoded:
-    """The picture, no smaller than `needed` (width, height) unless the file is."""
+    """Decode an image at no less than `needed` (width, height), or at its full size if it is smaller."""
     full, turn = shown_size(file), file.getexif().get(ExifTags.Base.Orientation, 1)
     wide, high = (math.ceil(n) for n in needed)
     stored = file.width
-    drafted = file.draft(None, (high, wide) if turn in (5, 6, 7, 8) else (wide, high))  # None: no JPEG
+    drafted = file.draft(None, (high, wide) if turn in (5, 6, 7, 8) else (wide, high))  # None: not a JPEG
     scale = round(stored / drafted[1][2]) if drafted else 1
-    picture = to_rgb(ImageOps.exif_transpose(file), what)
-    left = picture.width - full[0] / scale if turn in (2, 3, 6, 7) else 0
-    top = picture.height - full[1] / scale if turn in (3, 4, 7, 8) else 0
-    return Decoded(picture, full, scale, left, top)
+    image = to_rgb(ImageOps.exif_transpose(file), what)
+    left = image.width - full[0] / scale if turn in (2, 3, 6, 7) else 0
+    top = image.height - full[1] / scale if turn in (3, 4, 7, 8) else 0
+    return Decoded(image, full, scale, left, top)
 
 
 def padded(file: Image.Image, size: int, resample: Resampling, colour: tuple[int, ...], what: str) -> Image.Image:
-    """The whole picture in the middle of a square, every pixel where the exact path has it."""
+    """Resize the image into the middle of a padded square, at the same place as `exact` does."""
     width, height = shown_size(file)
     side = max(width, height)
-    picture = decode(file, (width * size / side, height * size / side), what)
+    image = decode(file, (width * size / side, height * size / side), what)
     (left, right, x, end_x), (top, bottom, y, end_y) = (lines_within(n, side, size) for n in (width, height))
-    inside = picture.resize((right - left, bottom - top), resample, (x, y, end_x, end_y))
+    inside = image.resize((right - left, bottom - top), resample, (x, y, end_x, end_y))
     if inside.size == (size, size):
         return inside
     square = Image.new("RGB", (size, size), colour)
@@ -75,9 +75,16 @@ def padded(file: Image.Image, size: int, resample: Resampling, colour: tuple[int
 
 
 def lines_within(length: int, side: int, size: int) -> tuple[int, int, float, float]:
-    """Of `size` lines that show `side`, those that `length` in its middle fills, and the part of `length` on them.
+    """Lines of a resized square that the image fills, and the part of the image on them.
 
-    Lines that it fills in part are left out; one that would be lost altogether is squeezed into one line.
+    Lines that it fills only in part become padding; an image that would fill no line is squeezed into one.
+
+    Args:
+        length: width or height of the image, in the middle of a square of `side` pixels.
+        size: width and height of the resized square.
+
+    Returns:
+        first line, end, and begin and end of the part of the image in its pixels.
     """
     before = (side - length) // 2
     first, end = -(-before * size // side), (before + length) * size // side
@@ -88,7 +95,7 @@ def lines_within(length: int, side: int, size: int) -> tuple[int, int, float, fl
 
 
 def cut_square(file: Image.Image, size: int, resample: Resampling, what: str) -> Image.Image:
-    """The centre of the picture whose short side is `size`."""
+    """Resize the short side to `size` and crop the centre."""
     width, height = shown_size(file)
     short = min(width, height)
     shape = int(size * width / short), int(size * height / short)
@@ -99,14 +106,14 @@ def cut_square(file: Image.Image, size: int, resample: Resampling, what: str) ->
 
 
 def squeezed(file: Image.Image, size: int, resample: Resampling, what: str) -> Image.Image:
-    """The whole picture, both sides resized to the square's."""
+    """Resize both sides to `size`."""
     return decode(file, (size, size), what).resize((size, size), resample)
 
 
 def tiles(file: Image.Image, tile: int, sizes: list[Size], what: str) -> list[Image.Image]:
-    """As `anyres.cut_tiles`, in the grid that the picture's full size asks for."""
+    """As `anyres.cut_tiles`, in the best grid for the image's full size."""
     size = best_size(shown_size(file), sizes)
     shape = fitted_shape(shown_size(file), size)
-    picture = decode(file, (max(tile, shape[0]), max(tile, shape[1])), what)
-    fitted = on_black(picture.resize(shape, Resampling.BICUBIC), size)
-    return [picture.resize((tile, tile), Resampling.BICUBIC), *cut_grid(fitted, tile)]
+    image = decode(file, (max(tile, shape[0]), max(tile, shape[1])), what)
+    fitted = on_black(image.resize(shape, Resampling.BICUBIC), size)
+    return [image.resize((tile, tile), Resampling.BICUBIC), *cut_grid(fitted, tile)]

@@ -1,4 +1,4 @@
-"""Pictures of a dataset, small, as addresses that hold them: a page that shows them needs no file beside it."""
+"""Thumbnails as data: URLs, for pages without files beside them."""
 
 import base64
 import contextlib
@@ -11,21 +11,21 @@ from llava_fsdp.data.images.check import opened, to_rgb
 from llava_fsdp.runtime.errors import DataError
 
 SIDE = 208
-"""Most pixels on a side: twice what a page gives it."""
+"""Most pixels on a side, twice those on a page."""
 QUALITY = 72
 LARGEST = 24_000
-"""Bytes of a JPEG; a picture of noise is made smaller still."""
+"""Most bytes of a JPEG; larger ones are saved at lower quality."""
 MOST_KEPT = 200
 
 
 class Thumbnails:
-    """Each picture is opened once."""
+    """Caches the thumbnails of the last `MOST_KEPT` images."""
 
     def __init__(self) -> None:
         self.made: dict[str, str | None] = {}
 
     def __call__(self, path: str) -> str | None:
-        """A data: address; None where there is no picture, or none that can be read."""
+        """Data: URL of an image's thumbnail; None if the image cannot be read."""
         if path not in self.made:
             if len(self.made) >= MOST_KEPT:
                 self.made.clear()
@@ -34,9 +34,9 @@ class Thumbnails:
 
 
 def thumbnail(path: Path) -> str | None:
-    with contextlib.suppress(DataError, MemoryError), opened(path, "a sample answer") as picture:
-        picture.draft("RGB", (SIDE, SIDE))
-        small = to_rgb(ImageOps.exif_transpose(picture), str(path))
+    with contextlib.suppress(DataError, MemoryError), opened(path, "a sample answer") as image:
+        image.draft("RGB", (SIDE, SIDE))
+        small = to_rgb(ImageOps.exif_transpose(image), str(path))
         small.thumbnail((SIDE, SIDE))
         for quality in (QUALITY, 40, 15):
             held = io.BytesIO()

@@ -1,8 +1,7 @@
-"""Whether the bytes of a picture file end before the picture does, by the structure of its format.
+"""Detect truncated image files by the structure of their formats.
 
-Decoders do not say: of a file that was cut, Pillow raises OSError, SyntaxError or ValueError in many words, some of
-them those of a file that is no picture at all. Sources: ITU-T T.81 B.1, PNG 5.2, the GIF89a, BMP, TIFF 6 and WebP
-container specifications.
+Pillow's errors do not tell: for a truncated file it raises OSError, SyntaxError or ValueError, partly with the messages
+of files that are no images. Sources: ITU-T T.81 B.1, PNG 5.2, and the specifications of GIF89a, BMP, TIFF 6 and WebP.
 """
 
 import struct
@@ -17,7 +16,7 @@ BIG_TIFF = b"II+\0", b"MM\0+"
 
 
 def ends_early(data: bytes) -> bool:
-    """The beginning of a picture file whose end is missing; false of whole files and of what is no picture."""
+    """Whether the bytes are an image file whose end is missing; False for whole images and for other data."""
     magics = (JPEG, PNG, RIFF, *GIF, BMP, *TIFF, *BIG_TIFF)
     if any(len(data) < len(magic) and magic.startswith(data) for magic in magics):
         return True
@@ -34,7 +33,7 @@ def ends_early(data: bytes) -> bool:
             return len(data) < max(number("<I", data, 2), bmp_needs(data))
         if data.startswith((*TIFF, *BIG_TIFF)):
             return len(data) < tiff_needs(data)
-    except (IndexError, struct.error):  # what is read next lies behind the end
+    except (IndexError, struct.error):  # the structure continues behind the last byte
         return True
     return False
 
@@ -44,7 +43,7 @@ def number(form: str, data: bytes, at: int) -> int:
 
 
 def jpeg_ends_early(data: bytes) -> bool:
-    """No end-of-image marker behind the last segment; those inside segments (thumbnails) do not count."""
+    """Whether the end-of-image marker is missing; markers inside segments (thumbnails) do not count."""
     at = 2
     while True:
         at = data.find(b"\xff", at)
@@ -95,7 +94,7 @@ def gif_ends_early(data: bytes) -> bool:
 
 
 def bmp_needs(data: bytes) -> int:
-    """Bytes of a file without compression; 0 of others, whose header says it."""
+    """Size in bytes of an uncompressed file; 0 for others, whose header has it."""
     start, header = struct.unpack_from("<II", data, 10)
     if header < 40:
         return 0
@@ -107,13 +106,13 @@ TIFF_TYPES = {
     1: "B", 2: "B", 3: "H", 4: "I", 5: "Q", 6: "B", 7: "B", 8: "H", 9: "I", 10: "Q", 11: "I", 12: "Q", 13: "I",
     16: "Q", 17: "Q", 18: "Q",
 }  # fmt: skip
-"""Type -> how wide one of its values is."""
+"""Struct format of a value by TIFF type."""
 PIECES = {273: 279, 324: 325}
-"""Tag of where strips or tiles begin -> tag of their bytes."""
+"""Tag of the offsets of strips or tiles -> tag of their sizes."""
 
 
 def tiff_needs(data: bytes) -> int:
-    """Where the last byte lies that the first picture's directory points at."""
+    """End of the last byte that the directory of the first image points at."""
     order, big = "<" if data.startswith(b"II") else ">", data.startswith(BIG_TIFF)
     offset, count, width, inline = ("Q", "Q", 20, 8) if big else ("I", "H", 12, 4)
     at = number(order + offset, data, 8 if big else 4)

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from llava_fsdp.config import BadRecords, Config, DataConfig, TooLong
-from llava_fsdp.data.images.preprocess import PictureReader
+from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.build import Plan, last_look, open_index
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.statistics import PAGE, write_report
@@ -19,7 +19,7 @@ from llava_fsdp.runtime.progress import Watch
 
 SHOWN = 5
 NOTED = {
-    Kind.tag_without_picture: f"have {IMAGE_TAG} in their text and no picture, and train as text: is the key called "
+    Kind.tag_without_image: f"have {IMAGE_TAG} in their text and no picture, and train as text: is the key called "
     "image?",
     Kind.media_not_read: "name video, audio or images in a key or a tag that is not read, and train without them",
     Kind.special_token: "have a special token in their text (data.special_tokens says what becomes of it)",
@@ -32,7 +32,7 @@ NOTED = {
 """Records named in a message."""
 
 
-def open_records(cfg: Config, encoder: Encoder, reader: PictureReader, show: Watch) -> Records:
+def open_records(cfg: Config, encoder: Encoder, reader: ImageReader, show: Watch) -> Records:
     """The dataset's records, by its index, which is made where it is absent; and whether training may begin.
 
     Raises:

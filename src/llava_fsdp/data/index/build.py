@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from llava_fsdp.config import DataConfig, Pixels, TooLong
-from llava_fsdp.data.images.preprocess import PictureReader
+from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.duplicate_ids import DUPLICATES, read_facts
 from llava_fsdp.data.index.examine_passes import ExaminePictures, Pass, ReadRecords
 from llava_fsdp.data.index.integrity import DONE, check_part, damaged, read_json, read_rows
@@ -54,7 +54,7 @@ class Plan:
 
     cfg: DataConfig
     encoder: Encoder
-    reader: PictureReader
+    reader: ImageReader
     workers: int
 
     @property

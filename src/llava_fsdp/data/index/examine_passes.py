@@ -13,7 +13,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from llava_fsdp.config import Examine
-from llava_fsdp.data.images.check import Picture, look_at, real
+from llava_fsdp.data.images.check import ImageFacts, look_at, real
 from llava_fsdp.data.index.record_store import Texts
 from llava_fsdp.data.index.worker_pool import ROWS, Columns, open_column, rows_column
 from llava_fsdp.data.records.problems import BITS, Kind
@@ -157,7 +157,7 @@ def check_pictures_named(record: Record, tell: Tell) -> None:
         tell(Kind.media_not_read, unread_reason(record.where, record.unread))
     elif not record.images and any(IMAGE_TAG in turn.text for turn in record.turns):
         tell(
-            Kind.tag_without_picture,
+            Kind.tag_without_image,
             f"{record.where} has {IMAGE_TAG} in its text and no picture: is the key called image? name the picture "
             "there, or take the tag out of the text",
         )
@@ -195,8 +195,8 @@ class ExaminePictures(Pass):
         return {s.images: real(s.images) for s in self.texts.sources if s.images is not None}
 
     def columns(self, numbers: range, found: Findings) -> Columns:
-        seen: dict[tuple[str | None, str], Picture | Wrong] = {}
-        pictures: list[Picture] = []
+        seen: dict[tuple[str | None, str], ImageFacts | Wrong] = {}
+        pictures: list[ImageFacts] = []
         for number in numbers:
             for name in self.names.of(number):
                 key = self.texts.place(number)[0].images, name
@@ -208,15 +208,15 @@ class ExaminePictures(Pass):
                     reason = f"{record.where}: {picture.reason.removeprefix(f'{shown_name(name)}: ')}"
                     reason = self.texts.own_picture(number, reason)
                     found.of(number, record.known_id)(picture.kind, reason)
-                    picture = Picture(0, 0, 0)
+                    picture = ImageFacts(0, 0, 0)
                 pictures.append(picture)
         values = {n: [getattr(p, n) for p in pictures] for n in ("width", "height", "stored_height")}
         columns = {name: np.array(column, dtype=np.int32) for name, column in values.items()}
         return {**columns, "digest": np.array([p.digest for p in pictures], dtype=np.uint64)}
 
-    def look(self, folder: str | None, name: str) -> "Picture | Wrong":
+    def look(self, folder: str | None, name: str) -> "ImageFacts | Wrong":
         if folder is None:
-            return Picture(0, 0, 0)
+            return ImageFacts(0, 0, 0)
         try:
             return look_at(Path(folder), name, self.real_folders[folder], self.how, self.scaled, self.allow_links)
         except DataError as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from llava_fsdp.config import AspectRatio, Pixels, SpecialTokens
-from llava_fsdp.data.images.preprocess import PictureReader, check_enlarged, check_height
+from llava_fsdp.data.images.preprocess import ImageReader, check_enlarged, check_height
 from llava_fsdp.data.index.examine_passes import Findings, Pass, PictureSizes, Tell, attempt
 from llava_fsdp.data.index.worker_pool import Columns
 from llava_fsdp.data.records.problems import Kind
@@ -35,7 +35,7 @@ class EncodeRecords(Pass):
     pictures_folder: Path
     """Of `ExaminePictures`."""
     encoder: Encoder
-    reader: PictureReader
+    reader: ImageReader
 
     @cached_property
     def sizes(self) -> PictureSizes:

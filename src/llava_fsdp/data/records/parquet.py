@@ -1,6 +1,6 @@
 """Parquet files of records, written as JSON Lines into the index: what comes after reads text alone.
 
-Columns: `conversations`, a list of structs with from and value; `id`; `image`, a path, a list of paths, or pictures
+Columns: `conversations`, a list of structs with from and value; `id`; `image`, a path, a list of paths, or images
 themselves as Hugging Face datasets writes them (structs of bytes and path, or lists of these; without bytes in any row
 the paths are what counts). A null is an absent key. Of other columns that name media it is read whether they hold any:
 they are not read further, and such a record is a bad one.
@@ -28,7 +28,7 @@ SUFFIX = ".parquet"
 COLUMNS = ("id", "image", "conversations")
 TURN = ("from", "value")
 ROWS_AT_ONCE = 256
-"""Few, because rows may hold pictures."""
+"""Few, because rows may hold images."""
 OWN_NAMES = "llava_fsdp own names"
 """Key under which a row's JSON keeps the names that its embedded images had. It has no word that names media
 (`source.names_media`): a record with an unread media key is refused."""
@@ -50,9 +50,9 @@ def check_installed(path: Path) -> None:
 
 @dataclass(frozen=True)
 class WriteRows:
-    """A pass over the row groups of a file: each becomes a file of JSON Lines, its pictures files beside it.
+    """A pass over the row groups of a file: each becomes a file of JSON Lines, its images files beside it.
 
-    Column `held`, int64 [2]: pictures in the rows, and paths of pictures.
+    Column `held`, int64 [2]: images in the rows, and paths of images.
     """
 
     path: Path
@@ -64,16 +64,16 @@ class WriteRows:
         return self.folder / f"{group:08d}.jsonl"
 
     @property
-    def pictures(self) -> Path:
+    def image_folder(self) -> Path:
         return self.folder / "pictures"
 
     def __call__(self, chunk: int) -> Columns:
         self.folder.mkdir(exist_ok=True)
-        store = Store(self.pictures)
+        store = Store(self.image_folder)
         with replacing(self.text(chunk), durable=True) as file:
             for line in lines(self.path, store, [chunk], self.most):
                 file.write(line + b"\n")
-        return {"held": np.array([store.pictures, store.paths], dtype=np.int64)}
+        return {"held": np.array([store.images, store.paths], dtype=np.int64)}
 
     @property
     def whole(self) -> Path:
@@ -88,13 +88,13 @@ class WriteRows:
         """Make `whole` of what the pass over all groups has written.
 
         Raises:
-            DataError: some rows hold pictures, and some the paths of others.
+            DataError: some rows hold images, and some the paths of others.
         """
         held = [columns_of(chunk_file(chunks, group))["held"].tolist() for group in range(groups)]
-        pictures, paths = (sum(column) for column in zip(*held, strict=True)) if held else (0, 0)
-        if pictures and paths:
+        images, paths = (sum(column) for column in zip(*held, strict=True)) if held else (0, 0)
+        if images and paths:
             raise DataError(
-                f"{self.path}: {pictures} pictures are in the rows, and {paths} are paths; one source has one of both: "
+                f"{self.path}: {images} images are in the rows, and {paths} are paths; one source has one of both: "
                 "give a file for each"
             )
         self.folder.mkdir(exist_ok=True)
@@ -102,11 +102,11 @@ class WriteRows:
             for group in range(groups):
                 with self.text(group).open("rb") as own:
                     shutil.copyfileobj(own, file, BLOCK)
-            self.held.write_text(json.dumps({"pictures": pictures, "paths": paths}))
+            self.held.write_text(json.dumps({"pictures": images, "paths": paths}))
 
     def images(self) -> Path | None:
-        """The folder of the pictures that were in the rows; None where the rows have paths."""
-        return self.pictures if read_json(self.held).get("pictures") else None
+        """The folder of the images that were in the rows; None where the rows have paths."""
+        return self.image_folder if read_json(self.held).get("pictures") else None
 
     def drop_groups(self, groups: int) -> None:
         for group in range(groups):
@@ -115,20 +115,20 @@ class WriteRows:
 
 @dataclass
 class Store:
-    """Pictures that were in rows, as files."""
+    """Images that were in rows, as files."""
 
     folder: Path | None
     """None: they get their names, and are not written."""
-    pictures: int = 0
+    images: int = 0
     paths: int = 0
 
     def names(self, image: Any) -> list[str | None]:
-        """What the rows call their pictures."""
+        """What the rows call their images."""
         images = image if isinstance(image, list) else [image]
         return [one["path"] if isinstance(one, dict) else one for one in images]
 
     def put(self, image: Any) -> Any:
-        """The path below the folder of a picture that was in a row; a path stays what it is."""
+        """The path below the folder of an image that was in a row; a path stays what it is."""
         if isinstance(image, list):
             return [self.put(one) for one in image]
         if not isinstance(image, dict):
@@ -136,7 +136,7 @@ class Store:
         if image["bytes"] is None:
             self.paths += image["path"] is not None
             return image["path"]
-        self.pictures += 1
+        self.images += 1
         digest = hashlib.sha256(image["bytes"]).hexdigest()
         name = f"{digest[:2]}/{digest}"
         if self.folder is not None and not (path := self.folder / name).is_file():
@@ -213,7 +213,7 @@ def fields_of(kind: Any) -> dict[str, Any]:
 
 
 def is_embedded(schema: Any) -> bool:
-    """The rows can hold pictures, not only their paths."""
+    """The rows can hold images, not only their paths."""
     from pyarrow import types
 
     if "image" not in schema.names:
@@ -230,15 +230,15 @@ def lines(path: Path, store: Store | None, groups: list[int] | None = None, most
     """Every row's record as JSON, a few rows in memory at a time; one at a time of rows that hold other media.
 
     Args:
-        store: where pictures that are in the rows are written to.
+        store: where images that are in the rows are written to.
         most: bytes of a record; a larger one is not made JSON of.
 
     Raises:
-        DataError: the file is no Parquet file of records, or holds pictures that may not be written.
+        DataError: the file is no Parquet file of records, or holds images that may not be written.
     """
     file = open_file(path)
     if store is None and is_embedded(file.schema_arrow):
-        raise DataError(f"{path} holds pictures; only llava_fsdp.prepare and training read them: give paths instead")
+        raise DataError(f"{path} holds images; only llava_fsdp.prepare and training read them: give paths instead")
     names = file.schema_arrow.names
     unread = [name for name in names if name not in COLUMNS and names_media(name)]
     present = [name for name in COLUMNS if name in names] + unread

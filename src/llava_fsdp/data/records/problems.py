@@ -16,7 +16,7 @@ class Kind(StrEnum):
     odd_turns = "odd_turns"
     empty_answer = "empty_answer"
     image_count = "image_count"
-    tag_without_picture = "tag_without_picture"
+    tag_without_image = "tag_without_image"
     image_missing = "image_missing"
     image_empty = "image_empty"
     image_truncated = "image_truncated"
@@ -59,17 +59,17 @@ PROBLEMS: dict[Kind, Problem] = {
     Kind.wrong_roles: Problem("human and gpt do not take turns", Kept.no),
     Kind.odd_turns: Problem("no turns, or the last question has no answer", Kept.no),
     Kind.empty_answer: Problem("an answer has no text", Kept.like_original),
-    Kind.image_count: Problem("the number of <image> tags is not that of the pictures", Kept.no),
-    Kind.tag_without_picture: Problem("<image> in the text of a record without pictures", Kept.like_original),
-    Kind.image_missing: Problem("the picture does not exist", Kept.no),
-    Kind.image_empty: Problem("the picture's file has no bytes", Kept.no),
-    Kind.image_truncated: Problem("the picture's file ends before the picture does", Kept.no),
-    Kind.image_unreadable: Problem("the picture cannot be read", Kept.no),
-    Kind.image_bomb: Problem("the picture has more pixels than the limit", Kept.no),
-    Kind.image_shape: Problem("the picture is too narrow or too flat to be made a square", Kept.no),
-    Kind.path_outside: Problem("the picture's path leaves the folder of pictures", Kept.no),
-    Kind.url: Problem("the picture is an address on the net, which is never fetched", Kept.no),
-    Kind.images_unset: Problem("it has a picture, and no folder of pictures is set", Kept.no),
+    Kind.image_count: Problem("the number of <image> tags is not that of the images", Kept.no),
+    Kind.tag_without_image: Problem("<image> in the text of a record without images", Kept.like_original),
+    Kind.image_missing: Problem("the image does not exist", Kept.no),
+    Kind.image_empty: Problem("the image's file has no bytes", Kept.no),
+    Kind.image_truncated: Problem("the image's file ends before the image does", Kept.no),
+    Kind.image_unreadable: Problem("the image cannot be read", Kept.no),
+    Kind.image_bomb: Problem("the image has more pixels than the limit", Kept.no),
+    Kind.image_shape: Problem("the image is too narrow or too flat to be made a square", Kept.no),
+    Kind.path_outside: Problem("the image's path leaves the folder of images", Kept.no),
+    Kind.url: Problem("the image is an address on the net, which is never fetched", Kept.no),
+    Kind.images_unset: Problem("it has an image, and no folder of images is set", Kept.no),
     Kind.duplicate_id: Problem("an earlier record of the same source has its id", Kept.yes),
     Kind.special_token: Problem("a special token of the tokenizer in its text; see data.special_tokens", Kept.yes),
     Kind.no_labels: Problem("no label: masked, or cut before the first answer", Kept.like_original),

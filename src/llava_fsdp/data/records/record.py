@@ -68,7 +68,7 @@ class Record:
     folder: Path | None = None
     """The image folder of its source, where it has one of its own."""
     sizes: tuple[tuple[int, int], ...] | None = None
-    """(width, height) of every picture as shown, where an index knows them."""
+    """(width, height) of every image as shown, where an index knows them."""
     has_id: bool = True
     """Else its id is its index."""
     line: int | None = None
@@ -78,7 +78,7 @@ class Record:
 
     @property
     def signed_words(self) -> int:
-        """The original's measure of length: words of all messages, negative without a picture (train.py:684-690)."""
+        """The original's measure of length: words of all messages, negative without an image (train.py:684-690)."""
         words = sum(len(turn.text.split()) for turn in self.turns)
         return words if self.has_image_key else -words
 
@@ -196,7 +196,7 @@ def parse_record(path: Path, index: int, raw: Any, line: int | None = None) -> R
     if not all(isinstance(name, str) and name for name in images):
         raise DataError(
             f"{where}: image is {shown(image)}; it must be a path or a list of paths: mend it, or leave the key out "
-            "of a record without pictures",
+            "of a record without images",
             Kind.bad_form,
         )
     for name in images:
@@ -269,7 +269,7 @@ def shown(value: Any) -> str:
 
 
 def check_name(name: str, where: str) -> None:
-    """Raises DataError where the path of a picture is none below a folder."""
+    """Raises DataError where the path of an image is none below a folder."""
     if ADDRESS.match(name):
         raise DataError(
             f"{where}: image is {name[:80]!r}, an address; nothing is fetched: download it, and give its path below "

@@ -22,14 +22,14 @@ class Segment:
 
 
 def render(record: Record, form: Template, start_end: bool) -> list[Segment]:
-    """The conversation's text; image tags stand where the pictures go.
+    """The conversation's text; image tags stand where the images go.
 
     Args:
-        start_end: stand `<im_start>` and `<im_end>` around every picture.
+        start_end: stand `<im_start>` and `<im_end>` around every image.
 
     Raises:
         DataError: turns do not alternate human, gpt, or an answer is missing, or the number of image tags is not the
-            number of pictures.
+            number of images.
     """
     check_turns(record)
     segments = write_turns(asked_turns(record), form, start_end, bool(record.images))
@@ -40,7 +40,7 @@ def prompt(questions_and_answers: list[Turn], form: Template, start_end: bool, h
     """The text after which the model writes its answer: the turns so far, the last one a question.
 
     Args:
-        has_images: image tags stand for pictures; else they are text.
+        has_images: image tags stand for images; else they are text.
     """
     return write_turns(questions_and_answers, form, start_end, has_images)
 
@@ -73,7 +73,7 @@ def write_question(text: str, form: Template, start_end: bool, has_images: bool)
 
 
 def image_tag(form: Template, start_end: bool) -> str:
-    """What stands for a picture in the text."""
+    """What stands for an image in the text."""
     return form.image.replace(IMAGE_TAG, f"{IM_START}{IMAGE_TAG}{IM_END}") if start_end else form.image
 
 
@@ -94,7 +94,7 @@ def asked_turns(record: Record) -> tuple[Turn, ...]:
 
 
 def opening_question(record: Record) -> tuple[str, int, str]:
-    """The first question with its image tags, how many of the record's pictures it shows, and its answer.
+    """The first question with its image tags, how many of the record's images it shows, and its answer.
 
     Raises:
         DataError: the record does not begin with a question and its answer.
@@ -125,7 +125,7 @@ def role_cure(role: str) -> str:
 
 
 def check_turns(record: Record) -> None:
-    """Raises DataError where turns do not alternate, or tags and pictures do not agree."""
+    """Raises DataError where turns do not alternate, or tags and images do not agree."""
     turns = asked_turns(record)
     for position, turn in enumerate(turns):
         expected = "human" if position % 2 == 0 else "gpt"
@@ -136,7 +136,7 @@ def check_turns(record: Record) -> None:
             )
         if turn.role == "gpt" and record.images and IMAGE_TAG in turn.text:
             raise DataError(
-                f"{record.where}: turn {position} is an answer with {IMAGE_TAG} in it; pictures belong to "
+                f"{record.where}: turn {position} is an answer with {IMAGE_TAG} in it; images belong to "
                 "questions: take it out",
                 Kind.image_count,
             )
@@ -149,7 +149,7 @@ def check_turns(record: Record) -> None:
     tags = sum(turn.text.count(IMAGE_TAG) for turn in turns if turn.role == "human")
     if record.images and tags != len(record.images):
         raise DataError(
-            f"{record.where}: {tags} {IMAGE_TAG} tags for {len(record.images)} pictures; give every picture "
+            f"{record.where}: {tags} {IMAGE_TAG} tags for {len(record.images)} images; give every image "
             "one tag in a question",
             Kind.image_count,
         )

@@ -1,4 +1,4 @@
-"""From a record to token ids, labels and exact places for its pictures."""
+"""From a record to token ids, labels and exact places for its images."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -12,28 +12,28 @@ from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import Record
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.conversation import Segment, render
-from llava_fsdp.data.text.llava_v1_5 import Original, check_like_original, check_pictures, encode_like_original
+from llava_fsdp.data.text.llava_v1_5 import Original, check_images, check_like_original, encode_like_original
 from llava_fsdp.data.text.templates import IMAGE_TAG, Template
 from llava_fsdp.data.text.tokenizer import Stretch, Token, Tokenizer
 from llava_fsdp.runtime.errors import DataError
 
 UNLIMITED = 1 << 40
-Places = Callable[[Record, int], np.ndarray]
-"""(record, which of its pictures) -> int64 [positions]: the row of the picture's features that each position shows."""
+ImageRows = Callable[[Record, int], np.ndarray]
+"""(record, which of its images) -> int64 [positions]: the row of the image's features that each position shows."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A record as the model sees it, its pictures still on disk."""
+    """A record as the model sees it, its images still on disk."""
 
     input_ids: np.ndarray
-    """int64 [length]; every picture takes its positions of IMAGE_ID"""
+    """int64 [length]; every image takes its positions of IMAGE_ID"""
     labels: np.ndarray
     """int64 [length]; the id itself where supervised, else IGNORE. Not shifted."""
     images: tuple[str, ...]
-    """Pictures whose positions are in input_ids, in their order."""
+    """Images whose positions are in input_ids, in their order."""
     image_rows: tuple[np.ndarray, ...]
-    """By picture, int64: the row of its features at each of its positions."""
+    """By image, int64: the row of its features at each of its positions."""
     positions_cut: int
     """Positions that did not fit."""
     labels_cut: int
@@ -58,7 +58,7 @@ class Encoder(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Of everything that decides ids and labels, the places of pictures apart."""
+        """Of everything that decides ids and labels, the places of images apart."""
         ...
 
     def __call__(self, record: Record) -> Sample | None:
@@ -92,11 +92,11 @@ class ExactEncoder:
 
     tokenizer: Tokenizer
     template: Template
-    places: Places
+    image_rows: ImageRows
     max_length: int
     too_long: TooLong
     start_end: bool = False
-    """Stand `<im_start>` and `<im_end>` around every picture."""
+    """Stand `<im_start>` and `<im_end>` around every image."""
     special_tokens: SpecialTokens = SpecialTokens.text
 
     @property
@@ -122,14 +122,14 @@ class ExactEncoder:
         return Measured(over.get(self.max_length, whole), whole, over)
 
     def _whole(self, record: Record) -> Sample:
-        rows = [self.places(record, n) for n in range(len(record.images))]
+        rows = [self.image_rows(record, n) for n in range(len(record.images))]
         segments = render(record, self.template, self.start_end)
         ids, labels = encode_segments(segments, self.tokenizer, [len(r) for r in rows], self.special_tokens)
         return Sample(ids, labels, record.images, tuple(rows), 0, 0)
 
 
 def truncate(sample: Sample, max_length: int) -> Sample:
-    """Cut at max_length, or before the picture that would be cut there."""
+    """Cut at max_length, or before the image that would be cut there."""
     ids, labels, rows = sample.input_ids, sample.labels, sample.image_rows
     shown = int((ids[:max_length] == IMAGE_ID).sum())
     ends = np.cumsum([len(r) for r in rows])
@@ -147,7 +147,7 @@ class OriginalEncoder:
     """The original's ids, labels, collator and cuts (`labels=llava_v1_5`)."""
 
     own: Original
-    places: Places
+    image_rows: ImageRows
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -174,8 +174,8 @@ class OriginalEncoder:
         made = encode_like_original(record, self.own)
         kept = made.ids[: self.own.max_length] != self.own.pad_id  # what looks like padding is removed from the text
         ids, labels = made.ids[: self.own.max_length][kept], made.labels[: self.own.max_length][kept]
-        check_pictures(ids, record)
-        rows = [self.places(record, 0)] if (ids == IMAGE_ID).any() else []
+        check_images(ids, record)
+        rows = [self.image_rows(record, 0)] if (ids == IMAGE_ID).any() else []
         ids, labels = spliced(ids, labels, [len(r) for r in rows])
         cut = self.own.max_length
         shown = int((ids[:cut] == IMAGE_ID).sum())
@@ -197,7 +197,7 @@ class OriginalEncoder:
 
 
 def spliced(ids: np.ndarray, labels: np.ndarray, counts: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Every single IMAGE_ID becomes as many as its picture has positions, without a label."""
+    """Every single IMAGE_ID becomes as many as its image has positions, without a label."""
     repeats = np.ones(len(ids), dtype=np.int64)
     repeats[ids == IMAGE_ID] = counts
     labels = np.where(ids == IMAGE_ID, IGNORE, labels)
@@ -207,13 +207,13 @@ def spliced(ids: np.ndarray, labels: np.ndarray, counts: list[int]) -> tuple[np.
 def encode_segments(
     segments: list[Segment],
     tokenizer: Tokenizer,
-    picture_lengths: list[int],
+    image_lengths: list[int],
     special_tokens: SpecialTokens = SpecialTokens.text,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ids and labels of a rendered conversation, both int64 [length].
 
-    The text between two pictures is tokenized by itself (LLaVA mm_utils.py:185-204); tags are text where the record
-    has no picture. A token is supervised when any of its characters is.
+    The text between two images is tokenized by itself (LLaVA mm_utils.py:185-204); tags are text where the record
+    has no image. A token is supervised when any of its characters is.
 
     Args:
         special_tokens: text: those of the template alone are read as such.
@@ -225,10 +225,10 @@ def encode_segments(
     ids: list[int] = [] if tokenizer.bos is None else [tokenizer.bos]
     labels: list[int] = [IGNORE] * len(ids)
     begin = 0
-    for number, chunk in enumerate(text.split(IMAGE_TAG) if picture_lengths else [text]):
+    for number, chunk in enumerate(text.split(IMAGE_TAG) if image_lengths else [text]):
         if number:
-            ids += [IMAGE_ID] * picture_lengths[number - 1]
-            labels += [IGNORE] * picture_lengths[number - 1]
+            ids += [IMAGE_ID] * image_lengths[number - 1]
+            labels += [IGNORE] * image_lengths[number - 1]
             begin += len(IMAGE_TAG)
         end = begin + len(chunk)
         own = None if special is None else [(a - begin, b - begin) for a, b in special if begin <= a and b <= end]
@@ -266,8 +266,8 @@ def are_supervised(tokens: list[Token], before: np.ndarray) -> list[bool]:
 def encode_prompt(
     segments: list[Segment],
     tokenizer: Tokenizer,
-    picture_lengths: list[int],
+    image_lengths: list[int],
     special_tokens: SpecialTokens = SpecialTokens.text,
 ) -> np.ndarray:
     """Ids of a prompt, int64 [length]."""
-    return encode_segments(segments, tokenizer, picture_lengths, special_tokens)[0]
+    return encode_segments(segments, tokenizer, image_lengths, special_tokens)[0]

@@ -34,7 +34,7 @@ class Original:
 @dataclass(frozen=True)
 class Tokens:
     ids: np.ndarray
-    """int64 [length]; a picture is one IMAGE_ID"""
+    """int64 [length]; an image is one IMAGE_ID"""
     labels: np.ndarray
     """int64 [length]"""
     mismatch: tuple[int, int] | None = None
@@ -60,7 +60,7 @@ def check_like_original(record: Record, own: Original) -> None:
     turns = list(record.turns)
     if len(record.images) > 1:
         raise DataError(
-            f"{record.where} has a list of {len(record.images)} pictures, at which the original stops; labels=exact "
+            f"{record.where} has a list of {len(record.images)} images, at which the original stops; labels=exact "
             "reads it",
             Kind.image_count,
         )
@@ -69,19 +69,19 @@ def check_like_original(record: Record, own: Original) -> None:
     elif own.form.style is not Style.MARKERS:
         conversation(turns, own.form, record.where)
         turns = turns[1:] if turns[0].role == "gpt" else turns
-    tags_are_pictures = record.has_image_key or own.form.style is Style.PLAIN
-    tags = sum(IMAGE_TAG in turn.text for turn in turns) if tags_are_pictures else 0
+    tags_are_images = record.has_image_key or own.form.style is Style.PLAIN
+    tags = sum(IMAGE_TAG in turn.text for turn in turns) if tags_are_images else 0
     if tags > len(record.images[:1]):
-        check_pictures(encode_like_original(record, own).ids[: own.max_length], record)
+        check_images(encode_like_original(record, own).ids[: own.max_length], record)
 
 
-def check_pictures(ids: np.ndarray, record: Record) -> None:
-    """Raises DataError where the text has more pictures than the one that the original reads for a record."""
+def check_images(ids: np.ndarray, record: Record) -> None:
+    """Raises DataError where the text has more images than the one that the original reads for a record."""
     num_tags = int((ids == IMAGE_ID).sum())
     if num_tags > len(record.images[:1]):
         raise DataError(
-            f"{record.where}: {num_tags} pictures in the text of a record with {len(record.images)}; the original "
-            "stops here, or takes another record's picture. labels=exact reads lists of pictures",
+            f"{record.where}: {num_tags} images in the text of a record with {len(record.images)}; the original "
+            "stops here, or takes another record's image. labels=exact reads lists of images",
             Kind.image_count,
         )
 
@@ -105,7 +105,7 @@ def encode_turns(turns: list[Turn], has_image: bool, own: Original, where: str) 
 
 
 def encode_caption(turns: list[Turn], own: Original, where: str) -> Tokens:
-    """train.py:588-607: the question's text is thrown away, the picture's tag stays."""
+    """train.py:588-607: the question's text is thrown away, the image's tag stays."""
     check_caption(turns, where)
     ids = with_images(f"{IMAGE_TAG}{turns[1].text}{own.form.sep}", own.tokenizer)
     labels = ids.copy()

@@ -63,7 +63,7 @@ class Template:
     sep: str = ""
     sep2: str = ""
     image: str = IMAGE_TAG
-    """What a picture's tag becomes."""
+    """What an image's tag becomes."""
 
     @cached_property
     def pattern(self) -> Pattern:
@@ -88,7 +88,7 @@ class Template:
 
     @property
     def image_only(self) -> bool:
-        """Every question is replaced by its image tag (stage 1: caption the picture)."""
+        """Every question is replaced by its image tag (stage 1: caption the image)."""
         return self.style is Style.PLAIN
 
     @property

@@ -1,0 +1,14 @@
+"""Find the blocks of a transformer."""
+
+from torch import nn
+from transformers import PretrainedConfig
+
+
+def find_blocks(model: nn.Module) -> nn.ModuleList:
+    """The blocks of a transformer: its first ModuleList of as many modules as its configuration has layers."""
+    config = model.config
+    assert isinstance(config, PretrainedConfig)
+    layers = config.num_hidden_layers
+    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == layers]
+    assert stacks, f"{type(model).__name__} has no list of {layers} layers"
+    return stacks[0]

@@ -1,0 +1,55 @@
+"""A run's state and steps without the command around them: what one rank builds, trains and ends with."""
+
+import hashlib
+
+import torch
+from loaders import agreed_steps
+
+from llava_fsdp.config import Config
+from llava_fsdp.distributed.local_shards import local
+from llava_fsdp.distributed.mesh import World, make_mesh
+from llava_fsdp.distributed.zero import SHARD_PLANS, ShardPlan
+from llava_fsdp.train.build_state import build_state
+from llava_fsdp.train.checkpoint_contents import tensors
+from llava_fsdp.train.loop import train_step
+from llava_fsdp.train.state import StepResult, TrainState
+
+Trace = tuple[list[float], list[float], dict[str, torch.Tensor]]
+"""Losses, gradient norms, and this rank's masters at the end."""
+
+
+def begin(world: World, cfg: Config) -> tuple[TrainState, ShardPlan]:
+    """A run before its first step, and the settings of its strategy."""
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    state = build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+    state.model.train()
+    return state, plan
+
+
+def run_steps(state: TrainState, cfg: Config) -> list[StepResult]:
+    """All steps that are left."""
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    return [train_step(state, step, plan, cfg, 0.0) for step in agreed_steps(state.loader, state.step)]
+
+
+def held_masters(state: TrainState) -> dict[str, torch.Tensor]:
+    return {name: local(parameter).clone() for name, parameter in state.masters.named.items()}
+
+
+def traces(world: World, configs: list[Config]) -> list[Trace]:
+    """The trace of each configuration's run."""
+    torch._inductor.config.compile_threads = 1  # a pool of a process that was forked from waits for nobody here
+    found = []
+    for cfg in configs:
+        state, _ = begin(world, cfg)
+        results = run_steps(state, cfg)
+        found.append(([r.loss for r in results], [r.grad_norm for r in results], held_masters(state)))
+    return found
+
+
+def digest_of_state(state: TrainState) -> str:
+    """Of this rank's masters and moments."""
+    digest = hashlib.sha256()
+    for name, value in tensors(state).items():
+        digest.update(name.encode() + local(value).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
