@@ -18,14 +18,16 @@ from typing import Any
 
 import pytest
 from browser import page
-from hydra import compose, initialize_config_dir
 from PIL import Image
+from small import command_config
+
+pytest.importorskip("starlette", reason="gradio is not installed")
 
 from llava_fsdp.chat.assistant import Assistant, Question
 from llava_fsdp.chat.web.security import Guard, RequestRefused, check_body, check_names, check_route
 from llava_fsdp.chat.web.server import bound
 from llava_fsdp.chat.web.sessions import Sessions
-from llava_fsdp.config import AspectRatio, ChatConfig, config_dir, load
+from llava_fsdp.config import AspectRatio, ChatConfig
 from llava_fsdp.data.records.record import Turn
 from llava_fsdp.data.text.templates import IMAGE_TAG
 from llava_fsdp.model.generation import Sampling
@@ -58,8 +60,7 @@ main()
 
 
 def configured(*overrides: str) -> ChatConfig:
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return load(ChatConfig, compose("chat", list(overrides)))
+    return command_config(ChatConfig, "chat", *overrides)
 
 
 class Served:
@@ -96,6 +97,10 @@ class Served:
         found = link.getresponse()
         return found.status, found.read()
 
+    def post(self, path: str, **body: Any) -> tuple[int, bytes]:
+        kind = {"Content-Type": "application/json"}
+        return self.asked("POST", f"/gradio_api/{path}", json.dumps(body).encode(), **kind)
+
     def sent(self, name: str, content: bytes) -> tuple[int, bytes]:
         """A file, as the page sends it."""
         head = f'--x\r\nContent-Disposition: form-data; name="files"; filename="{name}"\r\n\r\n'.encode()
@@ -105,7 +110,6 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(noise: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    pytest.importorskip("gradio", reason="gradio is not installed")
     made = Served(noise, tmp_path_factory.mktemp("served"))
     try:
         yield made
@@ -138,7 +142,7 @@ def ask(shown: Any, text: str, *files: Path) -> None:
             f"document.querySelectorAll('.thumbnail-item').length == {len(files)}", timeout=PATIENCE
         )
     shown.fill("textarea", text)
-    shown.click("button[aria-label=Submit]")
+    shown.click("button[aria-label=Submit]", timeout=PATIENCE)
 
 
 def answers(shown: Any, number: int) -> list[str]:
@@ -278,42 +282,33 @@ def test_an_answer_is_stopped(served: Served, assistant: Assistant) -> None:
         for role in ("bot", "user"):
             shown.wait_for_selector(f"[data-testid={role}]", state="detached", timeout=PATIENCE)
         ask(shown, "begun anew")
+        shown.wait_for_selector("[data-testid=bot]", timeout=PATIENCE)
+        shown.click("button:has-text('Stop')")
         assert len(answers(shown, 1)) == 1, "nothing is left of the one before"
 
 
 @pytest.mark.e2e
 def test_one_question_too_many_is_refused_at_once(served: Served) -> None:
     """Gradio's own queue is bounded, and a question that is cancelled frees its place."""
-    ask_fn, sent = 0, []
+    waiting: list[dict[str, Any]] = []
 
-    def posted(path: str, **body: Any) -> tuple[int, Any]:
-        status, content = served.asked(
-            "POST", f"/gradio_api/{path}", json.dumps(body).encode(), **{"Content-Type": "application/json"}
-        )
-        return status, json.loads(content)
+    question = {"data": [{"text": "what", "files": []}, 0, 1, 400], "fn_index": 0}
 
-    def join(number: int) -> tuple[int, Any]:
-        data = [{"text": "what", "files": []}, 0, 1, 400]
-        return posted("queue/join", data=data, fn_index=ask_fn, session_hash=f"crowd{number}")
+    def join(session: str) -> int:
+        status, content = served.post("queue/join", **question, session_hash=session)
+        if status == 200:
+            waiting.append({"fn_index": 0, "session_hash": session, "event_id": json.loads(content)["event_id"]})
+        return status
 
     try:
-        for number in range(40):
-            status, content = join(number)
-            if status != 200:
-                break
-            sent.append((number, content["event_id"]))
-            if number == 0:
-                time.sleep(1)  # its turn begins
-        assert (status, len(sent)) == (503, 17) and "Queue is full. Max size is 16" in content["detail"]
-        assert posted("run/predict", data=[{"text": "what", "files": []}, 0, 1, 8], fn_index=ask_fn)[0] == 404
-        number, event = sent.pop()
-        assert posted("cancel", session_hash=f"crowd{number}", fn_index=ask_fn, event_id=event)[0] == 200
-        status, content = join(50)
-        assert status == 200
-        sent.append((50, content["event_id"]))
+        assert join("first") == 200
+        time.sleep(1)  # its turn begins
+        assert [join(f"crowd{number}") for number in range(30)] == [200] * 16 + [503] * 14
+        assert served.post("run/predict", **question)[0] == 404, "nothing gets past the queue"
+        assert served.post("cancel", **waiting.pop())[0] == 200 and join("last") == 200
     finally:
-        for number, event in reversed(sent):
-            posted("cancel", session_hash=f"crowd{number}", fn_index=ask_fn, event_id=event)
+        for event in reversed(waiting):
+            served.post("cancel", **event)
 
 
 @pytest.mark.e2e
@@ -325,15 +320,12 @@ def test_requests_of_others(served: Served, tmp_path: Path) -> None:
     both = {"Content-Type": "multipart/form-data; boundary=x", "Content-Length": "10", "Transfer-Encoding": "chunked"}
     assert served.asked("POST", "/gradio_api/upload", b"5\r\nabcde\r\n0\r\n\r\n", **both)[0] == 411
     assert served.asked("GET", "/", Host="[")[0] in (400, 403), "no error of ours"
-    for name in ("/etc/passwd", f"{Path(inside).parent}/../../../etc/passwd", "../etc/passwd", "http://127.0.0.1:1/"):
+    for name in ("/etc/passwd", f"{Path(inside).parent}/../../../etc/passwd", "http://127.0.0.1:1/"):
         assert served.asked("GET", f"/gradio_api/file={name}")[0] == 403
         for entry in ({"path": name}, {"path": inside, "url": name}):
-            joined = {"data": [{"text": "x", "files": [{**entry, "meta": {"_type": "gradio.FileData"}}]}, 0, 1, 8]}
-            body = json.dumps({**joined, "fn_index": 0, "session_hash": "abc"}).encode()
-            kind = {"Content-Type": "application/json"}
-            assert served.asked("POST", "/gradio_api/queue/join", body, **kind) == (
-                403, b"not a file that was sent to this page",
-            )  # fmt: skip
+            files = [{**entry, "meta": {"_type": "gradio.FileData"}}]
+            refused = served.post("queue/join", data=[{"text": "x", "files": files}, 0, 1, 8], fn_index=0)
+            assert refused == (403, b"not a file that was sent to this page")
     assert served.sent("large.jpg", bytes((1 << 20) + 1))[0] == 413
     assert served.sent("many.jpg", bytes(5 << 20))[0] == 413
     assert served.asked("GET", "/", Host="evil.example")[0] == 403

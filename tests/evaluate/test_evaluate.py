@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 from commands import TORCHRUN
-from hydra import compose, initialize_config_dir
 from PIL import Image
 from reference import EXPORTED
-from small import make_config, write_json
+from small import command_config, make_config, write_json
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 from llava_fsdp.chat.assistant import Assistant, Question
-from llava_fsdp.config import AspectRatio, EvaluateConfig, Format, config_dir, load
+from llava_fsdp.config import AspectRatio, EvaluateConfig, Format
 from llava_fsdp.data.records.record import Turn
 from llava_fsdp.evaluate.answers_file import AnswersFile, Shard
 from llava_fsdp.evaluate.main import AnswerGenerator, evaluate
@@ -39,8 +38,7 @@ def model(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def config(*overrides: str) -> EvaluateConfig:
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return load(EvaluateConfig, compose("evaluate", list(overrides)))
+    return command_config(EvaluateConfig, "evaluate", *overrides)
 
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:

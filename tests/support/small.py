@@ -4,7 +4,7 @@ import json
 import random
 import shutil
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from hydra import compose, initialize_config_dir
 from PIL import Image
@@ -159,10 +159,15 @@ def config_of(overrides: list[str], name: str = "train") -> Config:
         return load(PrepareConfig if name == "prepare" else Config, compose(name, overrides))
 
 
+def command_config(kind: type, name: str, *overrides: str) -> Any:
+    """The configuration of the command `name` with these keys on its command line."""
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return load(kind, compose(name, list(overrides)))
+
+
 def conversion(source: Path | str, to: Path, *overrides: str) -> ConversionConfig:
     """What `python -m llava_fsdp.export source=... to=...` makes."""
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return load(ConversionConfig, compose("export", [f"source={source}", f"to={to}", *overrides]))
+    return command_config(ConversionConfig, "export", f"source={source}", f"to={to}", *overrides)
 
 
 class Configure(Protocol):

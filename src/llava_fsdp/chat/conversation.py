@@ -83,7 +83,7 @@ class Conversation:
         """The question with tags for its images, in front unless it has its own.
 
         Raises:
-            DataError: it has another number of its own, or is not valid text.
+            DataError: it has tags, but not one for each image, or is not valid text.
         """
         try:
             text.encode()

@@ -1,6 +1,6 @@
 """Talk to a trained model about images: `python -m llava_fsdp.chat image=FILE`.
 
-Questions are typed on the terminal, given as `question=...`, or, with `serve=true`, asked on a page in the browser.
+Questions come from the terminal, from `question=...`, or, with `serve=true`, from a page in the browser.
 """
 
 import contextlib
@@ -155,20 +155,13 @@ def stop_on_interrupt() -> Iterator[threading.Event]:
 
 def typed_lines() -> Iterator[str]:
     """Lines of standard input that are not empty; on a terminal with editing and history."""
-    edited = sys.stdin.isatty() and sys.stdout.isatty()
-    if edited:
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if is_terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  input() uses it once it is imported
-    while True:
-        if edited:
-            try:
-                line = input("> ")
-            except EOFError:
-                print()
-                return
-        else:
-            line = sys.stdin.readline()
-            if not line:
-                return
-        if line.strip():
-            yield line
+    with contextlib.suppress(EOFError):
+        while True:
+            if (line := input("> " if is_terminal else "")).strip():
+                yield line
+    if is_terminal:
+        print()

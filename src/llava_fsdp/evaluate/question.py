@@ -56,9 +56,10 @@ def image_names(raw: object, where: str) -> tuple[str, ...]:
     names = [] if raw is None else raw if isinstance(raw, list) else [raw]
     if not all(isinstance(name, str) and name for name in names):
         raise DataError(f"{where}: image is {shown(raw)}; it must be a path, or a list of paths")
-    for name in names:
+    found = tuple(str(name) for name in names)
+    for name in found:
         check_name(name, where)
-    return tuple(names)
+    return found
 
 
 def check_unread(where: str, unread: str | None) -> None:

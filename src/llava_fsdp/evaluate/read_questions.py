@@ -1,4 +1,4 @@
-"""Files of questions: LLaVA's records and question files, VQAv2's own, and ScienceQA's own."""
+"""Readers of question files: LLaVA's records and question files, VQAv2's questions, ScienceQA's problems."""
 
 from collections.abc import Iterator
 from pathlib import Path

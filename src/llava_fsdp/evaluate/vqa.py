@@ -25,11 +25,7 @@ def read_vqa_questions(path: Path, whole: dict[str, Any]) -> Iterator[BenchmarkQ
         raise DataError(f"questions={path}: data_subtype is {shown(subset)}; it must be COCO's part, such as val2014")
     for number, row in enumerate(rows_of(whole["questions"], f"questions={path}: questions")):
         where = f"{path}, question {number} (id {row.get('question_id')})"
-        if not (
-            type(row.get("image_id")) is int
-            and type(row.get("question_id")) is int
-            and type(row.get("question")) is str
-        ):
+        if [type(row.get(key)) for key in ("image_id", "question_id", "question")] != [int, int, str]:
             raise DataError(f"{where} is {shown(row)}; it must have question, and the numbers question_id and image_id")
         images = (f"COCO_{subset}_{row['image_id']:012d}.jpg",)
         text = row["question"]

@@ -77,8 +77,8 @@ def make_page(sessions: Sessions, cfg: ChatConfig) -> gr.Blocks:
             top_p = gr.Slider(0.05, 1, cfg.top_p, step=0.05, label="top_p")
             tokens = gr.Slider(1, most, min(cfg.max_new_tokens, most), step=1, label="max_new_tokens")
 
-        def ask(said: dict[str, Any], heat: float, share: float, length: float, request: gr.Request) -> Iterator[Any]:
-            yield from answer(sessions, str(request.session_hash), said, (heat, share, length))
+        def ask(box: dict[str, Any], heat: float, share: float, length: float, request: gr.Request) -> Iterator[Any]:
+            yield from answer(sessions, str(request.session_hash), box, (heat, share, length))
 
         def show(request: gr.Request) -> tuple[Any, ...]:
             return history(sessions.get(str(request.session_hash))), gr.MultimodalTextbox(interactive=True)
@@ -93,25 +93,30 @@ def make_page(sessions: Sessions, cfg: ChatConfig) -> gr.Blocks:
         def leave(request: gr.Request) -> None:
             sessions.forget(str(request.session_hash))
 
-        asked = box.submit(
+        answering = box.submit(
             ask, [box, temperature, top_p, tokens], [chat, box], concurrency_limit=1, api_visibility="private",
             show_progress="minimal", show_progress_on=[chat],
         )  # fmt: skip
         # None of these waits behind the questions: no queue.
         at_once: dict[str, Any] = {"queue": False, "api_visibility": "private", "show_progress": "hidden"}
-        # also after a cancelled answer, whose last pieces the browser may show over what the other events have shown
-        asked.then(show, None, [chat, box], **at_once)
+        # after cancelled answers too: the browser may show their last pieces over what other events have shown
+        answering.then(show, None, [chat, box], **at_once)
         # `cancels` takes a waiting question out of the queue
-        stop.click(stop_answer, None, None, cancels=[asked], **at_once)
+        stop.click(stop_answer, None, None, cancels=[answering], **at_once)
         for event in (clear.click, chat.clear):  # the bin above the conversation empties only what is shown
-            event(begin_anew, None, [chat, box], cancels=[asked], **at_once)
+            event(begin_anew, None, [chat, box], cancels=[answering], **at_once)
         page.unload(leave)
     return page.queue(api_open=False, max_size=MAX_WAITING)
 
 
-def answer(sessions: Sessions, key: str, said: dict[str, Any], settings: tuple[float, float, float]) -> Iterator[Any]:
-    """What the page shows while an answer is written: the conversation, and the box for questions."""
-    text, files = said["text"].strip(), [str(name) for name in said["files"]]
+def answer(sessions: Sessions, key: str, box: dict[str, Any], settings: tuple[float, float, float]) -> Iterator[Any]:
+    """Updates of the conversation and of the box for questions while an answer is written.
+
+    Args:
+        box: text and files of the question.
+        settings: temperature, top_p and max_new_tokens.
+    """
+    text, files = box["text"].strip(), [str(name) for name in box["files"]]
     if not text and not files:
         return
     yield gr.skip(), gr.MultimodalTextbox(interactive=False)

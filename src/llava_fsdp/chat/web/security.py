@@ -11,17 +11,15 @@ import json
 import os
 import re
 import socket
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MiB = 1 << 20
 LARGEST_JSON = MiB
@@ -61,7 +59,7 @@ class RequestRefused(Exception):
 class Guard:
     """ASGI application that checks requests and passes them on."""
 
-    app: App
+    app: ASGIApp
     host: str
     """The name or address that the page listens on."""
     uploads: Path
@@ -76,8 +74,8 @@ class Guard:
             return await self.app(scope, receive, send)
         if scope["type"] != "http":
             return  # the page uses no WebSocket: it is closed before it opens
+        headers, send = Headers(scope=scope), with_headers(send)
         try:
-            headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
             check_names(headers, self.host)
             check_route(scope["method"], scope["path"])
             if scope["path"].startswith(FILE):
@@ -86,18 +84,18 @@ class Guard:
                 self.check_upload(headers)
                 self.incoming.append(int(headers["content-length"]))
                 try:
-                    return await self.app(scope, receive, with_headers(send))
+                    return await self.app(scope, receive, send)
                 finally:
                     self.incoming.remove(int(headers["content-length"]))
             if scope["method"] == "POST":
                 body = await whole_body(receive)
                 check_body(body, self.uploads)
                 receive = replayed(body, receive)
-            await self.app(scope, receive, with_headers(send))
+            await self.app(scope, receive, send)
         except RequestRefused as refusal:
-            await send_refusal(send, refusal)
+            await PlainTextResponse(str(refusal), refusal.status)(scope, receive, send)
 
-    def check_upload(self, headers: dict[str, str]) -> None:
+    def check_upload(self, headers: Mapping[str, str]) -> None:
         """Check the size of a request with files by its Content-Length, beyond which the server reads nothing.
 
         Raises:
@@ -120,7 +118,7 @@ def bytes_in(folder: Path) -> int:
     return total
 
 
-def check_names(headers: dict[str, str], host: str) -> None:
+def check_names(headers: Mapping[str, str], host: str) -> None:
     """Check that a request does not come from another site that the user's browser shows.
 
     The name of such a site can be made to mean this machine (DNS rebinding); an IP address or `localhost` cannot.
@@ -225,17 +223,10 @@ def with_headers(send: Send) -> Send:
 
     async def sent(message: Message) -> None:
         if message["type"] == "http.response.start":
-            kept = [(n, v) for n, v in message["headers"] if not n.lower().startswith(b"access-control-")]
-            added = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
-            message = {**message, "headers": [*kept, *added]}
+            headers = MutableHeaders(scope=message)
+            for name in [name for name in headers if name.startswith("access-control-")]:
+                del headers[name]
+            headers.update(HEADERS)
         await send(message)
 
     return sent
-
-
-async def send_refusal(send: Send, refusal: RequestRefused) -> None:
-    text = str(refusal).encode()
-    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(text)).encode())]
-    start = {"type": "http.response.start", "status": refusal.status, "headers": headers}
-    await with_headers(send)(start)
-    await send({"type": "http.response.body", "body": text})

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import FrameType
 
 from llava_fsdp.chat.assistant import Assistant
-from llava_fsdp.chat.web.security import Guard, MiB
 from llava_fsdp.chat.web.sessions import Sessions
 from llava_fsdp.config import AspectRatio, ChatConfig
 from llava_fsdp.runtime.errors import ConfigError
@@ -35,6 +34,7 @@ def serve(cfg: ChatConfig) -> None:
         except ModuleNotFoundError as error:
             raise ConfigError(f"serve=true needs {error.name}: pip install llava-fsdp[serve]") from error
         from llava_fsdp.chat.web.app import make_app
+        from llava_fsdp.chat.web.security import Guard, MiB
 
         with bound(cfg.host, cfg.port) as listening:
             sessions = Sessions(Assistant(cfg.model.checkpoint, "v1", AspectRatio.pad), cfg)
