@@ -10,11 +10,11 @@ from planted import write_planted
 from small import config_of, make_config
 from test_build import open_again, plan_of
 
-from llava_fsdp import prepare
 from llava_fsdp.config import PrepareConfig
 from llava_fsdp.data.index import statistics as report_module
 from llava_fsdp.data.index.statistics import bar_width, make_report, problem_rows, write_report
 from llava_fsdp.data.text.encode import truncate
+from llava_fsdp.prepare import main as prepare
 from llava_fsdp.runtime.jsonl import Rows
 from llava_fsdp.train import metrics
 
