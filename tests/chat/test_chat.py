@@ -28,7 +28,7 @@ from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.data.text.detokenize import AnswerText
 from llava_fsdp.data.text.templates import IMAGE_TAG
 from llava_fsdp.data.text.tokenizer import open_tokenizer
-from llava_fsdp.export.formats import subject_of
+from llava_fsdp.export.formats import source_of_run
 from llava_fsdp.export.main import export
 from llava_fsdp.model.generation import PrefixCache, Sampling, choose
 from llava_fsdp.model.llava import build_llava
@@ -90,10 +90,10 @@ def test_it_is_asked_as_it_was_trained(noise: Path, tmp_path: Path) -> None:
 def test_a_run_with_the_originals_numbers_says_so(parts: Path, dataset: Path, tmp_path: Path) -> None:
     cfg = make_config(parts, dataset, tmp_path, "labels=llava_v1_5", "data.pixels=llava_v1_5")
     model = build_llava(find_parts(cfg.model), cfg.model, torch.float32)
-    subject = subject_of(model, cfg, "run", 1)
-    assert (subject.pixels, subject.special_tokens) == (Pixels.llava_v1_5, SpecialTokens.parse)
+    source = source_of_run(model, cfg, "run", 1)
+    assert (source.pixels, source.special_tokens) == (Pixels.llava_v1_5, SpecialTokens.parse)
     lean = make_config(parts, dataset, tmp_path, "data.pixels=fast", "data.special_tokens=parse")
-    assert (subject_of(model, lean, "run", 1).pixels, lean.trained_special_tokens) == (
+    assert (source_of_run(model, lean, "run", 1).pixels, lean.trained_special_tokens) == (
         Pixels.exact,
         SpecialTokens.parse,
     )

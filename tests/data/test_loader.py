@@ -281,5 +281,5 @@ def test_first_answer_to_nothing_is_dropped(tmp_path: Path) -> None:
 
 
 def test_pictures_without_a_folder_are_refused_at_the_door(parts: Path, dataset: Path) -> None:
-    with pytest.raises(DataError, match=r"has picture .*, and data\.images is not set"):
+    with pytest.raises(DataError, match=r"has image .*, but data\.images is not set"):
         open_loader(parts, dataset, "data.images=null")

@@ -11,9 +11,10 @@ import torch
 from forged import forge_facts, forge_notes
 from harness import RankPool
 from reference import EXPORTED, outcome, run_ranks
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from small import conversion, make_config, write_json, write_parts
 from transformers import AutoProcessor, LlavaForConditionalGeneration
+from weights import same, weights
 
 from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.export import formats, weights_writer
@@ -42,14 +43,6 @@ def run(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def llava(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run in the original's format."""
     return export(conversion(run, tmp_path_factory.mktemp("llava") / "model", "format=llava"))
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) and a[n].dtype == b[n].dtype for n in a)
 
 
 def changed(folder: Path, to: Path, **keys: object) -> Path:
@@ -306,26 +299,31 @@ def test_a_trained_tower_is_read_by_the_original(parts: Path, dataset: Path, tmp
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("source", "keys", "message"),
     [
-        ({"s2": True}, "has s2=True; only False is supported"),
-        ({"mm_patch_merge_type": "maxpool"}, "mm_patch_merge_type=maxpool; supported: flat, spatial, spatial_unpad"),
-        ({"model_type": "llava_mpt"}, "has model_type=llava_mpt; of the original's models, llava_llama is supported"),
-        ({"mm_vision_select_layer": None}, "has no mm_vision_select_layer"),
-        ({"mm_vision_select_feature": "cls"}, "has mm_vision_select_feature=cls; known: patch, cls_patch"),
-        ({"image_aspect_ratio": "highres"}, "has image_aspect_ratio=highres; give image_aspect_ratio=square or pad"),
-        ({"vocab_size": 99}, r"lm_head\.weight|embed_tokens\.weight has shape"),
+        ("llava", {"s2": True}, "has s2=True; only False is supported"),
+        ("llava", {"mm_patch_merge_type": "maxpool"}, "=maxpool; supported: flat, spatial, spatial_unpad"),
+        ("llava", {"model_type": "llava_mpt"}, "=llava_mpt; of the original's models, llava_llama is supported"),
+        ("llava", {"mm_vision_select_layer": None}, "has no mm_vision_select_layer"),
+        ("llava", {"mm_vision_select_feature": "cls"}, "mm_vision_select_feature=cls; known: patch, cls_patch"),
+        ("llava", {"image_aspect_ratio": "highres"}, "=highres; give image_aspect_ratio=square or pad"),
+        ("llava", {"vocab_size": 99}, r"lm_head\.weight|embed_tokens\.weight has shape"),
+        ("hf", {"model_type": "llava_next"}, "is a llava_next model, not a LLaVA one"),
+        ("hf", {"projector_hidden_act": "relu"}, "has projector_hidden_act=relu; only gelu is supported"),
+        ("hf", {"multimodal_projector_bias": False}, "multimodal_projector_bias=False; only True is supported"),
+        ("hf", {"vision_feature_layer": [-2, -1]}, r"takes tower layers \[-2, -1\]; only one is supported"),
     ],
 )
-def test_other_models_of_the_original_are_refused(
-    keys: dict[str, object], message: str, llava: Path, tmp_path: Path
+def test_other_models_are_refused(
+    source: str, keys: dict[str, object], message: str, llava: Path, run: Path, tmp_path: Path
 ) -> None:
-    folder = changed(llava, tmp_path / "other", **keys)
-    (folder / "llava_fsdp.json").unlink()
+    folder = changed(llava if source == "llava" else run / "export", tmp_path / "other", **keys)
+    if source == "llava":
+        (folder / "llava_fsdp.json").unlink()
     if "vocab_size" in keys:  # more rows in the file are rows of an export; fewer are another model
         write_json(folder / "config.json", json.loads((folder / "config.json").read_text()) | {"vocab_size": 9999})
     with pytest.raises(ModelError, match=message):
-        export(conversion(folder, tmp_path / "made"))
+        export(conversion(folder, tmp_path / "made", "format=llava" if source == "hf" else "format=hf"))
     assert not (tmp_path / "made").exists() and not (tmp_path / "made.tmp").exists()
 
 
@@ -333,22 +331,6 @@ def test_the_originals_first_name(llava: Path, run: Path, tmp_path: Path) -> Non
     """LLaVA 1.0 called its model_type `llava`, as transformers calls another one."""
     folder = changed(llava, tmp_path / "older", model_type="llava")
     assert same(weights(export(conversion(folder, tmp_path / "made"))), weights(run / "export"))
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"model_type": "llava_next"}, "is a llava_next model, not a LLaVA one"),
-        ({"projector_hidden_act": "relu"}, "has projector_hidden_act=relu; only gelu is supported"),
-        ({"multimodal_projector_bias": False}, "has multimodal_projector_bias=False; only True is supported"),
-        ({"vision_feature_layer": [-2, -1]}, r"takes tower layers \[-2, -1\]; only one is supported"),
-    ],
-)
-def test_other_models_of_transformers_are_refused(
-    keys: dict[str, object], message: str, run: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(ModelError, match=message):
-        export(conversion(changed(run / "export", tmp_path / "other", **keys), tmp_path / "made", "format=llava"))
 
 
 def test_a_weight_without_a_place_is_refused(llava: Path, tmp_path: Path) -> None:
@@ -395,7 +377,9 @@ def test_the_proof_can_fail(form: str, llava: Path, tmp_path: Path, monkeypatch:
 
 def test_twins_are_compared(llava: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights_writer, "save_file", lambda t, f, metadata: save_file({n: -v for n, v in t.items()}, f))
-    with pytest.raises(ModelError, match=r"mm_projector\.bin and its twin differ in model\.mm_projector\.0\.bias"):
+    with pytest.raises(
+        ModelError, match=r"mm_projector\.bin and mm_projector\.safetensors differ in model\.mm_projector\.0\.bias"
+    ):
         export(conversion(llava, tmp_path / "made", "format=projector"))
 
 
@@ -407,7 +391,7 @@ def test_target(llava: Path, tmp_path: Path) -> None:
     write_json(taken / "notes.json", {})
     with pytest.raises(ConfigError, match="is not empty; give another folder, or replace it with overwrite=true"):
         export(conversion(source, taken))
-    with pytest.raises(ConfigError, match="is no model folder, so overwrite=true does not replace it"):
+    with pytest.raises(ConfigError, match="is not a model folder, so overwrite=true keeps it"):
         export(conversion(source, taken, "overwrite=true"))
     with pytest.raises(ConfigError, match="is a file; give a folder"):
         export(conversion(source, taken / "notes.json"))
@@ -515,7 +499,7 @@ def test_what_is_written_first_replaces_nothing_of_the_users(llava: Path, tmp_pa
     """`TO.tmp` may be a folder of the user's, or the very source."""
     (tmp_path / "made.tmp").mkdir()
     (tmp_path / "made.tmp" / "precious.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"made\.tmp first, which exists and is not ours"):
+    with pytest.raises(ConfigError, match=r"made\.tmp first, which exists and is not from an export"):
         export(conversion(llava, tmp_path / "made"))
     assert (tmp_path / "made.tmp" / "precious.txt").read_text() == "mine"
     shutil.copytree(llava, tmp_path / "other.tmp")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from reference import EXPORTED, open_steps, outcome, run_ranks
 from safetensors.torch import load_file, save_file
 from small import make_config, write_json, write_parts
 from transformers import AutoProcessor, LlavaForConditionalGeneration
+from weights import same, weights
 
 from llava_fsdp.config import Config
+from llava_fsdp.data.batching.batch import StepFacts
 from llava_fsdp.data.batching.collate import Collator
 from llava_fsdp.data.images.preprocess import load_image
 from llava_fsdp.data.loader import normalize
@@ -30,7 +33,7 @@ from llava_fsdp.distributed.mesh import World, make_mesh
 from llava_fsdp.distributed.parallelize import materialize
 from llava_fsdp.distributed.precision import MasterWeights
 from llava_fsdp.distributed.zero import SHARD_PLANS
-from llava_fsdp.export import weights_writer
+from llava_fsdp.export import formats, weights_writer
 from llava_fsdp.export.weights_writer import Vocabulary, Weights, publish_folder
 from llava_fsdp.model.attention import choose_kernel
 from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
@@ -38,6 +41,7 @@ from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.load_weights import find_weights, load_weights
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.model.tensor_files import StoredTensor
+from llava_fsdp.model.weight_names import original
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.train import main as train
 
@@ -70,19 +74,12 @@ def assert_same_as_transformers(cfg: Config, folder: Path) -> None:
     rows = [loader.steps.load(i) for i in range(6)]
     assert {bool(sample.images) for sample, _ in rows} == {True, False}
     for sample, pictures in rows:
-        micro = padded([(sample, pictures)], facts(), 1)
-        micro = loader.to_device(micro)
+        micro = loader.to_device(padded([(sample, pictures)], StepFacts(0), 1))
         ours = model(*replace(micro, label_positions=torch.arange(micro.input_ids.numel())).inputs, return_logits=True)
         ids = torch.from_numpy(sample.input_ids)[None]
         ids = torch.where(ids == IMAGE_ID, theirs.config.image_token_id, ids)
         logits = theirs(input_ids=ids, pixel_values=micro.images if len(micro.images) else None).logits[0]
         torch.testing.assert_close(logits[:, : ours.shape[1]], ours, rtol=1e-4, atol=1e-5)
-
-
-def facts():
-    from llava_fsdp.data.batching.batch import StepFacts
-
-    return StepFacts(0)
 
 
 @pytest.fixture(scope="module")
@@ -104,21 +101,15 @@ def test_processor_loads_and_makes_our_ids(exported: Path, parts: Path, dataset:
     """transformers' processor with the exported chat template gives the ids that training saw."""
     processor = AutoProcessor.from_pretrained(exported / "export")
     picture = Image.new("RGB", (40, 30), (200, 10, 10))
+    image = {"type": "image", "image": picture}
+
+    def text_of(words: str) -> dict[str, str]:
+        return {"type": "text", "text": words}
+
     messages = [
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": "what colour is the circle"}, {"type": "image", "image": picture}],
-        },
-        {"role": "assistant", "content": [{"type": "text", "text": "red"}]},
-        {
-            "role": "user",
-            "content": [
-                {"type": "text", "text": "is "},
-                {"type": "image", "image": picture},
-                {"type": "text", "text": " left of"},
-                {"type": "image", "image": picture},
-            ],
-        },
+        {"role": "user", "content": [text_of("what colour is the circle"), image]},
+        {"role": "assistant", "content": [text_of("red")]},
+        {"role": "user", "content": [text_of("is "), image, text_of(" left of"), image]},
     ]
     text = processor.apply_chat_template(messages, add_generation_prompt=True)
     assert text.startswith("<s> A chat between") and text.endswith(" left of<image>  ASSISTANT:")
@@ -152,31 +143,21 @@ def test_sharded_export_equals_the_single_one(
     first = ["max_steps=1", *EXPORTED]
     train.train(make_config(parts, dataset, tmp_path / "one", *first))
     pools[4].run(run_ranks, make_config(parts, dataset, tmp_path / "four", *first, "sharding=zero3"))
-    a, b = (load_file(tmp_path / n / "export" / "model.safetensors") for n in ("one", "four"))
-    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    assert same(weights(tmp_path / "one" / "export"), weights(tmp_path / "four" / "export"))
 
 
 def test_bf16_export_is_the_rounded_fp32_one(exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
     cfg = make_config(parts, dataset, tmp_path, "export.enabled=true", "max_steps=2")
     train.train(cfg)
-    rounded, full = (load_file(f / "export" / "model.safetensors") for f in (tmp_path, exported))
-    assert all(torch.equal(rounded[k], full[k].bfloat16()) for k in full)
+    assert same(weights(tmp_path / "export"), {n: t.bfloat16() for n, t in weights(exported / "export").items()})
     assert json.loads((tmp_path / "export" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_broken_export_is_refused(parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proof can fail: an export with two linears swapped is not called done."""
-    from llava_fsdp.export import formats
-
-    def swapped(name: str) -> str:
-        return (
-            {"lm_head.weight": "language_model.model.embed_tokens.weight"}.get(name, original(name))
-            if not (name == "language_model.embed_tokens.weight")
-            else "language_model.lm_head.weight"
-        )
-
-    original = formats.theirs
-    monkeypatch.setattr(formats, "theirs", swapped)
+    """The proof can fail: a run whose export has two weights swapped does not count as done."""
+    first, second, theirs = "lm_head.weight", "language_model.embed_tokens.weight", formats.theirs
+    swapped = {first: second, second: first}
+    monkeypatch.setattr(formats, "theirs", lambda name: theirs(swapped.get(name, name)))
     cfg = make_config(parts, dataset, tmp_path, *EXPORTED, "export.verify=true", "max_steps=1")
     with pytest.raises(ModelError, match="its logits differ"):
         train.train(cfg)
@@ -188,7 +169,7 @@ def write_original(exported: Path, folder: Path, kind: str) -> Path:
     config = json.loads((exported / "config.json").read_text())
     vocabulary = json.loads((exported / "llava_fsdp.json").read_text())["vocab_size"]
     tensors = {}
-    for name, tensor in load_file(exported / "model.safetensors").items():
+    for name, tensor in weights(exported).items():
         if "embed_tokens" in name or "lm_head" in name:
             tensor = tensor[:vocabulary].clone()
         name = name.replace("language_model.model.", "model.").replace("language_model.lm_head.", "lm_head.")
@@ -196,14 +177,14 @@ def write_original(exported: Path, folder: Path, kind: str) -> Path:
         name = name.replace("multi_modal_projector.linear_2.", "model.mm_projector.2.")
         name = name.replace("vision_tower.vision_model.", "model.vision_tower.vision_tower.vision_model.")
         tensors[name] = tensor
-    original = {
+    theirs = {
         **config["text_config"],
         "model_type": "llava_llama",
         "architectures": ["LlavaLlamaForCausalLM"],
         "mm_projector_type": "mlp2x_gelu",
         "vocab_size": vocabulary,
     }
-    write_json(folder / "config.json", original)
+    write_json(folder / "config.json", theirs)
     if kind == "safetensors":
         save_file(tensors, folder / "model.safetensors")
     else:
@@ -213,44 +194,33 @@ def write_original(exported: Path, folder: Path, kind: str) -> Path:
     return folder
 
 
+def start(folder: Path) -> list[str]:
+    return [f"model.checkpoint={folder}", "model.random_weights=false"]
+
+
 @pytest.mark.parametrize("kind", ["ours", "original safetensors", "original bin"])
 def test_starts_from_a_whole_model(kind: str, exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
     folder = exported if kind == "ours" else write_original(exported / "export", tmp_path / "original", kind.split()[1])
-    cfg = make_config(
-        parts,
-        dataset,
-        tmp_path / "run",
-        *EXPORTED,
-        f"model.checkpoint={folder}",
-        "model.random_weights=false",
-        "max_steps=1",
-        "export.verify=true",
-    )
-    train.train(cfg)
+    values = [*EXPORTED, *start(folder), "max_steps=1", "export.verify=true"]
+    train.train(make_config(parts, dataset, tmp_path / "run", *values))
     before, after = outcome(exported).weights, outcome(tmp_path / "run").weights
     assert all(torch.equal(before[n], after[n]) for n in before), "the first step's learning rate is 0"
 
 
 @pytest.mark.parametrize("kind", ["run", "export folder", "mm_projector.bin"])
 def test_starts_from_a_projector(kind: str, exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
-    start = outcome(exported).weights
+    first = outcome(exported).weights
     given = {"run": exported, "export folder": exported / "export"}.get(kind, tmp_path / "mm_projector.bin")
     if kind == "mm_projector.bin":
-        names = {"linear_1": "0", "linear_2": "2"}
-        torch.save(
-            {
-                f"model.mm_projector.{names[n.split('.')[1]]}.{n.split('.')[2]}": t
-                for n, t in start.items()
-                if "proj" in n.split(".")[0]
-            },
-            given,
-        )
+        projector = {original(n, "mlp2x_gelu"): t for n, t in first.items() if n.startswith("multi_modal_projector.")}
+        assert "model.mm_projector.2.bias" in projector
+        torch.save(projector, given)
     cfg = make_config(parts, dataset, tmp_path / "run", *EXPORTED, f"model.projector={given}", "max_steps=1")
     train.train(cfg)
     after = outcome(tmp_path / "run").weights
-    same = {n: torch.equal(start[n], after[n]) for n in start}
-    assert all(s for n, s in same.items() if n.startswith("multi_modal_projector."))
-    assert not all(same.values())
+    equal = {n: torch.equal(first[n], after[n]) for n in first}
+    assert all(is_equal for n, is_equal in equal.items() if n.startswith("multi_modal_projector."))
+    assert not all(equal.values())
 
 
 def test_projector_of_the_stage_before_is_found(parts: Path, dataset: Path, tmp_path: Path) -> None:
@@ -323,13 +293,7 @@ def test_tower_without_cls_refuses_to_drop_one(parts: Path, dataset: Path, tmp_p
 def test_weights_from_another_model(exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
     """A file whose shapes or names do not fit: the message has the parameter, the file and both shapes."""
     config = json.loads((exported / "export" / "config.json").read_text())
-    folder = tmp_path / "other"
-    folder.mkdir()
-    for file in (exported / "export").iterdir():
-        if file.name != "config.json":
-            (folder / file.name).write_bytes(file.read_bytes())
-    forge_notes(folder)
-    start = [f"model.checkpoint={folder}", "model.random_weights=false"]
+    folder = Path(shutil.copytree(exported / "export", tmp_path / "other"))
     for rows in (51, 49):  # more than the file has, and fewer, which would be cut off
         config["text_config"]["intermediate_size"] = rows
         write_json(folder / "config.json", config)
@@ -337,14 +301,14 @@ def test_weights_from_another_model(exported: Path, parts: Path, dataset: Path, 
         with pytest.raises(
             ModelError, match=rf"mlp\.gate_proj\.weight has shape \[50, 36\] in .*model\.safetensors.*\[{rows}, 36\]"
         ):
-            train.train(make_config(parts, dataset, tmp_path / "run", *start))
-    tensors = load_file(exported / "export" / "model.safetensors")
+            train.train(make_config(parts, dataset, tmp_path / "run", *start(folder)))
+    tensors = weights(exported / "export")
     del tensors["language_model.model.norm.weight"]
     save_file(tensors, folder / "model.safetensors")
     write_json(folder / "config.json", json.loads((exported / "export" / "config.json").read_text()))
     forge_notes(folder)
     with pytest.raises(ModelError, match=r"other has no weights for language_model\.norm\.weight"):
-        train.train(make_config(parts, dataset, tmp_path / "run", *start))
+        train.train(make_config(parts, dataset, tmp_path / "run", *start(folder)))
 
 
 def test_open_steps_is_what_training_reads(parts: Path, dataset: Path, tmp_path: Path) -> None:
@@ -360,7 +324,7 @@ def test_export_in_several_files(
     train.train(cfg)
     files = sorted(p.name for p in (tmp_path / "export").glob("model*"))
     assert len(files) > 3 and files[-1] == "model.safetensors.index.json"
-    single = load_file(exported / "export" / "model.safetensors")
+    single = weights(exported / "export")
     index = json.loads((tmp_path / "export" / files[-1]).read_text())["weight_map"]
     assert index.keys() == single.keys()
     for name, file in index.items():
@@ -372,8 +336,8 @@ def test_files_of_weights_are_filled_up_to_their_bound(monkeypatch: pytest.Monke
     """No file is larger, unless one weight alone is."""
     monkeypatch.setattr(weights_writer, "SHARD_BYTES", 100)
     shapes = {"a": (10,), "b": (15,), "c": (1,), "d": (30,), "e": (24,), "f": (2,)}
-    weights = Weights(shapes, dict.fromkeys(shapes, torch.float32), torch.zeros)
-    assert weights_writer.plan_shards(weights) == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
+    to_write = Weights(shapes, dict.fromkeys(shapes, torch.float32), torch.zeros)
+    assert weights_writer.plan_shards(to_write) == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
 
 
 def test_rows_that_were_not_trained_are_the_mean_of_those_that_were() -> None:
@@ -396,8 +360,8 @@ def test_vocabulary_without_a_row_to_spare(notes: bool, dataset: Path, tmp_path:
     assert config["image_token_index"] == rows and config["text_config"]["vocab_size"] % 64 == 0
     if not notes:
         (folder / "llava_fsdp.json").unlink()
-    start = [f"model.checkpoint={folder}", "model.random_weights=false", "max_steps=1", "export.verify=true"]
-    train.train(make_config(parts, dataset, tmp_path / "two", *EXPORTED, *start))
+    values = [*EXPORTED, *start(folder), "max_steps=1", "export.verify=true"]
+    train.train(make_config(parts, dataset, tmp_path / "two", *values))
     one, two = outcome(tmp_path / "one"), outcome(tmp_path / "two")
     assert one.losses == two.losses
     assert all(torch.equal(one.weights[n], two.weights[n]) for n in one.weights)
@@ -433,26 +397,24 @@ def test_exported_processor_makes_our_pixels_and_positions(
 
 
 def test_checkpoint_brings_its_projector(exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
-    start = [f"model.checkpoint={exported}", "model.random_weights=false", "model.projector=/nowhere"]
+    values = [*start(exported), "model.projector=/nowhere"]
     with pytest.raises(ConfigError, match=r"model\.projector=/nowhere and model\.checkpoint=.*give one of the two"):
-        train.train(make_config(parts, dataset, tmp_path, *start))
+        train.train(make_config(parts, dataset, tmp_path, *values))
 
 
 def test_original_with_other_features_is_refused(exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
     folder = write_original(exported / "export", tmp_path / "original", "safetensors")
     config = json.loads((folder / "config.json").read_text())
     write_json(folder / "config.json", {**config, "mm_vision_select_layer": -1})
-    start = [f"model.checkpoint={folder}", "model.random_weights=false"]
     with pytest.raises(ConfigError, match="has mm_vision_select_layer=-1, and this configuration means -2"):
-        train.train(make_config(parts, dataset, tmp_path / "run", *start))
+        train.train(make_config(parts, dataset, tmp_path / "run", *start(folder)))
 
 
 def test_export_in_another_dtype_is_made_again(parts: Path, dataset: Path, tmp_path: Path) -> None:
     values = ["export.enabled=true", "export.verify=false", "max_steps=1"]
     train.train(make_config(parts, dataset, tmp_path, *values, "export.dtype=bf16"))
     train.train(make_config(parts, dataset, tmp_path, *values, "export.dtype=fp32"))
-    tensors = load_file(tmp_path / "export" / "model.safetensors")
-    assert {t.dtype for t in tensors.values()} == {torch.float32}
+    assert {t.dtype for t in weights(tmp_path / "export").values()} == {torch.float32}
 
 
 def test_samples_without_labels_can_still_be_verified(parts: Path, dataset: Path, tmp_path: Path) -> None:
@@ -466,10 +428,7 @@ def test_samples_without_labels_can_still_be_verified(parts: Path, dataset: Path
 def test_weights_that_nobody_would_read_are_refused(exported: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
     """model=tiny draws its weights; a folder with weights was meant to be read."""
     folder = tmp_path / "parts"
-    for name in ("language", "vision"):
-        (folder / name).mkdir(parents=True)
-        for file in (parts / name).iterdir():
-            (folder / name / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(parts, folder)
     (folder / "language" / "model.safetensors").write_bytes((exported / "export" / "model.safetensors").read_bytes())
     with pytest.raises(ConfigError, match=r"model\.language=.* has weights, which model\.random_weights=true"):
         train.train(make_config(folder, dataset, tmp_path / "run"))
@@ -484,11 +443,11 @@ def test_layer_that_a_tower_has_not(layer: int, parts: Path, dataset: Path, tmp_
 def rows_read(world: World, cfg: Config) -> dict[str, list[tuple[int, int]]]:
     """Which rows of every stored tensor this rank reads while it builds its part of the model."""
     read: dict[str, list[tuple[int, int]]] = {}
-    original = StoredTensor.rows
+    rows = StoredTensor.rows
 
     def watched(self: StoredTensor, begin: int, end: int) -> torch.Tensor:
         read.setdefault(self.name, []).append((begin, end))
-        return original(self, begin, end)
+        return rows(self, begin, end)
 
     plan = SHARD_PLANS[cfg.sharding.strategy]
     with pytest.MonkeyPatch.context() as patch:
@@ -502,9 +461,8 @@ def test_a_rank_reads_its_own_rows_and_no_others(
     exported: Path, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
     """Sharded weights are read once by all ranks together; no rank ever holds a whole one."""
-    start = [f"model.checkpoint={exported}", "model.random_weights=false", "sharding=zero3"]
-    reads = pools[4].run(rows_read, make_config(parts, dataset, tmp_path, *start))
-    stored = load_file(exported / "export" / "model.safetensors")
+    reads = pools[4].run(rows_read, make_config(parts, dataset, tmp_path, *start(exported), "sharding=zero3"))
+    stored = weights(exported / "export")
     vocabulary = json.loads((exported / "export" / "llava_fsdp.json").read_text())["vocab_size"]
     for name, tensor in stored.items():
         rows = vocabulary if "embed_tokens" in name or "lm_head" in name else tensor.shape[0]

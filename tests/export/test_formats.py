@@ -14,12 +14,12 @@ from small import write_json
 from llava_fsdp.config import AspectRatio, PatchMerge, Pixels, SpecialTokens
 from llava_fsdp.data.images.preprocess import read_preprocessor
 from llava_fsdp.export import weights_writer
-from llava_fsdp.export.formats import Subject, config_of_original, write_notes
+from llava_fsdp.export.formats import SourceModel, config_of_original, write_notes
 from llava_fsdp.export.processor import as_older_release, write_preprocessor, write_tokenizer
 from llava_fsdp.export.weights_writer import Vocabulary, Weights, write_shards
 
 
-def subject(whole: Path | None = None) -> Subject:
+def source(whole: Path | None = None) -> SourceModel:
     """Of a model that came from a folder of the original's; no value is the default of its key."""
     parts = SimpleNamespace(
         whole=whole,
@@ -29,7 +29,7 @@ def subject(whole: Path | None = None) -> Subject:
     )
     cfg = SimpleNamespace(patch_merge=PatchMerge.spatial, image_start_end=True)
     model: Any = SimpleNamespace(parts=parts, cfg=cfg)
-    return Subject(
+    return SourceModel(
         model=model,
         template="plain",
         aspect=AspectRatio.anyres,
@@ -45,7 +45,7 @@ def subject(whole: Path | None = None) -> Subject:
 
 
 def test_notes_say_all_of_it(tmp_path: Path) -> None:
-    write_notes(subject(), tmp_path, {"dtype": "bf16"})
+    write_notes(source(), tmp_path, {"dtype": "bf16"})
     found = json.loads((tmp_path / "llava_fsdp.json").read_text())
     assert {key: value for key, value in found.items() if key not in ("files", "digest")} == {
         "run": "r", "stage": "s", "step": 3, "train": ["projector"], "dtype": "bf16", "template": "plain",
@@ -59,7 +59,7 @@ def test_an_originals_configuration_is_kept_but_for_what_has_changed(tmp_path: P
     """And no key is added that says what is the case without it."""
     plain = {"model_type": "llava_llama", "mm_vision_tower": "first", "of_their_own": 3}
     write_json(tmp_path / "config.json", plain)
-    own = subject(tmp_path)
+    own = source(tmp_path)
     said = config_of_original(own, torch.float16)
     assert said == plain | {
         "mm_patch_merge_type": "spatial",

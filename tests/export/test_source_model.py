@@ -9,7 +9,7 @@ from small import conversion, write_json
 
 from llava_fsdp.config import AspectRatio, Pixels
 from llava_fsdp.export.main import check_target
-from llava_fsdp.export.source_model import aspect_of, choice_of, subject_of_folder
+from llava_fsdp.export.source_model import aspect_of, choice_of, source_of_folder
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 
 MODEL: Any = SimpleNamespace()
@@ -38,22 +38,22 @@ def test_whether_pictures_are_padded(tmp_path: Path) -> None:
 
 def test_what_a_folder_says_wins_over_what_is_assumed(tmp_path: Path) -> None:
     cfg = conversion(tmp_path, tmp_path / "to", "template=plain")
-    found = subject_of_folder(tmp_path, MODEL, PARTS, cfg)
+    found = source_of_folder(tmp_path, MODEL, PARTS, cfg)
     assert (found.template, found.max_length, found.grid_pinpoints) == ("plain", 2048, [])
     assert (found.language, found.vision, found.history) == ("its language", "its tower", {})
     write_json(tmp_path / "config.json", {"tokenizer_model_max_length": 777, "image_grid_pinpoints": [[3, 4]]})
-    found = subject_of_folder(tmp_path, MODEL, PARTS, cfg)
+    found = source_of_folder(tmp_path, MODEL, PARTS, cfg)
     assert (found.max_length, found.grid_pinpoints) == (777, [[3, 4]])
     notes = {"max_length": 99, "template": "v0", "language": "l", "vision": "v", "run": "r", "step": 3, "seed": 8,
              "stage": "finetune", "train": ["projector"], "grid_pinpoints": [[5, 6]], "pixels": "fast",
              "special_tokens": "parse"}  # fmt: skip
     write_json(tmp_path / "llava_fsdp.json", notes)
-    found = subject_of_folder(tmp_path, MODEL, PARTS, cfg)
+    found = source_of_folder(tmp_path, MODEL, PARTS, cfg)
     assert (found.max_length, found.template, found.language, found.vision) == (99, "v0", "l", "v")
     assert (found.grid_pinpoints, found.pixels.value, found.special_tokens.value) == ([[5, 6]], "fast", "parse")
     assert found.history == {key: notes[key] for key in ("run", "stage", "step", "train")}
     named = conversion(tmp_path, tmp_path / "to", "vision=mine", "image_aspect_ratio=pad")
-    found = subject_of_folder(tmp_path, MODEL, PARTS, named)
+    found = source_of_folder(tmp_path, MODEL, PARTS, named)
     assert (found.vision, found.renamed_tower, found.aspect) == ("mine", "mine", AspectRatio.pad)
 
 

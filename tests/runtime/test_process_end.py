@@ -10,7 +10,7 @@ from lives import TELLS_ALWAYS
 
 from llava_fsdp.runtime.process_end import ending_of
 
-UNKNOWN = "ended without a word; the kernel kills processes when memory runs out (see dmesg)"
+UNKNOWN = "ended without a report; the kernel kills processes when memory runs out (see dmesg)"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone can tell")

@@ -59,7 +59,7 @@ def test_a_killed_rank_is_named_and_the_restart_goes_on(start: Start) -> None:
     run = start("max_steps=5", fault="kill:1:3", restarts=1, pace=0.1)
     assert run.wait(LIMIT) == 0, run.said
     killed = "was killed by signal 9 (out of host memory? see dmesg)"
-    unknown = "ended without a word; the kernel kills processes when memory runs out (see dmesg)"
+    unknown = "ended without a report; the kernel kills processes when memory runs out (see dmesg)"
     assert "rank 1 (process" in run.said
     assert killed in run.said or (unknown in run.said and not TELLS_ALWAYS)  # torchrun may have asked first
     assert tracebacks(run) <= 0

@@ -70,7 +70,7 @@ class Assistant:
             ConfigError, ModelError, CheckpointError: the model cannot be found or read.
         """
         opened = open_model(checkpoint, default_template)
-        source, shapes = opened.subject, opened.subject.model
+        source, shapes = opened.source, opened.source.model
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.checkpoint = checkpoint
         self.template_name = source.template

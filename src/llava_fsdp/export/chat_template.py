@@ -202,8 +202,8 @@ def trained_ids(encoder: ExactEncoder, texts: Sequence[str], image_id: int) -> t
     images = ("image",) * sum(turn.text.count(IMAGE_TAG) for turn in turns)
     sample = encoder(Record("conversation", 0, "0", images, tuple(turns), bool(images)))
     assert sample is not None
-    asked = prompt(turns[:-1], encoder.template, encoder.start_end, bool(images))
-    both = sample.input_ids, encode_prompt(asked, encoder.tokenizer, [1] * len(images))
+    text = prompt(turns[:-1], encoder.template, encoder.start_end, bool(images))
+    both = sample.input_ids, encode_prompt(text, encoder.tokenizer, [1] * len(images))
     whole, prompted = (np.where(ids == IMAGE_ID, image_id, ids).tolist() for ids in both)
     return whole, prompted
 

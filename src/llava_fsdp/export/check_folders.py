@@ -27,7 +27,7 @@ from llava_fsdp.runtime.provenance import (
 )
 
 LOGGED = 1 << 30
-"""Bytes from which on a comparison is logged before it begins: it takes seconds."""
+"""Bytes from which on a comparison is logged before it begins, as it takes seconds."""
 
 
 def check_artifacts(paths: Iterable[Path], local_rank: int = 0, local_size: int = 1, is_first: bool = True) -> None:
@@ -47,8 +47,8 @@ def check_artifacts(paths: Iterable[Path], local_rank: int = 0, local_size: int 
             folder = path.parent if path.is_file() else path
             if path == folder:
                 check_folder(folder, largest=0)
-            own = {folder / name: digest for name, digest in listed(folder).items()}
-            wanted |= {file: (folder, own[file]) for file in own if path in (folder, file)}
+            files = {folder / name: digest for name, digest in listed(folder).items()}
+            wanted |= {file: (folder, digest) for file, digest in files.items() if path in (folder, file)}
         mine = share({file: digest for file, (_, digest) in wanted.items()}, local_rank, local_size)
         log_comparison(wanted, is_first)
         for folder in sorted({wanted[file][0] for file in mine}):
@@ -68,8 +68,8 @@ def log_comparison(wanted: dict[Path, tuple[Path, Digest]], is_first: bool) -> N
 
 def warn_of_older(paths: Iterable[Path]) -> None:
     for folder in (path.parent if path.is_file() else path for path in paths):
-        found = read_notes(folder)
-        if found and is_older(found):
+        notes = read_notes(folder)
+        if notes and is_older(notes):
             log().warning(
                 "%s was written by an earlier version of llava_fsdp, without digests: whether its files have changed "
                 "cannot be told. To add digests of the files now: python -m llava_fsdp.export source=%s 'accept=[%s]'",
@@ -78,7 +78,7 @@ def warn_of_older(paths: Iterable[Path]) -> None:
 
 
 def accept(folder: Path, names: list[str]) -> None:
-    """Write new digests of files that were changed, added or removed on purpose. No other file is looked at.
+    """Write new digests of files that were changed, added or removed on purpose; no other file is checked.
 
     Args:
         names: relative paths of these files. The path of the notes accepts the notes as they are now; if an earlier
@@ -92,9 +92,9 @@ def accept(folder: Path, names: list[str]) -> None:
     content = read_bytes(folder / NOTES)
     if content is None:
         raise ConfigError(f"source={folder} has no {NOTES}, so it has no digests to renew; for a run, give its export/")
-    said = parse(content, folder, is_accepted=NOTES in names)
-    files = files_of(said, folder)
-    if NOTES in names and is_older(said):
+    notes = parse(content, folder, is_accepted=NOTES in names)
+    files = files_of(notes, folder)
+    if NOTES in names and is_older(notes):
         names = [*names, *(p.relative_to(folder).as_posix() for p in sorted(folder.rglob("*")) if p.is_file())]
     chosen = [name for name in dict.fromkeys(names) if name != NOTES]
     for name in chosen:
@@ -106,9 +106,9 @@ def accept(folder: Path, names: list[str]) -> None:
             raise ConfigError(f"accept={name}: {folder} has no such file, nor do its notes list one; give a path in it")
     try:
         kept = {name: digest for name, digest in files.items() if name not in chosen}
-        found = kept | digests(folder, [name for name in chosen if (folder / name).is_file()])
+        renewed = kept | digests(folder, [name for name in chosen if (folder / name).is_file()])
         mode = (folder / NOTES).stat().st_mode
-        replace_file(folder / NOTES, render(said, dict(sorted(found.items()))), 0o600, durable=True)
+        replace_file(folder / NOTES, render(notes, dict(sorted(renewed.items()))), 0o600, durable=True)
         (folder / NOTES).chmod(mode)
     except OSError as error:
         raise CheckpointError(f"{folder / NOTES} cannot be written: {why(error, folder)}") from error

@@ -1,4 +1,4 @@
-"""Turn a model into a folder that others load: `python -m llava_fsdp.export source=DIR to=DIR format=llava`.
+"""Convert a model into a folder for other programs: `python -m llava_fsdp.export source=DIR to=DIR format=llava`.
 
 Reads a run, one of its checkpoints, the folder of an adapter, or a model folder (ours, transformers' or the original
 LLaVA's); writes a folder of transformers' or the original's, the original's projector file, or with `merge=false` the
@@ -20,7 +20,7 @@ from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.export.adapter_folder import AdapterWriter, prove_adapter, small_files
 from llava_fsdp.export.check_folders import accept
 from llava_fsdp.export.formats import write_folder
-from llava_fsdp.export.source_model import Opened, open_source, rows_of
+from llava_fsdp.export.source_model import Opened, open_source, reader_of
 from llava_fsdp.export.verify_logits import Rounded, prove, prove_merge
 from llava_fsdp.export.weights_writer import Weights, publish_folder
 from llava_fsdp.model.lora_files import ADAPTER_CONFIG
@@ -41,8 +41,8 @@ def main() -> None:
 
 @torch.no_grad()
 def export(cfg: ConversionConfig) -> Path:
-    """Write `to`, read it back and compare; it has its name only once the logits agree. With `accept` nothing of the
-    kind: files of `source` that were changed on purpose get new digests in its notes.
+    """Write the folder `to`, load it again and compare logits; it gets its name once they agree. With `accept`, only
+    write new digests of files in `source` that were changed on purpose.
 
     Raises:
         ConfigError: a key is wrong, or `to` is taken.
@@ -51,13 +51,11 @@ def export(cfg: ConversionConfig) -> Path:
     """
     if cfg.accept:
         if cfg.to is not None:
-            raise ConfigError(
-                f"accept= changes the notes of source={cfg.source} and makes no folder: leave it out, or to="
-            )
+            raise ConfigError(f"accept only writes digests into source={cfg.source}; leave out accept or to={cfg.to}")
         accept(Path(cfg.source), cfg.accept)
         return Path(cfg.source)
     if cfg.to is None:
-        raise ConfigError("to is not set; give the folder to make on the command line: to=FOLDER")
+        raise ConfigError("to is not set; give the folder to write on the command line: to=FOLDER")
     template(cfg.template)
     final = Path(cfg.to).resolve()
     staged = final.with_name(final.name + ".tmp")
@@ -66,22 +64,22 @@ def export(cfg: ConversionConfig) -> Path:
     if not cfg.merge:
         return export_adapter(opened, final, staged, cfg)
     if opened.adapter is not None and cfg.verify:
-        prove_merge(opened.subject.model, opened.adapter.adapted)
-    dtypes = {name: wanted_dtype(cfg.dtype) or source.dtype for name, source in opened.sources.items()}
+        prove_merge(opened.source.model, opened.adapter.adapted)
+    dtypes = {name: chosen_dtype(cfg.dtype) or tensor.dtype for name, tensor in opened.sources.items()}
     weights = Weights(
-        shapes={name: tuple(source.shape) for name, source in opened.sources.items()},
+        shapes={name: tuple(tensor.shape) for name, tensor in opened.sources.items()},
         dtypes=dtypes,
-        read=rows_of(opened.sources),
+        read=reader_of(opened.sources),
         watch=watch_loading(is_first_rank=True),
     )
     try:
-        write_folder(cfg.format, opened.subject, weights, staged, {"dtype": cfg.dtype.value})
+        write_folder(cfg.format, opened.source, weights, staged, {"dtype": cfg.dtype.value})
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
         raise
     if cfg.verify:
         try:
-            prove(cfg.format, opened.subject.model, opened.sources, dtypes, staged)
+            prove(cfg.format, opened.source.model, opened.sources, dtypes, staged)
         except ModelError as error:
             raise ModelError(f"{error}\n{final} was not made; {staged} has what was written") from error
     publish_folder(staged, final)
@@ -90,30 +88,30 @@ def export(cfg: ConversionConfig) -> Path:
 
 
 def export_adapter(opened: Opened, final: Path, staged: Path, cfg: ConversionConfig) -> Path:
-    """The adapter alone, in the original's names, read again and compared bit for bit.
+    """Write the adapter alone, in the original's names, read it again and compare it bit for bit.
 
     Raises:
-        ConfigError: the source has none, or a projector was asked for.
-        CheckpointError: it cannot be written.
+        ConfigError: the source has no adapter, or format=projector.
+        CheckpointError: the folder cannot be written.
     """
     if opened.adapter is None:
         raise ConfigError(f"merge=false writes the folder of an adapter, and source={cfg.source} has none")
     if cfg.format is FolderFormat.projector:
         raise ConfigError("merge=false writes the folder of an adapter, not format=projector; leave one out")
-    dtype, sources = wanted_dtype(cfg.dtype), opened.adapter.adapted.sources
-    tensors: dict[str, Stored] = {n: Rounded(sources[n], dtype or sources[n].dtype) for n in opened.adapter.along}
+    dtype, sources = chosen_dtype(cfg.dtype), opened.adapter.adapted.sources
+    tensors: dict[str, Stored] = {n: Rounded(sources[n], dtype or sources[n].dtype) for n in opened.adapter.names}
     widest = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
     writer = AdapterWriter(
-        subject=opened.subject,
+        source=opened.source,
         lora=opened.adapter.adapted.lora,
         modules=opened.adapter.adapted.modules,
         base=opened.adapter.base,
-        small=small_files(opened.subject, widest),
+        small=small_files(opened.source, widest),
     )
 
     def write() -> None:
         make_empty(staged)
-        writer.write(staged, tensors, opened.subject.history, cfg.dtype)
+        writer.write(staged, tensors, opened.source.history, cfg.dtype)
 
     try:
         on_first_rank(write, f"cannot write {staged}")
@@ -126,20 +124,23 @@ def export_adapter(opened: Opened, final: Path, staged: Path, cfg: ConversionCon
     return final
 
 
-def wanted_dtype(choice: KeptDType) -> torch.dtype | None:
+def chosen_dtype(choice: KeptDType) -> torch.dtype | None:
     return None if choice is KeptDType.keep else DTYPES[DType(choice.value)]
 
 
 def check_target(final: Path, staged: Path, cfg: ConversionConfig) -> None:
-    """`to` is free, or a model folder that may be replaced; nothing is read from it, nor from what is written first."""
-    named = {"source": cfg.source, "base": cfg.base, "language": cfg.language, "vision": cfg.vision}
-    for key, name in named.items():
+    """Raise ConfigError unless `to` is free or a model folder that may be replaced, and nothing is read from it or from
+    the temporary folder."""
+    inputs = {"source": cfg.source, "base": cfg.base, "language": cfg.language, "vision": cfg.vision}
+    for key, name in inputs.items():
         read = Path(name).resolve() if name and not name.startswith(PACKAGE) else None
         for folder in (final, staged):
             if read is not None and read.is_relative_to(folder):
                 raise ConfigError(f"to={cfg.to} would replace {folder}, which holds {key}={name}; give another folder")
     if staged.exists() and not (staged / NOTES).is_file():
-        raise ConfigError(f"to={cfg.to} is written as {staged} first, which exists and is not ours; move it away")
+        raise ConfigError(
+            f"to={cfg.to} is written as {staged} first, which exists and is not from an export; move it away"
+        )
     if final.exists() and not final.is_dir():
         raise ConfigError(f"to={final} is a file; give a folder")
     if not final.is_dir() or not any(final.iterdir()):
@@ -147,11 +148,11 @@ def check_target(final: Path, staged: Path, cfg: ConversionConfig) -> None:
     if not cfg.overwrite:
         raise ConfigError(f"to={final} is not empty; give another folder, or replace it with overwrite=true")
     if not any((final / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
-        raise ConfigError(f"to={final} is no model folder, so overwrite=true does not replace it; give another folder")
+        raise ConfigError(f"to={final} is not a model folder, so overwrite=true keeps it; give another folder")
 
 
 def show(opened: Opened, final: Path, cfg: ConversionConfig) -> None:
-    """What was written, as a table and one line."""
+    """Print a table of the files, and log one line."""
     console = TextConsole(on_stderr=True, width=None if sys.stderr.isatty() else 120)
     table = Table("file", "size")
     for path in sorted(p for p in final.rglob("*") if p.is_file()):

@@ -1,4 +1,4 @@
-"""What stands beside an exported model's weights, so that transformers makes the ids and pixels of training."""
+"""Writes an export's tokenizer and preprocessing, with which transformers makes the ids and pixels of training."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ from llava_fsdp.runtime.safe_load import LARGE, foreign, read_json
 PAD_TOKEN = "<pad>"
 ROW_MULTIPLE = 64
 PROBES = ("a  b   c", " leading", "\n\tx  ", "1 234", "größe 中文 🙂", "USER: a ASSISTANT: b")
-"""Texts on which tokenizers that differ have differed."""
+"""Texts for which wrong tokenizers have given other ids."""
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -30,20 +30,19 @@ def has_tokenizer(folder: Path) -> bool:
 def write_tokenizer(
     folder: Path, staged: Path, language: PretrainedConfig, form: str, start_end: bool
 ) -> tuple[int, int, int]:
-    """The tokenizer with an image tag and a padding token; returns their ids and the vocabulary rows needed.
+    """Write the tokenizer with an image tag and a padding token; return their ids and the vocabulary rows needed.
 
-    As the hub's LLaVA conversion: new ids follow the old ones, and rows are padded to a multiple of 64. A language
-    model with rows to spare keeps its size. A folder without a tokenizer gives one without.
+    As in the hub's LLaVA conversion, new ids follow the old ones, and rows are padded to a multiple of 64. A language
+    model with enough rows keeps its size. From a folder without a tokenizer nothing is written.
 
     Args:
         form: name of the conversation template.
-        start_end: `<im_start>` and `<im_end>` stand around every picture.
+        start_end: `<im_start>` and `<im_end>` are put around every image.
     """
     vocab_size = language.vocab_size
-    if not has_tokenizer(folder):
-        log().warning("%s has no tokenizer, so %s gets none; put one there before you use it", folder, staged)
+    if lacks_tokenizer(folder, staged):
         return vocab_size, vocab_size + 1, -(-(vocab_size + 2) // ROW_MULTIPLE) * ROW_MULTIPLE
-    own = open_tokenizer(folder, vocab_size)  # before transformers sees the folder: it says what is wrong with it
+    ours = open_tokenizer(folder, vocab_size)  # before transformers', as its errors are clearer
     with foreign(f"{folder}: transformers cannot read its tokenizer"):
         tokenizer = their_tokenizer(folder, language)
     tokenizer.add_tokens([IMAGE_TAG], special_tokens=True)
@@ -51,63 +50,72 @@ def write_tokenizer(
         tokenizer.add_special_tokens({"pad_token": PAD_TOKEN})
     tokenizer.chat_template = None
     tokenizer.save_pretrained(staged)
-    if own.bos is None:
+    if ours.bos is None:
         leave_bos_out(staged)
     if (folder / "tokenizer.model").is_file():
         keep_llama(folder, staged)
-    if isinstance(own, LlamaTokenizer):
-        write_llama(staged, own.legacy)
+    if isinstance(ours, LlamaTokenizer):
+        write_llama(staged, ours.legacy)
     check_same_ids(folder, staged, vocab_size)
     with foreign(f"{staged}: transformers cannot read the tokenizer that was written"):
-        gap = find_gap(from_file(staged), own)
-    written = chat_template(template(form), start_end, own.bos is not None, gap)
-    (staged / "chat_template.jinja").write_text(written)
+        gap = find_gap(from_file(staged), ours)
+    (staged / "chat_template.jinja").write_text(chat_template(template(form), start_end, ours.bos is not None, gap))
     image_id, pad_id = tokenizer.convert_tokens_to_ids(IMAGE_TAG), tokenizer.pad_token_id
     needed = max(image_id, pad_id) + 1
     rows = vocab_size if needed <= vocab_size else -(-needed // ROW_MULTIPLE) * ROW_MULTIPLE
     return image_id, pad_id, rows
 
 
+def lacks_tokenizer(folder: Path, staged: Path) -> bool:
+    if not has_tokenizer(folder):
+        log().warning("%s has no tokenizer, so %s gets none; put one there before you use it", folder, staged)
+    return not has_tokenizer(folder)
+
+
+def update_config(staged: Path, **values: Any) -> None:
+    """Set values of an exported `tokenizer_config.json`."""
+    path = staged / "tokenizer_config.json"
+    path.write_text(json.dumps(read_json(path) | values, indent=2) + "\n")
+
+
 def leave_bos_out(staged: Path) -> None:
-    """Training had no BOS. transformers forgets `add_bos_token=false` and adds what the `tokenizer.json` says."""
+    """Take BOS out of `tokenizer.json` for a model trained without: transformers ignores `add_bos_token=false`."""
     path = staged / "tokenizer.json"
     frozen = read_json(path, largest=LARGE)
     if (frozen.get("post_processor") or {}).get("type") == "TemplateProcessing":
         path.write_text(json.dumps(frozen | {"post_processor": None}, ensure_ascii=False))
-    path = staged / "tokenizer_config.json"
-    path.write_text(json.dumps(read_json(path) | {"add_bos_token": False}, indent=2) + "\n")
+    update_config(staged, add_bos_token=False)
 
 
 def their_tokenizer(folder: Path, language: PretrainedConfig) -> Any:
-    """transformers' tokenizer of a folder."""
+    """Open transformers' tokenizer of a folder."""
     if (folder / "tokenizer.model").is_file():
-        # with the language model's configuration: that of an original's folder is none of transformers'
+        # with the language model's configuration, as transformers cannot read that of an original's folder
         return AutoTokenizer.from_pretrained(folder, config=language, trust_remote_code=False, local_files_only=True)
     return from_file(folder)
 
 
 def from_file(folder: Path) -> Any:
-    """What the folder's `tokenizer.json` says; a model's own class may build another tokenizer from it."""
+    """Open exactly the folder's `tokenizer.json`; a model's own class may build another tokenizer from it."""
     return PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
 def keep_llama(folder: Path, staged: Path) -> None:
-    """The SentencePiece model beside transformers 5's files, and what these leave out of its configuration."""
+    """Copy the SentencePiece model, and values of its configuration that transformers 5 leaves out."""
     shutil.copyfile(folder / "tokenizer.model", staged / "tokenizer.model")
-    given, path = read_optional(folder / "tokenizer_config.json"), staged / "tokenizer_config.json"
-    config = {**read_optional(path), "legacy": is_legacy(given), "add_bos_token": given.get("add_bos_token", True)}
-    config["tokenizer_class"] = given.get("tokenizer_class", "LlamaTokenizer")
+    old, path = read_optional(folder / "tokenizer_config.json"), staged / "tokenizer_config.json"
+    config = {**read_optional(path), "legacy": is_legacy(old), "add_bos_token": old.get("add_bos_token", True)}
+    config["tokenizer_class"] = old.get("tokenizer_class", "LlamaTokenizer")
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-    added = added_tokens(folder, given)
+    added = added_tokens(folder, old)
     if added:
         (staged / "added_tokens.json").write_text(json.dumps(added) + "\n")
 
 
 def check_template(folder: Path, staged: Path, language: PretrainedConfig, form: str, start_end: bool) -> None:
-    """Try the chat template that `write_tokenizer` wrote, once `config.json` is there: it decides who reads it.
+    """Try the chat template that `write_tokenizer` wrote; needs `config.json`, which names the tokenizer's class.
 
-    A template that makes other ids than training is a warning: the weights are what was trained, and our own programs
-    do not read the template.
+    A template that makes other ids than training is only a warning: our own programs do not read it.
 
     Raises:
         ModelError: transformers cannot read what was written.
@@ -118,18 +126,18 @@ def check_template(folder: Path, staged: Path, language: PretrainedConfig, form:
         differs = rehearse(staged, open_tokenizer(folder, language.vocab_size), template(form), start_end)
     if differs is not None:
         log().warning(
-            "the chat template that an export has for the tokenizer of %s does not make the ids of training: %s; "
-            "ask the exported model with llava_fsdp.chat and llava_fsdp.evaluate", folder, differs,
+            "the export's chat template for the tokenizer of %s does not make the ids of training: %s; "
+            "use the exported model with llava_fsdp.chat and llava_fsdp.evaluate", folder, differs,
         )  # fmt: skip
 
 
 def rehearse_tokenizer(folder: Path, language: PretrainedConfig, form: str, start_end: bool) -> None:
-    """Write the tokenizer of an export into a folder that is deleted again, and try its chat template.
+    """Write an export's tokenizer into a temporary folder and try its chat template.
 
-    Done before the first step: behind the last one it is too late to choose another model or template.
+    Runs before the first step, when another model or template can still be chosen.
 
     Raises:
-        ModelError: the export could not be written.
+        ModelError: the tokenizer cannot be exported.
     """
     if not has_tokenizer(folder):
         return
@@ -141,10 +149,11 @@ def rehearse_tokenizer(folder: Path, language: PretrainedConfig, form: str, star
 
 
 def write_llama(staged: Path, legacy: bool) -> None:
-    """A `tokenizer.json` that says what the SentencePiece model does, and a class that takes it at its word.
+    """Make `tokenizer.json` do what the SentencePiece model does, and name a class that reads it unchanged.
 
-    transformers 5 writes the same file for both kinds of `legacy`, and reads it by the class: another for a LLaVA than
-    for a Llama. With `legacy` every stretch between special tokens begins with one `▁`, without it the text alone.
+    transformers 5 writes the same file for both values of `legacy`, and the class decides: for a LLaVA it is another
+    one than for a Llama. With `legacy`, every piece of text between special tokens begins with one `▁`; without it,
+    only the whole text does.
     """
     path = staged / "tokenizer.json"
     frozen = read_json(path, largest=LARGE)
@@ -154,56 +163,51 @@ def write_llama(staged: Path, legacy: bool) -> None:
     frozen["normalizer"] = {"type": "Sequence", "normalizers": [begin, spaces]} if legacy else None
     frozen["pre_tokenizer"] = None if legacy else first
     for token in frozen["added_tokens"]:
-        token["normalized"] = False  # else one is looked for with a `▁` before it
+        token["normalized"] = False  # else it would match only with a `▁` before it
     path.write_text(json.dumps(frozen, ensure_ascii=False))
-    path = staged / "tokenizer_config.json"
-    path.write_text(json.dumps(read_json(path) | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n")
+    update_config(staged, tokenizer_class="PreTrainedTokenizerFast")
 
 
 def check_same_ids(folder: Path, staged: Path, vocab_size: int) -> None:
-    """What was written makes the ids of training.
-
-    Raises:
-        ModelError: it does not.
-    """
-    read, written = open_tokenizer(folder, vocab_size), open_tokenizer(staged, vocab_size)
-    specials = "".join(text for text in ("<s>", "</s>", "<im_start>", "<im_end>") if read.special(text) is not None)
+    """Raise ModelError if the tokenizer that was written makes other ids than that of training."""
+    trained, written = open_tokenizer(folder, vocab_size), open_tokenizer(staged, vocab_size)
+    specials = "".join(text for text in ("<s>", "</s>", "<im_start>", "<im_end>") if trained.special(text) is not None)
     for text in (*PROBES, f"a{specials}USER: b", f"{specials} c"):
-        ids = [[t.id for t in own.encode(text)] for own in (read, written)]
-        if ids[0] != ids[1] or read.bos != written.bos:
+        ids = [[t.id for t in tokenizer.encode(text)] for tokenizer in (trained, written)]
+        if ids[0] != ids[1] or trained.bos != written.bos:
             raise ModelError(f"{staged} was written, but its tokenizer makes {ids[1]} of {text!r}, not {ids[0]}")
 
 
 def write_preprocessor(folder: Path, staged: Path, pads: bool) -> None:
-    """The tower's own preprocessing, padded to a square where training padded."""
-    ours_read = read_preprocessor(folder)
-    square = {"height": ours_read.size, "width": ours_read.size}
-    own = preprocessor_fields(folder).get("image_processor_type", "CLIPImageProcessor")
-    if own == "LlavaImageProcessor":  # it pads unless told otherwise
-        own = "CLIPImageProcessor" if ours_read.keep_ratio else "SiglipImageProcessor"
+    """Write the vision tower's preprocessing, padded to a square if training padded."""
+    ours = read_preprocessor(folder)
+    square = {"height": ours.size, "width": ours.size}
+    kind = preprocessor_fields(folder).get("image_processor_type", "CLIPImageProcessor")
+    if kind == "LlavaImageProcessor":  # which pads by default
+        kind = "CLIPImageProcessor" if ours.keep_ratio else "SiglipImageProcessor"
     images = {
         "processor_class": "LlavaProcessor",
-        "image_processor_type": "LlavaImageProcessor" if pads else own,
+        "image_processor_type": "LlavaImageProcessor" if pads else kind,
         "do_convert_rgb": True,
         "do_pad": pads,
         "do_resize": True,
-        "size": {"shortest_edge": ours_read.size} if ours_read.keep_ratio else square,
-        "resample": int(ours_read.resample),
-        "do_center_crop": ours_read.keep_ratio,  # transformers' LLaVA processor crops to 224 unless told otherwise
+        "size": {"shortest_edge": ours.size} if ours.keep_ratio else square,
+        "resample": int(ours.resample),
+        "do_center_crop": ours.keep_ratio,  # transformers' LLaVA processor crops to 224 by default
         "crop_size": square,
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
-        "image_mean": list(ours_read.mean),
-        "image_std": list(ours_read.std),
+        "image_mean": list(ours.mean),
+        "image_std": list(ours.std),
     }
     (staged / "preprocessor_config.json").write_text(json.dumps(images, indent=1) + "\n")
 
 
 def write_processor(folder: Path, staged: Path, config: LlavaConfig, aspect: AspectRatio) -> None:
-    """Preprocessing, and LLaVA's processor around it. A folder without preprocessing gives one without."""
+    """Write preprocessing and LLaVA's processor, if the folder of the vision tower has preprocessing."""
     if not preprocessor_fields(folder):
-        log().warning("%s says nothing of the preprocessing of pictures, so %s does not either", folder, staged)
+        log().warning("%s has no preprocessor_config.json, so %s gets none", folder, staged)
         return
     write_preprocessor(folder, staged, aspect is AspectRatio.pad)
     vision: Any = config.vision_config
@@ -220,21 +224,20 @@ def write_processor(folder: Path, staged: Path, config: LlavaConfig, aspect: Asp
 
 
 def write_original_tokenizer(folder: Path, staged: Path, vocab_size: int, max_length: int) -> None:
-    """The tokenizer as the original loads it with transformers 4.37: without tokens beyond the vocabulary."""
-    if not has_tokenizer(folder):
-        log().warning("%s has no tokenizer, so %s gets none; put one there before you use it", folder, staged)
+    """Write the tokenizer as the original loads it with transformers 4.37: without tokens beyond the vocabulary."""
+    if lacks_tokenizer(folder, staged):
         return
-    given = read_optional(folder / "tokenizer_config.json")
+    old = read_optional(folder / "tokenizer_config.json")
     kept = ("bos_token", "eos_token", "unk_token", "add_bos_token", "add_eos_token", "clean_up_tokenization_spaces")
-    config = {key: given[key] for key in kept if key in given}
-    config |= {"model_max_length": max_length, "padding_side": "right", "legacy": is_legacy(given)}
-    config["pad_token"] = given.get("unk_token") or given.get("eos_token")
+    config = {key: old[key] for key in kept if key in old}
+    config |= {"model_max_length": max_length, "padding_side": "right", "legacy": is_legacy(old)}
+    config["pad_token"] = old.get("unk_token") or old.get("eos_token")
     if (folder / "tokenizer.model").is_file():
         shutil.copyfile(folder / "tokenizer.model", staged / "tokenizer.model")
         config["tokenizer_class"] = "LlamaTokenizer"
         config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", **config}
         config["pad_token"] = config["unk_token"]
-        added = {text: i for text, i in added_tokens(folder, given).items() if i < vocab_size}
+        added = {text: i for text, i in added_tokens(folder, old).items() if i < vocab_size}
         if added:
             (staged / "added_tokens.json").write_text(json.dumps(added) + "\n")
     else:
@@ -246,7 +249,7 @@ def write_original_tokenizer(folder: Path, staged: Path, vocab_size: int, max_le
 
 
 def as_older_release(frozen: dict[str, Any], vocab_size: int) -> dict[str, Any]:
-    """A tokenizer.json for tokenizers 0.15, which has merges as text, without tokens beyond the vocabulary."""
+    """Convert a tokenizer.json for tokenizers 0.15: merges as text, and no tokens beyond the vocabulary."""
     frozen["added_tokens"] = [t for t in frozen.get("added_tokens", []) if t["id"] < vocab_size]
     merges = frozen["model"].get("merges")
     if merges and isinstance(merges[0], list) and not any(" " in part for pair in merges for part in pair):
@@ -261,10 +264,10 @@ def as_older_release(frozen: dict[str, Any], vocab_size: int) -> dict[str, Any]:
 
 
 def metaspaces(tree: Any) -> list[dict[str, Any]]:
-    """Every Metaspace of a tokenizer.json; 0.15 wants a field more than later releases write."""
+    """Every Metaspace of a tokenizer.json."""
     if isinstance(tree, list):
-        return [found for part in tree for found in metaspaces(part)]
+        return [space for part in tree for space in metaspaces(part)]
     if not isinstance(tree, dict):
         return []
-    own = [tree] if tree.get("type") == "Metaspace" else []
-    return own + [found for key, part in tree.items() if key not in ("vocab", "merges") for found in metaspaces(part)]
+    parts = [part for key, part in tree.items() if key not in ("vocab", "merges")]
+    return ([tree] if tree.get("type") == "Metaspace" else []) + metaspaces(parts)

@@ -1,4 +1,4 @@
-"""What an export starts from: a run, one of its checkpoints, or a model folder, opened alike."""
+"""Opens the source of an export: a run, one of its checkpoints, an adapter, or a model folder."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,9 +25,9 @@ from llava_fsdp.config import (
 )
 from llava_fsdp.config.renamed import VALUES, present_tree
 from llava_fsdp.data.images.preprocess import preprocessor_fields
-from llava_fsdp.export.adapter_folder import Base, comes_along
+from llava_fsdp.export.adapter_folder import Base, adapter_tensors
 from llava_fsdp.export.check_folders import check_artifacts
-from llava_fsdp.export.formats import Subject, subject_of
+from llava_fsdp.export.formats import SourceModel, source_of_run
 from llava_fsdp.export.verify_logits import Adapted
 from llava_fsdp.model import lora_files as adapter
 from llava_fsdp.model.init_weights import Drawn
@@ -55,15 +55,15 @@ from llava_fsdp.runtime.safe_load import SMALL
 
 @dataclass(frozen=True)
 class Opened:
-    """A model that can be written."""
+    """A model that can be exported."""
 
-    subject: Subject
+    source: SourceModel
     sources: dict[str, Stored]
-    """Where every parameter's values are."""
+    """Stored values of every parameter."""
     folder: Path
-    """The checkpoint or model folder that they come from."""
+    """The checkpoint or model folder that they are in."""
     adapter: "OpenedAdapter | None" = None
-    """What the sources were merged of; None: of nothing."""
+    """The adapter that is merged into `sources`, if any."""
 
 
 @dataclass(frozen=True)
@@ -71,25 +71,25 @@ class OpenedAdapter:
     """An adapter, and the base that it is for."""
 
     adapted: Adapted
-    along: list[str]
-    """Names of what is the adapter's and not the base's."""
+    names: list[str]
+    """Names of the adapter's own tensors."""
     base: Base
 
 
 def open_source(cfg: ConversionConfig) -> Opened:
-    """The model that `source` means.
+    """Open the model that `source` names.
 
     Raises:
-        ConfigError: `source` is none, or needs a language model or a tower that was not given.
+        ConfigError: `source` is not a model, or needs a language model or a vision tower that is not set.
         ModelError, CheckpointError: it cannot be read.
     """
-    given = Path(cfg.source)
-    if is_adapter_folder(given):
-        return open_adapted(given, cfg)
-    is_run = (given / "config.yaml").is_file() and not (given / "config.json").is_file()
-    if (given / STATE_FILE).is_file() or (given / FOLDER).is_dir() or is_run:
-        refuse_base(cfg, f"a run, which knows its own base; take base= out, or give source={given / adapter.FOLDER}")
-        return open_checkpoint(verify(given.resolve()), cfg) if (given / STATE_FILE).is_file() else open_run(given, cfg)
+    path = Path(cfg.source)
+    if is_adapter_folder(path):
+        return open_adapted(path, cfg)
+    is_run = (path / "config.yaml").is_file() and not (path / "config.json").is_file()
+    if (path / STATE_FILE).is_file() or (path / FOLDER).is_dir() or is_run:
+        refuse_base(cfg, f"a run, which knows its own base; take base= out, or give source={path / adapter.FOLDER}")
+        return open_checkpoint(verify(path.resolve()), cfg) if (path / STATE_FILE).is_file() else open_run(path, cfg)
     folder = resolve(cfg.source, "source")
     if is_adapter_folder(folder):
         return open_adapted(folder, cfg)
@@ -98,21 +98,20 @@ def open_source(cfg: ConversionConfig) -> Opened:
 
 
 def refuse_base(cfg: ConversionConfig, what: str) -> None:
-    """Raises ConfigError where a base is given for what has none to choose."""
+    """Raise ConfigError if `base` is set for a source that is not a folder of an adapter."""
     if cfg.base is not None:
         raise ConfigError(f"base={cfg.base} is for the folder of an adapter, and source={cfg.source} is {what}")
 
 
 def open_run(run: Path, cfg: ConversionConfig) -> Opened:
-    """The newest checkpoint of a run that verifies, or its export where that is as new, whole, and has the wanted
-    dtype."""
+    """Open a run's newest valid checkpoint, or its export if that is as new, undamaged, and of the chosen dtype."""
     newest = newest_alone(run / FOLDER)
     try:
         exported = open_export(run, newest, cfg)
     except DamagedModel as error:
         if newest is None:
             raise
-        log().warning("%s\nThe checkpoint %s is taken instead", error, newest.folder)
+        log().warning("%s\nUsing the checkpoint %s instead", error, newest.folder)
         exported = None
     if exported is not None:
         return exported
@@ -122,19 +121,20 @@ def open_run(run: Path, cfg: ConversionConfig) -> Opened:
 
 
 def open_export(run: Path, newest: Checkpoint | None, cfg: ConversionConfig) -> Opened | None:
-    """What a run wrote at its end; None where its newest checkpoint is to be taken.
+    """Open the export that a run wrote at its end; None if its newest checkpoint is to be opened.
 
     Raises:
         CheckpointError: there is neither.
-        DamagedModel: a file of it is not what was written.
+        DamagedModel: a file of the export is not what was written.
     """
     notes = read_notes(run / EXPORT)
-    own = read_notes(run / adapter.FOLDER)
-    merged = bool(notes) and all(own.get(key) == notes.get(key) for key in ("run", "step"))  # of this very adapter
+    adapter_notes = read_notes(run / adapter.FOLDER)
+    # the export has the adapter of this very step merged into it
+    merged = bool(notes) and all(adapter_notes.get(key) == notes.get(key) for key in ("run", "step"))
     if newest is None and is_adapter_folder(run / adapter.FOLDER) and not (merged and cfg.merge):
         return open_adapted(run / adapter.FOLDER, cfg)
     if newest is None and not notes:
-        raise CheckpointError(f"source={run} is a run without a finished checkpoint or export; let it train on")
+        raise CheckpointError(f"source={run} is a run without a finished checkpoint or export; continue its training")
     current = newest is None or all(newest.facts[key] == notes.get(key) for key in ("run", "step"))
     has_dtype = newest is None or cfg.dtype.value in (KeptDType.keep.value, notes.get("dtype"))
     if notes and current and cfg.merge and has_dtype:
@@ -143,7 +143,7 @@ def open_export(run: Path, newest: Checkpoint | None, cfg: ConversionConfig) -> 
 
 
 def open_checkpoint(found: Checkpoint, cfg: ConversionConfig) -> Opened:
-    """Trained weights from the checkpoint, frozen ones from where the run had them.
+    """Open trained weights in the checkpoint, and frozen ones where the run read them.
 
     Raises:
         CheckpointError: the frozen weights are not those of the run.
@@ -151,11 +151,10 @@ def open_checkpoint(found: Checkpoint, cfg: ConversionConfig) -> Opened:
     facts, folder = found.facts, found.folder
     run = run_config(facts, folder)
     parts = find_parts(run.model)
-    in_full = replace(run.model, quantize=QuantizeConfig())  # its base is read in full, and needs no quantiser here
-    model = build_llava(parts, in_full, torch.float32)
+    model = build_llava(parts, replace(run.model, quantize=QuantizeConfig()), torch.float32)
     trained = saved_weights(found)
-    learned = all(n in trained for n, _ in model.named_parameters() if n.startswith(PROJECTOR_PREFIX))
-    projector = None if learned else find_projector(run)
+    has_projector = all(n in trained for n, _ in model.named_parameters() if n.startswith(PROJECTOR_PREFIX))
+    projector = None if has_projector else find_projector(run)
     check_artifacts(artifacts_of(parts, projector, run.model))
     sources = find_weights(model, parts, run.model, projector, run.seed)
     digests = frozen_digests(model, sources)
@@ -164,19 +163,18 @@ def open_checkpoint(found: Checkpoint, cfg: ConversionConfig) -> Opened:
             f"{folder} was written by a run with other frozen weights than those of model.language="
             f"{run.model.language}, model.vision={run.model.vision}, model.checkpoint={run.model.checkpoint}"
         )
-    own = subject_of(model, run, facts["run"], facts["step"])
-    subject = replace(
-        own, aspect=cfg.image_aspect_ratio or own.aspect, vision=cfg.vision or own.vision, renamed_tower=cfg.vision
-    )
+    source = source_of_run(model, run, facts["run"], facts["step"])
+    aspect, vision = cfg.image_aspect_ratio or source.aspect, cfg.vision or source.vision
+    source = replace(source, aspect=aspect, vision=vision, renamed_tower=cfg.vision)
     if not run.model.lora.enabled:
-        return Opened(subject, sources | trained, folder)
-    along = comes_along(run.model, trained, sources)
-    base = Base(run.model, run.seed, base_fingerprint(digests, along))
+        return Opened(source, sources | trained, folder)
+    names = adapter_tensors(run.model, trained, sources)
+    base = Base(run.model, run.seed, base_fingerprint(digests, names))
     modules = sorted({module_of(name) for name in trained if is_adapter(name)})
     adapted = Adapted(run.model.lora, modules, sources | trained)
     adapter.check_changed(trained, f"the adapter of {folder}", "export a later checkpoint")
-    subject = replace(subject, model=build_llava(parts, run.model.plain, torch.float32))
-    return Opened(subject, adapted.merged, folder, OpenedAdapter(adapted, along, base))
+    source = replace(source, model=build_llava(parts, run.model.plain, torch.float32))
+    return Opened(source, adapted.merged, folder, OpenedAdapter(adapted, names, base))
 
 
 def run_config(facts: dict[str, Any], folder: Path) -> Config:
@@ -189,7 +187,7 @@ def run_config(facts: dict[str, Any], folder: Path) -> Config:
 
 
 def open_adapted(folder: Path, cfg: ConversionConfig) -> Opened:
-    """The folder of an adapter, ours, peft's or the original's, with the base that it is for."""
+    """Open the folder of an adapter (ours, peft's or the original's) with the base that it is for."""
     found = adapter.without_idle_tower(open_adapter(folder))
     notes = read_notes(folder)
     model_config = read_base(found, cfg.base or cfg.language, cfg.vision)
@@ -197,30 +195,34 @@ def open_adapted(folder: Path, cfg: ConversionConfig) -> Opened:
     parts = find_parts(model_config)
     check_artifacts([folder, *artifacts_of(parts, None, model_config)])
     model = build_llava(parts, model_config, torch.float32)
-    model.requires_grad_(False)  # all of the base counts as what the adapter is for
+    model.requires_grad_(False)  # so that the fingerprint covers all of the base
     where = model_config.checkpoint or model_config.language
     base_sources = find_weights(model, parts, model_config, None, seed)
     adapter.check_fits(found, {name: tuple(p.shape) for name, p in model.named_parameters()}, f"base={where}")
     check_projector(found, base_sources, where)
-    there = base_fingerprint(frozen_digests(model, base_sources), found.tensors)
-    check_base(found, notes.get("base"), there, where)
+    actual, recorded = base_fingerprint(frozen_digests(model, base_sources), found.tensors), notes.get("base")
+    if recorded is not None and recorded != actual:
+        raise ModelError(
+            f"{found.folder} is for another base: the weights of {where} have the fingerprint {actual}, and "
+            f"{found.folder / NOTES} has {recorded}; give the base that it was trained on with base=PATH"
+        )
     adapter.check_changed(found.tensors, f"the adapter of {folder}", "train it for more steps")
     sources = with_adapters(base_sources, found)
     adapted = Adapted(found.lora, found.modules, sources)
-    own = {without_base(name) for name in found.tensors}
-    along = [name for name in sources if without_base(name) in own or is_adapter(name)]
-    described = folder if (folder / "config.json").is_file() or notes else Path(where)
-    subject = subject_of_folder(described, model, model_config, cfg)
-    return Opened(subject, adapted.merged, folder, OpenedAdapter(adapted, along, Base(model_config, seed, there)))
+    in_adapter = {without_base(name) for name in found.tensors}
+    names = [name for name in sources if without_base(name) in in_adapter or is_adapter(name)]
+    has_facts = (folder / "config.json").is_file() or notes
+    source = source_of_folder(folder if has_facts else Path(where), model, model_config, cfg)
+    return Opened(source, adapted.merged, folder, OpenedAdapter(adapted, names, Base(model_config, seed, actual)))
 
 
 def check_projector(found: AdapterFolder, base: dict[str, Stored], where: str) -> None:
-    """Raises ModelError where neither adapter nor base has a projector, so that one would be drawn."""
-    own = {without_base(name) for name in found.tensors}
+    """Raise ModelError if neither adapter nor base has a projector: it would be initialized at random."""
+    names = {without_base(name) for name in found.tensors}
     drawn = [
         name
         for name, source in base.items()
-        if name.startswith((PROJECTOR_PREFIX, NEWLINE)) and name not in own and isinstance(source, Drawn)
+        if name.startswith((PROJECTOR_PREFIX, NEWLINE)) and name not in names and isinstance(source, Drawn)
     ]
     if drawn:
         raise ModelError(
@@ -229,28 +231,19 @@ def check_projector(found: AdapterFolder, base: dict[str, Stored], where: str) -
         )
 
 
-def check_base(found: AdapterFolder, said: str | None, there: str, where: str) -> None:
-    """Raises ModelError where the adapter's notes have the fingerprint of another base."""
-    if said is not None and said != there:
-        raise ModelError(
-            f"{found.folder} is for another base: the weights of {where} have the fingerprint {there}, and "
-            f"{found.folder / NOTES} says {said}; give the base that it was trained on with base=PATH"
-        )
-
-
 def with_adapters(base: dict[str, Stored], found: AdapterFolder) -> dict[str, Stored]:
-    """Where every parameter of the model with adapters comes from, by the names that it has there."""
+    """Stored values of every parameter of the model with adapters, by its names there."""
     adapted = set(found.modules)
-    own = {without_base(name): tensor for name, tensor in found.tensors.items() if not is_adapter(name)}
+    whole = {without_base(name): tensor for name, tensor in found.tensors.items() if not is_adapter(name)}
     sources: dict[str, Stored] = {}
     for name, source in base.items():
         module, _, kind = name.rpartition(".")
-        sources[f"{module}{BASE}{kind}" if module in adapted else name] = own.get(name, source)
+        sources[f"{module}{BASE}{kind}" if module in adapted else name] = whole.get(name, source)
     return sources | {name: tensor for name, tensor in found.tensors.items() if is_adapter(name)}
 
 
 def open_model(folder: Path, cfg: ConversionConfig) -> Opened:
-    """A model folder of ours, transformers' or the original's; or a projector with the parts it was made for."""
+    """Open a model folder of ours, transformers' or the original's, or a projector with the parts it was made for."""
     check_folder(folder, SMALL)
     model_config = read_model(folder, cfg.language, cfg.vision)
     parts = find_parts(model_config)
@@ -258,15 +251,15 @@ def open_model(folder: Path, cfg: ConversionConfig) -> Opened:
     check_artifacts(artifacts_of(parts, projector, model_config))
     model = build_llava(parts, model_config, torch.float32)
     sources = find_weights(model, parts, model_config, projector, 0)
-    return Opened(subject_of_folder(folder, model, model_config, cfg), sources, folder)
+    return Opened(source_of_folder(folder, model, model_config, cfg), sources, folder)
 
 
-def subject_of_folder(folder: Path, model: Llava, model_config: ModelConfig, cfg: ConversionConfig) -> Subject:
-    """What a folder says of its model beside its weights."""
+def source_of_folder(folder: Path, model: Llava, model_config: ModelConfig, cfg: ConversionConfig) -> SourceModel:
+    """Read a folder's settings of its model, beside the weights."""
     has_config = (folder / "config.json").is_file()
     raw = read_json(folder / "config.json", f"source={folder}") if has_config else {}
     notes = read_notes(folder)
-    return Subject(
+    return SourceModel(
         model=model,
         template=notes.get("template", cfg.template),
         aspect=cfg.image_aspect_ratio or aspect_of(folder, raw, notes),
@@ -284,33 +277,33 @@ def subject_of_folder(folder: Path, model: Llava, model_config: ModelConfig, cfg
 C = TypeVar("C", bound=Enum)
 
 
-def choice_of(kind: type[C], notes: dict[str, Any], key: str, unless: C, folder: Path) -> C:
-    """What a folder's notes say of a key; `unless` where they do not.
+def choice_of(kind: type[C], notes: dict[str, Any], key: str, default: C, folder: Path) -> C:
+    """Read a key of a folder's notes.
 
     Raises:
-        ModelError: it is none of the values that there are.
+        ModelError: its value is not one of `kind`.
     """
-    said = notes.get(key, unless.value)
-    said = VALUES.get((f"data.{key}", str(said)), said)
-    if said not in [choice.value for choice in kind]:
-        raise ModelError(f"{folder / NOTES} has {key}={said}; it must be {' or '.join(str(c.value) for c in kind)}")
-    return kind(said)
+    value = notes.get(key, default.value)
+    value = VALUES.get((f"data.{key}", str(value)), value)
+    if value not in [choice.value for choice in kind]:
+        raise ModelError(f"{folder / NOTES} has {key}={value}; it must be {' or '.join(str(c.value) for c in kind)}")
+    return kind(value)
 
 
 def aspect_of(folder: Path, raw: dict[str, Any], notes: dict[str, Any]) -> AspectRatio:
-    """Whether pictures are padded to a square: our word, the original's, or that of transformers' processor."""
-    said = notes.get("image_aspect_ratio")
-    if said is None and is_original(raw):
-        said = raw.get("image_aspect_ratio", "square")
-    if said is None:
-        said = "pad" if preprocessor_fields(folder).get("do_pad") else "square"
-    if said not in [choice.value for choice in AspectRatio]:
+    """Read how images are fitted into a square: from our notes, the original's config, or transformers' processor."""
+    value = notes.get("image_aspect_ratio")
+    if value is None and is_original(raw):
+        value = raw.get("image_aspect_ratio", "square")
+    if value is None:
+        value = "pad" if preprocessor_fields(folder).get("do_pad") else "square"
+    if value not in [choice.value for choice in AspectRatio]:
         raise ModelError(
-            f"{folder / 'config.json'} has image_aspect_ratio={said}; give image_aspect_ratio=square or pad"
+            f"{folder / 'config.json'} has image_aspect_ratio={value}; give image_aspect_ratio=square or pad"
         )
-    return AspectRatio(said)
+    return AspectRatio(value)
 
 
-def rows_of(sources: dict[str, Stored]) -> Callable[[str], torch.Tensor]:
-    """Reads a whole parameter by its name."""
+def reader_of(sources: dict[str, Stored]) -> Callable[[str], torch.Tensor]:
+    """Return a function that reads a whole parameter by its name."""
     return lambda name: sources[name].rows(0, sources[name].shape[0])

@@ -1,4 +1,4 @@
-"""Logits of a model, of what was written of it, and whether they are the same."""
+"""Compares the logits of a model with those of its export."""
 
 import contextlib
 import gc
@@ -29,16 +29,17 @@ from llava_fsdp.runtime.host import read_host
 from llava_fsdp.runtime.log import log
 
 CLOSE = 1e-4
-"""transformers' model may add in another order; in fp32 that is no more, as a share of the largest logit."""
+"""Largest difference in fp32, as a share of the largest logit: transformers may add in another order."""
 CLOSE_BF16 = 0.05
 CLOSE_FP8 = 0.3
-"""The run multiplied in fp8, whose numbers have three or four bits; what was written is compared in bf16."""
+"""For a run that multiplied in fp8 (three or four significant bits), whose export is compared in bf16."""
 TEXT = 24
+"""Number of text tokens in the micro-batch that is compared."""
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """A parameter's values as they are written."""
+    """A parameter's values, rounded to the dtype of the export."""
 
     stored: Stored
     dtype: torch.dtype
@@ -53,32 +54,33 @@ class Rounded:
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model with adapters: what they are, where they are, and where all of it comes from."""
+    """A model with adapters."""
 
     lora: LoraConfig
     modules: list[str]
+    """Modules that have adapters."""
     sources: dict[str, Stored]
-    """By the names of the model with adapters."""
+    """Stored values of every parameter, by the names of the model with adapters."""
 
     @property
     def merged(self) -> dict[str, Stored]:
-        """The same model without adapters."""
+        """Values of the model without adapters, which are merged into it."""
         return merged(self.sources, self.lora.scaling)
 
 
 def prove_merge(model: Llava, adapted: Adapted) -> float:
-    """The merged weights, not rounded yet, give the logits of base and adapters side by side, computed by peft.
+    """Compare the logits of the merged weights, not rounded yet, with those of base and adapters.
 
     Returns:
         The largest difference as a share of the largest logit.
 
     Raises:
-        ModelError: they differ by more than another order of the same sums does.
+        ModelError: they differ by more than the rounding of the same sums in another order.
     """
     compute, micro = compute_dtype(model), probe(model)
     expected = logits(filled(model, adapted.sources, compute, adapted), micro)
     gc.collect()
-    difference = apart(logits(filled(model, adapted.merged, compute), micro), expected)
+    difference = relative_difference(logits(filled(model, adapted.merged, compute), micro), expected)
     gc.collect()
     bound = CLOSE if compute == torch.float32 else CLOSE_BF16
     log().info("logits of the merged weights differ by %.2g of the largest (bound %.2g)", difference, bound)
@@ -90,9 +92,9 @@ def prove_merge(model: Llava, adapted: Adapted) -> float:
 def prove(
     form: FolderFormat, model: Llava, sources: dict[str, Stored], dtypes: dict[str, torch.dtype], folder: Path
 ) -> float:
-    """Load what was written and compare its logits with the source's, rounded to the dtypes that were asked for.
+    """Load an export and compare its logits with those of the source's weights, rounded to the export's dtypes.
 
-    What our own model reads back must be equal; of transformers' it must be close.
+    Those of our own model must be equal, those of transformers' model close.
 
     Returns:
         The largest difference as a share of the largest logit.
@@ -106,27 +108,27 @@ def prove(
     expected = logits(source, micro)
     if form is FolderFormat.projector:
         written = {}
-        for twin in ("mm_projector.bin", "mm_projector.safetensors"):
-            replace_projector(source, folder / twin)
-            written[twin] = logits(source, micro)
+        for file in ("mm_projector.bin", "mm_projector.safetensors"):
+            replace_projector(source, folder / file)
+            written[file] = logits(source, micro)
     else:
         del source
         gc.collect()
         written = {"": logits_of_folder(form, folder, micro, compute)}
     bound = 0.0 if form is not FolderFormat.hf else CLOSE if compute == torch.float32 else CLOSE_BF16
-    difference = max(apart(w[:, : expected.shape[1]], expected) for w in written.values())
+    difference = max(relative_difference(w[:, : expected.shape[1]], expected) for w in written.values())
     log().info("logits after reloading differ by %.2g of the largest (bound %.2g)", difference, bound)
     if not difference <= bound:
         raise ModelError(f"{folder} was written, but its logits differ by {difference:.3g} from the source's")
     return difference
 
 
-def apart(written: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_difference(written: torch.Tensor, expected: torch.Tensor) -> float:
     return float((written - expected).abs().max() / expected.abs().max())
 
 
 def compute_dtype(model: Llava) -> torch.dtype:
-    """fp32 where the machine has the memory for it."""
+    """fp32 if the machine has the memory for it, else bf16."""
     if fits_in_fp32(model):
         return torch.float32
     log().info("comparing logits in bf16: fp32 would take %.0f GiB", bytes_in_fp32(model) / 2**30)
@@ -143,11 +145,11 @@ def fits_in_fp32(model: Llava) -> bool:
 
 
 def probe(model: Llava) -> MicroBatch:
-    """A row with a picture and one without, drawn; every position is compared."""
+    """Make a random micro-batch of a row with an image and one without; all tokens are compared."""
     dice = torch.Generator().manual_seed(0)
     size = model.parts.vision.image_size
     length = model.image_tokens + TEXT
-    # of the lower half: an image tag may have one of the last rows
+    # ids of the lower half, as the image tag may be one of the last
     ids = torch.randint(model.parts.language.vocab_size // 2, (2, length), generator=dice)
     rows = torch.arange(model.image_tokens)
     if model.cfg.patch_merge is PatchMerge.spatial_unpad:
@@ -170,8 +172,12 @@ def filled(
     adapted: Adapted | None = None,
     device: torch.device | str = "cpu",
 ) -> Llava:
-    """A model in memory, of the shapes of one that is not; without adapters, or with those that are given. Of what is
-    read one parameter at a time is in the host's memory beside it."""
+    """Build a model in memory and load its weights, one parameter at a time in host memory beside it.
+
+    Args:
+        shapes: a model of the same shapes, which may be on the meta device.
+        adapted: adapters to add; None: none.
+    """
     model = build_llava(shapes.parts, shapes.cfg.plain, compute)
     if adapted is not None:
         with torch.device("meta"):
@@ -212,18 +218,18 @@ def replace_projector(model: Llava, file: Path) -> None:
 
 @torch.no_grad()
 def reloaded_logits(folder: Path, micro: MicroBatch, images: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """float32 [labels, rows]: what transformers' own model says of the micro-batch."""
+    """Compute the logits of transformers' model of a folder: float32 [labels, vocabulary rows]."""
     with quiet_transformers():
         model = load_llava(folder, dtype)
     ids = micro.input_ids.clone()
     ids.view(-1)[micro.image_positions] = model.config.image_token_id
-    pictures = images.to(dtype) if len(images) else None
-    found = model.eval()(input_ids=ids, pixel_values=pictures).logits.float()
-    return found.flatten(0, 1)[micro.label_positions]
+    pixels = images.to(dtype) if len(images) else None
+    logits = model.eval()(input_ids=ids, pixel_values=pixels).logits.float()
+    return logits.flatten(0, 1)[micro.label_positions]
 
 
 def load_llava(folder: Path, dtype: torch.dtype | str) -> Any:
-    """transformers' own model of a folder, which never brings code of its own; its types do not admit its methods."""
+    """Load transformers' model of a folder, without code from the folder (Any, as its types lack its methods)."""
     return LlavaForConditionalGeneration.from_pretrained(
         folder,
         dtype=dtype,
@@ -236,13 +242,13 @@ def load_llava(folder: Path, dtype: torch.dtype | str) -> Any:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars of transformers' between our own lines."""
+    """Turn transformers' progress bars off within the block."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if was_enabled:
             logging.enable_progress_bar()

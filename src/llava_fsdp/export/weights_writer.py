@@ -1,4 +1,4 @@
-"""A model's weights into files, one shard of them in memory at a time."""
+"""Writes a model's weights into files, with one shard of them in memory at a time."""
 
 import json
 import os
@@ -22,24 +22,24 @@ SHARD_BYTES = 5 * 10**9
 
 @dataclass(frozen=True)
 class Weights:
-    """A model's weights as they are written, one at a time. Only the first rank has them and writes."""
+    """Weights to write, one at a time; only the first rank gets and writes them."""
 
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
     read: Callable[[str], torch.Tensor]
-    """The whole parameter, on the CPU of the first rank; a collective."""
+    """Returns the whole parameter on the CPU of the first rank; a collective."""
     is_first_rank: bool = True
     watch: Callable[[Iterable[str]], Iterable[str]] = iter
 
     @property
     def widest(self) -> torch.dtype:
-        """The dtype that holds every weight's values."""
+        """The dtype that can hold every weight's values."""
         return reduce(torch.promote_types, self.dtypes.values())
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Rows of the embeddings that were trained, and rows to write."""
+    """Numbers of rows of the embeddings: trained ones, and those to write."""
 
     trained: int
     rows: int
@@ -52,11 +52,11 @@ def write_shards(
     vocabulary: Vocabulary,
     extra: dict[str, torch.Tensor],
 ) -> None:
-    """Safetensors files of at most 5 GB; rank 0 holds one at a time.
+    """Write safetensors files of at most 5 GB; rank 0 holds one at a time.
 
     Args:
-        rename: our name to the format's.
-        extra: tensors beside the weights, under the format's names.
+        rename: returns the format's name of one of our names.
+        extra: more tensors, under the format's names.
     """
     plan = plan_shards(weights)
     index: dict[str, str] = {}
@@ -94,7 +94,7 @@ def plan_shards(weights: Weights) -> list[list[str]]:
 
 
 def with_rows(name: str, tensor: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
-    """A vocabulary cut to what was trained and padded with its mean row; other parameters as they are."""
+    """Truncate an embedding to its trained rows and pad it with their mean; return other parameters unchanged."""
     if not name.startswith(("language_model.embed", "lm_head.")):
         return tensor
     trained = tensor[: vocabulary.trained]
@@ -105,7 +105,7 @@ def with_rows(name: str, tensor: torch.Tensor, vocabulary: Vocabulary) -> torch.
 
 
 def write_projector(weights: Weights, staged: Path, rename: Callable[[str], str]) -> None:
-    """`mm_projector.bin`, and its twin without a pickle."""
+    """Write `mm_projector.bin`, and the same as safetensors, without a pickle."""
     tensors: dict[str, torch.Tensor] = {}
     for name in (n for n in weights.shapes if n.startswith(PROJECTOR_PREFIX)):
         tensor = weights.read(name)
@@ -118,13 +118,13 @@ def write_projector(weights: Weights, staged: Path, rename: Callable[[str], str]
         read_back = open_tensors(staged / "mm_projector.bin")
         for name, tensor in open_tensors(staged / "mm_projector.safetensors").items():
             if not torch.equal(tensor.rows(0, tensor.shape[0]), read_back[name].rows(0, tensor.shape[0])):
-                raise ModelError(f"{staged}: mm_projector.bin and its twin differ in {name}")
+                raise ModelError(f"{staged}: mm_projector.bin and mm_projector.safetensors differ in {name}")
 
     on_first_rank(write, f"cannot write {staged}")
 
 
 def publish_folder(staged: Path, final: Path) -> None:
-    """What is named as done is on the disk: its notes alone would keep a later start from writing it again."""
+    """Give a finished folder its final name once it is on the disk: a later start does not write it again."""
     sync_tree(staged)
     shutil.rmtree(final, ignore_errors=True)
     os.rename(staged, final)

@@ -37,9 +37,8 @@ def main() -> None:
 
 
 def prepare(cfg: PrepareConfig) -> None:
-    """Make the index, or bring it up to date, and write and print what was found; problems are no failure here. Where
-    the training is to be validated, so with its held-out records. With `verify` nothing is made: what was is compared
-    with the files."""
+    """Make or update the index, and write and print a report; bad records are not an error here. The same for the
+    validation records, if there are any. With `verify`, only compare the index with the files."""
     draw_shapes(cfg.data)
     parts = find_parts(cfg.model)
     model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])  # on meta: shapes only
@@ -47,45 +46,45 @@ def prepare(cfg: PrepareConfig) -> None:
     if cfg.verify:
         return verify(cfg, encoding)
     folder = Path(cfg.report or cfg.data.index_folder)
-    found = {"": (examine(cfg, encoding, folder), folder)}
+    reports = {"": (examine(cfg, encoding, folder), folder)}
     if cfg.val.every is not None:
-        own = cfg.held_out
-        sources_of(own.data, "val")  # whose message names the keys of val
-        folder = folder / "val" if cfg.report else own.data.index_folder
-        found["val"] = examine(own, encoding, folder), folder
+        val = cfg.held_out
+        sources_of(val.data, "val")  # its errors name the keys of val
+        folder = folder / "val" if cfg.report else val.data.index_folder
+        reports["val"] = examine(val, encoding, folder), folder
     if cfg.format is Format.json:
-        reports = {name: {**report, "report": str(folder)} for name, (report, folder) in found.items()}
-        print(json.dumps(reports.pop("") | reports))
+        objects = {name: {**report, "report": str(folder)} for name, (report, folder) in reports.items()}
+        print(json.dumps(objects.pop("") | objects))
     else:
-        for report, folder in found.values():
+        for report, folder in reports.values():
             show(report, folder)
 
 
 def verify(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader]) -> None:
-    """Compare the index of every dataset with its files, and say that they agree.
+    """Compare the index of every dataset with its files, and print that they agree.
 
     Raises:
-        DataError: they do not, naming records and images.
+        DataError: they differ; names records and images.
     """
-    found, workers = {}, cfg.prepare.workers or read_host().usable_cores
-    for name, own in {"": cfg, **({} if cfg.val.every is None else {"val": cfg.held_out})}.items():
-        sources_of(own.data, name or "data")
-        records, images = verify_index(Plan(own.data, *encoding, workers), watch)
-        found[name] = {"index": str(own.data.index_folder), "records": records, "images": images}
+    results, workers = {}, cfg.prepare.workers or read_host().usable_cores
+    for name, dataset in {"": cfg, **({} if cfg.val.every is None else {"val": cfg.held_out})}.items():
+        sources_of(dataset.data, name or "data")
+        records, images = verify_index(Plan(dataset.data, *encoding, workers), watch)
+        results[name] = {"index": str(dataset.data.index_folder), "records": records, "images": images}
     if cfg.format is Format.json:
-        print(json.dumps(found.pop("") | found))
+        print(json.dumps(results.pop("") | results))
         return
-    for own in found.values():
-        print(f"{own['records']:,} records and {own['images']:,} images are what the index {own['index']} was made of")
+    for one in results.values():
+        print(f"{one['records']:,} records and {one['images']:,} images are what the index {one['index']} was made of")
 
 
 def examine(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader], folder: Path) -> dict[str, Any]:
-    """The records that `cfg.data` names; what was found goes into the folder, and is returned."""
+    """Index the records of `cfg.data`, write the report to `folder` and return it."""
     encoder, reader = encoding
     plan = Plan(cfg.data, encoder, reader, cfg.prepare.workers or read_host().usable_cores)
     records = Records(open_index(plan, watch, look_again=True), cfg.labels, cfg.data.too_long)
-    if said := same_files(records):
-        log().warning(said)
+    if warning := same_files(records):
+        log().warning(warning)
     try:
         return write_report(records, cfg, folder)
     except OSError as error:
@@ -97,25 +96,25 @@ def examine(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader], folder: P
 def show(report: dict[str, Any], folder: Path) -> None:
     console = TextConsole(width=None if sys.stdout.isatty() else 120)
     names = ["records", "left_out", "text_only", "pictures", "tokens", "label_tokens"]
-    title = "records; tokens as cut at data.max_length, those of pictures included"
+    title = "records; tokens after truncation to data.max_length, image tokens included"
     sources = Table("source", *(name.replace("_", " ") for name in names), title=title, title_justify="left")
-    for own in report["sources"]:
-        sources.add_row(own["name"], *(f"{own[name]:,}" for name in names))
+    for source in report["sources"]:
+        sources.add_row(source["name"], *(f"{source[name]:,}" for name in names))
     console.print(sources)
     lengths = report["lengths"]
     if lengths["samples"]:
-        shown = ", ".join(f"{p} % {n:,}" for p, n in lengths["percentiles"].items())
-        console.print(f"positions of a sample before any cut: mean {lengths['mean']:.1f}; up to {shown}")
+        percentiles = ", ".join(f"{p} % {n:,}" for p, n in lengths["percentiles"].items())
+        console.print(f"tokens of a sample before truncation: mean {lengths['mean']:.1f}; up to {percentiles}")
     columns = ["records_cut", "positions_lost", "label_tokens_lost", "left_without_labels"]
-    cuts = Table("data.max_length", *(c.replace("_", " ") for c in columns), title="cost of a maximum length")
-    cuts.title_justify = "left"
-    for own in report["truncation"]:
-        cuts.add_row(f"{own['max_length']:,}", *(f"{own[c]:,}" for c in columns))
-    console.print(cuts)
+    lost = Table("data.max_length", *(c.replace("_", " ") for c in columns), title="cost of a maximum length")
+    lost.title_justify = "left"
+    for row in report["truncation"]:
+        lost.add_row(f"{row['max_length']:,}", *(f"{row[c]:,}" for c in columns))
+    console.print(lost)
     problems = Table("problem", "records", "", "meaning", title="problems", title_justify="left")
-    for kind, own in report["problems"].items():
-        problems.add_row(kind, f"{own['records']:,}", "kept" if own["kept"] else "left out", own["meaning"])
+    for kind, problem in report["problems"].items():
+        problems.add_row(kind, f"{problem['records']:,}", "kept" if problem["kept"] else "skipped", problem["meaning"])
     console.print(problems if report["problems"] else "no problems")
-    for kind, own in report["problems"].items():
-        console.print(f"{kind}, for example: {own['first'][0]['reason']}", soft_wrap=True)
+    for kind, problem in report["problems"].items():
+        console.print(f"{kind}, for example: {problem['first'][0]['reason']}", soft_wrap=True)
     console.print(f"{report['kept']:,} of {report['records']:,} records are kept; everything is in {folder / PAGE}")

@@ -1,4 +1,4 @@
-"""rich's console for tables and bars: what it draws itself is not guarded, every text in it is. Imports no torch."""
+"""Console of rich for tables and progress bars, in which every text is guarded. Imports no torch."""
 
 import sys
 from collections.abc import Iterable
@@ -12,20 +12,20 @@ from llava_fsdp.runtime.terminal_text import Guarded, shown_text
 
 
 class TextConsole(Console):
-    """Takes no markup, emoji codes or control characters from the texts that it is given."""
+    """Prints texts without interpreting markup, emoji codes or control characters in them."""
 
     def __init__(self, on_stderr: bool = False, **options: Any):
         """
         Args:
-            options: of rich's console.
+            options: options of rich's console.
         """
         stream = sys.stderr if on_stderr else sys.stdout
-        stream = getattr(stream, "rich_proxied_file", stream)  # while a bar is shown
+        stream = getattr(stream, "rich_proxied_file", stream)  # while a progress bar is shown
         plain = stream.unguarded if isinstance(stream, Guarded) else stream
         super().__init__(file=plain, markup=False, emoji=False, highlight=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Before it is measured, so that nothing of a table's cell is cut off."""
+        """Guard a text before it is measured, so that no table cell is cut off."""
         return super().render_str(shown_text(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:

@@ -14,15 +14,15 @@ from llava_fsdp.runtime.humanize import readable
 from llava_fsdp.runtime.os_errors import free_bytes, free_inodes
 
 NO_FOLDERS = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
-"""What file systems say that force files to the disk and know nothing of the kind for folders: SMB, some of FUSE."""
+"""Errors of file systems that cannot fsync folders: SMB, some of FUSE."""
 FILES = 16
-"""Inodes that a checkpoint needs, at least."""
+"""Fewest inodes that a checkpoint needs."""
 READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 def require_room(folder: Path, needed: int) -> None:
-    """Raises CheckpointError where fewer bytes are free, or the disk takes no more files."""
+    """Raise CheckpointError if fewer bytes are free, or the disk takes no more files."""
     inodes = free_inodes(folder)
     if inodes is not None and inodes < FILES:
         raise CheckpointError(
@@ -38,7 +38,7 @@ def require_room(folder: Path, needed: int) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """The folder, for its owner alone, in one that is there: a run whose own was deleted must not make it again."""
+    """Make a private folder. Its parent must exist: a run whose folder was deleted must not make it again."""
     folder.mkdir(mode=0o700, exist_ok=True)
 
 
@@ -49,7 +49,7 @@ def make_empty(folder: Path) -> None:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """A new file, readable by its owner alone, on the disk when this returns."""
+    """Write a new private file, which is on the disk when this returns."""
     with new_file(path) as descriptor:
         write_all(descriptor, memoryview(content))
 
@@ -109,7 +109,7 @@ def write_all(descriptor: int, content: memoryview) -> None:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[int]:
-    """A descriptor of a file that is made, for its owner alone, and forced to the disk; errors name it."""
+    """Open a descriptor of a new private file, which is on the disk when the block ends. Errors name the file."""
     try:
         descriptor = os.open(path, WRITE, 0o600)
         try:
@@ -123,7 +123,7 @@ def new_file(path: Path) -> Iterator[int]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Names in it, as far as the file system can."""
+    """Fsync a folder, if the file system can: the names in it are on the disk then."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -135,7 +135,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """A folder that others have written into: its files, then its folders."""
+    """Fsync all files below a folder, then all folders."""
     inside = sorted(folder.rglob("*"))
     for path in (path for path in inside if path.is_file() and not path.is_symlink()):
         handle = os.open(path, os.O_RDONLY)

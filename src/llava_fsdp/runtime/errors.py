@@ -1,7 +1,6 @@
-"""What can go wrong, by who can mend it; the exit code is part of the type.
+"""Errors that a user can cause or meet, each with the exit code of its type.
 
-A mistake of the user's is one of these, with one message that names the file, record or key, the value and the
-cure. A mistake of ours is an `assert`.
+The message names the file, record or key, the value and the cure. Our own mistakes are asserts.
 """
 
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from llava_fsdp.runtime.terminal_text import shown_name
 
 
 class ExitCode(IntEnum):
-    """What a worker process returns. torchrun itself always returns 1, so launchers read `run_status.json`."""
+    """Exit codes of a rank. torchrun itself always returns 1, so launchers read `run_status.json`."""
 
     DONE = 0
     BUG = 1
@@ -20,8 +19,8 @@ class ExitCode(IntEnum):
     CHECKPOINT = 3
     NUMERIC = 4
     COMMUNICATION = 5
-    INTERRUPTED = 130  # Ctrl-C, as shells say it
-    STOPPED = 75  # stopped on request with a checkpoint: run me again
+    INTERRUPTED = 130  # Ctrl-C, as in shells
+    STOPPED = 75  # stopped on request with a checkpoint: run it again
 
 
 @dataclass(frozen=True)
@@ -31,10 +30,10 @@ class Ending:
     name: str
     exit_code: ExitCode
     is_permanent: bool
-    """Starting it again at once would end alike, or is not wanted."""
+    """Starting it again at once would end in the same way, or is not wanted."""
 
 
-# THE table of endings. A process that is killed leaves none behind; it is worth a restart.
+# The table of all endings. A killed process leaves none; it is worth a restart.
 ENDINGS = {
     ending.name: ending
     for ending in (
@@ -59,23 +58,24 @@ class LlavaFsdpError(Exception):
 
     ending = "bug"
     """A name of `ENDINGS`."""
-    on_every_rank = True  # every rank finds it alike, so that rank 0 alone need say it
+    on_every_rank = True
+    """Whether every rank raises it, so that only rank 0 reports it."""
     leaves_word = True
-    """Whether it may be written into `output_dir`: what lies there may be another run's."""
-    culprit: dict[str, Any] = {}  # noqa: RUF012  never changed in place: `about` gives an error its own
+    """Whether it may be written into `output_dir`, which may belong to another run."""
+    culprit: dict[str, Any] = {}  # noqa: RUF012  never changed in place; see `about`
 
     @property
     def exit_code(self) -> ExitCode:
         return ENDINGS[self.ending].exit_code
 
     def about(self, **culprit: Any) -> Self:
-        """The same error, with what it is about by name (record, picture, key, file), for the run's status."""
+        """Add what the error is about by name (record, image, key, file), for the run's status."""
         self.culprit = {**self.culprit, **culprit}
         return self
 
 
 class CommunicationError(LlavaFsdpError):
-    """Another rank is gone, or late. Whoever meets it is not the cause: the word of a rank that failed comes first."""
+    """Another rank is gone or late. It is not the cause: the report of the rank that failed comes first."""
 
     ending = "communication"
     on_every_rank = False
@@ -89,7 +89,7 @@ class Stopped(LlavaFsdpError):
     def __init__(self, message: str, asked_here: bool = True):
         """
         Args:
-            asked_here: this very rank was.
+            asked_here: whether this rank was asked.
         """
         super().__init__(message)
         self.asked_here = asked_here
@@ -108,7 +108,7 @@ class ModelError(LlavaFsdpError):
 
 
 class DamagedModel(ModelError):
-    """A file of a model or adapter that we wrote is not what was written, is missing, or cannot be read."""
+    """A file of a model or adapter that this package wrote was changed, is missing, or cannot be read."""
 
 
 class DataError(LlavaFsdpError):
@@ -119,15 +119,15 @@ class DataError(LlavaFsdpError):
     def __init__(self, message: str, kind: str | None = None):
         """
         Args:
-            kind: of a record's problem, as the table in `data/records/problems.py` has it; the message, which has names
-                and values of the record, is then one line.
+            kind: a record's problem, from the table in `data/records/problems.py`. The message is then made one line,
+                as it has names and values from the record.
         """
         super().__init__(message if kind is None else shown_name(message))
         self.kind = kind
 
 
 class ImageError(DataError):
-    """A picture is missing or broken; the one rank that opens it knows."""
+    """An image is missing or broken. Only the rank that opens it raises this."""
 
     on_every_rank = False
 
@@ -138,44 +138,44 @@ class ImageError(DataError):
 
 
 class WorkerError(DataError):
-    """A data worker died, or stalled; the one rank that it worked for knows."""
+    """A data worker died or stalled. Only its rank raises this."""
 
     on_every_rank = False
 
 
 class WorkerLost(WorkerError):
-    """A data worker was killed while it read nothing: no record is to blame, and the run is worth a restart."""
+    """A data worker was killed between two records: no record is the cause, and a restart may help."""
 
     ending = "communication"
 
 
 class SourceError(DataError):
-    """A file of a dataset, or of its index, cannot be read or has changed; the one rank that reads it knows."""
+    """A file of a dataset or its index cannot be read or has changed. Only the rank that reads it raises this."""
 
     on_every_rank = False
 
 
 class DamagedError(DataError):
-    """The index of a dataset is not what was written; the one rank that reads it knows."""
+    """The index of a dataset is not what was written. Only the rank that reads it raises this."""
 
     on_every_rank = False
 
 
 class FolderInUse(ConfigError):
-    """Another run is under way in `output_dir`; rank 0 alone looks."""
+    """Another run uses `output_dir`. Only rank 0 checks this."""
 
     on_every_rank = False
     leaves_word = False
 
 
 class BuildError(ConfigError):
-    """The index of a dataset cannot be written; the one rank that makes it knows."""
+    """The index of a dataset cannot be written. Only the rank that makes it raises this."""
 
     on_every_rank = False
 
 
 class StorageError(ConfigError):
-    """`output_dir` cannot be written; the one rank that does it knows."""
+    """`output_dir` cannot be written. Only the rank that writes raises this."""
 
     on_every_rank = False
 
@@ -192,20 +192,20 @@ class FolderLost(CheckpointError):
     def __init__(self, message: str, leaves_word: bool):
         """
         Args:
-            leaves_word: the folder of that name is this run's again.
+            leaves_word: whether the folder of that name belongs to this run again.
         """
         super().__init__(message)
         self.leaves_word = leaves_word
 
 
 class OffloadError(ConfigError):
-    """Host memory or disk for what `offload` moves there cannot be had; the one rank that asked knows."""
+    """Host memory or disk space for `offload` is not available. Only the rank that asked raises this."""
 
     on_every_rank = False
 
 
 class OutOfMemory(LlavaFsdpError):
-    """Memory ran out, on the device or the host; the one rank that asked knows."""
+    """Memory of the device or the host ran out. Only the rank that asked raises this."""
 
     ending = "memory"
     on_every_rank = False
@@ -218,6 +218,6 @@ class NumericError(LlavaFsdpError):
 
 
 class ReplicaError(LlavaFsdpError):
-    """Ranks that must hold the same numbers hold others; every rank knows which."""
+    """Ranks that must hold the same numbers differ. Every rank raises this."""
 
     ending = "corruption"

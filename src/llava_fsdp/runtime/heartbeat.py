@@ -1,7 +1,7 @@
-"""What every rank is at, told to the others in a file of its own, and which of them is late. Imports no torch.
+"""Heartbeats: each rank writes what it does into a file, and compares the others' files. Imports no torch.
 
-The files lie in the run's folder, which all machines share. A rank's own clock is in none of its judgements of others:
-what counts is for how long a file has not changed, or has stayed behind.
+The files are in the run's folder, which all machines share. Clocks of machines are not compared: what counts is for how
+long a file has not changed, or has stayed behind.
 """
 
 import json
@@ -17,7 +17,7 @@ FOLDER = ".heartbeats"
 
 
 class Phase(Enum):
-    """In the order of a step, as ranks go through it."""
+    """Phases in the order of a step."""
 
     LOADING = "loading weights and data"
     REPORT = "reporting the step"
@@ -35,7 +35,7 @@ ORDER = {phase.value: number for number, phase in enumerate(Phase)}
 
 @dataclass(frozen=True)
 class Beat:
-    """What one rank says about every second."""
+    """What a rank writes every second."""
 
     rank: int
     host: str
@@ -44,15 +44,15 @@ class Beat:
     """Steps finished."""
     phase: str
     work: int
-    """Collectives begun: of ranks in one phase, the late one has begun fewer."""
+    """Collectives begun. Within one phase, a late rank has begun fewer."""
     detail: str
-    """Waiting for data: the record, or the picture."""
+    """The record or image that the rank waits for."""
     count: int
-    """Beats so far; a process that is stopped does not go on counting."""
+    """Beats so far; it stays the same if the process is frozen."""
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """Grows as the rank goes on."""
+        """Grows as the rank progresses."""
         return self.step, ORDER.get(self.phase, 0), self.work
 
     @property
@@ -72,7 +72,7 @@ def put_beat(folder: Path, beat: Beat) -> None:
 def read_beat(folder: Path, rank: int) -> Beat | None:
     try:
         return Beat(**read_object(folder / FOLDER / f"rank-{rank}.json", kinds_of(Beat)))
-    except (BadJson, TypeError):  # a TypeError: it has more keys
+    except (BadJson, TypeError):  # a TypeError: unknown keys
         return None
 
 
@@ -80,9 +80,9 @@ def read_beat(folder: Path, rank: int) -> Beat | None:
 class Late:
     beat: Beat
     seconds: float
-    """Without a sign of going on."""
+    """Time without progress."""
     is_frozen: bool
-    """It does not beat any more: stopped, or its machine is gone."""
+    """It writes no heartbeats: it is stopped, or its machine is gone."""
 
     def __str__(self) -> str:
         silent = ", and its process does not answer" if self.is_frozen else ""
@@ -90,7 +90,7 @@ class Late:
 
 
 class Watcher:
-    """Looks at other ranks' heartbeats, and remembers since when they have been as they are."""
+    """Reads other ranks' heartbeats, and notes since when they have not changed."""
 
     def __init__(self, folder: Path, frozen_after: float):
         self.folder = folder
@@ -100,7 +100,7 @@ class Watcher:
         self.last: dict[int, Beat] = {}
 
     def late(self, own: Beat, ranks: list[int]) -> list[Late]:
-        """Those of `ranks` that keep this one waiting: frozen, else those that are furthest behind it."""
+        """The ranks for which this one waits: those that are frozen, and those that are furthest behind."""
         now = time.monotonic()
         for rank in ranks:
             beat = read_beat(self.folder, rank)
@@ -121,5 +121,5 @@ class Watcher:
 
 
 def beat_age(folder: Path, rank: int) -> float:
-    """Seconds since a rank on this machine has beaten."""
+    """Seconds since the last heartbeat of a rank on this machine."""
     return time.time() - (folder / FOLDER / f"rank-{rank}.json").stat().st_mtime

@@ -1,10 +1,10 @@
-"""Numbers in words. Imports nothing of ours."""
+"""Sizes, durations and times as text."""
 
 import time
 
 
 def readable(size: float) -> str:
-    """Bytes, in the unit that shows them best."""
+    """Bytes in a suitable unit: `1.5 KiB`."""
     for unit in ("B", "KiB", "MiB"):
         if abs(size) < 1024:
             return f"{size:.4g} {unit}"
@@ -19,5 +19,5 @@ def duration(seconds: float) -> str:
 
 
 def moment(seconds: float) -> str:
-    """Of this machine's clock."""
+    """A time in seconds since 1970, as local date and time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -1,4 +1,4 @@
-"""A file of JSON Lines that a run adds to, and that does not end the run when the disk is full."""
+"""Files of JSON Lines, and appending to them without ending the run when the disk is full."""
 
 import contextlib
 import json
@@ -16,10 +16,10 @@ MOST_WAITING = 200_000
 
 
 class Rows:
-    """Appends rows. What cannot be written now waits in memory and is written, in order, as soon as that works.
+    """Appends rows. Rows that cannot be written now wait in memory, and are written in order as soon as possible.
 
-    A day of training is worth more than its log, so an error is a warning: once when it begins, and once at the end if
-    rows are lost.
+    A day of training is worth more than its log, so an error is only a warning: when it first happens, and at the end
+    if rows are lost.
     """
 
     def __init__(self, path: Path):
@@ -36,14 +36,14 @@ class Rows:
         error = self.write()
         if error is not None and not failing:
             log().warning(
-                "%s cannot be written (%s); the run goes on, and its rows wait in memory until it can",
+                "%s cannot be written (%s); the run continues, and its rows wait in memory until then",
                 self.path, why(error, self.path),
             )  # fmt: skip
         elif error is None and failing:
-            log().warning("%s can be written again, and has the rows that waited", self.path)
+            log().warning("%s can be written again, and has all rows that waited", self.path)
 
     def write(self) -> OSError | None:
-        """All rows that wait, or none of them: a line that a full disk cut short would spoil the next."""
+        """Write all waiting rows, or none: a partial line on a full disk would spoil the next one."""
         if not self.waiting:
             return None
         try:
@@ -54,7 +54,7 @@ class Rows:
         return None
 
     def close(self) -> None:
-        """A last try."""
+        """Try to write a last time."""
         error = self.write()
         if error is not None or self.lost:
             lost = self.lost + len(self.waiting)
@@ -63,7 +63,7 @@ class Rows:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Add all of it to a file, or nothing; not through a symbolic link.
+    """Append all of the data to a file, or nothing; not through a symbolic link.
 
     Raises:
         OSError
@@ -80,7 +80,7 @@ def append(path: Path, data: bytes) -> None:
                 os.ftruncate(handle, before)
             raise
     finally:
-        with contextlib.suppress(OSError):  # what a network's disk tells only now has been told before, or will be
+        with contextlib.suppress(OSError):  # a network file system may report here what a write has reported, or will
             os.close(handle)
 
 
@@ -90,7 +90,7 @@ def replace_lines(path: Path, lines: Iterable[str]) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file; none where there is no file. A line that a crash or a full disk cut short is left out."""
+    """The rows of a file; none if it is missing. Partial lines of a crash or a full disk are skipped."""
     found = []
     with contextlib.suppress(FileNotFoundError):
         for line in path.read_text(errors="replace").splitlines():

@@ -11,9 +11,9 @@ def env_rank() -> int:
 
 
 def launch_id() -> str | None:
-    """Names what torchrun was started for, through its restarts; None without torchrun.
+    """The name of this launch, which stays the same through torchrun's restarts; None without torchrun.
 
-    Without a name of the user's it is "none" for every launch, which its process then tells apart.
+    If the user gave no name, it is "none" for every launch; torchrun's process id then tells launches apart.
     """
     given = os.environ.get("TORCHELASTIC_RUN_ID")
     return f"none-{socket.gethostname()}-{os.getppid()}" if given == "none" and is_one_node() else given
@@ -29,8 +29,11 @@ def attempt() -> int:
 
 
 def incarnation() -> str:
-    """Names this start of the ranks, the same on all of them: attempts are counted by node, so that on several nodes
-    it is the port of the store, which each start has anew (launch/multinode.sh)."""
+    """The name of this start of the ranks, the same on all of them.
+
+    Attempts are counted on each node. On several nodes the port of the store is used, which is new for each start
+    (launch/multinode.sh).
+    """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return f"process {os.getpid()}"
     meeting = attempt() if is_one_node() else f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -38,7 +41,7 @@ def incarnation() -> str:
 
 
 def started(pid: int) -> float:
-    """When a process began, in seconds since 1970; 0 where the system does not tell."""
+    """When a process began, in seconds since 1970; 0 if unknown."""
     try:
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
         since_boot = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

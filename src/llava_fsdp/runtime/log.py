@@ -1,4 +1,4 @@
-"""Messages of a run: rank 0 speaks, the others only when something is wrong, each with its rank; none tells secrets."""
+"""Logging of a run: messages of rank 0, and warnings of other ranks with their rank, all without secrets."""
 
 import logging
 import os
@@ -15,8 +15,8 @@ NOISE = {
     "torch.utils._pytree": "<enum ",
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
 }
-"""What other libraries say while they are imported that is nothing to a training, by logger and how it begins: kernels
-of torchao's for GPUs that are not here, its calls of torch that will change, an optional kernel of bitsandbytes'."""
+"""Irrelevant messages of libraries while imported, by logger and first words: torchao's kernels for other GPUs, its use
+of deprecated torch functions, an optional kernel of bitsandbytes."""
 
 
 class WithoutNoise(logging.Filter):
@@ -29,21 +29,21 @@ class WithoutNoise(logging.Filter):
 
 
 def leave_noise_out() -> None:
-    """Called by an entry before it imports those libraries, which may keep the streams for messages of their own."""
+    """Hide `NOISE`. To be called before those libraries are imported, as they may keep the streams."""
     guard_streams()
     for name, start in NOISE.items():
         logging.getLogger(name).addFilter(WithoutNoise(start))
 
 
 class WithoutSecrets(logging.Formatter):
-    """Hides what looks like a secret, and what the environment says is one."""
+    """Hides texts that look like secrets, and secrets of the environment."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record), secrets_of())
 
 
 def setup_logging() -> None:
-    """INFO on rank 0, WARNING elsewhere, on standard error. Called by entries, never by an import."""
+    """Log INFO on rank 0 and WARNING on others to standard error. Called by entries, never by an import."""
     guard_streams()
     rank = int(os.environ.get("RANK", "0"))
     handler = logging.StreamHandler(sys.stderr)

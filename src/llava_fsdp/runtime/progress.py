@@ -1,4 +1,4 @@
-"""How a long pass over a dataset is shown: a bar on a terminal, else plain lines."""
+"""Progress of a long pass over a dataset: a bar on a terminal, else log lines."""
 
 import contextlib
 import sys
@@ -19,22 +19,22 @@ from llava_fsdp.runtime.console import TextConsole
 from llava_fsdp.runtime.log import log
 
 SECONDS = 10
-"""Between two plain lines."""
+"""Time between two log lines."""
 
 Advance = Callable[[int], None]
-"""Told how many chunks have been done since the last time."""
+"""Called with the number of chunks done since the last call."""
 Watch = Callable[[str, int], contextlib.AbstractContextManager[Advance]]
-"""(what is done, number of chunks) -> what is told how many have been done."""
+"""(label, number of chunks) -> context of an `Advance`."""
 
 
 @contextlib.contextmanager
 def watch(label: str, chunks: int) -> Iterator[Advance]:
-    """Shows how many of the chunks are done; says nothing of what takes a moment only."""
+    """Show how many chunks are done. A pass of less than `SECONDS` logs nothing."""
     if sys.stderr.isatty():
         with show_bar(label, chunks) as advance:
             yield advance
     else:
-        yield tell_lines(label, chunks)
+        yield log_lines(label, chunks)
 
 
 @contextlib.contextmanager
@@ -50,21 +50,21 @@ def show_bar(label: str, chunks: int) -> Iterator[Advance]:
         yield lambda count: progress.advance(task, count)
 
 
-def tell_lines(label: str, chunks: int) -> Advance:
-    done, said = 0, time.monotonic()
+def log_lines(label: str, chunks: int) -> Advance:
+    done, last = 0, time.monotonic()
 
     def advance(count: int) -> None:
-        nonlocal done, said
+        nonlocal done, last
         done += count
-        if time.monotonic() - said >= SECONDS:
-            said = time.monotonic()
+        if time.monotonic() - last >= SECONDS:
+            last = time.monotonic()
             log().info("%s: %d of %d", label, done, chunks)
 
     return advance
 
 
 def watch_loading(is_first_rank: bool, what: str = "weights") -> Callable[[Iterable[str]], Iterable[str]]:
-    """Shows what is done with weights, one after the other, on rank 0's terminal."""
+    """A function that shows a bar over names of weights on rank 0's terminal."""
 
     def watch(names: Iterable[str]) -> Iterable[str]:
         if not (is_first_rank and sys.stderr.isatty()):

@@ -1,4 +1,4 @@
-"""What looks like a secret, and texts without it. Imports nothing of ours."""
+"""Recognise secrets, and hide them in texts."""
 
 import os
 import re
@@ -13,7 +13,7 @@ NAMES = re.compile(
     r"[._-]?token|auth|token(?![._-]id))(?:[._-](?:id|key|value|file|path))?",
     re.IGNORECASE,
 )
-"""Whole names, prefixes included: `hub_token`, `WANDB_API_KEY`, but not `image_token`, `token_id`, `chunk_tokens`."""
+"""Names of secrets, with prefixes: `hub_token`, `WANDB_API_KEY`, but not `image_token`, `token_id`, `chunk_tokens`."""
 ENV_NAMES = re.compile(
     r"(?i)(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|API_?KEY|ACCESS_?KEY|CREDENTIALS?|PAT)(?:_|$)"
 )
@@ -24,38 +24,38 @@ VALUES = re.compile(
     r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+)"
 )
 LOGIN = re.compile(r"(?<=://)[^\s/@'\"]*:[^\s/@'\"]*(?=@)")
-"""user:password of an address"""
+"""user:password in a URL"""
 VALUE = r"(?P<value>[^\s,;&'\"]+|'[^']*'|\"[^\"]*\")"
 ASSIGNED = re.compile(r"(?P<name>[\w.-]+)(?P<sign>['\"]?\s*[=:]\s*)" + VALUE)
 FLAG = re.compile(r"(?P<name>--[\w.-]+)(?P<sign>\s+)" + VALUE)
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a key, a flag or a variable is one that holds a secret."""
+    """Whether a key, flag or variable of this name holds a secret."""
     return NAMES.fullmatch(name.lstrip("+~-")) is not None
 
 
 def is_secret_variable(name: str) -> bool:
-    """Whether a variable of the environment is one that holds a secret."""
+    """Whether an environment variable of this name holds a secret."""
     return ENV_NAMES.search(name) is not None
 
 
 def has_secret(text: str) -> bool:
-    """Whether a value is a secret, or has one in it."""
+    """Whether a text contains a secret."""
     return VALUES.search(text) is not None or LOGIN.search(text) is not None
 
 
 def secrets_of(env: Mapping[str, str] = os.environ) -> list[str]:
-    """Values of the environment's variables that hold secrets, the longest first."""
+    """Secret values of the environment, the longest first."""
     found = {value for name, value in env.items() if is_secret_variable(name) and len(value) >= 8}
     return sorted(found, key=len, reverse=True)
 
 
 def redact(text: str, known: Iterable[str] = ()) -> str:
-    """The text with every secret hidden.
+    """Hide every secret of a text.
 
     Args:
-        known: values that are secrets, whatever they look like.
+        known: known secrets, which are hidden whatever they look like.
     """
     for secret in known:
         text = text.replace(secret, HIDDEN)
@@ -64,7 +64,7 @@ def redact(text: str, known: Iterable[str] = ()) -> str:
 
 
 def redact_values(values: Mapping[str, Any], known: Iterable[str] = ()) -> dict[str, Any]:
-    """Values by dotted key, the texts among them without secrets: whole ones where the key is a secret's."""
+    """Hide secrets in values by dotted key; all of a value whose key is that of a secret."""
     known = list(known)
 
     def clean(value: Any, is_secret: bool) -> Any:
@@ -78,7 +78,7 @@ def redact_values(values: Mapping[str, Any], known: Iterable[str] = ()) -> dict[
 
 
 def hide(found: re.Match[str]) -> str:
-    """`name=value` with its value hidden, where the name is a secret's."""
+    """Hide the value of `name=value` if the name is that of a secret."""
     if not is_secret_name(found["name"]) or found["value"] in ("null", "None", "True", "False"):
         return found[0]
     return f"{found['name']}{found['sign']}{HIDDEN}"

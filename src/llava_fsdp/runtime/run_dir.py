@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, its links, its checkpoints' names, and where it began. Imports no torch."""
+"""The folder of a run: its lock, the names of its checkpoints, and the step where it began. Imports no torch."""
 
 import contextlib
 import fcntl
@@ -46,13 +46,13 @@ WRITTEN = frozenset({
     "validation.jsonl", "skipped_records.jsonl", "starts.jsonl", "report.html", ".heartbeats", "stacks", "checkpoints",
     "export", "adapter", "tensorboard", "profile", "profile.html",
 })  # fmt: skip
-"""Files and folders of `output_dir` that a training writes."""
+"""Files and folders that a training writes into `output_dir`."""
 LOCK: dict[str, Kinds] = {"pid": (int,), "host": (str,), "since": (str,), "launch": (str, NONE)}
 BEGUN: dict[str, Kinds] = {"wish": (str,), "step": (int,), "launch": (str,), "time": (float,)}
 HANDOVER = 30
-"""Seconds that a restarted rank 0 waits for the one before it to be gone."""
+"""Seconds that a restarted rank 0 waits for the end of its predecessor."""
 CLAIMING = 15
-"""Seconds that the other ranks wait for rank 0 to have the folder."""
+"""Seconds that the other ranks wait until rank 0 has locked the folder."""
 
 FOLDER = "checkpoints"
 NAME = re.compile(r"step-(\d{6,})")
@@ -60,26 +60,26 @@ NAME = re.compile(r"step-(\d{6,})")
 
 @contextlib.contextmanager
 def claimed(folder: Path, rank: int, private: bool = True) -> Iterator[int | None]:
-    """Hold the folder against other runs, make it, and say in it that a run is under way: rank 0, for all.
+    """Make and lock the folder, and write into it that a run is under way. Rank 0 does this for all.
 
-    The others wait until it has: where it is refused, none of them may leave a word in what is another run's.
+    The other ranks wait for it: if another run has the folder, none of them may write into it.
 
-    The lock is one that a process loses by dying and that its children do not inherit (POSIX record locks): data
-    workers which outlive a rank for a moment keep nobody out. What is killed leaves "running" or "stopping" behind,
-    which the next start says.
+    A process loses the lock when it dies, and its children do not inherit it (POSIX record locks), so that data workers
+    which outlive a rank for a moment do not block the next start. A killed run leaves the status "running" or
+    "stopping", which the next start reports.
 
     Args:
-        private: a folder that is made is its owner's alone, and so is what says how the run ended.
+        private: a new folder, and the run's status, can be read only by their owner.
 
     Yields:
-        On rank 0 the descriptor of the locked file, which is closed at the end.
+        On rank 0 the descriptor of the locked file, which is closed at the end; None on other ranks.
 
     Raises:
-        ConfigError: the folder cannot be written, has links where a run writes, or another run has it (FolderInUse).
+        ConfigError: the folder cannot be written, has links where a run writes, or another run uses it (FolderInUse).
     """
     if rank != 0:
         await_claim(folder)
-        with contextlib.suppress(OSError):  # rank 0 says what is wrong with it
+        with contextlib.suppress(OSError):  # rank 0 reports it
             make_run_folder(folder, private)
         yield None
         return
@@ -134,7 +134,7 @@ def refuse_links(folder: Path) -> None:
 
 @contextlib.contextmanager
 def restored_umask() -> Iterator[None]:
-    """Whatever is made of the umask within, the process has its own again afterwards."""
+    """Restore the umask of the process at the end."""
     before = os.umask(0o077)
     os.umask(before)
     try:
@@ -144,14 +144,14 @@ def restored_umask() -> Iterator[None]:
 
 
 def make_run_folder(folder: Path, private: bool) -> None:
-    """A new one is the user's alone with `private`; one that exists stays as it is."""
+    """Make the folder, for its owner only if `private`. An existing one is not changed."""
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700 if private else 0o777, exist_ok=True)
 
 
 def await_claim(folder: Path) -> None:
-    """Until rank 0 of this launch has the folder, but not for long: a folder on a network may show it late."""
+    """Wait a while until rank 0 of this launch has locked the folder, which a network file system may show late."""
     until = time.monotonic() + CLAIMING
     while launch_id() is not None and time.monotonic() < until:
         if (object_or_none(folder / LOCK_FILE, LOCK) or {}).get("launch") == launch_id():
@@ -175,13 +175,13 @@ def lock(handle: int, folder: Path) -> None:
                 ) from None
             time.sleep(0.1)
         except OSError as error:  # a file system without locks
-            log().warning("output_dir=%s cannot be locked (%s): see to it that no second run uses it", folder, error)
+            log().warning("output_dir=%s cannot be locked (%s): make sure that no second run uses it", folder, error)
             break
     sign_lock(handle)
 
 
 def sign_lock(handle: int) -> None:
-    """Say in the locked file who holds it."""
+    """Write into the locked file who holds it."""
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "launch": launch_id()}
     os.ftruncate(handle, 0)
@@ -196,25 +196,24 @@ def holder_of(handle: int) -> dict[str, Any]:
 
 
 def held_by(folder: Path) -> dict[str, Any] | None:
-    """Who runs in the folder now; None: nobody, as far as can be told.
+    """The holder of the folder's lock; None if there is none, as far as known.
 
-    Not for the process that holds it: looking would let it go.
+    Must not be called by the holder: closing the file would release the lock.
     """
     is_held, holder = look_at_lock(folder)
     return holder if is_held else None
 
 
 def is_known_free(folder: Path) -> bool:
-    """Whether nobody runs in the folder; not so where that cannot be told. As `held_by`, not for who holds it."""
+    """Whether certainly no run uses the folder. Must not be called by the holder, as `held_by`."""
     return look_at_lock(folder)[0] is False
 
 
 def look_at_lock(folder: Path) -> tuple[bool | None, dict[str, Any]]:
-    """Whether the folder is held, and by whom; None: the lock is another user's, or the file system has none."""
+    """Whether the folder is locked, and by whom; None if unknown: no permission, or no locks on this file system."""
     try:
-        handle = os.open(
-            folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-        )  # also below a mount that cannot be written
+        # read-only, for a read-only mount
+        handle = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return False, {}
     except OSError:
@@ -237,48 +236,48 @@ def is_others(folder: Path) -> bool:
 
 
 def warn_of_killed(folder: Path) -> None:
-    """Say of the run before that it was killed, and at what; for the process that holds the folder."""
+    """Warn if the previous run was killed. Called by the process that holds the folder."""
     try:
-        said = status_of(folder)
+        status = status_of(folder)
     except MissingJson:
         return
     except BadJson as error:
-        log().warning("%s; how the run before ended is not known", error)
+        log().warning("%s; how the previous run ended is not known", error)
         return
-    if not is_without_end(said):
+    if not is_without_end(status):
         return
     beat = read_beat(folder, 0)
-    after = f" after step {beat.step}" if beat is not None and beat.pid == said.get("pid") else ""
-    asked = f", asked to by {said.get('reason')}" if said["status"] == "stopping" else ""
-    log().warning("the run before in %s was killed while it was %s%s%s", folder, said["status"], after, asked)
+    after = f" after step {beat.step}" if beat is not None and beat.pid == status.get("pid") else ""
+    reason = f", asked to by {status.get('reason')}" if status["status"] == "stopping" else ""
+    log().warning("the previous run in %s was killed while it was %s%s%s", folder, status["status"], after, reason)
 
 
 def mark_begun(folder: Path, wish: str, step: int) -> None:
-    """Note for restarts that what was wished for, to start over or from a folder, has been done, and at which step."""
+    """Note for restarts that the run has begun as requested (over again, or from a folder), and at which step."""
     if launch_id() is None or begun_at(folder, wish) is not None:
         return
-    said = {"wish": wish, "step": step, "launch": launch_id(), "time": time.time()}
-    replace_file(folder / BEGUN_FILE, (json.dumps(said) + "\n").encode())
+    begun = {"wish": wish, "step": step, "launch": launch_id(), "time": time.time()}
+    replace_file(folder / BEGUN_FILE, (json.dumps(begun) + "\n").encode())
 
 
 def begun_at(folder: Path, wish: str) -> int | None:
-    """The step at which an earlier attempt of this launch began as was wished; None: none has yet.
+    """The step at which an earlier attempt of this launch began as requested; None if none did.
 
-    A scheduler that starts a job again gives it the same name (RDZV_ID), and so does what was begun count there. Where
-    the name is torchrun's own, another launch may come to the same one.
+    A scheduler that starts a job again gives it the same name (RDZV_ID), so it is the same launch. A name of torchrun's
+    own may be used by another launch too.
     """
     try:
-        said = read_object(folder / BEGUN_FILE, BEGUN)
+        begun = read_object(folder / BEGUN_FILE, BEGUN)
     except MissingJson:
         return None
     except BadJson as error:
-        log().warning("%s; whether an earlier attempt has begun as asked is not known", error)
+        log().warning("%s; whether an earlier attempt has begun as requested is not known", error)
         return None
-    if said["wish"] != wish or launch_id() is None or said["launch"] != launch_id():
+    if begun["wish"] != wish or launch_id() is None or begun["launch"] != launch_id():
         return None
-    if os.environ["TORCHELASTIC_RUN_ID"] == "none" and not is_of_this_launch(said):
+    if os.environ["TORCHELASTIC_RUN_ID"] == "none" and not is_of_this_launch(begun):
         return None
-    return said["step"]
+    return begun["step"]
 
 
 def folder_name(step: int) -> str:
@@ -286,14 +285,14 @@ def folder_name(step: int) -> str:
 
 
 def step_of(folder: Path) -> int | None:
-    """The step that a checkpoint's name says; None: no checkpoint has such a name."""
+    """The step in a checkpoint's name; None if it is not the name of a checkpoint."""
     match = NAME.fullmatch(folder.name)
     return int(match[1]) if match and folder.name == folder_name(int(match[1])) else None
 
 
 def list_checkpoints(parent: Path) -> list[Path]:
-    """What bears the name of a checkpoint, oldest first. Whether it is one, `verify` says."""
+    """Paths with the name of a checkpoint, oldest first. `verify` checks their content."""
     if not parent.is_dir():
         return []
-    found = [(step, path) for path in parent.iterdir() if (step := step_of(path)) is not None]
-    return [path for _, path in sorted(found)]
+    steps = {path: step for path in parent.iterdir() if (step := step_of(path)) is not None}
+    return sorted(steps, key=lambda path: steps[path])

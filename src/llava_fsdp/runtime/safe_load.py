@@ -1,7 +1,6 @@
-"""Files that others wrote, and that are to be read and never to be run: models, datasets, settings.
+"""Read files of unknown origin (models, datasets, settings) without running code from them.
 
-A file of the wrong sort, size or depth is refused with an error that names it; nothing is read from outside the folder
-that it belongs to.
+A file of the wrong kind, size or depth is refused with an error that names it. Nothing is read from outside its folder.
 """
 
 import contextlib
@@ -18,39 +17,39 @@ from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError, ModelError
 
 MiB = 1 << 20
 SMALL = 64 * MiB
-"""Most bytes of a JSON file of a model: the largest index of shards has one."""
+"""Largest JSON file of a model, in bytes."""
 LARGE = 512 * MiB
-"""Most bytes of a tokenizer."""
+"""Largest file of a tokenizer, in bytes."""
 CODE_KEYS = ("auto_map", "custom_pipelines", "custom_generate")
-"""What makes transformers look for a Python file beside a model."""
+"""Keys that make transformers load a Python file beside a model."""
 
 
 def read_text(path: Path, error: type[LlavaFsdpError] = ModelError, largest: int = SMALL) -> str:
-    """A whole file of UTF-8 text.
+    """Read a file of UTF-8 text.
 
     Raises:
-        LlavaFsdpError: of the given type, where it is none, or is larger than anything of its sort.
+        LlavaFsdpError: of the given type; it cannot be read, or is too large.
     """
     try:
         if not path.is_file():
             raise error(f"{path} is not a file")
         size = path.stat().st_size
         if size > largest:
-            raise error(f"{path} has {size:,} bytes, and no more than {largest:,} make sense here")
+            raise error(f"{path} has {size:,} bytes, more than the {largest:,} allowed here")
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as problem:  # a path with a NUL in it is a ValueError
         raise error(f"{str(path)!r} cannot be read: {problem}") from problem
 
 
 def read_json(path: Path, error: type[LlavaFsdpError] = ModelError, largest: int = SMALL) -> dict[str, Any]:
-    """A file that holds a JSON object.
+    """Read a file that holds a JSON object.
 
     Raises:
-        LlavaFsdpError: of the given type, where it is none.
+        LlavaFsdpError: of the given type; it does not.
     """
     text = read_text(path, error, largest)
     try:
-        found = json.loads(text)  # as transformers does: with NaN, and the last of a key's values
+        found = json.loads(text)  # like transformers, accepts NaN and repeated keys
     except ValueError as problem:
         raise error(f"{path} cannot be read: it is not JSON: {problem}; was the download interrupted?") from problem
     except RecursionError as problem:
@@ -62,17 +61,17 @@ def read_json(path: Path, error: type[LlavaFsdpError] = ModelError, largest: int
 
 @contextlib.contextmanager
 def foreign(what: str, error: type[LlavaFsdpError] = ModelError) -> Iterator[None]:
-    """Within it other people's parsers read other people's files: whatever they raise is said to be the file's fault.
+    """Within it a library parses a foreign file: whatever it raises is reported as an error of the file.
 
     Raises:
-        LlavaFsdpError: ours as they are; of the given type for anything else.
+        LlavaFsdpError: unchanged if one was raised; of the given type for anything else.
     """
     try:
         yield
     except LlavaFsdpError:
         raise
     except BaseException as problem:
-        panic = type(problem).__name__ == "PanicException"  # of Rust, which is no Exception
+        panic = type(problem).__name__ == "PanicException"  # Rust's, which is not an Exception
         if not isinstance(problem, Exception) and not panic:
             raise
         why = " ".join(str(problem).split())[:500]
@@ -80,32 +79,32 @@ def foreign(what: str, error: type[LlavaFsdpError] = ModelError) -> Iterator[Non
 
 
 def refuse_model_code(fields: dict[str, Any], path: Path) -> None:
-    """Raises ModelError where a model's file names Python code that is to be loaded with it."""
+    """Raise ModelError if a model's file names Python code to be loaded with it."""
     for key in CODE_KEYS:
         if fields.get(key):
             raise ModelError(
-                f"{path} has {key}: the model brings Python code of its own, which is never run here. If transformers "
-                "knows its model_type without that code, take the key out of the file"
+                f"{path} has {key}: the model brings its own Python code, which is never run here. If transformers "
+                "knows its model_type without that code, remove the key from the file"
             )
 
 
 def beside(path: Path, name: object) -> Path:
-    """The file that an index names, which lies in the index's own folder.
+    """The path of a file that an index names, in the folder of the index.
 
     Raises:
-        ModelError: the name is no plain name of a file.
+        ModelError: the name is not a plain file name.
     """
     plain = isinstance(name, str) and re.fullmatch(r"[\w.+=-][\w.+= -]*", name) and name not in (".", "..")
     if not plain:
-        raise ModelError(f"{path} names {str(name)[:200]!r}, which is no file beside it")
+        raise ModelError(f"{path} names {str(name)[:200]!r}, which is not a file beside it")
     return path.parent / str(name)
 
 
 def refuse_yaml_bombs(path: Path, largest: int = MiB) -> str:
-    """The text of a YAML file that is no larger when it has been read.
+    """Read the text of a YAML file without aliases, which could make it grow without limit when parsed.
 
     Raises:
-        ConfigError: it is too large, refers to parts of itself (an alias), or is no YAML.
+        ConfigError: it is too large, has an alias, or is not YAML.
     """
     text = read_text(path, ConfigError, largest)
     try:
@@ -120,7 +119,7 @@ def refuse_yaml_bombs(path: Path, largest: int = MiB) -> str:
 
 
 def is_open_to_others(path: Path) -> bool:
-    """Whether any user of this machine may put files into a folder: a folder that others may only add to is one too."""
+    """Whether any user of this machine may create files in a folder, with or without the sticky bit."""
     try:
         mode = path.stat().st_mode
     except OSError:

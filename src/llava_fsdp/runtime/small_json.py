@@ -1,7 +1,4 @@
-"""Small JSON files, read whole: whatever is in one, there is an object of the right types or one typed error.
-
-Imports nothing of ours, so that the file of a heartbeat and the notes of an export have the same reader.
-"""
+"""Read small JSON files: the result is an object of the right types, or one typed error."""
 
 import json
 import math
@@ -14,22 +11,22 @@ from types import UnionType
 from typing import Any, get_args, get_origin
 
 LARGEST = 1 << 20
-"""Bytes of a file that says how something is: our own have a few thousand."""
+"""Largest file in bytes; our own have a few thousand."""
 DEEPEST = 40
-"""Levels of nested objects and lists of such a file. Python's own functions fail at a few hundred."""
+"""Deepest nesting of objects and lists. Python's functions fail at a few hundred levels."""
 Kinds = tuple[type, ...]
 
 
 class BadJson(ValueError):
-    """A file, or a text, is not the JSON that it should be. The message says why, and of a file which."""
+    """A file or text is not the expected JSON. The message says why, and names the file."""
 
 
 class MissingJson(BadJson):
-    """There is no such file."""
+    """The file is missing."""
 
 
 def parse(content: bytes | str) -> Any:
-    """A value of strict JSON in UTF-8: no NaN, no infinity (1e999 is one), no key twice.
+    """Parse strict JSON in UTF-8: no NaN, no infinity (such as 1e999), no repeated key.
 
     Raises:
         BadJson
@@ -46,22 +43,22 @@ def parse(content: bytes | str) -> Any:
 def finite(text: str) -> float:
     found = float(text)
     if not math.isfinite(found):
-        raise ValueError(f"{text[:50]} is no finite number")
+        raise ValueError(f"{text[:50]} is not a finite number")
     return found
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a key comes twice")
+        raise ValueError("a key is repeated")
     return found
 
 
 def parse_object(content: bytes | str, kinds: Mapping[str, Kinds] | None = None) -> dict[str, Any]:
-    """An object of few levels, whose values of the keys in `kinds` have one of the types named there.
+    """Parse an object of few levels, whose values have the types in `kinds`.
 
-    A key that may be missing has `type(None)` among its types. A whole number is a float too, and has at most 63 bits;
-    True and False are no numbers.
+    A key that may be missing has `type(None)` among its types. An integer counts as a float too, and has at most 63
+    bits; True and False are not numbers.
 
     Raises:
         BadJson
@@ -85,7 +82,7 @@ def require_kinds(found: Any, kinds: Mapping[str, Kinds]) -> dict[str, Any]:
         is_allowed = type(value) in allowed or (type(value) is int and float in allowed)
         if not is_allowed or (type(value) is int and abs(value) >= 1 << 63):
             wanted = " or ".join(own.__name__ for own in allowed if own is not type(None))
-            raise BadJson(f"its {key!r} is no {wanted}")
+            raise BadJson(f"its {key!r} is not {wanted}")
     return found
 
 
@@ -99,7 +96,7 @@ def kinds_of(schema: type) -> dict[str, Kinds]:
 
 
 def is_flat(tree: Any) -> bool:
-    """Whether a value has at most `DEEPEST` levels. Looks without recursion."""
+    """Whether a value has at most `DEEPEST` levels. Does not recurse."""
     inside = [tree]
     for _ in range(DEEPEST):
         nested = [own for own in inside if isinstance(own, dict | list)]
@@ -110,10 +107,10 @@ def is_flat(tree: Any) -> bool:
 
 
 def read_object(path: Path, kinds: Mapping[str, Kinds] | None = None, largest: int = LARGEST) -> dict[str, Any]:
-    """The object that a file holds, as of `parse_object`.
+    """Read an object from a file; see `parse_object`.
 
     Raises:
-        BadJson: naming the file; MissingJson where there is none.
+        BadJson: naming the file; MissingJson if it is missing.
     """
     try:
         return parse_object(read_bytes(path, largest), kinds)
@@ -122,7 +119,7 @@ def read_object(path: Path, kinds: Mapping[str, Kinds] | None = None, largest: i
 
 
 def read_bytes(path: Path, largest: int) -> bytes:
-    """A pipe or a device of that name is not waited for.
+    """Read a regular file, without waiting for a pipe or device of that name.
 
     Raises:
         BadJson: without the file's name.
@@ -131,9 +128,9 @@ def read_bytes(path: Path, largest: int) -> bytes:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
-                raise BadJson("it is no regular file")
+                raise BadJson("it is not a regular file")
             if found.st_size > largest:
-                raise BadJson(f"it has {found.st_size:,} bytes, and no more than {largest:,} make sense here")
+                raise BadJson(f"it has {found.st_size:,} bytes, more than the {largest:,} allowed here")
             return file.read(largest + 1)
     except FileNotFoundError as error:
         raise MissingJson("there is no such file") from error
@@ -144,7 +141,7 @@ def read_bytes(path: Path, largest: int) -> bytes:
 def object_or_none(
     path: Path, kinds: Mapping[str, Kinds] | None = None, largest: int = LARGEST
 ) -> dict[str, Any] | None:
-    """`read_object` for files that only inform; None where there is none that can be read."""
+    """Like `read_object`, but None if the file is missing or cannot be read."""
     try:
         return read_object(path, kinds, largest)
     except BadJson:

@@ -1,4 +1,4 @@
-"""`run_status.json`: how a run is going and how it ended, written by the rank that failed first. Imports no torch."""
+"""`run_status.json`: the state of a run and how it ended, written by the rank that failed first. Imports no torch."""
 
 import contextlib
 import json
@@ -23,13 +23,13 @@ from llava_fsdp.runtime.small_json import BadJson, Kinds, MissingJson, read_obje
 STATUS_FILE = "run_status.json"
 FIRST_FAILURE = ".run_failed"
 RESERVED = 4096
-"""Bytes of `run_status.json`, so that the last word fits onto a disk that has become full."""
+"""Size of `run_status.json`, padded so that the end of the run can be written onto a full disk."""
 LONGEST_BEFORE = 1000
-"""Characters of it are how the start before ended."""
+"""Characters kept of the reason for which the previous start ended."""
 KILLED = "killed"
-"""Is said of a run without an end that nobody holds; no file has it as its own status."""
+"""Status that is reported for a run without an end that no process holds; not written by the run itself."""
 STEPPED_FILE = ".stepped"
-"""Is there once the last start in the folder has taken a step."""
+"""Exists once the last start in the folder has taken a step."""
 NONE = type(None)
 WORD: dict[str, Kinds] = {
     "status": (str,), "class": (str, NONE), "exit_code": (int, NONE), "reason": (str, NONE), "culprit": (dict, NONE),
@@ -41,8 +41,8 @@ FAILURE: dict[str, Kinds] = {
     "incarnation": (str,), "rank": (int,), "class": (str,), "exit_code": (int,), "reason": (str,),
 }  # fmt: skip
 PATIENCE = 2
-"""Seconds that a rank waits which has nothing of its own to say: torchrun ends all ranks as soon as one has failed, and
-takes the first one's word for the cause."""
+"""Seconds for which a rank that has nothing to report waits for another's report: torchrun ends all ranks as soon as
+one has failed, and takes that one for the cause."""
 
 
 @dataclass(frozen=True)
@@ -52,22 +52,23 @@ class Outcome:
     ending: Ending
     reason: str = ""
     culprit: dict[str, Any] = field(default_factory=dict)
-    """What it is about, by name: rank, host, record, picture, key, file."""
+    """What the ending is about, by name: rank, host, record, image, key, file."""
     step: int | None = None
-    """Steps finished, where it is known."""
+    """Steps finished, if known."""
 
 
 def is_without_end(said: dict[str, Any]) -> bool:
-    """Whether a status is of a run that goes on, or that was killed."""
+    """Whether a status is that of a run which is under way or was killed."""
     return said.get("status") in ("running", "stopping")
 
 
 def came_before(folder: Path, is_claiming: bool = False) -> dict[str, Any] | None:
-    """How the last start ended in which steps were taken, or that finished; None: there was none before this one, or
-    this one has taken steps. A command that is refused leaves a finished run as good as it was.
+    """The status of the last start that took steps or finished; None if this one took steps, or is the first.
+
+    So a command that is refused does not change the status of a finished run.
 
     Args:
-        is_claiming: this start has said nothing yet, so that whatever the file says is of another.
+        is_claiming: this start has written nothing yet, so that the file is of another start.
     """
     said = read_status(folder)
     if said is None:
@@ -85,8 +86,10 @@ def came_before(folder: Path, is_claiming: bool = False) -> dict[str, Any] | Non
 
 
 def note_steps(folder: Path) -> None:
-    """A step was taken: how this start ends is how the run does, whatever came before. In a file of its own, because
-    another rank may write its last word into `run_status.json` in this very moment."""
+    """Note that a step was taken, so that the end of this start counts as the end of the run.
+
+    In a separate file, because another rank may be writing its end into `run_status.json`.
+    """
     os.close(os.open(folder / STEPPED_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
 
 
@@ -97,10 +100,11 @@ def put_status(
     mode: int | None = None,
     before: dict[str, Any] | None = None,
 ) -> None:
-    """
+    """Write `run_status.json`.
+
     Args:
-        mode: who may read it, before the umask; None: whoever may read the one that is there.
-        before: of a start that has taken no step, `came_before`.
+        mode: permissions before the umask; None: those of the existing file.
+        before: for a start that has taken no step, `came_before`.
     """
     said = {
         "status": status,
@@ -117,7 +121,7 @@ def put_status(
         "time": time.time(),
     }
     if outcome is not None and status != "done" and before is not None and before.get("status") == "done":
-        said = {**before, "before": None, "refused": said}  # a finished run stays finished
+        said = {**before, "before": None, "refused": said}  # the run stays finished
     else:
         said["before"] = before
     text, path = (json.dumps(said) + "\n").encode(), folder / STATUS_FILE
@@ -128,13 +132,13 @@ def put_status(
         if size < max(RESERVED, len(text)):
             raise
         handle = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        with open(handle, "wb") as file:  # a full disk has room for what is there already
+        with open(handle, "wb") as file:  # overwriting takes no room on a full disk
             file.write(text.ljust(size))
 
 
 def own_word(said: dict[str, Any]) -> dict[str, Any]:
-    """What the last start said of itself, by a status that was read: one that was refused in the folder of a finished
-    run leaves that run's status as it is, and its own words beside it."""
+    """The last start's own part of a status. A start that was refused in the folder of a finished run writes its part
+    beside that run's status."""
     refused = said.get("refused")
     if not isinstance(refused, dict):
         return said
@@ -142,7 +146,7 @@ def own_word(said: dict[str, Any]) -> dict[str, Any]:
 
 
 def mode_of(path: Path) -> int:
-    """Who may read a file; its owner alone where there is none."""
+    """Permissions of a file; those of a private one if it does not exist."""
     try:
         return stat.S_IMODE(path.stat().st_mode)
     except OSError:
@@ -150,7 +154,7 @@ def mode_of(path: Path) -> int:
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:
-    """`status_of`, or None where there is no status that can be read."""
+    """Like `status_of`, but None if the status is missing or cannot be read."""
     try:
         return status_of(folder)
     except BadJson:
@@ -158,7 +162,7 @@ def read_status(folder: Path) -> dict[str, Any] | None:
 
 
 def status_of(folder: Path) -> dict[str, Any]:
-    """What the last run in a folder said; `before` only where it has taken no step.
+    """The status of the last run in a folder, with `before` only if it has taken no step.
 
     Raises:
         BadJson: its status cannot be read; MissingJson: the file is missing.
@@ -174,17 +178,17 @@ def status_of(folder: Path) -> dict[str, Any]:
 
 
 def check_word(said: Any, path: Path) -> None:
-    """Raises BadJson where a part of a status is none."""
+    """Raise BadJson if a part of a status has wrong types."""
     try:
         require_kinds(said, WORD)
     except BadJson as error:
         raise BadJson(f"{path} cannot be read: {error}") from error
     if not 0 <= (said.get("exit_code") or 0) <= 255:
-        raise BadJson(f"{path} cannot be read: its 'exit_code' is no number from 0 to 255")
+        raise BadJson(f"{path} cannot be read: its 'exit_code' is not a number from 0 to 255")
 
 
 def drop_stale_failure(folder: Path) -> None:
-    """Remove what a rank of another start has said, or what cannot be read."""
+    """Remove the failure of a rank of another start, or one that cannot be read."""
     unreadable = None
     try:
         if failure_of(folder)["incarnation"] == incarnation():
@@ -199,16 +203,16 @@ def drop_stale_failure(folder: Path) -> None:
 
 
 def failure_of(folder: Path) -> dict[str, Any]:
-    """Raises BadJson where there is no failure that can be read."""
+    """Read the first failure. Raises BadJson if it is missing or cannot be read."""
     path = folder / FIRST_FAILURE
     said = read_object(path, FAILURE)
     if not 0 < said["exit_code"] <= 255:
-        raise BadJson(f"{path} cannot be read: its 'exit_code' is no number from 1 to 255")
+        raise BadJson(f"{path} cannot be read: its 'exit_code' is not a number from 1 to 255")
     return said
 
 
 def first_failure(folder: Path) -> dict[str, Any] | None:
-    """What the rank said that failed first, in this start of the ranks."""
+    """The report of the rank that failed first in this start; None if there is none."""
     try:
         said = failure_of(folder)
     except BadJson:
@@ -225,8 +229,8 @@ def await_first_failure(folder: Path, seconds: float) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def last_word(path: Path) -> Iterator[None]:
-    """Within it a file is written that says how the run ended, or shows it. Whatever stands in the way is said, and
-    changes neither the exit code nor what else is written."""
+    """Within it a file about the end of the run is written. An error is only logged: it changes neither the exit code
+    nor other files."""
     try:
         yield
     except Exception as error:
@@ -235,12 +239,12 @@ def last_word(path: Path) -> Iterator[None]:
 
 
 def write_ending(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
-    """Say in `run_status.json` how the run ended, unless another rank has said so.
+    """Write into `run_status.json` how the run ended, unless another rank has done so.
 
-    A rank that lost another waits for that one's word. What cannot be written is warned of, and raises nothing.
+    A rank that lost another waits for that one's report. Errors of writing are only logged.
 
     Returns:
-        The first failure, where another rank was it.
+        The first failure, if it is another rank's.
     """
     rank, ending = env_rank(), outcome.ending
     is_done = ending.name == "done"
@@ -263,7 +267,7 @@ def write_ending(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
 
 
 def is_absent(folder: Path) -> bool:
-    """Whether there is no such folder; where that cannot be told, there may be one."""
+    """Whether certainly no folder of this path exists."""
     try:
         return not stat.S_ISDIR(os.stat(folder).st_mode)
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -273,7 +277,7 @@ def is_absent(folder: Path) -> bool:
 
 
 def fail_first(folder: Path, outcome: Outcome) -> bool:
-    """Whether this rank is the first of all to fail: one of them creates the file, with its word in it."""
+    """Write this rank's failure, and return whether it is the first: only one rank can create the file."""
     drop_stale_failure(folder)
     said = {
         "incarnation": incarnation(),
@@ -301,14 +305,14 @@ def fail_first(folder: Path, outcome: Outcome) -> bool:
 
 
 def is_of_this_launch(said: dict[str, Any]) -> bool:
-    """Whether an earlier attempt of this very launch has written that."""
+    """Whether an earlier attempt of this launch has written that."""
     if launch_id() is None or said.get("launch") != launch_id():
         return False
-    return (said.get("time") or 0.0) >= started(os.getppid())  # else by a job of that name that was requeued
+    return (said.get("time") or 0.0) >= started(os.getppid())  # otherwise by a requeued job of the same name
 
 
 def settled(folder: Path) -> dict[str, Any] | None:
-    """How an earlier attempt of this very launch ended, where starting again cannot help or is not wanted."""
+    """The status of an earlier attempt of this launch, if starting again cannot help or is not wanted."""
     said = read_status(folder)
     said = own_word(said) if said is not None else None
     if said is None or not is_of_this_launch(said):
@@ -316,5 +320,5 @@ def settled(folder: Path) -> dict[str, Any] | None:
     ending = ENDINGS.get(said.get("class") or "")
     if ending is None or not ending.is_permanent:
         return None
-    # torchrun sends SIGTERM as well to start again with more nodes, which is no restart that it counts
+    # torchrun also sends SIGTERM to start again with more nodes, and does not count that as a restart
     return said if ending.name != "stopped" or attempt() > (said.get("attempt") or 0) else None

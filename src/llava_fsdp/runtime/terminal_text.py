@@ -1,8 +1,8 @@
-"""Text for terminals and logs, where what others wrote can move no cursor, set no title and forge no line.
+"""Text for terminals and logs in which foreign text cannot move the cursor, set the title or forge a line.
 
-Names of records and pictures, keys of files, answers of models may hold any character. Those that a terminal obeys,
-that turn the direction of text, or that cannot be seen, are written as escapes: `\\u001b`, as JSON has them, so that a
-line of JSON stays one. Imports nothing of ours.
+Names of records and images, keys of files and answers of models may hold any character. Control characters, those that
+change the direction of text, and invisible ones are written as JSON escapes (`\\u001b`), so that a line of JSON stays
+valid.
 """
 
 import re
@@ -15,21 +15,21 @@ OBEYED = (
     "\u2028\u2029"  # separators of lines and paragraphs
     "\u00ad\u180e\u200b\u2060-\u2065\u206a-\u206f\ufeff\ufff9-\ufffb"  # no width
     "\U000e0000-\U000e0fff"  # tags
-    "\ud800-\udfff"  # half a character, which no encoding takes
+    "\ud800-\udfff"  # half a surrogate pair, which cannot be encoded
 )
 IN_NAMES = re.compile(f"[{OBEYED}\t\n\r\u200c\u200d]")
-IN_TEXTS = re.compile(rf"[{OBEYED}]|\r(?!\n)")  # joiners are spelling in Persian and Hindi, and make emoji
+IN_TEXTS = re.compile(rf"[{OBEYED}]|\r(?!\n)")  # joiners are used in Persian, Hindi and emoji
 MOVES = re.compile(r"\r|\n*(?:\x1b\[A)+\Z")
-"""What bars of tqdm's write first, or alone: to the beginning of the line, or up a line where there are several."""
+"""What tqdm's bars write first or alone: a move to the beginning of the line, or up a line if there are several."""
 
 
 def shown_name(name: object) -> str:
-    """A name, id, key or value from outside, on one line."""
+    """A foreign name, id, key or value, on one line."""
     return IN_NAMES.sub(escape, str(name))
 
 
 def shown_text(text: str) -> str:
-    """A whole text, of whose controls only newlines and tabs are kept."""
+    """A foreign text; of its control characters only newlines and tabs are kept."""
     return IN_TEXTS.sub(escape, text)
 
 
@@ -39,9 +39,9 @@ def escape(found: re.Match[str]) -> str:
 
 
 class Guarded:
-    """A stream of text that writes `shown_text` of everything, and is else the stream that it stands for.
+    """A text stream that writes `shown_text` of everything.
 
-    A carriage return is let through where a write begins with it: so bars of progress are drawn.
+    A carriage return at the beginning of a write is kept, as progress bars need it.
     """
 
     def __init__(self, stream: TextIO):
@@ -61,8 +61,8 @@ class Guarded:
 
 
 def guard_streams() -> None:
-    """From here on, what this process and those that it forks print goes through a guard. Called by entries, before
-    other libraries keep the streams for themselves; a second call changes nothing."""
+    """Guard what this process and its forks print. Called by entries, before libraries keep the streams. A second call
+    changes nothing."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, Guarded):

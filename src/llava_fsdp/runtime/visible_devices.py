@@ -1,17 +1,17 @@
-"""Which of a machine's GPUs a process sees. Imports nothing of ours."""
+"""The GPUs of a machine that a process sees."""
 
 from collections.abc import Sequence
 
 
 def visible_gpus(gpus: Sequence[str], visible: str) -> list[tuple[str, str]]:
-    """What CUDA makes of CUDA_VISIBLE_DEVICES.
+    """Parse CUDA_VISIBLE_DEVICES as CUDA does.
 
     Args:
         gpus: UUIDs of all GPUs, in nvidia-smi's order.
-        visible: indices, UUIDs or beginnings of them, with commas between; UUIDs of parts (MIG) too.
+        visible: indices, UUIDs or prefixes of them, separated by commas; also UUIDs of MIG instances.
 
     Returns:
-        Of each, what it is called there and its UUID; the name itself where it is none of `gpus`.
+        For each its name in `visible` and its UUID, or the name again if it is not in `gpus`.
     """
     found = []
     for name in (own.strip() for own in visible.split(",")):

@@ -21,18 +21,18 @@ from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.distributed.consensus import on_all_ranks, on_first_rank
 from llava_fsdp.distributed.local_shards import whole
 from llava_fsdp.distributed.precision import DTYPES
-from llava_fsdp.export.adapter_folder import AdapterWriter, Base, comes_along, prove_adapter, small_files
+from llava_fsdp.export.adapter_folder import AdapterWriter, Base, adapter_tensors, prove_adapter, small_files
 from llava_fsdp.export.adapter_folder import whole as whole_rows
-from llava_fsdp.export.formats import history, subject_of, write_folder
+from llava_fsdp.export.formats import history, source_of_run, write_folder
 from llava_fsdp.export.verify_logits import (
     CLOSE,
     CLOSE_BF16,
     CLOSE_FP8,
     Adapted,
-    apart,
     compute_dtype,
     filled,
     logits,
+    relative_difference,
     reloaded_logits,
 )
 from llava_fsdp.export.weights_writer import Weights, publish_folder
@@ -79,9 +79,9 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
         read=reader(state, adapted, is_first_rank),
         is_first_rank=is_first_rank,
     )
-    subject = subject_of(state.model, cfg, state.run, state.step)
+    source = source_of_run(state.model, cfg, state.run, state.step)
     try:
-        write_folder(FolderFormat.hf, subject, weights, staged, {"dtype": cfg.export.dtype.value})
+        write_folder(FolderFormat.hf, source, weights, staged, {"dtype": cfg.export.dtype.value})
     except LlavaFsdpError:  # raised on every rank
         if is_first_rank:
             shutil.rmtree(staged, ignore_errors=True)  # half a model would fill a disk that is full already
@@ -105,8 +105,8 @@ def export_adapter(state: TrainState, cfg: Config, is_first_rank: bool) -> Adapt
     final = Path(cfg.output_dir) / FOLDER
     staged = final.with_name(FOLDER + ".tmp")
     sources = with_trained(state, is_first_rank)
-    along = comes_along(cfg.model, state.masters.named, sources)
-    tensors = {name: sources[name] for name in along}
+    names = adapter_tensors(cfg.model, state.masters.named, sources)
+    tensors = {name: sources[name] for name in names}
 
     def write() -> None:
         check_changed(
@@ -121,7 +121,7 @@ def export_adapter(state: TrainState, cfg: Config, is_first_rank: bool) -> Adapt
         publish_folder(staged, final)
 
     on_first_rank(write, f"cannot write {final}")
-    modules = sorted({module_of(name) for name in along if is_adapter(name)})
+    modules = sorted({module_of(name) for name in names if is_adapter(name)})
     return Adapted(cfg.model.lora, modules, sources)
 
 
@@ -194,7 +194,7 @@ def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None
         if quantised:
             ours = logits_in_full(state.model, sources, adapted, dataclasses.replace(micro, images=images))
         reloaded = reloaded_logits(staged, micro, images, DTYPES[cfg.precision.param_dtype])
-        difference = apart(reloaded[:, : ours.shape[1]], ours)
+        difference = relative_difference(reloaded[:, : ours.shape[1]], ours)
         bound = CLOSE if (cfg.export.dtype, cfg.precision.param_dtype) == (DType.fp32, DType.fp32) else CLOSE_BF16
         bound = CLOSE_FP8 if cfg.precision.linear is LinearKind.fp8 else bound
         log().info("export: logits after reloading differ by %.2g of the largest (bound %.2g)", difference, bound)
@@ -224,14 +224,14 @@ def logits_in_full(
 
 def writer_of(state: TrainState, cfg: Config) -> AdapterWriter:
     """Build this run's AdapterWriter (rank 0 only)."""
-    along = comes_along(cfg.model, state.masters.named, state.sources)
-    subject = subject_of(state.model, cfg, state.run, state.step)
+    names = adapter_tensors(cfg.model, state.masters.named, state.sources)
+    source = source_of_run(state.model, cfg, state.run, state.step)
     return AdapterWriter(
-        subject=subject,
+        source=source,
         lora=cfg.model.lora,
-        modules=sorted({module_of(name) for name in along if is_adapter(name)}),
-        base=Base(cfg.model, cfg.seed, base_fingerprint(state.digests, along)),
-        small=small_files(subject, next(iter(state.masters.named.values())).dtype),
+        modules=sorted({module_of(name) for name in names if is_adapter(name)}),
+        base=Base(cfg.model, cfg.seed, base_fingerprint(state.digests, names)),
+        small=small_files(source, next(iter(state.masters.named.values())).dtype),
     )
 
 
@@ -245,15 +245,15 @@ def in_checkpoints(state: TrainState, cfg: Config) -> AdapterFolder | None:
         if dist.is_initialized() and dist.get_rank() > 0:
             return None
         writer, trained = writer_of(state, cfg), state.masters.named
-        along = comes_along(cfg.model, trained, state.sources)
-        frozen = {name: state.sources[name] for name in along if name not in trained}
+        names = adapter_tensors(cfg.model, trained, state.sources)
+        frozen = {name: state.sources[name] for name in names if name not in trained}
 
         def write(folder: Path, found: Checkpoint) -> None:
             tensors = frozen | saved_weights(found)
             step, run = found.facts["step"], found.facts["run"]
-            writer.write(folder, {n: tensors[n] for n in along}, history(run, cfg.stage.name, step, cfg.model.train))
+            writer.write(folder, {n: tensors[n] for n in names}, history(run, cfg.stage.name, step, cfg.model.train))
 
-        shapes = {n: Held(p.detach()) if (p := trained.get(n)) is not None else frozen[n] for n in along}
+        shapes = {n: Held(p.detach()) if (p := trained.get(n)) is not None else frozen[n] for n in names}
         return AdapterFolder(writer.nbytes(shapes), write)
 
     return on_all_ranks(prepare, "folders of adapters cannot be prepared")

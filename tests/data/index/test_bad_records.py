@@ -146,8 +146,8 @@ def test_heads_alone_show_no_cut_ends(parts: Path, tmp_path: Path) -> None:
 def test_bad_pictures_are_looked_at_again_once(parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by who has just looked, nor by who waited meanwhile; and never in vain where nothing can be written."""
     looks = []
-    own = index_module.mended_chunks
-    monkeypatch.setattr(index_module, "mended_chunks", lambda *a: looks.append(1) or own(*a))
+    own = index_module.fixed_chunks
+    monkeypatch.setattr(index_module, "fixed_chunks", lambda *a: looks.append(1) or own(*a))
     path, _ = write_planted(tmp_path, lines=False)
     cfg = config(parts, path)
     plan = plan_of(cfg, parts)
@@ -180,7 +180,7 @@ def denied(*_: object) -> None:
     ("key", "kind", "refused", "kept"),
     [
         ("images", "media_not_read", "from the record's key image alone", "name video, audio or images in a key"),
-        ("file_name", "tag_without_image", "is the key called", "have <image> in their text and no picture"),
+        ("file_name", "tag_without_image", "is the key called", "have <image> in their text but no image"),
     ],
 )
 def test_a_whole_dataset_without_its_pictures_is_no_secret(
@@ -196,7 +196,7 @@ def test_a_whole_dataset_without_its_pictures_is_no_secret(
     original = config(parts, path, f"data.images={dataset / 'images'}", "labels=llava_v1_5")
     said = remarks(open_again(original, parts))
     assert f"of 5 records, 4 {kept}" in said
-    assert f"no record of {path} has a picture, and {dataset / 'images'} is set" in said
+    assert f"no record of {path} has an image, but {dataset / 'images'} is set" in said
     assert remarks(open_again(make_config(parts, dataset, tmp_path, f"data.index={tmp_path / 'i'}"), parts)) == ""
 
 

@@ -1,4 +1,4 @@
-"""What becomes of records that cannot be trained on: decided once, before training, the same on every rank."""
+"""Decide before training what happens to records that cannot be trained on. Every rank decides the same."""
 
 import itertools
 import os
@@ -18,22 +18,21 @@ from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.progress import Watch
 
 SHOWN = 5
+"""Records named in a message."""
 NOTED = {
-    Kind.tag_without_image: f"have {IMAGE_TAG} in their text and no picture, and train as text: is the key called "
-    "image?",
+    Kind.tag_without_image: f"have {IMAGE_TAG} in their text but no image, and train as text: is the key called image?",
     Kind.media_not_read: "name video, audio or images in a key or a tag that is not read, and train without them",
     Kind.special_token: "have a special token in their text (data.special_tokens says what becomes of it)",
     Kind.empty_answer: "have an answer without text",
-    Kind.no_labels: "have no label to learn from",
-    Kind.too_long: "are longer than data.max_length, and are cut",
+    Kind.no_labels: "have no label tokens",
+    Kind.too_long: "are longer than data.max_length, and are truncated",
     Kind.duplicate_id: "have the id of an earlier one",
 }
-"""What is said of records that are trained on although they have a problem."""
-"""Records named in a message."""
+"""What is reported about records that are trained on although they have a problem."""
 
 
 def open_records(cfg: Config, encoder: Encoder, reader: ImageReader, show: Watch) -> Records:
-    """The dataset's records, by its index, which is made where it is absent; and whether training may begin.
+    """Open the dataset's records with their index, which is made if missing, and check whether training may begin.
 
     Raises:
         DataError: by `data.bad_records`, `data.max_bad_records` and `data.too_long`, it may not.
@@ -52,11 +51,11 @@ def open_records(cfg: Config, encoder: Encoder, reader: ImageReader, show: Watch
 
 
 def look_again(plan: Plan, cfg: Config, records: Records, show: Watch, since: str) -> Records:
-    """What was wrong when the index was made may have been mended since; of an index that is read only, as it was."""
+    """Examine bad records again, as they may have been fixed since. A read-only index stays as it is."""
     try:
         index = open_index(plan, show, look_again=True, since=since)
     except BuildError as error:
-        log().warning("the pictures that are bad in the index were not looked at again: %s", error)
+        log().warning("the bad images of the index were not examined again: %s", error)
         return records
     return Records(index, cfg.labels, cfg.data.too_long)
 
@@ -69,7 +68,7 @@ def report(records: Records, cfg: Config) -> None:
 
 
 def same_files(records: Records) -> str:
-    """Which sources are one file; empty where none are."""
+    """Which sources are the same file, in words; empty if none are."""
     names: dict[str, list[str]] = {}
     for source in records.index.texts.sources:
         names.setdefault(os.path.realpath(source.path), []).append(source.name)
@@ -78,7 +77,7 @@ def same_files(records: Records) -> str:
 
 
 def remarks(records: Records) -> str:
-    """What a user should know of records that are trained on; empty where there is nothing."""
+    """What a user should know about records that are trained on, in words; may be empty."""
     said = [
         f"{records.counts[kind]:,} {words}"
         for kind, words in NOTED.items()
@@ -89,13 +88,13 @@ def remarks(records: Records) -> str:
     for source, count, end in zip(records.index.texts.sources, records.source_counts, ends, strict=True):
         if source.images is not None and count and not records.pictures[end - count : end].any():
             found.append(
-                f"no record of {source.path} has a picture, and {source.images} is set: is the key called image?"
+                f"no record of {source.path} has an image, but {source.images} is set: is the key called image?"
             )
     return "; ".join([*found, *filter(None, [same_files(records)])])
 
 
 def check_door(records: Records, cfg: DataConfig) -> None:
-    """Whether training may begin, by `data.bad_records` and `data.too_long`.
+    """Check whether training may begin, by `data.bad_records` and `data.too_long`.
 
     Raises:
         DataError: naming the kinds, the first records and the way on.

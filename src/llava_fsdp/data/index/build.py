@@ -1,16 +1,15 @@
-"""The index of a dataset: a folder of .npy columns and JSON that is made once, and mapped by all who read it.
+"""Make or open the index of a dataset: a folder of .npy columns and JSON, made once and mapped by all readers.
 
-    known.json               which state of the source files has which KEY, by their size and time
+    known.json               the KEY of each known state of the source files, by their size and time
     lock                     held by the one process that builds
-    pictures-KEY.looked      changes whenever all that was bad has been looked at
+    pictures-KEY.looked      changes whenever all bad images have been examined again
     KEY/texts                where records are (`Texts`); KEY depends on the sources' content
-    KEY/records              what they say
-    KEY/pictures-KEY.N       what their pictures are; a new N where a bad one has been mended
-    KEY/encoded-KEY          what they are for one tokenizer, template and maximum length
+    KEY/records              columns of the records themselves
+    KEY/pictures-KEY.N       columns of their images; a new N when a bad one has been fixed
+    KEY/encoded-KEY          columns for one tokenizer, template and maximum length
 
-A folder has its name only once it is whole, so whoever sees one may read it. Nothing here needs ranks to meet: who
-comes first builds, under a lock that the system takes back when its holder dies; the next one goes on with what it
-left.
+A folder gets its name when it is whole, so any folder that exists may be read. No collectives are needed: the first
+process builds, under a lock that the system releases when its holder dies; the next one continues from what it left.
 """
 
 import contextlib
@@ -43,14 +42,14 @@ from llava_fsdp.runtime.progress import Watch
 
 LOCK = "lock"
 SILENT = 5.0
-"""Seconds for which a rank waits for another without a word."""
+"""Seconds that a process waits for another before it reports that."""
 CHUNKS = {"records": 8192, "pictures": 1024, "encoded": 1024}
-"""Records of a chunk, by pass: a few seconds' work."""
+"""Records of a chunk, by pass: a few seconds of work."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What an index is made from."""
+    """What an index is made from, and the number of worker processes."""
 
     cfg: DataConfig
     encoder: Encoder
@@ -59,17 +58,17 @@ class Plan:
 
     @property
     def whole_encoder(self) -> Encoder:
-        """Too long records are cut, and flagged; what becomes of them is decided later."""
-        own = self.encoder
-        return replace(own, too_long=TooLong.truncate) if isinstance(own, ExactEncoder) else own
+        """The encoder, but it truncates and flags long records; whether they are skipped is decided later."""
+        encoder = self.encoder
+        return replace(encoder, too_long=TooLong.truncate) if isinstance(encoder, ExactEncoder) else encoder
 
 
 @dataclass(frozen=True)
 class Index:
-    """A whole index, open."""
+    """An open index."""
 
     folder: Path
-    """The one that all states of the dataset share."""
+    """The folder that all states of the dataset share."""
     texts: Texts
     records: Path
     pictures: Path
@@ -82,34 +81,34 @@ class Index:
         return len(self.texts)
 
     def flags(self, begin: int, end: int) -> np.ndarray:
-        """uint32 [end - begin]: every pass's findings."""
+        """uint32 [end - begin]: bits of all problems."""
         parts = [open_column(f, "flags")[begin:end] for f in (self.records, self.pictures, self.encoded)]
         return parts[0] | parts[1] | parts[2]
 
     def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
-        """(first record, its and the following ones' flags), a stretch at a time."""
+        """Blocks of flags, each with the number of its first record."""
         for begin in range(0, len(self), BLOCK):
             yield begin, self.flags(begin, begin + BLOCK)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Every problem: record, id, kind, reason; by pass, in the order of the records."""
+        """Every problem (record, id, kind, reason), by pass and in the order of the records."""
         for path in (self.records / ROWS, self.records / DUPLICATES, self.pictures / ROWS, self.encoded / ROWS):
             yield from read_rows(path.with_suffix(".jsonl"))
 
 
 def open_index(plan: Plan, watch: Watch, look_again: bool = False, since: str | None = None) -> Index:
-    """The dataset's index, made or completed where it is not whole.
+    """Open the dataset's index; make or complete it first if needed.
 
     Args:
-        look_again: read the sources' whole content, and every picture that was bad: what was wrong may be mended.
-        since: what `last_look` said; where somebody has looked since then, that is enough. None: it is not.
+        look_again: read the sources and every bad image again, as they may have been fixed.
+        since: an earlier result of `last_look`; if another process has looked since then, do not look again.
 
     Raises:
-        DataError: a source is no list of records.
+        DataError: a source is not a list of records.
         ConfigError: a path does not exist.
         BuildError: the index cannot be written.
         SourceError: a source cannot be read, or changes meanwhile.
-        DamagedError: what is there of the index is not what was written.
+        DamagedError: the index is not what was written.
     """
     sources = sources_of(plan.cfg)
     folder = plan.cfg.index_folder
@@ -127,7 +126,7 @@ def open_index(plan: Plan, watch: Watch, look_again: bool = False, since: str | 
             found = look_up()  # made while this process waited for the lock
             return build(plan, sources, folder, watch, look_again) if found is None else found
     except LlavaFsdpError as error:
-        error.on_every_rank = False  # whoever makes it meets this; the others may wait for the lock for long
+        error.on_every_rank = False  # only the rank that builds meets this; the others may wait for the lock for long
         raise
     except OSError as error:
         if is_foreign(error, folder):
@@ -140,7 +139,7 @@ def open_index(plan: Plan, watch: Watch, look_again: bool = False, since: str | 
 
 
 def is_foreign(error: OSError, folder: Path) -> bool:
-    """Whether the error is of a file outside a folder; one of writing to an open file names none."""
+    """Whether the error names a file outside a folder."""
     if not isinstance(error.filename, (str, bytes)):
         return False
     path, own = os.path.abspath(os.fsdecode(error.filename)), os.path.abspath(folder)
@@ -152,7 +151,7 @@ def look_file(plan: Plan) -> Path:
 
 
 def last_look(plan: Plan) -> str:
-    """Another text after everything that is bad has been looked at, by whomever."""
+    """A text that changes whenever a process has examined everything bad again."""
     path = look_file(plan)
     return path.read_text(errors="replace") if path.is_file() else ""
 
@@ -163,7 +162,7 @@ def note_look(plan: Plan) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One process at a time; when it dies, the system opens the lock."""
+    """Hold the lock; the system releases it if this process dies."""
     with path.open("w") as file:
         until = time.monotonic() + SILENT
         while True:
@@ -180,7 +179,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def find(plan: Plan, sources: list[SourceFile], folder: Path) -> Index | None:
-    """The whole index of these sources as their size and time say they are; None where there is none."""
+    """The complete index of these sources, by their size and time; None if there is none."""
     known = read_known(folder).get(stamp(sources, plan.cfg.max_record_bytes))
     if known is None:
         return None
@@ -205,7 +204,7 @@ def opened(folder: Path, state: Path, pictures: Path, encoded: Path) -> Index:
 
 
 def build(plan: Plan, sources: list[SourceFile], folder: Path, watch: Watch, look_again: bool) -> Index:
-    """Every part that is not there yet. The caller holds the lock."""
+    """Make every missing part. The caller holds the lock."""
     most = plan.cfg.max_record_bytes
     begun = stamp(sources, most)
     known = find_state(sources, folder, most, watch, look_again)
@@ -240,21 +239,25 @@ def build(plan: Plan, sources: list[SourceFile], folder: Path, watch: Watch, loo
 
 
 def is_part(name: str) -> bool:
-    """Of a folder of columns; others are on their way to be one."""
+    """Whether a folder is a complete part, by its name."""
     return name in ("texts", "records") or (
         name.startswith(("pictures-", "encoded-")) and not name.endswith((".parts", ".tmp"))
     )
 
 
 def undo(state: Path, before: set[Path]) -> None:
-    """Take away what was made of files that changed meanwhile: they may change back."""
+    """Delete what was made of files that changed meanwhile, as they may change back."""
     for path in state.iterdir():
         if path not in before or path.suffix == ".parts":
             clear(path)
 
 
 def write_texts(source: SourceFile, folder: Path, plan: Plan, watch: Watch) -> tuple[SourceFile, Path]:
-    """The file in which a source's records are text, and where their pictures are."""
+    """Write a Parquet file's rows as text.
+
+    Returns:
+        The source with the folder of its images, and the file in which its records are text.
+    """
     path = Path(source.path)
     if not parquet.is_parquet(path):
         return source, path
@@ -287,7 +290,7 @@ def make(task: P, target: Path, workers: int, watch: Watch, label: str, finish: 
 
 
 def parts_of(target: Path) -> Path:
-    """Where the chunks of a pass are; versions of a pass share them."""
+    """Folder of the chunks of a pass; its versions share them."""
     return target.with_name(f"{target.name.partition('.')[0]}.parts")
 
 
@@ -304,50 +307,50 @@ def pictures_name(plan: Plan) -> str:
 
 
 def encoded_name(plan: Plan, pictures: Path) -> str:
-    """Lengths depend on the pictures' sizes with tiles, and without on whether they can be made square."""
+    """Name of the columns for one encoder; they depend on the sizes of the images too."""
     reader = plan.reader
     places = reader.fingerprint, reader.aspect.value, reader.pixels.value, pictures.name
     return f"encoded-{short(plan.encoder.fingerprint, places)}"
 
 
 def newest(folder: Path) -> Path | None:
-    """The last version of a pass."""
+    """The newest version of a pass."""
     versions = [p for p in folder.parent.glob(f"{folder.name}.*") if p.suffix[1:].isdigit()]
     return max(versions, key=lambda p: int(p.suffix[1:]), default=None)
 
 
 def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) -> Path:
-    """The pictures' pass; its chunks are kept, so that those with a picture that has been mended can be done again."""
+    """Run the pass over images. Its chunks are kept, so that those with a fixed image can be done again."""
     cfg = plan.cfg
     looking = cfg.examine, scaled(plan), cfg.allow_links
     task = ExaminePictures(state / "texts", CHUNKS["pictures"], state / "records", *looking)
     base = state / pictures_name(plan)
     last = newest(base)
     if last is not None:
-        mended = mended_chunks(task, last) if look_again else []
-        if not mended:
+        fixed = fixed_chunks(task, last) if look_again else []
+        if not fixed:
             if look_again:
                 note_look(plan)
             return last
-        for chunk in mended:
+        for chunk in fixed:
             chunk_file(parts_of(base), chunk).unlink(missing_ok=True)
-    is_new = last is not None or not parts_of(base).is_dir()  # else some chunks were left by who knows when
+    is_new = last is not None or not parts_of(base).is_dir()  # otherwise an interrupted run left some chunks
     target = Path(f"{base}.{0 if last is None else int(last.suffix[1:]) + 1}")
-    make(task, target, plan.workers, watch, "looking at pictures", lambda *_: {}, keep=True)
+    make(task, target, plan.workers, watch, "examining images", lambda *_: {}, keep=True)
     if is_new:
         note_look(plan)
     return target
 
 
-def mended_chunks(task: ExaminePictures, folder: Path) -> list[int]:
-    """Chunks with a record whose pictures have other problems now than they had."""
+def fixed_chunks(task: ExaminePictures, folder: Path) -> list[int]:
+    """Chunks with a record whose images have other problems now than before."""
     flags = open_column(folder, "flags")
-    mended = {
+    fixed = {
         number // task.size
         for number in np.flatnonzero(flags).tolist()
         if task.of(range(number, number + 1))["flags"][0] != flags[number]
     }
-    return sorted(mended)
+    return sorted(fixed)
 
 
 def encoded_facts(task: EncodeRecords, parts: Path, staged: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The records that are trained on: those of an index that nothing speaks against."""
+"""The records of an index that are trained on."""
 
 import hashlib
 import itertools
@@ -18,9 +18,9 @@ from llava_fsdp.data.records.record import Record
 
 
 class Records:
-    """The records that are kept, by number; columns have the same numbers. Parsed when asked for.
+    """The records that are kept, by number, and columns with the same numbers. A record is parsed when it is read.
 
-    The columns are mapped files, or, where records are left out, what is chosen from them.
+    The columns are mapped files, or copies of their kept rows if records are skipped.
     """
 
     def __init__(self, index: Index, labels: Parity, too_long: TooLong):
@@ -29,14 +29,14 @@ class Records:
         self.counts: dict[Kind, int] = dict.fromkeys(Kind, 0)
         """Records that have each problem."""
         self.out = 0
-        """Records left out for what is wrong with them."""
+        """Records skipped because something is wrong with them."""
         self.long = 0
-        """Records left out for their length alone."""
+        """Records skipped only for their length."""
         self.numbers = self._choose()
         self._sizes = PictureSizes(index.records, index.pictures)
 
     def _choose(self) -> np.ndarray | None:
-        """int64: the numbers in the index of the records that are kept; None where all are."""
+        """Numbers in the index of the records that are kept, int64; None if all are."""
         dropping = mask(*self.dropping)
         long = dropping & BITS[Kind.too_long]
         wrong = dropping & ~long
@@ -44,7 +44,7 @@ class Records:
         for begin, flags in self.index.blocks():
             for kind in Kind:
                 self.counts[kind] += int(np.count_nonzero(flags & BITS[kind]))
-            # what is left out for its length is not cut, and has lost no label
+            # a record that is skipped for its length is not truncated, and has lost no label
             bits = np.where(flags & long, wrong & ~BITS[Kind.no_labels], wrong).astype(np.uint32)
             self.out += int(np.count_nonzero(flags & bits))
             kept.append(np.flatnonzero((flags & dropping) == 0) + begin)
@@ -64,7 +64,7 @@ class Records:
         return self._sizes.put(self.index.texts.record(at), at)
 
     def where(self, number: int) -> str:
-        """What a message calls a record, whether or not it can be parsed."""
+        """The name of a record in messages, whether or not it can be parsed."""
         return self.index.texts.name(self.at(number))
 
     def column(self, folder: Path, name: str) -> np.ndarray:
@@ -73,27 +73,27 @@ class Records:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """int32 [records]: positions of the sample, as cut."""
+        """int32 [records]: tokens of the sample after truncation."""
         return self.column(self.index.encoded, "length")
 
     @cached_property
     def labels(self) -> np.ndarray:
-        """int32 [records]: label tokens of the sample, as cut."""
+        """int32 [records]: label tokens of the sample after truncation."""
         return self.column(self.index.encoded, "labels")
 
     @cached_property
     def images(self) -> np.ndarray:
-        """int32 [records]: pictures of the sample, as cut."""
+        """int32 [records]: images of the sample after truncation."""
         return self.column(self.index.encoded, "images")
 
     @cached_property
     def pictures(self) -> np.ndarray:
-        """int32 [records]: pictures of the record."""
+        """int32 [records]: images of the record."""
         return self.column(self.index.records, "pictures")
 
     @cached_property
     def tiles(self) -> np.ndarray:
-        """int32 [records]: tiles of the sample's pictures, as cut."""
+        """int32 [records]: tiles of the sample's images after truncation."""
         return self.column(self.index.encoded, "tiles")
 
     @cached_property
@@ -106,26 +106,26 @@ class Records:
 
     @cached_property
     def words(self) -> np.ndarray:
-        """int32 [records]: words of all messages, negative where there is no picture."""
+        """int32 [records]: words of all messages, negative without an image."""
         return self.column(self.index.records, "words")
 
     @cached_property
     def source_counts(self) -> list[int]:
-        """Records of each source, whose numbers follow one another."""
+        """Number of records of each source, in order."""
         firsts = self.index.texts.firsts
         bounds = firsts if self.numbers is None else np.searchsorted(self.numbers, firsts).tolist()
         return [end - begin for begin, end in itertools.pairwise(bounds)]
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the sources' content, and of which records are kept where not all are."""
+        """Digest of the sources' content, and of which records are kept."""
         whole = self.index.texts.fingerprint
         if self.numbers is None:
             return whole
         return hashlib.sha256(whole.encode() + self.numbers.tobytes()).hexdigest()[:32]
 
     def left_out(self) -> Iterator[dict[str, Any]]:
-        """What is left out: record, kind and reason."""
+        """Skipped records, with kind and reason."""
         for row in self.index.rows():
             if row["kind"] in self.dropping:
                 where = self.index.texts.name(row["record"])

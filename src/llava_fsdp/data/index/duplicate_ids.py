@@ -1,4 +1,4 @@
-"""What the first pass's columns make when all are there: where records' pictures begin, and ids that come twice."""
+"""Finish the first pass over a dataset: sum where each record's images begin, and find duplicate ids."""
 
 import itertools
 import json
@@ -16,7 +16,7 @@ DUPLICATES = "duplicates"
 
 
 def read_facts(task: ReadRecords, _parts: Path, staged: Path) -> dict[str, Any]:
-    """Adds first_picture (int64 [records + 1]), name_end (int64 [pictures + 1]) and what ids are there twice."""
+    """Add first_picture (int64 [records + 1]), name_end (int64 [images + 1]) and the list of duplicate ids."""
     for name, counts in (("first_picture", "pictures"), ("name_end", "name_size")):
         write_column(staged / f"{name}.npy", running_sum(open_column(staged, counts)), np.dtype(np.int64))
     (staged / "name_size.npy").unlink()
@@ -45,12 +45,15 @@ def running_sum(counts: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def duplicates(hashes: np.ndarray, begin: int, end: int) -> np.ndarray:
-    """int64 [duplicates, 2]: records of [begin, end) whose id an earlier one has, and the first one that has it.
+    """Find the records of [begin, end) whose id an earlier one has.
 
-    A share of the hashes is looked at a time, so that memory does not grow with the records.
+    Compares one share of the hashes at a time, so that memory does not grow with the number of records.
+
+    Returns:
+        int64 [duplicates, 2]: such a record, and the first one with its id.
     """
     shares = -(-(end - begin) // BLOCK)
-    found = [np.zeros((0, 2), dtype=np.int64)]
+    pairs = [np.zeros((0, 2), dtype=np.int64)]
     for share in range(shares):
         numbers, values = [], []
         for first in range(begin, end, BLOCK):
@@ -64,6 +67,6 @@ def duplicates(hashes: np.ndarray, begin: int, end: int) -> np.ndarray:
         starts = np.flatnonzero(np.r_[True, value[1:] != value[:-1]]) if len(value) else np.zeros(0, dtype=np.int64)
         firsts = np.repeat(number[starts], np.diff(np.r_[starts, len(value)]))
         later = number != firsts
-        found.append(np.stack([number[later], firsts[later]], axis=1))
-    pairs = np.concatenate(found)
-    return pairs[np.argsort(pairs[:, 0])]
+        pairs.append(np.stack([number[later], firsts[later]], axis=1))
+    found = np.concatenate(pairs)
+    return found[np.argsort(found[:, 0])]

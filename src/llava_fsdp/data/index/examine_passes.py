@@ -1,4 +1,4 @@
-"""The passes over a dataset that make an index: what its records say, its pictures, its records for one model."""
+"""The first two passes over a dataset that make an index: read all records, and examine all images."""
 
 import hashlib
 import itertools
@@ -40,7 +40,7 @@ class Findings:
         self.flags = np.zeros(len(self.numbers), dtype=np.uint32)
 
     def of(self, number: int, identity: str | None) -> Tell:
-        """Takes one record's problems, each kind once."""
+        """A function that adds problems of one record, each kind once."""
         at = number - self.numbers.start
 
         def tell(kind: str, reason: str) -> None:
@@ -57,7 +57,7 @@ class Findings:
 
 
 def attempt(make: Callable[[], T], tell: Tell) -> T | None:
-    """What `make` makes; a problem of the record's is told. An error without a kind is none of the record's."""
+    """Call `make`. A problem of the record goes to `tell`; an error without a kind concerns more, and is raised."""
     try:
         return make()
     except DataError as error:
@@ -94,10 +94,10 @@ class Pass(ABC):
 
     @abstractmethod
     def columns(self, numbers: range, found: Findings) -> Columns:
-        """What the pass finds in these records, its columns; problems go to `found`."""
+        """The pass's columns for these records; problems go to `found`."""
 
     def records(self, numbers: range) -> Iterator[tuple[int, Record]]:
-        """Those that are records; what the others are is the first pass's finding."""
+        """The valid records; the first pass reports the others."""
         for number in numbers:
             record = attempt(partial(self.texts.record, number), lambda *_: None)
             if record is not None:
@@ -106,10 +106,10 @@ class Pass(ABC):
 
 @dataclass(frozen=True)
 class ReadRecords(Pass):
-    """Parse every record: its id, words and pictures.
+    """Parse every record: its id, words and images.
 
-    Columns by record: id_hash (0: it has none), digest (xxh3 of its bytes; 0: they were not read), words, pictures; by
-    picture: name_size; `names` is all names' bytes.
+    Columns by record: id_hash (0: no id), digest (xxh3 of its bytes; 0: not read), words, pictures; by image:
+    name_size; `names` has the bytes of all names.
     """
 
     def columns(self, numbers: range, found: Findings) -> Columns:
@@ -142,7 +142,7 @@ class ReadRecords(Pass):
 
 
 def id_hash(identity: str) -> int:
-    """64 bits, never 0; that two of ten million ids share one is as likely as one in 300,000."""
+    """A 64-bit hash, never 0. Among ten million ids, two have the same hash with a probability of 1 in 300,000."""
     digest = hashlib.blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little") or 1
 
@@ -151,21 +151,21 @@ def check_pictures_named(record: Record, tell: Tell) -> None:
     if record.images and record.folder is None:
         tell(
             Kind.images_unset,
-            f"{record.where} has picture {record.images[0]}, and data.images is not set: set it to their folder",
+            f"{record.where} has image {record.images[0]}, but data.images is not set: set it to their folder",
         )
     if record.unread is not None:
         tell(Kind.media_not_read, unread_reason(record.where, record.unread))
     elif not record.images and any(IMAGE_TAG in turn.text for turn in record.turns):
         tell(
             Kind.tag_without_image,
-            f"{record.where} has {IMAGE_TAG} in its text and no picture: is the key called image? name the picture "
-            "there, or take the tag out of the text",
+            f"{record.where} has {IMAGE_TAG} in its text but no image: is the key called image? name the image "
+            "there, or remove the tag from the text",
         )
 
 
 @dataclass(frozen=True)
 class Wrong:
-    """What an error says, without the frames that it holds, and the file's bytes in them."""
+    """A problem of an image. Unlike the error it keeps no stack frames, with the file's bytes in them, in memory."""
 
     kind: str
     reason: str
@@ -173,17 +173,17 @@ class Wrong:
 
 @dataclass(frozen=True)
 class ExaminePictures(Pass):
-    """Look at every picture.
+    """Examine every image.
 
-    Columns by picture: width and height as shown, stored_height, and digest (uint64, xxh3 of its bytes, where all of it
-    was read); 0 where it has problems.
+    Columns by image: width and height as displayed, stored_height, and digest (uint64, xxh3 of its bytes if all were
+    read); 0 if it has problems.
     """
 
     records_folder: Path
-    """Of `ReadRecords`."""
+    """Folder of `ReadRecords`."""
     how: Examine
     scaled: bool
-    """16-bit and floating point pictures are scaled to their white, which must be known (`data.pixels`)."""
+    """Whether 16-bit and floating point images are scaled by their white value, which must be known (`data.pixels`)."""
     allow_links: bool
 
     @cached_property
@@ -225,7 +225,7 @@ class ExaminePictures(Pass):
 
 
 class PictureNames:
-    """Paths of records' pictures, from an index."""
+    """Paths of records' images, from an index."""
 
     def __init__(self, records: Path):
         self.first, self.end = open_column(records, "first_picture"), open_column(records, "name_end")
@@ -237,7 +237,7 @@ class PictureNames:
 
 
 class PictureSizes:
-    """Sizes of records' pictures, from an index."""
+    """Sizes of records' images, from an index."""
 
     def __init__(self, records: Path, pictures: Path):
         self.first = open_column(records, "first_picture")
@@ -245,7 +245,7 @@ class PictureSizes:
         self.width, self.height, self.stored_height = (open_column(pictures, name) for name in names)
 
     def of(self, number: int, place: int) -> tuple[int, int, int]:
-        """width, height and stored height of one of a record's pictures; 0 where it has problems."""
+        """width, height and stored height of one of a record's images; 0 if it has problems."""
         row = int(self.first[number]) + place
         return int(self.width[row]), int(self.height[row]), int(self.stored_height[row])
 

@@ -1,7 +1,7 @@
-"""Whether a part of an index is what was written: names, sizes and sums of its files, kept in its `done.json`.
+"""Check that a part of an index is what was written: its `done.json` has names, sizes and checksums of its files.
 
-Sizes are looked at whenever an index is opened, sums when all is looked at again. What is damaged is never mended in
-place: somebody may have it mapped.
+Sizes are checked whenever an index is opened, checksums when everything is examined again. Damage is never repaired in
+place, as another process may have the file mapped.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ from llava_fsdp.runtime.small_json import parse_object
 DONE = "done.json"
 FILES = "files"
 BLOCK = 1 << 20
-# what NumPy raises of files that it has not written
+# what NumPy raises for other files
 NOT_NUMPY = (ValueError, EOFError, OverflowError, SyntaxError, TypeError, tokenize.TokenError)
 
 
 def damaged(path: Path, what: str) -> DamagedError:
-    """Of a file INDEX/STATE/PART/NAME."""
+    """The error for a damaged file INDEX/STATE/PART/NAME."""
     folder = path.parents[min(2, len(path.parents) - 1)]
     within = path.relative_to(folder)
     return DamagedError(f"the index {folder} is damaged ({within}: {what}); delete it, and it is made again")
@@ -34,7 +34,7 @@ def damaged(path: Path, what: str) -> DamagedError:
 
 @contextlib.contextmanager
 def from_index(path: Path) -> Iterator[None]:
-    """Raises DamagedError where a file of an index is not there, SourceError where it cannot be read now."""
+    """Turn errors of reading a file of an index into DamagedError if it is missing, else into SourceError."""
     with reading(path):
         try:
             yield
@@ -43,7 +43,7 @@ def from_index(path: Path) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises DamagedError where it holds no object of JSON."""
+    """Read a JSON object. Raises DamagedError."""
     with from_index(path):
         try:
             return parse_object(path.read_bytes())
@@ -52,14 +52,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_column(path: Path, mmap_mode: str | None = "r") -> np.ndarray:
-    """A .npy file, mapped.
+    """Map a .npy file.
 
     Raises:
-        DamagedError: it is none, or is not whole.
+        DamagedError: it is not a whole .npy file.
     """
     with from_index(path):
         try:
-            mapped = path.stat().st_size > 128  # nothing cannot be mapped
+            mapped = path.stat().st_size > 128  # an empty array cannot be mapped
             return np.load(path, mmap_mode=mmap_mode if mapped else None, allow_pickle=False)  # pyright: ignore[reportArgumentType]
         except NOT_NUMPY as error:
             raise damaged(path, "it is not a whole .npy file") from error
@@ -79,7 +79,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def seal(folder: Path, facts: dict[str, Any]) -> None:
-    """Write `facts` and what the folder's files are, behind all of them."""
+    """Write `facts` with sizes and checksums of the folder's files, after all of them."""
     paths = [path for path in sorted(folder.iterdir()) if path.name != DONE]
     files = {path.name: [path.stat().st_size, check_sum(path)] for path in paths}
     (folder / DONE).write_text(json.dumps({**facts, FILES: files}))
@@ -94,7 +94,11 @@ def check_sum(path: Path) -> int:
 
 
 def check_part(folder: Path, whole: bool) -> None:
-    """Raises DamagedError where a file of the part is missing or has another size, or with `whole` another content."""
+    """Raise DamagedError if a file of the part is missing or has another size.
+
+    Args:
+        whole: compare checksums, too.
+    """
     files = read_json(folder / DONE).get(FILES)
     if not isinstance(files, dict) or not all(isinstance(own, list) and len(own) == 2 for own in files.values()):
         raise damaged(folder / DONE, "it is not what was written")
@@ -105,4 +109,4 @@ def check_part(folder: Path, whole: bool) -> None:
             if found != size:
                 raise damaged(path, f"{found} bytes, and {size} were written")
             if whole and check_sum(path) != known:
-                raise damaged(path, "its bytes are not those that were written")
+                raise damaged(path, "its content is not what was written")

@@ -1,4 +1,4 @@
-"""The records of a dataset as stretches of files, on disk: the first part of an index."""
+"""Find, and read by number, the records in a dataset's files: the first part of an index."""
 
 import bisect
 import contextlib
@@ -33,12 +33,12 @@ from llava_fsdp.runtime.small_json import BadJson, kinds_of, require_kinds
 
 SPAN = "offset", "size", "line"
 PIECE = 65_536
-"""Records whose places are written at once, and kept when the rest is not reached."""
+"""Records whose positions are written at once; they are kept if the rest is interrupted."""
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One source of a dataset: a file of records, and the folder that their pictures are relative to."""
+    """A source of a dataset: a file of records, and the folder that their image paths are relative to."""
 
     name: str
     path: str
@@ -47,26 +47,26 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Part:
-    """Records of one source that lie in one text file, one after the other."""
+    """Consecutive records of one source in one text file."""
 
     source: int
     text: str
-    """The source itself, or what a Parquet file's rows were written to."""
+    """The source itself, or the file that the rows of a Parquet file were written to."""
     first: int
-    """Its first record's number among all."""
+    """Number of its first record."""
     count: int
 
 
 def sources_of(cfg: DataConfig, group: str = "data") -> list[SourceFile]:
-    """What `data.path` and `data.images`, or `data.sources`, name.
+    """The sources that `data.path` and `data.images`, or `data.sources`, name.
 
     Args:
-        group: what the keys begin with that a message names.
+        group: first part of the keys in messages.
 
     Raises:
         ConfigError: a file or folder does not exist.
     """
-    named = {name: (own.path, own.images or cfg.images) for name, own in cfg.sources.items()}
+    named = {name: (source.path, source.images or cfg.images) for name, source in cfg.sources.items()}
     if not named:
         assert cfg.path is not None, "checked by DataConfig"
         named = {Path(cfg.path).name: (cfg.path, cfg.images)}
@@ -76,7 +76,7 @@ def sources_of(cfg: DataConfig, group: str = "data") -> list[SourceFile]:
             raise ConfigError(f"{key}path={path} is not a file; give a LLaVA JSON, JSON Lines or Parquet file")
         parquet.check_installed(Path(path))
         if images is not None and not Path(images).is_dir():
-            raise ConfigError(f"{key}images={images} is not a folder; give the one that the records' pictures are in")
+            raise ConfigError(f"{key}images={images} is not a folder; give the one with the records' images")
     return [SourceFile(name, path, images) for name, (path, images) in named.items()]
 
 
@@ -87,10 +87,9 @@ def digest(path: Path) -> str:
 
 
 class Texts:
-    """The records of all sources by number, in the order of the sources; each is read and parsed when asked for.
+    """The records of all sources by number, in the order of the sources.
 
-    Columns `offset` (int64), `size` and `line` (int32) say where a record's bytes are. Travels between processes as a
-    path.
+    Columns `offset` (int64), `size` and `line` (int32) hold where a record's bytes are. Pickled as a path.
     """
 
     def __init__(self, folder: Path):
@@ -101,7 +100,7 @@ class Texts:
             self.sources = [SourceFile(**require_kinds(s, kinds_of(SourceFile))) for s in facts["sources"]]
             self.parts = [Part(**require_kinds(p, kinds_of(Part))) for p in facts["parts"]]
             self.fingerprint: str = facts["fingerprint"]
-            """Of the sources' content."""
+            """Digest of the sources' content."""
             self.most: int = facts["max_record_bytes"]
         except (KeyError, TypeError, BadJson) as error:
             raise damaged(folder / DONE, "it is not what was written") from error
@@ -116,7 +115,7 @@ class Texts:
 
     @cached_property
     def firsts(self) -> list[int]:
-        """The number of every source's first record, and behind them the number of all."""
+        """The number of each source's first record, then the number of all records."""
         counts = [sum(p.count for p in self.parts if p.source == s) for s in range(len(self.sources))]
         return [sum(counts[:s]) for s in range(len(counts) + 1)]
 
@@ -140,13 +139,13 @@ class Texts:
         """The record's bytes.
 
         Raises:
-            DataError: they are more than a record may have.
+            DataError: the record is too large.
             SourceError: the file cannot be read, or has changed.
-            DamagedError: the index says what cannot be.
+            DamagedError: the index is damaged.
         """
         text, size, offset = self.part(number).text, int(self.size[number]), int(self.offset[number])
         if size <= 0 or offset < 0:
-            raise damaged(self.folder / "offset.npy", f"{size} bytes at {offset} are no record")
+            raise damaged(self.folder / "offset.npy", f"a record of {size} bytes at {offset} is impossible")
         source, index = self.place(number)
         check_bytes(size, self.most, name_place(source.path, index, self.line(number)))
         with reading(Path(text)):
@@ -161,7 +160,7 @@ class Texts:
         if len(found) < size:
             raise SourceError(
                 f"{text} ends before byte {offset + size}, where a record should; it has changed, or its index is "
-                "damaged: run llava_fsdp.prepare, which finds out"
+                "damaged: run llava_fsdp.prepare, which checks both"
             )
         return found
 
@@ -175,19 +174,19 @@ class Texts:
         return parse_text(self._paths[source][0], index, text, self.line(number))
 
     def line(self, number: int) -> int | None:
-        """Where a record begins in its source; None where that is no text."""
-        own = self.part(number)
-        return int(self.lines[number]) if own.text == self.sources[own.source].path else None
+        """The line in which a record begins in its source; None if that is not a text file."""
+        part = self.part(number)
+        return int(self.lines[number]) if part.text == self.sources[part.source].path else None
 
     def id_of(self, number: int) -> str | None:
-        """The id of what may be no record."""
+        """The id of a record, if it has one, also if the record is invalid."""
         with contextlib.suppress(DataError):
             raw = self.raw(number)
             return id_of(raw) if isinstance(raw, dict) else None
         return None
 
     def name(self, number: int) -> str:
-        """What a message calls a record, whether or not it can be parsed."""
+        """The name of a record in messages, whether or not it can be parsed."""
         source, index = self.place(number)
         with contextlib.suppress(DataError):
             raw = self.raw(number)
@@ -196,31 +195,32 @@ class Texts:
         return name_place(source.path, index, self.line(number))
 
     def embeds(self, number: int) -> bool:
-        """Whether a record's pictures were in its file, and are in the index now."""
-        own = self.part(number)
-        source = self.sources[own.source]
-        if own.text == source.path or source.images is None:
+        """Whether a record's images were in its file, and are in the index now."""
+        part = self.part(number)
+        source = self.sources[part.source]
+        if part.text == source.path or source.images is None:
             return False
-        return Path(source.images).parent == Path(own.text).parent
+        return Path(source.images).parent == Path(part.text).parent
 
     def own_picture(self, number: int, reason: str) -> str:
-        """What is said of a record's picture, by the name that the user knows: not that of our copy."""
+        """A reason about a record's image with the image's name in the Parquet file, instead of our copy's path."""
         if not self.embeds(number):
             return reason
         raw = self.raw(number)
         names = raw["image"] if isinstance(raw["image"], list) else [raw["image"]]
-        for name, own in zip(names, raw[parquet.OWN_NAMES], strict=True):
-            called = "without a name" if own is None else repr(own)
+        for name, original in zip(names, raw[parquet.OWN_NAMES], strict=True):
+            called = "without a name" if original is None else repr(original)
             reason = reason.replace(f"{self.place(number)[0].images}/{name}", f"{called} (in the row itself)")
         return reason.replace("copy it again", "put a whole one into the file")
 
     def record(self, number: int, text: bytes | None = None) -> Record:
-        """
+        """Parse a record.
+
         Args:
-            text: its bytes, where they have been read.
+            text: its bytes, if they have been read already.
 
         Raises:
-            DataError: of a kind, where it is none.
+            DataError: with a kind; the record is invalid.
         """
         source, index = self.place(number)
         path, folder = self._paths[source]
@@ -232,16 +232,16 @@ class Texts:
 def split(
     sources: list[SourceFile], folder: Path, texts: list[Path], fingerprint: str, most: int, check: Callable[[], None]
 ) -> None:
-    """Find every record of every text file, and write their places as a `Texts` folder.
+    """Find every record of every text file, and write their positions as a `Texts` folder.
 
     Args:
         texts: the text file of each source.
-        fingerprint: of the sources' content.
-        most: bytes of a record.
+        fingerprint: digest of the sources' content.
+        most: largest number of bytes of a record.
         check: called before the folder gets its name; may raise.
 
     Raises:
-        DataError: a source is no list of records, or holds none.
+        DataError: a source is not a list of records, or is empty.
     """
     parts: list[Part] = []
     found: list[Path] = []
@@ -267,7 +267,11 @@ def split(
 
 
 def split_file(path: Path, folder: Path, most: int) -> list[Path]:
-    """The places of a file's records in pieces, int64 [records, 3]; goes on behind the pieces that are there."""
+    """Find a file's records, after those of the pieces that are there.
+
+    Returns:
+        Files of pieces: offset, size and line of each record, int64 [records, 3].
+    """
     folder.mkdir(parents=True, exist_ok=True)
     pieces = sorted(folder.glob("*.npy"))
     after = tuple(read_column(pieces[-1])[-1].tolist()) if pieces else None

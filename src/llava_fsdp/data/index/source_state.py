@@ -1,4 +1,4 @@
-"""Which state the files of a dataset are in: by size and time where that is known, else by their content."""
+"""Identify the state of a dataset's files by size and time if these are known, else by content."""
 
 import hashlib
 import json
@@ -13,15 +13,15 @@ from llava_fsdp.runtime.progress import Watch
 from llava_fsdp.runtime.small_json import parse_object
 
 FORMAT = 5
-"""Raised whenever the columns change, or what is found in a record."""
+"""Incremented whenever the columns, or what is found in a record, change."""
 KNOWN = "known.json"
 
 
 def find_state(sources: list[SourceFile], folder: Path, most: int, watch: Watch, look_again: bool) -> dict[str, str]:
-    """The key and the fingerprint of the sources' content, remembered under their size and time.
+    """The key and the fingerprint of the sources' content, stored under their size and time.
 
     Args:
-        most: bytes of a record: with another limit, other records are read.
+        most: largest number of bytes of a record; with another limit, other records are read.
     """
     known = read_known(folder)
     now = stamp(sources, most)
@@ -40,14 +40,14 @@ def find_state(sources: list[SourceFile], folder: Path, most: int, watch: Watch,
 
 
 def check_unchanged(sources: list[SourceFile], most: int, since: str, undo: Callable[[], None] = lambda: None) -> None:
-    """Raises SourceError, after `undo`, where their size and time are not what they were."""
+    """Raise SourceError, after calling `undo`, if size or time of a file has changed."""
     if stamp(sources, most) != since:
         undo()
         raise SourceError(f"{', '.join(s.path for s in sources)} changed while being read; run it again")
 
 
 def read_known(folder: Path) -> dict[str, dict[str, str]]:
-    """What is known; nothing where the file is not what was written: all of it can be found out again."""
+    """The known states; none if the file is damaged, as all can be computed again."""
     path = folder / KNOWN
     try:
         known = parse_object(path.read_bytes()) if path.is_file() else {}

@@ -83,7 +83,7 @@ def count_sources(records: Records) -> list[SourceCounts]:
 
 
 def describe_lengths(index: Index) -> dict[str, Any]:
-    """Of all samples, before any cut: a histogram, the mean and percentiles."""
+    """Histogram, mean and percentiles of the lengths of all samples before truncation."""
     full = open_column(index.encoded, "full")
     longest = max((int(full[at : at + BLOCK].max(initial=0)) for at in range(0, len(full), BLOCK)), default=0)
     counts = np.zeros(longest + 1, dtype=np.int64)
@@ -105,7 +105,7 @@ def describe_lengths(index: Index) -> dict[str, Any]:
 
 
 def bar_width(longest: int) -> int:
-    """The least of 1, 2, 5, 10, 20, ... that makes at most BARS bars."""
+    """The smallest of 1, 2, 5, 10, 20, ... that makes at most BARS bars."""
     power = 1
     while True:
         for step in (1, 2, 5):
@@ -115,7 +115,7 @@ def bar_width(longest: int) -> int:
 
 
 def describe_losses(index: Index) -> list[dict[str, Any]]:
-    """By maximum length: what is cut and lost, in all sources and in each."""
+    """What is truncated and lost for each maximum length, in all sources and in each."""
     names = [source.name for source in index.texts.sources]
     return [
         {
@@ -133,7 +133,7 @@ def losses(counts: np.ndarray) -> dict[str, int]:
 
 
 def list_problems(records: Records) -> dict[str, Any]:
-    """By kind: how many records, what becomes of them, and the first of them."""
+    """For each kind of problem: how many records, whether they are kept, and the first of them."""
     found = {
         kind: {"records": count, "kept": kind not in records.dropping, "meaning": PROBLEMS[kind].meaning, "first": []}
         for kind, count in records.counts.items()

@@ -1,4 +1,4 @@
-"""The pass that encodes every record as a training will, and counts what maximum lengths cost."""
+"""The third pass over a dataset: encode every record as training will, and count what maximum lengths cost."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,23 +17,23 @@ from llava_fsdp.data.text.encode import Encoder, Measured
 from llava_fsdp.data.text.templates import IMAGE_TAG
 
 LIMITS = (512, 1024, 2048, 4096, 8192)
-"""Maximum lengths at which the loss by truncation is counted, beside the configured one."""
+"""Maximum lengths for which the loss by truncation is counted, besides the configured one."""
 LOSSES = ("records", "positions", "labels", "unlabelled")
-"""What a maximum length costs: records cut, positions and label tokens lost, records left without a label."""
+"""What a maximum length costs: records truncated, tokens and label tokens lost, records left without a label."""
 
 
 @dataclass(frozen=True)
 class EncodeRecords(Pass):
-    """Encode every record as a training will, and count what maximum lengths cost.
+    """Encode every record.
 
-    Columns by record, int32: length, labels, images, tiles, positions_cut, labels_cut, full; 0 where it is no sample.
+    Columns by record, int32: length, labels, images, tiles, positions_cut, labels_cut, full; 0 if it makes no sample.
     `losses`, int64, by chunk, source, limit and LOSSES.
     """
 
     records_folder: Path
-    """Of `ReadRecords`."""
+    """Folder of `ReadRecords`."""
     pictures_folder: Path
-    """Of `ExaminePictures`."""
+    """Folder of `ExaminePictures`."""
     encoder: Encoder
     reader: ImageReader
 
@@ -66,31 +66,31 @@ class EncodeRecords(Pass):
         for position, turn in enumerate(asked_turns(record)):
             tell_special(record, position, turn.text, self.encoder, tell)
             if turn.role == "gpt" and not turn.text.strip():
-                reason = f"{record.where}: turn {position} is an answer without text; write one, or take the turns out"
+                reason = f"{record.where}: turn {position} is an answer without text; write one, or remove the turns"
                 tell(Kind.empty_answer, reason)
         attempt(lambda: self.check_shapes(record, number), tell)
         if self.reader.in_tiles and not all(min(size) for size in record.sizes or ()):
-            return None  # its length is not known, and the pictures' pass has said why
+            return None  # its length is unknown; the pass over images has reported why
         made = attempt(lambda: self.encoder.measure(record, self.limits), tell)
         if made is not None:
             check_cut(record, made, self.encoder.max_length, tell)
         return made
 
     def check_shapes(self, record: Record, number: int) -> None:
-        """What only some of the ways to prepare a picture cannot do."""
+        """Raise DataError if this way of preparing images cannot handle an image's shape."""
         reader = self.reader
         for place, name in enumerate(record.images):
             width, height, stored_height = self.sizes.of(number, place)
             if not width:
                 continue
-            what = self.texts.own_picture(number, f"{record.where}: picture {reader.path(record, name)}")
+            what = self.texts.own_picture(number, f"{record.where}: image {reader.path(record, name)}")
             if reader.aspect is not AspectRatio.anyres:
                 check_enlarged((width, height), reader.preprocessor, reader.aspect, what)
             if reader.pixels is Pixels.llava_v1_5:
                 check_height(stored_height, what)
 
     def losses(self, made: Measured) -> np.ndarray:
-        """int64 [limits, LOSSES], by the same code that cuts in training."""
+        """int64 [limits, LOSSES], by the code that truncates in training."""
         lost = np.zeros((len(self.limits), len(LOSSES)), dtype=np.int64)
         labels = made.whole.num_labels
         for row, limit in enumerate(self.limits):
