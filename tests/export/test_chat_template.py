@@ -132,6 +132,22 @@ def exported(source: Path, folder: Path, form: str = "v1", start_end: bool = Fal
     return ours
 
 
+@pytest.mark.parametrize("spare", [0, 1, 2, 70])
+@pytest.mark.parametrize("pad", [None, "</s>"])
+def test_every_new_id_has_a_row(pad: str | None, spare: int, tmp_path: Path) -> None:
+    """The ids follow the old ones; a vocabulary with room for them keeps its size, others grow to a multiple of 64."""
+    source = write_source("qwen", tmp_path / "source")
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    write_json(source / "tokenizer_config.json", config | ({"pad_token": pad} if pad else {}))
+    size = open_tokenizer(source).size
+    staged = tmp_path / "staged"
+    staged.mkdir()
+    image_id, pad_id, rows = write_tokenizer(source, staged, LlamaConfig(vocab_size=size + spare), "v1", False)
+    new = [image_id] if pad else [image_id, pad_id]
+    assert new == [size + n for n in range(len(new))]
+    assert rows == (size + spare if spare >= len(new) else -(-(size + len(new)) // 64) * 64)
+
+
 def encoder_of(ours: Tokenizer, form: Template, start_end: bool, positions: int = 1) -> ExactEncoder:
     return ExactEncoder(ours, form, lambda *_: np.arange(positions), UNLIMITED, TooLong.fail, start_end)
 

@@ -8,9 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from llava_fsdp.config import DType, LinearKind, Quantizer
+from llava_fsdp.config import DType, FolderFormat, LinearKind, Quantizer
+from llava_fsdp.export import verify_logits
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.train import final_export
+
+class Echo(torch.nn.Module):
+    """A model whose logits are its input."""
+
+    def forward(self, logits: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        return logits
+
 
 BOUNDS = [
     (DType.fp32, DType.fp32, LinearKind.same, 1e-4),
@@ -28,7 +36,7 @@ def test_how_far_an_export_may_be_from_its_model(
     expected = torch.tensor([[2.0, -4.0], [1.0, 0.0]])
     given: list[torch.Tensor] = []
     monkeypatch.setattr(final_export, "reloaded_logits", lambda *_: given[-1])
-    model: Any = torch.nn.Identity()
+    model: Any = Echo()
     micro = SimpleNamespace(inputs=(expected, None), images=torch.zeros(0))
     loader = SimpleNamespace(steps=SimpleNamespace(probe=lambda: micro), to_device=lambda own: own)
     state: Any = SimpleNamespace(model=model, loader=loader)
@@ -79,3 +87,24 @@ def test_an_export_is_current_if_all_of_it_is(
     assert current(adapter=wrong) is (not lora or "dtype" in other)
     cfg.export.merge = False
     assert current(export=wrong) is lora
+
+
+@pytest.mark.parametrize("form", FolderFormat)
+def test_a_converted_folder_has_the_logits_of_its_source(form: FolderFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal for our own model, close for transformers'; nan is never close."""
+    expected, written = torch.tensor([[2.0, -4.0]]), torch.tensor([[2.0, -4.0]])
+    outputs = iter(())
+    monkeypatch.setattr(verify_logits, "compute_dtype", lambda _: torch.float32)
+    monkeypatch.setattr(verify_logits, "probe", lambda _: None)
+    monkeypatch.setattr(verify_logits, "filled", lambda *_: None)
+    monkeypatch.setattr(verify_logits, "logits", lambda *_: next(outputs))
+    monkeypatch.setattr(verify_logits, "logits_of_folder", lambda *_: next(outputs))
+    monkeypatch.setattr(verify_logits, "replace_projector", lambda *_: None)
+    model: Any = None
+    outputs = iter((expected, written, written))
+    assert verify_logits.prove(form, model, {}, {}, Path("x")) == 0
+    for wrong in (1e-3, math.nan):
+        for place in (1, 2) if form is FolderFormat.projector else (1,):
+            outputs = iter([expected, *(written + wrong * (place == n) for n in (1, 2))])
+            with pytest.raises(ModelError):
+                verify_logits.prove(form, model, {}, {}, Path("x"))
