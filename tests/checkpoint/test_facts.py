@@ -26,10 +26,10 @@ from llava_fsdp.runtime.durable_files import FILES
 from llava_fsdp.runtime.errors import CheckpointError
 from llava_fsdp.train import loop
 from llava_fsdp.train import main as train
-from llava_fsdp.train.checkpoint_contents import changed_settings, facts_of, is_fixed, settings_then
+from llava_fsdp.train.checkpoint_contents import facts_of
 from llava_fsdp.train.optimizer import prepare_moments
 from llava_fsdp.train.replica_check import counters
-from llava_fsdp.train.resume import resume, start_over
+from llava_fsdp.train.resume import changed_settings, is_fixed, resume, settings_then, start_over
 from llava_fsdp.train.save_and_stop import is_due, open_saver
 from llava_fsdp.train.state import StepResult, TrainState
 

@@ -10,7 +10,7 @@ from llava_fsdp.config import did_you_mean
 from llava_fsdp.config.renamed import KEYS, OLD_FILES, VALUES, present_key, present_row, present_tree, rename_old_files
 from llava_fsdp.config.tree import dotted
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.train.checkpoint_contents import settings_then
+from llava_fsdp.train.resume import settings_then
 
 
 def test_old_names_are_the_only_ones_that_change() -> None:

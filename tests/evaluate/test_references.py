@@ -15,7 +15,7 @@ from llava_fsdp.evaluate.question import LETTER, SHORT, SUFFIXES, BenchmarkQuest
 from llava_fsdp.evaluate.read_questions import read_row
 from llava_fsdp.evaluate.references import own_answers
 from llava_fsdp.evaluate.results import groups_of
-from llava_fsdp.evaluate.vqa import bare_question
+from llava_fsdp.evaluate.vqa_files import bare_question
 from llava_fsdp.runtime.errors import ConfigError, DataError
 
 

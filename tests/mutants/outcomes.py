@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 
-class StepProfiler:
+class Recorder:
     """A plugin of pytest that notes how every test went."""
 
     def __init__(self) -> None:

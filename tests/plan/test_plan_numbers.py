@@ -11,7 +11,7 @@ from llava_fsdp.distributed.memory import Weight
 from llava_fsdp.plan.activations import MicroBatch
 from llava_fsdp.plan.fsdp_units import unit_of
 from llava_fsdp.plan.hardware import CONTEXT, DEVICES, GPUS, MIB, NCCL, PROCESS, Machine
-from llava_fsdp.plan.multinode import node_counts
+from llava_fsdp.plan.scaling_page import node_counts
 from llava_fsdp.plan.step_time import RECOMPUTED, Volume, step_time
 from llava_fsdp.plan.workload import Samples, configured_split, most_tokens, possible_splits, samples_of_report
 from llava_fsdp.runtime.errors import ConfigError

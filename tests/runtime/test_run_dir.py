@@ -206,6 +206,18 @@ def test_a_private_run_is_read_by_its_user_alone(private: bool, tmp_path: Path) 
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == (0o600 if private else 0o644), name
 
 
+def test_on_a_full_disk_a_status_replaces_a_longer_one_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    put_status(tmp_path, "stopping", ending("stopped", "long " * 200))
+    monkeypatch.setattr(status_file, "replace_file", full)
+    put_status(tmp_path, "stopping", ending("stopped", "short"))
+    assert json.loads((tmp_path / status_file.STATUS_FILE).read_text())["reason"] == "short"
+
+
 def test_a_run_that_was_killed_is_told_from_one_that_goes_on(tmp_path: Path) -> None:
     """By the reader while it runs and afterwards, and by the next start."""
     holder = subprocess.Popen(

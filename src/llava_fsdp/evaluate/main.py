@@ -24,7 +24,7 @@ from llava_fsdp.evaluate.check_images import check_images
 from llava_fsdp.evaluate.question import BenchmarkQuestion
 from llava_fsdp.evaluate.read_questions import read_questions
 from llava_fsdp.evaluate.results import score_all, submission_of, table_of
-from llava_fsdp.evaluate.vqa import warn_of_unreachable
+from llava_fsdp.evaluate.vqa_files import warn_of_unreachable
 from llava_fsdp.model.lora_files import FOLDER as ADAPTER
 from llava_fsdp.model.pretrained import EXPORT, resolve_model
 from llava_fsdp.runtime.console import TextConsole

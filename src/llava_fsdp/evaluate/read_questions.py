@@ -21,7 +21,7 @@ from llava_fsdp.data.records.record import (
 )
 from llava_fsdp.data.records.record_file import RecordFile, texts
 from llava_fsdp.data.text.conversation import opening_question
-from llava_fsdp.evaluate.pope import annotate_yes_no
+from llava_fsdp.evaluate.pope_files import annotate_yes_no
 from llava_fsdp.evaluate.question import (
     CATEGORY,
     BenchmarkQuestion,
@@ -31,8 +31,8 @@ from llava_fsdp.evaluate.question import (
     with_suffix,
 )
 from llava_fsdp.evaluate.references import own_answers
-from llava_fsdp.evaluate.scienceqa import annotate_problems, read_choice_record, read_problems
-from llava_fsdp.evaluate.vqa import annotate_textvqa, annotate_vqa, check_ten, read_vqa_questions
+from llava_fsdp.evaluate.scienceqa_files import annotate_problems, read_choice_record, read_problems
+from llava_fsdp.evaluate.vqa_files import annotate_textvqa, annotate_vqa, check_ten, read_vqa_questions
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.safe_load import LARGE, read_json
 

@@ -1,8 +1,9 @@
 """The commands of a training script, split with `shlex` and never run.
 
 Understood: quotes, comments, continued lines, `X=v1`, `export X=v1`, `$X` and `${X}`. Control flow, arrays, functions
-and here-documents are refused by file and line. Other parts of bash, such as `$(nproc)` or a pipe, are recorded as
-problems of their line: they matter only where that line starts the training.
+and here-documents are refused by file and line. Redirections, `| tee FILE` and `&` at the end of a line are dropped.
+Other parts of bash, such as `$(nproc)` or a pipe, are recorded as problems of their line: they matter only where that
+line starts the training.
 """
 
 import re
@@ -26,6 +27,10 @@ LINE = re.compile(rf"(?:{COMMENT}|{STRINGS}|\\.|[^\n;&\\'\"]|&(?!&))*+", re.DOTA
 DOLLAR = rf"\\.|\$({NAME})|\$\{{({NAME})\}}|\$\{{[^}}]*\}}?|\$\([^)]*\)?|\$[@*#?!0-9]|`[^`]*`?"
 IN_STRING = re.compile(DOLLAR, re.DOTALL)
 PIECE = re.compile(rf"{DOLLAR}|{STRINGS}|{COMMENT}|(?<![^\s=])~(?=[/\s]|$)", re.DOTALL)
+# Where a command's output goes, at the end of its line.
+OUTPUT = re.compile(
+    r"(?:\s+(?:\d?>>?(?:&\d|\s*[\w./${}-]+)|&>>?\s*[\w./${}-]+|\|\s*tee(?:\s+-a)?\s+[\w./${}-]+|&))+\s*$"
+)
 # Text before a place that is inside the value of an assignment, where bash splits no words.
 ASSIGNING = re.compile(rf"\s*(?:(?:{'|'.join(DECLARE)})\s+)?(?:{NAME}\+?=\S*\s+)*{NAME}\+?=\S*", re.DOTALL)
 
@@ -65,7 +70,7 @@ def commands(text: str, given: Mapping[str, str], where: str) -> list[Command]:
         if text[matched.end() : place] not in ("\n", ";", "&&", ""):
             raise ConfigError(f"{where}, line {number}: a quote is not closed; is it a shell script?")
         problems: list[str] = []
-        words = split(expanded(matched[0], variables, problems))
+        words = split(expanded(OUTPUT.sub("", matched[0]), variables, problems))
         operators = list(filter(is_operator, words))
         problems += [f"{sign} around the command" for sign in operators]
         for command in simple_commands(words):

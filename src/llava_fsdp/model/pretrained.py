@@ -148,7 +148,7 @@ def check_selection(config: Any, cfg: ModelConfig, folder: Path) -> None:
     if expected is not None and config.image_seq_length != expected:
         raise ModelError(
             f"model.checkpoint={folder}: image_seq_length={config.image_seq_length}, but its tower gives {expected} "
-            "positions for an image; mend config.json"
+            "positions for an image; fix config.json"
         )
 
 

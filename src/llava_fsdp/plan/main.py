@@ -17,8 +17,8 @@ from pathlib import Path
 from llava_fsdp.config import DType, Format, OffloadMode, PlanConfig, SamplerName, Source, cli
 from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh
 from llava_fsdp.plan.hardware import Machine, machine_named
-from llava_fsdp.plan.multinode import scale, write_page
 from llava_fsdp.plan.planner import Planner, PlanRow, Ranks
+from llava_fsdp.plan.scaling_page import scale, write_page
 from llava_fsdp.plan.search import choices, distinct_strategies, plan_rows, splits_to_try
 from llava_fsdp.plan.table import as_object, names, show_plan
 from llava_fsdp.runtime.console import TextConsole

@@ -184,7 +184,7 @@ def test_large_records_are_passed_by(block: int, gap: str, tmp_path: Path, monke
 @pytest.mark.parametrize("text", ['[{"a": "' + "b" * 900, '[{"a": 1]' + " " * 900, '[{"a" 1}, ' + '"b", ' * 300 + "1]"])
 def test_what_is_broken_is_not_called_large(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(DataError, match=r"a\.json is not JSON: .* line 1, byte \d+; mend it") as few:
+    with pytest.raises(DataError, match=r"a\.json is not JSON: .* line 1, byte \d+; fix it") as few:
         list(spans(tmp_path / "a.json", most=50))
     with pytest.raises(DataError) as many:
         list(spans(tmp_path / "a.json"))

@@ -1,4 +1,4 @@
-"""Where the records of a dataset file are: stretches of bytes, found in bounded memory."""
+"""Find the bytes of each record in a dataset file, in bounded memory."""
 
 import json
 import re
@@ -11,12 +11,12 @@ from llava_fsdp.data.records.record import BYTE_ORDER_MARK
 from llava_fsdp.runtime.errors import DataError
 
 Span = tuple[int, int, int]
-"""(offset, number) of a record's bytes, and the line where it begins, from 1"""
+"""(offset, size in bytes, first line from 1) of a record"""
 BLOCK = 1 << 20
 MOST_BYTES = 4 << 20
-"""Of one record, unless data.max_record_bytes says otherwise."""
+"""Default of data.max_record_bytes."""
 SIGNS, SIGNS_IN_TEXT = re.compile(r'["{}\[\],]'), re.compile(r'["\\]')
-"""What tells where a JSON value ends."""
+"""Characters that decide where a JSON value ends."""
 SPACE = " \t\r\n"
 JSON_NAMES = {"{": "a JSON object", '"': "text"} | dict.fromkeys("-0123456789", "a number")
 HEADS: dict[bytes, str] = {
@@ -30,18 +30,18 @@ HEADS: dict[bytes, str] = {
     b"<!doctype": "a page of HTML, as a download that failed leaves it; download the file again",
     b"<html": "a page of HTML, as a download that failed leaves it; download the file again",
 }
-"""How files begin that are mistaken for records."""
+"""First bytes of other kinds of files, and how to fix them."""
 
 
 def spans(path: Path, after: Span | None = None, most: int = MOST_BYTES) -> Iterator[Span]:
-    """The records of a JSON list, or of JSON Lines (`.jsonl`), in their order.
+    """Yield the records of a JSON list, or of JSON Lines (`.jsonl`), in their order.
 
     Args:
-        after: a record; those behind it are found. None: all.
-        most: bytes of a record that is looked into; of a larger one the end alone is found, in bounded memory.
+        after: begin behind this record; None: with the first.
+        most: most bytes of a record that is parsed; of a larger one only the end is found, in bounded memory.
 
     Raises:
-        DataError: the file is not JSON, with line and byte; lines of JSON Lines are not looked into.
+        DataError: the list is not JSON, with line and byte. Lines of JSON Lines are not parsed.
     """
     return line_spans(path, after, most) if path.suffix.lower() == ".jsonl" else list_spans(path, after, most)
 
@@ -79,12 +79,12 @@ def list_spans(path: Path, after: Span | None, most: int) -> Iterator[Span]:
         except json.JSONDecodeError as error:
             at = window.base + error.pos
             raise DataError(
-                f"{path} is not JSON: {error.msg}, line {line_of(path, at)}, byte {at}; mend it there, or take the "
+                f"{path} is not JSON: {error.msg}, line {line_of(path, at)}, byte {at}; fix it there, or take the "
                 "file from its source again"
             ) from error
         except RecursionError as error:
             at = window.base + window.at
-            raise DataError(f"{path}: the record at byte {at} is nested too deeply to be read; mend it") from error
+            raise DataError(f"{path}: the record at byte {at} is nested too deeply to be read; fix it") from error
 
 
 def window_behind(file: BinaryIO, after: Span, most: int) -> "Window":
@@ -96,7 +96,7 @@ def window_behind(file: BinaryIO, after: Span, most: int) -> "Window":
 
 
 def check_head(head: bytes, path: Path) -> None:
-    """Raises DataError where a file begins as none of records does."""
+    """Raise DataError if a file is empty or begins like another kind of file."""
     if not head:
         raise DataError(f"{path} is empty (0 bytes); take it from its source again")
     found = [
@@ -109,7 +109,7 @@ def check_head(head: bytes, path: Path) -> None:
 
 
 def begin(file: BinaryIO, path: Path) -> int:
-    """The byte behind a byte order mark, where there is one.
+    """Offset of the first byte behind a byte order mark, if there is one.
 
     Raises:
         DataError: the file is something else, or UTF-16 or UTF-32.
@@ -162,7 +162,7 @@ class Window:
         return self.line
 
     def next_sign(self) -> str:
-        """Go to the next character that is no space; empty at the end."""
+        """Move to the next character that is no space; returns it, or "" at the end."""
         while True:
             self.at = after_space(self.text, self.at)
             if self.at < len(self.text):
@@ -245,7 +245,7 @@ def open_list(window: Window, path: Path) -> None:
 
 
 def elements(window: Window, is_first: bool) -> Iterator[Span]:
-    """From behind the opening bracket, or from behind an element, to the end of the list."""
+    """Yield the elements of a list, from behind its opening bracket or behind an element."""
     while (sign := window.next_sign()) != "]":
         if not is_first:
             if sign != ",":

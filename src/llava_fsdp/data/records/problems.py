@@ -1,4 +1,4 @@
-"""What can be wrong with a record: the one table of kinds."""
+"""Table of the problems that a record can have."""
 
 from dataclasses import dataclass
 from enum import Enum, StrEnum
@@ -38,7 +38,7 @@ class Kept(Enum):
     no = "no"
     yes = "yes"
     like_original = "with labels=llava_v1_5"
-    """The original trains on it, or shows it to the model without effect; exact labels do not."""
+    """LLaVA trains on it; `labels=exact` does not."""
     truncated = "with data.too_long=truncate"
 
 

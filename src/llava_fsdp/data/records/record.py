@@ -153,11 +153,11 @@ def parse_text(path: Path, index: int, text: bytes, line: int | None = None) -> 
             f"{where} is not JSON: {error.msg} at character {error.pos} of it; {json_cure(text)}", Kind.not_json
         ) from error
     except TwiceError as error:
-        raise DataError(f"{where} has the key {error} twice; mend it", Kind.bad_form) from error
+        raise DataError(f"{where} has the key {error} twice; fix it", Kind.bad_form) from error
     except ValueError as error:  # Python reads no number of more than 4300 digits
-        raise DataError(f"{where} holds a number that is too long to be read; mend it", Kind.bad_form) from error
+        raise DataError(f"{where} holds a number that is too long to be read; fix it", Kind.bad_form) from error
     except RecursionError as error:
-        raise DataError(f"{where} is nested too deeply to be read; mend it", Kind.not_json) from error
+        raise DataError(f"{where} is nested too deeply to be read; fix it", Kind.not_json) from error
 
 
 def json_cure(text: bytes) -> str:
@@ -166,7 +166,7 @@ def json_cure(text: bytes) -> str:
         return "it begins with a byte order mark, as files that were put together leave it: take it out"
     if b"\r" in text.strip():
         return "lines that end in a carriage return alone are one line to JSON: write the file with line feeds"
-    return "mend it"
+    return "fix it"
 
 
 def check_bytes(found: int, most: int, where: str) -> None:
@@ -183,7 +183,7 @@ def parse_record(path: Path, index: int, raw: Any, line: int | None = None) -> R
     """Raises DataError where the record has not the form of LLaVA train.py:665-740."""
     if not isinstance(raw, dict):
         lists = isinstance(raw, list) and path.suffix.lower() == ".jsonl"
-        cure = "a JSON list belongs into a file whose name ends in .json" if lists else "mend it, or take it out"
+        cure = "a JSON list belongs into a file whose name ends in .json" if lists else "fix it, or take it out"
         what = f"{JSON_NAMES[type(raw)]}, not an object with id and conversations"
         raise DataError(f"{name_place(path, index, line)} is {what}; {cure}", Kind.bad_form)
     identity = id_of(raw)
@@ -195,7 +195,7 @@ def parse_record(path: Path, index: int, raw: Any, line: int | None = None) -> R
     images = [] if image is None else image if isinstance(image, list) else [image]
     if not all(isinstance(name, str) and name for name in images):
         raise DataError(
-            f"{where}: image is {shown(image)}; it must be a path or a list of paths: mend it, or leave the key out "
+            f"{where}: image is {shown(image)}; it must be a path or a list of paths: fix it, or leave the key out "
             "of a record without images",
             Kind.bad_form,
         )
@@ -293,13 +293,13 @@ def check_name(name: str, where: str) -> None:
     except UnicodeEncodeError:
         named = False
     if not named:
-        raise DataError(f"{where}: image is {name!r}, which no file can be called; mend it", Kind.bad_form)
+        raise DataError(f"{where}: image is {name!r}, which no file can be called; fix it", Kind.bad_form)
 
 
 def parse_turn(where: str, position: int, raw: Any) -> Turn:
     if not isinstance(raw, dict) or not isinstance(raw.get("from"), str) or not isinstance(raw.get("value"), str):
         named = isinstance(raw, dict) and {"role", "content"} <= set(raw)
-        cure = "rename role to from and content to value, user to human and assistant to gpt" if named else "mend it"
+        cure = "rename role to from and content to value, user to human and assistant to gpt" if named else "fix it"
         raise DataError(
             f"{where}: turn {position} is {shown(raw)}; it must be an object with from and value, which are text: "
             f"{cure}",
@@ -315,6 +315,6 @@ def check_text(text: str, what: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{what} has half of a surrogate pair at character {error.start}, as a cut emoji leaves; mend the text",
+            f"{what} has half of a surrogate pair at character {error.start}, as a cut emoji leaves; fix the text",
             Kind.bad_form,
         ) from error

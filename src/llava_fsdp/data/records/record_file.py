@@ -1,4 +1,4 @@
-"""A file of records read without an index: for those who ask a few questions of it."""
+"""Read a file of records without an index."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,7 @@ from llava_fsdp.runtime.errors import DataError
 
 
 class RecordFile:
-    """Records of a file by number, parsed when asked for; a problem of one names the file, its index and its id."""
+    """Records of a file by number, parsed on access; errors name the file, the record's number and its id."""
 
     def __init__(self, path: Path, most: int = MOST_BYTES):
         self.path = path

@@ -1,4 +1,4 @@
-"""From a record's turns to text, with the stretches that are supervised marked while it is written."""
+"""Render the turns of a record as text, in segments that are supervised or not."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ IM_START, IM_END = "<im_start>", "<im_end>"
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of text that is supervised or not."""
+    """A part of the text, supervised or not."""
 
     text: str
     supervised: bool
     from_record: bool = False
-    """The record's own text, not the template's."""
+    """The text is the record's, not the template's."""
 
 
 def render(record: Record, form: Template, start_end: bool) -> list[Segment]:
-    """The conversation's text; image tags stand where the images go.
+    """Render a conversation, with a tag for every image.
 
     Args:
-        start_end: stand `<im_start>` and `<im_end>` around every image.
+        start_end: put `<im_start>` and `<im_end>` around every image tag.
 
     Raises:
         DataError: turns do not alternate human, gpt, or an answer is missing, or the number of image tags is not the
@@ -37,10 +37,10 @@ def render(record: Record, form: Template, start_end: bool) -> list[Segment]:
 
 
 def prompt(questions_and_answers: list[Turn], form: Template, start_end: bool, has_images: bool) -> list[Segment]:
-    """The text after which the model writes its answer: the turns so far, the last one a question.
+    """Render the turns so far, the last one a question, up to where the model's answer begins.
 
     Args:
-        has_images: image tags stand for images; else they are text.
+        has_images: image tags stand for images; otherwise they are text.
     """
     return write_turns(questions_and_answers, form, start_end, has_images)
 
@@ -61,7 +61,7 @@ def write_turns(turns: Sequence[Turn], form: Template, start_end: bool, has_imag
 
 
 def write_question(text: str, form: Template, start_end: bool, has_images: bool) -> list[Segment]:
-    """A question's own text, and between it what stands for its images."""
+    """Segments of a question: its text, and the tags of its images."""
     if form.image_only:
         return [Segment(image_tags(text), False)]
     first, *rest = image_first(text, has_images).split(IMAGE_TAG) if has_images else [text]
@@ -73,12 +73,12 @@ def write_question(text: str, form: Template, start_end: bool, has_images: bool)
 
 
 def image_tag(form: Template, start_end: bool) -> str:
-    """What stands for an image in the text."""
+    """Text that stands for an image."""
     return form.image.replace(IMAGE_TAG, f"{IM_START}{IMAGE_TAG}{IM_END}") if start_end else form.image
 
 
 def image_first(text: str, has_images: bool) -> str:
-    """A single tag moves to the front on a line of its own, as in LLaVA train.py:308-329; several stay."""
+    """Move a single tag to a line of its own at the front, as LLaVA does (train.py:308-329); several tags stay."""
     if not has_images or text.count(IMAGE_TAG) != 1:
         return text
     return f"{IMAGE_TAG}\n{text.replace(IMAGE_TAG, '').strip()}".strip()
@@ -89,12 +89,12 @@ def image_tags(text: str) -> str:
 
 
 def asked_turns(record: Record) -> tuple[Turn, ...]:
-    """The turns from the first question on: an answer to nothing is dropped, as in LLaVA train.py:441-443."""
+    """Turns from the first question on: a leading answer is dropped, as in LLaVA (train.py:441-443)."""
     return record.turns[1:] if record.turns and record.turns[0].role == "gpt" else record.turns
 
 
 def opening_question(record: Record) -> tuple[str, int, str]:
-    """The first question with its image tags, how many of the record's images it shows, and its answer.
+    """First question with its image tags, its number of images, and its answer.
 
     Raises:
         DataError: the record does not begin with a question and its answer.
@@ -108,10 +108,10 @@ def opening_question(record: Record) -> tuple[str, int, str]:
 
 
 def role_cure(role: str) -> str:
-    """What to do about a turn that is not from whom it should be."""
+    """Cure for a turn with a wrong role, for error messages."""
     match role.lower():
         case "human" | "gpt" if role in ("human", "gpt"):
-            return "human and gpt take turns, human first: mend the conversation"
+            return "human and gpt take turns, human first: fix the conversation"
         case "user" | "assistant":
             return "rename user to human, and assistant to gpt"
         case "human":
@@ -125,7 +125,7 @@ def role_cure(role: str) -> str:
 
 
 def check_turns(record: Record) -> None:
-    """Raises DataError where turns do not alternate, or tags and images do not agree."""
+    """Raise DataError if turns do not alternate, or tags and images do not agree."""
     turns = asked_turns(record)
     for position, turn in enumerate(turns):
         expected = "human" if position % 2 == 0 else "gpt"

@@ -1,4 +1,4 @@
-"""From a record to token ids, labels and exact places for its images."""
+"""Encode records as token ids, labels and image tokens."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -19,33 +19,34 @@ from llava_fsdp.runtime.errors import DataError
 
 UNLIMITED = 1 << 40
 ImageRows = Callable[[Record, int], np.ndarray]
-"""(record, which of its images) -> int64 [positions]: the row of the image's features that each position shows."""
+"""(record, number of its image) -> feature row of each token of the image, int64 [tokens]."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A record as the model sees it, its images still on disk."""
+    """An encoded record; its images are still on disk."""
 
     input_ids: np.ndarray
-    """int64 [length]; every image takes its positions of IMAGE_ID"""
+    """int64 [length]; IMAGE_ID at image tokens"""
     labels: np.ndarray
-    """int64 [length]; the id itself where supervised, else IGNORE. Not shifted."""
+    """int64 [length]; the id where supervised, else IGNORE; not shifted"""
     images: tuple[str, ...]
-    """Images whose positions are in input_ids, in their order."""
+    """Images whose tokens are in input_ids, in their order."""
     image_rows: tuple[np.ndarray, ...]
-    """By image, int64: the row of its features at each of its positions."""
+    """Feature row of each token, int64 [tokens], by image."""
     positions_cut: int
-    """Positions that did not fit."""
+    """Tokens lost by truncation."""
     labels_cut: int
+    """Labels lost by truncation."""
 
     @property
     def num_labels(self) -> int:
-        """Label tokens that a loss can be taken of: the first position is never predicted."""
+        """Number of labels in the loss: the first token is never predicted."""
         return int((self.labels[1:] != IGNORE).sum())
 
 
 class Encoder(Protocol):
-    """How records of one dataset become samples for one model."""
+    """Encodes the records of one dataset for one model."""
 
     @property
     def tokenizer(self) -> Tokenizer: ...
@@ -58,19 +59,19 @@ class Encoder(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Of everything that decides ids and labels, the places of images apart."""
+        """Everything that decides ids and labels, except the order of image features."""
         ...
 
     def __call__(self, record: Record) -> Sample | None:
-        """The sample; None where it is left out.
+        """Encode a record; None if it is skipped because it is too long.
 
         Raises:
-            DataError: the record is wrong, or is too long and may not be.
+            DataError: the record is wrong, or too long with data.too_long=fail.
         """
         ...
 
     def measure(self, record: Record, limits: Sequence[int]) -> "Measured":
-        """The sample, cut where it is too long, and what it would be with other maximum lengths.
+        """Encode a record, truncated if it is too long, also with other maximum lengths.
 
         Raises:
             DataError: the record is wrong.
@@ -83,12 +84,12 @@ class Measured:
     sample: Sample
     whole: Sample
     at: dict[int, Sample]
-    """By maximum length, of those that would cut it."""
+    """The sample by maximum length, for those that truncate it."""
 
 
 @dataclass(frozen=True)
 class ExactEncoder:
-    """Labels made while tokenizing: every answer and what ends it, nothing else (`labels=exact`)."""
+    """Supervises exactly the answers and their ends (`labels=exact`)."""
 
     tokenizer: Tokenizer
     template: Template
@@ -96,7 +97,7 @@ class ExactEncoder:
     max_length: int
     too_long: TooLong
     start_end: bool = False
-    """Stand `<im_start>` and `<im_end>` around every image."""
+    """Put `<im_start>` and `<im_end>` around every image."""
     special_tokens: SpecialTokens = SpecialTokens.text
 
     @property
@@ -129,7 +130,7 @@ class ExactEncoder:
 
 
 def truncate(sample: Sample, max_length: int) -> Sample:
-    """Cut at max_length, or before the image that would be cut there."""
+    """Truncate at max_length, or before an image that would be split there."""
     ids, labels, rows = sample.input_ids, sample.labels, sample.image_rows
     shown = int((ids[:max_length] == IMAGE_ID).sum())
     ends = np.cumsum([len(r) for r in rows])
@@ -144,7 +145,7 @@ def truncate(sample: Sample, max_length: int) -> Sample:
 
 @dataclass(frozen=True)
 class OriginalEncoder:
-    """The original's ids, labels, collator and cuts (`labels=llava_v1_5`)."""
+    """Ids, labels and truncation as in LLaVA (`labels=llava_v1_5`)."""
 
     own: Original
     image_rows: ImageRows
@@ -170,9 +171,9 @@ class OriginalEncoder:
         check_like_original(record, self.own)
 
     def __call__(self, record: Record) -> Sample:
-        """As its collator and its model cut and splice them (train.py:743-773, llava_arch.py:226-279)."""
+        """Encode as LLaVA's dataset, collator and model do (train.py:743-773, llava_arch.py:226-279)."""
         made = encode_like_original(record, self.own)
-        kept = made.ids[: self.own.max_length] != self.own.pad_id  # what looks like padding is removed from the text
+        kept = made.ids[: self.own.max_length] != self.own.pad_id  # LLaVA also removes text tokens with the padding id
         ids, labels = made.ids[: self.own.max_length][kept], made.labels[: self.own.max_length][kept]
         check_images(ids, record)
         rows = [self.image_rows(record, 0)] if (ids == IMAGE_ID).any() else []
@@ -192,12 +193,12 @@ class OriginalEncoder:
         return Measured(sample, whole, {**over, **({self.max_length: sample} if sample.positions_cut else {})})
 
     def _at(self, record: Record, max_length: int) -> Sample:
-        """The cut comes before the labels in the original, so that every length is another encoding."""
+        """Encode with another maximum length; LLaVA truncates before it labels, so that labels may differ."""
         return replace(self, own=replace(self.own, max_length=max_length))(record)
 
 
 def spliced(ids: np.ndarray, labels: np.ndarray, counts: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Every single IMAGE_ID becomes as many as its image has positions, without a label."""
+    """Replace every IMAGE_ID by as many as its image has tokens, without labels."""
     repeats = np.ones(len(ids), dtype=np.int64)
     repeats[ids == IMAGE_ID] = counts
     labels = np.where(ids == IMAGE_ID, IGNORE, labels)
@@ -241,7 +242,7 @@ def encode_segments(
 
 
 def template_special(segments: list[Segment], tokenizer: Tokenizer) -> list[Stretch]:
-    """Where the whole text has special tokens that the template has put there."""
+    """Positions in the whole text of the special tokens that come from the template."""
     found: list[Stretch] = []
     at = 0
     for from_record, stretch in itertools.groupby(segments, lambda s: s.from_record):
@@ -252,10 +253,10 @@ def template_special(segments: list[Segment], tokenizer: Tokenizer) -> list[Stre
 
 
 def are_supervised(tokens: list[Token], before: np.ndarray) -> list[bool]:
-    """Whether each token has a supervised character; one without characters counts as the character at its place.
+    """Whether each token has a supervised character; a token without characters counts as the next character.
 
     Args:
-        before: int64 [characters + 1]: supervised characters before each.
+        before: number of supervised characters before each, int64 [characters + 1].
     """
     begin = np.array([token.begin for token in tokens], dtype=np.int64)
     end = np.array([token.end for token in tokens], dtype=np.int64)

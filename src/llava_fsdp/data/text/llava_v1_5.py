@@ -1,7 +1,7 @@
-"""The original's tokens and labels, bit for bit, its faults included (`labels=llava_v1_5`; LLaVA train.py:268-775).
+"""Tokens and labels bit-compatible with LLaVA, bugs included (`labels=llava_v1_5`; LLaVA train.py:268-775).
 
-The original finds what to supervise by tokenizing pieces of the text again and adding up their lengths. Where the sum
-is not the length of the whole, it masks the sample. Nothing here is meant to be better than that.
+LLaVA finds the tokens to supervise by tokenizing parts of the text again and adding up their lengths. If the sum is not
+the length of the whole text, it masks the sample.
 """
 
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ from llava_fsdp.runtime.errors import DataError
 
 @dataclass(frozen=True)
 class Original:
-    """How the original makes ids and labels of a record."""
+    """Settings by which LLaVA makes ids and labels."""
 
     tokenizer: Tokenizer
     form: Template
     max_length: int
-    """The tokenizer's model_max_length: text-only samples are cut there before they are labelled."""
+    """The tokenizer's model_max_length: text-only samples are truncated there before they are labelled."""
     pad_id: int = 0
-    """Tokens with this id are not counted (0 is `<unk>`), and the collator takes them for padding."""
+    """Tokens with this id are not counted, and the collator takes them for padding; 0 is `<unk>`."""
     start_end: bool = False
     """`mm_use_im_start_end`"""
 
@@ -38,16 +38,16 @@ class Tokens:
     labels: np.ndarray
     """int64 [length]"""
     mismatch: tuple[int, int] | None = None
-    """The two lengths that the original prints when it masks the whole sample."""
+    """The two lengths that LLaVA prints when it masks the whole sample."""
     cut: int = 0
-    """Tokens of a text-only sample that did not fit."""
+    """Tokens of a text-only sample that were truncated."""
 
 
 def encode_like_original(record: Record, own: Original) -> Tokens:
-    """Ids and labels as the original's dataset returns them, before its collator.
+    """Ids and labels as LLaVA's dataset returns them, before its collator.
 
     Raises:
-        DataError: the original stops here with an exception.
+        DataError: LLaVA raises an exception for this record.
     """
     turns = list(record.turns)
     if record.has_image_key:
@@ -56,7 +56,7 @@ def encode_like_original(record: Record, own: Original) -> Tokens:
 
 
 def check_like_original(record: Record, own: Original) -> None:
-    """Raises DataError where the original stops with an exception; tokenizes only a record with several tags."""
+    """Raise DataError for a record at which LLaVA fails; tokenizes only records with several tags."""
     turns = list(record.turns)
     if len(record.images) > 1:
         raise DataError(
@@ -76,7 +76,7 @@ def check_like_original(record: Record, own: Original) -> None:
 
 
 def check_images(ids: np.ndarray, record: Record) -> None:
-    """Raises DataError where the text has more images than the one that the original reads for a record."""
+    """Raise DataError if the text has more images than the one that LLaVA reads for a record."""
     num_tags = int((ids == IMAGE_ID).sum())
     if num_tags > len(record.images[:1]):
         raise DataError(
@@ -87,14 +87,14 @@ def check_images(ids: np.ndarray, record: Record) -> None:
 
 
 def image_first(text: str, own: Original) -> str:
-    """All tags of a message become one at its front (train.py:308-329), in answers too."""
+    """Replace all tags of a message by one at its front (train.py:308-329), in answers too."""
     if IMAGE_TAG in text:
         text = f"{IMAGE_TAG}\n{text.replace(IMAGE_TAG, '').strip()}".strip()
     return text.replace(IMAGE_TAG, image_tag(own.form, own.start_end))
 
 
 def encode_turns(turns: list[Turn], has_image: bool, own: Original, where: str) -> Tokens:
-    """train.py:610-655: which rule labels a conversation."""
+    """Encode a conversation by the rule of its template's style (train.py:610-655)."""
     match own.form.style:
         case Style.PLAIN:
             return encode_caption(turns, own, where)
@@ -105,7 +105,7 @@ def encode_turns(turns: list[Turn], has_image: bool, own: Original, where: str) 
 
 
 def encode_caption(turns: list[Turn], own: Original, where: str) -> Tokens:
-    """train.py:588-607: the question's text is thrown away, the image's tag stays."""
+    """Encode a caption; of the question only the image tag stays (train.py:588-607)."""
     check_caption(turns, where)
     ids = with_images(f"{IMAGE_TAG}{turns[1].text}{own.form.sep}", own.tokenizer)
     labels = ids.copy()
@@ -122,7 +122,7 @@ def check_caption(turns: list[Turn], where: str) -> None:
 
 
 def encode_markers(turns: list[Turn], has_image: bool, own: Original) -> Tokens:
-    """train.py:268-305, 630-655: every sentence is tokenized by itself, so masks drift with each turn."""
+    """Encode v0 templates, whose masks drift: sentences are tokenized one by one (train.py:268-305, 630-655)."""
     form = own.form
     names = {"human": form.user, "gpt": form.assistant}
     header = f"{form.system}\n\n"
@@ -149,14 +149,14 @@ def encode_markers(turns: list[Turn], has_image: bool, own: Original) -> Tokens:
 
 @dataclass(frozen=True)
 class Rounds:
-    """How a style's text is cut into rounds, and what is taken off and put on their lengths."""
+    """Corrections of the lengths of rounds in a style."""
 
     begin: int
     """Tokens before the first round: the BOS."""
     off_instruction: int
-    """Tokens of an instruction by itself that are not part of it: its BOS and the space behind it."""
+    """Tokens to subtract from an instruction that is tokenized alone: its BOS and the space behind it."""
     correction: int
-    """Put on every later round's lengths where the tokenizer's `legacy` is `corrects`."""
+    """Tokens to add to every later round if the tokenizer's `legacy` equals `corrects`."""
     corrects: bool | None
 
 
@@ -168,7 +168,7 @@ ROUNDS: dict[Style, Rounds] = {
 
 
 def encode_rounds(text: str, has_image: bool, own: Original) -> Tokens:
-    """The rule of v1, llama_2 and mpt: mask up to each answer by counted lengths, or everything."""
+    """Encode v1, llama_2 and mpt templates: mask up to each answer by counted lengths, or mask everything."""
     rule = ROUNDS[own.form.style]
     tokenize = with_images if has_image else plain_text
     whole = tokenize(text, own.tokenizer)
@@ -197,7 +197,7 @@ def encode_rounds(text: str, has_image: bool, own: Original) -> Tokens:
 
 
 def answer_mark(form: Template) -> str:
-    """The text behind which an answer begins, as the original splits at it."""
+    """Text before an answer, at which LLaVA splits."""
     if form.style is Style.LLAMA_2:
         return "[/INST] "
     return form.sep + form.assistant + (": " if form.style is Style.TWO else "")
@@ -213,7 +213,7 @@ def split_rounds(text: str, form: Template) -> list[str]:
 
 
 def conversation(turns: list[Turn], form: Template, where: str) -> str:
-    """The text of a conversation (conversation.py:32-106): an empty message leaves its role alone, unseparated."""
+    """Text of a conversation (conversation.py:32-106); an empty message leaves its role without a separator."""
     if not turns:
         raise DataError(f"{where}: the conversation is empty; the original stops here", Kind.odd_turns)
     if turns[0].role == "gpt":
@@ -252,7 +252,7 @@ def conversation_llama_2(turns: list[Turn], form: Template, where: str) -> str:
 
 
 def with_images(text: str, tokenizer: Tokenizer) -> np.ndarray:
-    """mm_utils.py:185-204: every stretch between image tags is tokenized by itself; int64 [length]."""
+    """Ids of a text, int64 [length]; the parts between image tags are tokenized one by one (mm_utils.py:185-204)."""
     ids = [] if tokenizer.bos is None else [tokenizer.bos]
     for number, chunk in enumerate(text.split(IMAGE_TAG)):
         ids += [IMAGE_ID] if number else []
@@ -261,6 +261,6 @@ def with_images(text: str, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def plain_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
-    """The text as one stretch, image tags being text; int64 [length]."""
+    """Ids of a text whose image tags are text, int64 [length]."""
     ids = [] if tokenizer.bos is None else [tokenizer.bos]
     return np.array([*ids, *(t.id for t in tokenizer.encode(text))], dtype=np.int64)
