@@ -196,7 +196,7 @@ MISFITS = {
         r"data\.grid_pinpoints: \[28, 30\] is no multiple of the vision tower's 28 pixels",
     ),
     "tokens that the tokenizer lacks": ({}, ("model.image_start_end=true",), r"has no <im_start>; only checkpoints"),
-    "small vocabulary": ({"vocab_size": 10}, (), r"the tokenizer has \d+ tokens, and the model 10 rows"),
+    "small vocabulary": ({"vocab_size": 10}, (), r"the tokenizer has \d+ tokens, and the model has embeddings for 10"),
     "no file": ({}, ("data.path=/nowhere/x.json",), r"data\.path=/nowhere/x\.json is not a file"),
     "no folder": ({}, ("data.images=/nowhere",), r"data\.images=/nowhere is not a folder"),
 }

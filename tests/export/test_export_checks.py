@@ -13,13 +13,6 @@ from llava_fsdp.export import verify_logits
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.train import final_export
 
-class Echo(torch.nn.Module):
-    """A model whose logits are its input."""
-
-    def forward(self, logits: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        return logits
-
-
 BOUNDS = [
     (DType.fp32, DType.fp32, LinearKind.same, 1e-4),
     (DType.bf16, DType.fp32, LinearKind.same, 0.05),
@@ -28,15 +21,23 @@ BOUNDS = [
 ]
 
 
+class Echo(torch.nn.Module):
+    """A model whose logits are its first input."""
+
+    def forward(self, first: torch.Tensor, *others: object, return_logits: bool) -> torch.Tensor:
+        assert return_logits
+        return first
+
+
 @pytest.mark.parametrize(("dtype", "compute", "linear", "bound"), BOUNDS)
 def test_how_far_an_export_may_be_from_its_model(
     dtype: DType, compute: DType, linear: LinearKind, bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a share of the largest logit; what is no number is too far."""
+    """As a share of the largest logit; NaN is too far."""
     expected = torch.tensor([[2.0, -4.0], [1.0, 0.0]])
     given: list[torch.Tensor] = []
     monkeypatch.setattr(final_export, "reloaded_logits", lambda *_: given[-1])
-    model: Any = Echo()
+    model = Echo()
     micro = SimpleNamespace(inputs=(expected, None), images=torch.zeros(0))
     loader = SimpleNamespace(steps=SimpleNamespace(probe=lambda: micro), to_device=lambda own: own)
     state: Any = SimpleNamespace(model=model, loader=loader)
