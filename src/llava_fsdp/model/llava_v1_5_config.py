@@ -1,4 +1,4 @@
-"""The original's `config.json`, both ways (LLaVA llava_arch.py:60-104, model/builder.py:26-167)."""
+"""Read and write the original LLaVA's `config.json` (LLaVA llava_arch.py:60-104, model/builder.py:26-167)."""
 
 import json
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from llava_fsdp.config import Feature, ModelConfig, PatchMerge
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 
 TOWER = "vision_tower"
-"""In the original's folders as we write them: what the tower is and how its images are prepared. The original's own
-name a tower, and everything about it is looked up there."""
+"""Keys that we add to the original's config.json: the vision tower's configuration and image preparation. The original
+only names a tower and looks the rest up there."""
 FIRST_NAME = "llava"
 """The original's model_type before it was renamed to llava_llama; transformers has another model of that name."""
 FEATURES = {Feature.patch: "patch", Feature.full: "cls_patch"}
 NEEDED = {"s2": False}
-"""Other values mean another model."""
+"""Fields whose other values mean a model that is not supported."""
 LANGUAGE_KEYS = (
     "attention_bias", "attention_dropout", "bos_token_id", "eos_token_id", "hidden_act", "hidden_size",
     "initializer_range", "intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
@@ -34,13 +34,13 @@ CLIP_336 = {
 
 
 def is_original(raw: dict[str, Any]) -> bool:
-    """Whether a config.json is of the original, and not of a model of transformers' with a similar name."""
+    """Whether a config.json is of the original LLaVA; transformers has a model with a similar name."""
     return "mm_vision_tower" in raw or str(raw.get("model_type")) in ("llava_llama", "llava_mpt", "llava_mistral")
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What an original's configuration says of its projector and its features."""
+    """Projector and vision feature settings in an original's config.json."""
 
     projector_type: str
     select_layer: int
@@ -50,7 +50,7 @@ class Selection:
 
 
 def read_selection(raw: dict[str, Any], folder: Path) -> Selection:
-    """As the original would take it.
+    """Read projector and vision feature settings as the original does.
 
     Raises:
         ModelError: it is a model that we do not have, or does not say its layer.
@@ -86,7 +86,7 @@ def check_supported(raw: dict[str, Any], folder: Path) -> None:
 
 
 def check_agrees(raw: dict[str, Any], cfg: ModelConfig, folder: Path) -> None:
-    """What the original's configuration says of projector and features is what this one does with them.
+    """Check that an original's config.json has the projector and features of this configuration.
 
     Raises:
         ConfigError: it is not; the message has the key and both values.
@@ -118,7 +118,7 @@ def check_agrees(raw: dict[str, Any], cfg: ModelConfig, folder: Path) -> None:
 
 
 def language_config(raw: dict[str, Any]) -> PretrainedConfig:
-    """The language model's configuration: its fields are on the top level."""
+    """Configuration of the language model, whose fields are at the top level."""
     fields = {key: raw[key] for key in (*LANGUAGE_KEYS, "rope_theta", "pretraining_tp") if key in raw}
     if raw.get("rope_scaling") is not None:
         fields["rope_scaling"] = dict(raw["rope_scaling"])  # transformers writes into it
@@ -128,7 +128,7 @@ def language_config(raw: dict[str, Any]) -> PretrainedConfig:
 def original_config(
     language: PretrainedConfig, features: int, cfg: ModelConfig, tower: str, max_length: int
 ) -> dict[str, Any]:
-    """A config.json for a model that did not come from the original.
+    """Build the original's config.json for a model that was not read from one.
 
     Args:
         features: width of the tower.
@@ -163,7 +163,7 @@ def original_config(
 
 
 def rope(language: PretrainedConfig) -> dict[str, Any]:
-    """Rotary fields as transformers 4 has them.
+    """Rotary embedding fields in the form of transformers 4.
 
     Raises:
         ModelError: the Llama of the original's transformers has no such model.
@@ -185,13 +185,14 @@ def rope(language: PretrainedConfig) -> dict[str, Any]:
 
 
 def known_tower(vision: PretrainedConfig) -> str | None:
-    """The name of LLaVA 1.5's tower, where a configuration describes it."""
+    """Hub name of LLaVA 1.5's vision tower if the configuration describes it, else None."""
     same = isinstance(vision, CLIPVisionConfig) and all(getattr(vision, k) == v for k, v in CLIP_336.items())
     return "openai/clip-vit-large-patch14-336" if same else None
 
 
 def generation_config(given: dict[str, Any]) -> dict[str, Any]:
-    """One that transformers saves again: Vicuna's sampling values without `do_sample` fail its check (LLaVA#1144)."""
+    """A generation config that transformers can save: Vicuna's has sampling values without `do_sample`, which its check
+    refuses (LLaVA#1144)."""
     if given.get("do_sample"):
         return given
     return {k: v for k, v in given.items() if k not in ("temperature", "top_p", "top_k", "typical_p")}

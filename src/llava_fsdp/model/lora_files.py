@@ -1,4 +1,4 @@
-"""Adapters in files: of peft, of the original LLaVA, and ours, which both load.
+"""Read adapter folders written by peft, by the original LLaVA, and by us (which both can load).
 
 A folder holds `adapter_config.json` and `adapter_model.safetensors` (or `.bin`), peft's, and what else was trained in
 `non_lora_trainables.safetensors` or `.bin` (LLaVA train.py:974-984): the projector, biases.
@@ -29,34 +29,34 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 OTHERS_FILES = ("non_lora_trainables.safetensors", "non_lora_trainables.bin")
 FOLDER = "adapter"
-"""In a run, and in each of its checkpoints."""
+"""Name of the adapter's folder in a run and in each of its checkpoints."""
 TOWER = "vision_tower."
 OTHER_MEANINGS = (
     "rank_pattern", "alpha_pattern", "fan_in_fan_out", "modules_to_save", "layer_replication", "lora_bias",
     "use_qalora", "trainable_token_indices", "target_parameters", "alora_invocation_tokens",
 )  # fmt: skip
-"""Of peft's keys: those with which the weights are not, or not all, what is read here."""
+"""Keys of peft's adapter_config.json with which the weights mean something that is not supported."""
 OTHER_BASES = ("pissa", "olora", "corda", "loftq")
-"""Of peft's ways to begin: those that take something out of the base's weights first."""
+"""peft's `init_lora_weights` values that change the base's weights first."""
 NAMED = 8
-"""Modules in a message."""
+"""Most modules that a message names."""
 
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """An adapter as it was found; nothing is read of its tensors yet."""
+    """An adapter folder; its tensors have not been read."""
 
     folder: Path
     settings: dict[str, Any]
-    """adapter_config.json"""
+    """Contents of adapter_config.json."""
     lora: LoraConfig
-    """The same in our terms, as far as it changes what the weights mean."""
+    """The LoRA settings that determine what the weights mean."""
     tensors: dict[str, StoredTensor]
-    """All, by the names of our parameters."""
+    """All tensors by the names of our parameters."""
 
     @property
     def modules(self) -> list[str]:
-        """That have adapters."""
+        """Names of the modules that have adapters."""
         return sorted({module_of(name) for name in self.tensors if is_adapter(name)})
 
 
@@ -65,12 +65,12 @@ def is_adapter_folder(folder: Path) -> bool:
 
 
 def adapter_folders(name: str) -> tuple[Path, Path]:
-    """Where an adapter of this name may be, whether or not it is there."""
+    """Folders where an adapter of this name may be; they need not exist."""
     return Path(name), Path(name) / FOLDER
 
 
 def find_adapter(name: str, key: str) -> Path:
-    """The adapter's own folder; a run stands for what it saved at its end.
+    """Find the folder of an adapter; a run's folder stands for its final adapter.
 
     Raises:
         ConfigError: there is none.
@@ -87,7 +87,8 @@ def find_adapter(name: str, key: str) -> Path:
 
 
 def open_adapter(folder: Path) -> AdapterFolder:
-    """
+    """Open an adapter folder.
+
     Raises:
         ModelError: it is no LoRA adapter, a file of it is missing or damaged, or it adapts what has no adapters here.
     """
@@ -110,8 +111,8 @@ def open_adapter(folder: Path) -> AdapterFolder:
 
 
 def check_meaning(folder: Path, lora: LoraConfig) -> None:
-    """Where our notes say how the adapter was trained, adapter_config.json says the same: its path of the base may be
-    corrected, and what the weights mean may not.
+    """Check that adapter_config.json agrees with our notes on how the adapter was trained. A user may correct the path
+    of the base model, but nothing that changes the meaning of the weights.
 
     Raises:
         ModelError: it says something else.
@@ -127,7 +128,7 @@ def check_meaning(folder: Path, lora: LoraConfig) -> None:
 
 
 def check_kind(settings: dict[str, Any], folder: Path) -> None:
-    """Raises ModelError where weights would mean something else than LoRA with one rank and one scale for all."""
+    """Raise ModelError unless the weights are plain LoRA with one rank and one scale for all modules."""
     kind = settings.get("peft_type")
     if kind != "LORA":
         raise ModelError(f"{folder} is a {kind} adapter; only LoRA is read")
@@ -143,7 +144,8 @@ def check_kind(settings: dict[str, Any], folder: Path) -> None:
 
 
 def read_lora(settings: dict[str, Any], folder: Path) -> LoraConfig:
-    """
+    """Read the LoRA settings.
+
     Raises:
         ModelError: rank or scale are none; the message has the key and its value.
     """
@@ -166,7 +168,7 @@ def read_lora(settings: dict[str, Any], folder: Path) -> LoraConfig:
 
 
 def started_from(found: AdapterFolder, model: nn.Module, cfg: LoraConfig) -> dict[str, StoredTensor]:
-    """What a training goes on from: every adapter of this model, and what else was trained beside them.
+    """Initial values for a training that starts from an adapter: every adapter, and other weights trained with them.
 
     Raises:
         ConfigError: the configuration has another rank or scale.
@@ -195,8 +197,8 @@ def started_from(found: AdapterFolder, model: nn.Module, cfg: LoraConfig) -> dic
 
 
 def check_strangers(found: AdapterFolder, names: set[str]) -> None:
-    """An adapter of a module that has none here may go only where it does nothing: the original puts some into towers
-    that run without gradients, and their B is still 0.
+    """Check adapters of modules that have none in this model: they may be ignored only if B is 0, so that they do
+    nothing. The original adds such adapters to vision towers that run without gradients.
 
     Raises:
         ModelError: it would be lost.
@@ -215,7 +217,7 @@ def check_strangers(found: AdapterFolder, names: set[str]) -> None:
 
 
 def without_idle_tower(found: AdapterFolder) -> AdapterFolder:
-    """The adapter without what the original put into a tower that never learnt (LLaVA#1647)."""
+    """The adapter without the original's untrained adapters of the vision tower (LLaVA#1647)."""
     idle = {module for module in unchanged_modules(found.tensors) if module.startswith(TOWER)}
     if not idle:
         return found
@@ -232,7 +234,7 @@ def say_left_out(folder: Path, modules: set[str]) -> None:
 
 
 def check_fits(found: AdapterFolder, shapes: Mapping[str, tuple[int, ...]], base: str) -> None:
-    """An adapter is for a model of these shapes.
+    """Check that an adapter fits a model with these parameter shapes.
 
     Args:
         shapes: of the base's parameters, by name.
@@ -274,7 +276,7 @@ def unchanged_modules(tensors: Mapping[str, Any]) -> list[str]:
 
 
 def check_changed(tensors: Mapping[str, Any], what: str, cure: str) -> None:
-    """An adapter has learnt something; of modules that have not, a warning.
+    """Check that training changed an adapter; warn of modules that it did not change.
 
     Args:
         tensors: where an adapter's parameters are, by their names.

@@ -1,4 +1,4 @@
-"""Where a model's parts come from: folders, hub names, and what their configurations say."""
+"""Find a model's parts (folders or hub names) and read their configurations."""
 
 import re
 from dataclasses import dataclass
@@ -21,28 +21,28 @@ PACKAGE = "package:"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILES = ["*.json", "*.model", "*.safetensors", "*.bin", "*.jinja", "*.txt"]
 CHECKPOINT_FILE = "manifest.json"
-"""Every checkpoint of a run has it."""
+"""File in every checkpoint of a run, by which its folder is recognized."""
 EXPORT = "export"
 MOST = {
     "hidden_size": 1 << 17, "intermediate_size": 1 << 20, "num_hidden_layers": 1 << 10, "num_attention_heads": 1 << 12,
     "num_key_value_heads": 1 << 12, "vocab_size": 1 << 24, "max_position_embeddings": 1 << 26, "image_size": 1 << 13,
     "patch_size": 1 << 10, "num_channels": 1 << 8,
 }  # fmt: skip
-"""Most that a model's config.json may say: far beyond any that exists."""
+"""Largest sizes accepted from a model's config.json, far beyond any existing model."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """A model's folders, and the configurations that say its shapes."""
+    """A model's folders, and the configurations that give its shapes."""
 
     language_folder: Path
-    """Holds the tokenizer and, without `whole`, the language model's weights."""
+    """Folder of the tokenizer and, without `whole`, of the language model's weights."""
     vision_folder: Path
-    """Holds the preprocessor and, without `whole`, the tower's weights."""
+    """Folder of the preprocessor and, without `whole`, of the vision tower's weights."""
     language: PretrainedConfig
     vision: PretrainedConfig
     whole: Path | None
-    """A folder with all weights (`model.checkpoint`)."""
+    """Folder with all weights (`model.checkpoint`); None if the parts are given one by one."""
 
 
 def find_parts(cfg: ModelConfig) -> Parts:
@@ -76,7 +76,7 @@ def find_parts(cfg: ModelConfig) -> Parts:
 
 
 def artifacts_of(parts: Parts, projector: Path | None, cfg: ModelConfig) -> list[Path]:
-    """All that a model's weights, tokenizer and preprocessing are read from: folders, and maybe a projector's file.
+    """All folders and files that weights, tokenizer and preprocessing are read from.
 
     Args:
         projector: as `find_projector` has found it.
@@ -88,7 +88,7 @@ def artifacts_of(parts: Parts, projector: Path | None, cfg: ModelConfig) -> list
 
 
 def refuse_unread_weights(folders: dict[str, Path]) -> None:
-    """A folder with weights is not given for its configuration alone."""
+    """Raise ConfigError if a folder has weights and only its configuration would be read."""
     for key, folder in folders.items():
         if any((folder / name).is_file() for name in WHOLE_MODEL):
             raise ConfigError(
@@ -98,9 +98,8 @@ def refuse_unread_weights(folders: dict[str, Path]) -> None:
 
 
 def original_parts(folder: Path, raw: dict, cfg: ModelConfig) -> Parts:
-    """The original's folders: language model fields on the top level, and a tower that is only named.
-
-    Ours have a copy of the tower's configuration beside the weights.
+    """Parts of a folder of the original LLaVA: language model fields at the top level of config.json, the vision tower
+    given by name only. Folders that we wrote have the tower's configuration too.
     """
     with foreign(f"model.checkpoint={folder}: its config.json is damaged"):
         check_agrees(raw, cfg, folder)
@@ -113,7 +112,7 @@ def original_parts(folder: Path, raw: dict, cfg: ModelConfig) -> Parts:
 
 
 def read_llava_config(folder: Path, key: str) -> Any:
-    """A LlavaConfig; transformers' own types do not admit what its fields hold.
+    """Read a LlavaConfig. The types in transformers are narrower than the values of its fields, hence the casts.
 
     Raises:
         ModelError: it is another model, or has a projector or features that ours has not.
@@ -134,7 +133,7 @@ def read_llava_config(folder: Path, key: str) -> Any:
 
 
 def check_selection(config: Any, cfg: ModelConfig, folder: Path) -> None:
-    """The checkpoint was trained on the same tower features as this configuration selects."""
+    """Check that the checkpoint was trained on the vision features that this configuration selects."""
     strategy = "default" if cfg.select_feature is Feature.patch else "full"
     theirs = {
         "model.select_layer": config.vision_feature_layer,
@@ -153,9 +152,8 @@ def check_selection(config: Any, cfg: ModelConfig, folder: Path) -> None:
 
 
 def trained_vocabulary(folder: Path, config: Any) -> int:
-    """Vocabulary rows that were trained: exports pad with the image tag, a padding token and up to 64 rows.
-
-    A row too many would take part in every softmax, so they are cut on the way back.
+    """Number of trained rows of the vocabulary. Exports add rows for the image tag and a padding token, and pad to a
+    multiple of 64; an added row would take part in every softmax, so they are dropped when read back.
     """
     notes = read_notes(folder)
     if notes:
@@ -174,13 +172,13 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def vision_config(config: PretrainedConfig) -> PretrainedConfig:
-    """A tower's configuration, alone or within a CLIP or SigLIP model's."""
+    """Configuration of a vision tower, given alone or inside that of a CLIP or SigLIP model."""
     return getattr(config, "vision_config", None) or config
 
 
 def resolve(name: str, key: str) -> Path:
-    """A folder: shipped with the package, on this machine, or downloaded from the hub. Of one that we wrote the small
-    files are compared with its notes, and the sizes of all; `intact.check_artifacts` reads the weights too.
+    """Find a folder: shipped with the package, on this machine, or downloaded from the hub. For a folder that we wrote,
+    small files are compared with their digests and all files with their sizes; `check_artifacts` reads the weights too.
 
     Raises:
         ConfigError: it is none of these.
@@ -224,7 +222,7 @@ def download(name: str, key: str) -> Path:
 
 
 def resolve_model(name: str, key: str) -> Path:
-    """A folder with a whole model; a run's folder stands for its export."""
+    """Find a folder with a whole model; a run's folder stands for its export."""
     folder = Path(name)
     if (folder / EXPORT / "config.json").is_file() or read_notes(folder / EXPORT):
         return resolve(str(folder / EXPORT), key)
@@ -247,7 +245,7 @@ def resolve_model(name: str, key: str) -> Path:
 
 
 def read_config(folder: Path, key: str) -> PretrainedConfig:
-    """A model folder's configuration.
+    """Read the configuration of a model folder.
 
     Raises:
         ModelError: the folder has none, or transformers does not know it.
@@ -262,7 +260,7 @@ def read_config(folder: Path, key: str) -> PretrainedConfig:
 
 
 def check_sizes(config: Any, folder: Path) -> None:
-    """Raises ModelError where a size is none that a model can have: building it would fail elsewhere, or never end."""
+    """Raise ModelError for a size that no model can have: building it would fail elsewhere or never end."""
     for own in (config, getattr(config, "text_config", None), getattr(config, "vision_config", None)):
         for name, most in MOST.items():
             value = getattr(own, name, None)
@@ -273,7 +271,7 @@ def check_sizes(config: Any, folder: Path) -> None:
 
 
 def read_json(path: Path, what: str) -> dict:
-    """A JSON object of a model folder.
+    """Read a JSON object of a model folder.
 
     Raises:
         ModelError: it is none, or names code that would come with the model.
@@ -287,7 +285,7 @@ def read_json(path: Path, what: str) -> dict:
 
 
 def find_projector(cfg: Config) -> Path | None:
-    """Where the projector to start from lies; None where it is drawn, or comes with `model.checkpoint`.
+    """Path of the projector to start from; None if it is initialized at random or part of `model.checkpoint`.
 
     Raises:
         ConfigError: there is none, or it belongs to another model; the message has the command that makes one.

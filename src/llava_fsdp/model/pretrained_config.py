@@ -1,4 +1,4 @@
-"""The `model` part of a configuration, for a model folder as it is."""
+"""Derive the `model` part of a configuration from a model folder."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from llava_fsdp.runtime.safe_load import foreign
 
 
 def read_model(folder: Path, language: str | None, vision: str | None) -> ModelConfig:
-    """The `model` part of a configuration, for a folder of ours, transformers' or the original's as it is.
+    """The `model` part of a configuration for a folder written by us, by transformers or by the original LLaVA.
 
     Args:
         language: the language model, for a folder that holds a projector alone.
@@ -57,7 +57,7 @@ def read_model(folder: Path, language: str | None, vision: str | None) -> ModelC
 
 
 def read_base(found: AdapterFolder, base: str | None, vision: str | None) -> ModelConfig:
-    """The `model` part of a configuration, for what an adapter is for, without the adapter.
+    """The `model` part of a configuration for the base model of an adapter.
 
     Args:
         base: a language model or a whole LLaVA model; None: what the adapter's files say.
@@ -98,14 +98,14 @@ def read_base(found: AdapterFolder, base: str | None, vision: str | None) -> Mod
 
 
 def on_base(cfg: ModelConfig, folder: Path) -> ModelConfig:
-    """The same on another base: a whole model, or a language model."""
+    """The same configuration on another base: a whole model, or a language model."""
     whole = is_whole(folder)
     checkpoint, language = (str(folder), cfg.language) if whole else (None, str(folder))
     return replace(cfg, checkpoint=checkpoint, language=language, random_weights=False)
 
 
 def said_base(found: AdapterFolder) -> Path:
-    """The base that peft's file names.
+    """The base model that peft's file names.
 
     Raises:
         ConfigError: it names none, or none that is here.
@@ -122,13 +122,13 @@ def said_base(found: AdapterFolder) -> Path:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a folder is of a LLaVA model, and not of a language model alone."""
+    """Whether a folder holds a whole LLaVA model rather than a language model."""
     raw = read_json(folder / "config.json", f"base={folder}")
     return is_original(raw) or raw.get("model_type") == "llava"
 
 
 def find_tower(raw: dict, folder: Path) -> str:
-    """The tower that an original's folder names: a folder, also one beside it, or a hub name."""
+    """Find the vision tower that an original's folder names: a folder, possibly beside it, or a hub name."""
     name = str(raw.get("mm_vision_tower") or raw.get("vision_tower") or "")
     if (folder / TOWER / "config.json").is_file() or (name and Path(name).is_dir()):
         return name

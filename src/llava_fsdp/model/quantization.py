@@ -29,18 +29,18 @@ from llava_fsdp.runtime.errors import ConfigError, ModelError
 
 BITS = {Quantizer.nf4: 4, Quantizer.fp4: 4, Quantizer.int8: 8}
 BLOCK = 64
-"""Weights that share a scale in 4 bits (QLoRA, arXiv 2305.14314, section 3)."""
+"""Number of 4-bit weights that share a scale (QLoRA, arXiv 2305.14314, section 3)."""
 NESTED_BLOCK = 256
-"""Scales that share a scale with `model.quantize.double`."""
+"""Number of scales that share a second scale with `model.quantize.double`."""
 CODES = 256
-"""Values of the 8-bit code of these scales."""
+"""Number of values of the 8-bit code of these scales."""
 OLDEST = (6, 0)
-"""Compute capability that bitsandbytes has 4-bit kernels for (its installation guide)."""
+"""Least CUDA compute capability of bitsandbytes' 4-bit kernels (its installation guide)."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How a weight's bits are to be read."""
+    """How the bits of a quantized weight are stored."""
 
     quantizer: Quantizer
     double: bool
@@ -49,12 +49,12 @@ class Packing:
 
     @property
     def numel(self) -> int:
-        """Weights."""
+        """Number of weights."""
         return self.out_features * self.in_features
 
     @property
     def statistics(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and dtypes of what it is unpacked with, by name."""
+        """Name -> shape and dtype of the buffers that are needed to unpack a weight."""
         if self.quantizer is Quantizer.int8:
             return {"scales": ((self.out_features,), torch.float32)}
         blocks = math.ceil(self.numel / BLOCK)
@@ -69,7 +69,7 @@ class Packing:
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer with a packed weight [elements, 1], of the compute dtype, and buffers that it is unpacked with."""
+    """Linear layer with a quantized weight [elements, 1] of the compute dtype, and the buffers that unpack it."""
 
     def __init__(self, linear: nn.Linear, cfg: QuantizeConfig, dtype: torch.dtype):
         """
@@ -94,22 +94,22 @@ class QuantizedLinear(nn.Module):
         self.statistics_bytes = sum(tensor.nbytes for tensor in self.statistics)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] -> [..., out_features]"""
+        """Multiply: [..., in_features] -> [..., out_features]."""
         return UnpackedProduct.apply(x, self.weight, self.bias, self.packing, *self.statistics)
 
     @property
     def statistics(self) -> list[torch.Tensor]:
-        """What the weight is unpacked with, on every rank."""
+        """The buffers that unpack the weight; whole on every rank."""
         return [getattr(self, name) for name in self.packing.statistics]
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the weight that is packed."""
+        """Shape of the weight before quantization."""
         return self.out_features, self.in_features
 
     @torch.no_grad()
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Quantise a weight where the statistics lie, and set them.
+        """Quantize a weight on the device of the buffers, and set the buffers.
 
         Args:
             weight: [out_features, in_features], on any device and in any dtype; rounded to the compute dtype first, as
@@ -128,7 +128,7 @@ class QuantizedLinear(nn.Module):
 
     @torch.no_grad()
     def draw_scales(self, scale: float) -> None:
-        """Statistics with which any bits are weights of at most `scale`: where shapes matter and values do not."""
+        """Set buffers so that any bits unpack to weights of at most `scale`, for runs in which only shapes matter."""
         for name, tensor in zip(self.packing.statistics, self.statistics, strict=True):
             is_scale = name in ("scales", "offset") or (name == "absmax" and not self.packing.double)
             tensor.fill_(scale if is_scale else 0)
@@ -138,7 +138,7 @@ class QuantizedLinear(nn.Module):
 
 
 class UnpackedProduct(torch.autograd.Function):
-    """x W^T + b for a packed W, unpacked again for the gradient: its bits alone wait from forward to backward."""
+    """x W^T + b for a quantized W, which is unpacked again for the gradient so that only its bits are kept."""
 
     @staticmethod
     def forward(
@@ -163,7 +163,8 @@ class UnpackedProduct(torch.autograd.Function):
 
 
 def packed_of(packing: Packing, weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """
+    """Quantize a weight.
+
     Args:
         weight: [out_features, in_features]
 
@@ -199,7 +200,7 @@ def packed_of(packing: Packing, weight: torch.Tensor, dtype: torch.dtype) -> tup
 
 
 def unpacked(packing: Packing, packed: torch.Tensor, statistics: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[out_features, in_features], in the dtype of the packed weight."""
+    """The weight [out_features, in_features], unpacked, in the dtype of the packed one."""
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
     shape = torch.Size((packing.out_features, packing.in_features))
@@ -217,7 +218,7 @@ def unpacked(packing: Packing, packed: torch.Tensor, statistics: Sequence[torch.
 
 
 def quantize_layers(model: nn.Module, names: list[str], cfg: QuantizeConfig, dtype: torch.dtype) -> None:
-    """Replace linear layers of a meta-device model, in place; their parameters keep their names.
+    """Replace linear layers of a meta-device model by quantized ones, in place; parameters keep their names.
 
     Args:
         names: by full path; of one that has an adapter, the adapted layer.
@@ -245,12 +246,12 @@ def quantize_layers(model: nn.Module, names: list[str], cfg: QuantizeConfig, dty
 
 
 def quantized_weights(model: nn.Module) -> dict[str, QuantizedLinear]:
-    """The layers with a packed weight, by the weight's name."""
+    """Name of the weight -> layer, for all quantized layers."""
     return {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, QuantizedLinear)}
 
 
 def weight_shape(model: nn.Module, name: str) -> tuple[int, ...]:
-    """A parameter's shape; of a packed one, that of the weight that is packed."""
+    """Shape of a parameter; of a quantized one, the shape before quantization."""
     module, _, leaf = name.rpartition(".")
     parent = model.get_submodule(module)
     if isinstance(parent, QuantizedLinear) and leaf == "weight":
@@ -259,7 +260,8 @@ def weight_shape(model: nn.Module, name: str) -> tuple[int, ...]:
 
 
 def check_quantizer(cfg: QuantizeConfig, device: torch.device) -> None:
-    """
+    """Check that quantization works on this device.
+
     Raises:
         ConfigError: bitsandbytes is not installed, or has nothing for this device.
     """
@@ -284,7 +286,7 @@ def check_quantizer(cfg: QuantizeConfig, device: torch.device) -> None:
 
 
 def import_bitsandbytes(mode: Quantizer) -> Any:
-    """Raises ConfigError where it is not installed. It takes seconds, so only those who quantise import it."""
+    """Import bitsandbytes, or raise ConfigError if it is not installed. Takes seconds, so not at the top."""
     try:
         import bitsandbytes
     except ImportError as error:
