@@ -1,5 +1,4 @@
-"""Command that writes an HTML report of one run, or a comparison of several: `python -m llava_fsdp.report
-outputs/finetune`.
+"""Write an HTML report of one run or a comparison of several: `python -m llava_fsdp.report outputs/finetune`.
 
 Reads the files in a training's output folder, whether the training is going on, has ended or was killed. Imports
 neither torch nor transformers.

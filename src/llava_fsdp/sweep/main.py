@@ -1,5 +1,4 @@
-"""Command that runs several trainings with different settings: `python -m llava_fsdp.sweep -m stage=finetune
-optim.lr=1e-5,2e-5`.
+"""Run several trainings with different settings: `python -m llava_fsdp.sweep -m stage=finetune optim.lr=1e-5,2e-5`.
 
 Hydra composes the jobs and its launcher starts them; each job is a torchrun of its own. Several jobs in one process
 group do not work: the second finds the first job's addresses in torchrun's store, and hangs. Imports neither torch nor
