@@ -1,4 +1,5 @@
-"""Activation checkpointing: what is kept from the forward pass, and what runs again in the backward pass.
+"""Activation checkpointing: what blocks keep from the forward pass, and what they compute again in the backward
+pass.
 
 All modes but `budget` give the bits of `none` if blocks are not compiled: the same operations run again on the same
 inputs and with the same random numbers. All modes use torch's non-reentrant checkpoint, so that inputs need not
@@ -31,7 +32,7 @@ KEPT = (
     "torch_attn::_varlen_attn", "torch_attn::_varlen_attn_out", "flash_attn::_flash_attn_varlen_forward",
     "llava_fsdp::each_alone",
 )  # fmt: skip
-"""The table of operations whose results `selective` keeps."""
+"""Names of the operations whose results `selective` activation checkpointing keeps."""
 
 
 def apply_activation_checkpointing(
@@ -41,7 +42,8 @@ def apply_activation_checkpointing(
     count: Compilations | None = None,
     one_row: bool = False,
 ) -> None:
-    """Wrap every block of every stack in place, and compile those of the first stack, the language model's.
+    """Wrap every block of every stack in place for activation checkpointing, and compile the language model's blocks
+    (the first stack).
 
     A compiled block is inside its checkpoint. With `selective` it is outside: the compiler removes the single
     operations by which `selective` chooses what is kept, so that it must do the choosing.
@@ -72,14 +74,15 @@ def apply_activation_checkpointing(
 
 
 def clean_name(name: str) -> str:
-    """Remove from a name what activation checkpointing adds to it."""
+    """Remove from a parameter or module name the prefixes that activation checkpointing adds."""
     return name.replace(WRAPPED, "")
 
 
 def keep_products_and_attention(
     context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    """Keep what `KEPT` names. Attention with dropout runs again, or later operations would draw its random numbers."""
+    """Decide for `selective` checkpointing to keep an operation's result if `KEPT` names it. Attention with dropout
+    runs again, or later operations would draw its random numbers."""
     named = isinstance(operation, torch._ops.OpOverload) and operation._schema.name in KEPT
     if named and not has_dropout(operation, args, kwargs):
         return CheckpointPolicy.MUST_SAVE

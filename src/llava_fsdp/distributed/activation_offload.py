@@ -21,24 +21,24 @@ from torch.utils.checkpoint import checkpoint
 
 
 class HostInputs:
-    """Saved-tensor hooks that move inputs of blocks to the host, and fetch each one block ahead."""
+    """Saved-tensor hooks that copy the inputs of blocks to host memory, and fetch each one a block ahead of its use."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.on_cuda = device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None
         self._last: weakref.ref[Away] | None = None
-        """The input that was sent last. Its device memory is still held, since its copy may be under way."""
+        """The most recently offloaded input. Its device memory is still held, since its copy may be under way."""
 
     @property
     def stream(self) -> torch.cuda.Stream:
-        """Made when first needed, because the device may not exist before."""
+        """The CUDA stream for copies, created when first needed, because the device may not exist before."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         return self._stream
 
     def pack(self, tensor: torch.Tensor) -> Away | torch.Tensor:
-        """Begin to copy a block's input to the host; other tensors stay where they are."""
+        """Begin to copy a block's input to host memory; tensors that are not activations are returned unchanged."""
         if not tensor.is_floating_point() or not tensor.is_contiguous() or isinstance(tensor, nn.Parameter):
             return tensor
         before = self._last() if self._last is not None else None
@@ -53,21 +53,21 @@ class HostInputs:
 
 
 class Away:
-    """A tensor on the host, and on the device until it is copied and again when it is needed."""
+    """A tensor in host memory, which is on the device too until it is copied, and again when it is needed."""
 
     def __init__(self, owner: HostInputs, tensor: torch.Tensor, before: Away | None):
         self.owner = owner
         self.before = weakref.ref(before) if before is not None else None
         self.here: torch.Tensor | None = tensor
         self.done: torch.Event | None = None
-        """Recorded after the last copy, in either direction."""
+        """Event recorded after the latest copy, in either direction; None if nothing waits for a copy."""
         self.host = torch.empty_like(tensor, device="cpu", pin_memory=owner.on_cuda)
         self.copy(self.host, tensor)
         if not owner.on_cuda:
             self.here = None
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy on the side stream, after all work that is queued on the main stream now."""
+        """Copy a tensor on the side stream, after all work that is queued on the main stream now."""
         if not self.owner.on_cuda:
             to.copy_(source)
             return
@@ -78,24 +78,26 @@ class Away:
             self.done = stream.record_event()
 
     def wait(self) -> None:
-        """Let the main stream wait for the copy before its next work."""
+        """Let the main stream wait for the latest copy before its next work."""
         if self.done is not None:
             torch.cuda.current_stream(self.owner.device).wait_event(self.done)
             self.done = None
 
     def release(self) -> None:
-        """Free the device memory. Only later work of the main stream can reuse it, which waits for the copy."""
+        """Free the tensor's device memory. Only later work of the main stream, which waits for the copy, can reuse
+        it."""
         self.wait()
         self.here = None
 
     def fetch(self) -> None:
-        """Begin to copy it back. Its memory belongs to the main stream, so that it is freed without further waiting."""
+        """Begin to copy the tensor back to the device. Its memory belongs to the main stream, so freeing it needs no
+        waiting."""
         if self.here is None:
             self.here = torch.empty_like(self.host, device=self.owner.device, pin_memory=False)
             self.copy(self.here, self.host)
 
     def back(self) -> torch.Tensor:
-        """The tensor on the device; the previous block's input is fetched meanwhile."""
+        """Return the tensor on the device, and begin to fetch the previous block's input."""
         self.fetch()
         self.wait()
         tensor, self.here = self.here, None
@@ -107,7 +109,7 @@ class Away:
 
 
 class BlockFromHost(ActivationWrapper):
-    """A block that keeps its input on the host and runs again from it."""
+    """Wraps a block so that its input is kept in host memory, from which the block runs again in the backward pass."""
 
     def __init__(self, block: nn.Module, host: HostInputs):
         super().__init__(block)

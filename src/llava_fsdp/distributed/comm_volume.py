@@ -23,7 +23,7 @@ COLLECTIVES = {name: kind for kind, names in OPERATIONS.items() for name in name
 
 
 class Traffic:
-    """By kind of collective: their number, their bytes, and the bytes that a rank sends.
+    """Number and bytes of the collectives of each kind, and the bytes that a rank sends in them.
 
     `bytes` is the whole tensor: the output of an all-gather, the input of a reduce-scatter or an all-reduce. `sent` is
     what each of n ranks sends in a ring: (n - 1) / n of it, twice that for an all-reduce. A collective of one rank
@@ -42,7 +42,7 @@ class Traffic:
 
 
 class CollectiveBytes(TorchDispatchMode):
-    """Counts the collectives that are issued while it is active.
+    """Dispatch mode that counts the collectives issued while it is active.
 
     Raises:
         AssertionError: a collective is not in the table.
@@ -71,7 +71,7 @@ class CollectiveBytes(TorchDispatchMode):
 
 
 def ranks_of(func: Any, args: tuple) -> int:
-    """How many ranks take part in a collective."""
+    """Number of ranks that take part in a collective."""
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.name == "process_group":
             return dist.ProcessGroup.unbox(value).size()

@@ -20,19 +20,19 @@ from llava_fsdp.config import AUTO, ActivationCheckpointing, Attention, Config
 from llava_fsdp.runtime.errors import ConfigError
 
 WARM_UP = 5
-"""The first steps of a process, in which compilations are expected."""
+"""Number of first steps of a process in which compilations are expected."""
 
 
 @dataclass(frozen=True)
 class Compiling:
-    """Whether blocks are compiled, and why."""
+    """Whether blocks are compiled, and the reason."""
 
     on: bool
     reason: str
 
 
 def choose_compiling(cfg: Config, device: torch.device, attention: Attention | None) -> Compiling:
-    """Decide whether to compile: as `compile=` says, or what is best on this machine.
+    """Decide whether to compile blocks: as `compile=` says, or for `auto` what is best on this machine.
 
     Args:
         attention: the kernel for packed rows; None if rows are padded.
@@ -69,12 +69,13 @@ def choose_compiling(cfg: Config, device: torch.device, attention: Attention | N
 
 
 def is_cut(mode: ActivationCheckpointing, attention: Attention | None) -> bool:
-    """Whether blocks must compile as one graph (`selective`) and cannot, as SDPA runs one sample at a time."""
+    """Whether `selective` checkpointing needs blocks as one graph, but SDPA, running one sample at a time, splits
+    the graph."""
     return mode is ActivationCheckpointing.selective and attention is Attention.sdpa
 
 
 def check_compiler(device: torch.device, setting: str) -> None:
-    """Raises ConfigError, naming the setting that needs it, if torch.compile cannot work."""
+    """Raise ConfigError, naming the setting that needs torch.compile, if torch.compile cannot work here."""
     lack = compiler_missing(device)
     if lack is not None:
         other = "compile=auto" if setting.startswith("compile") else "activation_checkpointing=selective"
@@ -102,14 +103,14 @@ def compiler_missing(device: torch.device) -> str | None:
 
 
 def is_of_compiler(error: BaseException) -> bool:
-    """Whether an error is of torch.compile itself, and not of the compiled code."""
+    """Whether an error comes from torch.compile itself, not from the compiled code."""
     from torch._dynamo.exc import TorchDynamoException
 
     return isinstance(error, TorchDynamoException)
 
 
 class Compilations:
-    """The number of graphs that were compiled in this process, counted in torch.compile's backend.
+    """Counts the graphs that torch.compile has compiled in this process.
 
     After eight compilations of a block Dynamo runs it uncompiled, and only logs that. Compilations after the warm-up
     show the problem earlier.
@@ -121,7 +122,7 @@ class Compilations:
         self._expected = 0
 
     def after_step(self) -> int:
-        """Call it once a step. Returns the number of graphs that were compiled after the warm-up."""
+        """Return the number of graphs compiled after the warm-up; call this once a step."""
         self._steps += 1
         if self._steps <= WARM_UP:
             self._expected = self.total
@@ -131,7 +132,7 @@ class Compilations:
 def compile_blocks(
     stack: nn.ModuleList, budget: float | None = None, count: Compilations | None = None, one_row: bool = False
 ) -> None:
-    """Compile every block's forward in place, when it first runs.
+    """Replace every block's forward by one that compiles when it first runs, in place.
 
     Only `forward` is compiled, not the call, so that the hooks that `fully_shard` adds later are not compiled. All
     blocks of a class share the compiled code, in which lengths of rows are variables. torch would compile again for
@@ -165,7 +166,8 @@ def run_block(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """A block's forward, compiled only with gradients: torch keeps eight graphs, which a validation must not replace.
+    """Run a block's forward, compiled only while gradients are on: torch keeps eight graphs, which validation must
+    not use up.
 
     Args:
         plain: the uncompiled forward.
@@ -181,7 +183,7 @@ def run_block(
 
 
 def with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls `forward`, with its own code object.
+    """Wrap `forward` in a function that has its own code object.
 
     torch keeps compiled graphs by code object, and transformers has one wrapper for the layers of all models.
     """
@@ -194,7 +196,8 @@ def with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def inductor_with(budget: float | None, count: Compilations) -> Callable[..., Any]:
-    """torch.compile's default backend, with settings that apply only while it compiles."""
+    """A torch.compile backend: the default one (Inductor), with an activation memory budget, counting graphs in
+    `count`."""
 
     def compiled(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         from torch._functorch import config as functorch

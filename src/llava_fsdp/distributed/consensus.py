@@ -1,4 +1,4 @@
-"""Make all ranks agree: an error of one rank is raised on all, and a request of any rank counts for all."""
+"""Make all ranks agree: an error of one rank is raised on all ranks, and a request of any rank counts for all."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Failure = tuple[type[LlavaFsdpError], str]
 
 
 def on_first_rank(action: Callable[[], R], failing: str, group: dist.ProcessGroup | None = None) -> R:
-    """Run something on rank 0, and return its result or raise its error on every rank. A collective.
+    """Run a function on rank 0, and return its result or raise its error on every rank. A collective.
 
     Args:
         failing: what failed, for the message of an error that is not ours.
@@ -41,7 +41,8 @@ def on_first_rank(action: Callable[[], R], failing: str, group: dist.ProcessGrou
 
 
 def on_all_ranks(action: Callable[[], R], failing: str, group: dist.ProcessGroup | None = None) -> R:
-    """Run something on every rank and return this rank's result; if any rank fails, all raise. A collective.
+    """Run a function on every rank and return this rank's result; if it fails on any rank, all ranks raise. A
+    collective.
 
     Raises:
         LlavaFsdpError: the error of the first rank that failed; with several ranks, the message names it.
@@ -62,7 +63,7 @@ def on_all_ranks(action: Callable[[], R], failing: str, group: dist.ProcessGroup
 
 
 def gathered(value: R, group: dist.ProcessGroup | None = None) -> list[R]:
-    """The values of all ranks, on every rank. A collective."""
+    """Gather a value from every rank, on every rank, in rank order. A collective."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -71,7 +72,7 @@ def gathered(value: R, group: dist.ProcessGroup | None = None) -> list[R]:
 
 
 def gathered_on_first(value: R, group: dist.ProcessGroup | None = None) -> list[R]:
-    """The values of all ranks on rank 0; an empty list on other ranks. A collective."""
+    """Gather a value from every rank on rank 0; other ranks get an empty list. A collective."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -80,7 +81,7 @@ def gathered_on_first(value: R, group: dist.ProcessGroup | None = None) -> list[
 
 
 def failure_of(error: Exception, failing: str) -> Failure:
-    """The class and message of an error, to send to the other ranks."""
+    """Convert an error to a class and a message that can be sent to the other ranks."""
     if isinstance(error, LlavaFsdpError):
         return type(error), str(error)
     if isinstance(error, OSError):
@@ -90,22 +91,22 @@ def failure_of(error: Exception, failing: str) -> Failure:
 
 @dataclass(frozen=True)
 class Votes:
-    """Requests of this rank; after `agreed`, the requests of any rank."""
+    """This rank's requests (stop, save, ...) to the run's other ranks."""
 
     stop: bool = False
     save: bool = False
     failed: bool = False
-    """Writing a checkpoint in the background has failed."""
+    """Whether writing a checkpoint in the background has failed."""
     lost: bool = False
-    """The run's folder was deleted or moved; only rank 0 looks."""
+    """Whether the run's folder was deleted or moved; only rank 0 checks this."""
 
     def agreed(self) -> "Votes":
-        """The requests of any rank. A collective."""
+        """Combine the requests of all ranks: each is set if any rank sets it. A collective."""
         return Votes(*any_rank(self.stop, self.save, self.failed, self.lost))
 
 
 def any_rank(*flags: bool) -> tuple[bool, ...]:
-    """Whether any rank has set each flag. A collective; it takes 0.13 ms between two processes on gloo."""
+    """Whether any rank has set each flag. A collective; it takes 0.13 ms between two processes with gloo."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return flags
     votes = torch.tensor(flags, dtype=torch.int32)

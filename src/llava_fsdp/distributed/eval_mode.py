@@ -10,7 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 
 @contextmanager
 def evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Turn off dropout and gradients; afterwards training mode and the random generators are as before."""
+    """Context manager that turns off dropout and gradients; afterwards training mode and random generators are as
+    before."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad():
         model.eval()
@@ -22,7 +23,7 @@ def evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def forget_passes(model: nn.Module) -> None:
-    """Free gathered weights, and clear FSDP's list of the units that ran forward.
+    """Free gathered weights, and clear FSDP's list of the units that ran a forward pass.
 
     FSDP lists every unit that runs forward, also without gradients, until a backward pass ends. Its next backward pass
     would gather the units of the evaluation again.

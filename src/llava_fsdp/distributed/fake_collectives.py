@@ -19,7 +19,7 @@ from llava_fsdp.distributed.comm_volume import Traffic
 
 
 def join_fake(size: int) -> None:
-    """Make a process group of `size` ranks, of which rank 0 alone exists."""
+    """Initialise a fake process group of `size` ranks, of which only rank 0 exists."""
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
 
 
@@ -28,7 +28,8 @@ def is_imagined() -> bool:
 
 
 def imagine_collectives(model: nn.Module, traffic: Traffic) -> None:
-    """Replace the collectives of every FSDP unit by ones that need no other rank, and count their bytes."""
+    """Replace the collectives of every FSDP unit by ones that need no other rank, and count their bytes in
+    `traffic`."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(ImaginedGather(traffic))
@@ -36,7 +37,7 @@ def imagine_collectives(model: nn.Module, traffic: Traffic) -> None:
 
 
 class Allocating:
-    """Allocates a buffer for each call, as FSDP2's own collectives do."""
+    """Base class of simulated collectives: allocates a new buffer for each call, as FSDP2's own collectives do."""
 
     def __init__(self, traffic: Traffic):
         self.traffic = traffic
@@ -46,7 +47,7 @@ class Allocating:
 
 
 class ImaginedGather(Allocating, AllGather):
-    """Gathers this rank's shard as if every other rank held the same."""
+    """A simulated all-gather, as if every other rank held the same shard as this rank."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -59,7 +60,7 @@ class ImaginedGather(Allocating, AllGather):
 
 
 class ImaginedScatter(Allocating, ReduceScatter):
-    """Reduces as if the gradients of all other ranks were zero."""
+    """A simulated reduce-scatter, as if the gradients of all other ranks were zero."""
 
     def __call__(
         self,

@@ -1,4 +1,5 @@
-"""Linear layers that multiply in fp8, and whose weights are gathered in fp8 (torchao's float8 training).
+"""Convert linear layers so that they multiply in fp8 and their weights are gathered in fp8 (torchao's float8
+training).
 
 Tensorwise dynamic scaling: input, weight and gradient of a layer are each scaled by their largest element and cast to
 fp8 (e4m3, gradients e5m2); products are bf16. Masters, their gradients and moments keep their dtypes.
@@ -13,12 +14,12 @@ from torch import nn
 from llava_fsdp.runtime.errors import ConfigError
 
 MULTIPLE = 16
-"""torch's scaled matrix product needs both sizes of a weight to be multiples of this."""
+"""Number that both sizes of a weight must be multiples of for torch's scaled fp8 matrix product."""
 CURE = "choose precision=bf16"
 
 
 def check_fp8(device: torch.device) -> None:
-    """Raises ConfigError if this machine cannot multiply in fp8."""
+    """Raise ConfigError if this machine cannot multiply in fp8."""
     if device.type != "cuda":
         raise ConfigError(f"precision.linear=fp8 needs a CUDA GPU, and this run is on {device.type}; {CURE}")
     major, minor = torch.cuda.get_device_capability(device)
@@ -32,14 +33,16 @@ def check_fp8(device: torch.device) -> None:
 
 
 def fp8_settings(sharded: bool) -> Any:
-    """torchao's settings: gathers in fp8 if sharded; any number of tokens, padded to a multiple of 16."""
+    """torchao's float8 settings: gathers in fp8 if weights are sharded; any number of tokens, padded to a multiple
+    of 16."""
     from torchao.float8 import Float8LinearConfig
 
     return Float8LinearConfig(enable_fsdp_float8_all_gather=sharded, pad_inner_dim=True)
 
 
 def multiply_in_fp8(blocks: nn.ModuleList, sharded: bool) -> None:
-    """Replace the linear layers of a stack of blocks in place, on the meta device. Parameters keep their names.
+    """Replace the linear layers of a stack of blocks by fp8 layers, in place, on the meta device. Parameters keep
+    their names.
 
     Layers with a frozen weight, or with sizes that are not multiples of 16, stay as they are.
 
@@ -59,7 +62,7 @@ def multiply_in_fp8(blocks: nn.ModuleList, sharded: bool) -> None:
 
 
 def weights_in_fp8(blocks: nn.ModuleList) -> set[torch.Tensor]:
-    """The weights that `multiply_in_fp8` would cast; call it before."""
+    """The weights that `multiply_in_fp8` would cast to fp8; call this before it."""
     return {module.weight for module in blocks.modules() if isinstance(module, nn.Linear) and takes_fp8(module)}
 
 
@@ -73,7 +76,8 @@ def takes_fp8(module: nn.Module) -> bool:
 
 
 def prepare_scales(model: nn.Module) -> None:
-    """Compute the scales of all sharded weights in one all-reduce, instead of one for each in the forward pass."""
+    """Compute the fp8 scales of all sharded weights in one all-reduce, instead of one for each weight in the forward
+    pass."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     precompute_float8_dynamic_scale_for_fsdp(model)

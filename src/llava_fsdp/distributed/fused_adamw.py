@@ -1,4 +1,4 @@
-"""Call torch's fused AdamW, after checking its tensors' layout in memory. Nothing else may call it.
+"""Call torch's fused AdamW after checking its tensors' memory layout. No other module may call the fused kernel.
 
 On a CPU the kernel checks neither strides nor shapes (torch 2.13): it reads a view with gaps, or a gradient with
 another order of dimensions, as if it were contiguous, and writes beyond the end of a moment that is too small.
@@ -15,7 +15,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def fused_adamw(tensors: list[torch.Tensor], step: torch.Tensor, group: dict[str, Any]) -> None:
-    """Update weights and moments in place (arXiv 1711.05101).
+    """Update a weight and its moments in place by AdamW (arXiv 1711.05101).
 
     Args:
         tensors: weights, gradient, first and second moment; contiguous, of one shape and dtype.
@@ -32,7 +32,7 @@ def fused_adamw(tensors: list[torch.Tensor], step: torch.Tensor, group: dict[str
 
 
 def build_fused_adamw(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
-    """torch's own fused AdamW, with `check_before_step` before every step."""
+    """Create torch's own fused AdamW, with a check of its tensors' layout before every step."""
     optimizer = torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)
     optimizer.register_step_pre_hook(check_before_step)
     return optimizer
@@ -40,7 +40,7 @@ def build_fused_adamw(groups: list[dict[str, Any]], betas: tuple[float, float], 
 
 @torch.no_grad()
 def check_before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Check all tensors of a step (a pre-hook of the optimizer); this takes a few microseconds a parameter."""
+    """Check the layout of all tensors that an optimizer's step uses; takes a few microseconds per parameter."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:

@@ -1,4 +1,4 @@
-"""Memory for tensors outside torch's allocators: anonymous memory, which may be pinned, or a mapped file.
+"""Allocate tensors outside of torch's allocators: in anonymous memory, which may be pinned, or in a mapped file.
 
 Files have no name (Linux `O_TMPFILE`; else the name is removed before anything is written), so that no other process
 opens them, no later run reads them, and their space is free again when the process ends, even if it is killed. They
@@ -22,7 +22,7 @@ GIB = 1 << 30
 
 
 class Arena:
-    """Zeroed memory from which tensors are allocated one after the other; each begins on its own page."""
+    """A block of zeroed memory from which tensors are allocated one after the other, each on its own pages."""
 
     def __init__(self, nbytes: int, folder: Path | None = None, pin: bool = False):
         """
@@ -54,11 +54,11 @@ class Arena:
 
     @staticmethod
     def room(shape: Iterable[int], dtype: torch.dtype) -> int:
-        """Bytes that a tensor takes of an arena: its own, rounded up to whole pages."""
+        """Bytes that a tensor takes up in an arena: its own, rounded up to whole pages."""
         return -(-math.prod(shape) * dtype.itemsize // PAGE) * PAGE
 
     def take(self, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate a tensor. It has its own storage, so that saving or copying it does not include its neighbours."""
+        """Allocate a tensor with its own storage, so that saving or copying it does not include its neighbours."""
         shape = tuple(shape)
         count = math.prod(shape)
         if not count:
@@ -69,7 +69,7 @@ class Arena:
         return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=begin).view(shape)
 
     def fetch(self, tensor: torch.Tensor) -> None:
-        """Read a tensor of a file into memory, ahead of its use; returns when it is read."""
+        """Read a file-backed tensor into memory ahead of its use; returns when it is read."""
         assert self.of_file
         begin, length = self.pages(tensor)
         if length:
@@ -78,7 +78,8 @@ class Arena:
             torch.frombuffer(self.memory, dtype=torch.uint8, count=length, offset=begin)[::PAGE].sum()
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Unmap a tensor of a file for now; its pages stay in the system's cache, or are written to disk."""
+        """Drop a file-backed tensor from this process's memory for now; its data stays in the system's cache or goes
+        to disk."""
         assert self.of_file, "anonymous memory would be lost"
         begin, length = self.pages(tensor)
         if length:
@@ -92,7 +93,7 @@ class Arena:
         return 0 <= tensor.data_ptr() - self.base < self.size
 
     def pages(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """The offset and length, in bytes, of the pages of a contiguous tensor."""
+        """Byte offset and length of the memory pages that hold a contiguous tensor of this arena."""
         if not tensor.numel():
             return 0, 0
         begin = tensor.data_ptr() - self.base
@@ -103,12 +104,13 @@ class Arena:
 
 
 class Memory(mmap.mmap):
-    """Mapped memory that is unpinned before it is unmapped; tensors keep it alive."""
+    """A memory mapping that can be pinned for CUDA and is unpinned before it is unmapped; tensors in it keep it
+    alive."""
 
     registered: int | None = None
 
     def register(self, base: int, size: int) -> None:
-        """Pin the memory. Raises OffloadError if CUDA refuses."""
+        """Pin the memory for CUDA. Raises OffloadError if CUDA refuses."""
         code = torch.cuda.cudart().cudaHostRegister(base, size, 0)  # pyright: ignore[reportOptionalMemberAccess]
         if int(code) != 0:
             raise OffloadError(
@@ -150,7 +152,7 @@ def mapped_file(size: int, folder: Path) -> Memory:
 
 
 def nameless_file(folder: Path) -> int:
-    """Open a new file without a name; its descriptor."""
+    """Open a new file that has no name in the folder; returns its file descriptor."""
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
     except (OSError, AttributeError):  # not supported by the filesystem, or by the system

@@ -1,4 +1,4 @@
-"""This rank's shards of parameters as plain tensors, and whole parameters gathered from shards."""
+"""Access this rank's shards of parameters as plain tensors, and gather whole parameters from shards."""
 
 from dataclasses import dataclass
 
@@ -13,16 +13,17 @@ from llava_fsdp.distributed.precision import MasterWeights
 
 @dataclass(frozen=True)
 class LocalShard:
-    """Rows [begin, end) of a parameter, as this rank holds them."""
+    """This rank's rows [begin, end) of a parameter."""
 
     begin: int
     end: int
     tensors: list[torch.Tensor]
-    """Local tensors with the rows' values: the model's own and, if it is another tensor, the master's."""
+    """Local tensors that hold the rows' values: the model's parameter and, if it is a separate tensor, its master
+    weight."""
 
 
 def local_shards(model: nn.Module, masters: MasterWeights) -> dict[str, LocalShard]:
-    """This rank's rows of every parameter, by name."""
+    """This rank's rows of every parameter, by parameter name."""
     shards = {}
     for wrapped_name, parameter in model.named_parameters():
         name = clean_name(wrapped_name)
@@ -34,7 +35,7 @@ def local_shards(model: nn.Module, masters: MasterWeights) -> dict[str, LocalSha
 
 
 def local_rows(tensor: torch.Tensor) -> tuple[int, int]:
-    """The range [begin, end) of rows that this rank holds; a scalar is one row on every rank."""
+    """The range [begin, end) of a tensor's rows that this rank holds; a scalar counts as one row, on every rank."""
     if not tensor.ndim:
         return 0, 1
     if not isinstance(tensor, DTensor):
@@ -44,18 +45,19 @@ def local_rows(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard, as a plain tensor."""
+    """This rank's shard of a tensor, as a plain detached tensor."""
     tensor = tensor.detach()
     return unwrapped(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """The full-precision tensor inside torchao's wrapper for weights that are gathered in fp8."""
+    """The full-precision tensor inside torchao's wrapper for weights that are gathered in fp8; other tensors
+    unchanged."""
     return getattr(tensor, "_tensor", tensor)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same (sharded) tensor without torchao's wrapper, for collectives and checkpoints."""
+    """The same (sharded) tensor without torchao's fp8 wrapper, for collectives and checkpoints."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor) or type(tensor.to_local()) is torch.Tensor:
         return tensor
@@ -66,7 +68,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def like(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-    """A tensor sharded as `tensor` is, whose shard on this rank is `shard`, on any device.
+    """Wrap `shard`, on any device, as this rank's shard of a tensor that is sharded as `tensor` is.
 
     `DTensor.from_local` would move it to the mesh's device.
     """
@@ -74,6 +76,6 @@ def like(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full parameter on every rank. A collective if it is sharded."""
+    """Gather the full tensor on every rank. A collective if the tensor is sharded."""
     tensor = plain(tensor)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

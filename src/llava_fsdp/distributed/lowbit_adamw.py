@@ -25,9 +25,9 @@ from llava_fsdp.distributed.local_shards import local, local_rows
 from llava_fsdp.runtime.seeds import derive
 
 BLOCK = 256
-"""Elements of a row that share a scale."""
+"""Number of consecutive elements of a row that share one scale (int8 moments)."""
 STRETCH = 1 << 22
-"""Elements that are updated at a time: 16 MiB for each fp32 tensor of the computation."""
+"""Number of elements that are updated at a time: 16 MiB for each fp32 tensor of the computation."""
 SCALE = "_scale"
 
 
@@ -54,7 +54,8 @@ class LowBitAdamW(torch.optim.Optimizer):
         self.seed = seed
 
     def new_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Zero moments, sharded as the parameter is, and step 0, on the CPU."""
+        """Initial optimizer state of a parameter: zero moments, sharded as the parameter is, and a step count of 0
+        on the CPU."""
         state = {"step": torch.zeros((), dtype=torch.float32)}
         for name in MOMENTS:
             if is_quantised(parameter.shape, self.moments):
@@ -67,7 +68,7 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         assert closure is None
         number = 0
         for group in self.param_groups:
@@ -97,12 +98,13 @@ class LowBitAdamW(torch.optim.Optimizer):
 
 
 def is_quantised(shape: tuple[int, ...], moments: MomentDType) -> bool:
-    """Whether a parameter's moments are stored in int8. Norms and biases are too small to gain from it."""
+    """Whether a parameter's moments are stored in int8. One-dimensional norms and biases are too small to gain from
+    it."""
     return moments is MomentDType.int8 and len(shape) > 1
 
 
 def zero_scales(parameter: nn.Parameter) -> torch.Tensor:
-    """Zero scales of a parameter's moments, float32 [rows, blocks per row], sharded as the parameter is."""
+    """Zero scales of an int8 moment, float32 [rows, blocks per row], sharded as the parameter is."""
     rows, blocks = parameter.shape[0], math.ceil(math.prod(parameter.shape[1:]) / BLOCK)
     scales = torch.zeros((local(parameter).shape[0], blocks), dtype=torch.float32, device=parameter.device)
     if not isinstance(parameter, DTensor):
@@ -114,12 +116,12 @@ def zero_scales(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def as_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's rows of a tensor; a scalar is one row."""
+    """This rank's rows of a tensor, as a plain tensor; a scalar becomes one row."""
     return torch.atleast_1d(local(tensor))
 
 
 def stretches(tensor: torch.Tensor) -> Iterator[slice]:
-    """Consecutive slices of rows with about `STRETCH` elements each; none if this rank holds no rows."""
+    """Yield consecutive slices of rows with about `STRETCH` elements each; none if this rank holds no rows."""
     if tensor.numel() == 0:
         return
     rows = max(1, STRETCH // (tensor.numel() // tensor.shape[0]))
@@ -128,7 +130,7 @@ def stretches(tensor: torch.Tensor) -> Iterator[slice]:
 
 
 class StoredMoment:
-    """This rank's rows of a moment as it is stored: in fp32 or bf16, or as int8 codes with their scales."""
+    """This rank's rows of a moment as stored: in fp32 or bf16, or as int8 codes with their scales."""
 
     def __init__(self, state: dict[str, torch.Tensor], name: str):
         self.values = as_rows(state[name])
@@ -138,7 +140,7 @@ class StoredMoment:
         self.map = torch.tensor(dynamic_map(signed), device=self.values.device) if quantised else None
 
     def read(self, rows: slice) -> torch.Tensor:
-        """Values in fp32; a view of a moment that is stored in fp32, so that the update is in place."""
+        """Rows of the moment in fp32; a view if the moment is stored in fp32, so that the update happens in place."""
         if self.scales is None or self.map is None:
             return self.values[rows].float()
         return dequantise(self.values[rows], self.scales[rows], self.map)
@@ -153,7 +155,7 @@ class StoredMoment:
 
 
 def store(value: torch.Tensor, target: torch.Tensor, dice: torch.Generator) -> None:
-    """Store fp32 values: copied into fp32, stochastically rounded into bf16. Overwrites `value`."""
+    """Store fp32 values in `target`: copied if it is fp32, stochastically rounded if it is bf16. Overwrites `value`."""
     if target.dtype == torch.float32:
         if target.data_ptr() != value.data_ptr():
             target.copy_(value)
@@ -168,7 +170,8 @@ def store(value: torch.Tensor, target: torch.Tensor, dice: torch.Generator) -> N
 
 @cache
 def dynamic_map(signed: bool) -> tuple[float, ...]:
-    """256 ascending values up to 1, from 0 or (signed) almost -1: seven decades, each twice as fine as the one below.
+    """The 256 values that int8 moment codes stand for, ascending up to 1, from 0 or (signed) almost -1: seven
+    decades, each with twice as many values as the one below.
 
     Within a decade, values are midpoints of equal intervals; 0 and 1 are added.
     """
@@ -182,7 +185,7 @@ def dynamic_map(signed: bool) -> tuple[float, ...]:
 
 
 def quantise(value: torch.Tensor, map_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [shape] and scales [rows, blocks] of fp32 values.
+    """Quantise fp32 values to int8 codes [shape] and scales [rows, blocks].
 
     A scale is the largest magnitude of a block. A code is the index in the map of the value nearest to value / scale.
     """
@@ -194,12 +197,13 @@ def quantise(value: torch.Tensor, map_: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, map_: torch.Tensor) -> torch.Tensor:
-    """Values of codes, float32 [shape of the codes], contiguous: the fused kernel updates them in place."""
+    """Convert int8 codes back to values, float32 [shape of the codes], contiguous, because the fused kernel updates
+    them in place."""
     values = map_[codes.flatten(1).int()]
     return values.mul_(scales.repeat_interleave(BLOCK, 1)[:, : values.shape[1]]).view(codes.shape)
 
 
 def into_blocks(value: torch.Tensor) -> torch.Tensor:
-    """A copy of values as [rows, blocks, BLOCK]; rows are padded with zeros to whole blocks."""
+    """Copy values into blocks [rows, blocks, BLOCK]; rows are padded with zeros to whole blocks."""
     flat = value.flatten(1)
     return functional.pad(flat, (0, -flat.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))

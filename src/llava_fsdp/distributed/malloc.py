@@ -10,14 +10,14 @@ import os
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 SMALLEST, LARGEST = 128 * 2**10, 32 * 2**20
-"""glibc's first threshold, and the largest that it accepts, in bytes."""
+"""Block sizes, in bytes, from which glibc maps blocks one by one: its default, and the largest that it accepts."""
 NEVER = -1
 KERNELS = 256
-"""Kernels that oneDNN caches. A micro-batch needs fewer: a block's products, forward and backward, need some 30."""
+"""Number of compiled kernels that oneDNN caches. A micro-batch needs fewer: a block's matrix products need some 30."""
 
 
 def return_freed_memory() -> None:
-    """Return large blocks to the system as soon as they are freed.
+    """Make glibc return large blocks to the system as soon as they are freed.
 
     FSDP's units of different sizes, gathered and freed in turn, leave holes in the heap: under zero3 half of the memory
     of a process, as measured. The price is time: the system must provide new pages for every large tensor.
@@ -26,7 +26,7 @@ def return_freed_memory() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Keep free memory at the end of the heap, instead of returning it to the system.
+    """Make glibc keep free memory at the end of the heap instead of returning it to the system.
 
     Whether a step's memory lies there depends on earlier allocations. If it does, glibc returns it and gets it again
     in every step: up to 40,000 page faults and 5 % of the CPU time, as measured.

@@ -1,4 +1,5 @@
-"""Formulas for the bytes of parameters, gradients and optimizer state that a rank holds with each strategy.
+"""Formulas for the bytes of parameters, gradients and optimizer state that a rank holds under each sharding
+strategy.
 
 FSDP2 shards dimension 0 as `torch.chunk` does: of n rows, each of s ranks holds up to ceil(n / s), the last ranks
 fewer or none. Tests compare the formulas with what ranks really hold.
@@ -18,22 +19,22 @@ MOMENTS = 2
 
 @dataclass(frozen=True)
 class Weight:
-    """What the formulas need to know of a parameter."""
+    """Properties of one parameter that the memory formulas need."""
 
     shape: tuple[int, ...]
     trainable: bool
     whole: bool
-    """Whether it stays whole on every rank while it is frozen."""
+    """Whether the parameter stays unsharded on every rank while it is frozen."""
     fp32: bool
-    """Whether it is stored and computed in fp32, whatever the model's compute dtype is."""
+    """Whether the parameter is stored and computed in fp32, whatever the model's compute dtype is."""
     fp8: bool = False
-    """Whether it is gathered in fp8."""
+    """Whether FSDP gathers the parameter in fp8."""
     unit: str = ""
-    """The first block of the FSDP unit that gathers it; "" is the root unit."""
+    """Name of the first block of the FSDP unit that gathers the parameter; empty for the root unit."""
     per_element: int = 1
-    """Weights in one element; more than 1 if quantised weights are packed."""
+    """Number of weights packed in one element; 1 unless the weights are quantised and packed."""
     statistics: int = 0
-    """Bytes of the statistics of quantised weights, which are whole on every rank."""
+    """Bytes of a quantised weight's scales and offsets, which every rank holds whole."""
 
     @property
     def numel(self) -> int:
@@ -41,7 +42,7 @@ class Weight:
 
     @property
     def count(self) -> int:
-        """Weights, as they count for the size of the model."""
+        """Number of weights, counting all that are packed in an element."""
         return self.numel * self.per_element
 
     def item_size(self, precision: PrecisionConfig) -> int:
@@ -49,11 +50,11 @@ class Weight:
         return ITEM_SIZE[DType.fp32 if self.fp32 else precision.param_dtype]
 
     def gathered_size(self, precision: PrecisionConfig) -> int:
-        """Bytes of an element while it is gathered."""
+        """Bytes of an element while FSDP gathers it."""
         return 1 if self.fp8 else self.item_size(precision)
 
     def master_size(self, precision: PrecisionConfig) -> int:
-        """Bytes of an element of the master, and of its gradient in the optimizer's step."""
+        """Bytes of an element of the master weight, and of its gradient in the optimizer's step."""
         return 2 if precision.master_dtype is MasterDType.bf16 and not self.fp32 else 4
 
     def reduce_size(self, precision: PrecisionConfig) -> int:
@@ -61,14 +62,14 @@ class Weight:
         return ITEM_SIZE[DType.fp32 if self.fp32 else precision.reduce_dtype]
 
     def moment_bytes(self, precision: PrecisionConfig, local: int) -> int:
-        """Bytes of both moments of `local` elements (whole rows)."""
+        """Bytes of both of Adam's moments of `local` elements (whole rows)."""
         if is_quantised(self.shape, precision.moment_dtype):
             columns = math.prod(self.shape[1:])
             return MOMENTS * (local + 4 * math.ceil(columns / BLOCK) * (local // columns if columns else 0))
         return MOMENTS * (2 if precision.moment_dtype is MomentDType.bf16 else 4) * local
 
     def local(self, shards: int, rank: int) -> int:
-        """Elements on shard `rank` of `shards`."""
+        """Number of the parameter's elements in shard `rank` of `shards`."""
         if shards == 1:
             return self.numel
         rows = self.shape[0]
@@ -77,20 +78,20 @@ class Weight:
         return self.numel // rows * held if rows else 0
 
     def padded(self, shards: int) -> int:
-        """Elements of the largest shard; FSDP pads all shards to this size."""
+        """Number of elements of the largest shard, to which FSDP pads all shards."""
         return self.local(shards, 0)
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes on one rank."""
+    """Bytes of parameters, gradients and optimizer state on one rank."""
 
     parameters: int
-    """After a step, like the next two."""
+    """Bytes after an optimizer step; the same holds for `gradients` and `optimizer`."""
     gradients: int
     optimizer: int
     parameters_between: int
-    """Between two micro-batches of a step, like the next one."""
+    """Bytes between two micro-batches of a step; the same holds for `gradients_between`."""
     gradients_between: int
 
 
@@ -104,7 +105,7 @@ def bytes_per_rank(
     offload: OffloadMode = OffloadMode.none,
     padded: bool = False,
 ) -> Bytes:
-    """What rank `rank` holds, in memory or where `offload` puts it.
+    """Compute the bytes of parameters, gradients and optimizer state that rank `rank` holds, in memory or offloaded.
 
     After a step and before its gradients are freed, a trainable weight is a shard in `master_dtype`, with a gradient of
     that dtype and two moments in `moment_dtype`. Frozen weights are in the compute dtype, whole or sharded. Between
@@ -146,6 +147,6 @@ def bytes_per_rank(
 
 
 def checkpoint_bytes(weights: list[Weight], precision: PrecisionConfig) -> int:
-    """The size of a checkpoint: masters, moments and step counts of all trainable weights."""
+    """Bytes of a checkpoint: master weights, moments and step counts of all trainable weights."""
     trainable = [w for w in weights if w.trainable]
     return sum(w.master_size(precision) * w.numel + w.moment_bytes(precision, w.numel) + 4 for w in trainable)

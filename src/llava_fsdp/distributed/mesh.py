@@ -1,4 +1,4 @@
-"""Process group, device and device mesh of a run's ranks."""
+"""Set up a run's process group, device and device mesh."""
 
 import gc
 import os
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """This rank among the ranks of the run; a single rank without torchrun."""
+    """This rank's number, the number of ranks, and the device; one rank without torchrun."""
 
     rank: int
     size: int
@@ -44,7 +44,7 @@ class World:
 
 @contextmanager
 def distributed(cfg: Config) -> Iterator[World]:
-    """Join the process group that torchrun's environment describes, and choose this rank's device.
+    """Context manager that joins the process group of torchrun's environment and chooses this rank's device.
 
     At world size 1 there is no process group, unless `offload` needs FSDP. After an error the group is not destroyed:
     the process ends at once, and other ranks may never answer. On success the order barrier, destroy, collect, pause
@@ -92,7 +92,7 @@ LOST = re.compile(
 
 
 def is_lost_peer(error: BaseException | None) -> bool:
-    """Whether an error, or one of its causes, is torch.distributed's because another rank is lost or late."""
+    """Whether an error, or one of its causes, comes from torch.distributed because another rank is lost or late."""
     while error is not None:
         # torch.distributed.checkpoint raises errors of several ranks as a BaseException
         is_from_torch = isinstance(error, RuntimeError) or not isinstance(error, Exception)
@@ -103,7 +103,8 @@ def is_lost_peer(error: BaseException | None) -> bool:
 
 
 def num_collectives(mesh: DeviceMesh | None) -> Callable[[], int]:
-    """A function that counts the collectives which this rank has begun. A rank that is late has begun fewer."""
+    """Return a function that counts the collectives that this rank has begun; a late rank has begun fewer than
+    others."""
     if not dist.is_initialized():
         return int
     groups = groups_of(mesh)
@@ -116,23 +117,24 @@ def groups_of(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
 
 
 def shorten_timeout(mesh: DeviceMesh | None, seconds: int) -> None:
-    """Replace `comm.init_timeout` by `comm.timeout`, once weights are loaded and the first step has compiled."""
+    """Set the timeout of all process groups, once weights are loaded and the first step has compiled."""
     for group in groups_of(mesh) if dist.is_initialized() else ():
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def own_rank() -> int:
-    """This rank's number, also before the process group exists."""
+    """This rank's number, from the process group or, before it exists, from torchrun's environment."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def meet() -> list[tuple[int, str, int]]:
-    """(rank, host, process id) of every rank. A collective."""
+    """Exchange (rank, host name, process id) of every rank. A collective."""
     return gather_lists([(own_rank(), socket.gethostname(), os.getpid())])
 
 
 def read_world() -> World:
-    """Read this rank from torchrun's environment. Raises ConfigError if there are more ranks than GPUs."""
+    """Read rank, world size and device from torchrun's environment. Raises ConfigError if this machine has more
+    ranks than GPUs."""
     env = os.environ
     rank, size = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
     local_rank, local_size = int(env.get("LOCAL_RANK", "0")), int(env.get("LOCAL_WORLD_SIZE", "1"))
@@ -147,14 +149,14 @@ def read_world() -> World:
 
 
 def world_of_group() -> World:
-    """The ranks of an existing process group, all on this machine."""
+    """The ranks of an existing process group, which are assumed to be on this machine."""
     rank, size = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     return World(rank, size, rank, size, device)
 
 
 def simulated_world(size: int, world: World) -> World:
-    """Rank 0 of `size` ranks of one node, of which only this process exists.
+    """A `World` for the simulation of rank 0 of `size` ranks on one node.
 
     Raises:
         ConfigError: there are several processes.
@@ -168,7 +170,7 @@ def simulated_world(size: int, world: World) -> World:
 
 
 def join(world: World, timeout_seconds: int) -> None:
-    """Initialise the process group, with keys in the store that no other start of the run uses.
+    """Initialise the process group, with keys in torchrun's store that no other start of the run uses.
 
     torchrun's store outlives a restart, and workers would read the addresses of dead ones (pytorch#135712). So keys are
     prefixed with the number of restarts. Each node counts its own restarts. If nodes come and go the numbers differ,
@@ -197,7 +199,7 @@ def join(world: World, timeout_seconds: int) -> None:
 
 @contextmanager
 def first_rank_first(world: World) -> Iterator[None]:
-    """Run the body on rank 0 first, then on the other ranks, which find its work done."""
+    """Context manager that runs its body on rank 0 first, then on the other ranks, which can reuse rank 0's work."""
     if world.size > 1 and not world.is_first:
         dist.barrier()
     yield
@@ -206,7 +208,8 @@ def first_rank_first(world: World) -> Iterator[None]:
 
 
 def gather_lists(items: list[T]) -> list[T]:
-    """The items of all ranks, in the order of ranks. If no rank has any, the cost is one all-reduce of one number."""
+    """Concatenate the lists of all ranks, in the order of ranks. If all are empty, this costs one all-reduce of one
+    number."""
     if not dist.is_initialized():
         return items
     count = torch.tensor([len(items)])
@@ -217,7 +220,8 @@ def gather_lists(items: list[T]) -> list[T]:
 
 
 def make_mesh(world: World, plan: ShardPlan, cfg: Config) -> DeviceMesh | None:
-    """The (replicate, shard) mesh of a strategy; None for a single rank, unless `offload` needs FSDP to move weights.
+    """Create the (replicate, shard) device mesh of a strategy; None for a single rank, unless `offload` needs FSDP
+    to move weights.
 
     Raises:
         ConfigError: `sharding.shard_size` does not divide the ranks.
@@ -231,7 +235,8 @@ def make_mesh(world: World, plan: ShardPlan, cfg: Config) -> DeviceMesh | None:
 
 
 def mesh_shape(plan: ShardPlan, world_size: int, shard_size: int) -> tuple[int, int]:
-    """(replicate, shard) sizes of a strategy's mesh. Raises ConfigError if shard_size does not divide the ranks."""
+    """The (replicate, shard) sizes of a strategy's mesh. Raises ConfigError if shard_size does not divide the number
+    of ranks."""
     if plan.mesh is Mesh.REPLICATE:
         return world_size, 1
     if plan.mesh is Mesh.SHARD:

@@ -1,4 +1,5 @@
-"""Offload a run's states from the device: `offload=none|optimizer|params|nvme`. All modes give the same weights.
+"""Offload a run's weights, gradients and optimizer state from the device: `offload=none|optimizer|params|nvme`. All
+modes train the same weights.
 
 | | fp32 shards | gradients | moments | updated by |
 |---|---|---|---|---|
@@ -63,7 +64,8 @@ NO_ROOM = re.compile(
 
 
 class Offload:
-    """Places the states of one rank as `offload` says."""
+    """Places a rank's parameters, gradients and moments on the device, in host memory or in files, as `offload`
+    says."""
 
     def __init__(self, cfg: Config, device: torch.device):
         self.mode = cfg.offload.mode
@@ -77,13 +79,15 @@ class Offload:
 
     @property
     def policy(self) -> OffloadPolicy:
-        """The policy for `fully_shard`. Pages of a file are not pinned, since pinning would keep them in memory."""
+        """FSDP's offload policy for `fully_shard`. Pages of a file are not pinned, since pinning would keep them in
+        memory."""
         if not self.mode.moves_weights:
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=self.pin and self.mode is OffloadMode.params)
 
     def materialize(self, model: nn.Module) -> None:
-        """Allocate what this rank holds, uninitialised: offloaded shards in their place, all else on the device."""
+        """Allocate a meta-device model's tensors on this rank, uninitialised: offloaded shards off the device, all
+        else on it."""
         made = self.take_shards(model) if self.mode.moves_weights else {}
 
         def allocate(tensor: torch.Tensor) -> torch.Tensor:
@@ -98,7 +102,8 @@ class Offload:
             self.take_gradients(model)
 
     def take_shards(self, model: nn.Module) -> dict[int, torch.Tensor]:
-        """Allocate every sharded parameter with its padding, by the `id` of its meta tensor.
+        """Allocate this rank's padded shard of every sharded parameter; returns the shards by `id` of their meta
+        tensor.
 
         FSDP's private `_sharded_param_data` is set too, because FSDP would copy shards that need padding elsewhere, and
         has no public setting for that. tests/distributed/test_offload.py checks where shards lie.
@@ -115,7 +120,8 @@ class Offload:
         return made
 
     def take_gradients(self, model: nn.Module) -> None:
-        """Reserve a place in a file for the gradient of every trainable shard; a hook moves it there once reduced."""
+        """Reserve file space for the gradient of every trainable shard; hooks move gradients there once they are
+        reduced."""
         trainable = [p for p in model.parameters() if p.requires_grad]
         assert all(isinstance(p, DTensor) for p in trainable)
         self.gradients = Arena(sum(Arena.room(local(p).shape, p.dtype) for p in trainable), self.folder)
@@ -124,7 +130,7 @@ class Offload:
             parameter.register_post_accumulate_grad_hook(GradientIntoFile(place))
 
     def loaded(self) -> None:
-        """Release the pages of the shards' file after weights are loaded."""
+        """Drop the file-backed shards from memory after weights are loaded; they stay on disk."""
         if self.shards is not None and self.shards.of_file:
             self.shards.release_all()
 
@@ -141,7 +147,8 @@ class Offload:
 
 
 class GradientIntoFile:
-    """A hook that moves a shard's gradient into a file, where FSDP adds the next micro-batch's to it."""
+    """A gradient hook that moves a shard's gradient into a file, where FSDP adds later micro-batches' gradients to
+    it."""
 
     def __init__(self, place: torch.Tensor):
         self.place = place
@@ -155,13 +162,13 @@ class GradientIntoFile:
 
 
 def managed(module: FSDPModule) -> list[Any]:
-    """FSDP's own objects (`FSDPParam`) of the parameters of a unit."""
+    """FSDP's own parameter objects (`FSDPParam`) of an FSDP unit."""
     group = module._get_fsdp_state()._fsdp_param_group
     return [] if group is None else group.fsdp_params
 
 
 def filesystem(folder: Path) -> str | None:
-    """The type of the filesystem of a folder or of the nearest existing one above it; None if unknown."""
+    """Type of the filesystem (ext4, tmpfs, ...) of a folder, or of its nearest existing parent; None if unknown."""
     while not folder.exists():
         folder = folder.parent
     device = os.stat(folder).st_dev
@@ -176,7 +183,7 @@ def filesystem(folder: Path) -> str | None:
 
 @contextmanager
 def clear_memory_errors(cfg: Config, device: torch.device) -> Iterator[None]:
-    """Replace errors about full memory by one that names what takes less.
+    """Context manager that replaces out-of-memory errors by an error that names settings which need less memory.
 
     Raises:
         OutOfMemory: instead of torch's or Python's error.
@@ -194,7 +201,7 @@ def clear_memory_errors(cfg: Config, device: torch.device) -> Iterator[None]:
 
 
 def cures(cfg: Config, device: torch.device) -> list[str]:
-    """Settings that take less memory than this configuration, the cheapest first."""
+    """Settings that take less memory than this configuration, the ones with the least slowdown first."""
     found = (
         ["activation_checkpointing=full"] if cfg.activation_checkpointing.mode is ActivationCheckpointing.none else []
     )
@@ -208,7 +215,7 @@ def cures(cfg: Config, device: torch.device) -> list[str]:
 
 
 def describe_offload(cfg: Config, device: torch.device) -> str:
-    """What is offloaded, in one line, for the summary at the start of a run."""
+    """One line about what is offloaded and where, for the summary at the start of a run."""
     mode = cfg.offload.mode
     if mode is OffloadMode.none:
         return "none"
@@ -222,7 +229,7 @@ def describe_offload(cfg: Config, device: torch.device) -> str:
 
 
 def offload_folder(cfg: Config) -> Path:
-    """The folder for the files of `offload=nvme`.
+    """Folder for the files of `offload=nvme`.
 
     Raises:
         ConfigError: `offload.folder` does not exist. It is not made: it may be on a disk that is not mounted.
@@ -233,7 +240,7 @@ def offload_folder(cfg: Config) -> Path:
 
 
 def warn_of_no_use(cfg: Config, world: World) -> None:
-    """Warn, on rank 0, of an offload that saves nothing on this machine."""
+    """Warn, on rank 0, if the offload saves no memory on this machine."""
     text = describe_offload(cfg, world.device)
     if world.is_first and "saves nothing" in text:
         log().warning("offload=%s", text)

@@ -43,7 +43,7 @@ def parallelize(
     whole: list[nn.Module],
     count: Compilations | None = None,
 ) -> MasterWeights:
-    """Shard a meta-device model in place, and allocate this rank's shards, uninitialised.
+    """Shard a meta-device model in place over the ranks, and allocate this rank's shards, uninitialised.
 
     Args:
         model: on the meta device, with `requires_grad` set; its forward must run the same modules on every rank.
@@ -73,7 +73,8 @@ def parallelize(
 
 
 def materialize(model: nn.Module, allocate: Callable[[nn.Module], object]) -> None:
-    """Allocate with `allocate`, and tie the parameters again that were tied on the meta device."""
+    """Allocate a meta-device model's tensors with `allocate`, and tie parameters again that were tied on the meta
+    device."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -85,7 +86,8 @@ def materialize(model: nn.Module, allocate: Callable[[nn.Module], object]) -> No
 
 
 def frozen_left_whole(model: nn.Module, plan: ShardPlan, whole: list[nn.Module]) -> set[nn.Parameter]:
-    """Frozen parameters that FSDP ignores: all of them, unless the strategy shards frozen weights."""
+    """Frozen parameters that FSDP ignores: all frozen ones, or only those in `whole` if the strategy shards frozen
+    weights."""
     roots = whole if plan.shards_frozen else [model]
     return {p for root in roots for p in root.parameters() if not p.requires_grad}
 
@@ -99,7 +101,8 @@ def shard(
     ignored: set[nn.Parameter],
     offload: Offload,
 ) -> None:
-    """`fully_shard` every block that has something to shard, then the rest of the model as the root unit.
+    """Apply `fully_shard` to every group of blocks that has something to shard, then to the rest of the model, the
+    root unit.
 
     The root unit is not freed after forward, because backward begins with it. A unit has one dtype, so all trainable
     norms that compute in fp32 are one more unit, which is small and stays gathered too.
@@ -139,19 +142,19 @@ def shard(
 
 
 def in_units(blocks: list[T], size: int) -> list[list[T]]:
-    """Consecutive groups of `size` blocks; the last one may be smaller."""
+    """Split blocks into consecutive groups of `size`; the last one may be smaller."""
     return [blocks[start : start + size] for start in range(0, len(blocks), size)]
 
 
 def describe_units(sharding: ShardingConfig) -> str:
-    """Settings of units that differ from FSDP2's own, in words; empty if none do."""
+    """Text about the settings of FSDP units that differ from FSDP2's defaults; empty if none do."""
     parts = [f"{sharding.blocks_per_unit} blocks gathered together"] if sharding.blocks_per_unit > 1 else []
     parts += [f"{sharding.prefetch} gathers begun ahead"] if sharding.prefetch is not None else []
     return ", ".join(parts)
 
 
 def without_use(sharding: ShardingConfig, stacks: Sequence[nn.ModuleList], shards: int | None) -> list[str]:
-    """Messages about settings of units that have no effect in this run.
+    """Messages about settings of FSDP units that have no effect in this run.
 
     Args:
         stacks: after `shard`.
@@ -194,15 +197,15 @@ def gather_ahead(units: Sequence[nn.Module], count: int) -> None:
 
 @runtime_checkable
 class Packed(Protocol):
-    """A module whose `weight` packs several quantised weights into an element."""
+    """A module whose `weight` packs several quantised weights into each element."""
 
     per_element: int
     statistics_bytes: int
-    """The bytes of its scales and offsets, which are whole on every rank."""
+    """Bytes of the weight's scales and offsets, which every rank holds whole."""
 
 
 class GatheredFirst(nn.Module):
-    """Several modules of a model as one FSDP unit that is gathered before any of them runs.
+    """Puts several modules of a model into one FSDP unit that is gathered before any of them runs.
 
     `fully_shard` of a list would put hooks on each of them, which would break the graphs of compiled blocks.
     """
@@ -212,7 +215,7 @@ class GatheredFirst(nn.Module):
         self.together = nn.ModuleList(modules)
 
     def forward(self) -> None:
-        """Does nothing; FSDP's hooks on this module gather the weights."""
+        """Do nothing; FSDP's hooks on this module gather the weights."""
 
 
 def weights_of(
@@ -222,7 +225,7 @@ def weights_of(
     precision: PrecisionConfig,
     blocks_per_unit: int = 1,
 ) -> dict[str, Weight]:
-    """Every parameter of a meta-device model, by name, as the memory formulas need it."""
+    """Describe every parameter of a meta-device model for the memory formulas, by parameter name."""
     in_fp8 = weights_in_fp8(stacks[0]) if precision.linear is LinearKind.fp8 else set()
     norms = norm_weights(model, precision)
     kept_whole = norms | {p for module in whole for p in module.parameters()}
@@ -242,13 +245,13 @@ def weights_of(
 
 
 def units_of_blocks(model: nn.Module, stacks: Sequence[nn.ModuleList], blocks_per_unit: int) -> dict[str, str]:
-    """The unit of every block, by the block's name; a unit has the name of its first block."""
+    """Name of the FSDP unit of every block, by block name; a unit has the name of its first block."""
     names = block_names(model, stacks)
     units = [unit for stack in stacks for unit in in_units(list(stack), blocks_per_unit)]
     return {names[block]: names[unit[0]] for unit in units for block in unit}
 
 
 def block_names(model: nn.Module, stacks: Sequence[nn.ModuleList]) -> dict[nn.Module, str]:
-    """The name of every block of the stacks, without what activation checkpointing adds."""
+    """Name of every block of the stacks, without the prefixes that activation checkpointing adds."""
     blocks = {block for stack in stacks for block in stack}
     return {module: clean_name(name) for name, module in model.named_modules() if module in blocks}

@@ -1,4 +1,4 @@
-"""The dtypes in which weights are stored, computed with and updated."""
+"""Choose the dtypes in which weights are stored, computed with and updated."""
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ MASTERS = {MasterDType.bf16: torch.bfloat16, MasterDType.fp32: torch.float32}
 
 
 def store_weights(model: nn.Module, cfg: PrecisionConfig, sharded: bool) -> None:
-    """Give every parameter of a meta-device model the dtype that it is stored in.
+    """Cast every parameter of a meta-device model to the dtype in which it is stored.
 
     Frozen weights are stored in the compute dtype, because FSDP does not cast the parameters that it ignores. Trainable
     ones are masters with FSDP; without it they are working copies in the compute dtype, and `MasterWeights` holds the
@@ -25,7 +25,8 @@ def store_weights(model: nn.Module, cfg: PrecisionConfig, sharded: bool) -> None
 
 
 def norms_kept_in_fp32(model: nn.Module, cfg: PrecisionConfig) -> list[nn.Module]:
-    """The norms that compute in another dtype than the rest of the model.
+    """The model's normalization layers if they compute in another dtype than the rest of the model; else an empty
+    list.
 
     The weight of a norm is around 1, where bf16 has steps of 1/128, so that updates below half of that would have no
     effect on the forward pass.
@@ -36,7 +37,8 @@ def norms_kept_in_fp32(model: nn.Module, cfg: PrecisionConfig) -> list[nn.Module
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm. Models define their own; all have `Norm` in their name and a value per channel."""
+    """Whether a module is a normalization layer: its class name has `Norm` in it, and its parameters are
+    one-dimensional."""
     is_leaf = not any(True for _ in module.children()) and all(p.ndim <= 1 for p in module.parameters())
     return is_leaf and "Norm" in type(module).__name__
 
@@ -46,14 +48,14 @@ def norm_weights(model: nn.Module, cfg: PrecisionConfig) -> set[nn.Parameter]:
 
 
 def compute_norms_in_fp32(model: nn.Module, cfg: PrecisionConfig) -> None:
-    """Cast the inputs of these norms to fp32, and their outputs back to the compute dtype, by hooks."""
+    """Register hooks on norms that cast their inputs to fp32 and their outputs back to the compute dtype."""
     for norm in norms_kept_in_fp32(model, cfg):
         norm.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
         norm.register_forward_hook(lambda _, inputs, output: output.to(DTYPES[cfg.param_dtype]))
 
 
 class MasterWeights:
-    """The tensors that the optimizer steps and that checkpoints hold, by parameter name.
+    """The master weights by parameter name: the tensors that the optimizer updates and checkpoints hold.
 
     With FSDP, or if the masters have the compute dtype, they are the model's own parameters. Else, at world size 1, the
     model computes with working copies: each backward adds its gradients to the masters' in the masters' dtype, and
@@ -86,7 +88,8 @@ class MasterWeights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Update what the forward pass uses after the masters have changed. A collective with fp8."""
+        """Update the weights that the forward pass uses after the master weights have changed. A collective with
+        fp8."""
         if self._copies:
             torch._foreach_copy_([p for p, _ in self._copies], [m for _, m in self._copies])
         if self._in_fp8 is not None:
@@ -94,7 +97,7 @@ class MasterWeights:
 
 
 class GradientInto:
-    """Moves a working copy's gradient to its master, in the master's dtype, and frees it."""
+    """A gradient hook that adds a parameter's gradient to its master weight's, in the master's dtype, and frees it."""
 
     def __init__(self, master: nn.Parameter):
         self.master = master

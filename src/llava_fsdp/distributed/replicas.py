@@ -1,4 +1,4 @@
-"""Compare replicas: ranks that hold the same rows of a tensor must hold the same bits.
+"""Compare replicas: ranks that hold the same rows of a tensor must hold exactly the same bits.
 
 Nothing else would detect a difference. A flipped bit in one rank's copy (by bad memory, or a GPU that computes wrong
 sums) changes the gradients of all ranks, and is exported if that copy is the one that is written.
@@ -17,12 +17,12 @@ from xxhash import xxh3_64_intdigest
 from llava_fsdp.distributed.local_shards import local
 
 CHUNK = 1 << 24
-"""Words that are summed at a time on a GPU: 128 MiB for each int64 temporary."""
+"""Number of words (of up to 4 bytes) that are summed at a time on a GPU: 128 MiB for each int64 temporary."""
 WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 def shared_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """This rank's rows of the tensors for which other ranks hold the same rows, by name.
+    """This rank's rows of the tensors that other ranks hold copies of, by name.
 
     Returns:
         Those of DTensors that are replicated over a dimension of their mesh; and those of plain tensors, which every
@@ -40,7 +40,7 @@ def shared_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch
 
 
 def shard_number(tensors: Iterable[torch.Tensor]) -> int:
-    """The number of this rank's shard of the mesh. Ranks with the same number are replicas of each other."""
+    """Number of this rank's shard in the mesh. Ranks with the same number are replicas of each other."""
     for tensor in tensors:
         if isinstance(tensor, DTensor):
             coordinate = tensor.device_mesh.get_coordinate()
@@ -53,7 +53,7 @@ def shard_number(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Checksums of the tensors' memory by name, unsigned 64 bits each. At most one wait for the device."""
+    """Checksums of the tensors' memory by name, unsigned 64-bit. Waits for the device at most once."""
     found = {name: digest_on_host(t) for name, t in tensors.items() if t.device.type == "cpu"}
     on_device = {name: weighted_sum(t) for name, t in tensors.items() if t.device.type != "cpu"}
     if on_device:
@@ -63,7 +63,7 @@ def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def digest_on_host(tensor: torch.Tensor) -> int:
-    """xxh3 of a CPU tensor's bytes, about as fast as memory can be read."""
+    """The 64-bit xxh3 digest of a CPU tensor's bytes, about as fast as memory can be read."""
     return xxh3_64_intdigest(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
@@ -85,21 +85,21 @@ def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor or other fact that is not the same on all ranks that hold it."""
+    """A tensor or other value that differs between ranks that should hold the same."""
 
     name: str
     ranks: tuple[int, ...]
-    """Ranks whose value is not the majority's; all ranks that hold it if no value has a majority."""
+    """Ranks whose value differs from the majority's; all ranks that hold the tensor if no value has a majority."""
     has_majority: bool
-    """Whether a majority shows which ranks are wrong."""
+    """Whether a majority of ranks agrees, so that `ranks` are the wrong ones."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """Checksums, by name, of what a rank holds and other ranks hold too."""
+    """Checksums, by name, of the tensors and values of one rank that other ranks must hold too."""
 
     shard: int
-    """Its `shard_number`: ranks with the same number hold the same rows of the tensors in `of_mesh`."""
+    """The rank's shard number: ranks with the same number hold the same rows of the tensors in `of_mesh`."""
     of_mesh: dict[str, int]
     everywhere: dict[str, int]
 
@@ -110,7 +110,7 @@ class Held:
 
 
 def held_by_this_rank(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, str]) -> Held:
-    """Compute the checksums of what this rank holds and other ranks hold too.
+    """Compute the checksums of this rank's tensors and values that other ranks must hold too.
 
     Args:
         tensors: by name, in the same order on every rank.
@@ -122,7 +122,7 @@ def held_by_this_rank(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, s
 
 
 def find_differences(own: Held, gather: Callable[[list[Any]], list[Any]]) -> list[Difference]:
-    """Compare all ranks; return the same differences on each. A collective.
+    """Compare the checksums of all ranks; returns the same list of differences on every rank. A collective.
 
     Ranks send three numbers. Only if these differ do they send the checksum of every tensor.
 
@@ -137,7 +137,7 @@ def find_differences(own: Held, gather: Callable[[list[Any]], list[Any]]) -> lis
 
 
 def compare(found: list[Held]) -> list[Difference]:
-    """Compare the checksums of all ranks, name by name.
+    """Compare the checksums of all ranks, name by name, and list the tensors and values that differ.
 
     Args:
         found: those of each rank.
@@ -159,7 +159,7 @@ def compare(found: list[Held]) -> list[Difference]:
 
 
 def outvoted(name: str, values: dict[int, int | None]) -> Difference | None:
-    """Compare the checksums that ranks have of one tensor; None if all are equal.
+    """Find the ranks whose checksum of one tensor differs from the majority's; None if all are equal.
 
     Args:
         values: the checksum of each rank.
@@ -173,7 +173,7 @@ def outvoted(name: str, values: dict[int, int | None]) -> Difference | None:
 
 
 def same_on_every_rank(norm: DTensor) -> torch.Tensor:
-    """The full value of a sharded norm, float32 [], with the same bits on all ranks. A collective.
+    """The full value of a sharded gradient norm, float32 [], with the same bits on all ranks. A collective.
 
     Each replica sums its own shards, and may sum them in another order on machines with other links. Replicas that clip
     by different bits would drift apart, so all ranks take the largest norm.

@@ -1,4 +1,5 @@
-"""Bring offloaded moments to where they are updated, and back: through buffers, or in memory-mapped files."""
+"""Move the optimizer's offloaded moments to where they are updated and back: through device buffers, or in
+memory-mapped files."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +12,7 @@ from llava_fsdp.distributed.streamed_optimizer import Piece, State, StreamedOpti
 
 
 class Copied:
-    """Moments in host memory, copied through two buffers on the device while another bucket is being updated.
+    """Moments in host memory, copied through two device buffers: one bucket is copied while another one is updated.
 
     On a GPU copies in and out have a stream each, and the host waits once, at the end of the step. On a CPU there are
     no streams. The buffers exist only during a step.
@@ -42,7 +43,7 @@ class Copied:
         return self.staged[number]
 
     def load(self, number: int) -> None:
-        """Copy a bucket's moments into the buffer that was used two buckets before."""
+        """Begin to copy a bucket's moments into a device buffer, the one that the bucket two numbers before used."""
         if number >= len(self.optimizer.buckets):
             return
         buffer, offset, states = self.buffers[number % 2], 0, []
@@ -79,12 +80,12 @@ class Lanes:
         self.stored = [torch.cuda.Event(), torch.cuda.Event()]
 
     def begin(self) -> None:
-        """Wait for earlier work of the current stream, which may still use the buffers' memory."""
+        """Let the copies wait for earlier work of the current CUDA stream, which may still use the buffers' memory."""
         self.inward.wait_stream(torch.cuda.current_stream(self.device))
 
     @contextmanager
     def loading(self, number: int) -> Iterator[None]:
-        """Copies in the body go to a buffer, once the bucket that used it before is stored."""
+        """Run the body's copies into a buffer on the inward stream, after the buffer's previous bucket is stored."""
         with torch.cuda.stream(self.inward):
             if number > 1:
                 self.inward.wait_event(self.stored[number % 2])
@@ -96,19 +97,20 @@ class Lanes:
 
     @contextmanager
     def storing(self, number: int) -> Iterator[None]:
-        """Copies in the body come from a buffer, once its update is done."""
+        """Run the body's copies out of a buffer on the outward stream, after the bucket's update."""
         self.outward.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.outward):
             yield
             self.stored[number % 2].record(self.outward)
 
     def end(self) -> None:
-        """Wait on the host: it may read the moments next, for a checkpoint, and the buffers are freed."""
+        """Block the host until all copies out are done, because a checkpoint may read the moments next and the
+        buffers are freed."""
         self.outward.synchronize()
 
 
 class Mapped:
-    """Moments in memory-mapped files, updated in place; a thread reads the next bucket ahead."""
+    """Moments in memory-mapped files, updated in place; a thread reads the next bucket from disk ahead of its use."""
 
     def __init__(self, optimizer: StreamedOptimizer, others: list[Arena]):
         """
@@ -138,7 +140,7 @@ class Mapped:
         self.ahead = None
 
     def each(self, number: int, act: Callable[[Arena, torch.Tensor], None]) -> None:
-        """Call `act` for every tensor in a file that the update of a bucket reads or writes."""
+        """Call `act` for every memory-mapped tensor that the update of a bucket reads or writes."""
         for piece in self.optimizer.buckets[number] if number < len(self.optimizer.buckets) else ():
             values = [piece.of(t) for t in (piece.parameter, piece.parameter.grad) if t is not None]
             for tensor in (*self.optimizer.moments(piece).values(), *values):

@@ -1,4 +1,5 @@
-"""An optimizer with offloaded moments, which steps an inner optimizer over pieces of the parameters.
+"""An optimizer whose offloaded moments are brought to the device a bucket at a time, where an inner optimizer
+updates them.
 
 The inner optimizer is any of torch's with an elementwise update, whose state for each parameter is tensors of its shape
 and scalars (Adam, AdamW, SGD with momentum, ...). It steps a bucket of pieces of the flattened parameters at a time,
@@ -16,16 +17,17 @@ from llava_fsdp.distributed.local_shards import like, local
 from llava_fsdp.runtime.errors import ConfigError
 
 BUCKET_BYTES = 128 << 20
-"""The largest number of bytes of moments in a bucket; two buckets are on the device at a time."""
+"""Largest number of bytes of moments in a bucket; two buckets are on the device at a time."""
 ALIGNMENT = 256
-"""Pieces begin at multiples of so many elements, so that a kernel's vectors cover the same elements as in the whole."""
+"""Elements whose multiples pieces begin at, so that a kernel's vector instructions cover the same elements as
+without pieces."""
 
 State = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [begin, end) of this rank's shard of a parameter, flattened."""
+    """Elements [begin, end) of this rank's flattened shard of a parameter."""
 
     group: int
     parameter: torch.Tensor
@@ -33,7 +35,7 @@ class Piece:
     end: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same elements of a tensor that is sharded as the parameter is."""
+        """The piece's elements of another tensor that is sharded as the parameter is (its gradient or a moment)."""
         shard = local(tensor)
         assert shard.is_contiguous(), f"a copy would be updated: {tuple(shard.shape)} with strides {shard.stride()}"
         return shard.view(-1)[self.begin : self.end]
@@ -45,12 +47,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """The state that an optimizer has for a parameter of some dtype."""
+    """The state that an optimizer keeps for a parameter of some dtype."""
 
     moments: dict[str, torch.dtype]
-    """Tensors of the parameter's shape, by name."""
+    """Dtypes, by name, of the state tensors that have the parameter's shape."""
     scalars: dict[str, torch.Tensor]
-    """Scalars by name, with their values before the first step."""
+    """Scalar state by name, with the values before the first step."""
 
     @property
     def item_size(self) -> int:
@@ -58,12 +60,13 @@ class StateSpec:
 
 
 class Staging(Protocol):
-    """Brings the moments of one bucket after the other to where they are updated, and back."""
+    """Brings the moments of one bucket at a time to where they are updated, and back."""
 
     def begin(self) -> None: ...
 
     def fetch(self, number: int) -> list[State]:
-        """The moments of every piece of a bucket, ready for the update; begins to fetch those of the next bucket."""
+        """Return the moments of every piece of a bucket, ready for the update, and begin to fetch those of the next
+        bucket."""
         ...
 
     def put_back(self, number: int) -> None: ...
@@ -72,7 +75,8 @@ class Staging(Protocol):
 
 
 class StreamedOptimizer(torch.optim.Optimizer):
-    """Steps `inner` over buckets of pieces. `state` holds the whole moments, in the arena.
+    """Steps the optimizer `inner` over buckets of pieces of the parameters; `state` holds the whole, offloaded
+    moments.
 
     All state exists from the beginning, as zeros, so that a checkpoint can be read into it.
     """
@@ -99,7 +103,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.staging = make_staging(self)
 
     def moments(self, piece: Piece) -> State:
-        """A piece's moments, in the arena."""
+        """Views of a piece's offloaded moments, by name."""
         state = self.state[piece.parameter]
         return {n: piece.of(state[n]) for n in self.moment_names[piece.parameter.dtype]}
 
@@ -113,7 +117,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.staging.end()
 
     def update(self, bucket: list[Piece], moments: list[State]) -> None:
-        """One step of the inner optimizer over the pieces of a bucket."""
+        """Step the inner optimizer over the pieces of one bucket."""
         groups: list[dict[str, Any]] = [{**group, "params": []} for group in self.param_groups]
         stepped: list[tuple[Piece, torch.Tensor, State]] = []
         for piece, fetched in zip(bucket, moments, strict=True):
@@ -142,7 +146,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
 
 def probe(inner: torch.optim.Optimizer, example: torch.Tensor) -> StateSpec:
-    """Find the state that the optimizer has for such a parameter, by stepping a parameter of two zeros.
+    """Find out what state the optimizer keeps for a parameter of this dtype, by stepping a parameter of two zeros.
 
     Raises:
         ConfigError: it has state other than scalars and tensors of the parameter's shape.
@@ -168,7 +172,7 @@ def probe(inner: torch.optim.Optimizer, example: torch.Tensor) -> StateSpec:
 
 
 def cut(groups: list[dict[str, Any]], item_sizes: dict[torch.dtype, int], bucket_bytes: int) -> Iterator[list[Piece]]:
-    """Split parameters into pieces, in buckets of at most `bucket_bytes` bytes of moments."""
+    """Split parameters into pieces, and yield these in buckets of at most `bucket_bytes` bytes of moments."""
     bucket: list[Piece] = []
     filled = 0
     for group, parameter in ((i, p) for i, g in enumerate(groups) for p in g["params"]):

@@ -1,4 +1,4 @@
-"""The table of sharding strategies: the FSDP2 settings of each ZeRO stage.
+"""Table of sharding strategies: the FSDP2 settings of each ZeRO stage.
 
 Sources: ZeRO (arXiv 1910.02054), `torch.distributed.fsdp.fully_shard` and its `FSDPModule` setters, PyTorch's
 `ShardingStrategy` for the names. docs/sharding.md has DeepSpeed's names of the stages.
@@ -14,7 +14,7 @@ from llava_fsdp.config import Strategy
 
 
 class Sync(Enum):
-    """When gradients are reduced over ranks."""
+    """In which micro-batches of a step gradients are reduced over ranks."""
 
     EVERY_MICRO_BATCH = "every micro-batch"
     LAST_MICRO_BATCH = "last micro-batch"
@@ -22,7 +22,7 @@ class Sync(Enum):
 
 
 class Mesh(Enum):
-    """The (replicate, shard) shape of the mesh of N ranks."""
+    """The (replicate, shard) shape of the device mesh of N ranks."""
 
     REPLICATE = "(N, 1)"
     SHARD = "(1, N)"
@@ -31,18 +31,19 @@ class Mesh(Enum):
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """The settings of FSDP2 for one sharding strategy."""
+    """The FSDP2 settings of one sharding strategy."""
 
     zero: str
-    """The name that `sharding=` takes."""
+    """The strategy's name on the command line, the value of `sharding=`."""
     mesh: Mesh
     reshard_after_forward: bool
-    """Whether a block's weights are freed between its forward and its backward, and gathered again."""
+    """Whether a block's weights are freed after its forward pass and gathered again for its backward pass."""
     gradient_sync: Sync
     reshard_every_micro_batch: bool
-    """Whether weights are freed after the backward of every micro-batch, or only of the step's last one."""
+    """Whether weights are freed after the backward pass of every micro-batch; else only after that of a step's last
+    one."""
     shards_frozen: bool
-    """Whether frozen weights in blocks are sharded too. Whole ones take memory and no communication."""
+    """Whether frozen weights of blocks are sharded too. Unsharded ones take more memory and need no communication."""
 
 
 SHARD_PLANS: dict[Strategy, ShardPlan] = {
@@ -74,7 +75,8 @@ SHARD_PLANS: dict[Strategy, ShardPlan] = {
 
 
 def begin_micro_batch(model: nn.Module, plan: ShardPlan, is_last: bool) -> None:
-    """Set what FSDP does with gradients and weights in this micro-batch's backward. Nothing at world size 1."""
+    """Set what FSDP does with gradients and weights in this micro-batch's backward pass. Does nothing at world size
+    1."""
     if not isinstance(model, FSDPModule):
         return
     if plan.gradient_sync is Sync.LAST_MICRO_BATCH:

@@ -1,4 +1,4 @@
-"""Activation memory of one micro-batch's forward and backward pass, block by block, measured on the meta device.
+"""Measure the activation memory of one micro-batch's forward and backward pass, block by block, on the meta device.
 
 A model of three blocks is run. Blocks of one kind need the same memory, so that the middle one stands for all between
 the first and the last.
@@ -29,7 +29,7 @@ MEASURED_BLOCKS = 3
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sizes of what a rank runs at once."""
+    """Sizes of one micro-batch: rows, tokens per row, samples, image tiles and label tokens."""
 
     rows: int
     length: int
@@ -46,12 +46,12 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Live:
-    """Bytes that are alive at one moment, beside the weights."""
+    """Bytes alive at one moment of a forward or backward pass, without the weights."""
 
     activations: int = 0
     logits: int = 0
     gradients: int = 0
-    """Gradients of weights, as backward makes them."""
+    """Bytes of weights' gradients, in the dtypes in which the backward pass makes them."""
 
     @property
     def total(self) -> int:
@@ -66,26 +66,29 @@ class Live:
 
 @dataclass(frozen=True)
 class Segment:
-    """Part of a pass: a block, or what lies between two blocks."""
+    """A part of a forward or backward pass, with the bytes alive in it: one block, or everything between two blocks."""
 
     unit: str
-    """Name of the block; "" between blocks."""
+    """Name of the block; empty for a part between blocks."""
     backward: bool
     begin: Live
     end: Live
     worst: Live
-    """With the gradients of its weights, which FSDP reduces at the end of the block."""
+    """Bytes alive at the segment's worst moment, with all gradients of its weights, as FSDP reduces them at the end of
+    the block."""
     worst_first: Live
-    """Without FSDP, in a step's first micro-batch: a gradient is cast to its master's dtype at once, and stays."""
+    """Bytes alive at the worst moment without FSDP in a step's first micro-batch, where each gradient is cast to the
+    master's dtype at once and kept."""
     worst_later: Live
-    """Without FSDP, in later micro-batches: a gradient is added to the one before."""
+    """Bytes alive at the worst moment without FSDP in later micro-batches, where each gradient is added to the existing
+    one."""
     made: int
-    """Bytes of all gradients that it makes, in the dtypes that it computes in."""
+    """Bytes of all weight gradients that the segment makes, in their compute dtypes."""
     made_masters: int
-    """Bytes of the same gradients in the dtypes of the master weights."""
+    """Bytes of the same weight gradients in the dtypes of the master weights."""
 
     def shifted(self, by: Live, unit: str) -> "Segment":
-        """The same segment of another block of the same kind, with `by` more bytes alive."""
+        """A copy of the segment for another block of the same kind, with `by` more bytes alive."""
         return replace(self, unit=unit, **{name: getattr(self, name) + by for name in LEVELS})
 
 
@@ -93,7 +96,8 @@ LEVELS = ("begin", "end", "worst", "worst_first", "worst_later")
 
 
 class ActivationMeter:
-    """A model of three blocks that runs on the meta device under one mode of activation checkpointing."""
+    """Measures activation memory by running a model of three blocks on the meta device with one mode of activation
+    checkpointing."""
 
     def __init__(
         self, parts: Parts, cfg: Config, activation_checkpointing: ActivationCheckpointingConfig, kernel: Kernel | None
@@ -113,7 +117,8 @@ class ActivationMeter:
         self.depth = None if short is parts else parts.language.num_hidden_layers
 
     def segments(self, micro: MicroBatch) -> list[Segment]:
-        """Segments of a micro-batch's forward and backward pass, for the model's whole depth."""
+        """Measured segments of a micro-batch's forward and backward pass, extended from three blocks to all blocks of
+        the model."""
         trace = run(self.model, inputs_of(self.model, micro, self.packed))
         segments = split_into_segments(trace, self.model, self.vocabulary, self.master)
         self.model.zero_grad(set_to_none=True)
@@ -121,7 +126,8 @@ class ActivationMeter:
 
 
 def with_depth(parts: Parts, depth: int) -> Parts:
-    """The same model with `depth` blocks in its language model; unchanged if its blocks differ or are few."""
+    """The same model with only `depth` blocks in its language model; unchanged if its blocks are of several kinds or it
+    has at most `depth`."""
     language = parts.language
     kinds = set(getattr(language, "layer_types", None) or [])
     if language.num_hidden_layers <= depth or len(kinds) > 1:
@@ -134,7 +140,7 @@ def with_depth(parts: Parts, depth: int) -> Parts:
 
 
 def inputs_of(model: Llava, micro: MicroBatch, packed: bool) -> tuple[Any, ...]:
-    """Make the arguments of the forward pass, on the meta device."""
+    """Make meta-device arguments of the model's forward pass for a micro-batch of these sizes."""
     size = model.parts.vision.image_size
     with torch.device("meta"):
         ids = torch.zeros((micro.rows, micro.length), dtype=torch.int64)
@@ -153,7 +159,7 @@ def inputs_of(model: Llava, micro: MicroBatch, packed: bool) -> tuple[Any, ...]:
 
 
 def run(model: Llava, inputs: tuple[Any, ...]) -> Trace:
-    """Trace one forward and one backward pass."""
+    """Record the storages that one forward and one backward pass allocate and free."""
     trace = Trace()
     tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
     live = LiveBytes(trace, iter([*model.parameters(), *model.buffers(), *tensors]))
@@ -169,7 +175,7 @@ def run(model: Llava, inputs: tuple[Any, ...]) -> Trace:
 
 @contextmanager
 def mark_blocks(model: Llava, trace: Trace) -> Iterator[None]:
-    """Mark in the trace where blocks begin and end, forward and backward."""
+    """Add marks to the trace wherever a block's forward or backward begins or ends."""
     handles = []
 
     def hook(tensor: Any, text: str) -> None:
@@ -200,7 +206,7 @@ def mark_blocks(model: Llava, trace: Trace) -> Iterator[None]:
 
 
 class TraceReader:
-    """Bytes alive while a trace is read, and the segments so far."""
+    """Reads a trace event by event: counts the bytes alive and splits the passes into segments."""
 
     def __init__(self, trace: Trace, vocabulary: int, weights: dict[str, nn.Parameter], master: torch.dtype):
         self.vocabulary = vocabulary
@@ -210,11 +216,12 @@ class TraceReader:
         self.weights = weights
         self.logits: set[int] = set()
         self.making: dict[int, int] = {}
-        """Bytes of storages that are becoming gradients."""
+        """Bytes, by storage number, of gradients that the backward pass is still computing."""
         self.level = Live()
         self.backward = False
         self.early: dict[int, int] = {}
-        """Bytes of gradients that the chunked loss makes in the forward pass (the output layer's)."""
+        """Bytes, by storage number, of the output layer's gradient, which the chunked loss makes already in the forward
+        pass."""
         self.segments: list[Segment] = []
         self.open("")
 
@@ -232,7 +239,7 @@ class TraceReader:
         self.open(next_unit)
 
     def add(self, event: Event) -> None:
-        """Count a storage that was made or dropped."""
+        """Count the bytes of a storage that was allocated or freed."""
         self.is_empty = False
         if event.storage in self.gradients and self.backward:
             if event.change > 0:
@@ -247,7 +254,7 @@ class TraceReader:
         self.update_worst()
 
     def finish_gradient(self, name: str) -> None:
-        """Count a complete gradient; without FSDP it is cast to its master's dtype now."""
+        """Count a gradient that is complete; without FSDP this is when it is cast to its master weight's dtype."""
         number, weight = self.numbers[name], self.weights[name]
         if number in self.early:
             size = self.early.pop(number)
@@ -292,7 +299,7 @@ def stack_name(model: Llava) -> str:
 
 
 def deepened(segments: list[Segment], stack: str, depth: int) -> list[Segment]:
-    """Segments of a model of `depth` blocks, from those of a model of three."""
+    """Extend the segments of a model of three blocks to one of `depth` blocks, by repeating the middle block."""
     deep: list[Segment] = []
     shift = Live()
     names = {f"{stack}.{MEASURED_BLOCKS - 1}": f"{stack}.{depth - 1}"}

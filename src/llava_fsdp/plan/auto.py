@@ -1,4 +1,5 @@
-"""The planner's choice for `auto` in `sharding`, `activation_checkpointing` and `tokens_per_micro_batch`."""
+"""Choose values for `sharding`, `activation_checkpointing` and `tokens_per_micro_batch` where the configuration says
+`auto`."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,12 +26,12 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Decision:
-    """Values for `auto`, and the reason for them."""
+    """The values chosen for the keys that are `auto`, and the reason for the choice."""
 
     strategy: Strategy
     activation_checkpointing: ActivationCheckpointingConfig
     tokens: int | None
-    """tokens_per_micro_batch; None if it is null."""
+    """Value for `tokens_per_micro_batch`; None stands for null."""
     reason: str
 
     def applied(self, cfg: Config) -> Config:
@@ -45,7 +46,7 @@ class Decision:
         )
 
     def summary(self, cfg: Config) -> str:
-        """One line with the value of each `auto` of `cfg`, and the reason."""
+        """One line with the chosen value of each key that is `auto` in `cfg`, and the reason."""
         values = []
         if cfg.sharding.strategy is Strategy.auto:
             values.append(f"sharding={SHARD_PLANS[self.strategy].zero}")
@@ -57,7 +58,7 @@ class Decision:
 
 
 def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues: bool = False) -> Decision:
-    """Choose the fastest way to train that fits.
+    """Choose the fastest predicted way to train that fits into memory.
 
     Args:
         continues: the run continues: keep what it recorded, if that fits.
@@ -87,13 +88,13 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
 
 
 def expected_peak(cfg: Config, world: World, parts: Parts, samples: Samples) -> int:
-    """Bytes on the device at the worst moment of a step, by the plan of a configuration without `auto`."""
+    """Predicted device bytes at the worst moment of a step, for a configuration without `auto`."""
     planner = Planner(cfg, this_machine(world.local_size, world.device.type), samples, parts)
     return int(rows_for(planner, cfg, world)[0].bytes["total"])
 
 
 def rows_for(planner: Planner, cfg: Config, world: World) -> list[PlanRow]:
-    """Plan the values that `auto` may take, best first."""
+    """Predict the cost of every combination of values that the `auto` keys may take, the best first."""
     ranks = Ranks(world.size, cfg.sharding.shard_size or world.local_size, world.local_size)
     strategies = [cfg.sharding.strategy]
     if cfg.sharding.strategy is Strategy.auto:
@@ -110,7 +111,8 @@ def rows_for(planner: Planner, cfg: Config, world: World) -> list[PlanRow]:
 
 
 def recorded(cfg: Config) -> Config | None:
-    """`cfg` with the values that the run in its folder recorded for `auto`; None if it has none that can be used."""
+    """`cfg` with the values that the run in `output_dir` recorded for its `auto` keys; None if there are no usable
+    ones."""
     path = Path(cfg.output_dir) / "config.yaml"
     if not path.is_file():
         return None

@@ -1,4 +1,5 @@
-"""Memory that FSDP2 allocates for each of its units beside the shards: gathered weights, buffers and gradients.
+"""Compute the memory that FSDP2 allocates for each of its units beside the shards: gathered weights, buffers and
+gradients.
 
 Read from torch/distributed/fsdp/_fully_shard (2.13): `foreach_all_gather`, `foreach_all_gather_copy_out` and
 `foreach_reduce` in _fsdp_collectives.py, `FSDPParam` in _fsdp_param.py. Every rank's part of a collective is as long as
@@ -21,21 +22,21 @@ class Unit:
 
     name: str
     gathered: int
-    """Whole weights in the compute dtype, while they are gathered."""
+    """Bytes of the unit's whole weights in the compute dtype, while they are gathered."""
     buffer: int
-    """The all-gather's flat output, until it is copied into the weights; 0 if nothing is sharded."""
+    """Bytes of the all-gather's flat output until it is copied into the weights; 0 if nothing is sharded."""
     cast: int
-    """This rank's part in the compute dtype, at the start of an all-gather."""
+    """Bytes of this rank's shards cast to the compute dtype, at the start of an all-gather."""
     reduce_input: int
-    """The reduce-scatter's input, held until that of the next unit."""
+    """Bytes of the reduce-scatter's input, held until the next unit's reduce-scatter begins."""
     reduce_output: int
-    """The reduce-scatter's output; if nothing is sharded, with a copy that is divided by 1."""
+    """Bytes of the reduce-scatter's output; if nothing is sharded, with the copy that FSDP2 makes of it."""
     shard_gradients: int
-    """Gradients of the shards that stay on the device."""
+    """Bytes of the gradients of this rank's shards that stay on the device."""
     widened: tuple[int, ...]
-    """For each weight, its whole gradient in the reduction dtype, which waits for a later micro-batch."""
+    """Bytes of each weight's whole gradient in the reduction dtype, kept for a later micro-batch."""
     narrow: tuple[int, ...]
-    """For each weight, its whole gradient in the dtype that backward makes it in."""
+    """Bytes of each weight's whole gradient in the dtype in which the backward pass makes it."""
 
 
 def units_of(
@@ -46,7 +47,8 @@ def units_of(
     is_away: bool = False,
     passes_through: bool = False,
 ) -> dict[str, Unit]:
-    """Make the units that `distributed/parallelize.py` makes, by name.
+    """Compute the sizes of all FSDP units of a model, by name; the units are those that `distributed/parallelize.py`
+    makes.
 
     Args:
         is_away: shards and their gradients are not on the device.
@@ -80,7 +82,8 @@ def unit_of(
 
 
 def cast_bytes(weights: list[Weight], precision: PrecisionConfig, shards: int, passes_through: bool) -> int:
-    """This rank's part at the start of an all-gather: all weights at once, or one by one if nothing is sharded."""
+    """Bytes of this rank's shards cast at the start of an all-gather: of all weights at once, or of the largest weight
+    alone if nothing is sharded."""
     sizes = []
     for weight in weights:
         stored = weight.master_size(precision) if weight.trainable else weight.item_size(precision)

@@ -1,4 +1,4 @@
-"""The table of GPUs: memory, arithmetic and links; and what a training gets of them."""
+"""The table of GPUs (memory, FLOPs and bandwidths), and how much of them a training can use."""
 
 from dataclasses import dataclass
 
@@ -17,28 +17,28 @@ class Gpu:
 
     name: str
     memory: int
-    """Bytes, as nvidia-smi reports them."""
+    """Bytes of memory, as nvidia-smi reports them."""
     fp32: float
-    """FLOPs of torch's fp32 products, which do not use TF32 by default."""
+    """FLOPs per second of torch's fp32 matrix products, which do not use TF32 by default."""
     fp16: float
     bf16: float | None
-    """None: the device has no bf16."""
+    """FLOPs per second in bf16; None if the device has no bf16."""
     fp8: float | None
-    """None: the device has no fp8. Times are predicted as for bf16."""
+    """FLOPs per second in fp8; None if the device has no fp8. Times are predicted as for bf16."""
     bandwidth: float
-    """Bytes from or to its memory."""
+    """Bytes per second from or to the GPU's memory."""
     link: float
-    """Bytes between two GPUs of a node, over NVLink if there is one, else PCIe."""
+    """Bytes per second between two GPUs of a node, over NVLink if there is one, else PCIe."""
     pcie: float
-    """Bytes between GPU and host."""
+    """Bytes per second between GPU and host memory."""
     network: float
-    """Bytes between nodes: this GPU's share of its usual machine's network."""
+    """Bytes per second between nodes: this GPU's share of the network of the machine it usually is in."""
     efficiency: float
-    """Share of the peak that training reaches in the blocks' arithmetic, recomputation included."""
+    """Share of the peak FLOPs that training reaches in the blocks, recomputation included."""
     source: str
 
     def peak(self, dtype: DType) -> float:
-        """FLOPs in a dtype.
+        """Peak FLOPs per second in a dtype.
 
         Raises:
             ConfigError: the device has no such arithmetic.
@@ -53,7 +53,7 @@ A100 = "NVIDIA A100 datasheet, June 2021; DGX A100: one 200 Gb/s port a GPU"
 HOPPER = "NVIDIA H100 and H200 datasheets (SXM); DGX H100: one 400 Gb/s port a GPU"
 # Efficiency. A100: llm-foundry trains 7B and 13B with FSDP at 58 to 62 % of the peak (scripts/train/benchmarking).
 # H100: 45 % there, 30 to 35 % in torchtitan and fms-fsdp; H200: the same arithmetic with faster memory. The others are
-# estimates from these: their memory feeds small ones more easily, and B200 less.
+# estimates from these: memory bandwidth keeps small GPUs busy more easily than B200.
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
@@ -104,39 +104,39 @@ DEVICES = {
     "Tesla V100-SXM2-32GB": "v100",
     "Tesla T4": "t4",
 }
-"""CUDA's names of the devices in the table. Similar ones (H100 PCIe and NVL, GH200, parts of a GPU) have other peaks,
-which are not guessed."""
+"""GPU names as CUDA reports them, and their names in the table. Similar GPUs (H100 PCIe and NVL, GH200, parts of a GPU)
+have other peaks and are left out."""
 
 CONTEXT = 700 * MIB
-"""CUDA's context, the kernels of torch and cuBLAS's workspaces; 0.5 to 1 GB on Ampere and Hopper."""
+"""Bytes of GPU memory for CUDA's context, torch's kernels and cuBLAS's workspaces; 0.5 to 1 GB on Ampere and Hopper."""
 NCCL = 500 * MIB
-"""Buffers of NCCL's channels with several ranks; 0.3 to 1 GB by the number of communicators."""
+"""Bytes of GPU memory for NCCL's buffers with several ranks; 0.3 to 1 GB, depending on the number of communicators."""
 FRAGMENTATION = 0.04
-"""Share of memory in gaps of torch's allocator: allocations differ in length with every micro-batch."""
+"""Share of GPU memory lost to fragmentation in torch's allocator, as every micro-batch allocates other sizes."""
 PROCESS = 450 * MIB
-"""Memory of a Python process with torch and transformers, on a CPU machine."""
+"""Bytes of host memory that a Python process with torch and transformers takes on a CPU machine."""
 CORE_FLOPS = 30e9
-"""FLOPs a second of a CPU core in training: an order of magnitude, to compare rows."""
+"""FLOPs per second of one CPU core in training: an order of magnitude, enough to compare ways to train."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Device of each rank."""
+    """The device of each rank: a GPU of the table, or a share of the CPU cores."""
 
     gpu: Gpu | None
-    """None: CPU cores."""
+    """The GPU; None if training runs on CPU cores."""
     name: str
     memory: int
-    """Bytes for each rank."""
+    """Bytes of memory for each rank."""
     flops: float
-    """FLOPs a second and rank of CPU cores; those of a GPU are in `gpu`, by dtype."""
+    """FLOPs per second of a rank's CPU cores; 0 with a GPU, whose FLOPs are in `gpu`, by dtype."""
 
     @property
     def device(self) -> str:
         return "cpu" if self.gpu is None else "cuda"
 
     def usable(self, world_size: int) -> int:
-        """Bytes for tensors; 0 if the processes alone take more memory than there is."""
+        """Bytes of memory that tensors can use; 0 if the processes alone take more than there is."""
         if self.gpu is None:
             return max(0, self.memory - PROCESS)
         return max(0, int(self.memory * (1 - FRAGMENTATION)) - CONTEXT - (NCCL if world_size > 1 else 0))
@@ -152,7 +152,7 @@ class Machine:
 
 
 def machine_named(name: str, ranks: int) -> Machine:
-    """The machine with a GPU of the table, or this machine.
+    """A machine with the GPU of this name in the table, or this machine for `auto`.
 
     Args:
         name: name in the table; `auto`: this machine.
@@ -170,14 +170,14 @@ def machine_named(name: str, ranks: int) -> Machine:
 
 
 def machine_for(device: str, ranks: int) -> Machine:
-    """This machine for a kind of device; an A100 of 80 GB for cuda on a machine without."""
+    """This machine with this kind of device; for cuda on a machine without a GPU, a machine with an A100 of 80 GB."""
     if device == "cuda" and not torch.cuda.is_available():
         return machine_named("a100-80gb", ranks)
     return this_machine(ranks, device)
 
 
 def this_machine(ranks: int, device: str = "cuda") -> Machine:
-    """This machine with its first GPU; without one with its CPU cores and memory, divided between the ranks.
+    """This machine with its first GPU; if it has none, with its CPU cores and memory divided between the ranks.
 
     A GPU that the table lacks is timed as the one that is nearest in memory and alike in having bf16 or not.
     """

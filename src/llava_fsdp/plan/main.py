@@ -1,4 +1,4 @@
-"""Predict what fits, how fast it is, and what to choose.
+"""Predict which ways to train fit into memory and how fast each is, and recommend the fastest.
 
     python -m llava_fsdp.plan model=llava_v1_5_13b stage=finetune gpus=8
 
@@ -25,7 +25,8 @@ from llava_fsdp.runtime.console import TextConsole
 
 OWN_KEYS = {"gpus", "nodes", "gpu", "rows", "page", "format"}
 CHOSEN = {"sharding", "activation_checkpointing", "offload", "tokens_per_micro_batch", "dry_run"}
-"""Groups and keys that the plan chooses, and dry_run, with which nothing would train."""
+"""Configuration groups and keys that the planner chooses, and `dry_run`, which would keep the printed command from
+training; all are left out of that command."""
 
 
 def main() -> None:
@@ -33,7 +34,7 @@ def main() -> None:
 
 
 def plan(cfg: PlanConfig, typed: Sequence[str] = ()) -> None:
-    """Print the cost of every way to train, and a command for the best.
+    """Print the predicted cost of every way to train, and the command that trains in the best way.
 
     Args:
         typed: the command line; the command gets what belongs to the training.
@@ -62,7 +63,8 @@ def plan(cfg: PlanConfig, typed: Sequence[str] = ()) -> None:
 
 
 def with_fp16(cfg: PlanConfig, machine: Machine, typed: Sequence[str]) -> tuple[PlanConfig, list[str]]:
-    """Plan fp16 for V100 and T4, which have no bf16, unless a precision is set; returns what the command needs, too."""
+    """Switch the configuration to fp16 on GPUs without bf16 (V100, T4) unless the user set a precision; returns the
+    configuration and the overrides that the recommended command needs for this."""
     lacks = machine.gpu is not None and machine.gpu.bf16 is None
     precision, is_set = cfg.precision, any(key_of(word).startswith("precision") for word in typed)
     if not lacks or precision.param_dtype is not DType.bf16 or is_set:
@@ -72,12 +74,13 @@ def with_fp16(cfg: PlanConfig, machine: Machine, typed: Sequence[str]) -> tuple[
 
 
 def key_of(word: str) -> str:
-    """The key of an override, without Hydra's prefixes."""
+    """The key of a Hydra override `key=value`, without the prefixes `+`, `++` and `~`."""
     return word.partition("=")[0].lstrip("+~")
 
 
 def command(cfg: PlanConfig, row: PlanRow, typed: Sequence[str]) -> str:
-    """The command that trains as in `row`; names in capitals stand for data that is not set."""
+    """The shell command that trains as this row of the plan says; FILE, DIR and HOST stand for values that the user has
+    to fill in."""
     launch = (
         f"torchrun --standalone --nproc-per-node {cfg.gpus}"
         if cfg.nodes == 1

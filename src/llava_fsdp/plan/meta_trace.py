@@ -1,4 +1,5 @@
-"""Trace of live bytes in a forward and a backward pass, on the meta device: shapes, dtypes and lifetimes, no data.
+"""Trace the bytes alive in a forward and a backward pass on the meta device, which has shapes, dtypes and lifetimes but
+no data.
 
 Every operation that autograd and the modules run is seen as it is dispatched. A tensor's bytes count from the operation
 that makes it until its storage is dropped, which is when a real pass would free it. Memory that a kernel allocates
@@ -20,31 +21,31 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass
 class Event:
-    """A storage that was made or dropped, or a mark."""
+    """A storage that was allocated or freed, or a named mark between such events."""
 
     storage: int
     """Number of the storage; -1 for a mark."""
     change: int
-    """Bytes, negative if dropped."""
+    """Change of the bytes alive: the storage's size, negative if it was freed."""
     width: int = 0
-    """Last dimension of the tensor that was made."""
+    """Size of the last dimension of the tensor that was made."""
     mark: str = ""
 
 
 @dataclass
 class Trace:
-    """Events in order."""
+    """The storages that a pass allocated and freed, and marks between them, in the order of time."""
 
     events: list[Event] = field(default_factory=list)
     gradients: dict[int, str] = field(default_factory=dict)
-    """Names of the parameters whose gradients these storages became."""
+    """Storage number of each gradient, and the name of its parameter."""
 
     def mark(self, text: str) -> None:
         self.events.append(Event(-1, 0, mark=text))
 
 
 class LiveBytes(TorchDispatchMode):
-    """Records every storage that is made or dropped while this mode is active in a trace."""
+    """Adds to a trace every storage that is allocated or freed while this dispatch mode is active."""
 
     def __init__(self, trace: Trace, known: Iterator[torch.Tensor]):
         """
@@ -66,7 +67,7 @@ class LiveBytes(TorchDispatchMode):
         return made
 
     def see(self, tensor: torch.Tensor) -> int | None:
-        """Return the number of a tensor's storage; None if it does not count."""
+        """Return the number of a tensor's storage, new for a new storage; None for tensors that existed before."""
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self.known:
@@ -85,7 +86,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 class FuseAttention(TorchFunctionMode):
-    """Replaces `scaled_dot_product_attention` by a fused kernel: the meta device would choose plain matrices.
+    """Replaces `scaled_dot_product_attention` on the meta device by a fused kernel, because torch would otherwise trace
+    the unfused one, which needs more memory.
 
     All fused kernels keep the same: queries, keys, values, the output, and a float32 for each head and token
     (FlashAttention, arXiv 2205.14135, section 3.1).
@@ -100,7 +102,7 @@ class FuseAttention(TorchFunctionMode):
 
 @contextmanager
 def collect_gradients(model: nn.Module, live: LiveBytes, trace: Trace) -> Iterator[None]:
-    """Record each storage that becomes a gradient, and mark when it is complete."""
+    """Record the storage of each parameter's gradient, and mark in the trace when the gradient is complete."""
 
     def recorder(name: str) -> Any:
         def hook(parameter: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Share of the hardware's peak that a step uses: MFU and HFU, from the FLOP model.
+"""Shares of the hardware's peak FLOPs that a training step uses: MFU and HFU, from counted FLOPs of the model.
 
 MFU (PaLM, arXiv 2204.02311, appendix B) counts what the model needs for the step's tokens, without padding and
 recomputation; HFU adds what runs again in the backward pass.
@@ -21,18 +21,19 @@ TERA = 1e12
 
 @dataclass(frozen=True)
 class Utilization:
-    """FLOPs of a run's steps, and the peak they are compared with."""
+    """FLOPs of a run's model, and the hardware's peak FLOPs per second, from which MFU and HFU are computed."""
 
     flops: Flops
     recomputed: Flops
-    """FLOPs that run again in the backward pass."""
+    """FLOPs that activation checkpointing computes again in the backward pass."""
     peak: float | None
-    """FLOPs a second of all ranks together; None: unknown."""
+    """Peak FLOPs per second of all ranks together; None if the device is unknown."""
     source: str
-    """Where the peak is from."""
+    """Text that says where the peak comes from, or why it is unknown."""
 
     def of(self, facts: StepFacts, seconds: float) -> dict[str, float | None]:
-        """`flops` that the step needs on all ranks together, and `mfu` and `hfu`, shares of the peak."""
+        """`flops` that a step needs on all ranks together, and `mfu` and `hfu` as shares of the peak (None if the peak
+        is unknown)."""
         counts = facts.tokens, facts.pairs, facts.label_tokens, facts.tiles
         needed = self.flops.of(*counts)
         most = None if self.peak is None else self.peak * seconds
@@ -44,7 +45,7 @@ class Utilization:
 
 
 def utilization_of(model: Llava, cfg: Config, device: torch.device, world_size: int) -> Utilization:
-    """Utilization of a training on `world_size` devices of this kind."""
+    """Build the `Utilization` of a training on `world_size` devices of this kind."""
     compiled = choose_compiling(cfg, device, model.kernel and model.kernel.attention).on
     needed = count_flops(model, activation_checkpointing=False)
     everything = count_flops(model, activation_checkpointing=True, compiled=compiled)
@@ -59,14 +60,16 @@ def utilization_of(model: Llava, cfg: Config, device: torch.device, world_size: 
 
 
 def recomputed_flops_share(activation_checkpointing: ActivationCheckpointingConfig) -> float:
-    """Share of a block's matrix products that run again; `selective` keeps the results of all of them."""
+    """Share of a block's matrix-product FLOPs that run again in the backward pass; 0 with `selective` activation
+    checkpointing, which keeps the results of all matrix products."""
     if activation_checkpointing.mode is ActivationCheckpointing.selective:
         return 0.0
     return recomputed_share(activation_checkpointing)
 
 
 def peak_of(name: str, dtype: DType) -> tuple[float | None, str]:
-    """Dense FLOPs a second of one device in a dtype by the table of GPUs, and where that is from.
+    """Peak dense FLOPs per second of one GPU in a dtype, from the table of GPUs, and the source of the number; (None,
+    reason) if the GPU is unknown.
 
     Args:
         name: CUDA's name of the device.

@@ -1,4 +1,4 @@
-"""Shapes of a model without weights and network, and the attention kernel of the device that a plan is for."""
+"""Read a model's shapes without weights or network, and choose the attention kernel for a planned device."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +36,8 @@ def shapes_of(cfg: ModelConfig) -> Parts:
 
 
 def folder_of(name: str, key: str) -> Path:
-    """The folder of a part's configuration."""
+    """The folder with the configuration of a language model or vision tower: the named one, or one shipped with this
+    package."""
     if name.startswith(PACKAGE) or Path(name).is_dir():
         return resolve(name, key)
     folder = SHAPES / name.replace("/", "--")
@@ -50,7 +51,8 @@ def folder_of(name: str, key: str) -> Path:
 
 
 def kernel_for(cfg: Config, language: PretrainedConfig, device: str, bf16: bool) -> Kernel | None:
-    """Choose the attention kernel as a training would on a device that may not be in this machine.
+    """Choose the attention kernel that a training would use on this device, which this machine need not have; None for
+    padded rows.
 
     Args:
         bf16: the device has bf16, and so FlashAttention-2: both begin with compute capability 8.0.

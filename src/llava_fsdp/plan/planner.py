@@ -1,4 +1,4 @@
-"""Cost of a way to train: bytes of a rank at the worst moment of a step, and the seconds of a step.
+"""Predict the cost of a way to train: a rank's bytes at the worst moment of a step, and the seconds of a step.
 
 peak(cfg, world_size=8, device="cuda").bytes["total"]
 """
@@ -37,12 +37,13 @@ from llava_fsdp.plan.step_time import Step, Volume, recomputed_share, sample_flo
 from llava_fsdp.plan.workload import Samples, configured_split, samples_of
 
 STREAMED = 2 * 128 * MIB
-"""Buffers through which offloaded moments pass (`distributed/streamed_optimizer.py`)."""
+"""Bytes of the device buffers through which the optimizer's offloaded moments are copied
+(`distributed/streamed_optimizer.py`)."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to train."""
+    """One way to train: sharding strategy, activation checkpointing and offload."""
 
     strategy: Strategy
     activation_checkpointing: ActivationCheckpointingConfig
@@ -50,13 +51,13 @@ class Choice:
 
     @property
     def zero(self) -> str:
-        """The strategy as on the command line."""
+        """The strategy's name on the command line, such as zero3."""
         return SHARD_PLANS[self.strategy].zero
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Number of ranks, and of those that share a copy of the model (hybrid strategies) or a node."""
+    """Numbers of ranks: of all, of those that share one copy of the model (hybrid strategies), and of one node."""
 
     world_size: int
     shard_size: int
@@ -65,31 +66,31 @@ class Ranks:
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One way to train, and what it costs."""
+    """One way to train, and its predicted memory and time."""
 
     choice: Choice
     world_size: int
     shard_size: int
     micro_batches: tuple[MicroBatch, ...]
-    """What a rank runs in a step."""
+    """The micro-batches that a rank runs in a step."""
     bytes: dict[str, int]
-    """Bytes on the device at the worst moment, by category; `total` is their sum."""
+    """Bytes on the device at the worst moment of a step, by category; `total` is their sum."""
     moment: str
-    """Name of the worst moment."""
+    """Name of the step's worst moment for memory."""
     at_rest: dict[str, int]
-    """Bytes of parameters, gradients and optimizer after an optimizer step, wherever they are kept."""
+    """Bytes of parameters, gradients and optimizer state after an optimizer step, on the device or offloaded."""
     host: int
-    """Bytes of tensors in host memory, beside a GPU."""
+    """Bytes of offloaded tensors in host memory; 0 on a CPU machine."""
     disk: int
     usable: int
-    """Bytes of the device that tensors can have."""
+    """Bytes of the device's memory that tensors can use."""
     step: Step
     sent: Volume
     samples_per_second: float
-    """On all ranks together."""
+    """Samples per second on all ranks together."""
     tokens_per_second: float
     mfu: float
-    """FLOPs of the model without recomputation, over the peak of the devices."""
+    """Model FLOPs utilization: FLOPs without recomputation as a share of the devices' peak."""
 
     @property
     def fits(self) -> bool:
@@ -97,12 +98,13 @@ class PlanRow:
 
     @property
     def tokens(self) -> int:
-        """Most tokens that a rank runs at once."""
+        """Tokens of the largest micro-batch."""
         return max(micro.tokens for micro in self.micro_batches)
 
 
 class Planner:
-    """A configuration's model on a machine; passes are measured once for each mode of activation checkpointing."""
+    """Predicts costs for one configuration's model on one machine; passes are measured once for each mode of activation
+    checkpointing."""
 
     def __init__(self, cfg: Config, machine: Machine, samples: Samples | None = None, parts: Parts | None = None):
         """
@@ -132,11 +134,12 @@ class Planner:
 
     @property
     def trainable(self) -> int:
-        """Number of parameters that train."""
+        """Number of trainable parameters."""
         return sum(w.numel for w in self.weights if w.trainable)
 
     def segments(self, mode: ActivationCheckpointing, micro: MicroBatch) -> list[Segment]:
-        """Measure a pass under `none`, `full` or `selective` activation checkpointing."""
+        """Measure the memory of a micro-batch's pass with `none`, `full` or `selective` activation checkpointing;
+        results are cached."""
         key = mode, micro
         if key not in self.measured:
             if mode not in self.meters:
@@ -148,12 +151,13 @@ class Planner:
     def passes(
         self, mode: ActivationCheckpointing, micros: Sequence[MicroBatch], between: Sequence[MicroBatch]
     ) -> list[Pass]:
-        """Passes of a step's micro-batches: measured, or interpolated between two that are."""
+        """Memory of the passes of a step's micro-batches, measured, or interpolated between two measured sizes."""
         get = self.segments if not between else lambda mode, micro: self.between(mode, micro, between)
         return [get(mode, micro) for micro in without_repeats(micros)]
 
     def between(self, mode: ActivationCheckpointing, micro: MicroBatch, ends: Sequence[MicroBatch]) -> list[Segment]:
-        """Interpolate a pass between two measured ones; measure it if those differ in more than sizes."""
+        """Interpolate the memory of a micro-batch's pass between two measured ones; measure it if those two have
+        different segments."""
         key = mode, micro
         small, large = ends
         first, second = (self.segments(mode, end) for end in ends)
@@ -172,7 +176,7 @@ class Planner:
         between: Sequence[MicroBatch] = (),
         rank: int = 0,
     ) -> PlanRow:
-        """Compute what a way to train costs.
+        """Compute the memory and time of one way to train.
 
         Args:
             micros: the micro-batches that a rank runs in a step.
@@ -225,7 +229,8 @@ class Planner:
         )
 
     def offloads_activations(self, choice: Choice) -> bool:
-        """Whether blocks' inputs go to host memory, which on a CPU machine is the device's."""
+        """Whether blocks' inputs are offloaded to host memory; false on a CPU machine, where host memory is the
+        device's."""
         return choice.activation_checkpointing.mode is ActivationCheckpointing.offload and self.machine.device != "cpu"
 
     def simulate(
@@ -236,7 +241,7 @@ class Planner:
         between: Sequence[MicroBatch],
         rank: int,
     ) -> Ledger:
-        """Simulate a step of these micro-batches."""
+        """Simulate the memory of a step of these micro-batches."""
         mode = choice.activation_checkpointing.mode
         if mode is ActivationCheckpointing.budget:
             # the compiler's partitioner chooses what is kept: something between everything and the blocks' inputs
@@ -270,7 +275,8 @@ class Planner:
         return simulate_step(passes, units, plan, states, self.unit_names, self.cfg.sharding.prefetch)
 
     def on_device(self, offload: OffloadMode, plan: ShardPlan, stored: Bytes, buffers: int) -> States:
-        """Bytes of the states on the device; on a CPU machine only files are elsewhere."""
+        """Bytes of parameters, gradients, optimizer state and buffers on the device; on a CPU machine only files are
+        off the device."""
         if offload is OffloadMode.none or (self.machine.device == "cpu" and offload is not OffloadMode.nvme):
             return States(stored.parameters, stored.gradients, stored.optimizer, buffers)
         if offload is OffloadMode.optimizer:
@@ -278,7 +284,7 @@ class Planner:
         return States(self.frozen_whole(plan), 0, 0, buffers)
 
     def frozen_whole(self, plan: ShardPlan) -> int:
-        """Bytes of frozen weights that are whole on every rank."""
+        """Bytes of frozen weights that every rank holds whole."""
         return sum(
             w.numel * w.item_size(self.cfg.precision)
             for w in self.weights
@@ -286,7 +292,7 @@ class Planner:
         )
 
     def off_device(self, offload: OffloadMode, plan: ShardPlan, stored: Bytes) -> tuple[int, int]:
-        """Bytes in host memory and on disk."""
+        """Bytes of offloaded states in host memory, and on disk."""
         states = stored.parameters - self.frozen_whole(plan) + stored.gradients + stored.optimizer
         if offload is OffloadMode.nvme:
             return 0, states
@@ -295,7 +301,7 @@ class Planner:
         return {OffloadMode.none: 0, OffloadMode.optimizer: stored.optimizer, OffloadMode.params: states}[offload], 0
 
     def input_bytes(self, micros: Sequence[MicroBatch]) -> int:
-        """Bytes of a step's tensors: ids, positions and images' places in int64, pixels in bytes.
+        """Bytes of a step's input tensors: token ids, positions and image places in int64, pixels in uint8.
 
         The micro-batch that runs has its pixels in fp32; a GPU holds no other.
         """
@@ -307,7 +313,7 @@ class Planner:
 
 
 def without_repeats(micros: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """The micro-batches that decide a step's worst moment: the first, and one of each kind after it."""
+    """The micro-batches that decide a step's worst moment: the first one, and one of each size after it."""
     return [micros[0], *dict.fromkeys(micros[1:])]
 
 
@@ -318,7 +324,7 @@ def peak(
     micros: Sequence[MicroBatch] | None = None,
     rank: int = 0,
 ) -> PlanRow:
-    """Compute the cost of this configuration as it is.
+    """Predict the cost of exactly this configuration, without a search.
 
     Args:
         device: cuda or cpu.

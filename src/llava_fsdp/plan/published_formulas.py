@@ -1,4 +1,4 @@
-"""Published formulas for bytes of model states, and why a real run differs from them.
+"""Published formulas for the bytes of parameters, gradients and optimizer state, and why a real run differs from them.
 
 P parameters, N ranks. ZeRO: arXiv 1910.02054, section 3 and figure 1, whose K = 12 bytes are the optimizer's (an fp32
 copy and two moments); half precision: the memory of Adam as Hugging Face's course counts it.
@@ -11,17 +11,17 @@ K = 12
 
 @dataclass(frozen=True)
 class Formula:
-    """A published formula."""
+    """A published formula for the bytes of model states on a rank, evaluated."""
 
     name: str
     text: str
     bytes: float
     differs: str
-    """Why a run here needs something else."""
+    """Text that says why a run of this package needs another amount."""
 
 
 def formulas(parameters: float, ranks: int) -> list[Formula]:
-    """Bytes of parameters, gradients and optimizer on a rank, by each formula."""
+    """Evaluate each published formula: bytes of parameters, gradients and optimizer state on a rank."""
     return [
         Formula(
             "DDP, ZeRO-0", "16P", zero(0, parameters, ranks),
@@ -47,7 +47,7 @@ def formulas(parameters: float, ranks: int) -> list[Formula]:
 
 
 def zero(stage: int, parameters: float, ranks: int) -> float:
-    """Bytes on a rank by the ZeRO paper."""
+    """Bytes of model states on a rank at a ZeRO stage (0 to 3), by the ZeRO paper's formula."""
     whole = {0: 2 + 2 + K, 1: 2 + 2, 2: 2, 3: 0}[stage]
     shared = {0: 0, 1: K, 2: 2 + K, 3: 2 + 2 + K}[stage]
     return parameters * (whole + shared / ranks)

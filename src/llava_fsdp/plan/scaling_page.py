@@ -1,4 +1,5 @@
-"""Predicted tokens a second on several nodes, for zero3 over all ranks and for hybrid within nodes."""
+"""Write a page with predicted tokens per second on several nodes, for zero3 over all ranks and hybrid sharding within
+nodes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ STRATEGIES = {"zero3": Strategy.FULL_SHARD, "hybrid": Strategy.HYBRID_SHARD}
 
 
 def scale(planner: Planner, gpus: int, nodes: int, is_free: bool) -> list[dict[str, Any]]:
-    """Plan the fastest row that fits on 1, 2, 4, ... nodes, with the same samples in a step.
+    """Predict the fastest training that fits on 1, 2, 4, ... nodes, with the same number of samples in a step.
 
     Rings of zero3 go through all nodes, over all ports of each; hybrid gathers within a node and sends shards of
     gradients to the other replicas once a step, each GPU over its own port.
@@ -31,7 +32,7 @@ def scale(planner: Planner, gpus: int, nodes: int, is_free: bool) -> list[dict[s
             break  # more ranks than samples
         for name, strategy in STRATEGIES.items():
             if count == 1 and name == "hybrid":
-                continue  # within one node it is zero3
+                continue  # within one node hybrid is the same as zero3
             modes = checkpointing_modes(planner.cfg, planner.machine.device)
             choices = [Choice(strategy, mode, OffloadMode.none) for mode in modes]
             splits = splits_to_try(planner, planner.cfg, world_size, is_free)
@@ -59,7 +60,7 @@ def node_counts(nodes: int) -> list[int]:
 
 
 def write_page(points: Sequence[dict[str, Any]], planner: Planner, path: Path) -> Path:
-    """Write a page with the chart and the table of `scale`.
+    """Write an HTML page with a chart and a table of the predictions of `scale`.
 
     Raises:
         ConfigError: the file cannot be written.

@@ -1,4 +1,5 @@
-"""All ways to train that could make sense, each with the largest micro-batch that fits, and the best of them."""
+"""Enumerate all sensible ways to train, find for each the largest micro-batch that fits into memory, and sort them by
+speed."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,11 +21,13 @@ from llava_fsdp.plan.workload import configured_split, possible_splits
 from llava_fsdp.runtime.errors import ConfigError
 
 BUDGET = 0.5
-"""The budget of activation_checkpointing=budget, if the configuration sets none."""
+"""Share of a block's activations that activation_checkpointing=budget keeps (`budget`), if the configuration sets no
+share."""
 
 
 def choices(cfg: Config, device: str, strategies: Sequence[Strategy]) -> list[Choice]:
-    """Combine strategies with modes of activation checkpointing and of offload, without equivalent duplicates."""
+    """Combine sharding strategies with the modes of activation checkpointing and of offload, without combinations that
+    the configuration's checks refuse."""
     # on a CPU machine host memory is the device's, so that only files save memory
     modes = list(OffloadMode) if device != "cpu" else [OffloadMode.none, OffloadMode.nvme]
     return [
@@ -37,7 +40,7 @@ def choices(cfg: Config, device: str, strategies: Sequence[Strategy]) -> list[Ch
 
 
 def distinct_strategies(ranks: Ranks) -> list[Strategy]:
-    """The strategies that differ on so many ranks."""
+    """Sharding strategies that differ from each other on this number of ranks."""
     if ranks.world_size == 1:
         return [Strategy.FULL_SHARD]  # nothing is sharded, and all strategies are the same
     hybrid = 1 < ranks.shard_size < ranks.world_size
@@ -46,7 +49,7 @@ def distinct_strategies(ranks: Ranks) -> list[Strategy]:
 
 def checkpointing_modes(cfg: Config, device: str) -> list[ActivationCheckpointingConfig]:
     modes = [ActivationCheckpointing.none, ActivationCheckpointing.selective, ActivationCheckpointing.full]
-    if device != "cpu":  # there host memory is the device's, and compiling takes longer than it saves
+    if device != "cpu":  # on a CPU machine host memory is the device's, and compiling takes longer than it saves
         modes += [ActivationCheckpointing.budget, ActivationCheckpointing.offload]
     configured = cfg.activation_checkpointing
     budget = configured.budget if configured.mode is ActivationCheckpointing.budget else BUDGET
@@ -57,7 +60,7 @@ def checkpointing_modes(cfg: Config, device: str) -> list[ActivationCheckpointin
 
 
 def is_allowed(cfg: Config, strategy: Strategy, mode: OffloadMode) -> bool:
-    """Whether the checks of the configuration accept this strategy and mode of offload."""
+    """Whether the configuration's checks accept this sharding strategy together with this mode of offload."""
     sharding, offload = ShardingConfig(strategy=strategy, shard_size=None), OffloadConfig(mode=mode, folder=None)
     try:
         replace(cfg, sharding=sharding, offload=offload)
@@ -69,14 +72,14 @@ def is_allowed(cfg: Config, strategy: Strategy, mode: OffloadMode) -> bool:
 def plan_rows(
     planner: Planner, found: Sequence[Choice], ranks: Ranks, splits: Sequence[Sequence[MicroBatch]]
 ) -> list[PlanRow]:
-    """Plan each choice, best first: what fits before what does not, then by samples a second.
+    """Predict the cost of each way to train and sort: the ways that fit into memory first, then by samples per second.
 
     Args:
         splits: ways to split a rank's part of a step into micro-batches; each row has the first one that fits.
     """
     ends = [splits[-1][0], splits[0][0]] if len(splits) > 1 else []
     rows = [largest_that_fits(planner, choice, ranks, splits, ends) for choice in found]
-    # of two that are as fast, the one that moves less comes first
+    # of two that are equally fast, the one with less recomputation and fewer bytes comes first
     modes = list(ActivationCheckpointing)
     rows.sort(
         key=lambda r: (
@@ -89,9 +92,12 @@ def plan_rows(
 
 
 def splits_to_try(planner: Planner, cfg: Config, world_size: int, is_free: bool) -> list[list[MicroBatch]]:
-    """Ways to split a rank's part of a step into micro-batches, the largest first: all of them, or the configured."""
+    """Ways to split a rank's samples of a step into micro-batches, the largest micro-batches first; only the configured
+    split if `is_free` is false."""
     args = cfg, planner.samples, world_size, planner.model.image_tokens
-    is_fixed = cfg.pack and cfg.sampler.name is SamplerName.llava_v1_5  # its rows have micro_batch_size samples
+    is_fixed = (
+        cfg.pack and cfg.sampler.name is SamplerName.llava_v1_5
+    )  # each of this sampler's rows has micro_batch_size samples
     return possible_splits(*args) if is_free and not is_fixed else [configured_split(*args)]
 
 
@@ -102,7 +108,8 @@ def largest_that_fits(
     splits: Sequence[Sequence[MicroBatch]],
     ends: Sequence[MicroBatch],
 ) -> PlanRow:
-    """The row with the fewest micro-batches that fit, or with the smallest ones if none fit, by bisection."""
+    """The plan row with the fewest (largest) micro-batches that fit into memory, found by bisection; with the smallest
+    micro-batches if none fit."""
 
     def row(split: Sequence[MicroBatch]) -> PlanRow:
         return planner.row(choice, ranks, split, ends)

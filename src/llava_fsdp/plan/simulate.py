@@ -1,4 +1,4 @@
-"""Simulation of one optimizer step on one rank: the bytes held at every moment, and the worst moment.
+"""Simulate one optimizer step on one rank: the bytes in device memory at every moment, and the moment with the most.
 
 Gathers, frees and reductions happen in FSDP2's order: `pre_forward`, `wait_for_unshard`, `pre_backward` and
 `post_backward` in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py. Every block is simulated.
@@ -16,7 +16,7 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "gathered", "reducing", "a
 
 @dataclass
 class Ledger:
-    """Bytes held now, and at the worst moment so far, by category."""
+    """Bytes in device memory now and at the worst moment so far, by category."""
 
     held: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0))
     worst: dict[str, int] = field(default_factory=dict)
@@ -24,7 +24,8 @@ class Ledger:
     most: int = 0
 
     def compare(self, moment: str, **more: int) -> None:
-        """Remember this moment if it is the worst so far; `more` is held for this moment only."""
+        """Record the current moment if its memory is the highest so far; `more` are bytes that exist at this moment
+        only."""
         total = sum(self.held.values()) + sum(more.values())
         if total > self.most:
             self.most, self.moment = total, moment
@@ -36,7 +37,7 @@ class Ledger:
         self.compare(moment)
 
     def set_live(self, level: Live) -> None:
-        """Set what the passes hold now."""
+        """Set the bytes of activations and logits that are alive now."""
         self.held["activations"], self.held["logits"] = level.activations, level.logits
 
     def drop(self, **sizes: int) -> None:
@@ -51,16 +52,16 @@ class Ledger:
 
 @dataclass(frozen=True)
 class States:
-    """Bytes of the states and buffers on a rank's device."""
+    """Bytes of parameters, gradients, optimizer state and buffers on a rank's device."""
 
     parameters: int
     gradients: int
-    """Gradients of the shards, after a micro-batch has been reduced."""
+    """Bytes of the gradients of this rank's shards, after the gradients of a micro-batch have been reduced."""
     optimizer: int
     buffers: int
-    """Computed buffers of the model, and a step's tensors."""
+    """Bytes of the model's registered buffers and of a step's input tensors."""
     updating: int = 0
-    """Temporary buffers of the optimizer step."""
+    """Bytes of temporary buffers during the optimizer's step."""
 
     def open_ledger(self) -> Ledger:
         ledger = Ledger()
@@ -69,11 +70,12 @@ class States:
 
 
 Pass = Sequence[Segment]
-"""Forward and backward of one micro-batch."""
+"""Memory of the forward and backward pass of one micro-batch, as consecutive segments."""
 
 
 def simulate_unsharded_step(passes: Sequence[Pass], states: States) -> Ledger:
-    """Simulate a step without FSDP: gradients are cast to their masters' dtypes one weight at a time."""
+    """Simulate a step without FSDP, where each weight's gradient is cast to the master weight's dtype as soon as it is
+    complete."""
     ledger = states.open_ledger()
     for number, segments in enumerate(passes):
         for segment in segments:
@@ -110,7 +112,7 @@ def simulate_step(
 
 
 class FsdpRank:
-    """What FSDP holds on a rank while segments run."""
+    """Bytes that FSDP holds on a rank (gathered weights, buffers, gradients) while the segments of a pass run."""
 
     def __init__(
         self, ledger: Ledger, units: dict[str, Unit], plan: ShardPlan, unit_names: dict[str, str], prefetch: int | None
@@ -122,17 +124,19 @@ class FsdpRank:
         self.prefetch_forward, self.prefetch_backward = prefetch or 0, prefetch or 1
         self.gathered: set[str] = set()
         self.buffers: dict[str, int] = {}
-        """All-gather buffers by unit, until they are copied out; in the forward pass, one unit longer."""
+        """Bytes of each FSDP unit's all-gather buffer until it is copied into the weights; in the forward pass until
+        the next unit is copied."""
         self.copied: str | None = None
-        """The unit whose buffer has been copied out and is still held."""
+        """The FSDP unit whose all-gather buffer has been copied into its weights but is not yet freed."""
         self.reduce_input = 0
-        """Bytes of the reduce-scatter's input of the last unit."""
+        """Bytes of the input buffer of the most recent unit's reduce-scatter."""
         self.waiting: dict[str, int] = {}
-        """Whole gradients in the reduction dtype, by unit."""
+        """Bytes, by FSDP unit, of whole gradients in the reduction dtype that wait for the step's last micro-batch."""
         self.shards: dict[str, int] = {}
-        """Gradients of shards, by unit; before the all-reduce over replicas in the reduction dtype."""
+        """Bytes, by FSDP unit, of gradients of this rank's shards; in the reduction dtype until they are all-reduced
+        over replicas."""
         self.root_made = 0
-        """Gradients of the root unit's weights, which are reduced last."""
+        """Bytes of the gradients so far of the root unit's weights, which FSDP reduces last."""
 
     def run_micro_batch(self, segments: Sequence[Segment], is_last: bool) -> None:
         forward = [s for s in segments if not s.backward]
@@ -184,7 +188,7 @@ class FsdpRank:
         self.drop_buffers()
 
     def order(self, segments: Sequence[Segment]) -> tuple[dict[str, list[str]], list[str]]:
-        """Blocks by unit, and units, in the order in which they run."""
+        """The blocks of each FSDP unit, and the units themselves, in the order in which they run in these segments."""
         blocks: dict[str, list[str]] = {}
         for segment in segments:
             unit = self.unit_names.get(segment.unit, "")
@@ -193,18 +197,20 @@ class FsdpRank:
         return blocks, list(blocks)
 
     def run(self, segment: Segment) -> None:
-        """Compare a segment's worst moment, with what FSDP holds beside it."""
+        """Run a segment: record its worst moment together with what FSDP holds at the same time."""
         worst = segment.worst_later if self.adds_in_place(self.unit_names.get(segment.unit, ROOT)) else segment.worst
         self.ledger.set_live(worst)
         self.ledger.compare(describe(segment), reducing=worst.gradients)
         self.ledger.set_live(segment.end)
 
     def adds_in_place(self, name: str) -> bool:
-        """Whether a unit's waiting gradients have the dtype of new ones, so that autograd adds in place."""
+        """Whether a unit's gradients of earlier micro-batches have the dtype of new ones, so that autograd adds the new
+        ones in place."""
         return name in self.waiting and self.units[name].widened == self.units[name].narrow
 
     def gather(self, name: str, moment: str) -> None:
-        """Gather a unit in the forward pass; the buffer of the unit before is held until this one is copied out."""
+        """Gather an FSDP unit's weights in the forward pass; the previous unit's all-gather buffer is freed once these
+        weights are copied out."""
         if name in self.gathered or name not in self.units:
             return
         self.prefetch(name)
@@ -214,7 +220,7 @@ class FsdpRank:
         self.copied = name
 
     def prefetch(self, name: str) -> None:
-        """Start an all-gather."""
+        """Start the all-gather of an FSDP unit, unless it is gathered already."""
         unit = self.units.get(name)
         if unit is None or name in self.gathered or name in self.buffers:
             return
@@ -242,7 +248,7 @@ class FsdpRank:
             self.ledger.drop(gathered=self.units[name].gathered)
 
     def finish(self, name: str, made: int, is_last: bool, moment: str) -> None:
-        """Reduce a unit's gradients after its backward pass, or keep them for a later micro-batch."""
+        """Reduce an FSDP unit's gradients after its backward pass, or keep them until a later micro-batch."""
         unit = self.units.get(name)
         if unit is None:
             return
@@ -266,7 +272,7 @@ class FsdpRank:
         self.ledger.add(moment, gradients=self.shards[name] - held)
 
     def widen(self, name: str, added: int, moment: str) -> None:
-        """Cast gradients from the compute dtype to the reduction dtype, weight by weight."""
+        """Cast a unit's gradients from the compute dtype to the reduction dtype, one weight at a time."""
         unit = self.units[name]
         if name in self.waiting:
             self.ledger.drop(reducing=added)
@@ -280,7 +286,7 @@ class FsdpRank:
 
 
 def following(order: Sequence[str], unit: str, count: int) -> Sequence[str]:
-    """The next `count` units."""
+    """The `count` FSDP units that run after this unit."""
     index = order.index(unit)
     return order[index + 1 : index + 1 + count]
 
@@ -291,7 +297,8 @@ def describe(segment: Segment) -> str:
 
 
 def interpolate(first: Segment, second: Segment, share: float) -> Segment:
-    """A segment of a micro-batch between two others: bytes grow in proportion to tokens."""
+    """Estimate a segment for a micro-batch whose size is between those of two measured ones, by linear interpolation of
+    the bytes."""
 
     def between(a: Live, b: Live) -> Live:
         return Live(*(round(x + share * (y - x)) for x, y in zip(astuple(a), astuple(b), strict=True)))
@@ -300,14 +307,14 @@ def interpolate(first: Segment, second: Segment, share: float) -> Segment:
 
 
 def inputs_of_blocks(segments: Pass) -> dict[str, int]:
-    """Bytes of the input (equal to the output) of each block that has a backward pass."""
+    """Bytes of the input of each block that has a backward pass (its output has the same size), by block name."""
     backward = {s.unit for s in segments if s.backward}
     forward = [s for s in segments if s.unit in backward and s.unit and not s.backward]
     return {s.unit: max(0, s.end.activations - s.begin.activations) for s in forward}
 
 
 def inputs_on_host(segments: Pass) -> Pass:
-    """The pass with blocks' inputs in host memory, but for the last two, which are still being copied."""
+    """The same pass if blocks' inputs are kept in host memory, except the last two, which are still being copied."""
     inputs = inputs_of_blocks(segments)
     moved, entered = [], []
     for segment in segments:

@@ -1,4 +1,5 @@
-"""Predicted seconds of a step: arithmetic, communication, and how much of the communication is not hidden.
+"""Predict the seconds of a step: computation, communication, and the part of the communication that computation does
+not hide.
 
 An estimate from published rates (see the table of GPUs), good enough to compare ways to train; measure for exact times.
 """
@@ -21,13 +22,14 @@ from llava_fsdp.plan.hardware import Machine
 from llava_fsdp.plan.workload import Samples
 
 LINK_EFFICIENCY = 0.78
-"""NCCL's large rings reach 230 of 300 GB/s on A100 and 370 of 450 on H100 (nccl-tests, bus bandwidth)."""
+"""Share of a link's bandwidth that collectives reach: NCCL's large rings reach 230 of 300 GB/s on A100 and 370 of 450
+on H100 (nccl-tests, bus bandwidth)."""
 OVERLAP = 0.9
-"""Share of the arithmetic that can hide collectives: not the first gather, nor the last reduction."""
+"""Share of the computation that can overlap with collectives: all but the first all-gather and the last reduction."""
 LATENCY = 20e-6
 """Seconds to start a collective."""
 HOP, HOP_BETWEEN = 3e-6, 8e-6
-"""Seconds from rank to rank of a ring, and from node to node."""
+"""Seconds of latency from one rank of a ring to the next, within a node and between nodes."""
 COPIED = 38
 """Bytes of memory traffic for each parameter and micro-batch: FSDP's casts and copies in and out of flat buffers."""
 UPDATED = 28
@@ -43,13 +45,13 @@ RECOMPUTED = {
 """Share of a block's forward pass that runs again in the backward pass, in time. Selective: norms, rotations and
 activation functions, which are memory traffic and few FLOPs."""
 HOST_UPDATE = 12e9
-"""Bytes a second and rank that the CPU's fused AdamW reads and writes."""
+"""Bytes per second and rank that the CPU's fused AdamW reads and writes."""
 DISK = 2e9
-"""Bytes a second and rank of a local NVMe disk."""
+"""Bytes per second and rank of a local NVMe disk."""
 
 
 def recomputed_share(activation_checkpointing: ActivationCheckpointingConfig) -> float:
-    """Share of the blocks' forward pass that runs again in the backward pass, in time."""
+    """Share of the blocks' forward time that activation checkpointing runs again in the backward pass."""
     if activation_checkpointing.mode is ActivationCheckpointing.budget:
         return 1 - (activation_checkpointing.budget or 0.0)
     return RECOMPUTED[activation_checkpointing.mode]
@@ -60,9 +62,9 @@ class Volume:
     """Bytes that a rank receives in a step, and the number of collectives."""
 
     sharded: float = 0.0
-    """Bytes of weights gathered and gradients scattered, over `shards` neighbouring ranks."""
+    """Bytes of all-gathered weights and reduce-scattered gradients, over `shards` neighbouring ranks."""
     replicated: float = 0.0
-    """Bytes of gradients all-reduced over `replicas` ranks, `shards` apart."""
+    """Bytes of gradients all-reduced over `replicas` ranks, whose rank numbers are `shards` apart."""
     gathers: int = 0
     """Number of all-gathers and reduce-scatters."""
     reductions: int = 0
@@ -80,7 +82,8 @@ class Volume:
         return max(1, self.shards * self.replicas // self.node_size)
 
     def seconds(self, link: float, network: float) -> float:
-        """Seconds without any overlap, at `link` bytes a second within a node and `network` from each GPU to others.
+        """Seconds of communication without overlap; `link` is bytes per second within a node, `network` from each GPU
+        to other nodes.
 
         A ring enters and leaves a node once, over all of its ports if its ranks are neighbours (NCCL runs as many rings
         as there are ports); rings of replicas, one for each shard, have to share them.
@@ -104,7 +107,8 @@ def volume(
     node_size: int,
     micro_batches: int,
 ) -> Volume:
-    """Count the bytes of rings: (n - 1) / n of a gathered or reduced tensor, twice that of an all-reduced one."""
+    """Count the bytes that a rank receives in a step: (n - 1) / n of a gathered or reduced tensor over n ranks, twice
+    that of an all-reduced one."""
     if world_size == 1:
         return Volume()
     plan = SHARD_PLANS[strategy]
@@ -134,14 +138,14 @@ def volume(
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of a step, by what they are spent on."""
+    """Predicted seconds of a step, by what they are spent on."""
 
     compute: float
     copies: float
     communication: float
-    """Communication without any overlap."""
+    """Seconds of communication if nothing overlaps."""
     exposed: float
-    """Communication that computation does not hide."""
+    """Seconds of communication that computation does not hide."""
     update: float
 
     @property
@@ -161,7 +165,7 @@ def step_time(
     world_size: int,
     offload: OffloadMode,
 ) -> Step:
-    """Predict one rank's step.
+    """Predict the seconds of a step on one rank.
 
     Args:
         flops: FLOPs of its samples without recomputation.
@@ -191,5 +195,5 @@ def step_time(
 
 
 def sample_flops(flops: Flops, samples: Samples) -> float:
-    """FLOPs of an average sample; attention costs by the square of the length."""
+    """FLOPs of an average sample; attention's FLOPs grow with the square of the length."""
     return flops.of(samples.tokens, samples.tokens**2 + samples.spread**2, samples.labels, samples.tiles)

@@ -1,4 +1,4 @@
-"""A plan printed as tables, and as a JSON object."""
+"""Print a plan as tables, or convert it to a JSON object."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ GB = 1e9
 
 
 def show_plan(console: Console, planner: Planner, rows: Sequence[PlanRow], shown: int, command: str | None) -> None:
-    """Print the recommended command, and below it the table of rows and the published formulas."""
+    """Print the recommended command, the table of ways to train, and the published formulas."""
     machine, samples = planner.machine, planner.samples
     world_size = rows[0].world_size
     console.print(
@@ -48,7 +48,7 @@ def show_plan(console: Console, planner: Planner, rows: Sequence[PlanRow], shown
 
 
 def names(row: PlanRow) -> str:
-    """The overrides of a row."""
+    """The command-line overrides that select a plan row's strategy, activation checkpointing and offload."""
     activation_checkpointing, offload = row.choice.activation_checkpointing, row.choice.offload.value
     words = [f"sharding={row.choice.zero}", f"activation_checkpointing={activation_checkpointing.mode.value}"]
     if activation_checkpointing.budget is not None:
@@ -57,7 +57,7 @@ def names(row: PlanRow) -> str:
 
 
 def off_device(row: PlanRow) -> str:
-    """Bytes in host memory and on disks, which `fits` does not check."""
+    """Text with the bytes that a plan row needs in host memory and on disk; whether these fit is not checked."""
     places = {"host memory": row.host, "files": row.disk}
     return "".join(f"; {size / GB:.1f} GB of {place} a rank" for place, size in places.items() if size)
 
@@ -99,7 +99,7 @@ def formula_table(planner: Planner, world_size: int) -> Table:
 
 
 def as_object(planner: Planner, rows: Sequence[PlanRow], command: str | None, more: dict[str, Any]) -> dict[str, Any]:
-    """The plan as a JSON object, in bytes, seconds and rates by the second."""
+    """Convert the plan to a JSON object; sizes are in bytes, times in seconds, rates per second."""
     machine, samples, world_size = planner.machine, planner.samples, rows[0].world_size
     return {
         "model": planner.cfg.model.name,

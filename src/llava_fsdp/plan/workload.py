@@ -1,4 +1,4 @@
-"""Mean sizes of samples, and the micro-batches that a step of them can be split into."""
+"""Mean sizes of samples, and the ways to split the samples of a step into micro-batches."""
 
 import contextlib
 import math
@@ -16,25 +16,25 @@ from llava_fsdp.runtime.safe_load import SMALL
 from llava_fsdp.runtime.small_json import read_object
 
 REPORT = "report.json"
-"""File that `python -m llava_fsdp.prepare` writes into the index."""
+"""File name of the report that `python -m llava_fsdp.prepare` writes into a dataset's index folder."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Means over samples."""
+    """Mean sizes of a dataset's samples."""
 
     tokens: float
     tiles: float
-    """Number of image tiles."""
+    """Mean number of image tiles of a sample."""
     labels: float
-    """Number of label tokens."""
+    """Mean number of label tokens of a sample."""
     spread: float
-    """Standard deviation of tokens."""
+    """Standard deviation of the number of tokens of a sample."""
     source: str
 
 
 def samples_of(cfg: Config, image_tokens: int) -> Samples:
-    """Sizes by the dataset's report, if there is one, else of LLaVA's own data.
+    """Mean sample sizes from the dataset's report if there is one, else those of LLaVA's own data.
 
     Instructions: 840 tokens and 0.94 images of 576 tokens (624,610 of llava_v1_5_mix665k's 665,298 records have one,
     LLaVA #657; NeMo's packed run of the same file implies at most 847 tokens,
@@ -54,7 +54,8 @@ def samples_of(cfg: Config, image_tokens: int) -> Samples:
 
 
 def samples_of_report(report: dict[str, Any], path: Path, max_length: int) -> Samples:
-    """Sizes by the report of an index; raises KeyError and the like for a report of another shape."""
+    """Mean sample sizes from the report of a dataset's index; raises KeyError, TypeError or ValueError if the report
+    has another structure."""
     kept, bars = report["kept"], report["lengths"]["histogram"]
     sums = {name: sum(source[name] for source in report["sources"]) for name in ("tokens", "pictures", "label_tokens")}
     mean = sums["tokens"] / kept
@@ -65,7 +66,7 @@ def samples_of_report(report: dict[str, Any], path: Path, max_length: int) -> Sa
 
 
 def samples_in(records: Records) -> Samples:
-    """Sizes of a training's records."""
+    """Mean sample sizes of the records of a training."""
     lengths, tiles, labels = (np.asarray(c, dtype=np.float64) for c in (records.lengths, records.tiles, records.labels))
     spread = max(1.0, float(lengths.std()))
     source = f"{len(records):,} records"
@@ -73,12 +74,13 @@ def samples_in(records: Records) -> Samples:
 
 
 def most_tokens(samples: Samples, count: float) -> int:
-    """Most tokens of `count` samples, but for few steps: three standard deviations above the mean."""
+    """Estimated maximum of the tokens of `count` samples: three standard deviations above the mean; few steps have
+    more."""
     return math.ceil(count * samples.tokens + 3 * samples.spread * math.sqrt(count))
 
 
 def micro_batch(samples: Samples, rows: int, length: int, count: int, image_tokens: int) -> MicroBatch:
-    """A micro-batch of `count` samples in rows of `length` tokens."""
+    """Estimate the sizes of a micro-batch of `count` samples in `rows` rows of `length` tokens."""
     tokens = rows * length
     tiles = min(tokens // max(1, image_tokens), math.ceil(count * samples.tiles))
     labels = min(tokens, max(1, math.ceil(count * samples.labels)))
@@ -86,7 +88,8 @@ def micro_batch(samples: Samples, rows: int, length: int, count: int, image_toke
 
 
 def possible_splits(cfg: Config, samples: Samples, world_size: int, image_tokens: int) -> list[list[MicroBatch]]:
-    """Ways to split a rank's part of a step into micro-batches, packed or in padded rows; the largest first.
+    """All ways to split a rank's samples of a step into micro-batches, packed or in padded rows; the largest
+    micro-batches first.
 
     Raises:
         ConfigError: there is no such way.
@@ -115,13 +118,13 @@ def possible_splits(cfg: Config, samples: Samples, world_size: int, image_tokens
 
 
 def configured_split(cfg: Config, samples: Samples, world_size: int, image_tokens: int) -> list[MicroBatch]:
-    """The micro-batches of a rank's part of a step by the configuration's keys."""
+    """The split of a rank's samples of a step into micro-batches that the configuration's keys say."""
     per_rank = cfg.global_batch_size / world_size
     if not cfg.pack:
         rows = min(cfg.micro_batch_size, math.ceil(per_rank))
         micro = micro_batch(samples, rows, cfg.data.max_length, rows, image_tokens)
         return [micro] * max(1, math.ceil(per_rank / cfg.micro_batch_size))
-    if cfg.sampler.name is SamplerName.llava_v1_5:  # any micro_batch_size samples make a row
+    if cfg.sampler.name is SamplerName.llava_v1_5:  # this sampler packs any micro_batch_size samples into a row
         size = cfg.micro_batch_size
         tokens = min(cfg.row_tokens, max(cfg.data.max_length, most_tokens(samples, size)))
         return [micro_batch(samples, 1, tokens, size, image_tokens)] * max(1, math.ceil(per_rank / size))
