@@ -1,8 +1,8 @@
-"""The embedded data set: drawn pictures of coloured shapes with LLaVA JSON files beside them.
+"""The built-in data set: generated images of coloured shapes, with LLaVA JSON files of captions and questions.
 
-Everything follows from one seed and needs only Pillow. A picture has one to four equal shapes, each in
-a corner of its own. The questions are chosen so that guessing without the picture is seldom right: all
-kinds but one have at least four answers, none of them much more frequent than the others.
+The same seed gives the same data; only Pillow is needed. An image has one to four equal shapes, each in a corner of its
+own. Guessing an answer without the image is seldom right: all kinds of questions but one have at least four answers,
+none of them much more frequent than the others.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.small_json import parse_object
 
 FORMAT_VERSION = 1
-"""Raised whenever the same seed would give other pictures or texts."""
+"""Version of the generator, increased whenever the same seed would give other images or texts."""
 
 TRAIN_PICTURES = 3000
-"""Pictures with a caption and a conversation."""
+"""Default number of training images; each has a caption and a conversation."""
 
 HELDOUT_PICTURES = 300
-"""Pictures with one question each, in none of the training files."""
+"""Default number of held-out images with one question each, which are in none of the training files."""
 
 TEXT_ONLY_SHARE = 0.08
-"""Share of the records of ``instructions.json`` that have no picture."""
+"""Fraction of the records of ``instructions.json`` that have no image."""
 
 MARKER = "shapes.json"
-"""File that holds the recipe of a complete folder; a folder without it is not ours."""
+"""Name of the file that holds the Recipe of a complete folder; a folder without it is not such a data set."""
 
 GROUND = (122, 116, 104)
-"""Colour of the ground: the mean of CLIP's normalisation, so that empty parts come out as zero."""
+"""Background colour (RGB): the mean of CLIP's normalisation, so that background pixels become about zero."""
 _DARK, _LIT = GROUND, (255, 255, 255)
 COLOURS = {
     "red": (_LIT[0], _DARK[1], _DARK[2]),
@@ -48,33 +48,33 @@ COLOURS = {
     "purple": (_LIT[0], _DARK[1], _LIT[2]),
     "white": _LIT,
 }
-"""No channel is ever darker than the ground. So a shape has the same sign in every colour, and even
-randomly initialised patch features tell its outline by a linear rule."""
+"""RGB of each colour name. No channel is darker than the background, so that a shape has the same sign in every colour,
+and randomly initialised patch features separate its outline linearly."""
 SHAPES = ("ring", "bar", "cross", "triangle")
-"""Shapes that differ in many pixels, which random patch features tell apart far better than outlines."""
+"""Names of the shapes. They differ in many pixels, so that even random patch features can tell them apart."""
 PLURALS = {"ring": "rings", "bar": "bars", "cross": "crosses", "triangle": "triangles"}
 SIZES = {"small": 0.1, "large": 0.155}
-"""Half of a shape's width, as a share of the picture's short side."""
+"""Half of a shape's width, as a fraction of the image's short side."""
 PLACES = ("top left", "top right", "bottom left", "bottom right")
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 SPREAD = 2 / 3
-"""Distance of neighbouring shapes, as a share of the short side: in a square picture cut into 3 x 3
-patches each shape is in the middle of one patch, where a small vision tower learns it fastest."""
+"""Distance between the centres of neighbouring shapes, as a fraction of the image's short side. If a square image is
+cut into 3 x 3 patches, each shape is in the middle of one patch, where a small vision tower learns it fastest."""
 CANVASES = ((56, 56), (64, 64), (64, 56), (56, 64), (72, 64), (64, 72), (96, 84))
-"""Picture sizes in pixels, (width, height)."""
+"""Image sizes in pixels, (width, height)."""
 
 COUNT_WEIGHTS = (4, 2, 2, 2)
-"""Weights of one to four shapes; only a single shape can be asked for its place."""
+"""Relative frequencies of images with one to four shapes; the place is asked only of a single shape."""
 
 CAPTION_TURN_SHARE = 0.3
-"""Share of the conversations that also ask for the caption."""
+"""Fraction of the conversations that also ask for the caption."""
 
 CAPTION_REQUEST = "Describe the picture."
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a folder was drawn from; equal recipes give equal folders."""
+    """All parameters that determine a generated folder; equal recipes give equal folders."""
 
     seed: int
     train_pictures: int
@@ -84,7 +84,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture shows: one to four equal shapes; ``places`` indexes PLACES, in ascending order."""
+    """Content of an image: one to four equal shapes; ``places`` are indices into PLACES, in ascending order."""
 
     shape: str
     colour: str
@@ -99,11 +99,11 @@ def ensure_shapes(
     train_pictures: int = TRAIN_PICTURES,
     heldout_pictures: int = HELDOUT_PICTURES,
 ) -> None:
-    """Make sure that ``root`` holds the data set of this recipe; draw it if ``root`` does not exist.
+    """Generate the data set in the folder ``root`` if it does not exist yet; otherwise check that it was generated with
+    the same parameters.
 
-    Several processes may call this at once: each draws into a folder of its own beside ``root`` and
-    renames it, and all but the first to get there throw theirs away. A folder that is there but was
-    drawn from another recipe (or is something else) raises DataError and is left alone.
+    Several processes may call this at once: each writes a temporary folder beside ``root`` and renames it to ``root``;
+    all but the first delete theirs. Raises DataError if ``root`` exists but has other content.
     """
     root = Path(root)
     recipe = Recipe(seed, train_pictures, heldout_pictures)
@@ -113,7 +113,7 @@ def ensure_shapes(
     work = Path(tempfile.mkdtemp(prefix=f".{root.name}-", dir=root.parent))
     try:
         _write_all(work, recipe)
-        work.chmod(0o755)  # mkdtemp gives 0o700, which would shut out other users of a shared folder
+        work.chmod(0o755)  # mkdtemp gives 0o700, which other users of a shared folder could not read
         os.rename(work, root)
     except OSError:
         # The rename fails when another process was first; its folder must then be the same.
@@ -124,7 +124,7 @@ def ensure_shapes(
 
 
 def _is_complete(root: Path, recipe: Recipe) -> bool:
-    """Whether ``root`` was drawn from ``recipe``; False if there is nothing (or an empty folder)."""
+    """Return whether ``root`` was generated from ``recipe``; False if it does not exist or is an empty folder."""
     if not root.exists() or (root.is_dir() and not any(root.iterdir())):
         return False
     try:
@@ -139,7 +139,7 @@ def _is_complete(root: Path, recipe: Recipe) -> bool:
 
 
 def _write_all(root: Path, recipe: Recipe) -> None:
-    """Draw all pictures and write the three JSON files and the marker into ``root``."""
+    """Write all images, the three JSON files and the file with the recipe into ``root``."""
     rng = random.Random(recipe.seed)
     (root / "images").mkdir()
     seen: set[bytes] = set()
@@ -161,12 +161,11 @@ def _write_all(root: Path, recipe: Recipe) -> None:
 
 
 def _dump(path: Path, value: object) -> None:
-    """Write ``value`` as JSON."""
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
 def _record(name: str, image: str | None, turns: list[tuple[str, str]]) -> dict[str, object]:
-    """One LLaVA JSON record; the image mark stands before the first question."""
+    """Return a LLaVA JSON record; the ``<image>`` tag is put before the first question."""
     record: dict[str, object] = {"id": name}
     if image is not None:
         record["image"] = f"{image}.png"
@@ -180,9 +179,9 @@ def _record(name: str, image: str | None, turns: list[tuple[str, str]]) -> dict[
 
 
 def _new_picture(root: Path, name: str, rng: random.Random, seen: set[bytes]) -> tuple[str, Scene]:
-    """Draw a random picture to ``images/<name>.png``; returns its name and what it shows.
+    """Generate a random image, save it as ``images/<name>.png``, and return its name and content.
 
-    ``seen`` holds the pixels of all earlier pictures, so that no held-out picture is a training one.
+    ``seen`` is the set of pixels of all earlier images, so that no held-out image is also a training image.
     """
     while True:
         (count,) = rng.choices(range(1, len(PLACES) + 1), COUNT_WEIGHTS)
@@ -196,9 +195,9 @@ def _new_picture(root: Path, name: str, rng: random.Random, seen: set[bytes]) ->
 
 
 def draw_picture(scene: Scene, rng: random.Random) -> Image.Image:
-    """An RGB picture of ``scene`` on a grey ground, of one of the CANVASES sizes.
+    """Return an RGB image of ``scene`` on a grey background, in one of the sizes of CANVASES.
 
-    Shapes stand in the corners of the central square, so that a centre crop keeps them whole.
+    Shapes are in the corners of the central square, so that a centre crop keeps them whole.
     """
     fine = 2  # drawn twice as large and averaged down, for smooth edges
     width, height = (side * fine for side in rng.choice(CANVASES))
@@ -218,7 +217,7 @@ def draw_picture(scene: Scene, rng: random.Random) -> Image.Image:
 def _draw_shape(
     draw: ImageDraw.ImageDraw, shape: str, x: float, y: float, half: float, fill: tuple[int, int, int]
 ) -> None:
-    """Fill one shape with centre (x, y) and half width ``half``, in pixels."""
+    """Draw a filled shape with centre (x, y) and half width ``half``, in pixels."""
     if shape == "ring":
         draw.ellipse((x - half, y - half, x + half, y + half), outline=fill, width=round(0.4 * half))
     elif shape == "bar":
@@ -232,7 +231,7 @@ def _draw_shape(
 
 
 def caption(scene: Scene) -> str:
-    """Number, size, colour, shape and places, e.g. ``One small red ring at the top left.``"""
+    """Return a caption with number, size, colour, shape and places, e.g. ``One small red ring at the top left.``"""
     count = len(scene.places)
     noun = scene.shape if count == 1 else PLURALS[scene.shape]
     places = " and ".join(PLACES[place] for place in scene.places)
@@ -240,7 +239,7 @@ def caption(scene: Scene) -> str:
 
 
 def questions(scene: Scene) -> dict[str, tuple[str, str]]:
-    """The questions that can be asked about ``scene`` and their answers, by kind of question."""
+    """Return the questions that can be asked about an image, with their answers, by kind of question."""
     pairs = {
         "colour": ("What colour is shown?", scene.colour),
         "shape": ("What shape is shown?", scene.shape),
@@ -254,7 +253,8 @@ def questions(scene: Scene) -> dict[str, tuple[str, str]]:
 
 
 def _conversation(scene: Scene, rng: random.Random) -> list[tuple[str, str]]:
-    """Two to five turns of different kinds about one picture, often with a caption among them."""
+    """Return two to five questions of different kinds about an image, with answers; sometimes also a caption
+    request."""
     pairs = list(questions(scene).values())
     pairs = rng.sample(pairs, rng.randint(2, 5))
     if rng.random() < CAPTION_TURN_SHARE:
@@ -263,7 +263,7 @@ def _conversation(scene: Scene, rng: random.Random) -> list[tuple[str, str]]:
 
 
 def text_facts() -> list[tuple[str, str]]:
-    """Questions without a picture, and their answers."""
+    """Return questions about numbers and shapes that need no image, with their answers."""
     facts = [(f"Which number comes after {a}?", b) for a, b in itertools.pairwise(NUMBERS)]
     facts += [(f"Which number comes before {b}?", a) for a, b in itertools.pairwise(NUMBERS)]
     sides = {"triangle": "three", "square": "four"}
@@ -271,6 +271,6 @@ def text_facts() -> list[tuple[str, str]]:
 
 
 def draw_shapes(cfg: DataConfig) -> None:
-    """The embedded dataset is drawn where it is not there yet."""
+    """Generate the built-in data set in `data.root` if `data.source` is shapes and the folder does not exist yet."""
     if cfg.source is Source.shapes:
         ensure_shapes(Path(cfg.root or "."))

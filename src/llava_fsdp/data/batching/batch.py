@@ -20,32 +20,33 @@ class MicroBatch:
     """
 
     input_ids: torch.Tensor
-    """int64 [rows, length]; 0 at image tokens"""
+    """Token ids, int64 [rows, length]; 0 at image tokens and padding."""
     image_positions: torch.Tensor
-    """int64 [image tokens]: positions of the image tokens"""
+    """Positions of the image tokens in the flattened rows, int64 [image tokens]."""
     image_rows: torch.Tensor
-    """int64 [image tokens]: the feature of each, as a row of the features of all tiles laid end to end; the row behind
-    the last stands for the learned vector at the end of a line (anyres)"""
+    """For each image token the index of its vision feature, int64 [image tokens], in the features of all tiles
+    concatenated; the index after the last means the learned vector that ends a line (anyres)."""
     images: torch.Tensor
-    """uint8 [tiles, 3, size, size], or float32 once normalised; an image is one tile, with anyres several"""
+    """Image tiles, uint8 [tiles, 3, size, size], or float32 once normalised; an image is one tile, with anyres
+    several."""
     label_positions: torch.Tensor
-    """int64 [labels]: the position whose output predicts the label, one before the label's token"""
+    """For each label the position of the token that predicts it, int64 [labels]; one before the label's own token."""
     label_ids: torch.Tensor
-    """int64 [labels]"""
+    """Token id of each label, int64 [labels]."""
     scale: float
-    """Factor of the sum of this micro-batch's losses."""
+    """Factor by which the sum of this micro-batch's token losses is multiplied."""
     position_ids: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    """int64 [1, tokens], from 0 in every sample; empty with padded rows"""
+    """Position ids, int64 [1, tokens], from 0 in each sample; empty with padded rows."""
     cu_seqlens: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int32))
-    """int32 [samples + 1]: begin of each sample in the row, and end of the last; empty with padded rows"""
+    """Begin of each sample in the packed row and end of the last, int32 [samples + 1]; empty with padded rows."""
     lengths: tuple[int, ...] = ()
-    """Tokens of each sample of a packed row, known on the host; empty with padded rows."""
+    """Number of tokens of each sample of a packed row, on the CPU; empty with padded rows."""
     seeds: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
-    """int64 [samples], below 2**31: seeds of the samples' dropout, the same on any number of ranks"""
+    """Dropout seed of each sample, int64 [samples], below 2**31; the same on any number of ranks."""
     tile_seeds: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    """int64 [tiles]: seeds of dropout in the vision tower"""
+    """Seed of dropout in the vision tower for each tile, int64 [tiles]."""
     label_sources: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    """int64 [labels]: index of each label's source in `data.sources`; empty with a single source"""
+    """Index in `data.sources` of the source of each label, int64 [labels]; empty with a single source."""
 
     @property
     def segments(self) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]] | None:
@@ -54,13 +55,13 @@ class MicroBatch:
 
     @property
     def inputs(self) -> tuple[Any, ...]:
-        """Positional arguments of `Llava.forward`."""
+        """Positional arguments for `Llava.forward`."""
         images = self.image_positions, self.image_rows, self.images
         seeds = self.seeds, self.tile_seeds
         return self.input_ids, self.segments, *images, seeds, self.label_positions, self.label_ids
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
-        """A copy with `function` applied to every tensor."""
+        """Return a copy with `function` applied to each tensor."""
         return replace(self, **{name: function(getattr(self, name)) for name in TENSORS})
 
 
@@ -69,41 +70,41 @@ TENSORS = tuple(f.name for f in fields(MicroBatch) if f.name not in ("scale", "l
 
 @dataclass(frozen=True)
 class SkippedSample:
-    """A sample that a step goes without, because it turned out broken when it was read."""
+    """A sample that is left out of a step because it turned out broken when it was read."""
 
     number: int
-    """Number of its record among those that are trained on."""
+    """Number of the sample's record among the records that are trained on."""
     record: str
-    """The record as messages name it."""
+    """Name of the record in messages."""
     kind: str
     reason: str
     lacks: StepFacts
-    """Counts of the sample alone, from the index."""
+    """Counts (tokens, labels, ...) of this sample alone, from the index, to subtract from those of the step."""
 
 
 @dataclass
 class StepFacts:
-    """Counts of a step over all ranks, which every rank computes from the index."""
+    """Counts of a step over all ranks (samples, tokens, labels, ...), which each rank computes from the index."""
 
     step: int
     samples: int = 0
     tokens: int = 0
-    """Text and image tokens, without padding."""
+    """Number of text and image tokens, without padding."""
     pairs: int = 0
     """Sum of the squares of the samples' lengths, to which the cost of attention is proportional."""
     label_tokens: int = 0
     images: int = 0
     tiles: int = 0
     truncated: int = 0
-    """Samples truncated at `data.max_length`."""
+    """Number of samples truncated at `data.max_length`."""
     labels_cut: int = 0
-    """Labels lost by that."""
+    """Number of labels lost by truncation."""
     skipped: list[SkippedSample] = field(default_factory=list)
-    """Samples that turned out broken when they were read; the counts above are without them."""
+    """Samples that turned out broken when they were read. As prepared by a data worker, only this rank's."""
     unlabelled: list[str] = field(default_factory=list)
     """Records of samples without any label: masked by LLaVA's rules, or truncated before the first answer."""
     source_labels: dict[str, int] = field(default_factory=dict)
-    """Label tokens by source, for every source of the dataset."""
+    """Number of label tokens of each source, by the source's name."""
 
     def without(self, skipped: list[SkippedSample]) -> StepFacts:
         counts = {name: getattr(self, name) - sum(getattr(s.lacks, name) for s in skipped) for name in COUNTS}
@@ -123,22 +124,22 @@ COUNTS = ("samples", "tokens", "pairs", "label_tokens", "images", "tiles", "trun
 @dataclass
 class Step:
     facts: StepFacts
-    """As a worker prepares it, `skipped` has this rank's samples alone, and the counts include them; `without`
-    corrects both."""
+    """Counts of the step. As prepared by a data worker, `skipped` has only this rank's samples and the counts include
+    them; `Step.without` corrects both."""
     micro_batches: list[MicroBatch]
-    """This rank's, as many as on every other rank."""
+    """Micro-batches of this rank, as many as on each other rank."""
 
     def without(self, skipped: list[SkippedSample], normalize: Normalize) -> Step:
-        """The step without the samples that any rank skipped; the loss is normalised by the remaining labels."""
+        """Return the step without the samples that any rank skipped; the loss is normalised by the remaining labels."""
         facts = self.facts.without(skipped)
         if normalize is Normalize.micro_batch or not skipped:
             return Step(facts, self.micro_batches)
         return Step(facts, [replace(m, scale=1 / max(1, facts.label_tokens)) for m in self.micro_batches])
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Step:
-        """A copy with `function` applied to every tensor, in the order of micro-batches and their fields."""
+        """Return a copy with `function` applied to each tensor, in the order of micro-batches and their fields."""
         return Step(self.facts, [micro.map(function) for micro in self.micro_batches])
 
     def pin_memory(self) -> Step:
-        """A copy in page-locked memory, for asynchronous copies to a GPU; the DataLoader calls this."""
+        """Return a copy in page-locked memory, for asynchronous copies to a GPU; torch's DataLoader calls this."""
         return self.map(torch.Tensor.pin_memory)

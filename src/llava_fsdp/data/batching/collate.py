@@ -17,11 +17,11 @@ from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.encode import Sample
 
 Row = tuple[Sample, list[np.ndarray]]
-"""A sample, and the tiles of each of its images"""
+"""An encoded sample, and for each of its images the tiles, uint8 [tiles, 3, size, size]."""
 
 
 class Collator:
-    """Makes a micro-batch of samples and their images."""
+    """Makes a micro-batch of encoded samples and their images."""
 
     def __init__(self, image_reader: ImageReader, normalize: Normalize, pack: bool):
         self.image_reader = image_reader
@@ -36,10 +36,10 @@ class Collator:
         seeds: Sequence[int] = (),
         sources: Sequence[int] = (),
     ) -> MicroBatch:
-        """Collate samples into one packed row or padded rows; without samples, into one token that has no label.
+        """Collate samples into one packed row, or into padded rows; without samples, into one token without a label.
 
         Args:
-            micro_batches: micro-batches of the whole step, over all ranks.
+            micro_batches: number of micro-batches of the whole step, over all ranks.
             seeds: dropout seed of each row, below 2**31; empty without dropout.
             sources: number of each row's source; empty with a single source.
         """
@@ -66,7 +66,8 @@ class Collator:
         )
 
     def lay_out(self, rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
-        """All tiles of the rows' images, and the feature row of every image token, int64 [image tokens]."""
+        """Return the tiles of all images concatenated, and for each image token the index of its vision feature, int64
+        [image tokens]."""
         tiles, places = [self.image_reader.no_tiles()], [np.zeros(0, dtype=np.int64)]
         before = 0  # feature rows of the images so far
         for sample, images in rows:
@@ -79,7 +80,8 @@ class Collator:
 
 
 def padded(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
-    """Ids, and the label that each position predicts, both int64 [rows, length of the longest]."""
+    """Return token ids and the label that each token predicts, both int64 [rows, length of the longest sample], padded
+    on the right."""
     length = max((len(s.input_ids) for s in samples), default=1)
     ids = np.zeros((max(1, len(samples)), length), dtype=np.int64)
     labels = np.full((max(1, len(samples)), length), IGNORE, dtype=np.int64)
@@ -90,7 +92,8 @@ def padded(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def packed(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
-    """Ids, and the label that each position predicts, both int64 [1, tokens]; the last of a sample predicts none."""
+    """Return token ids and the label that each token predicts, both int64 [1, tokens]; a sample's last token predicts
+    none."""
     if not samples:
         return padded(samples)
     end = np.array([IGNORE])
@@ -99,7 +102,7 @@ def packed(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def boundaries(lengths: tuple[int, ...]) -> dict[str, Any]:
-    """Fields of a micro-batch that separate the samples of a packed row."""
+    """Return the fields of a MicroBatch that separate the samples of a packed row."""
     return {
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
         "cu_seqlens": torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32),
@@ -108,7 +111,7 @@ def boundaries(lengths: tuple[int, ...]) -> dict[str, Any]:
 
 
 def dropout_seeds(seeds: Sequence[int], rows: list[Row]) -> dict[str, Any]:
-    """Seed fields of a micro-batch; each tile of a sample gets another seed."""
+    """Return the seed fields of a MicroBatch; each tile of a sample gets another seed."""
     tiles = [
         (seed + number) % 2**31
         for seed, (_, images) in zip(seeds, rows, strict=True)
@@ -118,6 +121,6 @@ def dropout_seeds(seeds: Sequence[int], rows: list[Row]) -> dict[str, Any]:
 
 
 def label_sources(sources: Sequence[int], rows: list[Row]) -> dict[str, Any]:
-    """Field of a micro-batch with the source of each label, in the order of the rows."""
+    """Return the field of a MicroBatch with the source of each label, in the order of the rows."""
     labels = [sample.num_labels for sample, _ in rows]
     return {"label_sources": torch.from_numpy(np.repeat(np.array(sources, dtype=np.int64), labels))}

@@ -1,4 +1,4 @@
-"""The cost of training on a sample, by which ranks get equal work."""
+"""Estimate the cost of training on a sample, by which samples are distributed evenly to ranks."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ UNIT = 1e6
 
 @dataclass(frozen=True)
 class CostModel:
-    """FLOPs of a sample, forward and backward."""
+    """Estimates the FLOPs of a sample's forward and backward pass."""
 
     token: float = UNIT
     """FLOPs of a token in the linear layers of the blocks."""
@@ -21,7 +21,7 @@ class CostModel:
     """FLOPs of an image tile in vision tower and projector."""
 
     def __call__(self, lengths: np.ndarray, labels: np.ndarray, tiles: np.ndarray) -> np.ndarray:
-        """Cost of each sample in units of 1e6 FLOPs, int64 [samples], at least 1.
+        """Return the cost of each sample in units of 1e6 FLOPs, int64 [samples], at least 1.
 
         Integers, because their sums do not depend on the order of addition.
 

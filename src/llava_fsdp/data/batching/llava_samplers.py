@@ -1,4 +1,5 @@
-"""LLaVA's samplers as they run behind transformers' Trainer and accelerate, reproduced from the same seed."""
+"""Reproduce which records LLaVA trains on in each step (its samplers with transformers' Trainer and accelerate) from
+the same seed."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from llava_fsdp.data.batching.packing import Assignment
 from llava_fsdp.runtime.errors import ConfigError
 
 ACCELERATE_SEED = 67280421310721
-"""torch.Generator's default seed: accelerate never seeds the generator of its samplers."""
+"""Default seed of torch.Generator, as accelerate never seeds the generator of its samplers."""
 
 
 class LlavaSampler:
-    """The records of every step as LLaVA trains on them, with transformers 4.37 and accelerate 0.21.
+    """Sampler with the same records in each step as LLaVA with transformers 4.37 and accelerate 0.21.
 
     The micro-batches of all epochs form one stream: those that do not fill a step of their epoch begin the next epoch's
     first step. An epoch has floor(micro-batches / accumulation) steps. The rest of the last epoch is dropped.
@@ -24,11 +25,12 @@ class LlavaSampler:
     def __init__(
         self, lengths: list[int], batch_size: int, accumulation: int, world_size: int, seed: int, grouped: bool
     ):
-        """
+        """Make the sampler and draw the first epoch.
+
         Args:
-            lengths: words of every record, negative where it has no image (train.py:684-690).
-            batch_size: rows of a micro-batch.
-            accumulation: micro-batches of a rank in a step.
+            lengths: number of words of each record, negative if it has no image (train.py:684-690).
+            batch_size: number of rows of a micro-batch.
+            accumulation: number of micro-batches of a rank in a step.
         """
         self.lengths = lengths
         self.batch_size = batch_size
@@ -70,13 +72,13 @@ class LlavaSampler:
         return [[self.epoch(epoch)[rank][at] for epoch, at in places] for rank in range(self.world_size)]
 
     def epoch(self, number: int) -> Assignment:
-        """Record numbers of an epoch by rank and batch; drawing one draws all before it."""
+        """Return the record numbers of an epoch by rank and micro-batch; drawing an epoch also draws all before it."""
         while len(self.epochs) <= number:
             self.epochs.append(self.deal(self.flat_order()))
         return self.epochs[number]
 
     def flat_order(self) -> list[int]:
-        """Record numbers of the next epoch; takes the same random numbers as LLaVA does."""
+        """Return the record numbers of the next epoch in order; consumes the same random numbers as LLaVA."""
         torch.empty((), dtype=torch.int64).random_(
             generator=self.process_generator
         )  # the DataLoader's seed for its workers
@@ -94,14 +96,16 @@ class LlavaSampler:
         return order
 
     def deal(self, order: list[int]) -> Assignment:
-        """Batches by rank; with one rank the last may be short, with several all are full."""
+        """Split record numbers into micro-batches by rank; with one rank the last may be short, with several all are
+        full."""
         if self.world_size == 1:
             return [chunked(order, self.batch_size)]
         return even_batches(order, self.batch_size, self.world_size)
 
 
 def even_batches(order: list[int], batch_size: int, world_size: int) -> Assignment:
-    """Give batch j to rank j % ranks; fill the last batches from the begin (accelerate BatchSamplerShard)."""
+    """Give micro-batch j to rank j % ranks; fill up the last ones with records from the beginning (accelerate
+    BatchSamplerShard)."""
     batches = chunked(order, batch_size)
     again = itertools.cycle(order)
     batches[-1] = batches[-1] + list(itertools.islice(again, batch_size - len(batches[-1])))
@@ -113,9 +117,10 @@ def even_batches(order: list[int], batch_size: int, world_size: int) -> Assignme
 def modality_grouped(
     lengths: list[int], batch_size: int, chunks: int, megabatches: torch.Generator, process: torch.Generator
 ) -> list[int]:
-    """Order records so that megabatches have images alone or text alone, of like lengths (llava_trainer.py:61-88).
+    """Order records in megabatches that have only records with images or only text, of similar lengths
+    (llava_trainer.py:61-88).
 
-    The last megabatch of both kinds, even a full one, goes to the end, where both are mixed in the file's order.
+    The last megabatch of each kind, even a full one, goes to the end; these two are merged in the file's order.
     """
     with_image = [i for i, length in enumerate(lengths) if length > 0]
     text_only = [i for i, length in enumerate(lengths) if length < 0]
@@ -131,7 +136,8 @@ def modality_grouped(
 
 
 def length_grouped(lengths: list[int], batch_size: int, chunks: int, generator: torch.Generator) -> list[int]:
-    """Draw random megabatches, sort each by length and split it into even chunks (llava_trainer.py:91-100)."""
+    """Order records: draw random megabatches, sort each by length and split it into chunks of equal length
+    (llava_trainer.py:91-100)."""
     order = torch.randperm(len(lengths), generator=generator).tolist()
     return [
         index
@@ -142,7 +148,7 @@ def length_grouped(lengths: list[int], batch_size: int, chunks: int, generator: 
 
 
 def even_chunks(indices: list[int], lengths: list[int], chunks: int) -> list[list[int]]:
-    """Split into chunks of equal size and nearly equal sum of lengths (llava_trainer.py:38-58)."""
+    """Split record numbers into chunks of equal size and nearly equal sum of lengths (llava_trainer.py:38-58)."""
     if len(indices) % chunks:
         return [indices[i::chunks] for i in range(chunks)]
     filled: list[list[int]] = [[] for _ in range(chunks)]

@@ -1,8 +1,8 @@
-"""Transfer of steps from worker processes to the rank through anonymous files in memory (memfd_create).
+"""Transfer steps from data worker processes to the rank's process through anonymous files in memory (memfd_create).
 
 torch transfers tensors through /dev/shm, which has 64 MiB in a Docker container by default: a worker that finds it full
 dies or hangs. Memory files are limited by the memory of the machine or container alone. They are opened before the
-workers are forked, so that no file descriptor has to be sent; a step takes one, whatever its number of tensors.
+workers are forked, so that no file descriptor has to be sent; a step takes one file, whatever its number of tensors.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ HAS_MEMORY_FILES = sys.platform.startswith("linux")
 
 
 class Outbox:
-    """Memory files of one worker; each holds one step in transfer and is empty otherwise."""
+    """The memory files of one data worker; each contains one step that is being transferred, or is empty."""
 
     def __init__(self, files: int):
-        """
+        """Create the memory files.
+
         Args:
-            files: most steps in transfer at once.
+            files: number of files, the most steps in transfer at once.
 
         Raises:
             OSError: too many files are open.
@@ -40,7 +41,7 @@ class Outbox:
             self.files.append(memory_file())
 
     def put(self, step: Step) -> Sent:
-        """Write the tensors of a step to a free file; called in the worker.
+        """Write the tensors of a step into an empty memory file; called in the worker process.
 
         Raises:
             OSError: the system is out of memory.
@@ -71,12 +72,12 @@ class Sent:
     step: Step
     """The step with its tensors on the meta device."""
     file: int
-    """File descriptor, the same in the worker and in the rank."""
+    """File descriptor of the memory file, the same in the worker's and the rank's process."""
     size: int
-    """Bytes."""
+    """Size in bytes of all tensors with padding."""
 
     def receive(self, pin_memory: bool = False) -> Step:
-        """Read the step into memory of this process and free its file; called once, in the rank."""
+        """Read the step into this process's memory and empty its file; called once, in the rank's process."""
         memory, begin = torch.empty(self.size, dtype=torch.uint8, pin_memory=pin_memory), 0
         written = memory[: os.fstat(self.file).st_size]
         each_byte(written, lambda rest, done: os.preadv(self.file, [rest], done))
@@ -96,12 +97,13 @@ class Sent:
 
 
 def padded_size(values: torch.Tensor) -> int:
-    """Bytes of a tensor in a file, with padding up to the next tensor."""
+    """Return the bytes that a tensor takes in a memory file, with padding up to the next tensor."""
     return -(-values.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def each_byte(values: torch.Tensor, move: Callable[[memoryview, int], int]) -> None:
-    """Call `move` until all bytes of a uint8 tensor are moved: one system call moves at most 2 GiB.
+    """Call `move` repeatedly until all bytes of a uint8 tensor are transferred, as one system call transfers at most 2
+    GiB.
 
     Args:
         move: (remaining bytes, number of bytes before them) -> number of bytes moved.
@@ -114,7 +116,7 @@ def each_byte(values: torch.Tensor, move: Callable[[memoryview, int], int]) -> N
 
 
 def memory_file() -> int:
-    """Create an anonymous file in memory that forked processes share; returns its descriptor.
+    """Create an anonymous file in memory that forked processes share, and return its descriptor.
 
     Calls the C library directly: `os.memfd_create` is missing where Python was built against an old one.
     """

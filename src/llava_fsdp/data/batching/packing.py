@@ -7,12 +7,13 @@ import math
 import numpy as np
 
 Assignment = list[list[list[int]]]
-"""Numbers of samples, by [rank][micro-batch]"""
+"""Numbers of the samples of a step, as lists by [rank][micro-batch]."""
 
 GOOD_ENOUGH = 1e-4
-"""Balancing stops once the heaviest exceeds the mean by no more than this part of it."""
+"""Balancing stops once the heaviest micro-batch or rank exceeds the mean by no more than this fraction."""
 LIGHTEST = 8
-"""The heaviest swaps with this many of the lightest; with all of them a step of 4096 samples would take a second."""
+"""Number of the lightest micro-batches or ranks that the heaviest may swap samples with; with all of them a step of
+4096 samples would take a second."""
 
 
 def split_step(lengths: list[int], world_size: int, micro_batch_size: int) -> Assignment:
@@ -36,7 +37,7 @@ def split_step(lengths: list[int], world_size: int, micro_batch_size: int) -> As
 
 
 def num_micro_batches(samples: int, world_size: int, micro_batch_size: int) -> int:
-    """Micro-batches of each rank in a step of `samples` padded rows."""
+    """Return the number of micro-batches of each rank in a step of `samples` padded rows."""
     return max(1, math.ceil(samples / (world_size * micro_batch_size)))
 
 
@@ -70,7 +71,8 @@ def pack_step(lengths: list[int], costs: list[int], world_size: int, most_tokens
 
 
 def place_all(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: int) -> np.ndarray | None:
-    """Bin of each sample, int64 [samples], by cost or, where that leaves no room, by length; None: not enough bins."""
+    """Return the bin (micro-batch) of each sample, int64 [samples]: placed by cost or, if room runs out, by length;
+    None if there are too few bins."""
     place = place_by_cost(tokens, work, bins, most_tokens)
     if place is None:
         place = place_by_length(tokens, bins, most_tokens)
@@ -78,7 +80,7 @@ def place_all(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: int)
 
 
 def place_by_cost(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: int) -> np.ndarray | None:
-    """Put each sample, the costliest first, into the bin of least cost that has room."""
+    """Put each sample, the costliest first, into the bin of least cost that has room; None if one does not fit."""
     place, room = np.zeros(len(tokens), dtype=np.int64), [most_tokens] * bins
     heap = [(0.0, number) for number in range(bins)]
     for sample in np.argsort(-work, kind="stable").tolist():
@@ -96,7 +98,8 @@ def place_by_cost(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: 
 
 
 def place_by_length(tokens: np.ndarray, bins: int, most_tokens: int) -> np.ndarray | None:
-    """Put each sample, the longest first, into the bin with the least room that fits it (best fit)."""
+    """Put each sample, the longest first, into the bin with the least room that fits it (best fit); None if one does
+    not fit."""
     place, room = np.zeros(len(tokens), dtype=np.int64), np.full(bins, most_tokens, dtype=np.int64)
     for sample in np.argsort(-tokens, kind="stable").tolist():
         left = np.where(room >= tokens[sample], room - tokens[sample], most_tokens + 1)
@@ -109,7 +112,7 @@ def place_by_length(tokens: np.ndarray, bins: int, most_tokens: int) -> np.ndarr
 
 
 def fill_empty(place: np.ndarray, work: np.ndarray, bins: int) -> np.ndarray:
-    """Move the cheapest sample of the fullest bin into every empty bin, while a bin has two."""
+    """Give each empty bin the cheapest sample of the bin with most samples, as long as that has two or more."""
     held = np.bincount(place, minlength=bins)
     for empty in np.flatnonzero(held == 0):
         fullest = int(held.argmax())
@@ -123,7 +126,7 @@ def fill_empty(place: np.ndarray, work: np.ndarray, bins: int) -> np.ndarray:
 
 
 def seats(load: np.ndarray, world_size: int) -> np.ndarray:
-    """Rank and micro-batch of each bin as rank * micro-batches + micro-batch, int64 [bins].
+    """Return the rank and micro-batch of each bin as rank * micro-batches + micro-batch, int64 [bins].
 
     The `world_size` heaviest bins run first, one on each rank, then the next ones. Among bins that run together, the
     heaviest goes to the rank with the least work so far.
@@ -138,7 +141,8 @@ def seats(load: np.ndarray, world_size: int) -> np.ndarray:
 
 
 def balance(place: np.ndarray, work: np.ndarray, tokens: np.ndarray, owner: np.ndarray, most_tokens: int) -> None:
-    """Swap or move samples from the heaviest owner of bins to light owners, as long as that helps; changes `place`.
+    """Swap or move samples from the heaviest micro-batch or rank to light ones as long as that evens out the work;
+    changes `place` in place.
 
     Args:
         place: int64 [samples], the bin of each sample.

@@ -22,11 +22,11 @@ from llava_fsdp.runtime.seeds import derive
 class Sampler(Protocol):
     @property
     def per_epoch(self) -> int:
-        """Steps of an epoch."""
+        """Number of steps of an epoch."""
         ...
 
     def samples(self, step: int) -> list[int]:
-        """Record numbers of a step, on all ranks together; the last step of an epoch may have fewer."""
+        """Return the record numbers of a step, on all ranks together; the last step of an epoch may have fewer."""
         ...
 
     @property
@@ -35,42 +35,43 @@ class Sampler(Protocol):
         ...
 
     def draw(self, steps: int) -> None:
-        """Prepare the first `steps` steps before data workers are forked, so that they share the result."""
+        """Draw the first `steps` steps before data workers are forked, so that the workers share the result."""
         ...
 
     def assignment(self, step: int) -> Assignment | None:
-        """Record numbers by rank and micro-batch; None leaves the assignment to `packing.py`."""
+        """Return the record numbers of a step by rank and micro-batch; None if the sampler leaves that to
+        `packing.py`."""
         ...
 
 
 @dataclass(frozen=True)
 class Share:
-    """The part that one of several sources has in every epoch."""
+    """One of several data sources, and how many samples it contributes to each epoch."""
 
     name: str
     first: int
-    """Number of the source's first record."""
+    """Number of the source's first record in the dataset."""
     count: int
-    """Records of the source."""
+    """Number of records of the source."""
     samples: int
-    """Samples of an epoch that come from the source."""
+    """Number of samples of an epoch that come from the source."""
 
 
 @dataclass(frozen=True)
 class Shuffle:
-    """A random permutation for each epoch, the same on any number of ranks.
+    """Sampler that draws a random permutation for each epoch, the same on any number of ranks.
 
     It depends on the seed, the number of the epoch, and the shares of the sources.
     """
 
     count: int
-    """Records."""
+    """Number of records of the dataset."""
     seed: int
     global_batch_size: int
     shares: tuple[Share, ...] = ()
-    """Empty: every record once an epoch."""
+    """Share of each source in an epoch; empty: each record once per epoch."""
     _drawn: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """The permutation of the epoch that was used last, by the epoch's number."""
+    """Cache with the record order of the epoch used last, by the epoch's number."""
 
     shape = ""
 
@@ -87,7 +88,7 @@ class Shuffle:
         return self.epoch(epoch)[within * self.global_batch_size : (within + 1) * self.global_batch_size].tolist()
 
     def epoch(self, number: int) -> np.ndarray:
-        """Record numbers of an epoch in their order, int64 [samples_per_epoch]."""
+        """Return the record numbers of an epoch in order, int64 [samples_per_epoch]."""
         if number not in self._drawn:
             order = permutation(self.samples_per_epoch, "order", self.seed, number)
             if self.shares:
@@ -97,7 +98,7 @@ class Shuffle:
         return self._drawn[number]
 
     def members(self, share: Share, epoch: int) -> np.ndarray:
-        """Records that an epoch takes from a source, int64 [share.samples].
+        """Return the records that an epoch takes from a source, int64 [share.samples].
 
         Permutations of the source's records follow one another without end, and every epoch takes the next
         `share.samples` of them. So each record is used once before any is used again, however small the share.
@@ -109,19 +110,19 @@ class Shuffle:
         return np.sort(taken) + share.first
 
     def draw(self, steps: int) -> None:
-        """Do nothing: drawing an epoch is fast."""
+        """Do nothing: an epoch is drawn quickly when it is needed."""
 
     def assignment(self, step: int) -> None:
         return None
 
 
 def permutation(count: int, *purpose: str | int) -> np.ndarray:
-    """A permutation of range(count) that depends on `purpose` alone."""
+    """Return a random permutation of range(count) that depends on `purpose` (words and numbers) alone."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(derive(*purpose))).numpy()
 
 
 def shares_of(sources: dict[str, SourceConfig], counts: Sequence[int]) -> tuple[Share, ...]:
-    """Compute the share of every source.
+    """Return how many samples each data source contributes to an epoch.
 
     Args:
         counts: records of each source, in the same order.
@@ -148,7 +149,7 @@ def shares_of(sources: dict[str, SourceConfig], counts: Sequence[int]) -> tuple[
 
 
 def amounts(sources: dict[str, SourceConfig], counts: Sequence[int]) -> list[int]:
-    """Samples of an epoch by source.
+    """Return the number of samples that each source contributes to an epoch.
 
     With `epochs`: the source's records times `epochs`, rounded. With `weight`: the source's part of as many samples as
     there are records, the largest remainders rounded up. Fractions keep decimal numbers of the configuration exact.
@@ -168,7 +169,7 @@ def amounts(sources: dict[str, SourceConfig], counts: Sequence[int]) -> list[int
 def open_sampler(
     words: Sequence[int] | np.ndarray, cfg: Config, world_size: int, counts: Sequence[int] = ()
 ) -> Sampler:
-    """Build the sampler that `sampler=` names.
+    """Make the sampler that the setting `sampler` selects.
 
     Args:
         words: words of every record, negative where it has no image.

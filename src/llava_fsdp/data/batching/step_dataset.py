@@ -1,4 +1,4 @@
-"""Dataset whose items are steps: this rank's part of a step's samples as tensors."""
+"""Dataset whose items are whole training steps: this rank's part of a step's samples as tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from llava_fsdp.runtime.seeds import derive
 
 
 class Steps(Dataset):
-    """Maps the number of a step to the step, or to the error that preparing it raised."""
+    """Dataset that maps a step's number to this rank's part of the step, or to the error that preparing it raised."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Steps(Dataset):
         self.ends = np.cumsum(records.source_counts)
 
     def fingerprints(self) -> dict[str, str]:
-        """Fingerprints by which a resumed run checks that its data is the same."""
+        """Return fingerprints by which a resumed run checks that its data is the same."""
         encoding = f"{self.encoder.tokenizer.fingerprint} {self.image_reader.fingerprint}"
         return {
             "dataset": self.records.fingerprint,
@@ -89,11 +89,11 @@ class Steps(Dataset):
         return Step(facts, micros)
 
     def sources_of(self, numbers: list[int] | np.ndarray) -> np.ndarray:
-        """Number of each record's source, int64 [numbers]."""
+        """Return the number of each record's source, int64 [records]."""
         return np.searchsorted(self.ends, numbers, side="right")
 
     def facts(self, step: int, numbers: list[int]) -> StepFacts:
-        """Count the samples `numbers`, from the index alone."""
+        """Return the counts of a step (or of the given records) from the index, without reading records."""
         own = np.array(numbers, dtype=np.int64)
         records = self.records
         labels = np.bincount(self.sources_of(own), records.labels[own], len(self.sources))
@@ -112,10 +112,11 @@ class Steps(Dataset):
         )
 
     def read(self, number: int) -> Row | SkippedSample:
-        """Read a sample and its images, or a SkippedSample if they are wrong and `data.bad_records=skip`.
+        """Read and encode a record with its images; return a SkippedSample if it is wrong and `data.bad_records=skip`.
 
         Raises:
-            DataError: they are wrong, and `data.bad_records=fail`; or the record changed since it was examined.
+            DataError: the record or an image is wrong, and `data.bad_records=fail`; or the record changed since it was
+            examined.
         """
         try:
             return self.load(number)
@@ -147,7 +148,8 @@ class Steps(Dataset):
             raise
 
     def parse(self, number: int) -> Record:
-        """Parse a record; raises DataError without a kind, because it could be parsed when the dataset was examined."""
+        """Parse a record; raise DataError without a kind (so that it is not skipped) if it fails, as it could be parsed
+        when the dataset was examined."""
         try:
             return self.records[number]
         except DataError as error:
@@ -159,7 +161,8 @@ class Steps(Dataset):
             ) from error
 
     def records_of(self, step: int, ranks: list[int]) -> list[str]:
-        """Names (`where`) of the records that `ranks` have in a step; of all ranks if `ranks` is empty."""
+        """Return the names (for messages) of the records that the given ranks process in a step; of all ranks if
+        `ranks` is empty."""
         numbers = self.sampler.samples(step)
         if ranks:
             by_rank = self.assignment(step, numbers)
@@ -167,7 +170,7 @@ class Steps(Dataset):
         return [self.records.where(n) for n in dict.fromkeys(numbers)]
 
     def assignment(self, step: int, numbers: list[int]) -> Assignment:
-        """Records of a step by rank and micro-batch."""
+        """Return the record numbers of a step by rank and micro-batch."""
         if (by_rank := self.sampler.assignment(step)) is not None:
             return by_rank
         own = np.array(numbers, dtype=np.int64)
@@ -180,7 +183,8 @@ class Steps(Dataset):
         return [[[numbers[i] for i in micro] for micro in rank] for rank in by_rank]
 
     def probe(self) -> MicroBatch:
-        """A padded row with an image and one without, to compare two models at every position; equal on all ranks."""
+        """Return a padded micro-batch with at most one sample with and one without image, equal on all ranks, to
+        compare the outputs of two models at each token."""
         rows: dict[bool, Row] = {}
         for number in self.sampler.samples(0):
             has_image = bool(self.records.images[number])

@@ -29,7 +29,7 @@ from llava_fsdp.runtime.terminal_text import shown_name
 
 PLACE_BYTES = 2000
 POLL = 1
-"""Seconds between two checks of the workers while the main process waits for a step."""
+"""Interval in seconds at which the main process checks the workers while it waits for a step."""
 IDLE = -1
 LESS = "fewer data.workers or a smaller data.prefetch take less memory"
 KILLED = (
@@ -40,11 +40,11 @@ CURES = {
     errno.EMFILE: "More open files: ulimit -n 65536",
     errno.EAGAIN: "More processes: ulimit -u, or docker run --pids-limit",
 }
-"""Cures by errno."""
+"""Advice for error messages about workers that cannot be started, by errno."""
 
 
 class Watch:
-    """Shared notes of each worker's process id, current step, and current record or image.
+    """Memory shared with data workers, in which each notes its process id, current step, and current record or image.
 
     `begin`, `at` and `end` are called in workers; in the main process they do nothing.
     """
@@ -77,21 +77,22 @@ class Watch:
         self.begin(IDLE)
 
     def place(self, worker: int) -> str:
-        """Where a worker is, for a message."""
+        """Return what a worker is reading, for a message."""
         if self.steps[worker] == IDLE:
             return "between two steps"
         at = self.places[worker].value.decode(errors="replace")
         return f"at {at or 'no record yet'} (for step {self.steps[worker] + 1})"
 
     def late(self, step: int) -> str:
-        """Where the worker of this step is, for a message."""
+        """Return which worker prepares a step and what it is reading, for a message."""
         for worker in range(self.workers):
             if self.steps[worker] == step:
                 return f"data worker {worker} is {self.place(worker)}"
         return f"no data worker has begun step {step + 1}"
 
     def check(self) -> None:
-        """Raise WorkerError with the record if a worker has died; WorkerLost if it died between two steps."""
+        """Raise WorkerError with the record that a dead worker was reading, or WorkerLost if a worker died between two
+        steps."""
         alive = {child.pid for child in multiprocessing.active_children()}
         for worker, pid in enumerate(self.pids):
             if pid and pid not in alive:
@@ -101,26 +102,28 @@ class Watch:
                 raise WorkerError(message).about(record=self.place(worker))
 
     def forget(self) -> None:
-        """Stop checking the workers, which may end from now on.
+        """Stop checking the workers, as they may end from now on. Replaces the array of their process ids by a new one.
 
-        A worker that is still starting writes its process id to the old array.
+        A worker that is still starting then writes its process id to the discarded array.
         """
         self.pids = shared(ctypes.c_int64 * self.workers)
 
 
 def shared(kind: Any) -> Any:
-    """A ctypes array of zeros that forked processes share.
+    """Return a ctypes array of zeros in memory that forked processes share.
 
-    Those of multiprocessing are in /dev/shm: if that is full, writing to them kills the process.
+    Arrays of multiprocessing are in /dev/shm: if that is full, writing to them kills the process.
     """
     return kind.from_buffer(mmap.mmap(-1, max(1, ctypes.sizeof(kind))))
 
 
 class WatchedSteps(Dataset):
-    """Wraps the dataset of steps: notes begin and end of each, and sends it through the worker's memory files."""
+    """Wraps the dataset of steps: notes the begin and end of each step, and transfers it through the worker's memory
+    files."""
 
     def __init__(self, steps: Dataset, watch: Watch, prefetch: int):
-        """
+        """Create the memory files of each worker.
+
         Raises:
             OSError: too many files are open.
         """
@@ -145,7 +148,7 @@ class WatchedSteps(Dataset):
 
 
 class StartWorker:
-    """Worker initialisation, as DataLoader's worker_init_fn."""
+    """Initialises a data worker process; passed to DataLoader as worker_init_fn."""
 
     def __init__(self, watch: Watch):
         self.watch = watch
@@ -173,7 +176,7 @@ def from_workers(
     pin_memory: bool,
     give_up: Callable[[], bool] = lambda: False,
 ) -> Iterator[object]:
-    """Yield `steps[n]` for every number, in order.
+    """Yield `steps[n]` for each n of `numbers`, in order, prepared by worker processes.
 
     Without workers, or if they cannot be started (with a warning), this process prepares the steps itself.
 
@@ -199,7 +202,7 @@ def from_workers(
 
 
 def end_workers_at_exit(arriving: Any) -> None:
-    """Kill the remaining workers of a DataLoader's iterator when this process exits.
+    """At exit of this process, kill the remaining workers of a DataLoader's iterator.
 
     A traceback may still hold the iterator, or a worker may hang. multiprocessing would send the workers SIGTERM,
     which they ignore, and then wait forever.
@@ -224,7 +227,8 @@ def end_workers_at_exit(arriving: Any) -> None:
 def start_workers(
     steps: Dataset, numbers: range, watch: Watch, prefetch: int, stall: float, pin_memory: bool
 ) -> Iterator[object] | None:
-    """Iterator over the steps that workers prepare; None, with a warning, if the system cannot start them."""
+    """Start worker processes and return an iterator over the steps that they prepare; None, with a warning, if they
+    cannot be started."""
     before = multiprocessing.active_children()
     try:
         loader = DataLoader(
@@ -252,12 +256,13 @@ def start_workers(
 
 
 def num_queues(workers: int) -> int:
-    """Queues to check for: twice those of a DataLoader, which also makes an event and a handle for each process."""
+    """Return the number of queues to create as a test: twice those of a DataLoader, as it also creates an event and a
+    handle per process."""
     return 2 * (workers + 1)
 
 
 def lock_bytes(workers: int) -> int:
-    """Bytes of /dev/shm for the workers of training and validation: three locks a queue, one page each."""
+    """Return the bytes of /dev/shm that the workers' locks need, for training and validation."""
     return 2 * 3 * num_queues(workers) * mmap.PAGESIZE if workers else 0
 
 

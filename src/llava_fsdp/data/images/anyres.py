@@ -1,7 +1,7 @@
 """Anyres: split an image of any resolution into tiles, and order their features.
 
-The first tile is the whole image. The others are a grid of tiles, the best of a few grids for the image
-(LLaVA mm_utils.py:10-149, llava_arch.py:146-201; LLaVA-NeXT).
+The first tile is the whole image. The others are the tiles of a grid, chosen from a few grids as the best for the
+image's shape (LLaVA mm_utils.py:10-149, llava_arch.py:146-201; LLaVA-NeXT).
 """
 
 import math
@@ -12,20 +12,22 @@ from PIL import Image
 from llava_fsdp.config import PatchMerge
 
 NEWLINE_ROW = -1
-"""Stands for the learned vector at the end of a line, in place of a feature row."""
+"""Index used in place of a feature row for the learned "newline" vector that ends each line of features."""
 GRIDS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
-"""LLaVA-NeXT's grids, (width, height) in tiles."""
+"""LLaVA-NeXT's default grids, as (width, height) in tiles."""
 Size = tuple[int, int]
-"""(width, height) in pixels"""
+"""(width, height) in pixels."""
 
 
 def grid_sizes(pinpoints: list[list[int]], tile: int) -> list[Size]:
-    """Sizes that an image may be fitted into: `pinpoints`, or if empty LLaVA-NeXT's grids of `tile` pixels."""
+    """Return the sizes that an image may be fitted into: `pinpoints`, or if empty LLaVA-NeXT's grids of tiles with
+    `tile` pixels a side."""
     return [(w, h) for w, h in pinpoints] or [(w * tile, h * tile) for w, h in GRIDS]
 
 
 def best_size(image: Size, sizes: list[Size]) -> Size:
-    """The size that keeps most pixels of the image; among equal ones that with the least padding, then the first."""
+    """Return the size that keeps most pixels of an image; among equal ones the one with the least padding, then the
+    first."""
 
     def rank(size: Size) -> tuple[int, int]:
         scale = min(size[0] / image[0], size[1] / image[1])
@@ -36,7 +38,8 @@ def best_size(image: Size, sizes: list[Size]) -> Size:
 
 
 def cut_tiles(image: Image.Image, tile: int, sizes: list[Size]) -> list[Image.Image]:
-    """The whole image as one tile, then the tiles of the grid line by line, each of tile x tile pixels."""
+    """Return the whole image resized to one tile, then the tiles of its best grid line by line, each of tile x tile
+    pixels."""
     return [image.resize((tile, tile)), *cut_grid(fit(image, best_size(image.size, sizes)), tile)]
 
 
@@ -46,7 +49,7 @@ def fit(image: Image.Image, size: Size) -> Image.Image:
 
 
 def fitted_shape(image: Size, size: Size) -> Size:
-    """Largest size within `size` that keeps the image's aspect ratio."""
+    """Return the largest size within `size` that keeps the image's aspect ratio."""
     scale_w, scale_h = size[0] / image[0], size[1] / image[1]
     if scale_w < scale_h:
         return size[0], min(math.ceil(image[1] * scale_w), size[1])
@@ -65,10 +68,11 @@ def cut_grid(fitted: Image.Image, tile: int) -> list[Image.Image]:
 
 
 def feature_rows(image: Size, sizes: list[Size], tile: int, side: int, merge: PatchMerge) -> np.ndarray:
-    """Feature rows of an image's tokens in the order of the sequence, int64 [tokens]; NEWLINE_ROW where a line ends.
+    """Return for each token of an image, in order, the index of its vision feature, int64 [tokens]; NEWLINE_ROW at the
+    end of a line.
 
     Args:
-        side: features on a side of a tile.
+        side: number of features along each side of a tile.
     """
     width, height = best_size(image, sizes)
     across, down = width // tile, height // tile
@@ -84,7 +88,7 @@ def feature_rows(image: Size, sizes: list[Size], tile: int, side: int, merge: Pa
 
 
 def unpad(lines: np.ndarray, image: Size) -> np.ndarray:
-    """Remove the features of the black bars (llava_arch.py:104-130)."""
+    """Remove the features of the black bars around the image (llava_arch.py:104-130)."""
     high, wide = lines.shape
     if image[0] / image[1] > wide / high:
         kept = int(round(image[1] * (wide / image[0]), 7))

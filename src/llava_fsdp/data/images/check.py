@@ -1,4 +1,4 @@
-"""Image files: read, opened, and what is wrong with one.
+"""Read and check image files: open them safely with Pillow, and report what is wrong with one.
 
 `ImageError.kind` is one of image_missing, image_empty, image_truncated, image_unreadable, image_bomb, image_shape.
 """
@@ -51,12 +51,12 @@ class ImageFacts:
     """Size and digest of an image file."""
 
     width: int
-    """Pixels, after turning by the EXIF orientation."""
+    """Width in pixels after turning by the EXIF orientation."""
     height: int
     stored_height: int
-    """Height without turning, as LLaVA reads it."""
+    """Height in pixels before turning by EXIF, as LLaVA reads the image."""
     digest: int = 0
-    """xxh3 of the file's bytes; 0 if they were not all read."""
+    """xxh3 checksum of the file's bytes; 0 if they were not all read."""
 
     @property
     def size(self) -> Size:
@@ -64,7 +64,7 @@ class ImageFacts:
 
 
 def examine(path: Path, where: str, full: bool, scaled: bool = True) -> ImageFacts:
-    """Check that an image can be read, and measure it.
+    """Check that an image can be read, and return its size and checksum.
 
     Args:
         where: the record, for error messages.
@@ -91,7 +91,7 @@ def examine(path: Path, where: str, full: bool, scaled: bool = True) -> ImageFac
 
 
 def read_size(path: Path, where: str) -> Size:
-    """(width, height) after turning by the EXIF orientation; reads only the file's head if that is enough."""
+    """Return an image's (width, height) after turning by EXIF; reads only the file's head if that is enough."""
     return examine(path, where, full=False).size
 
 
@@ -104,7 +104,8 @@ def shown_size(image: Image.Image) -> Size:
 
 @contextlib.contextmanager
 def opening(file: BinaryIO | io.BytesIO) -> Iterator[Image.Image]:
-    """Open an image without Pillow's warnings: what they warn of is checked here, with the record's name."""
+    """Open an image with Pillow's warnings off; callers check for the same problems and report them with the record's
+    name."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with Image.open(file, formats=FORMATS) as image:
@@ -112,13 +113,13 @@ def opening(file: BinaryIO | io.BytesIO) -> Iterator[Image.Image]:
 
 
 def opened(path: Path, where: str) -> contextlib.AbstractContextManager[Image.Image]:
-    """Open an image file; errors of Pillow while it is in use become ImageError."""
+    """Open an image file as a context manager; Pillow's errors inside it become ImageError."""
     return decoded(read_file(path, where), path, where)
 
 
 @contextlib.contextmanager
 def decoded(data: bytes, path: Path, where: str) -> Iterator[Image.Image]:
-    """Open an image from a file's bytes; errors of Pillow while it is in use become ImageError."""
+    """Open an image from the bytes of a file as a context manager; Pillow's errors inside it become ImageError."""
     try:
         # an interrupted copy may leave zeros at the end, which a JPEG decoder takes for data
         if data.startswith(JPEG) and data.endswith(bytes(64)) and ends_early(data):
@@ -148,7 +149,7 @@ def decoded(data: bytes, path: Path, where: str) -> Iterator[Image.Image]:
 
 
 def read_file(path: Path, where: str) -> bytes:
-    """Read a file, with retries if the file system may be unavailable for a moment."""
+    """Return the bytes of an image file; retries errors that a network file system may cause for a moment."""
     for wait in (*WAITS, None):
         try:
             with open_regular(path) as file:
@@ -177,7 +178,7 @@ def read_file(path: Path, where: str) -> bytes:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file; raises OSError for a pipe or a device, which might never end."""
+    """Open a regular file; raise OSError for a pipe or device, whose reading might never end."""
     try:
         file = open(path, "rb", buffering=0, opener=without_waiting)
     except IsADirectoryError:
@@ -189,7 +190,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def without_waiting(path: str, flags: int) -> int:
-    """Opener for `open` that does not wait for the writer of a pipe."""
+    """Open a file for `open(opener=...)` without blocking on a pipe that has no writer."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
@@ -203,15 +204,15 @@ def check_pixels(image: Image.Image, path: Path, where: str) -> None:
 
 
 def check_values(image: Image.Image, what: str) -> None:
-    """Raise ImageError for an image of more than 8 bits whose value of white is unknown."""
+    """Raise ImageError for an image of more than 8 bits in which the value that means white is unknown."""
     if image.mode == "F" or image.mode.startswith("I"):
         white_of(image.mode, np.asarray(image).astype(np.float64), what)
 
 
 def to_rgb(image: Image.Image, what: str) -> Image.Image:
-    """Convert an image to RGB with transparency on white, as transformers' `convert_to_rgb` does bit for bit.
+    """Convert an image to RGB with a white background for transparency, bit for bit as transformers' `convert_to_rgb`.
 
-    Except that values of more than 8 bits are scaled; Pillow would silently clip them.
+    Unlike there, values of more than 8 bits are scaled; Pillow would silently clip them.
     """
     if image.mode == "F" or image.mode.startswith("I"):
         values = np.asarray(image).astype(np.float64)
@@ -227,7 +228,8 @@ def to_rgb(image: Image.Image, what: str) -> Image.Image:
 
 
 def white_of(mode: str, values: np.ndarray, what: str) -> float:
-    """The value of white: 65535 with 16 bits; with 32 bits or floats the smallest usual one that is not exceeded."""
+    """Return the pixel value that means white: 65535 with 16 bits; with 32 bits or floats the smallest of 1.0 (floats
+    only), 255 and 65535 that no pixel exceeds."""
     least, most = values.min(initial=0), values.max(initial=0)
     known = (65535.0,) if mode.startswith("I;16") else (1.0, 255.0, 65535.0) if mode == "F" else (255.0, 65535.0)
     for white in known:
@@ -240,14 +242,14 @@ def white_of(mode: str, values: np.ndarray, what: str) -> float:
 
 
 def look_at(folder: Path, name: str, real_folder: str, how: Examine, scaled: bool, allow_links: bool) -> ImageFacts:
-    """Check an image of a dataset and measure it.
+    """Check an image of a dataset and return its size and checksum.
 
     Args:
         real_folder: `folder` with symbolic links resolved.
         how: decode the whole image, or read its head only.
 
     Raises:
-        ImageError: with its `kind`, without the record's name.
+        ImageError: the image cannot be read; has a `kind`, but not the record's name.
     """
     path = folder / name
     check_links(path, real_folder, allow_links)
@@ -255,7 +257,7 @@ def look_at(folder: Path, name: str, real_folder: str, how: Examine, scaled: boo
 
 
 def real(folder: str) -> str:
-    """The folder with symbolic links resolved."""
+    """Return a folder's path with symbolic links resolved."""
     return os.path.realpath(folder)
 
 

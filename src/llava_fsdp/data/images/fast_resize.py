@@ -21,22 +21,23 @@ from llava_fsdp.data.images.check import shown_size, to_rgb
 
 GAP = 2.0
 NARROW = 1.25
-"""Least reduction for the narrower filter, which would blur images that are reduced less."""
+"""Least reduction factor for the narrower (Hamming) filter; it would blur images that are reduced less."""
 Box = tuple[float, float, float, float]
-"""left, top, right, bottom"""
+"""(left, top, right, bottom) in pixels."""
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """A decoded and turned image, perhaps at a fraction of its size; boxes are in pixels of the full size."""
+    """A decoded image turned by EXIF, perhaps at a fraction of its size; boxes are in pixels of the full size."""
 
     image: Image.Image
     full: Size
     scale: int
-    """Full size divided by the decoded size; pixels at the edge may lie partly outside the image."""
+    """Full size divided by the decoded size; the decoded image's edge pixels may lie partly outside the full image."""
     left: float
     top: float
-    """Left and top edge of the full image; not 0 if turning moved partial pixels from the end to the front."""
+    """Left and top edge of the full image in decoded pixels; not 0 if turning moved a partial pixel from the end to the
+    front."""
 
     def resize(self, shape: Size, resample: Resampling, box: Box | None = None) -> Image.Image:
         left, top, right, bottom = (n / self.scale for n in box or (0, 0, *self.full))
@@ -48,7 +49,8 @@ class Decoded:
 
 
 def decode(file: Image.Image, needed: tuple[float, float], what: str) -> Decoded:
-    """Decode an image at no less than `needed` (width, height), or at its full size if it is smaller."""
+    """Decode an image at a reduced size no smaller than `needed` (width, height), or at full size if that is
+    smaller."""
     full, turn = shown_size(file), file.getexif().get(ExifTags.Base.Orientation, 1)
     wide, high = (math.ceil(n) for n in needed)
     stored = file.width
@@ -61,7 +63,7 @@ def decode(file: Image.Image, needed: tuple[float, float], what: str) -> Decoded
 
 
 def padded(file: Image.Image, size: int, resample: Resampling, colour: tuple[int, ...], what: str) -> Image.Image:
-    """Resize the image into the middle of a padded square, at the same place as `exact` does."""
+    """Resize an image into the middle of a padded square, at the same place as `data.pixels=exact` does."""
     width, height = shown_size(file)
     side = max(width, height)
     image = decode(file, (width * size / side, height * size / side), what)
@@ -75,7 +77,7 @@ def padded(file: Image.Image, size: int, resample: Resampling, colour: tuple[int
 
 
 def lines_within(length: int, side: int, size: int) -> tuple[int, int, float, float]:
-    """Lines of a resized square that the image fills, and the part of the image on them.
+    """Return which lines (or columns) of a resized square an image fills, and the part of the image on them.
 
     Lines that it fills only in part become padding; an image that would fill no line is squeezed into one.
 
@@ -95,7 +97,7 @@ def lines_within(length: int, side: int, size: int) -> tuple[int, int, float, fl
 
 
 def cut_square(file: Image.Image, size: int, resample: Resampling, what: str) -> Image.Image:
-    """Resize the short side to `size` and crop the centre."""
+    """Resize an image's short side to `size` pixels and crop the centre to a square."""
     width, height = shown_size(file)
     short = min(width, height)
     shape = int(size * width / short), int(size * height / short)
@@ -106,12 +108,13 @@ def cut_square(file: Image.Image, size: int, resample: Resampling, what: str) ->
 
 
 def squeezed(file: Image.Image, size: int, resample: Resampling, what: str) -> Image.Image:
-    """Resize both sides to `size`."""
+    """Resize an image to a square of `size` pixels, without keeping its aspect ratio."""
     return decode(file, (size, size), what).resize((size, size), resample)
 
 
 def tiles(file: Image.Image, tile: int, sizes: list[Size], what: str) -> list[Image.Image]:
-    """As `anyres.cut_tiles`, in the best grid for the image's full size."""
+    """Return the anyres tiles of an image: the whole image as one tile, then the tiles of the best grid for its full
+    size."""
     size = best_size(shown_size(file), sizes)
     shape = fitted_shape(shown_size(file), size)
     image = decode(file, (max(tile, shape[0]), max(tile, shape[1])), what)

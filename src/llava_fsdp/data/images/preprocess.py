@@ -1,4 +1,4 @@
-"""Read image files as square tiles of bytes, which are normalised on the device.
+"""Read image files as square uint8 tiles, which are normalised on the GPU.
 
 The arithmetic is that of CLIPImageProcessor with Pillow, as LLaVA uses it (train.py:692-718). Images stay bytes until
 they are on the device, which saves three quarters of memory and copying; `pixel_table` gives the same values.
@@ -25,19 +25,19 @@ if TYPE_CHECKING:  # it imports torch, which the processes that make an index mu
     from llava_fsdp.data.batching.workers import Watch
 
 LARGEST_SQUARE = 1 << 13
-"""Most pixels on a side of a vision tower's input."""
+"""Largest side of a vision tower's input in pixels that is accepted."""
 MISREAD = 3
-"""LLaVA's processor misreads images up to this height (`misread`)."""
+"""Largest image height that LLaVA's processor takes for a number of channels (see `misread`)."""
 
 
 @dataclass(frozen=True)
 class Preprocessor:
-    """Size and normalisation of a vision tower's input, from its `preprocessor_config.json`."""
+    """Size and normalisation of a vision tower's input, read from its `preprocessor_config.json`."""
 
     size: int
-    """Height and width in pixels."""
+    """Height and width of the input in pixels."""
     keep_ratio: bool
-    """Resize the short side and crop the centre (CLIP); else resize both sides to the square (SigLIP)."""
+    """True: resize the short side and crop the centre (CLIP); False: resize both sides to the square (SigLIP)."""
     resample: Image.Resampling
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -48,14 +48,16 @@ class Preprocessor:
         return tuple(int(m * 255) for m in self.mean)
 
     def pixel_table(self) -> np.ndarray:
-        """Normalised value of every byte by channel, float32 [3, 256], as the processor computes it."""
+        """Return the normalised value of each byte in each channel, float32 [3, 256], as the image processor computes
+        it."""
         scaled = (np.arange(256, dtype=np.uint8) * (1 / 255)).astype(np.float32)
         mean, std = np.array(self.mean, dtype=np.float32), np.array(self.std, dtype=np.float32)
         return (scaled[None, :] - mean[:, None]) / std[:, None]
 
 
 def preprocessor_fields(folder: Path) -> dict[str, Any]:
-    """The folder's `preprocessor_config.json`, or what transformers 5 writes into `processor_config.json` instead."""
+    """Return the content of a folder's `preprocessor_config.json`, or the same from transformers 5's
+    `processor_config.json`; empty if neither file exists."""
     path, combined = folder / "preprocessor_config.json", folder / "processor_config.json"
     existing = next((file for file in (path, combined) if file.is_file()), None)
     if existing is None:
@@ -68,7 +70,7 @@ def preprocessor_fields(folder: Path) -> dict[str, Any]:
 
 
 def read_preprocessor(folder: Path) -> Preprocessor:
-    """Read the Preprocessor of a model folder; sizes may be numbers (older files) or objects.
+    """Read the size and normalisation of images from a model folder; sizes may be numbers (older files) or objects.
 
     Raises:
         ModelError: the folder has no such file, or it describes no square image.
@@ -111,21 +113,21 @@ class ImageReader:
     """Reads the images of one dataset as tiles for one vision tower."""
 
     folder: Path | None
-    """Folder that the records' paths are relative to."""
+    """Folder that the records' image paths are relative to."""
     preprocessor: Preprocessor
     aspect: AspectRatio
-    """`DataConfig.trained_aspect`"""
+    """How images become square (pad, crop, anyres, ...); `DataConfig.trained_aspect`."""
     pixels: Pixels
     image_tokens: int
-    """Tokens of a tile."""
+    """Number of tokens of a tile."""
     sizes: tuple[Size, ...] = ()
-    """anyres: sizes that an image may be fitted into"""
+    """With anyres, the sizes in pixels that an image may be fitted into."""
     merge: PatchMerge = PatchMerge.flat
     watch: "Watch | None" = field(default=None, compare=False)
 
     @property
     def fingerprint(self) -> str:
-        """Everything but the images that decides the values and the order of features."""
+        """Text that changes with any setting that decides pixel values or the order of features."""
         # data.pixels=fast was called lean: older checkpoints must still resume
         pixels = "lean" if self.pixels is Pixels.fast else self.pixels.value
         form = f"{self.aspect.value} {pixels} {self.merge.value}"
@@ -144,10 +146,10 @@ class ImageReader:
         return folder / name
 
     def image_rows(self, record: Record, number: int) -> np.ndarray:
-        """Feature row of each token of one of the record's images, int64 [tokens].
+        """Return for each token of one of the record's images the index of its vision feature, int64 [tokens].
 
         Raises:
-            ImageError: anyres needs the image's size, and it cannot be read.
+            ImageError: the image's size, needed with anyres, cannot be read.
         """
         if not self.in_tiles:
             return np.arange(self.image_tokens)
@@ -155,26 +157,27 @@ class ImageReader:
         return self.rows_of(read_size(path, record.where) if record.sizes is None else record.sizes[number])
 
     def rows_of(self, size: Size) -> np.ndarray:
-        """Feature row of each token of an image of this size, int64 [tokens], with anyres."""
+        """Return for each token of an image of the given size, with anyres, the index of its vision feature, int64
+        [tokens]."""
         return feature_rows(size, list(self.sizes), self.preprocessor.size, math.isqrt(self.image_tokens), self.merge)
 
     @property
     def most_tokens(self) -> int:
-        """Most tokens of an image; with anyres, of one that fills its grid."""
+        """Largest number of tokens of an image; with anyres, of an image that fills its grid."""
         if not self.in_tiles:
             return self.image_tokens
         side, tile = math.isqrt(self.image_tokens), self.preprocessor.size
         return max(len(feature_rows(size, [size], tile, side, self.merge)) for size in self.sizes)
 
     def count_tiles(self, rows: np.ndarray) -> int:
-        """Tiles of an image, from its `image_rows`."""
+        """Return an image's number of tiles, given the feature index of each of its tokens."""
         return int(rows.max(initial=0)) // self.image_tokens + 1
 
     def tiles(self, record: Record, name: str) -> np.ndarray:
-        """Tiles of one of the record's images, uint8 [tiles, 3, size, size].
+        """Read one of the record's images as tiles, uint8 [tiles, 3, size, size].
 
         Raises:
-            ImageError: as `load_image`.
+            ImageError: the image cannot be read; its `kind` says why.
         """
         path = self.path(record, name)
         if self.watch is not None:
@@ -182,7 +185,7 @@ class ImageReader:
         return self.load(path, record.where)
 
     def load(self, path: Path, where: str) -> np.ndarray:
-        """Tiles of an image file, uint8 [tiles, 3, size, size]."""
+        """Read an image file as tiles, uint8 [tiles, 3, size, size]."""
         if not self.in_tiles:
             return load_image(path, self.preprocessor, self.aspect, where, self.pixels)[None]
         size, sizes = self.preprocessor.size, list(self.sizes)
@@ -230,9 +233,9 @@ def load_fast(path: Path, preprocessor: Preprocessor, aspect: AspectRatio, where
 
 
 def open_image(path: Path, where: str, pixels: Pixels) -> Image.Image:
-    """Open an image in RGB, turned by its EXIF orientation and with transparency on white.
+    """Open an image as RGB, turned by its EXIF orientation, with a white background for transparency.
 
-    With Pixels.llava_v1_5 as LLaVA does: not turned, transparency ignored.
+    With Pixels.llava_v1_5, as in LLaVA, it is not turned and transparency is ignored.
     """
     with opened(path, where) as image:
         if pixels is Pixels.llava_v1_5:
@@ -241,7 +244,8 @@ def open_image(path: Path, where: str, pixels: Pixels) -> Image.Image:
 
 
 def check_enlarged(shape: Size, preprocessor: Preprocessor, aspect: AspectRatio, what: str) -> None:
-    """Raise ImageError for an image so narrow that a square around it, or its enlargement, would fill the memory."""
+    """Raise ImageError for an image so narrow that padding it to a square, or enlarging it, would need too much
+    memory."""
     short, long = sorted(shape)
     enlarged = long * long if aspect is AspectRatio.pad else preprocessor.size * preprocessor.size * long // short
     if enlarged > MAX_PIXELS:
@@ -253,7 +257,7 @@ def check_enlarged(shape: Size, preprocessor: Preprocessor, aspect: AspectRatio,
 
 
 def resize(image: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
-    """Resize an RGB image to a tile, uint8 [3, size, size]."""
+    """Resize an RGB image to one tile, uint8 [3, size, size]."""
     size = preprocessor.size
     if not preprocessor.keep_ratio:
         return to_bytes(image.resize((size, size), preprocessor.resample))
@@ -266,7 +270,8 @@ def resize(image: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
 
 
 def resize_padded(image: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
-    """`resize` of `pad_to_square`, bit for bit, but faster for wide images.
+    """Pad an RGB image to a square and resize it to one tile, uint8 [3, size, size]; equal bit for bit to doing both
+    one after the other, but faster for wide images.
 
     Pillow resizes each line by itself first and rounds to bytes, which leaves lines of one colour as they are. So the
     padding above and below can be added after that. For 4:3 this saves a third of the work.
@@ -280,7 +285,7 @@ def resize_padded(image: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
 
 
 def misread(image: Image.Image, what: str) -> Image.Image:
-    """Reproduce transformers 4.37: a height of 3 is taken for the channels; a height of 1 is an error."""
+    """Reproduce an error of transformers 4.37: an image height of 3 is taken for the channels; a height of 1 raises."""
     check_height(image.height, what)
     if image.height == 3:
         return Image.fromarray(np.ascontiguousarray(np.asarray(image).transpose(1, 2, 0)))
@@ -293,12 +298,12 @@ def check_height(stored: int, what: str) -> None:
 
 
 def to_bytes(image: Image.Image) -> np.ndarray:
-    """Bytes of an RGB image, uint8 [3, height, width]."""
+    """Return the pixels of an RGB image, uint8 [3, height, width]."""
     return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
 
 
 def pad_to_square(image: Image.Image, colour: tuple[int, ...]) -> Image.Image:
-    """Put an image in the middle of a square of one colour (LLaVA mm_utils.py:152-163)."""
+    """Put an image in the middle of a square of the given colour (LLaVA mm_utils.py:152-163)."""
     side = max(image.size)
     if image.width == image.height:
         return image

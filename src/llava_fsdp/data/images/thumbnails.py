@@ -1,4 +1,4 @@
-"""Thumbnails as data: URLs, for pages without files beside them."""
+"""Make thumbnails of images as data: URLs, for HTML pages that must be a single file."""
 
 import base64
 import contextlib
@@ -11,21 +11,21 @@ from llava_fsdp.data.images.check import opened, to_rgb
 from llava_fsdp.runtime.errors import DataError
 
 SIDE = 208
-"""Most pixels on a side, twice those on a page."""
+"""Longest side of a thumbnail in pixels, twice that on the page (for high-resolution screens)."""
 QUALITY = 72
 LARGEST = 24_000
-"""Most bytes of a JPEG; larger ones are saved at lower quality."""
+"""Size limit of a thumbnail's JPEG in bytes; larger ones are saved at lower quality."""
 MOST_KEPT = 200
 
 
 class Thumbnails:
-    """Caches the thumbnails of the last `MOST_KEPT` images."""
+    """Makes thumbnails, and caches at most `MOST_KEPT` of them."""
 
     def __init__(self) -> None:
         self.made: dict[str, str | None] = {}
 
     def __call__(self, path: str) -> str | None:
-        """Data: URL of an image's thumbnail; None if the image cannot be read."""
+        """Return the thumbnail of an image file as a data: URL; None if the image cannot be read."""
         if path not in self.made:
             if len(self.made) >= MOST_KEPT:
                 self.made.clear()

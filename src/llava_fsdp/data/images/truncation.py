@@ -1,7 +1,8 @@
 """Detect truncated image files by the structure of their formats.
 
-Pillow's errors do not tell: for a truncated file it raises OSError, SyntaxError or ValueError, partly with the messages
-of files that are no images. Sources: ITU-T T.81 B.1, PNG 5.2, and the specifications of GIF89a, BMP, TIFF 6 and WebP.
+Pillow's errors do not distinguish truncation: for a truncated file it raises OSError, SyntaxError or ValueError, partly
+with the messages as for files that are not images. Sources: ITU-T T.81 B.1, PNG 5.2, and the specifications of GIF89a,
+BMP, TIFF 6 and WebP.
 """
 
 import struct
@@ -16,7 +17,7 @@ BIG_TIFF = b"II+\0", b"MM\0+"
 
 
 def ends_early(data: bytes) -> bool:
-    """Whether the bytes are an image file whose end is missing; False for whole images and for other data."""
+    """Return whether the bytes are an image file whose end is missing; False for whole images and for other data."""
     magics = (JPEG, PNG, RIFF, *GIF, BMP, *TIFF, *BIG_TIFF)
     if any(len(data) < len(magic) and magic.startswith(data) for magic in magics):
         return True
@@ -43,7 +44,8 @@ def number(form: str, data: bytes, at: int) -> int:
 
 
 def jpeg_ends_early(data: bytes) -> bool:
-    """Whether the end-of-image marker is missing; markers inside segments (thumbnails) do not count."""
+    """Return whether a JPEG's end-of-image marker is missing; markers inside segments (embedded thumbnails) do not
+    count."""
     at = 2
     while True:
         at = data.find(b"\xff", at)
@@ -94,7 +96,8 @@ def gif_ends_early(data: bytes) -> bool:
 
 
 def bmp_needs(data: bytes) -> int:
-    """Size in bytes of an uncompressed file; 0 for others, whose header has it."""
+    """Return the size in bytes that an uncompressed BMP file must have; 0 for compressed ones, whose header states the
+    size."""
     start, header = struct.unpack_from("<II", data, 10)
     if header < 40:
         return 0
@@ -106,13 +109,14 @@ TIFF_TYPES = {
     1: "B", 2: "B", 3: "H", 4: "I", 5: "Q", 6: "B", 7: "B", 8: "H", 9: "I", 10: "Q", 11: "I", 12: "Q", 13: "I",
     16: "Q", 17: "Q", 18: "Q",
 }  # fmt: skip
-"""Struct format of a value by TIFF type."""
+"""Format character of Python's struct module for each TIFF field type."""
 PIECES = {273: 279, 324: 325}
-"""Tag of the offsets of strips or tiles -> tag of their sizes."""
+"""TIFF tags of the offsets of image data (strips, tiles), each with the tag of their sizes in bytes."""
 
 
 def tiff_needs(data: bytes) -> int:
-    """End of the last byte that the directory of the first image points at."""
+    """Return the least size in bytes of a TIFF file: the end of the last data that the directory of its first image
+    refers to."""
     order, big = "<" if data.startswith(b"II") else ">", data.startswith(BIG_TIFF)
     offset, count, width, inline = ("Q", "Q", 20, 8) if big else ("I", "H", 12, 4)
     at = number(order + offset, data, 8 if big else 4)

@@ -1,4 +1,4 @@
-"""Find the bytes of each record in a dataset file, in bounded memory."""
+"""Find where each record begins and ends in a JSON or JSON Lines file, in bounded memory."""
 
 import json
 import re
@@ -11,12 +11,12 @@ from llava_fsdp.data.records.record import BYTE_ORDER_MARK
 from llava_fsdp.runtime.errors import DataError
 
 Span = tuple[int, int, int]
-"""(offset, size in bytes, first line from 1) of a record"""
+"""A record's place in its file: (offset in bytes, size in bytes, first line counted from 1)."""
 BLOCK = 1 << 20
 MOST_BYTES = 4 << 20
-"""Default of data.max_record_bytes."""
+"""Default of the setting `data.max_record_bytes`, in bytes."""
 SIGNS, SIGNS_IN_TEXT = re.compile(r'["{}\[\],]'), re.compile(r'["\\]')
-"""Characters that decide where a JSON value ends."""
+"""Regular expressions for the characters that decide where a JSON value ends, outside and inside a JSON string."""
 SPACE = " \t\r\n"
 JSON_NAMES = {"{": "a JSON object", '"': "text"} | dict.fromkeys("-0123456789", "a number")
 HEADS: dict[bytes, str] = {
@@ -30,18 +30,18 @@ HEADS: dict[bytes, str] = {
     b"<!doctype": "a page of HTML, as a download that failed leaves it; download the file again",
     b"<html": "a page of HTML, as a download that failed leaves it; download the file again",
 }
-"""First bytes of other kinds of files, and how to fix them."""
+"""File types that users pass by mistake, by their first bytes; the value says what the file is and how to fix it."""
 
 
 def spans(path: Path, after: Span | None = None, most: int = MOST_BYTES) -> Iterator[Span]:
-    """Yield the records of a JSON list, or of JSON Lines (`.jsonl`), in their order.
+    """Yield the place (offset, size, line) of each record of a JSON list or JSON Lines (`.jsonl`) file, in file order.
 
     Args:
-        after: begin behind this record; None: with the first.
-        most: most bytes of a record that is parsed; of a larger one only the end is found, in bounded memory.
+        after: the last record already read, after which to begin; None: begin with the first record.
+        most: largest record in bytes that is parsed; of a larger one only the end is found.
 
     Raises:
-        DataError: the list is not JSON, with line and byte. Lines of JSON Lines are not parsed.
+        DataError: a JSON list is not valid JSON; the message has line and byte. JSON Lines are not parsed here.
     """
     return line_spans(path, after, most) if path.suffix.lower() == ".jsonl" else list_spans(path, after, most)
 
@@ -109,10 +109,10 @@ def check_head(head: bytes, path: Path) -> None:
 
 
 def begin(file: BinaryIO, path: Path) -> int:
-    """Offset of the first byte behind a byte order mark, if there is one.
+    """Return the offset of a file's first byte after a UTF-8 byte order mark (3), or 0 if the file has no such mark.
 
     Raises:
-        DataError: the file is something else, or UTF-16 or UTF-32.
+        DataError: the file is empty, of another type (gzip, HTML, ...), or UTF-16 or UTF-32.
     """
     head = file.read(64)
     check_head(head, path)
@@ -124,29 +124,30 @@ def begin(file: BinaryIO, path: Path) -> int:
 
 @dataclass
 class Window:
-    """A stretch of a file that moves on; one character is one byte, so that places in it are places in the file.
+    """A part of a JSON file held in memory, which advances through the file. One character is one byte (Latin-1), so
+    that offsets in `text` are offsets in the file.
 
-    Latin-1 gives every byte a character. JSON's own signs are below 128, and no byte of a longer UTF-8 character is.
+    JSON's own characters are below 128, and no byte of a longer UTF-8 character is.
     """
 
     file: BinaryIO
     base: int
-    """The byte of the file at which `text` begins."""
+    """Offset in the file of the first byte of `text`."""
     most: int = MOST_BYTES
-    """Bytes of a value that is parsed."""
+    """Largest JSON value in bytes that is parsed; of larger values only the end is searched."""
     text: str = ""
     at: int = 0
-    """What is before it in `text` is done with."""
+    """Offset in `text` of the next character to read; text before it may be dropped."""
     line: int = 1
-    """The line of `counted`."""
+    """Line number, from 1, at the offset `counted`."""
     counted: int = 0
-    """What is before it in `text` is in `line`."""
+    """Offset in `text` up to which newlines have been counted into `line`."""
     ended: bool = False
     decoder: json.JSONDecoder = field(default_factory=lambda: json.JSONDecoder(parse_int=len))
-    """Numbers are left alone: one too long for Python is its record's problem, not the file's."""
+    """JSON decoder that does not convert integers: one with too many digits for Python must not stop the whole file."""
 
     def more(self) -> None:
-        """Drop what is done with, and read as much again as is left, at least a block."""
+        """Read more of the file: drop text before `at` and append as many bytes as are left, at least `BLOCK`."""
         self.line_here()
         self.text = self.text[self.at :]
         self.base += self.at
@@ -162,7 +163,7 @@ class Window:
         return self.line
 
     def next_sign(self) -> str:
-        """Move to the next character that is no space; returns it, or "" at the end."""
+        """Move to the next character that is not white space and return it, or "" at the end of the file."""
         while True:
             self.at = after_space(self.text, self.at)
             if self.at < len(self.text):
@@ -172,10 +173,9 @@ class Window:
             self.more()
 
     def pass_value(self) -> tuple[int, int]:
-        """Go behind the value that begins here, once it is certain that it ends there; the file's bytes that it has,
-        [begin, end).
+        """Move past the JSON value that begins at `at` and return its bytes in the file as [begin, end).
 
-        A number may go on, and a value may be cut, where the window ends: only a sign behind it makes it certain.
+        At the end of the text read so far a number might continue: a value ends for certain at a following `,` or `]`.
         """
         begin = self.base + self.at
         while True:
@@ -189,7 +189,7 @@ class Window:
                     ("Expecting ',' delimiter", behind),
                     end - self.at <= self.most and behind == len(self.text),
                 )
-            except json.JSONDecodeError as caught:  # which must not be kept: it holds this frame, and all the text
+            except json.JSONDecodeError as caught:  # not kept: the exception references this frame and all its text
                 wrong, ends = (caught.msg, caught.pos), False
             if self.ended:
                 raise json.JSONDecodeError(wrong[0], "", wrong[1])
@@ -198,10 +198,11 @@ class Window:
             self.more()
 
     def pass_large(self, begin: int, wrong: str, where: int) -> int:
-        """Go behind a value of more than `most` bytes by its brackets and quotes alone; the file's byte where it ends.
+        """Move past a JSON value of more than `most` bytes by matching brackets and quotes only, and return the offset
+        in the file where it ends.
 
         Raises:
-            JSONDecodeError: what parsing has found, where the value does not end, or is not that large.
+            JSONDecodeError: the value does not end or is not that large; carries the parser's message `wrong`.
         """
         depth, in_text, is_closed = 0, False, False
         while not is_closed:
@@ -209,11 +210,11 @@ class Window:
             if found is None:
                 if self.ended:
                     break
-                self.at = max(self.at, len(self.text))  # an escape may have led behind it
+                self.at = max(self.at, len(self.text))  # an escape may have moved `at` beyond the text
                 self.more()
                 continue
             sign = found[0]
-            if depth == 0 and not in_text and sign in (",", "]"):  # behind a number or a word
+            if depth == 0 and not in_text and sign in (",", "]"):  # the end of a number, true, false or null
                 self.at = found.start()
                 break
             self.at = found.end() + (sign == "\\")
@@ -245,7 +246,8 @@ def open_list(window: Window, path: Path) -> None:
 
 
 def elements(window: Window, is_first: bool) -> Iterator[Span]:
-    """Yield the elements of a list, from behind its opening bracket or behind an element."""
+    """Yield the place (offset, size, line) of each element of a JSON list. The window is after the opening bracket
+    (`is_first`) or after an element."""
     while (sign := window.next_sign()) != "]":
         if not is_first:
             if sign != ",":
@@ -262,7 +264,7 @@ def elements(window: Window, is_first: bool) -> Iterator[Span]:
 
 
 def line_of(path: Path, at: int) -> int:
-    """The number of the line, from 1, that holds a byte."""
+    """Return the number of the line, from 1, that contains the byte at offset `at`."""
     line = 1
     with path.open("rb") as file:
         while at > 0 and (read := file.read(min(at, BLOCK))):

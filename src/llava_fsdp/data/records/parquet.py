@@ -1,9 +1,9 @@
-"""Parquet files of records, written as JSON Lines into the index: what comes after reads text alone.
+"""Convert Parquet files of LLaVA records into JSON Lines files in the dataset index, which later steps read as text.
 
 Columns: `conversations`, a list of structs with from and value; `id`; `image`, a path, a list of paths, or images
-themselves as Hugging Face datasets writes them (structs of bytes and path, or lists of these; without bytes in any row
-the paths are what counts). A null is an absent key. Of other columns that name media it is read whether they hold any:
-they are not read further, and such a record is a bad one.
+themselves as Hugging Face datasets writes them (structs of bytes and path, or lists of these; if no row has bytes, the
+paths are used). A null is an absent key. Other columns whose names mean media (video, audio, ...) are not read: a
+record with a value in such a column is a bad record.
 """
 
 import hashlib
@@ -28,14 +28,13 @@ SUFFIX = ".parquet"
 COLUMNS = ("id", "image", "conversations")
 TURN = ("from", "value")
 ROWS_AT_ONCE = 256
-"""Few, because rows may hold images."""
+"""Rows per batch read from Parquet; few, because rows may contain images."""
 OWN_NAMES = "llava_fsdp own names"
-"""Key under which a row's JSON keeps the names that its embedded images had. It has no word that names media
-(`source.names_media`): a record with an unread media key is refused."""
+"""Key of a row's JSON that keeps the original names of images embedded in the row."""
 HELD = "..."
-"""Stands for media that are not read."""
+"""Placeholder in a record's JSON for the value of a column with media (video, audio, ...) that is not read."""
 NOT_UTF8 = b"\xff"
-"""Stands for a row whose text is not UTF-8, and is found to be that."""
+"""Placeholder line for a Parquet row whose text is not UTF-8; later checks then report the row as not UTF-8."""
 
 
 def is_parquet(path: Path) -> bool:
@@ -43,22 +42,22 @@ def is_parquet(path: Path) -> bool:
 
 
 def check_installed(path: Path) -> None:
-    """Raises ConfigError where Parquet cannot be read."""
+    """Raise ConfigError if the file is Parquet and pyarrow is not installed."""
     if is_parquet(path) and importlib.util.find_spec("pyarrow") is None:
         raise ConfigError(f"{path} is Parquet, which needs pyarrow: pip install 'llava-fsdp[parquet]'")
 
 
 @dataclass(frozen=True)
 class WriteRows:
-    """A pass over the row groups of a file: each becomes a file of JSON Lines, its images files beside it.
+    """Converts each row group of a Parquet file into a JSON Lines file, and saves images embedded in rows as files.
 
-    Column `held`, int64 [2]: images in the rows, and paths of images.
+    The result column `held`, int64 [2], counts the images embedded in rows, and the image paths.
     """
 
     path: Path
     folder: Path
     most: int
-    """Bytes of a record."""
+    """Largest size of a record in bytes."""
 
     def text(self, group: int) -> Path:
         return self.folder / f"{group:08d}.jsonl"
@@ -77,7 +76,7 @@ class WriteRows:
 
     @property
     def whole(self) -> Path:
-        """All groups' lines; a file for each would take a descriptor each."""
+        """Path of the JSON Lines file with the rows of all row groups."""
         return self.folder / "rows.jsonl"
 
     @property
@@ -85,10 +84,10 @@ class WriteRows:
         return self.folder / "held.json"
 
     def gather(self, groups: int, chunks: Path) -> None:
-        """Make `whole` of what the pass over all groups has written.
+        """Concatenate the JSON Lines files of all row groups into the file `whole`.
 
         Raises:
-            DataError: some rows hold images, and some the paths of others.
+            DataError: some rows contain images, and others paths of images.
         """
         held = [columns_of(chunk_file(chunks, group))["held"].tolist() for group in range(groups)]
         images, paths = (sum(column) for column in zip(*held, strict=True)) if held else (0, 0)
@@ -105,7 +104,7 @@ class WriteRows:
             self.held.write_text(json.dumps({"pictures": images, "paths": paths}))
 
     def images(self) -> Path | None:
-        """The folder of the images that were in the rows; None where the rows have paths."""
+        """Return the folder of the images that were embedded in the rows; None if the rows contain only paths."""
         return self.image_folder if read_json(self.held).get("pictures") else None
 
     def drop_groups(self, groups: int) -> None:
@@ -115,20 +114,21 @@ class WriteRows:
 
 @dataclass
 class Store:
-    """Images that were in rows, as files."""
+    """Saves images embedded in Parquet rows as files, named by their SHA-256; counts images and paths."""
 
     folder: Path | None
-    """None: they get their names, and are not written."""
+    """Folder to write images to; None: only determine their names, without writing."""
     images: int = 0
     paths: int = 0
 
     def names(self, image: Any) -> list[str | None]:
-        """What the rows call their images."""
+        """Return the original names of a row's images (one image or a list)."""
         images = image if isinstance(image, list) else [image]
         return [one["path"] if isinstance(one, dict) else one for one in images]
 
     def put(self, image: Any) -> Any:
-        """The path below the folder of an image that was in a row; a path stays what it is."""
+        """Save an embedded image and return its path relative to the folder; return a path unchanged. Lists give
+        lists."""
         if isinstance(image, list):
             return [self.put(one) for one in image]
         if not isinstance(image, dict):
@@ -146,10 +146,10 @@ class Store:
 
 
 def open_file(path: Path) -> Any:
-    """A pyarrow `ParquetFile`.
+    """Open a Parquet file of records; returns a pyarrow `ParquetFile`.
 
     Raises:
-        DataError: it is none, or lacks the columns of records.
+        DataError: the file is not Parquet, or lacks the columns of LLaVA records.
     """
     import pyarrow
     from pyarrow.parquet import ParquetFile
@@ -170,7 +170,7 @@ def open_file(path: Path) -> Any:
 
 
 def check_types(path: Path, schema: Any) -> None:
-    """Raises DataError where a column cannot hold what its name says."""
+    """Raise DataError if the Arrow type of the conversations, id or image column is not one that can be read."""
     from pyarrow import types
 
     turns = schema.field("conversations").type
@@ -206,14 +206,14 @@ def is_text(kind: Any) -> bool:
 
 
 def fields_of(kind: Any) -> dict[str, Any]:
-    """Types by name; none where it is no struct."""
+    """Return the types of an Arrow struct's fields by name; empty if the type is not a struct."""
     from pyarrow import types
 
     return {field.name: field.type for field in kind} if types.is_struct(kind) else {}
 
 
 def is_embedded(schema: Any) -> bool:
-    """The rows can hold images, not only their paths."""
+    """Return whether the image column can contain the images themselves (bytes), not only their paths."""
     from pyarrow import types
 
     if "image" not in schema.names:
@@ -227,14 +227,15 @@ def is_embedded(schema: Any) -> bool:
 
 
 def lines(path: Path, store: Store | None, groups: list[int] | None = None, most: int = MOST_BYTES) -> Iterator[bytes]:
-    """Every row's record as JSON, a few rows in memory at a time; one at a time of rows that hold other media.
+    """Yield each row of a Parquet file as a JSON record, with at most `ROWS_AT_ONCE` rows in memory (one row if there
+    are columns of unread media).
 
     Args:
-        store: where images that are in the rows are written to.
-        most: bytes of a record; a larger one is not made JSON of.
+        store: saves images embedded in rows; None: such rows raise DataError.
+        most: largest record in bytes; a larger one is replaced by a placeholder with its size.
 
     Raises:
-        DataError: the file is no Parquet file of records, or holds images that may not be written.
+        DataError: the file is not a Parquet file of records, or contains images and `store` is None.
     """
     file = open_file(path)
     if store is None and is_embedded(file.schema_arrow):
@@ -285,7 +286,8 @@ def line(row: Any, store: Store | None, most: int) -> bytes:
 
 
 def plain_turn(turn: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What a turn says, and whether it names media: what else it has may be no JSON."""
+    """Return a turn with its `from` and `value`; other fields that name media become placeholders, the rest is
+    dropped."""
     if turn is None:
         return None
     held = {name: HELD for name, value in turn.items() if names_media(name) and not is_empty(value)}

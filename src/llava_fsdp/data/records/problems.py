@@ -1,4 +1,4 @@
-"""Table of the problems that a record can have."""
+"""The kinds of problems that a record of a dataset can have, and whether such a record is still trained on."""
 
 from dataclasses import dataclass
 from enum import Enum, StrEnum
@@ -33,12 +33,12 @@ class Kind(StrEnum):
 
 
 class Kept(Enum):
-    """Whether a record with the problem is still trained on."""
+    """Under which settings a record with a certain problem is still trained on."""
 
     no = "no"
     yes = "yes"
     like_original = "with labels=llava_v1_5"
-    """LLaVA trains on it; `labels=exact` does not."""
+    """With `labels=llava_v1_5` the record is trained on, as LLaVA does; with `labels=exact` it is not."""
     truncated = "with data.too_long=truncate"
 
 
@@ -77,7 +77,7 @@ PROBLEMS: dict[Kind, Problem] = {
 }
 
 BITS: dict[Kind, int] = {kind: 1 << place for place, kind in enumerate(Kind)}
-"""Each kind's bit in the columns `flags` of an index."""
+"""Bit that stands for each problem in the `flags` columns of a dataset index."""
 
 
 def is_kept(kind: Kind, labels: Parity, too_long: TooLong) -> bool:
@@ -91,5 +91,5 @@ def is_kept(kind: Kind, labels: Parity, too_long: TooLong) -> bool:
 
 
 def mask(*kinds: Kind) -> int:
-    """The bits of several kinds."""
+    """Return the bits of several problem kinds, combined into one integer."""
     return sum(BITS[kind] for kind in kinds)

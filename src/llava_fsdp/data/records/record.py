@@ -1,4 +1,4 @@
-"""LLaVA records, from the bytes of one."""
+"""Parse and check one LLaVA record (JSON with id, image and conversations)."""
 
 import contextlib
 import errno
@@ -22,9 +22,10 @@ CURES = {
     errno.ENOENT: "put it back, or name another file",
     errno.EISDIR: "name a file",
 }
-"""What helps where asking again does not."""
+"""Advice for error messages, by errno of an error that repeating would not fix."""
 WORD = re.compile(r"(?i:md5)|[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
-"""A word of a key: `image` and `url` of `image_url`, `imageUrl2` and `IMAGE-URL`. `md5` alone has a digit."""
+"""Regular expression for the words of a JSON key: `image` and `url` in `image_url`, `imageUrl2` and `IMAGE-URL`. Only
+`md5` includes a digit."""
 MEDIA = frozenset(
     "image img picture pic photo screenshot thumbnail frame jpg jpeg png gif "
     "video vid movie clip audio sound speech voice wav media".split()
@@ -34,11 +35,11 @@ ABOUT = frozenset(
     "source dataset split caption title description alt text label category quality score hash md5 sha license "
     "author".split()
 )
-"""Words of keys that describe media, as `image_id` and `video_length` do, and do not name a file of them."""
+"""Words of JSON keys that describe media (`image_id`, `video_length`) instead of naming a media file."""
 MEDIA_TAG = re.compile(r"<(video|audio)>", re.IGNORECASE)
-"""What stands in a question for media that are not read."""
+"""Regular expression for tags in a question that refer to video or audio, which are not read."""
 TOO_LARGE = "llava_fsdp bytes of a row"
-"""The key of what stands for a Parquet row with too many bytes: how many it has, and how many it may have."""
+"""JSON key of the placeholder for a Parquet row that is too large; its value is [bytes of the row, limit in bytes]."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 JSON_NAMES = {
     dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number",
@@ -49,42 +50,43 @@ JSON_NAMES = {
 @dataclass(frozen=True)
 class Turn:
     role: str
-    """human or gpt"""
+    """Who speaks: human or gpt."""
     text: str
 
 
 @dataclass(frozen=True)
 class Record:
-    """One sample as the file holds it."""
+    """One record (training sample) as parsed from a dataset file."""
 
     file: str
     index: int
     id: str
     images: tuple[str, ...]
-    """Paths below the image folder."""
+    """Paths of the images, relative to the image folder."""
     turns: tuple[Turn, ...]
     has_image_key: bool
-    """The record says `image`, whatever it says: what the original looks at."""
+    """Whether the record has the key `image`, even with an empty value; LLaVA decides by this key."""
     folder: Path | None = None
-    """The image folder of its source, where it has one of its own."""
+    """Image folder of the record's source; None: the folder set for all sources."""
     sizes: tuple[tuple[int, int], ...] | None = None
-    """(width, height) of every image as shown, where an index knows them."""
+    """(width, height) in pixels of each image after turning by EXIF; None if no index has recorded sizes."""
     has_id: bool = True
-    """Else its id is its index."""
+    """Whether the record has an id; otherwise `id` is its index."""
     line: int | None = None
-    """Of the file, where it begins; from 1, as editors count."""
+    """Line of the file on which the record begins, from 1; None if unknown or not a text file."""
     unread: str | None = None
-    """What it says of media that are not read."""
+    """Description of a media key or tag of the record that is not read (for messages); None if there is none."""
 
     @property
     def signed_words(self) -> int:
-        """The original's measure of length: words of all messages, negative without an image (train.py:684-690)."""
+        """LLaVA's measure of length for sorting: number of words of all messages, negative for a record without an
+        image (train.py:684-690)."""
         words = sum(len(turn.text.split()) for turn in self.turns)
         return words if self.has_image_key else -words
 
     @property
     def where(self) -> str:
-        """What a message calls this record."""
+        """Name of the record in messages: file, line, index and id."""
         return name_record(self.file, self.index, self.line, self.known_id)
 
     @property
@@ -93,7 +95,7 @@ class Record:
 
 
 def name_place(file: str | Path, index: int, line: int | None) -> str:
-    """Where a record is: its line as editors count, its index from 0."""
+    """Return a record's place for messages: file, line from 1 (if known) and index from 0."""
     place = f"record {index}" if line is None else f"line {line}, record {index}"
     return f"{shown_name(file)}, {place}"
 
@@ -103,17 +105,18 @@ def name_record(file: str | Path, index: int, line: int | None, identity: str | 
 
 
 def id_of(raw: dict[str, Any]) -> str | None:
-    """null is none; what is no text is as JSON has it."""
+    """Return a record's id as text (numbers and other values as JSON); None if it is missing or null."""
     value = raw.get("id")
     return value if value is None or isinstance(value, str) else json.dumps(value)
 
 
 class TwiceError(ValueError):
-    """A key is twice in an object."""
+    """Raised when a JSON object has the same key twice."""
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose keys are there once; JSON would take the last, and say nothing."""
+    """Make a dict of a JSON object's pairs; raise TwiceError for a repeated key, of which Python would silently keep
+    the last."""
     made = dict(pairs)
     if len(made) != len(pairs):
         keys = [key for key, _ in pairs]
@@ -126,7 +129,7 @@ DECODER = json.JSONDecoder(object_pairs_hook=once)
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raises SourceError where the file system cannot read on."""
+    """Convert an OSError while a file is read into SourceError with advice."""
     try:
         yield
     except OSError as error:
@@ -135,10 +138,11 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def parse_text(path: Path, index: int, text: bytes, line: int | None = None) -> Any:
-    """The JSON value of a record's bytes.
+    """Parse a record's bytes as JSON.
 
     Raises:
-        DataError: they are not UTF-8, not JSON, or no JSON that can be read.
+        DataError: the bytes are not UTF-8, not JSON, or JSON nested too deeply, with a repeated key or too long a
+        number.
     """
     where = name_place(path, index, line)
     try:
@@ -161,7 +165,7 @@ def parse_text(path: Path, index: int, text: bytes, line: int | None = None) -> 
 
 
 def json_cure(text: bytes) -> str:
-    """What to do about a line that is not JSON."""
+    """Return advice for an error message about a line that is not JSON."""
     if text.startswith(BYTE_ORDER_MARK):
         return "it begins with a byte order mark, as files that were put together leave it: take it out"
     if b"\r" in text.strip():
@@ -170,7 +174,7 @@ def json_cure(text: bytes) -> str:
 
 
 def check_bytes(found: int, most: int, where: str) -> None:
-    """Raises DataError where a record has more bytes than it may have."""
+    """Raise DataError if a record's size `found` exceeds `most` bytes."""
     if found > most:
         raise DataError(
             f"{where} has {found:,} bytes, over data.max_record_bytes={most}; make several records of it, or raise the "
@@ -180,7 +184,7 @@ def check_bytes(found: int, most: int, where: str) -> None:
 
 
 def parse_record(path: Path, index: int, raw: Any, line: int | None = None) -> Record:
-    """Raises DataError where the record has not the form of LLaVA train.py:665-740."""
+    """Make a Record of parsed JSON; raise DataError if it lacks the form of a LLaVA record (train.py:665-740)."""
     if not isinstance(raw, dict):
         lists = isinstance(raw, list) and path.suffix.lower() == ".jsonl"
         cure = "a JSON list belongs into a file whose name ends in .json" if lists else "fix it, or take it out"
@@ -215,7 +219,8 @@ def parse_record(path: Path, index: int, raw: Any, line: int | None = None) -> R
 
 
 def unread_media(raw: dict[str, Any]) -> str | None:
-    """The first key of a record or of one of its turns that names media and is not read, as a message says it."""
+    """Return a description of the first key of a record or its turns that names media and is not read; None without
+    one."""
     turns = [turn for turn in raw["conversations"] if isinstance(turn, dict)] if "conversations" in raw else []
     found = media_of({key: value for key, value in raw.items() if key != "image"})
     found += [name for turn in turns for name in media_of(turn)]
@@ -223,7 +228,7 @@ def unread_media(raw: dict[str, Any]) -> str | None:
 
 
 def media_of(raw: dict[str, Any]) -> list[str]:
-    """Keys that name media; one without a value names none."""
+    """Return descriptions of the keys of a JSON object that name media and have a value."""
     return [
         f"the key {shown(key)}, {shown(value)}"
         for key, value in raw.items()
@@ -233,14 +238,15 @@ def media_of(raw: dict[str, Any]) -> list[str]:
 
 @lru_cache(1024)  # records repeat a few keys millions of times
 def names_media(key: str) -> bool:
-    """Whether the words of a key say that its value is an image, a video or sound."""
+    """Return whether a JSON key's words mean that its value is an image, a video or sound."""
     words = {word.lower() for word in WORD.findall(unicodedata.normalize("NFKC", key))}
     words |= {word.removesuffix("s") for word in words}
     return not words.isdisjoint(MEDIA) and words.isdisjoint(ABOUT)
 
 
 def unread_tag(turns: Sequence[Turn]) -> str | None:
-    """The first tag of video or audio in a question. With its closing tag in the same question it is HTML."""
+    """Return a description of the first `<video>` or `<audio>` tag in a question. A tag with its closing tag in the
+    same question is HTML, and does not count."""
     for turn in turns:
         found = MEDIA_TAG.search(turn.text) if turn.role == "human" else None
         if found is not None and f"</{found[1].lower()}>" not in turn.text.lower():
@@ -249,7 +255,7 @@ def unread_tag(turns: Sequence[Turn]) -> str | None:
 
 
 def is_empty(value: Any) -> bool:
-    """null, false, 0, and text, lists and objects without anything in them."""
+    """Return whether a JSON value is null, false, 0, or text, a list or an object without content."""
     if isinstance(value, dict | list):
         return all(is_empty(own) for own in (value.values() if isinstance(value, dict) else value))
     return not value
@@ -263,13 +269,13 @@ def unread_reason(where: str, unread: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """The beginning of a value, as JSON has it."""
+    """Return a value as JSON, cut after 80 characters, for messages."""
     text = json.dumps(value, ensure_ascii=False).encode(errors="backslashreplace").decode()
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def check_name(name: str, where: str) -> None:
-    """Raises DataError where the path of an image is none below a folder."""
+    """Raise DataError if an image's path is not a valid path below a folder (an address, absolute, or with `..`)."""
     if ADDRESS.match(name):
         raise DataError(
             f"{where}: image is {name[:80]!r}, an address; nothing is fetched: download it, and give its path below "
@@ -310,7 +316,7 @@ def parse_turn(where: str, position: int, raw: Any) -> Turn:
 
 
 def check_text(text: str, what: str) -> None:
-    """Raises DataError where no UTF-8 can be made of a text."""
+    """Raise DataError if a text cannot be encoded as UTF-8 (it has half a surrogate pair)."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""Read a file of records without an index."""
+"""Read all records of one JSON, JSON Lines or Parquet file, without making an index."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,8 @@ from llava_fsdp.runtime.errors import DataError
 
 
 class RecordFile:
-    """Records of a file by number, parsed on access; errors name the file, the record's number and its id."""
+    """The records of one file as a sequence; a record is parsed when accessed. Errors name the file, the record's
+    number and its id."""
 
     def __init__(self, path: Path, most: int = MOST_BYTES):
         self.path = path
@@ -27,13 +28,13 @@ class RecordFile:
 
 
 def texts(path: Path, most: int) -> Iterator[tuple[bytes, int | None]]:
-    """Every record's JSON, and the line where it begins.
+    """Yield each record of a file as JSON bytes, with the line on which it begins (None for Parquet).
 
     Args:
-        most: bytes of a record.
+        most: largest size of a record in bytes.
 
     Raises:
-        DataError: the file is no list of records, or a record is larger.
+        DataError: the file is not a list of records, or a record is larger than `most`.
     """
     if parquet.is_parquet(path):
         for row in parquet.lines(path, store=None, most=most):

@@ -1,6 +1,6 @@
-"""Ids that are in no vocabulary."""
+"""Token ids and labels with a special meaning, outside every vocabulary."""
 
 IMAGE_ID = -200
-"""Stands in `input_ids` for one position of an image (LLaVA constants.py:9)."""
+"""Id in `input_ids` of each token of an image (LLaVA constants.py:9)."""
 IGNORE = -100
-"""A label that is not supervised (LLaVA constants.py:8)."""
+"""Label of a token that is not supervised, ignored by the loss (LLaVA constants.py:8)."""

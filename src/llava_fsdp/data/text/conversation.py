@@ -1,4 +1,4 @@
-"""Render the turns of a record as text, in segments that are supervised or not."""
+"""Render the turns of a record as text, in segments that are supervised (answers) or not."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ IM_START, IM_END = "<im_start>", "<im_end>"
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of the text, supervised or not."""
+    """A part of a rendered conversation that is supervised as a whole or not at all."""
 
     text: str
     supervised: bool
     from_record: bool = False
-    """The text is the record's, not the template's."""
+    """Whether the text comes from the record; otherwise from the conversation template."""
 
 
 def render(record: Record, form: Template, start_end: bool) -> list[Segment]:
-    """Render a conversation, with a tag for every image.
+    """Render a conversation as segments, with an image tag for each image.
 
     Args:
         start_end: put `<im_start>` and `<im_end>` around every image tag.
@@ -37,10 +37,10 @@ def render(record: Record, form: Template, start_end: bool) -> list[Segment]:
 
 
 def prompt(questions_and_answers: list[Turn], form: Template, start_end: bool, has_images: bool) -> list[Segment]:
-    """Render the turns so far, the last one a question, up to where the model's answer begins.
+    """Render a prompt for generation: the turns so far, of which the last is a question, up to where the answer begins.
 
     Args:
-        has_images: image tags stand for images; otherwise they are text.
+        has_images: whether `<image>` tags stand for images; otherwise they are ordinary text.
     """
     return write_turns(questions_and_answers, form, start_end, has_images)
 
@@ -61,7 +61,7 @@ def write_turns(turns: Sequence[Turn], form: Template, start_end: bool, has_imag
 
 
 def write_question(text: str, form: Template, start_end: bool, has_images: bool) -> list[Segment]:
-    """Segments of a question: its text, and the tags of its images."""
+    """Return the segments of a question: its text, and a tag for each image."""
     if form.image_only:
         return [Segment(image_tags(text), False)]
     first, *rest = image_first(text, has_images).split(IMAGE_TAG) if has_images else [text]
@@ -73,12 +73,13 @@ def write_question(text: str, form: Template, start_end: bool, has_images: bool)
 
 
 def image_tag(form: Template, start_end: bool) -> str:
-    """Text that stands for an image."""
+    """Return the text that stands for an image in a conversation, `<image>` with the template's additions."""
     return form.image.replace(IMAGE_TAG, f"{IM_START}{IMAGE_TAG}{IM_END}") if start_end else form.image
 
 
 def image_first(text: str, has_images: bool) -> str:
-    """Move a single tag to a line of its own at the front, as LLaVA does (train.py:308-329); several tags stay."""
+    """Move a question's single `<image>` tag to a line of its own at the front, as LLaVA does (train.py:308-329);
+    several tags stay."""
     if not has_images or text.count(IMAGE_TAG) != 1:
         return text
     return f"{IMAGE_TAG}\n{text.replace(IMAGE_TAG, '').strip()}".strip()
@@ -89,12 +90,13 @@ def image_tags(text: str) -> str:
 
 
 def asked_turns(record: Record) -> tuple[Turn, ...]:
-    """Turns from the first question on: a leading answer is dropped, as in LLaVA (train.py:441-443)."""
+    """Return a record's turns from the first question on: a leading answer is dropped, as in LLaVA
+    (train.py:441-443)."""
     return record.turns[1:] if record.turns and record.turns[0].role == "gpt" else record.turns
 
 
 def opening_question(record: Record) -> tuple[str, int, str]:
-    """First question with its image tags, its number of images, and its answer.
+    """Return a record's first question with its image tags, the question's number of images, and its answer.
 
     Raises:
         DataError: the record does not begin with a question and its answer.
@@ -108,7 +110,7 @@ def opening_question(record: Record) -> tuple[str, int, str]:
 
 
 def role_cure(role: str) -> str:
-    """Cure for a turn with a wrong role, for error messages."""
+    """Return advice for an error message about a turn with a wrong role."""
     match role.lower():
         case "human" | "gpt" if role in ("human", "gpt"):
             return "human and gpt take turns, human first: fix the conversation"
@@ -125,7 +127,7 @@ def role_cure(role: str) -> str:
 
 
 def check_turns(record: Record) -> None:
-    """Raise DataError if turns do not alternate, or tags and images do not agree."""
+    """Raise DataError if a record's turns do not alternate human, gpt, or its image tags do not match its images."""
     turns = asked_turns(record)
     for position, turn in enumerate(turns):
         expected = "human" if position % 2 == 0 else "gpt"

@@ -1,18 +1,19 @@
-"""Detokenization of an answer while it is written: text is released once later tokens cannot change it."""
+"""Detokenize an answer while it is generated: text is released once later tokens cannot change it."""
 
 from llava_fsdp.data.text.tokenizer import Tokenizer
 
 BROKEN = "\ufffd"
-"""What bytes decode to that are no character, or not yet a whole one."""
+"""Replacement character U+FFFD, which tokenizers decode incomplete or invalid UTF-8 to."""
 PENDING = 8
-"""Most tokens that wait for the rest of a character, which has four bytes at most."""
+"""Most tokens that are held back until a character is complete; a character has at most four bytes."""
 
 
 def stops_of(tokenizer: Tokenizer, stop: str, ends: int | list[int] | None) -> frozenset[int]:
-    """Token ids that end an answer: the model's ends of sequence, and the template's stop text where it is one token.
+    """Return the token ids that end an answer: the model's end-of-sequence ids, and the template's stop text if it is
+    one token.
 
     Args:
-        ends: `eos_token_id` as configurations have it.
+        ends: `eos_token_id` of the model's configuration.
     """
     eos = {end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int}
     last = tokenizer.encode(stop)
@@ -20,11 +21,12 @@ def stops_of(tokenizer: Tokenizer, stop: str, ends: int | list[int] | None) -> f
 
 
 class AnswerText:
-    """Text of an answer from its tokens. Released pieces are final: they never hold half a character, a part of the
-    stop text, or white space around the whole; joined they are the answer."""
+    """Collects an answer's tokens and releases its text in pieces. A released piece is final: it never has half a
+    character, a part of the stop text, or white space around the whole answer."""
 
     def __init__(self, tokenizer: Tokenizer, stop: str, stops: frozenset[int]):
-        """
+        """Begin an empty answer.
+
         Args:
             stop: text that ends an answer, over however many tokens.
             stops: token ids that end an answer.
@@ -34,14 +36,14 @@ class AnswerText:
         self.stops = stops
         self.ids: list[int] = []
         self.text = ""
-        """All pieces so far."""
+        """The text released so far."""
         self.ended = False
-        self._window = 0  # tokens from here on are decoded again: some decode otherwise at the beginning of a text
-        self._decoded = 0  # tokens whose text is released or held
+        self._window = 0  # first token that is decoded again: some tokens decode otherwise at the beginning of a text
+        self._decoded = 0  # number of tokens whose text is released or held back
         self._held = ""
 
     def push(self, token: int) -> str:
-        """Add a token; the text that it made final."""
+        """Add a token and return the text that became final by it, which may be empty."""
         if self.ended:
             return ""
         if token in self.stops:
@@ -51,7 +53,7 @@ class AnswerText:
         return self._release(self._decode(is_last=False))
 
     def close(self) -> str:
-        """End the answer; the text that was still held."""
+        """End the answer and return the text that was still held back."""
         begun = self._release(self._decode(is_last=True))
         rest = self._held.rstrip()
         rest = rest if self.text else rest.strip()
@@ -64,7 +66,7 @@ class AnswerText:
         waits = text.endswith(BROKEN) and len(self.ids) - self._decoded <= PENDING
         if len(text) <= len(before) or (waits and not is_last):
             return ""
-        # a text may lose spaces at its beginning, so the window begins with a token that has more than spaces
+        # decoding may drop spaces at the beginning, so the window begins with a token that is not spaces only
         if self.tokenizer.decode(self.ids[self._decoded :]).strip():
             self._window = self._decoded
         self._decoded = len(self.ids)

@@ -1,4 +1,4 @@
-"""Encode records as token ids, labels and image tokens."""
+"""Encode records as token ids (text and images) and labels."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -19,34 +19,35 @@ from llava_fsdp.runtime.errors import DataError
 
 UNLIMITED = 1 << 40
 ImageRows = Callable[[Record, int], np.ndarray]
-"""(record, number of its image) -> feature row of each token of the image, int64 [tokens]."""
+"""Function (record, number of one of its images) -> index of the vision feature for each token of the image, int64
+[tokens]."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """An encoded record; its images are still on disk."""
+    """A record encoded as token ids and labels; its images are not read yet."""
 
     input_ids: np.ndarray
-    """int64 [length]; IMAGE_ID at image tokens"""
+    """Token ids, int64 [length]; IMAGE_ID at image tokens."""
     labels: np.ndarray
-    """int64 [length]; the id where supervised, else IGNORE; not shifted"""
+    """Labels, int64 [length]: the token's own id if it is supervised, else IGNORE; not shifted."""
     images: tuple[str, ...]
-    """Images whose tokens are in input_ids, in their order."""
+    """Paths of the images whose tokens are in input_ids, in order."""
     image_rows: tuple[np.ndarray, ...]
-    """Feature row of each token, int64 [tokens], by image."""
+    """For each image, the index of the vision feature of each token, int64 [tokens]."""
     positions_cut: int
-    """Tokens lost by truncation."""
+    """Number of tokens removed by truncation."""
     labels_cut: int
-    """Labels lost by truncation."""
+    """Number of supervised tokens removed by truncation."""
 
     @property
     def num_labels(self) -> int:
-        """Number of labels in the loss: the first token is never predicted."""
+        """Number of labels in the loss; the first token has none, as it is never predicted."""
         return int((self.labels[1:] != IGNORE).sum())
 
 
 class Encoder(Protocol):
-    """Encodes the records of one dataset for one model."""
+    """Interface of classes that encode the records of one dataset for one model."""
 
     @property
     def tokenizer(self) -> Tokenizer: ...
@@ -59,11 +60,11 @@ class Encoder(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Everything that decides ids and labels, except the order of image features."""
+        """Text that changes with anything that decides token ids and labels, except the order of image features."""
         ...
 
     def __call__(self, record: Record) -> Sample | None:
-        """Encode a record; None if it is skipped because it is too long.
+        """Encode a record; return None if it is too long and therefore skipped.
 
         Raises:
             DataError: the record is wrong, or too long with data.too_long=fail.
@@ -71,7 +72,7 @@ class Encoder(Protocol):
         ...
 
     def measure(self, record: Record, limits: Sequence[int]) -> "Measured":
-        """Encode a record, truncated if it is too long, also with other maximum lengths.
+        """Encode a record whole and truncated to each of several maximum lengths.
 
         Raises:
             DataError: the record is wrong.
@@ -84,12 +85,12 @@ class Measured:
     sample: Sample
     whole: Sample
     at: dict[int, Sample]
-    """The sample by maximum length, for those that truncate it."""
+    """The truncated sample for each maximum length that is shorter than the whole sample."""
 
 
 @dataclass(frozen=True)
 class ExactEncoder:
-    """Supervises exactly the answers and their ends (`labels=exact`)."""
+    """Encodes records so that exactly the answers and their end-of-answer texts are supervised (`labels=exact`)."""
 
     tokenizer: Tokenizer
     template: Template
@@ -97,7 +98,7 @@ class ExactEncoder:
     max_length: int
     too_long: TooLong
     start_end: bool = False
-    """Put `<im_start>` and `<im_end>` around every image."""
+    """Whether to put `<im_start>` and `<im_end>` around each image."""
     special_tokens: SpecialTokens = SpecialTokens.text
 
     @property
@@ -130,7 +131,7 @@ class ExactEncoder:
 
 
 def truncate(sample: Sample, max_length: int) -> Sample:
-    """Truncate at max_length, or before an image that would be split there."""
+    """Truncate a sample to `max_length` tokens, or before an image that would be split there."""
     ids, labels, rows = sample.input_ids, sample.labels, sample.image_rows
     shown = int((ids[:max_length] == IMAGE_ID).sum())
     ends = np.cumsum([len(r) for r in rows])
@@ -145,7 +146,7 @@ def truncate(sample: Sample, max_length: int) -> Sample:
 
 @dataclass(frozen=True)
 class OriginalEncoder:
-    """Ids, labels and truncation as in LLaVA (`labels=llava_v1_5`)."""
+    """Encodes records with the ids, labels and truncation of LLaVA (`labels=llava_v1_5`)."""
 
     own: Original
     image_rows: ImageRows
@@ -193,12 +194,12 @@ class OriginalEncoder:
         return Measured(sample, whole, {**over, **({self.max_length: sample} if sample.positions_cut else {})})
 
     def _at(self, record: Record, max_length: int) -> Sample:
-        """Encode with another maximum length; LLaVA truncates before it labels, so that labels may differ."""
+        """Encode a record with another maximum length; LLaVA truncates before it makes labels, so labels may differ."""
         return replace(self, own=replace(self.own, max_length=max_length))(record)
 
 
 def spliced(ids: np.ndarray, labels: np.ndarray, counts: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Replace every IMAGE_ID by as many as its image has tokens, without labels."""
+    """Repeat each IMAGE_ID as often as its image has tokens (`counts`), with labels IGNORE."""
     repeats = np.ones(len(ids), dtype=np.int64)
     repeats[ids == IMAGE_ID] = counts
     labels = np.where(ids == IMAGE_ID, IGNORE, labels)
@@ -211,13 +212,13 @@ def encode_segments(
     image_lengths: list[int],
     special_tokens: SpecialTokens = SpecialTokens.text,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and labels of a rendered conversation, both int64 [length].
+    """Return token ids and labels of a rendered conversation, both int64 [length].
 
-    The text between two images is tokenized by itself (LLaVA mm_utils.py:185-204); tags are text where the record
-    has no image. A token is supervised when any of its characters is.
+    The text between two images is tokenized by itself (LLaVA mm_utils.py:185-204); `<image>` is ordinary text if the
+    record has no image. A token is supervised when any of its characters is.
 
     Args:
-        special_tokens: text: those of the template alone are read as such.
+        special_tokens: with `text` only special tokens of the template are read as such, not those in a record.
     """
     text = "".join(s.text for s in segments)
     marked = np.repeat([s.supervised for s in segments], [len(s.text) for s in segments])
@@ -242,7 +243,7 @@ def encode_segments(
 
 
 def template_special(segments: list[Segment], tokenizer: Tokenizer) -> list[Stretch]:
-    """Positions in the whole text of the special tokens that come from the template."""
+    """Return the ranges of characters in the whole text of special tokens that come from the template."""
     found: list[Stretch] = []
     at = 0
     for from_record, stretch in itertools.groupby(segments, lambda s: s.from_record):
@@ -253,10 +254,11 @@ def template_special(segments: list[Segment], tokenizer: Tokenizer) -> list[Stre
 
 
 def are_supervised(tokens: list[Token], before: np.ndarray) -> list[bool]:
-    """Whether each token has a supervised character; a token without characters counts as the next character.
+    """Return for each token whether any of its characters is supervised; a token without characters counts as the next
+    character.
 
     Args:
-        before: number of supervised characters before each, int64 [characters + 1].
+        before: number of supervised characters before each character, int64 [characters + 1].
     """
     begin = np.array([token.begin for token in tokens], dtype=np.int64)
     end = np.array([token.end for token in tokens], dtype=np.int64)
@@ -270,5 +272,5 @@ def encode_prompt(
     image_lengths: list[int],
     special_tokens: SpecialTokens = SpecialTokens.text,
 ) -> np.ndarray:
-    """Ids of a prompt, int64 [length]."""
+    """Return the token ids of a prompt for generation, int64 [length]."""
     return encode_segments(segments, tokenizer, image_lengths, special_tokens)[0]

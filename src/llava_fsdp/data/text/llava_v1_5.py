@@ -19,32 +19,33 @@ from llava_fsdp.runtime.errors import DataError
 
 @dataclass(frozen=True)
 class Original:
-    """Settings by which LLaVA makes ids and labels."""
+    """Settings that decide LLaVA's token ids and labels."""
 
     tokenizer: Tokenizer
     form: Template
     max_length: int
-    """The tokenizer's model_max_length: text-only samples are truncated there before they are labelled."""
+    """The tokenizer's model_max_length: samples without image are truncated to it before labels are made."""
     pad_id: int = 0
-    """Tokens with this id are not counted, and the collator takes them for padding; 0 is `<unk>`."""
+    """Id of the padding token, by default `<unk>` (0). LLaVA does not count tokens with this id and removes them as
+    padding."""
     start_end: bool = False
-    """`mm_use_im_start_end`"""
+    """LLaVA's setting `mm_use_im_start_end`: put `<im_start>` and `<im_end>` around each image."""
 
 
 @dataclass(frozen=True)
 class Tokens:
     ids: np.ndarray
-    """int64 [length]; an image is one IMAGE_ID"""
+    """Token ids, int64 [length]; an image is a single IMAGE_ID."""
     labels: np.ndarray
-    """int64 [length]"""
+    """Labels, int64 [length]; IGNORE if not supervised."""
     mismatch: tuple[int, int] | None = None
-    """The two lengths that LLaVA prints when it masks the whole sample."""
+    """The two token counts that LLaVA prints when they differ and it masks the whole sample; None if they are equal."""
     cut: int = 0
-    """Tokens of a text-only sample that were truncated."""
+    """Number of tokens by which a sample without image was truncated."""
 
 
 def encode_like_original(record: Record, own: Original) -> Tokens:
-    """Ids and labels as LLaVA's dataset returns them, before its collator.
+    """Encode a record to the token ids and labels that LLaVA's dataset returns, before its collator.
 
     Raises:
         DataError: LLaVA raises an exception for this record.
@@ -56,7 +57,7 @@ def encode_like_original(record: Record, own: Original) -> Tokens:
 
 
 def check_like_original(record: Record, own: Original) -> None:
-    """Raise DataError for a record at which LLaVA fails; tokenizes only records with several tags."""
+    """Raise DataError for a record at which LLaVA would fail; tokenizes only records with several image tags."""
     turns = list(record.turns)
     if len(record.images) > 1:
         raise DataError(
@@ -87,14 +88,14 @@ def check_images(ids: np.ndarray, record: Record) -> None:
 
 
 def image_first(text: str, own: Original) -> str:
-    """Replace all tags of a message by one at its front (train.py:308-329), in answers too."""
+    """Replace all image tags of a message, also of an answer, by one at its front (LLaVA train.py:308-329)."""
     if IMAGE_TAG in text:
         text = f"{IMAGE_TAG}\n{text.replace(IMAGE_TAG, '').strip()}".strip()
     return text.replace(IMAGE_TAG, image_tag(own.form, own.start_end))
 
 
 def encode_turns(turns: list[Turn], has_image: bool, own: Original, where: str) -> Tokens:
-    """Encode a conversation by the rule of its template's style (train.py:610-655)."""
+    """Encode a conversation by LLaVA's rule for the style of its template (train.py:610-655)."""
     match own.form.style:
         case Style.PLAIN:
             return encode_caption(turns, own, where)
@@ -105,7 +106,8 @@ def encode_turns(turns: list[Turn], has_image: bool, own: Original, where: str) 
 
 
 def encode_caption(turns: list[Turn], own: Original, where: str) -> Tokens:
-    """Encode a caption; of the question only the image tag stays (train.py:588-607)."""
+    """Encode an image with its caption (template `plain`); of the question only the image tag is kept
+    (train.py:588-607)."""
     check_caption(turns, where)
     ids = with_images(f"{IMAGE_TAG}{turns[1].text}{own.form.sep}", own.tokenizer)
     labels = ids.copy()
@@ -122,7 +124,8 @@ def check_caption(turns: list[Turn], where: str) -> None:
 
 
 def encode_markers(turns: list[Turn], has_image: bool, own: Original) -> Tokens:
-    """Encode v0 templates, whose masks drift: sentences are tokenized one by one (train.py:268-305, 630-655)."""
+    """Encode a conversation with a v0 template. LLaVA tokenizes its sentences one by one, so that labels shift slightly
+    (train.py:268-305, 630-655)."""
     form = own.form
     names = {"human": form.user, "gpt": form.assistant}
     header = f"{form.system}\n\n"
@@ -149,14 +152,15 @@ def encode_markers(turns: list[Turn], has_image: bool, own: Original) -> Tokens:
 
 @dataclass(frozen=True)
 class Rounds:
-    """Corrections of the lengths of rounds in a style."""
+    """LLaVA's corrections of counted token lengths of a round (question and answer) in a template style."""
 
     begin: int
-    """Tokens before the first round: the BOS."""
+    """Number of tokens before the first round: the BOS token."""
     off_instruction: int
-    """Tokens to subtract from an instruction that is tokenized alone: its BOS and the space behind it."""
+    """Number of tokens to subtract from a separately tokenized instruction: its BOS token, and with v1 and llama_2 the
+    space after it."""
     correction: int
-    """Tokens to add to every later round if the tokenizer's `legacy` equals `corrects`."""
+    """Number of tokens to add to each round but the first if the tokenizer's `legacy` equals `corrects`."""
     corrects: bool | None
 
 
@@ -168,7 +172,8 @@ ROUNDS: dict[Style, Rounds] = {
 
 
 def encode_rounds(text: str, has_image: bool, own: Original) -> Tokens:
-    """Encode v1, llama_2 and mpt templates: mask up to each answer by counted lengths, or mask everything."""
+    """Encode a v1, llama_2 or mpt conversation: mask up to each answer by counted lengths, or everything if the counts
+    differ."""
     rule = ROUNDS[own.form.style]
     tokenize = with_images if has_image else plain_text
     whole = tokenize(text, own.tokenizer)
@@ -197,7 +202,7 @@ def encode_rounds(text: str, has_image: bool, own: Original) -> Tokens:
 
 
 def answer_mark(form: Template) -> str:
-    """Text before an answer, at which LLaVA splits."""
+    """Return the text before an answer, at which LLaVA splits a round."""
     if form.style is Style.LLAMA_2:
         return "[/INST] "
     return form.sep + form.assistant + (": " if form.style is Style.TWO else "")
@@ -213,7 +218,8 @@ def split_rounds(text: str, form: Template) -> list[str]:
 
 
 def conversation(turns: list[Turn], form: Template, where: str) -> str:
-    """Text of a conversation (conversation.py:32-106); an empty message leaves its role without a separator."""
+    """Return the text of a conversation (conversation.py:32-106); an empty message gives its role without a
+    separator."""
     if not turns:
         raise DataError(f"{where}: the conversation is empty; the original stops here", Kind.odd_turns)
     if turns[0].role == "gpt":
@@ -252,7 +258,8 @@ def conversation_llama_2(turns: list[Turn], form: Template, where: str) -> str:
 
 
 def with_images(text: str, tokenizer: Tokenizer) -> np.ndarray:
-    """Ids of a text, int64 [length]; the parts between image tags are tokenized one by one (mm_utils.py:185-204)."""
+    """Return the token ids of a text with image tags, int64 [length]; the parts between tags are tokenized one by one
+    (mm_utils.py:185-204)."""
     ids = [] if tokenizer.bos is None else [tokenizer.bos]
     for number, chunk in enumerate(text.split(IMAGE_TAG)):
         ids += [IMAGE_ID] if number else []
@@ -261,6 +268,6 @@ def with_images(text: str, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def plain_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
-    """Ids of a text whose image tags are text, int64 [length]."""
+    """Return the token ids of a text, int64 [length]; image tags are tokenized as ordinary text."""
     ids = [] if tokenizer.bos is None else [tokenizer.bos]
     return np.array([*ids, *(t.id for t in tokenizer.encode(text))], dtype=np.int64)

@@ -1,7 +1,7 @@
-"""The conversation templates, as data: what stands between the turns of a conversation.
+"""The conversation templates of LLaVA: the text around the questions and answers of a conversation.
 
-Names and texts are those of LLaVA conversation.py:211-392. `STYLES` says how a style's parts make up the text,
-`TEMPLATES` what the parts are.
+Names and texts are those of LLaVA conversation.py:211-392. `STYLES` has the pattern of each style,
+`TEMPLATES` the texts of each template.
 """
 
 from dataclasses import dataclass
@@ -14,33 +14,34 @@ IMAGE_TAG = "<image>"
 
 
 class Style(Enum):
-    """How turns are told apart (LLaVA conversation.py:9-15)."""
+    """How a conversation template separates and marks turns (LLaVA's SeparatorStyle, conversation.py:9-15)."""
 
     PLAIN = "plain"
     TWO = "two separators"
     LLAMA_2 = "llama_2"
     MPT = "mpt"
     MARKERS = "markers"
-    """`### Human: `, `### Assistant: ` (LLaVA train.py:276-293)"""
+    """Turns begin with `### Human: ` or `### Assistant: ` (LLaVA train.py:276-293)."""
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """The text of a style; fields in braces are a template's."""
+    """The texts around questions and answers in a template style; `{system}`, `{sep}` etc. are filled from a
+    template."""
 
     first_question: str
-    """Before the text of the first question."""
+    """Text before the first question."""
     next_question: str
-    """Before the text of every later one."""
+    """Text before each later question."""
     after_question: str
     answer_header: str
-    """Names who answers. A prompt for generation ends with it."""
+    """Text that announces the answering role; a prompt for generation ends with it."""
     before_answer: str
-    """Supervised with the answer: the model writes it too."""
+    """Text between header and answer; supervised, as the model generates it too."""
     after_answer: str
-    """Supervised with the answer: it is how the model stops."""
+    """Text after an answer; supervised, as the model stops by generating it."""
     end: str = ""
-    """Behind the last answer."""
+    """Text after the last answer."""
 
 
 STYLES: dict[Style, Pattern] = {
@@ -54,7 +55,7 @@ STYLES: dict[Style, Pattern] = {
 
 @dataclass(frozen=True)
 class Template:
-    """One template's parts, under the original's names for them."""
+    """A conversation template: its style and texts, with LLaVA's names for them."""
 
     style: Style
     system: str = ""
@@ -63,11 +64,11 @@ class Template:
     sep: str = ""
     sep2: str = ""
     image: str = IMAGE_TAG
-    """What an image's tag becomes."""
+    """Text that replaces each `<image>` tag of a record."""
 
     @cached_property
     def pattern(self) -> Pattern:
-        """The style's pattern, filled; every record is written with it."""
+        """The template's Pattern: that of its style with this template's texts filled in."""
         form = STYLES[self.style]
         parts = {
             "system": self.system,
@@ -88,12 +89,12 @@ class Template:
 
     @property
     def image_only(self) -> bool:
-        """Every question is replaced by its image tag (stage 1: caption the image)."""
+        """Whether each question is replaced by its image tag (stage 1: caption the image)."""
         return self.style is Style.PLAIN
 
     @property
     def stop(self) -> str:
-        """The text at which an answer ends."""
+        """The text that ends an answer."""
         return self.pattern.after_answer
 
 
@@ -170,10 +171,10 @@ ALIASES: dict[str, str] = {
 
 
 def template(name: str) -> Template:
-    """The template of that name or alias.
+    """Return the conversation template with a given name or alias.
 
     Raises:
-        ConfigError: no template has that name (the original silently takes v1); the message lists those that exist.
+        ConfigError: no template has that name (LLaVA silently takes v1); the message lists the names.
     """
     found = TEMPLATES.get(ALIASES.get(name, name))
     if found is None:

@@ -1,6 +1,6 @@
-"""Text to ids and back, with the stretch of text that every token came from.
+"""Tokenize text, with the range of characters that each token came from, and detokenize.
 
-A frozen `tokenizer.json` is read with the tokenizers library as it is; a SentencePiece `tokenizer.model` with
+A `tokenizer.json` is read with the tokenizers library; a SentencePiece `tokenizer.model` with
 SentencePiece itself (transformers 5's conversion of such files gives wrong ids on repeated spaces).
 """
 
@@ -22,11 +22,11 @@ from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.safe_load import LARGE, foreign, read_json, refuse_model_code
 
 Stretch = tuple[int, int]
-"""Characters [begin, end) of a text."""
+"""A range [begin, end) of characters of a text."""
 LLAMA_CLASSES = (None, "LlamaTokenizer", "LlamaTokenizerFast", "TokenizersBackend", "PreTrainedTokenizerFast")
-"""What `tokenizer_class` says of Llama tokenizers, in transformers 4 and 5."""
+"""Values of `tokenizer_class` in `tokenizer_config.json` for Llama tokenizers, in transformers 4 and 5."""
 SPACE = "▁"
-"""What SentencePiece writes for a space."""
+"""Character that SentencePiece writes for a space."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,51 +34,52 @@ class Token:
     id: int
     begin: int
     end: int
-    """Characters [begin, end) of the text; empty for the leading bytes of a character that has no token."""
+    """The token covers characters [begin, end) of the text; none for all but the last byte token of a character that
+    has no token of its own."""
 
 
 class Tokenizer(Protocol):
     bos: int | None
-    """Set where the model expects every sequence to begin with it."""
+    """Id of the token that begins each sequence; None if the model expects no such token."""
     legacy: bool
-    """Llama tokenizers only: transformers' `legacy`; see `LlamaTokenizer`."""
+    """Whether `legacy` of transformers' Llama tokenizer is true, which puts a space prefix after each special token."""
     size: int
-    """Highest id plus one."""
+    """Highest token id plus one."""
     fingerprint: str
-    """Of the file that it was read from."""
+    """Checksum of the tokenizer's files and settings."""
 
     def encode(self, text: str, special: list[Stretch] | None = None) -> list[Token]:
-        """Tokens of a text, nothing added.
+        """Return the tokens of a text, without adding a BOS or EOS token.
 
         Args:
-            special: where special tokens stand that are read as such, in their order; any other is text. None: all
-                that the text has are.
+            special: ranges of the text, in order, that are read as special tokens; other special tokens are read as
+                text. None: all are read as special tokens.
         """
         ...
 
     def find_special(self, text: str) -> list[Stretch]:
-        """Where a text has special tokens."""
+        """Return the ranges of characters at which a text has special tokens."""
         ...
 
     def decode(self, ids: list[int]) -> str:
-        """The text of ids, special tokens left out."""
+        """Return the text of token ids, without special tokens."""
         ...
 
     def special(self, text: str) -> int | None:
-        """The id of a special token; None where it is not one."""
+        """Return the id of a special token; None if the text is not a special token."""
         ...
 
 
 def open_tokenizer(folder: Path, rows: int | None = None, extra: tuple[str, ...] = ()) -> Tokenizer:
-    """The tokenizer of a model folder.
+    """Read the tokenizer of a model folder (`tokenizer.model` or `tokenizer.json`).
 
     Args:
-        rows: tokens that were added at or beyond this id, as an export adds an image tag and a padding token, are
-            left out: the model was not trained with them, and in a text they are text.
-        extra: special tokens that get the ids behind the last, unless the tokenizer has them.
+        rows: added tokens with this id or higher are left out and read as text: an export may add an image tag and a
+            padding token that the model was not trained with.
+        extra: special tokens to add after the last id, unless the tokenizer has them.
 
     Raises:
-        ModelError: the folder has neither file, or one that cannot be read.
+        ModelError: the folder has neither file, or the file cannot be read.
     """
     config = read_optional(folder / "tokenizer_config.json")
     refuse_model_code(config, folder / "tokenizer_config.json")
@@ -97,7 +98,8 @@ def read_tokenizer(folder: Path, config: dict, rows: int | None, extra: tuple[st
 
 
 def is_legacy(config: dict) -> bool:
-    """transformers 4's `legacy` of a Llama `tokenizer_config.json`: only an explicit false is false."""
+    """Return `legacy` of a Llama `tokenizer_config.json` as transformers 4 reads it: true unless it is explicitly
+    false."""
     return config.get("legacy") is not False
 
 
@@ -110,16 +112,17 @@ def within(token: int, rows: int | None) -> bool:
 
 
 def added_tokens(folder: Path, config: dict) -> dict[str, int]:
-    """Tokens that stand beside a `tokenizer.model`, in the files of transformers 4 before and after 4.34."""
+    """Return the added tokens of a model folder with a `tokenizer.model`, text to id, from the files that transformers
+    4 writes."""
     listed = config.get("added_tokens_decoder", {})
     return read_optional(folder / "added_tokens.json") | {t["content"]: int(i) for i, t in listed.items()}
 
 
 class JsonTokenizer:
-    """A frozen `tokenizer.json`.
+    """A tokenizer read from a `tokenizer.json`.
 
-    Converted Llama tokenizers with `legacy=false` begin a text with one `▁` only where it has none; the tokenizer
-    they were made from always does, so here the prefix is put by hand (`Metaspace`, `prepend_scheme=first`).
+    Converted Llama tokenizers with `legacy=false` put `▁` before a text only if it does not begin with one; the
+    original tokenizer always does, so this class adds the prefix itself (`Metaspace`, `prepend_scheme=first`).
     """
 
     def __init__(self, path: Path, config: dict, rows: int | None, extra: tuple[str, ...]):
@@ -163,13 +166,14 @@ class JsonTokenizer:
 
     @cached_property
     def _plain(self) -> FastTokenizer:
-        """The same, to which special tokens are text."""
+        """The same tokenizer, but it reads special tokens as ordinary text."""
         plain = FastTokenizer.from_str(self._fast.to_str())
         plain.encode_special_tokens = True
         return plain
 
     def _encode_between(self, text: str, special: list[Stretch]) -> list[Token]:
-        """As the tokenizer splits a text itself: at special tokens, which may take the spaces beside them along."""
+        """Tokenize a text with special tokens only at the given ranges; like the tokenizers library, special tokens may
+        swallow the spaces beside them (lstrip, rstrip)."""
         tokens: list[Token] = []
         at = 0
         for begin, end in [*special, (len(text), len(text))]:
@@ -199,13 +203,14 @@ class JsonTokenizer:
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Any of some texts, the longest that there is."""
+    """Return a regular expression that matches any of some texts, the longest first; nothing if there are no texts."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(re.escape(text) for text in longest_first) or "(?!)")
 
 
 def encode_fast(tokenizer: FastTokenizer, text: str, at: int = 0) -> list[Token]:
-    """Tokens of a part of a text that begins at character `at`; what stands before the text's begin is not of it."""
+    """Tokenize a part of a text that begins at character `at` of the text; characters before the text's begin (a
+    prefix, `at` = -1) are not counted."""
     found = tokenizer.encode(text, add_special_tokens=False)
     return [
         Token(i, max(at + begin, 0), max(at + end, 0)) for i, (begin, end) in zip(found.ids, found.offsets, strict=True)
@@ -213,10 +218,11 @@ def encode_fast(tokenizer: FastTokenizer, text: str, at: int = 0) -> list[Token]
 
 
 def without_prefix(path: Path) -> bytes:
-    """A Llama `tokenizer.model` that puts no space before a text: here that is done by hand.
+    """Return the bytes of a Llama `tokenizer.model`, changed not to put a space before a text; LlamaTokenizer adds that
+    space itself.
 
     Raises:
-        ModelError: it is no SentencePiece model, or one that never puts a space.
+        ModelError: the file is not a SentencePiece model, or is one that never puts a space.
     """
     proto = sentencepiece_model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
     try:
@@ -230,25 +236,25 @@ def without_prefix(path: Path) -> bytes:
 
 
 def metaspace(frozen: dict) -> dict | None:
-    """The part of a `tokenizer.json` that turns spaces into `▁`, where a pre-tokenizer does so."""
+    """Return the Metaspace pre-tokenizer (spaces become `▁`) of a parsed `tokenizer.json`; None if it has none."""
     found = frozen.get("pre_tokenizer") or {}
     parts = found.get("pretokenizers", [found])
     return next((p for p in parts if p.get("type") == "Metaspace"), None)
 
 
 def without_lone_prefix(tokens: list[Token], prefix: int | None, special: set[int]) -> list[Token]:
-    """The first `▁` is dropped where a special token comes right behind it."""
+    """Drop a first `▁` token if a special token follows it directly."""
     if len(tokens) > 1 and tokens[0].id == prefix and tokens[1].id in special:
         return tokens[1:]
     return tokens
 
 
 class LlamaTokenizer:
-    """A Llama `tokenizer.model`, with the ids of transformers 4's slow tokenizer.
+    """A Llama tokenizer read from a `tokenizer.model`, with the same ids as transformers 4's slow tokenizer.
 
-    With `legacy=false` that tokenizer begins every text with one `▁`, however it starts, puts none after a special
-    token, and drops the first one where a special token comes right behind it. With `legacy=true`, which is also what
-    a `tokenizer_config.json` without the key means, every stretch between special tokens begins with one.
+    With `legacy=false` that tokenizer puts one `▁` before every text but none after a special token, and drops the
+    first `▁` if a special token follows it directly. With `legacy=true`, also the default of a `tokenizer_config.json`,
+    each part between special tokens begins with one `▁`.
     """
 
     def __init__(self, path: Path, config: dict, added: dict[str, int], extra: tuple[str, ...]):
