@@ -15,8 +15,8 @@ from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.report.profile_page import profile_page
 from llava_fsdp.report.profile_trace import CATEGORIES, Times, TraceError, times_of, united, within, without
 from llava_fsdp.runtime.errors import ConfigError, StorageError
+from llava_fsdp.train import build_state
 from llava_fsdp.train import main as train
-from llava_fsdp.train.build_state import build_state
 from llava_fsdp.train.loop import fit
 from llava_fsdp.train.profiler import StepProfiler, open_profiler, without_lines
 
@@ -56,7 +56,7 @@ def recorded(world: World, parts: Path, dataset: Path, folder: Path) -> list[dic
     cfg = make_config(parts, dataset, folder, *PROFILE[:2], "sharding=zero3")
     folder.mkdir(exist_ok=True)
     plan = SHARD_PLANS[cfg.sharding.strategy]
-    state = build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+    state = build_state.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
     fit(state, plan, cfg, lambda _: None, profiler=StepProfiler(cfg, (2, 3), world.rank, world.device))
     return times_of(folder / "profile" / f"rank-{world.rank}.trace.json.gz").steps
 
@@ -77,7 +77,7 @@ def test_steps_that_do_not_come_are_refused(
         ConfigError, match=r"profile_steps=\[10, 12\]: this run has 4 steps; name earlier ones, or null"
     ):
         make_config(parts, dataset, tmp_path, *keys)
-    monkeypatch.delattr(train, "find_weights")
+    monkeypatch.delattr(build_state, "find_weights")
     with pytest.raises(ConfigError, match=r"profile_steps=\[10, 12\]: this run has 4 steps"):
         train.train(make_config(parts, dataset, tmp_path, *keys, "max_steps=null", "epochs=1"))
     assert not make_config(parts, dataset, tmp_path, "profile_steps=[10,12]").profile, "nobody is to record them"

@@ -358,7 +358,7 @@ def test_answers_about_tiles_are_those_of_whole_passes(parts: Path, dataset: Pat
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (["val.every=2"], "val.every=2 needs held-out records: name a file of them, val.path=FILE, or set"),
+        (["val.every=2"], "val.every=2 needs validation records: name a file of them, val.path=FILE, or set"),
         (["val.every=0", "val.path=x"], "val.every=0 must be at least 1"),
         (["val.answers=-1"], "val.answers=-1 must be at least 0"),
         (["val.metric=bleu"], r"val.metric=bleu must be one of \[exact, vqa\]"),
