@@ -4,7 +4,8 @@ from enum import Enum
 
 
 class Strategy(Enum):
-    """Names of `torch.distributed.fsdp.ShardingStrategy`; SHARD_OPTIMIZER (ZeRO-1) has no name there."""
+    """Sharding strategies by their names in `torch.distributed.fsdp.ShardingStrategy`; SHARD_OPTIMIZER (ZeRO-1) has
+    no name there."""
 
     NO_SHARD = "NO_SHARD"
     SHARD_OPTIMIZER = "SHARD_OPTIMIZER"
@@ -56,14 +57,14 @@ class AspectRatio(Enum):
 
 
 class Parity(Enum):
-    """Exact, or bit-compatible with the original LLaVA trainer, bugs included."""
+    """Whether to be exact, or bit-compatible with the original LLaVA trainer, bugs included."""
 
     exact = "exact"
     llava_v1_5 = "llava_v1_5"
 
 
 class Pixels(Enum):
-    """How an image file becomes the vision tower's pixels."""
+    """How an image file is converted to the vision tower's pixels."""
 
     exact = "exact"
     llava_v1_5 = "llava_v1_5"
@@ -88,7 +89,7 @@ class CompatName(Enum):
 
 
 class PatchMerge(Enum):
-    """`mm_patch_merge_type` of the original."""
+    """How the tiles of an image are joined to a sequence (`mm_patch_merge_type` of the original)."""
 
     flat = "flat"
     spatial = "spatial"
@@ -122,7 +123,7 @@ class MomentDType(Enum):
 
 
 class LinearKind(Enum):
-    """Format of the products in the linear layers of the language model's blocks."""
+    """Number format of the matrix products in the linear layers of the language model's blocks."""
 
     same = "same"
     """precision.param_dtype"""
@@ -210,7 +211,7 @@ class FolderFormat(Enum):
 
 
 OnSaveError = Enum("OnSaveError", {"raise": "raise", "warn": "warn"})  # one of its names is a keyword
-"""What follows if a checkpoint cannot be written."""
+"""What happens if a checkpoint cannot be written."""
 
 
 class KeptDType(Enum):
@@ -229,7 +230,7 @@ class Devices(Enum):
 
 
 class SweepMetric(Enum):
-    """What a sweeper minimizes."""
+    """Quantity that a sweep minimizes."""
 
     loss = "loss"
     val_loss = "val_loss"
@@ -267,7 +268,7 @@ class Task(Enum):
 
 
 class LoraBias(Enum):
-    """Which biases train beside the adapters; peft's names."""
+    """Biases that are trained beside the adapters, by peft's names."""
 
     none = "none"
     all = "all"

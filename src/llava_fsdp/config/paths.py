@@ -1,4 +1,4 @@
-"""Checks of the paths that a configuration names, before anything is read. Imports no torch."""
+"""Check the paths that a configuration names, before anything is read. Imports no torch."""
 
 import os
 import re
@@ -44,7 +44,7 @@ def check_places(cfg: Config) -> None:
 
 
 def places_read(cfg: Config) -> dict[str, str]:
-    """Paths that a training reads, by key; without names on the hub or in the package."""
+    """Paths that a training reads, by configuration key; without names on the Hugging Face hub or in the package."""
     paths: dict[str, str | None] = {}
     is_read = {"data": cfg.data.source is not Source.shapes, "val": cfg.val.every is not None}
     for group in (group for group, read in is_read.items() if read):
@@ -78,7 +78,7 @@ PLACES = re.compile(
     r"model\.(language|vision|checkpoint|projector|lora\.checkpoint)|offload\.folder|"
     r"(data|val)\.(.+\.)?(path|images|root|index)"
 )
-"""Keys of paths that may differ between machines, each of which has its own copy."""
+"""Pattern of the keys whose paths may differ between machines, each of which has its own copy."""
 
 
 def check_same_settings(cfg: Config, gather: Callable[[list[dict[str, str]]], list[dict[str, str]]]) -> None:

@@ -24,17 +24,18 @@ from llava_fsdp.config import Attention
 from llava_fsdp.runtime.errors import ConfigError
 
 Segments = tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]
-"""position_ids int64 [1, tokens], cu_seqlens int32 [samples + 1], lengths of the samples"""
+"""Sample boundaries of a packed row: position_ids int64 [1, tokens], cu_seqlens int32 [samples + 1], and the samples'
+lengths."""
 
 
 @dataclass(frozen=True, eq=False)
 class Continued:
-    """Continuation of rows, padded on the left, whose earlier keys and values are in a cache."""
+    """New tokens of rows whose earlier keys and values are in a key-value cache; the rows are padded on the left."""
 
     position_ids: torch.Tensor
     """int64 [rows, length]"""
     mask: torch.Tensor
-    """bool [rows, cached + length]: False at padding"""
+    """bool [rows, cached + length]: False at padding tokens"""
     kept: Cache
 
     @property
@@ -52,19 +53,19 @@ class Continued:
 NAMES = {
     Attention.sdpa: "llava_fsdp_sdpa",
     Attention.varlen: "llava_fsdp_varlen",
-    Attention.flash: "llava_fsdp_dao",  # transformers takes a name with "flash" for a kernel of the hub
+    Attention.flash: "llava_fsdp_dao",  # transformers would look up a name with "flash" on the hub
 }
-"""Names in transformers' AttentionInterface."""
+"""Name under which each of our attention implementations is registered in transformers' AttentionInterface."""
 CURE = "set pack=false"
 PADDED = "llava_fsdp_padded"
-"""SDPA of transformers for padded rows, without its masks."""
+"""Name of the attention implementation for padded rows: transformers' SDPA, without transformers' masks."""
 OURS = frozenset({PADDED, *NAMES.values()})
-"""Implementations for which transformers builds no mask."""
+"""Names of our attention implementations, for which transformers builds no mask."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """The chosen attention implementation, and the reason."""
+    """The attention implementation that was chosen for packed rows, and why."""
 
     attention: Attention
     reason: str
@@ -77,7 +78,8 @@ class Kernel:
 def choose_kernel(
     attention: Attention, language: PretrainedConfig, device: torch.device, compute_dtype: torch.dtype
 ) -> Kernel:
-    """The kernel that `attention=` names, or with `auto` the best one for this machine.
+    """Choose the attention implementation for packed rows: the one that `attention=` names, or with `auto` the best
+    that can run here.
 
     Raises:
         ConfigError: the named kernel cannot run here.
@@ -95,7 +97,7 @@ def choose_kernel(
 
 
 def varlen_missing(language: PretrainedConfig, device: torch.device, compute_dtype: torch.dtype) -> str | None:
-    """Why torch's varlen_attn cannot run; None if it can."""
+    """Say why torch's varlen_attn cannot run here; None if it can."""
     lack = flash_kernel_missing(language, device, compute_dtype, "varlen_attn")
     if lack is None and importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return f"torch {torch.__version__} has no varlen_attn"
@@ -103,7 +105,7 @@ def varlen_missing(language: PretrainedConfig, device: torch.device, compute_dty
 
 
 def flash_missing(language: PretrainedConfig, device: torch.device, compute_dtype: torch.dtype) -> str | None:
-    """Why flash-attn cannot run; None if it can."""
+    """Say why the flash-attn package cannot run here; None if it can."""
     lack = flash_kernel_missing(language, device, compute_dtype, "flash-attn")
     if lack is None and importlib.util.find_spec("flash_attn") is None:
         return "flash-attn is not installed (pip install llava-fsdp[flash])"
@@ -113,7 +115,7 @@ def flash_missing(language: PretrainedConfig, device: torch.device, compute_dtyp
 def flash_kernel_missing(
     language: PretrainedConfig, device: torch.device, compute_dtype: torch.dtype, what: str
 ) -> str | None:
-    """Why FlashAttention-2, which both wrap, cannot run; None if it can."""
+    """Say why FlashAttention-2, which both varlen_attn and flash-attn run, cannot run here; None if it can."""
     if device.type != "cuda":
         return f"{what} needs CUDA, and this run is on {device.type}"
     lack = not_for_flash(language, compute_dtype, what)
@@ -123,7 +125,7 @@ def flash_kernel_missing(
 
 
 def not_for_flash(language: PretrainedConfig, compute_dtype: torch.dtype, what: str) -> str | None:
-    """Why FlashAttention-2 cannot run this model on any device; None if it can."""
+    """Say why FlashAttention-2 cannot run this model in this dtype, whatever the GPU; None if it can."""
     if compute_dtype not in (torch.bfloat16, torch.float16):
         return f"{what} computes in 16 bits, and this run in {str(compute_dtype).removeprefix('torch.')}"
     head = head_size(language)
@@ -139,7 +141,7 @@ def head_size(language: PretrainedConfig) -> int:
 
 
 def register_attention() -> None:
-    """Register our implementations with transformers; calling it again does no harm."""
+    """Register our attention implementations with transformers; calling this again changes nothing."""
     varlen = make_varlen() if importlib.util.find_spec("torch.nn.attention.varlen") is not None else None
     kernels = {Attention.sdpa: each_alone, Attention.varlen: varlen, Attention.flash: flash}
     for attention, kernel in kernels.items():
@@ -148,7 +150,8 @@ def register_attention() -> None:
 
 
 def padded_attention(language: PretrainedConfig) -> str:
-    """Name of the implementation for padded rows: SDPA, under a name for which transformers builds no mask.
+    """Choose the attention implementation for padded rows and return its name: SDPA under a name for which transformers
+    builds no mask.
 
     Under the name "sdpa" transformers searches the positions of every micro-batch for packed samples, for which the
     host waits for the device. A model whose attention is not causal over the whole sample keeps "sdpa".
@@ -170,16 +173,17 @@ def attend_padded(
     allowed: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """
+    """Compute a layer's attention of padded rows, or of rows that continue cached ones, with transformers' SDPA.
+
     Args:
-        allowed: `Continued.allowed`.
+        allowed: bool mask of rows that continue cached ones (`Continued.allowed`); None for padded rows.
     """
     return sdpa_attention_forward(module, query, key, value, attention_mask if allowed is None else allowed, **others)
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of a row's samples, on the host, so that no layer waits for the device.
+    """Lengths of the samples in a packed row, kept on the host so that no layer waits for the device.
 
     An object, because a tuple in the arguments of a compiled layer would recompile it for every number of samples.
     """
@@ -190,7 +194,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Row:
-    """Sample boundaries of a packed row, and options of the layer's attention."""
+    """Sample boundaries of a packed row, and the scaling and dropout of a layer's attention."""
 
     cu_seqlens: torch.Tensor
     """int32 [samples + 1]"""
@@ -200,7 +204,8 @@ class Row:
 
 
 Attend = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, Row], torch.Tensor]
-"""(module, query, key, value, row) -> [1, tokens, heads, size]; query, key and value are [1, heads, tokens, size]"""
+"""Attention over a packed row: (module, query, key, value, row) -> [1, tokens, heads, size]; query, key and value are
+[1, heads, tokens, size]."""
 
 
 def attend_with(kernel: Attend) -> Callable[..., tuple[torch.Tensor, None]]:
@@ -218,11 +223,12 @@ def attend_with(kernel: Attend) -> Callable[..., tuple[torch.Tensor, None]]:
         allowed: torch.Tensor | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        """One layer's attention, causal within every sample; padded rows are plain causal attention.
+        """Compute a layer's attention: causal within every sample of a packed row; for other rows, transformers' causal
+        SDPA.
 
         Args:
-            allowed: `Continued.allowed`.
-            visits: collects the modules that are called, for `check_reaches_all_layers`.
+            allowed: bool mask of rows that continue cached ones (`Continued.allowed`).
+            visits: if given, the modules called with a packed row are appended to it.
         """
         refuse_other_attention(module, others, attention_mask)
         if cu_seqlens is None or segment_lengths is None:
@@ -235,11 +241,11 @@ def attend_with(kernel: Attend) -> Callable[..., tuple[torch.Tensor, None]]:
 
 
 CHANGES_ATTENTION = ("sliding_window", "softcap", "s_aux", "position_bias", "sinks")
-"""Arguments that layers of some models pass to their attention, and that ours does not support."""
+"""Arguments that layers of some models pass to their attention, and that our implementations do not support."""
 
 
 def refuse_other_attention(module: nn.Module, others: dict[str, Any], mask: torch.Tensor | None) -> None:
-    if mask is not None:  # transformers builds none for an implementation of our names
+    if mask is not None:  # transformers builds no mask for our implementations
         raise ConfigError(f"pack=true: {type(module).__name__} attends with a mask of its own; {CURE}")
     for name in CHANGES_ATTENTION:
         if others.get(name) is not None:
@@ -252,9 +258,9 @@ def refuse_other_attention(module: nn.Module, others: dict[str, Any], mask: torc
 def each_alone(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: Row
 ) -> torch.Tensor:
-    """Attention by one SDPA call of transformers for each sample.
+    """Compute the attention of a packed row by one call of transformers' SDPA for each sample.
 
-    `split`, because the backward pass of a slice would fill a whole row with zeros for every sample.
+    The row is `split`, because the backward pass of slices would fill a whole row with zeros for every sample.
     """
     options = {"dropout": row.dropout, "scaling": row.scaling}
     parts = zip(*(part.split(row.lengths.each, dim=2) for part in (query, key, value)), strict=True)
@@ -262,9 +268,10 @@ def each_alone(
 
 
 def make_varlen() -> Attend:
-    """torch's varlen_attn with the arguments of the installed version.
+    """Return an attention implementation that calls torch's varlen_attn, with the arguments that the installed torch
+    has.
 
-    2.11 has no `enable_gqa`; 2.10 has `is_causal` instead of a window.
+    torch 2.11 has no `enable_gqa`; 2.10 has `is_causal` instead of a window.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -317,7 +324,8 @@ def attention_arguments(segments: Segments | Continued | None, implementation: s
     """Keyword arguments of a language model's forward pass for packed or continued rows; empty for padded rows.
 
     Args:
-        implementation: name of the model's attention; for ours, we build the mask of continued rows.
+        implementation: name of the model's attention implementation; for ours, this function builds the mask of
+            continued rows.
     """
     if segments is None:
         return {}
@@ -330,7 +338,7 @@ def attention_arguments(segments: Segments | Continued | None, implementation: s
 
 
 def check_full_attention(language: PretrainedConfig) -> None:
-    """Check by the configuration that every layer has full causal attention.
+    """Check from a language model's configuration that every layer has full causal attention, as packed rows need.
 
     Raises:
         ConfigError: a layer has another kind of attention.
@@ -362,10 +370,10 @@ def check_full_attention(language: PretrainedConfig) -> None:
 
 
 def check_reaches_all_layers(model: PreTrainedModel) -> None:
-    """Run a packed row through a language model on the meta device, and count the layers that separate its samples.
+    """Check on the meta device that every layer of a language model separates the samples of a packed row.
 
     Raises:
-        ConfigError: a layer mixes tokens without our attention, or without the boundaries of samples.
+        ConfigError: a layer mixes tokens without our attention implementation, or does not get the samples' boundaries.
     """
     config: Any = model.config
     mixers = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)})

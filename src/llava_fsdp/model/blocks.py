@@ -5,7 +5,7 @@ from transformers import PretrainedConfig
 
 
 def find_blocks(model: nn.Module) -> nn.ModuleList:
-    """The blocks of a transformer: its first ModuleList of as many modules as its configuration has layers."""
+    """Return the blocks of a transformer: its first ModuleList with as many modules as its configuration has layers."""
     config = model.config
     assert isinstance(config, PretrainedConfig)
     layers = config.num_hidden_layers

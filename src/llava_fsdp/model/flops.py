@@ -14,21 +14,23 @@ from llava_fsdp.model.quantization import weight_shape
 
 
 class Flops(NamedTuple):
-    """FLOPs of the forward and backward pass; a multiplication and an addition count as two."""
+    """FLOPs of a model's forward and backward pass per token, image tile, ...; a multiplication and an addition count
+    as two."""
 
     token: float
-    """FLOPs of a token in the language model's blocks, without attention."""
+    """FLOPs per token in the language model's blocks, without attention."""
     pair: float
-    """FLOPs of a sample's causal attention, divided by its length squared."""
+    """FLOPs of the language model's attention over a sample, divided by the square of the sample's length."""
     label: float
-    """FLOPs of a label in the output layer, which runs for labels only."""
+    """FLOPs per label in the output layer, which runs for labels only."""
     tile: float
-    """FLOPs of an image tile in vision tower and projector."""
+    """FLOPs per image tile in the vision tower and the projector."""
 
     def of(self, tokens: float, pairs: float, labels: float, tiles: float) -> float:
-        """FLOPs of samples.
+        """Return the FLOPs of a set of samples, from their totals.
 
         Args:
+            tokens, labels, tiles: their numbers in all samples.
             pairs: sum of the squares of the samples' lengths.
         """
         return self.token * tokens + self.pair * pairs + self.label * labels + self.tile * tiles
@@ -38,10 +40,10 @@ def count_flops(model: Llava, activation_checkpointing: bool, compiled: bool = F
     """Count the FLOPs of a model's forward and backward pass.
 
     A weight costs, per token, 2 forward, 2 for the gradient of its input, 2 for its own gradient if it trains, and 2 if
-    it is recomputed. With adapters, the adapters' weights train. DoRA's work on whole weights, once a micro-batch, is
-    not counted; the gradient of a part's input always is. The gradient always passes the whole language model, because
-    the projector is before it. All experts of a mixture are counted. A block is recomputed without its last product,
-    which nothing needs. In fp16 the logits are always recomputed (`model/loss.py`).
+    activation checkpointing recomputes it. With adapters, the adapters' weights train. DoRA's work on whole weights,
+    once a micro-batch, is not counted; the gradient of a part's input always is. The gradient always passes the whole
+    language model, because the projector is before it. All experts of a mixture are counted. A block is recomputed
+    without its last product, which nothing needs. In fp16 the logits are always recomputed (`model/loss.py`).
 
     Args:
         compiled: the language model's blocks are compiled; these are recomputed to the end.
@@ -66,7 +68,7 @@ def count_flops(model: Llava, activation_checkpointing: bool, compiled: bool = F
 
 
 def tower_flops(model: Llava, trains: bool, activation_checkpointing: bool) -> float:
-    """FLOPs of a tile in the vision tower's layers that run; a frozen vision tower runs forward only.
+    """Count the FLOPs per image tile of the vision tower's layers that run; a frozen vision tower runs forward only.
 
     Every token attends to every other. Pixels have no gradient. The patch embedding, a convolution, runs once a patch.
     """
@@ -88,7 +90,7 @@ def tower_flops(model: Llava, trains: bool, activation_checkpointing: bool) -> f
 
 
 def projector_flops(model: Llava, trains: dict[Part, bool]) -> float:
-    """FLOPs of a tile in the projector.
+    """Count the FLOPs per image tile of the projector.
 
     The gradient of a layer's input is computed if anything before the layer trains.
     """
@@ -99,17 +101,18 @@ def projector_flops(model: Llava, trains: dict[Part, bool]) -> float:
 
 
 def matrix_weights(*modules: nn.Module) -> int:
-    """Number of weights in matrix products: without norms, biases and embeddings."""
+    """Return the number of weights that are used in matrix products: all but norms, biases and embeddings."""
     return sum(sum(sizes_of_matrices(module)) - rows_looked_up(module) for module in modules)
 
 
 def sizes_of_matrices(module: nn.Module) -> list[int]:
-    """Number of weights of each matrix, in the order of registration; of a packed one, before packing."""
+    """Return the number of weights of each matrix of a module, in order of registration; for a quantized matrix, the
+    number before quantization."""
     return [math.prod(weight_shape(module, name)) for name, p in module.named_parameters() if p.ndim > 1]
 
 
 def trained_weights(*modules: nn.Module) -> int:
-    """Number of weights of matrices that have a gradient."""
+    """Return the number of weights in matrices that train."""
     return sum(p.numel() for module in modules for p in module.parameters() if p.ndim > 1 and p.requires_grad)
 
 
@@ -119,5 +122,6 @@ def rows_looked_up(module: nn.Module) -> int:
 
 
 def last_products(blocks: nn.ModuleList | list[nn.Module]) -> int:
-    """Number of weights of each block's last product, which transformers' blocks register last."""
+    """Return the number of weights of each block's last matrix product, summed over blocks; transformers' blocks
+    register it last."""
     return sum(sizes_of_matrices(block)[-1] for block in blocks)

@@ -14,22 +14,22 @@ from llava_fsdp.model.llava import Llava
 from llava_fsdp.runtime.errors import ConfigError
 
 ImageInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""`image_positions`, `image_rows` and `images` of `Llava.forward`."""
+"""Image inputs of the model: `image_positions`, `image_rows` and `images` as in `Llava.forward`."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen, and at most how many."""
+    """Sampling settings of an answer: its greatest length, temperature and top-p."""
 
     max_new_tokens: int
     temperature: float = 0.0
-    """0: always the likeliest token."""
+    """0: always choose the likeliest token."""
     top_p: float = 1.0
-    """Draw from the fewest likeliest tokens whose probabilities sum to at least this."""
+    """Draw from the fewest likeliest tokens whose probabilities sum to at least this (nucleus sampling)."""
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator | None) -> torch.Tensor:
-    """Choose a token for every row.
+    """Choose the next token of every row, greedily or by sampling.
 
     Args:
         logits: float32 [rows, vocabulary]
@@ -58,18 +58,18 @@ def write_tokens(
     sampling: Sampling,
     generator: torch.Generator | None = None,
 ) -> Iterator[torch.Tensor]:
-    """Generate the tokens behind a prompt, one per row at a time; the caller stops by taking no more.
+    """Generate the tokens after a prompt, yielding one per row at a time; the caller ends generation by taking no more.
 
-    When a token comes, the cache holds everything before it, but not yet the token itself. Under FSDP every pass is a
-    collective: all ranks must take equally many tokens.
+    When a token is yielded, the cache holds all tokens before it, but not yet the token itself. Under FSDP every pass
+    is a collective: all ranks must take equally many tokens.
 
     Args:
         model: a Llava in evaluation mode, without gradients.
-        ids: int64 [rows, length], padded on the left: what the cache does not hold yet.
+        ids: int64 [rows, length], padded on the left: the tokens that the cache does not hold yet.
         mask: bool [rows, cached + length]: False at padding.
 
     Yields:
-        int64 [rows]
+        chosen token ids, int64 [rows]
     """
     assert isinstance(model, Llava)  # FSDP makes a subclass of it
     rows, length = ids.shape
@@ -89,15 +89,15 @@ def write_tokens(
 
 @dataclass
 class PrefixCache:
-    """Keys and values of the conversation that was continued last, so that a turn reads only what is new."""
+    """Key-value cache of the last conversation, so that its next turn only has to read the new tokens."""
 
     cache: DynamicCache | None = None
     tokens: list[int] = field(default_factory=list)
-    """The token at each position of the cache; negative for image tokens, with numbers that no other image has."""
+    """Token ids that the cache holds; for image tokens, negative numbers that no other image has."""
 
     def reuse(self, model: Llava, tokens: list[int]) -> tuple[DynamicCache, int]:
-        """The cache, cropped to the prefix that it shares with `tokens`, and that prefix's length, which is never all
-        of them."""
+        """Return the cache cropped to the longest prefix that it shares with `tokens`, and that prefix's length; at
+        least the last token is never part of it."""
         pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self.tokens, tokens[:-1], strict=False))
         common = sum(1 for _ in pairs)
         surplus = len(self.tokens) - common
@@ -111,17 +111,19 @@ class PrefixCache:
         return cache, common
 
     def is_complete(self, cache: DynamicCache) -> bool:
-        """Whether every layer holds every token: an interrupted forward pass leaves some layers behind."""
+        """Return whether every layer of the cache holds all tokens; after an interrupted forward pass some layers hold
+        fewer."""
         return all(isinstance(own, DynamicLayer) and own.get_seq_length() == len(self.tokens) for own in cache.layers)
 
 
 def can_be_cropped(cache: DynamicCache) -> bool:
-    """Whether tokens can be removed from the end: a sliding window or a recurrent state has lost what came before."""
+    """Return whether tokens can be removed from the end of a cache; with sliding windows or recurrent states they
+    cannot."""
     return all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
 def check_answers(model: nn.Module, device: torch.device, size: int) -> None:
-    """Write two tokens without an image, to see that the model can. A collective.
+    """Check that the model can generate, by generating two tokens without an image. A collective.
 
     Args:
         size: width and height of an image.

@@ -17,9 +17,9 @@ class Rule(Enum):
     ONES = "ones"
     ZEROS = "zeros"
     NORMAL = "normal"
-    """mean 0, standard deviation `scale`"""
+    """Normal distribution: mean 0, standard deviation `scale`."""
     UNIFORM = "uniform"
-    """in [-scale, scale)"""
+    """Uniform distribution in [-scale, scale)."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class DrawRule:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A randomly initialised parameter; drawn whole on the CPU, so that its values do not depend on sharding."""
+    """A randomly initialised parameter; generated whole on the CPU, so that its values do not depend on sharding."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class Drawn:
         return torch.float32
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
-        """float32 rows [begin, end) of dimension 0."""
+        """Return the parameter's rows [begin, end) of dimension 0, float32."""
         generator = torch.Generator().manual_seed(derive("weight", self.seed, self.name))
         whole = torch.empty(self.shape)
         match self.rule.rule:
@@ -59,7 +59,8 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Scale:
-    """Standard deviations of a part's embeddings, and of its matrices times sqrt(fan-in)."""
+    """Standard deviations for initialising a part of the model: that of its embeddings, and that of its matrices times
+    sqrt(fan-in)."""
 
     embedding: float
     matrix: float
@@ -70,7 +71,8 @@ SCALES = {"vision_tower": Scale(0.2, 0.3), "language_model": Scale(0.5, 1.0), "l
 
 
 def draw_rule(model: nn.Module, name: str) -> DrawRule:
-    """How a parameter is initialised: norms as the identity, matrices so that they keep the variance of their input.
+    """Choose how a parameter is initialised: norms as the identity, matrices with the variance that keeps that of their
+    input.
 
     The projector is initialised like `nn.Linear`, as in LLaVA (multimodal_projector/builder.py:39-44).
     """
@@ -92,7 +94,7 @@ def draw_rule(model: nn.Module, name: str) -> DrawRule:
 
 
 def computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers of a meta-device model as transformers computes them (rotary frequencies, position ids).
+    """Return a meta-device model's buffers that transformers computes (rotary frequencies, position ids), with values.
 
     No file has them, and materialising the model leaves them uninitialised. transformers computes them in
     `_init_weights`, which is called here on copies of the modules that own them.
@@ -113,7 +115,8 @@ def computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def recomputed(part: PreTrainedModel, module: nn.Module, names: list[str]) -> dict[str, torch.Tensor]:
-    """Compute the named buffers of a module; twice from different initial values, to prove that all are computed."""
+    """Compute the named buffers of a module as transformers does; twice from different initial values, to prove that
+    all are set."""
     results = []
     for filling in (1, 2):
         twin = copy.deepcopy(module).to_empty(device="cpu")
@@ -127,7 +130,7 @@ def recomputed(part: PreTrainedModel, module: nn.Module, names: list[str]) -> di
 
 
 def restore_buffers(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
-    """Copy computed buffers into a materialised model."""
+    """Copy buffers by name into a model that was materialised from the meta device."""
     left = dict(buffers)
     for path, module in model.named_modules():
         if not isinstance(module, QuantizedLinear):

@@ -52,7 +52,7 @@ class Llava(nn.Module):
         if cfg.patch_merge is PatchMerge.spatial_unpad:
             self.image_newline = nn.Parameter(torch.empty(hidden))
         self.attention = kernel.name if kernel is not None else padded_attention(parts.language)
-        """Name of the language model's attention implementation in transformers."""
+        """Name of the language model's attention implementation in transformers' AttentionInterface."""
         self.language_model = AutoModel.from_config(
             parts.language, attn_implementation=self.attention, trust_remote_code=False
         )
@@ -79,17 +79,17 @@ class Llava(nn.Module):
         return_logits: bool = False,
         each: Each | None = None,
     ) -> torch.Tensor:
-        """Sum of the losses of all labels, or with `return_logits` the logits that predict them.
+        """Return the sum of the losses of all labels, or with `return_logits` the logits at the labels.
 
         Args:
-            input_ids: int64 [rows, length], padded on the right: causal attention keeps padding out. With segments
+            input_ids: int64 [rows, length], padded on the right: causal attention keeps padding out. A packed row is
                 int64 [1, tokens].
             segments: None for padded rows. For a packed row: position ids int64 [1, tokens] that begin at 0 in every
                 sample, begins of the samples and end of the last int32 [samples + 1], and the samples' lengths. For
                 rows that continue cached ones: their positions, mask and cache.
             image_positions: int64 [image tokens], into the flattened rows.
-            image_rows: int64 [image tokens], into the features of all tiles laid end to end; the row behind the last is
-                the learned vector at the end of a line.
+            image_rows: int64 [image tokens], into the features of all tiles one after another; the index after the
+                last selects the learned end-of-line vector (`image_newline`).
             images: float32 [tiles, 3, size, size], normalised; None if no rank has any.
             seeds: dropout seeds, int64 [samples] and int64 [tiles]; used in training with dropout.
             label_positions: int64 [labels], into the flattened rows: where each label is predicted.
@@ -119,28 +119,29 @@ class Llava(nn.Module):
         image_rows: torch.Tensor,
         images: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Input embeddings of the language model, [rows, length, hidden]; arguments as in `forward`."""
+        """Return the input embeddings of the language model, [rows, length, hidden], with projected image features at
+        image tokens; arguments as in `forward`."""
         if images is None:
             return self.language_model.get_input_embeddings()(input_ids)
         features = self.multi_modal_projector(self.image_features(images)).flatten(0, 1)  # [tiles * tokens, hidden]
         if self.cfg.patch_merge is PatchMerge.spatial_unpad:
             features = torch.cat([features, self.image_newline[None].to(features.dtype)])
         embeds = self.language_model.get_input_embeddings()(input_ids)  # [rows, length, hidden]
-        # Without an image this copies nothing, but keeps the projector in the graph: every rank then reduces its
-        # gradient, and the embeddings require a gradient although they are frozen.
+        # In a micro-batch without an image this copies nothing, but keeps the projector in the graph: every rank then
+        # reduces its gradient, and the embeddings require a gradient although they are frozen.
         image_embeds = features.index_select(0, image_rows).to(embeds.dtype)
         return embeds.flatten(0, 1).index_copy(0, image_positions, image_embeds).view_as(embeds)
 
     @property
     def image_tokens(self) -> int:
-        """Tokens of an image tile in the language model."""
+        """Number of tokens of an image tile in the language model."""
         return self.probe.image_tokens
 
     def image_features(self, images: torch.Tensor) -> torch.Tensor:
-        """Features of the vision tower, [tiles, image_tokens, vision width].
+        """Compute the vision tower's features of image tiles, [tiles, image_tokens, vision width].
 
-        Without an image, a frozen vision tower does not run. A trainable one runs on a blank image whose features are
-        dropped, so that its blocks run on every rank.
+        If the micro-batch has no image, a frozen vision tower does not run. A trainable one runs on a blank image whose
+        features are discarded, so that its blocks run on every rank.
         """
         trains = Part.vision in self.cfg.train
         if not trains and not len(images):
@@ -153,21 +154,23 @@ class Llava(nn.Module):
             return features[: len(images)]
 
     def blocks(self) -> list[nn.ModuleList]:
-        """Blocks of the language model, and of the vision tower if it trains."""
+        """Return the transformer blocks of the language model and, if it trains, of the vision tower; one list for
+        each."""
         stacks = [find_blocks(self.language_model)]
         if Part.vision in self.cfg.train:
             stacks.append(find_blocks(self.vision_tower))
         return stacks
 
     def whole_while_frozen(self) -> list[nn.Module]:
-        """Modules that are never sharded while they are frozen.
+        """Return the modules that are not sharded while they are frozen.
 
         A frozen vision tower does not run on a rank without images, so it must not need collectives.
         """
         return [self.vision_tower]
 
     def freeze(self) -> None:
-        """Freeze all but the parts of `model.train` or their adapters, and parameters that can get no gradient."""
+        """Freeze all parameters but those that train: the parts in `model.train` or their adapters, without parameters
+        that can get no gradient."""
         self.requires_grad_(False)
         modules = {
             Part.projector: [self.multi_modal_projector],
@@ -195,11 +198,12 @@ def build_llava(
     kernel: Kernel | None = None,
     loss: LossConfig | None = None,
 ) -> Llava:
-    """Build the model on the meta device, with its adapters and with `requires_grad` set.
+    """Build the model on the meta device, with adapters and quantized layers if configured, and with `requires_grad`
+    set.
 
     Args:
         kernel: attention kernel for packed rows; None: the model takes padded rows only.
-        loss: loss configuration; None: from the logits of all labels at once.
+        loss: loss configuration; None: the loss is computed from the logits of all labels at once.
 
     Raises:
         ConfigError: the language model cannot separate the samples of a packed row, or `loss.kernel`, the adapters or

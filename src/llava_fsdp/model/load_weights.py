@@ -29,11 +29,11 @@ NEWLINE = "image_newline"
 DIGESTING = 4
 """Threads of a rank that compute digests of frozen weights."""
 DIGESTED_BYTES = 16 << 20
-"""Bytes that each of them reads at once."""
+"""Bytes of a weight that each such thread reads at once."""
 
 
 class Rows(Protocol):
-    """The rows of one parameter that this rank holds."""
+    """Protocol of a rank's shard of one parameter: a range of rows of dimension 0."""
 
     @property
     def begin(self) -> int: ...
@@ -43,20 +43,21 @@ class Rows(Protocol):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Every tensor that holds these rows, in any dtype."""
+        """Every tensor with the shard's values, in any dtype, such as fp32 master weights and their copy for
+        computing."""
         ...
 
 
 def find_weights(
     model: nn.Module, parts: Parts, cfg: ModelConfig, projector: Path | None, seed: int
 ) -> dict[str, Stored]:
-    """Find a source for every parameter of a model on the meta device.
+    """Find where the values of every parameter of a meta-device model come from: a tensor in a file, or random values.
 
     Args:
         projector: folder or file of the projector; None initialises it randomly.
 
     Raises:
-        ModelError: a parameter is in no file, or has another shape there; the message names it, the file and both.
+        ModelError: a parameter is in no file, or has another shape there.
     """
     found: dict[str, Stored] = {}
     if parts.whole is not None:
@@ -107,7 +108,8 @@ def find_weights(
 def adapter_sources(
     model: nn.Module, base: dict[str, Stored], given: dict[str, Stored], seed: int
 ) -> dict[str, Stored]:
-    """Sources of the adapters' parameters: those in `given`, or peft's initial values.
+    """Find where the values of the adapters' parameters come from: the tensors in `given`, or else peft's initial
+    values.
 
     Raises:
         ModelError: a tensor in `given` has another shape.
@@ -135,7 +137,8 @@ def adapter_sources(
 
 
 def whole_model(folder: Path, vision_folder: Path, model: nn.Module) -> dict[str, Stored]:
-    """Tensors of a model folder; the vision tower from `vision_folder` if a LLaVA folder only names it.
+    """Open the tensors of a model folder by our parameter names; those of the vision tower from `vision_folder` if the
+    folder has none.
 
     Raises:
         ModelError: the folder has a tensor that is no parameter of this model.
@@ -155,10 +158,10 @@ def whole_model(folder: Path, vision_folder: Path, model: nn.Module) -> dict[str
 
 
 def projector_alone(path: Path) -> dict[str, Stored]:
-    """Tensors of the projector in a file or folder, which may be of a whole model.
+    """Open the projector's tensors in a file or folder of a projector or a whole model, by our parameter names.
 
     Raises:
-        ModelError: it was trained together with rows of the vocabulary (LLaVA's mm_use_im_start_end).
+        ModelError: the projector was trained together with rows of the vocabulary (LLaVA's mm_use_im_start_end).
     """
     tensors = open_tensors(path, projector_only=True)
     given = renamed(tensors, ours)
@@ -174,7 +177,8 @@ def renamed(tensors: dict[str, StoredTensor], rename: Callable[[str], str]) -> d
 
 
 def check_shape(name: str, expected: tuple[int, ...], stored: Stored, parts: Parts) -> None:
-    """Raise ModelError if shapes differ; a file's vocabulary may have more rows, which an export adds."""
+    """Raise ModelError if a stored tensor has another shape than the parameter; embeddings may have more rows, which
+    exports add."""
     got = stored.shape
     more_rows = parts.whole is not None and got[:1] > expected[:1] and got[1:] == expected[1:]
     if got == expected or (more_rows and name.startswith(("language_model.embed", "lm_head."))):
@@ -186,10 +190,10 @@ def check_shape(name: str, expected: tuple[int, ...], stored: Stored, parts: Par
 
 
 def fingerprint(model: nn.Module, digests: Mapping[str, str]) -> str:
-    """Fingerprint of a model that trains: all names and shapes, and the values of the frozen parameters.
+    """Return a hash of a training run's model: names and shapes of all parameters, and the values of the frozen ones.
 
-    Trained parameters are in every checkpoint; frozen ones must be the same when a run resumes. Packed parameters count
-    by their values before packing.
+    Trained parameters are in every checkpoint; frozen ones must be the same when a run resumes. Quantized parameters
+    count by their values before quantization.
 
     Args:
         digests: digests of the frozen parameters, by name.
@@ -202,7 +206,7 @@ def fingerprint(model: nn.Module, digests: Mapping[str, str]) -> str:
 
 
 def base_fingerprint(digests: Mapping[str, str], apart: Collection[str]) -> str:
-    """Fingerprint of an adapter's base model: the values of every weight that is not saved with the adapter.
+    """Return a hash of the weights of an adapter's base model: all that are not saved with the adapter.
 
     Args:
         digests: digests of these weights, and possibly of others, by names with or without adapters.
@@ -222,10 +226,10 @@ def frozen_digests(
     gather: Callable[[list[tuple[str, str]]], list[tuple[str, str]]] = list,
     watch: Callable[[Iterable[str]], Iterable[str]] = iter,
 ) -> dict[str, str]:
-    """Digests of all frozen parameters, by name; each rank computes its part in a few threads.
+    """Compute digests of all frozen parameters, by name; the ranks divide the parameters between them.
 
     Args:
-        gather: gathers the items of every rank on all ranks.
+        gather: returns the (name, digest) pairs of all ranks, given this rank's.
         watch: wraps the iteration over this rank's names, to show progress: a frozen 13B model has 26 GB.
     """
     shapes = {name: weight_shape(model, name) for name, p in model.named_parameters() if not p.requires_grad}
@@ -237,7 +241,7 @@ def frozen_digests(
 
 
 def digest_of(source: Stored, shape: tuple[int, ...]) -> str:
-    """Digest of a parameter's stored values, or of the rule and seed by which it is initialised."""
+    """Return the digest of a parameter's stored values; for a random one, its distribution and seed."""
     if isinstance(source, Drawn):
         return f"{source.rule.rule.value} {source.rule.scale!r} {source.seed}"
     digest = hashlib.sha256(str(source.dtype).encode())
@@ -255,14 +259,14 @@ def load_weights(
     watch: Callable[[Iterable[str]], Iterable[str]] = iter,
     packed: Mapping[str, QuantizedLinear] | None = None,
 ) -> None:
-    """Fill every shard from its source.
+    """Copy every parameter's values from its source into this rank's shard.
 
-    A rank reads only its own rows. Weights to be packed are read whole, one at a time, because their scales depend on
-    the whole weight.
+    A rank reads only its own rows. Weights to be quantized are read whole, one at a time, because their scales depend
+    on the whole weight.
 
     Args:
-        packed: layers with packed weights, by the weights' names.
-        watch: wraps the iteration over names, to show progress.
+        packed: quantized layers, by the names of their weights.
+        watch: wraps the iteration over parameter names, to show progress.
     """
     assert sources.keys() == shards.keys(), sources.keys() ^ shards.keys()
     for name in watch(sources):

@@ -24,7 +24,7 @@ from llava_fsdp.runtime.errors import ConfigError
 
 
 class Adaptable(Protocol):
-    """The parts of `Llava` that are used here; llava.py imports this module."""
+    """Protocol of the attributes of `Llava` that adapters need; llava.py imports this module, not the reverse."""
 
     cfg: Any
     parts: Any
@@ -43,9 +43,9 @@ class Adaptable(Protocol):
 
 
 def targets(model: Adaptable) -> list[str]:
-    """Full paths of the linear layers that get adapters: those of the blocks of each adapted part.
+    """Return the full paths of the linear layers that get adapters: those in the blocks of each adapted part.
 
-    Without heads, embeddings, and the vision tower's layers behind `model.select_layer`.
+    Heads, embeddings and the vision tower's layers after `model.select_layer` get none.
     """
     leftovers = {f"vision_tower.{name}" for name in model.probe.leftovers}
     found = [name for part in model.cfg.adapted for name in linear_layers(model, part)]
@@ -53,7 +53,8 @@ def targets(model: Adaptable) -> list[str]:
 
 
 def linear_layers(model: Adaptable, part: Part) -> list[str]:
-    """Full paths of the linear layers in a part's blocks, of a model without adapters."""
+    """Return the full paths of the linear layers in the blocks of a part (language model or vision tower) without
+    adapters."""
     root_name = {Part.language: "language_model", Part.vision: "vision_tower"}[part]
     root = model.get_submodule(root_name)
     in_blocks = {module for block in find_blocks(root) for module in block.modules()}
@@ -62,13 +63,13 @@ def linear_layers(model: Adaptable, part: Part) -> list[str]:
 
 
 def add_adapters(model: Adaptable, cfg: LoraConfig, keys: TokenKeys) -> list[str]:
-    """Put adapters into a meta-device model, in place.
+    """Add adapters with peft to the configured layers of a meta-device model, in place.
 
     Args:
-        keys: keys of the dropout masks.
+        keys: hashes from which the dropout masks are made.
 
     Returns:
-        Full paths of the modules that have one.
+        Full paths of the modules that got an adapter.
 
     Raises:
         ConfigError: peft is not installed, or the model has no linear layer to adapt.
@@ -88,7 +89,7 @@ def add_adapters(model: Adaptable, cfg: LoraConfig, keys: TokenKeys) -> list[str
 
 
 def put_adapters(model: Any, cfg: LoraConfig, names: list[str]) -> None:
-    """Put adapters into modules of a model, in place.
+    """Add adapters with peft to the named modules of a model, in place.
 
     Args:
         names: full paths of the modules.
@@ -123,7 +124,8 @@ def import_peft() -> Any:
 
 
 def trained_with_adapters(model: Adaptable) -> list[nn.Parameter]:
-    """Parameters that train in parts with adapters: the adapters, and the biases that `model.lora.bias` names."""
+    """Return the parameters that train in parts with adapters: the adapters' own, and the biases that `model.lora.bias`
+    names."""
     roots = {Part.language: (model.language_model, model.lm_head), Part.vision: (model.vision_tower,)}
     trained = [p for n, p in model.named_parameters() if is_adapter(n)]
     bias = model.cfg.lora.bias
@@ -136,7 +138,8 @@ def trained_with_adapters(model: Adaptable) -> list[nn.Parameter]:
 
 
 def check_gradients(model: Adaptable) -> None:
-    """Run both parts on the meta device, and check that every parameter that trains gets a gradient.
+    """Check on the meta device that every parameter of the language model and the vision tower that is to train gets a
+    gradient.
 
     Raises:
         ConfigError: a parameter that trains can never get a gradient.
@@ -167,7 +170,8 @@ def check_gradients(model: Adaptable) -> None:
 
 @contextmanager
 def tried(model: str) -> Iterator[None]:
-    """Raise ConfigError if a model does not run on the meta device, as some mixtures of experts do not."""
+    """Context manager that raises ConfigError if the model cannot run on the meta device within it, as some mixtures of
+    experts cannot."""
     try:
         yield
     except (RuntimeError, NotImplementedError, TypeError) as error:
@@ -186,11 +190,12 @@ def without_gradient(part: str, module: nn.Module, out: torch.Tensor) -> list[st
 
 
 def start_of_a(parent: nn.Module) -> float:
-    """Bound of the uniform distribution of an initial A in peft (`kaiming_uniform_` with a = sqrt(5)); B is 0."""
+    """Return the bound of the uniform distribution of peft's initial A (`kaiming_uniform_` with a = sqrt(5)); B begins
+    at 0."""
     assert isinstance(parent, nn.Linear)
     return parent.in_features**-0.5
 
 
 def row_lengths(weight: torch.Tensor) -> torch.Tensor:
-    """Norms of a weight's rows, float [rows]: DoRA's initial magnitudes."""
+    """Return the norms of a weight's rows, float [rows]: DoRA's initial magnitudes."""
     return torch.linalg.norm(weight.float(), dim=1)

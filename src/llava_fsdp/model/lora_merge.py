@@ -16,16 +16,17 @@ BASE_WEIGHT = f"{BASE}weight"
 
 @dataclass(frozen=True)
 class Merged:
-    """The merged weight W + scaling * B A; with DoRA its rows are scaled to the magnitudes."""
+    """A weight with its adapter merged: W + scaling * B A; with DoRA, rows scaled to the magnitudes. Computed when rows
+    are read."""
 
     weight: Stored
-    """[out, in]"""
+    """W: [out, in]"""
     a: Stored
-    """[r, in]"""
+    """A: [r, in]"""
     b: Stored
-    """[out, r]"""
+    """B: [out, r]"""
     magnitude: Stored | None
-    """[out]"""
+    """DoRA's magnitudes: [out]; None without DoRA"""
     scaling: float
 
     @property
@@ -34,12 +35,12 @@ class Merged:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype that can represent both base and adapter."""
+        """Dtype that can represent the values of both base and adapter."""
         parts = torch.promote_types(self.a.dtype, self.b.dtype)
         return torch.promote_types(self.weight.dtype, parts)
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
-        """Rows of the merged weight, float32 [end - begin, in]; not rounded to `dtype`."""
+        """Return rows [begin, end) of the merged weight, float32 [end - begin, in]; they are not rounded to `dtype`."""
         a = self.a.rows(0, self.a.shape[0]).float()
         summed = self.weight.rows(begin, end).float() + (self.b.rows(begin, end).float() @ a) * self.scaling
         if self.magnitude is None:
@@ -48,7 +49,7 @@ class Merged:
 
 
 def merged(sources: Mapping[str, Stored], scaling: float) -> dict[str, Stored]:
-    """Sources of the parameters of the model without adapters, by name.
+    """Return the sources of all parameters of the model without adapters, by name, with the adapters merged.
 
     Args:
         sources: sources of the parameters of the model with adapters.
@@ -67,7 +68,7 @@ def merged(sources: Mapping[str, Stored], scaling: float) -> dict[str, Stored]:
 
 @dataclass(frozen=True)
 class RowLengths:
-    """Initial magnitudes of DoRA: the norms of the weight's rows."""
+    """Source of DoRA's initial magnitudes: the norms of a weight's rows."""
 
     weight: Stored
     """Source of the weight."""

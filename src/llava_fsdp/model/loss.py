@@ -20,27 +20,28 @@ from llava_fsdp.runtime.errors import ConfigError
 
 
 class Each:
-    """Collects the loss of every label, without a gradient.
+    """Collector of the losses of single labels, without gradients.
 
     A class, because FSDP passes copies of lists to the model.
     """
 
     def __init__(self) -> None:
         self.chunks: list[torch.Tensor] = []
-        """float32 [labels of a chunk]; empty if the loss kernel computes the sum only."""
+        """Losses, float32 [labels of a chunk]; empty if the loss kernel computes only the sum."""
 
 
 class LabelLoss(Protocol):
     def __call__(
         self, hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch.Tensor, *, each: Each | None = None
     ) -> torch.Tensor:
-        """Sum of the losses, float32 scalar, of hidden [labels, width], weight [vocabulary, width] and label ids
-        int64 [labels]."""
+        """Return the sum of the losses, float32 scalar, from hidden [labels, width], weight [vocabulary, width] and
+        label ids int64 [labels]."""
         ...
 
 
 def choose_loss(cfg: LossConfig, compute_dtype: torch.dtype) -> LabelLoss:
-    """The loss that `loss.kernel` names; `auto` is the chunked one, which was faster in all measurements.
+    """Return the loss function that `loss.kernel` names; `auto` is the chunked one, which was faster in all
+    measurements.
 
     Raises:
         ConfigError: torch has no such kernel, or it would round the loss.
@@ -64,14 +65,14 @@ def choose_loss(cfg: LossConfig, compute_dtype: torch.dtype) -> LabelLoss:
 def whole_loss(
     hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch.Tensor, each: Each | None = None
 ) -> torch.Tensor:
-    """Loss from the logits of all labels at once."""
+    """Compute the cross entropy from the logits of all labels at once."""
     logs = functional.log_softmax(functional.linear(hidden, weight).float(), dim=-1)
     note_each(each, logs, label_ids)
     return functional.nll_loss(logs, label_ids, reduction="sum")
 
 
 def note_each(each: Each | None, logs: torch.Tensor, label_ids: torch.Tensor) -> None:
-    """Add the loss of every label to `each`, from log-probabilities [labels, vocabulary]."""
+    """Append the losses of single labels to `each`, from log-probabilities [labels, vocabulary]."""
     if each is not None:
         each.chunks.append(-logs.detach().gather(1, label_ids[:, None])[:, 0])
 
@@ -83,7 +84,8 @@ def chunked_loss(
     chunk_tokens: int,
     each: Each | None = None,
 ):
-    """Loss from chunks of logits in the compute dtype that are cast to float32.
+    """Compute the cross entropy a chunk of labels at a time; logits are computed in the compute dtype and cast to
+    float32.
 
     With one chunk it equals `whole_loss` bit for bit.
     """
@@ -99,7 +101,8 @@ def recomputed_loss(
     chunk_tokens: int,
     each: Each | None = None,
 ):
-    """`chunked_loss` for fp16: each chunk's logits are recomputed in the backward pass.
+    """Compute the cross entropy a chunk of labels at a time, recomputing each chunk's logits in the backward pass; for
+    fp16.
 
     Unscaled gradients leave the range of fp16: probabilities of rare words vanish below 6e-8, and the sum over the
     labels of a frequent word overflows at 65504. The loss scale prevents both, but is known only in the backward pass.
@@ -116,10 +119,11 @@ def recomputed_loss(
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Computes gradients for an upstream gradient of 1 in the forward pass, and scales them in the backward pass.
+    """Autograd function of the chunked cross entropy: the forward pass computes the gradients for an upstream gradient
+    of 1, the backward pass scales them.
 
     The weight's gradient of several chunks is summed in float32 and then rounded: a sum in bf16 would lose chunks that
-    are small beside it. With one chunk it is the product itself. The gradient of the hidden states is in the compute
+    are small beside it. With one chunk it is not summed. The gradient of the hidden states is in the compute
     dtype, because each row belongs to one chunk. A frozen weight costs nothing.
     """
 
@@ -173,7 +177,7 @@ class ChunkedLoss(torch.autograd.Function):
         chunk_tokens: int,
         each: Each | None,
     ):
-        """The loss without any gradient."""
+        """Compute the loss alone, without gradients."""
         total = hidden.new_zeros((), dtype=torch.float32)
         for chunk, ids in zip(hidden.split(chunk_tokens), label_ids.split(chunk_tokens), strict=True):
             total += loss_and_gradient(chunk, weight, ids, False, each)[0]
@@ -183,7 +187,8 @@ class ChunkedLoss(torch.autograd.Function):
 def loss_and_gradient(
     hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, differentiate: bool, each: Each | None = None
 ) -> tuple[torch.Tensor, Any]:
-    """Sum of the losses of some labels, and its gradient with respect to their logits in the compute dtype."""
+    """Return the sum of the labels' losses, and its gradient with respect to their logits in the compute dtype (None if
+    not wanted)."""
     logits = functional.linear(hidden, weight)
     wide = logits.float()
     del logits  # each of these tensors is large; only one is kept at a time
@@ -199,7 +204,7 @@ def loss_and_gradient(
 
 
 def add_product(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """total + left @ right, in place where there is a total."""
+    """Return total + left @ right, in place; left @ right if `total` is None."""
     if total is None:
         return left @ right
     if total.dtype == left.dtype:
@@ -214,7 +219,8 @@ def torch_loss(
     chunk_tokens: int,
     each: Each | None = None,
 ) -> torch.Tensor:
-    """Loss with torch's kernel, which also computes gradients in the forward pass, and no losses of single labels."""
+    """Compute the cross entropy with torch's linear_cross_entropy, which gives only the sum, not the losses of single
+    labels."""
     if not len(label_ids):  # the kernel divides by the number of labels
         return (hidden.sum() + weight.sum()) * 0.0
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens)

@@ -10,9 +10,9 @@ from llava_fsdp.runtime.errors import ConfigError
 
 
 class Projector(nn.Module):
-    """Image features to the language model's embedding space: linear, mlp{N}x_gelu or identity.
+    """Projector of image features to the language model's embedding space: linear, mlp{N}x_gelu or identity.
 
-    LLaVA multimodal_projector/builder.py:33-51; layers are called linear_1, linear_2, ... as transformers does.
+    As in LLaVA multimodal_projector/builder.py:33-51; layers are called linear_1, linear_2, ... as transformers does.
     """
 
     def __init__(self, kind: str, features: int, hidden: int):
@@ -28,7 +28,7 @@ class Projector(nn.Module):
             self.add_module(f"linear_{number}", nn.Linear(features if number == 1 else hidden, hidden))
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """[..., features] -> [..., hidden]"""
+        """Project features: [..., features] -> [..., hidden]."""
         for number in range(1, self.depth + 1):
             if number > 1:
                 features = functional.gelu(features)

@@ -14,19 +14,19 @@ from torch import nn
 from llava_fsdp.runtime.seeds import derive
 
 BITS = 24
-"""Bits of the hash that are compared with the probability, which is exact to 2**-24."""
+"""Number of bits of the hash that are compared with the dropout probability, which is exact to 2**-24."""
 MULTIPLIERS = (0x7FEB352D, 0x2C1B3C6D)
-"""Odd numbers below 2**31 that mix a 32-bit hash well (found by Ettinger and Wellons)."""
+"""Multipliers of the hash: odd numbers below 2**31 that mix 32 bits well (found by Ettinger and Wellons)."""
 
 
 @dataclass
 class TokenKeys:
-    """Hashes of sample and token, from which the masks of a forward pass and its recomputations are made."""
+    """Hashes of each token's sample and position, from which all dropout masks of a micro-batch are made."""
 
     language: torch.Tensor | None = None
-    """int32 [rows, length]"""
+    """Hashes of the language model's tokens, int32 [rows, length]."""
     vision: torch.Tensor | None = None
-    """int32 [tiles, vision tokens]"""
+    """Hashes of the vision tower's tokens, int32 [tiles, vision tokens]."""
 
     def set(
         self,
@@ -36,12 +36,12 @@ class TokenKeys:
         segments: tuple[torch.Tensor, torch.Tensor, tuple[int, ...]] | None,
         vision_tokens: int,
     ) -> None:
-        """Compute the hashes of a micro-batch.
+        """Compute the hashes of a micro-batch from the seeds of its samples and image tiles.
 
         Args:
             seeds: int64 [samples], below 2**31.
             tile_seeds: int64 [tiles], below 2**31.
-            shape: [rows, length]; without segments a row is a sample.
+            shape: [rows, length]; without segments, every row is one sample.
             vision_tokens: tokens of a tile in the vision tower.
         """
         if segments is None:
@@ -57,12 +57,15 @@ class TokenKeys:
 
 
 class SampleDropout(nn.Module):
-    """Dropout with the masks of TokenKeys; values that stay are divided by the probability to stay."""
+    """Dropout whose mask depends only on sample, token, channel and layer; kept values are divided by the probability
+    to be kept."""
 
     def __init__(self, p: float, name: str, keys: TokenKeys):
-        """
+        """Create the dropout of one module.
+
         Args:
-            name: name of the module; each has other masks.
+            p: probability to drop a value.
+            name: name of the module; every module has its own masks.
         """
         super().__init__()
         self.p = p
@@ -72,7 +75,7 @@ class SampleDropout(nn.Module):
         self.in_tower = name.startswith("vision_tower.")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., channels] -> [..., channels]"""
+        """Apply dropout in training: [..., channels] -> [..., channels]."""
         if not self.training:
             return x
         keys = self.keys.vision if self.in_tower else self.keys.language
@@ -90,7 +93,7 @@ class SampleDropout(nn.Module):
 
 
 def hashed(first: torch.Tensor, second: torch.Tensor | int) -> torch.Tensor:
-    """Hash of two numbers below 2**31, int32, with broadcasting."""
+    """Return a hash of two numbers below 2**31, int32, with broadcasting."""
     low = (first * 0x9E3779B1 + second * 0x85EBCA77) & 0xFFFFFFFF  # int64 may overflow; its low half stays right
     return mixed((low - 2**31).to(torch.int32))
 

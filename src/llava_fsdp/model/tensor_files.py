@@ -19,7 +19,7 @@ CODES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file; nothing is read before `rows`."""
+    """A tensor in a file; its values are read only by `rows`."""
 
     file: Path
     name: str
@@ -33,7 +33,8 @@ class StoredTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype in the file; raises ModelError for other than floats of at least 16 bits, as in quantized models."""
+        """Dtype in the file; ModelError unless it is a float of at least 16 bits, as quantized models have other
+        dtypes."""
         if isinstance(self.handle, dict):
             found: Any = self.handle[self.name].dtype
         else:
@@ -44,17 +45,17 @@ class StoredTensor:
         return found
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
-        """Rows [begin, end) of dimension 0."""
+        """Read rows [begin, end) of dimension 0."""
         if isinstance(self.handle, dict):
             return self.handle[self.name][begin:end]
         return self.handle.get_slice(self.name)[begin:end]
 
 
 def open_tensors(path: Path, projector_only: bool = False) -> dict[str, StoredTensor]:
-    """Open every tensor of a file or a model folder, by its name there.
+    """Open all tensors of a file or a model folder, by their names in the file; values are not read yet.
 
     Raises:
-        ModelError: there are no weights, a shard is missing, or a file is not what its name says.
+        ModelError: there are no weights, a shard is missing, or a file cannot be read.
     """
     if path.is_file():
         return open_file(path)
@@ -101,10 +102,10 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
 
 
 def is_plain_archive(path: Path) -> bool:
-    """Whether a file is a zip archive of torch.save, which can be memory-mapped.
+    """Return whether a file is a zip archive as torch.save writes it, which can be memory-mapped.
 
     Raises:
-        ModelError: it is another zip archive, with compressed or duplicate entries; unpacked, it could have any size.
+        ModelError: the archive has compressed or duplicate entries, so that it could unpack to any size.
     """
     if not zipfile.is_zipfile(path):
         return False
@@ -118,7 +119,7 @@ def is_plain_archive(path: Path) -> bool:
 
 
 def why_unreadable(path: Path, message: str) -> str:
-    """Error message from torch's, without its advice to load the file with weights_only=False."""
+    """Return the message for a file that torch.load cannot read, without torch's advice to set weights_only=False."""
     code = re.search(r"GLOBAL (\S+)", message)
     if code:
         return (
@@ -132,7 +133,7 @@ def why_unreadable(path: Path, message: str) -> str:
 
 
 class Stored(Protocol):
-    """Source of a parameter's values."""
+    """Protocol of a source of a parameter's values, which are read by rows of dimension 0."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...

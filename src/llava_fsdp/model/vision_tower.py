@@ -1,4 +1,4 @@
-"""Hidden states of any vision tower of transformers, without running the layers behind them."""
+"""Hidden states of any vision tower of transformers, without running the layers after them."""
 
 from typing import Any, NamedTuple
 
@@ -14,29 +14,29 @@ class Probe(NamedTuple):
     """Properties of a vision tower, found by running it on the meta device."""
 
     image_tokens: int
-    """Tokens of an image tile in the language model."""
+    """Number of tokens of an image tile in the language model."""
     tokens: int
-    """Tokens of an image tile within the vision tower."""
+    """Number of tokens of an image tile in the vision tower."""
     leftovers: list[str]
-    """Names of the parameters behind the selected hidden state. They never get a gradient and are frozen, or optimizers
+    """Names of the parameters after the selected hidden state. They never get a gradient and are frozen, or optimizers
     and checkpoints would disagree about them."""
     layers: int
-    """Layers up to the selected hidden state."""
+    """Number of layers up to the selected hidden state."""
     last_layer: str | None
-    """Name of the layer whose output is the hidden state; None if no layer's is, and the whole vision tower has to
-    run."""
+    """Name of the layer whose output is the selected hidden state; None if it is no layer's output, so that the whole
+    vision tower has to run."""
 
 
 class Reached(Exception):
-    """Raised to leave the vision tower once the last layer that is needed has run."""
+    """Raised to end the vision tower's forward pass after the last layer that is needed."""
 
 
 def hidden_state(
     vision_tower: nn.Module, pixels: torch.Tensor, select_layer: int, last_layer: str | None
 ) -> torch.Tensor:
-    """transformers' `hidden_states[select_layer]`, bit for bit, float [tiles, tokens, width].
+    """Compute transformers' `hidden_states[select_layer]` of a vision tower, bit for bit, float [tiles, tokens, width].
 
-    An exception leaves the forward pass, so that layers, norms and heads behind it do not run.
+    The layers, norms and heads after the selected layer do not run: an exception ends the forward pass.
 
     Args:
         pixels: [tiles, 3, size, size].
@@ -65,10 +65,11 @@ def first_of(output: Any) -> Any:
 
 
 def probe_vision_tower(vision_tower: nn.Module, vision: PretrainedConfig, cfg: ModelConfig) -> Probe:
-    """Run a vision tower, which is on the meta device, once.
+    """Run a meta-device vision tower once, to find which of its layers, tokens and parameters are used.
 
     Raises:
-        ConfigError: it has no layer `model.select_layer`, or no CLS token for `model.select_feature=patch` to drop.
+        ConfigError: the tower has no layer `model.select_layer`, or no CLS token for `model.select_feature=patch` to
+            drop.
     """
     depth = vision.num_hidden_layers
     if not 1 <= abs(cfg.select_layer) <= depth:

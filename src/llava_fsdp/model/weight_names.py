@@ -21,12 +21,12 @@ RENAMES: list[tuple[re.Pattern[str], str]] = [
     ]
 ]
 COMPUTED = re.compile(r"(^|\.)(position_ids|rotary_emb\.inv_freq)$")
-"""Names of buffers that some releases save with the weights."""
+"""Pattern of the names of buffers that some releases save with the weights."""
 SEQUENTIAL = re.compile(r"^mm_projector\.(\d+)\.")
 
 
 def ours(name: str) -> str:
-    """Our name of a tensor in a file of a whole model, in any of the supported formats."""
+    """Translate the name of a tensor in a file of a whole model, in any supported format, to our parameter name."""
     for pattern, replacement in RENAMES:
         if pattern.search(name):
             name = pattern.sub(replacement, name)
@@ -37,18 +37,20 @@ def ours(name: str) -> str:
 
 
 def ours_in_language(name: str) -> str:
-    """Our name of a tensor in a file of a language model, whose names may have no prefix."""
+    """Translate the name of a tensor in a language model's file, which may have no prefix, to our parameter name."""
     renamed = ours(name)
     return renamed if renamed.startswith(("language_model.", "lm_head.")) else f"language_model.{name}"
 
 
 def ours_in_vision(name: str) -> str:
-    """Our name of a tensor in a file of a vision tower, or of CLIP or SigLIP with their text half."""
+    """Translate the name of a tensor in a file of a vision tower, or of a whole CLIP or SigLIP, to our parameter
+    name."""
     return "vision_tower." + name.removeprefix("vision_model.")
 
 
 def original(name: str, projector_type: str) -> str:
-    """Name in LLaVA's files; the projector is one Linear, or a Sequential in which every second entry has weights."""
+    """Translate our parameter name to the original LLaVA's; its projector is one Linear, or a Sequential in which every
+    second module has weights."""
     if name.startswith("language_model."):
         return name.replace("language_model.", "model.", 1)
     if name.startswith("lm_head."):
@@ -63,7 +65,8 @@ def original(name: str, projector_type: str) -> str:
 
 
 def theirs(name: str) -> str:
-    """Name on the hub (llava-hf), which every release of transformers loads."""
+    """Translate our parameter name to that of the hub's LLaVA models (llava-hf), which every release of transformers
+    loads."""
     if name.startswith("language_model."):
         return name.replace("language_model.", "language_model.model.", 1)
     if name.startswith("lm_head."):
@@ -76,13 +79,14 @@ PEFT = "base_model.model."
 
 
 def in_adapter(name: str, projector_type: str) -> str:
-    """Name in the files of an adapter, as LLaVA and peft write them: without the name of the adapter."""
+    """Translate our parameter name to that in adapter files of LLaVA and peft, which omit peft's name of the
+    adapter."""
     name = PEFT + original(name, projector_type)
     return name.replace(".default.weight", "" if ".lora_magnitude_vector." in name else ".weight")
 
 
 def ours_in_adapter(name: str) -> str:
-    """Our name of a tensor in an adapter's files."""
+    """Translate the name of a tensor in an adapter's files to our parameter name."""
     name = ours(name.removeprefix(PEFT))
     name = re.sub(r"\.(lora_[AB])\.weight$", r".\1.default.weight", name)
     return re.sub(r"\.lora_magnitude_vector(\.weight)?$", ".lora_magnitude_vector.default.weight", name)
