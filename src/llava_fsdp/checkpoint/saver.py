@@ -50,7 +50,8 @@ class Saver:
         adapter_folder: AdapterFolder | None = None,
         check: Callable[[], None] = lambda: None,
     ):
-        """
+        """Prepare the folder and the buffers, and start the threads that write checkpoints.
+
         Args:
             parent: the folder of the checkpoints.
             tensors: returns the tensors to save, by name; with the same names, shapes and sharding every time.

@@ -53,7 +53,7 @@ def utilization_of(model: Llava, cfg: Config, device: torch.device, world_size: 
     recomputed = Flops(*(share * (more - less) for more, less in zip(everything, needed, strict=True)))
     recomputed = recomputed._replace(
         label=everything.label - needed.label
-    )  # the loss runs again in fp16, whatever the blocks do
+    )  # in fp16 the loss runs again, under any activation checkpointing
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
     peak, source = peak_of(name, cfg.precision.param_dtype)
     return Utilization(needed, recomputed, None if peak is None else peak * world_size, source)
