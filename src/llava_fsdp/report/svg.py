@@ -25,8 +25,7 @@ NAME_LENGTH = 80
 FLAT = 1e-12
 """Values whose range is a smaller share of their size than this differ only by rounding, and are drawn as one value."""
 RARE = 3
-"""Percent of the bands of a line that may be cut off by the chart, so that a spike of one step does not flatten everything
-else."""
+"""Percentage of a line's bands that a chart may cut off, so that a spike of one step does not flatten all the rest."""
 MOST_LABELS = 16
 """Maximum number of bars that have a label below them."""
 WIDEST_BAR = 90
