@@ -88,7 +88,7 @@ class Saver:
             self.touched = self.writer.submit(self.snapshot.touch)
 
     def written(self) -> tuple[dict[str, TensorEntry], dict[str, torch.Tensor]]:
-        """The manifest entries and the values of the rows that this rank writes, by tensor name."""
+        """Manifest entries and values of the rows that this rank writes, by tensor name."""
         return written_rows(self.tensors(), rank_file(dist.get_rank() if dist.is_initialized() else 0))
 
     @property

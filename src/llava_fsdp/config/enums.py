@@ -45,9 +45,9 @@ class Examine(Enum):
     """How much of every image is read before training."""
 
     decode = "decode"
-    """Reads all of every image."""
+    """Every image is decoded completely."""
     head = "head"
-    """Reads only every image's size."""
+    """Only the size in every image's header is read."""
 
 
 class AspectRatio(Enum):

@@ -126,8 +126,8 @@ class ActivationMeter:
 
 
 def with_depth(parts: Parts, depth: int) -> Parts:
-    """The same model with only `depth` blocks in its language model; unchanged if its blocks are of several kinds or it
-    has at most `depth`."""
+    """Configurations of the same model with only `depth` blocks in its language model; unchanged if its blocks are
+    of several kinds or it has at most `depth`."""
     language = parts.language
     kinds = set(getattr(language, "layer_types", None) or [])
     if language.num_hidden_layers <= depth or len(kinds) > 1:

@@ -29,7 +29,7 @@ class Utilization:
     peak: float | None
     """Peak FLOPs per second of all ranks together; None if the device is unknown."""
     source: str
-    """Text that says where the peak comes from, or why it is unknown."""
+    """Source of the peak (a table entry), or the reason why it is unknown."""
 
     def of(self, facts: StepFacts, seconds: float) -> dict[str, float | None]:
         """`flops` that a step needs on all ranks together, and `mfu` and `hfu` as shares of the peak (None if the peak
