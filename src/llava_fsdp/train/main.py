@@ -52,8 +52,8 @@ from llava_fsdp.train.validation import open_validation
 
 @dataclass
 class RunParts(Run):
-    """Parts of a run (state, saver, reporter, ...), None before they exist; used by the watchdog and at the end of
-    the process."""
+    """Parts of a run (state, reporter, ...), None before they exist; used by the watchdog and at the end of the
+    process."""
 
     folder: Path = Path()
     hold: Hold | None = None

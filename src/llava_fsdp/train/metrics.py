@@ -57,7 +57,8 @@ class Reporter:
         run: str = "",
         about: dict[str, Any] | None = None,
     ):
-        """
+        """Open the files, the page and the trackers that a run reports to.
+
         Args:
             left_out: records skipped before training (record, kind, reason), listed with step 0.
             utilization: computes FLOPs and MFU of a step; None leaves them out.

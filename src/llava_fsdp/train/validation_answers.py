@@ -51,7 +51,8 @@ class AnswerGenerator:
         wants_stop: Callable[[], bool],
         pause: Callable[[], None],
     ):
-        """
+        """Create a generator of answers for a run's model.
+
         Args:
             wants_stop: whether this rank was asked to stop.
             pause: a collective between two batches; stops the run if any rank was asked to.
