@@ -30,13 +30,14 @@ from llava_fsdp.runtime.terminal_text import shown_name
 
 
 def newest_step(output_dir: Path) -> int:
-    """The step of a run's newest checkpoint; 0 without one."""
+    """Step of a run's newest checkpoint; 0 if the run has none."""
     checkpoints = list_checkpoints(output_dir / FOLDER)
     return (step_of(checkpoints[-1]) or 0) if checkpoints else 0
 
 
 def take_flag(pattern: str) -> re.Match[str] | None:
-    """Remove the first argument if it matches, as Hydra would take it for its own flag."""
+    """Remove the first command-line argument if it matches the pattern, as Hydra would take it for its own flag;
+    returns the match."""
     flag = re.fullmatch(pattern, sys.argv[1], re.DOTALL) if sys.argv[1:2] else None
     if flag is not None:
         del sys.argv[1]
@@ -85,7 +86,7 @@ def main() -> None:
 
 
 def read_status(path: Path, since: float) -> dict[str, Any] | None:
-    """A run's status, if it is not older than `since` (seconds since 1970); else None, after an error is logged."""
+    """Read a run's status if it is not older than `since` (seconds since 1970); else logs an error and returns None."""
     try:
         record = status_of(path.parent)
         record = own_word(record) if since else record  # how this launch ended, not the run that it found finished

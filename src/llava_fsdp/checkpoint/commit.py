@@ -1,4 +1,4 @@
-"""Write a checkpoint into a folder with a temporary name, force it to the disk, and only then give it its name.
+"""Write a checkpoint into a folder with a temporary name, force it to the disk, and only then rename the folder.
 
 A crash at any point leaves the earlier checkpoints, and the new one either complete or without its name:
 
@@ -64,35 +64,37 @@ Entries = Mapping[str, TensorEntry]
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """Writes adapters into each checkpoint of a run for other programs to read; on rank 0 alone."""
+    """How rank 0 writes a run's adapters into each of its checkpoints, in a format that other programs can read."""
 
     nbytes: int
-    """The space that it takes on the disk."""
+    """Bytes of disk space that the adapter folder takes."""
     write: Callable[[Path, Checkpoint], None]
-    """Makes the folder, given a checkpoint whose rank files are complete but not in its manifest yet."""
+    """Function that writes the adapter folder, given its path and a checkpoint whose rank files are complete but
+    whose manifest does not list the folder yet."""
 
 
 def do_nothing(point: str) -> None:
-    """The hook at a named point of a save; tests end the process there."""
+    """Default of the hook that is called at each named point of a save; does nothing. Tests end the process there."""
 
 
 @dataclass
 class Committer:
-    """Writes checkpoints into a folder, one at a time, together with all ranks of a group."""
+    """Writes checkpoints into a folder, one at a time, together with all ranks of a process group."""
 
     parent: Path
     cfg: CheckpointConfig
     group: dist.ProcessGroup | None
     hasher: Executor
     needed: int
-    """Bytes of a checkpoint, summed over the ranks."""
+    """Bytes of a checkpoint's tensors and adapters, summed over all ranks."""
     at: Callable[[str], None] = do_nothing
     adapter_folder: AdapterFolder | None = None
     good: set[str] = field(default_factory=set)
-    """Names of the checkpoints that this process has written or verified; rank 0 prunes by them."""
+    """Names of the checkpoints that this process has written or verified; rank 0 counts them when it deletes old
+    ones."""
 
     def write(self, facts: dict[str, Any], entries: Entries, values: Mapping[str, torch.Tensor]) -> Path:
-        """Write one checkpoint. A collective of the group.
+        """Write one checkpoint. A collective of the process group.
 
         Args:
             entries: the rows that this rank writes, by the tensors' names.
@@ -135,7 +137,7 @@ class Committer:
         return digest
 
     def complete(self, staged: Path, final: Path, facts: dict[str, Any], written: list[tuple[Digest, Entries]]) -> None:
-        """Write all but the ranks' files, and give the checkpoint its name (on rank 0).
+        """Write everything but the ranks' tensor files, and give the checkpoint its final name (on rank 0).
 
         Args:
             written: each rank's file and what is in it.
@@ -180,7 +182,7 @@ class Committer:
         self.good &= {folder.name for folder in list_checkpoints(self.parent)}
 
     def write_adapter(self, adapter_folder: AdapterFolder, checkpoint: Checkpoint) -> dict[str, Digest]:
-        """Write the adapter's folder; the digests of its files, by their paths in the checkpoint."""
+        """Write the checkpoint's adapter folder; returns the digests of its files, by path within the checkpoint."""
         folder = checkpoint.folder / ADAPTER_FOLDER
         adapter_folder.write(folder, checkpoint)
         sync_tree(folder)
@@ -188,7 +190,8 @@ class Committer:
         return {path.relative_to(checkpoint.folder).as_posix(): digest_of_file(path) for path in files}
 
     def is_good(self, folder: Path) -> bool:
-        """Whether a checkpoint is undamaged: all its bytes are read the first time, then names and sizes alone."""
+        """Whether a checkpoint is undamaged. All bytes are read the first time, later only names and sizes are
+        checked."""
         try:
             if folder.name in self.good:
                 with naming(folder):
@@ -203,7 +206,7 @@ class Committer:
         return True
 
     def warn_of_deleted(self) -> None:
-        """Warn of checkpoints that this process has written or verified, and that somebody else has deleted."""
+        """Log a warning if checkpoints that this process has written or verified were deleted by somebody else."""
         gone = sorted(self.good - {folder.name for folder in list_checkpoints(self.parent)})
         if gone:
             log().warning("%s: %s was deleted or moved away while the run is under way", self.parent, ", ".join(gone))
@@ -211,7 +214,7 @@ class Committer:
 
 
 def joined(ranks: list[Entries]) -> dict[str, TensorEntry]:
-    """Merge what the ranks have written, tensor by tensor; `render` checks that nothing is missing."""
+    """Merge the ranks' lists of written rows, tensor by tensor; `render` checks later that no row is missing."""
     found: dict[str, list[TensorEntry]] = {}
     for entries in ranks:
         for name, entry in entries.items():

@@ -1,4 +1,5 @@
-"""`manifest.json`: the size and digest of every file of a checkpoint, and which rows of every tensor lie in which file.
+"""Read and write `manifest.json`: size and digest of every file of a checkpoint, and which file holds which rows of
+each tensor.
 
 The file ends with a digest of everything before it, so that any changed bit is detected. It detects damage, not
 forgery: whoever can write into the folder can write a matching manifest.
@@ -23,15 +24,17 @@ MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 RANK_FILE = re.compile(r"rank-\d{5}\.safetensors")
 ADAPTER_FILE = re.compile(rf"{ADAPTER_FOLDER}(/[A-Za-z0-9]\w*)?/[A-Za-z0-9][\w.-]*")
-"""Runs with adapters save them in their checkpoints a second time, in a folder that other programs can read."""
+"""Pattern of the paths of adapter files in a checkpoint: a second copy of the adapters, which other programs can
+read."""
 LARGEST = 1 << 30
-"""Bytes: enough for 2000 tensors of 10,000 ranks."""
+"""Largest accepted manifest in bytes: enough for 2000 tensors of 10,000 ranks."""
 HEX = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows [begin, end) of a tensor, and the file that holds them under the tensor's name. A scalar is one row."""
+    """Rows [begin, end) of a tensor, and the file that holds them under the tensor's name. A scalar counts as one
+    row."""
 
     file: str
     begin: int
@@ -40,7 +43,7 @@ class RowRange:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of a checkpoint, and where its rows lie, in the order of rows."""
+    """A tensor of a checkpoint: dtype, shape, and the files that hold its rows, in the order of rows."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -57,11 +60,11 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of."""
+    """The files and tensors of a checkpoint."""
 
     step: int
     files: Mapping[str, Digest]
-    """All files except the manifest, by path in the folder."""
+    """Size and digest of every file except the manifest, by path in the checkpoint's folder."""
     tensors: Mapping[str, TensorEntry]
 
 
@@ -70,7 +73,7 @@ def rank_file(rank: int) -> str:
 
 
 def render(manifest: Manifest) -> bytes:
-    """The content of the file. Raises CheckpointError if a row of a tensor is missing or there twice."""
+    """Format a manifest as file content. Raises CheckpointError if a row of a tensor is missing or listed twice."""
     for name, entry in manifest.tensors.items():
         require_coverage(name, entry)
     values = {
@@ -97,7 +100,7 @@ def one_item_per_line(value: Any) -> str:
 
 
 def parse(content: bytes) -> Manifest:
-    """Parse the content of the file, and check that it is consistent.
+    """Parse the content of a manifest file, and check that it is consistent.
 
     Raises:
         CheckpointError: it is invalid in any way, whatever its bytes are.
@@ -144,7 +147,8 @@ def size(value: Any) -> int:
 
 
 def file_name(value: Any) -> str:
-    """Check that this is a name that we give to files; so it cannot lead out of the folder."""
+    """Check that a value is one of the file names that checkpoints use, and so cannot lead out of the folder;
+    returns it."""
     if not isinstance(value, str) or not (
         value == STATE_FILE or RANK_FILE.fullmatch(value) or ADAPTER_FILE.fullmatch(value)
     ):
@@ -159,7 +163,7 @@ def hexadecimal(value: Any) -> str:
 
 
 def require_coverage(name: str, entry: TensorEntry) -> None:
-    """Check that every row of a tensor lies in exactly one file.
+    """Check that every row of a tensor is in exactly one file.
 
     Raises:
         CheckpointError: naming the tensor and the rows.

@@ -1,4 +1,4 @@
-"""Read the tensors of a verified checkpoint: this rank's rows of all of them, or any rows of one."""
+"""Read the tensors of a verified checkpoint: this rank's rows of all tensors, or any rows of one."""
 
 import os
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ WEIGHT = "model."
 
 @torch.no_grad()
 def load(checkpoint: Checkpoint, into: dict[str, torch.Tensor]) -> None:
-    """Fill this rank's rows of every tensor.
+    """Load a checkpoint into this rank's rows of the given tensors.
 
     Raises:
         CheckpointError: the checkpoint holds other tensors, or a file of it cannot be read.
@@ -32,7 +32,8 @@ def load(checkpoint: Checkpoint, into: dict[str, torch.Tensor]) -> None:
 
 
 def require_same(manifest: Manifest, expected: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
-    """Check that names, shapes and dtypes are the same: nothing is cast, truncated or left out.
+    """Check that a checkpoint's tensors have the expected names, shapes and dtypes: nothing is cast, truncated or
+    skipped.
 
     Raises:
         CheckpointError: naming one that differs, and both.
@@ -51,10 +52,10 @@ def require_same(manifest: Manifest, expected: dict[str, tuple[torch.dtype, tupl
 
 
 def fill(folder: Path, entries: Mapping[str, TensorEntry], targets: dict[str, tuple[int, torch.Tensor]]) -> None:
-    """Read rows from all files that hold some of them; each file is opened once.
+    """Read rows of tensors from all checkpoint files that hold some of them; each file is opened once.
 
     Args:
-        targets: by name, the number of the first row and the rows to fill [rows, ...].
+        targets: by tensor name, the index of the first row to read and the tensor to fill [rows, ...].
     """
     by_file: dict[str, list[tuple[str, int, int, int]]] = {}
     for name, (first, values) in targets.items():
@@ -77,7 +78,7 @@ def fill(folder: Path, entries: Mapping[str, TensorEntry], targets: dict[str, tu
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor of a checkpoint, whatever ranks wrote it; nothing is read before `rows` is called."""
+    """A tensor of a checkpoint, whichever ranks' files hold it; nothing is read before `rows` is called."""
 
     folder: Path
     key: str
@@ -92,7 +93,7 @@ class SavedTensor:
         return self.entry.dtype
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
-        """Rows [begin, end) of dimension 0, on the CPU.
+        """Read rows [begin, end) of dimension 0 into a CPU tensor.
 
         Raises:
             CheckpointError: they cannot be read.
@@ -104,7 +105,7 @@ class SavedTensor:
 
 
 def saved_weights(checkpoint: Checkpoint) -> dict[str, SavedTensor]:
-    """The trained weights of a verified checkpoint, in the dtype of the masters, by parameter name."""
+    """The trained weights of a verified checkpoint, in the master weights' dtype, by parameter name."""
     return {
         key.removeprefix(WEIGHT): SavedTensor(checkpoint.folder, key, entry)
         for key, entry in checkpoint.manifest.tensors.items()

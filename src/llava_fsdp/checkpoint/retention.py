@@ -1,4 +1,4 @@
-"""Keep the folders of a run's checkpoints: point to the newest, delete old ones, put others aside."""
+"""Manage the folders of a run's checkpoints: record the newest, delete old ones, move those of earlier runs away."""
 
 import contextlib
 import os
@@ -13,13 +13,14 @@ from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.run_dir import FOLDER, list_checkpoints, step_of
 
 POINTER = "latest"
-"""A file with the name of the newest checkpoint, for people and scripts. Runs do not rely on it."""
+"""Name of the file that holds the name of the newest checkpoint, for people and scripts. Runs do not rely on it."""
 STAGED = ".tmp"
 REPLACED = ".replaced.tmp"
 
 
 def report_strangers(parent: Path) -> None:
-    """Warn of folders that are not named as checkpoints are, and of a pointer to a checkpoint that does not exist."""
+    """Warn of `step-*` folders whose names are not those of checkpoints, and of a `latest` file that names no
+    existing checkpoint."""
     for path in sorted(parent.glob("step-*")) if parent.is_dir() else ():
         if step_of(path) is None and not path.name.endswith(STAGED):
             log().warning("%s is ignored: checkpoints are named step-NNNNNN", path)
@@ -40,7 +41,7 @@ def point_to(folder: Path) -> None:
 
 
 def delete(folder: Path) -> None:
-    """Rename a checkpoint, then delete its files, so that a half-deleted one is never read.
+    """Rename a checkpoint and then delete it, so that a half-deleted one is never read.
 
     If that fails, the run continues with a warning.
     """
@@ -56,14 +57,14 @@ def delete(folder: Path) -> None:
 
 
 def recover(parent: Path) -> None:
-    """Rename back the checkpoints that were put aside for another of their step when there was a crash."""
+    """Restore checkpoints that a save had renamed to replace them, if a crash came before the new one had its name."""
     for path in parent.glob("step-*" + REPLACED) if parent.is_dir() else ():
         if not os.path.lexists(named := path.with_name(path.name.removesuffix(REPLACED))):
             os.rename(path, named)
 
 
 def sweep(parent: Path) -> None:
-    """Delete what interrupted saves and deletions have left."""
+    """Delete the temporary folders that interrupted saves and deletions have left."""
     for path in parent.glob("step-*" + STAGED) if parent.is_dir() else ():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -72,7 +73,8 @@ def sweep(parent: Path) -> None:
 def prune(
     parent: Path, keep: int, keep_every: int | None, is_good: Callable[[Path], bool], at: Callable[[str], None]
 ) -> None:
-    """Delete checkpoints that are older than the newest `keep` undamaged ones, but not every `keep_every`-th step's.
+    """Delete checkpoints older than the newest `keep` undamaged ones, except those whose step is a multiple of
+    `keep_every`.
 
     Args:
         is_good: whether a checkpoint is undamaged; called for the newest ones until `keep` are found.
@@ -90,7 +92,7 @@ def prune(
 
 
 def set_aside(output: Path, paths: Iterable[Path]) -> None:
-    """Move the output of an earlier run into `old-N`, so that it is neither lost nor mixed with this run's."""
+    """Move the output of an earlier run into a folder `old-N`, so that it is neither lost nor mixed with this run's."""
     present = [path for path in paths if os.path.lexists(path)]
     if not present:
         return
@@ -105,17 +107,17 @@ def set_aside(output: Path, paths: Iterable[Path]) -> None:
 
 
 def leave_branch(output: Path, folder: Path, step: int) -> None:
-    """Put aside all checkpoints of later steps, because the run goes back to `step`."""
+    """Move away all checkpoints of later steps, because the run goes back to `step`."""
     parent = output / FOLDER
     later = [p for p in list_checkpoints(parent) if (step_of(p) or 0) > step and p.resolve() != folder.resolve()]
     set_aside(output, later)
     if later and folder.parent.resolve() == parent.resolve():
-        with contextlib.suppress(OSError):  # runs do not rely on the pointer
+        with contextlib.suppress(OSError):  # runs do not rely on the file `latest`
             point_to(folder)
 
 
 def require_plain_folder(folder: Path) -> None:
-    """Raises CheckpointError if the path is a link or not a folder."""
+    """Raise CheckpointError if the path is a symbolic link or not a folder."""
     if folder.is_symlink():
         raise CheckpointError("it is a link; give the folder that it leads to: checkpoint.resume=DIR")
     if not folder.is_dir():

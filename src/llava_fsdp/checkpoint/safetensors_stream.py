@@ -29,20 +29,21 @@ CODES = {
 }  # fmt: skip
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 WRITEBACK = 64 << 20
-"""Bytes after which the kernel is asked to begin writing; on its own it begins at a tenth of the memory."""
+"""Bytes written after which the kernel is asked to begin writing to disk; by default it waits for a tenth of the
+memory."""
 LARGEST_HEADER = 100 << 20
-"""The limit of safetensors itself."""
+"""Largest accepted header in bytes, the limit of the safetensors library."""
 LARGEST_DIMENSION = 1 << 62
 
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """A tensor as the header of its file describes it."""
+    """Dtype, shape and byte range of a tensor, as its file's header describes them."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int
-    """The offset of its first byte in the file."""
+    """Byte offset of the tensor's first byte in the file."""
     end: int
 
 
@@ -51,7 +52,8 @@ def size_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, list[str]]:
-    """The first bytes of a file of these tensors, and the order of their data: wide items first, to align all."""
+    """Header bytes of a safetensors file of these tensors, and the order of their data: wide dtypes first, so that
+    all are aligned."""
     order = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -71,7 +73,8 @@ def write_tensors(
     read: Callable[[str], torch.Tensor],
     hasher: Executor,
 ) -> Digest:
-    """Write a new file, force it to the disk, and return its digest. One chunk at a time is in host memory.
+    """Write tensors to a new file, force it to the disk, and return its digest. Only one chunk at a time is in host
+    memory.
 
     Args:
         tensors: dtype and shape by name.
@@ -110,7 +113,8 @@ def chunks(head: bytes, order: list[str], read: Callable[[str], torch.Tensor]) -
 
 
 def require_finite(name: str, part: torch.Tensor) -> None:
-    """Raises NumericError. One pass is enough: the extremes of values that include a NaN are NaN."""
+    """Raise NumericError if a tensor is not finite. Its extremes suffice: those of values that include a NaN are
+    NaN."""
     if not part.is_floating_point():
         return
     part = part.float() if part.dtype.itemsize == 1 else part
@@ -124,18 +128,19 @@ def require_finite(name: str, part: torch.Tensor) -> None:
 
 
 def begin_writing(descriptor: int, begin: int, length: int) -> None:
-    """Ask the kernel to write these pages now, in the background; nothing where the system has no such call."""
+    """Ask the kernel to begin writing part of a file to disk in the background; does nothing on systems without this
+    call."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, begin, length, os.POSIX_FADV_DONTNEED)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
+    """View a contiguous CPU tensor's memory as bytes."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def open_file(path: Path) -> int:
-    """Open a regular file that is not a link for reading; the descriptor.
+    """Open a regular file that is not a link for reading; returns the file descriptor.
 
     Raises:
         CheckpointError: it is something else, or cannot be opened.
@@ -152,7 +157,7 @@ def open_file(path: Path) -> int:
 
 
 def read_header(descriptor: int, name: str) -> dict[str, TensorPlace]:
-    """The places of a file's tensors, by name.
+    """Read a safetensors header: the dtype, shape and byte range of the file's tensors, by name.
 
     Raises:
         CheckpointError: it is not a safetensors file, or its data is not exactly what the header says.
@@ -187,7 +192,7 @@ def parse_place(described: dict[str, Any], base: int) -> TensorPlace:
 
 
 def read_rows(descriptor: int, name: str, begin: int, into: torch.Tensor) -> None:
-    """Fill a tensor on any device with the bytes of a file from byte `begin` on.
+    """Fill a tensor on any device with a file's bytes, starting at byte `begin`.
 
     Raises:
         CheckpointError: the file is too short.

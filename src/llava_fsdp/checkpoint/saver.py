@@ -29,13 +29,14 @@ from llava_fsdp.runtime.os_errors import free_bytes
 from llava_fsdp.runtime.run_dir import list_checkpoints, step_of
 
 TIMEOUT = timedelta(seconds=1800)
-"""Of the process group for saves: as long as the slowest rank's disk may take."""
+"""Timeout of the process group for saves: as long as the slowest rank's disk may take."""
 MARGIN = 1.2
-"""The disk space that a checkpoint needs, as a multiple of its tensors."""
+"""Factor on the bytes of a checkpoint's tensors that gives the disk space required for it."""
 
 
 class Saver:
-    """Saves a run's state on request. All methods but `failed` and `before_update` are collectives."""
+    """Saves a run's state to checkpoints, in the background if possible. All methods but `failed` and
+    `before_update` are collectives."""
 
     def __init__(
         self,
@@ -49,7 +50,8 @@ class Saver:
         adapter_folder: AdapterFolder | None = None,
         check: Callable[[], None] = lambda: None,
     ):
-        """
+        """Prepare the folder and the buffers, and start the threads that write checkpoints.
+
         Args:
             parent: the folder of the checkpoints.
             tensors: returns the tensors to save, by name; with the same names, shapes and sharding every time.
@@ -86,17 +88,19 @@ class Saver:
             self.touched = self.writer.submit(self.snapshot.touch)
 
     def written(self) -> tuple[dict[str, TensorEntry], dict[str, torch.Tensor]]:
-        """The rows that this rank writes, by the tensors' names, and their values."""
+        """Manifest entries and values of the rows that this rank writes, by tensor name."""
         return written_rows(self.tensors(), rank_file(dist.get_rank() if dist.is_initialized() else 0))
 
     @property
     def failed(self) -> bool:
-        """Whether this rank knows that a save has failed. Ranks learn it at different times: agree before acting."""
+        """Whether this rank knows that a save has failed. Ranks learn of it at different times, so all must agree
+        before acting."""
         ended = self.under_way if self.under_way is not None and self.under_way.done() else None
         return self.error is not None or (ended is not None and self.is_serious(ended.exception()))
 
     def save(self) -> None:
-        """Begin to save the current state, after waiting for the previous save. No step is saved twice.
+        """Begin to save the current state, after waiting for the previous save. A step that is saved already is not
+        saved again.
 
         Raises:
             CheckpointError, NumericError: the previous save failed, or this one if it is synchronous.
@@ -129,17 +133,17 @@ class Saver:
         entries: dict[str, TensorEntry],
         values: dict[str, torch.Tensor],
     ) -> Path:
-        """Copy and write (in the thread)."""
+        """Copy the state and write the checkpoint (in the background thread)."""
         snapshot.fill(values)
         return self.committer.write(facts, entries, snapshot.ready())
 
     def before_update(self) -> None:
-        """Wait until the state is copied; call it before the state changes. Not a collective."""
+        """Wait until the state has been copied; call this before the state changes. Not a collective."""
         if self.snapshot is not None:
             self.snapshot.wait()
 
     def wait(self) -> None:
-        """Wait until the save that is under way has ended. Raises nothing: see `raise_if_failed`."""
+        """Wait until the current save has ended. Records a failure without raising it: see `raise_if_failed`."""
         if self.under_way is None:
             return
         error = self.under_way.exception()
@@ -157,17 +161,18 @@ class Saver:
             self.error.__cause__ = error
 
     def is_serious(self, error: BaseException | None) -> bool:
-        """Whether a save's error ends the run. A full disk need not; non-finite weights and lost ranks always do."""
+        """Whether a save's error must end the run. A full disk need not; non-finite weights and lost ranks always
+        do."""
         forgiven = self.cfg.on_save_error is OnSaveError.warn and type(error) is CheckpointError
         return error is not None and not forgiven
 
     def forget(self) -> None:
-        """Forget the last save and its error, because the run's folder was lost. A collective."""
+        """Discard the record of the last save and its error, because the run's folder was lost. A collective."""
         self.wait()
         self.error = self.saved_step = None
 
     def raise_if_failed(self) -> None:
-        """Wait for the save that is under way; if it failed, raise its error on every rank.
+        """Wait for the current save, and raise its error on every rank if it failed.
 
         Raises:
             CheckpointError, NumericError
@@ -177,7 +182,8 @@ class Saver:
             raise self.error
 
     def close(self) -> None:
-        """Wait until the last save is on the disk, and free the threads, the copy and the process group.
+        """Wait until the last save is on the disk; then free the threads, the copy of the state and the process
+        group.
 
         Raises:
             CheckpointError, NumericError: it could not be written.
@@ -195,7 +201,7 @@ class Saver:
 
 
 def prepare_folder(parent: Path, needed: int, keep: int) -> None:
-    """Make the folder of the checkpoints before the first step, and check that it can be written to (on rank 0).
+    """Create the folder of the checkpoints before the first step, and check that it is writable (on rank 0).
 
     Raises:
         CheckpointError: there is no room for one more checkpoint.

@@ -1,4 +1,4 @@
-"""The copy of a rank's state that an asynchronous save writes from while training continues. Its memory is kept.
+"""Copy a rank's state, so that a checkpoint can be written from the copy while training continues.
 
 It is filled during the next step's forward and backward passes, which only read the state; the optimizer's update
 waits for it.
@@ -19,7 +19,7 @@ from llava_fsdp.runtime.host import read_host
 from llava_fsdp.runtime.log import log
 
 SHARE = 0.8
-"""The share of the host's free memory that copies may take; the rest is for growth during the run."""
+"""Share of the host's free memory that copies of the state may take; the rest is for growth during the run."""
 
 
 def no_room(nbytes: int) -> OutOfMemory:
@@ -30,7 +30,7 @@ def no_room(nbytes: int) -> OutOfMemory:
 
 
 class Snapshot:
-    """A buffer for each tensor that this rank writes; pinned if the tensors lie on a GPU."""
+    """A host buffer for each tensor that this rank writes to checkpoints; pinned if the tensors are on a GPU."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
         self.on_gpu = any(tensor.device.type == "cuda" for tensor in tensors.values())
@@ -45,7 +45,7 @@ class Snapshot:
                 self.arena = Arena(room)
             except OffloadError:
                 raise no_room(room) from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):  # a 512th of the page faults
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # large pages: a 512th of the page faults
             self.arena.memory.madvise(mmap.MADV_HUGEPAGE)
         self.buffers = {name: self.arena.take(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         self.stream = torch.cuda.Stream() if self.on_gpu else None
@@ -55,18 +55,19 @@ class Snapshot:
         self.filled.set()
 
     def touch(self) -> None:
-        """Write to every page, so that the first copy need not wait for the system to provide them."""
+        """Write to every page of the buffers, so that the first copy need not wait for the system to provide them."""
         memory = torch.frombuffer(self.arena.memory, dtype=torch.uint8)
         memory[::PAGE].zero_()
 
     def begin(self) -> None:
-        """Call it after the last change to the tensors, which must then stay unchanged until `wait` returns."""
+        """Mark the tensors as ready to copy; they must then stay unchanged until `wait` returns."""
         self.filled.clear()
         if self.updated is not None:
             self.updated.record()
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy the tensors (in the thread that writes). On a GPU its own stream does it, after the last update."""
+        """Copy the tensors into the buffers (in the writing thread). On a GPU a side stream copies, after the last
+        update."""
         assert tensors.keys() == self.buffers.keys()
         try:
             if self.stream is None or self.updated is None or self.copied is None:
@@ -82,20 +83,20 @@ class Snapshot:
             self.filled.set()
 
     def wait(self) -> None:
-        """Wait until tensors may change: the host until the copies are queued, a GPU's stream until they are done."""
+        """Wait until tensors may change: the host until copies are queued, the GPU's stream until they are done."""
         self.filled.wait()
         if self.copied is not None:
             torch.cuda.current_stream().wait_event(self.copied)
 
     def ready(self) -> dict[str, torch.Tensor]:
-        """Wait for the copies, and return the buffers."""
+        """Wait for the copies to be done, and return the buffers by tensor name."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.buffers
 
 
 def fits(nbytes: int, group: dist.ProcessGroup | None) -> bool:
-    """Whether the copies of all ranks fit into their hosts' memory; all get the same answer. A collective."""
+    """Whether the copies of all ranks fit into their hosts' memory; the same answer on all ranks. A collective."""
     host = socket.gethostname()
     needed = sum(count for name, count in gathered((host, nbytes), group) if name == host)
     available = read_host().free

@@ -1,4 +1,4 @@
-"""`state.json`: all state of a run except its tensors."""
+"""Read and write `state.json`: all state of a run except its tensors."""
 
 import json
 from enum import Enum
@@ -24,7 +24,7 @@ def render_facts(facts: dict[str, Any]) -> bytes:
 
 
 def parse_facts(content: bytes, manifest: Manifest) -> dict[str, Any]:
-    """Parse `state.json`, and check its types and that it agrees with the manifest.
+    """Parse the content of `state.json`, and check its types and that it agrees with the manifest.
 
     Raises:
         CheckpointError: it is invalid in any way, whatever its bytes are.
@@ -54,7 +54,7 @@ def require_types(found: dict[str, Any], types: dict[str, tuple[type, ...]]) -> 
 
 
 def jsonable(value: Any) -> Any:
-    """Replace enums by their values, as YAML has them, so that JSON can hold them."""
+    """Replace enums by their values, as YAML writes them, so that JSON can hold the object."""
     if isinstance(value, dict):
         return {k: jsonable(v) for k, v in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Check that a checkpoint is what was written: its manifest, every bit of its files, every row of its tensors."""
+"""Verify a checkpoint: its manifest, every bit of its files, and that every row of its tensors is there."""
 
 import contextlib
 import os
@@ -33,16 +33,16 @@ from llava_fsdp.runtime.run_dir import list_checkpoints, step_of
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that has been verified."""
+    """A checkpoint that has been verified: its folder, manifest and state."""
 
     folder: Path
     manifest: Manifest
     facts: dict[str, Any]
-    """The content of `state.json`."""
+    """Parsed content of `state.json`: all state of the run except tensors."""
 
 
 def verify(folder: Path) -> Checkpoint:
-    """Verify a checkpoint in one process.
+    """Verify all files of a checkpoint in one process.
 
     Raises:
         CheckpointError: naming the folder, the file and what is wrong. No other error, whatever the bytes are.
@@ -54,7 +54,8 @@ def verify(folder: Path) -> Checkpoint:
 
 
 def verify_together(folder: Path) -> Checkpoint:
-    """Verify a checkpoint on all ranks, each of which reads some of its files. A collective; all raise alike."""
+    """Verify a checkpoint on all ranks, each of which reads some of its files. A collective; all ranks raise the
+    same error."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     checkpoint = on_first_rank(naming(folder)(lambda: inspect(folder)), f"{folder} cannot be read")
     names = share(checkpoint.manifest.files, rank, size)
@@ -64,7 +65,8 @@ def verify_together(folder: Path) -> Checkpoint:
 
 @contextlib.contextmanager
 def naming(folder: Path) -> Iterator[None]:
-    """Add the checkpoint's folder to the message of any error. A context manager, or a decorator."""
+    """Put the checkpoint's folder in front of the message of any error. A context manager, also usable as a
+    decorator."""
     try:
         yield
     except CheckpointError as error:
@@ -74,7 +76,8 @@ def naming(folder: Path) -> Iterator[None]:
 
 
 def inspect(folder: Path) -> Checkpoint:
-    """Check all but the digests of the files of tensors: names, sizes, formats, and where rows lie."""
+    """Check names, sizes and formats of a checkpoint's files and which rows they hold, but not the digests of tensor
+    files."""
     manifest = check_files(folder)
     step = step_of(folder)
     if step is not None and step != manifest.step:
@@ -86,7 +89,7 @@ def inspect(folder: Path) -> Checkpoint:
 
 
 def check_files(folder: Path) -> Manifest:
-    """Read the manifest, and compare names and sizes of the files with it.
+    """Read a checkpoint's manifest, and compare the names and sizes of the files in the folder with it.
 
     Raises:
         CheckpointError: a file is missing, foreign or of another size.
@@ -114,7 +117,7 @@ def check_files(folder: Path) -> Manifest:
 
 
 def adapter_entries(folder: os.DirEntry[str] | None) -> dict[str, os.DirEntry[str]]:
-    """The files in the adapter's folder and in its folders, by their paths in the checkpoint.
+    """List the files in a checkpoint's adapter folder and its subfolders, by path within the checkpoint.
 
     Raises:
         CheckpointError: the folder is missing, or a link: `open_file` checks only the last name of a path.
@@ -139,7 +142,7 @@ def read_small(path: Path, largest: int) -> bytes:
 
 
 def check_headers(folder: Path, manifest: Manifest) -> None:
-    """Check that every file of tensors holds exactly the rows that the manifest says.
+    """Check that every tensor file of a checkpoint holds exactly the rows that the manifest lists.
 
     Raises:
         CheckpointError: naming the file and the tensor.
@@ -170,19 +173,20 @@ def digest_files(checkpoint: Checkpoint, names: list[str]) -> None:
 
 
 def check_digest(folder: Path, name: str, manifest: Manifest) -> None:
-    """Raises CheckpointError if a file is not what was written."""
+    """Raise CheckpointError if a file's size or digest differs from the manifest's."""
     if digest_of_file(folder / name) != manifest.files[name]:
         raise CheckpointError(f"{name} is not what was written: its digest differs")
 
 
 def digest_of_file(path: Path) -> Digest:
-    """Raises CheckpointError if the path is a link or not a file, or cannot be opened."""
+    """Compute size and digest of a file. Raises CheckpointError if it is a link or no regular file, or cannot be
+    opened."""
     with os.fdopen(open_file(path), "rb", buffering=0) as file:
         return digest_of(file)
 
 
 def newest_together(parent: Path, strict: bool) -> Checkpoint | None:
-    """The newest checkpoint that verifies; None if there are no checkpoints. A collective.
+    """Find the newest checkpoint that passes verification; None if there are no checkpoints. A collective.
 
     Args:
         strict: raise if the newest one is damaged, instead of warning and taking the one before it.
@@ -200,7 +204,7 @@ def newest_together(parent: Path, strict: bool) -> Checkpoint | None:
 
 
 def newest_alone(parent: Path) -> Checkpoint | None:
-    """`newest_together` in one process, which repairs nothing in the folder."""
+    """Find the newest checkpoint that passes verification, in one process, without repairing anything in the folder."""
     return first_good(list_checkpoints(parent)[::-1], False, verify)
 
 

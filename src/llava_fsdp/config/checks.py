@@ -1,4 +1,4 @@
-"""Checks of single values, and of keys of a training that contradict each other."""
+"""Check single configuration values, and keys of a training that contradict each other."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ AUTO = "auto"
 
 
 def at_least(key: str, value: int | None, least: int, why: str = "") -> None:
-    """Raise ConfigError if a value is below `least`; None passes."""
+    """Raise ConfigError if a value is below `least`; None is allowed."""
     if value is not None and value < least:
         raise ConfigError(f"{key}={value} must be at least {least}" + (f": {why}" if why else ""))
 
 
 def above_zero(key: str, value: float | None, hint: str = "") -> None:
-    """Raise ConfigError if a value is not a finite number above 0; None passes."""
+    """Raise ConfigError if a value is not a finite number above 0; None is allowed."""
     if value is not None and not 0 < value < math.inf:
         raise ConfigError(f"{key}={value} must be a finite number above 0{hint}")
 
 
 def check_training(cfg: Config) -> None:
-    """Raise ConfigError if a number is out of its bounds, or keys contradict each other."""
+    """Raise ConfigError if a number is out of its bounds, or if keys of a training contradict each other."""
     check_packing(cfg)
     check_base(cfg)
     check_compile(cfg)
@@ -92,7 +92,7 @@ def check_packing(cfg: Config) -> None:
 
 
 def check_base(cfg: Config) -> None:
-    """Refuse what cannot compute with the language model's weights, or cannot move them."""
+    """Raise ConfigError for settings that do not work with the language model's quantized or frozen weights."""
     mode = cfg.model.quantize.mode
     if cfg.model.lora.enabled and cfg.precision.linear is LinearKind.fp8:
         raise ConfigError(
@@ -122,7 +122,8 @@ def check_compile(cfg: Config) -> None:
 
 
 def check_offload(cfg: Config) -> None:
-    """Refuse strategies and dtypes with which a kind of offload cannot work, or would save nothing."""
+    """Raise ConfigError for sharding strategies and dtypes with which an offload mode cannot work, or would save
+    nothing."""
     mode, strategy, precision = cfg.offload.mode, cfg.sharding.strategy, cfg.precision
     if mode is not OffloadMode.none and strategy is Strategy.NO_SHARD:
         raise ConfigError(
@@ -185,7 +186,7 @@ def check_dry_run(cfg: Config) -> None:
 
 
 def check_original(cfg: Config) -> None:
-    """Refuse what the original's labels and sampler cannot do."""
+    """Raise ConfigError for settings that the original LLaVA's labels and sampler do not support."""
     if cfg.labels is Parity.llava_v1_5 and cfg.data.too_long is not TooLong.truncate:
         raise ConfigError(
             f"labels=llava_v1_5 truncates what is too long, as the original does; data.too_long="
@@ -227,7 +228,7 @@ def check_anyres(cfg: Config) -> None:
 
 
 def check_export(cfg: Config) -> None:
-    """Refuse models that transformers' LLaVA does not have, if the run is to export one at its end."""
+    """Raise ConfigError if the run is to export a model at its end that transformers' LLaVA cannot represent."""
     if not cfg.exports_model:
         return
     cure = "export.merge=false" if cfg.model.lora.enabled else "export.enabled=false"

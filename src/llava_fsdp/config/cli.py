@@ -1,4 +1,5 @@
-"""What all entries share: a typed configuration from the command line, an exit code from an error. Imports no torch."""
+"""Functions that all command-line programs share: read a typed configuration from the command line, and turn an
+error into an exit code. Imports no torch."""
 
 import contextlib
 import io
@@ -44,21 +45,22 @@ LITERAL = frozenset({
     "track.name", "track.project",
 })  # fmt: skip
 PATH_KEYS = {"chat": "model.checkpoint", "evaluate": "model.checkpoint", "export": "source"}
-"""The key that a path alone is most likely meant for, by program; output_dir for the others."""
+"""Key that a path without `key=` on the command line is most likely meant for, by program; output_dir for other
+programs."""
 WITH_VALUES = frozenset({
     *FLAGS, "--config-name", "-cn", "--cfg", "-c", "--package", "-p", "--info", "-i", "--experimental-rerun",
 })  # fmt: skip
-"""Hydra's flags whose value may be the next word."""
+"""Hydra's flags whose value may follow as the next command-line argument."""
 Status = Callable[[Path, Outcome], dict[str, Any] | None]
 
 
 def no_status(folder: Path, outcome: Outcome) -> None:
-    """Do nothing: `on_exit` of entries that write no `run_status.json`."""
+    """Default for `on_exit`, for programs that write no `run_status.json`; does nothing."""
 
 
 @contextlib.contextmanager
 def until_reader_leaves() -> Iterator[None]:
-    """End the block quietly when stdout's reader has gone, such as `| head` that has read enough."""
+    """Context manager that ends its body without an error when the reader of stdout is gone, such as `| head`."""
     try:
         yield
         sys.stdout.flush()
@@ -75,12 +77,13 @@ def reader_has_left() -> bool:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
         return any(event & select.POLLERR for _, event in poll.poll(0))
-    except (OSError, ValueError):  # not a file
+    except (OSError, ValueError):  # stdout is not a file, or is closed
         return False
 
 
 def begin(config_name: str, schema: type) -> None:
-    """Prepare the process of a training: it ends with torchrun, and after an error that a restart cannot cure.
+    """Prepare the process of a training: let it end together with torchrun, and end it at once after an error that a
+    restart cannot fix.
 
     torchrun restarts its workers whatever their exit code was; a worker that cannot do better ends at once with the
     code of the one before it. Until the first step there is nothing to save, so that signals end the process.
@@ -95,7 +98,7 @@ def begin(config_name: str, schema: type) -> None:
     end_with(os.getppid())
     if attempt() == 0 and is_one_node():
         return
-    with contextlib.suppress(ConfigError, OmegaConfBaseException):  # `run` reports them
+    with contextlib.suppress(ConfigError, OmegaConfBaseException):  # `run` reports these errors
         node = compose(config_name, schema)
         status = settled(Path(str(node["output_dir"]))) if node is not None else None
         if status is not None:
@@ -103,7 +106,8 @@ def begin(config_name: str, schema: type) -> None:
 
 
 def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit: Status = no_status) -> None:
-    """Compose `config_name`, call `task` with it as a `schema`, and end the process with the exit code of the outcome.
+    """Read the configuration `config_name`, call `task` with it as a `schema`, and end the process with the exit
+    code of the outcome.
 
     `on_exit(output_dir, outcome)` is called as soon as the outcome is known; if another rank failed before, it returns
     that rank's status, and this rank reports nothing. After a failure the process ends at once, without waiting for
@@ -162,7 +166,7 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
 
 
 def write_outcome(folder: Path | None, outcome: Outcome, on_exit: Status) -> dict[str, Any] | None:
-    """Call `on_exit`, unless there is no folder or another launch's run is in it. Raises nothing."""
+    """Call `on_exit`, unless there is no run folder or it belongs to another launch. Raises nothing."""
     if folder is not None and not is_others(folder):
         with last_word(folder):
             return on_exit(folder, outcome)
@@ -174,7 +178,7 @@ def is_later_rank() -> bool:
 
 
 def typed_output_dir() -> Path | None:
-    """The `output_dir` of the command line, for a configuration that does not compose; None for a dry run."""
+    """The `output_dir` on the command line, for when the configuration cannot be read; None for a dry run."""
     if any(a.startswith("dry_run=") for a in sys.argv[1:]):
         return None
     folders = [a.partition("=")[2] for a in sys.argv[1:] if a.startswith("output_dir=")]
@@ -182,7 +186,7 @@ def typed_output_dir() -> Path | None:
 
 
 def write_torchrun_error(message: str) -> None:
-    """Write the error file from which torchrun prints the root cause.
+    """Write the error file from which torchrun prints the root cause of a failure.
 
     torch's own `@record` would put a traceback around a user's mistake.
     """
@@ -194,7 +198,8 @@ def write_torchrun_error(message: str) -> None:
 
 
 def compose(config_name: str, schema: type) -> DictConfig | None:
-    """Compose the command line with Hydra; None if Hydra only printed its help or the configuration.
+    """Build the configuration from YAML files and the command line with Hydra; None if Hydra only printed help or
+    the configuration.
 
     Raises:
         ConfigError: Hydra's error about a wrong key or choice, shortened, with the nearest key that exists; or
@@ -227,9 +232,10 @@ def compose(config_name: str, schema: type) -> DictConfig | None:
 
 
 def taken_literally(argument: str) -> str:
-    """Quote the value of `key=value` for Hydra if the key holds text or a path and the value is not quoted."""
+    """Quote the value of a command-line argument `key=value` for Hydra if the key takes text or a path and the value
+    is unquoted."""
     key, equals, value = argument.partition("=")
-    if key.startswith(SOURCES):  # ++ adds the name that the user chose
+    if key.startswith(SOURCES):  # Hydra needs ++ to add a source, whose name the user chose
         name, literal = f"++{key}", key.endswith((".path", ".images"))
         return f"{name}={quoted(value)}" if equals and literal and value[:1] not in ("'", '"') else f"{name}={value}"
     if not equals or key not in LITERAL or value == "null" or value[:1] in ("'", '"'):
@@ -238,7 +244,7 @@ def taken_literally(argument: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """Quote a value for Hydra's override grammar, whatever characters it has."""
+    """Quote a text for Hydra's override grammar, whatever characters it has."""
     if re.fullmatch(r"[\w/.:-]*", text, re.ASCII):
         return text
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
@@ -255,7 +261,7 @@ def refuse_multirun(config_name: str) -> None:
 
 
 def refuse_bare_words(words: list[str], config_name: str) -> None:
-    """Raise ConfigError for a value without its key; Hydra's own error is about quotes."""
+    """Raise ConfigError for a command-line argument without `key=`; Hydra's own error would be about quotes."""
     flag = ""
     for word in words:
         if not word.startswith(("-", "~")) and "=" not in word and flag not in WITH_VALUES:
@@ -266,7 +272,7 @@ def refuse_bare_words(words: list[str], config_name: str) -> None:
 
 
 def refuse_no_choice(arguments: list[str]) -> None:
-    """Raise ConfigError for `group=null`: Hydra's own error does not name the group."""
+    """Raise ConfigError for `group=null`, naming the group's choices; Hydra's own error does not name the group."""
     for argument in arguments:
         key, _, value = argument.partition("=")
         if value == "null" and re.fullmatch(r"\w+", key) and (config_dir() / key).is_dir():
@@ -275,7 +281,8 @@ def refuse_no_choice(arguments: list[str]) -> None:
 
 
 def shorten(message: str, schema: type) -> str:
-    """Take the search path, stack trace advice and advice to add keys with `+` out of Hydra's message."""
+    """Shorten Hydra's error message: remove the search path and the advice about stack traces and `+`, and add the
+    nearest key."""
     text = re.split(r"\n\s*(?:Config search path|Set the environment variable|To append to your config)", message)[0]
     text = re.sub(r"\n\s*(?:full_key|object_type)\b.*", "", text).strip()
     if "Traceback" in text:  # Hydra prints its own stack for some mistakes; the message is the last line

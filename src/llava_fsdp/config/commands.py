@@ -1,4 +1,4 @@
-"""Keys of the other commands."""
+"""Configuration keys of all commands other than training."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from llava_fsdp.runtime.errors import ConfigError
 @dataclass(kw_only=True, slots=True)
 class LaunchConfig:
     nproc_per_node: int
-    """Ranks on a node."""
+    """Number of ranks on a node."""
     nnodes: int
     devices: Devices
     """Which GPUs each run of a sweep gets."""
@@ -22,7 +22,7 @@ class LaunchConfig:
 @dataclass(kw_only=True, slots=True)
 class SweepKeys:
     metric: SweepMetric
-    """What runs are compared by."""
+    """Quantity by which a sweep compares runs."""
     last_steps: int
     """Number of steps at the end of a run whose mean loss counts as the run's loss."""
 
@@ -32,7 +32,7 @@ class SweepKeys:
 
 @dataclass(kw_only=True, slots=True)
 class SweepConfig(Config):
-    """A training run, how to launch it, and what a sweep compares it by."""
+    """Keys of `sweep`: those of a training run, how to launch it, and what the sweep compares runs by."""
 
     launch: LaunchConfig
     sweep: SweepKeys
@@ -41,7 +41,7 @@ class SweepConfig(Config):
 @dataclass(kw_only=True, slots=True)
 class PrepareKeys:
     workers: int | None
-    """Processes that read records and images; null: one for each core."""
+    """Number of processes that read records and images; null: one for each core."""
 
     def __post_init__(self) -> None:
         at_least("prepare.workers", self.workers, 1)
@@ -49,13 +49,13 @@ class PrepareKeys:
 
 @dataclass(kw_only=True, slots=True)
 class PrepareConfig(Config):
-    """Keys of `prepare`: those of the training that the dataset is examined and indexed for, and some of its own."""
+    """Keys of `prepare`: those of the training that the dataset is prepared for, and some of its own."""
 
     prepare: PrepareKeys
     report: str | None
-    """Folder of the report; null: the index."""
+    """Folder of the report; null: the folder of the dataset's index."""
     verify: bool = False
-    """Read every record and image again and compare them with the index; nothing is written."""
+    """Whether to read every record and image again and compare them with the index, without writing anything."""
 
     def __post_init__(self) -> None:
         super(PrepareConfig, self).__post_init__()
@@ -71,14 +71,14 @@ class PlanConfig(Config):
     """Keys of `plan`: those of the training whose cost is predicted, and some of its own."""
 
     gpus: int
-    """Ranks on a node."""
+    """Number of ranks on a node."""
     nodes: int
     gpu: str
-    """A name from the table in `plan/hardware.py`; auto: this machine's GPU."""
+    """Name of a GPU in the table of `plan/hardware.py`; auto: this machine's GPU."""
     rows: int
-    """Most rows of the table that are printed."""
+    """Largest number of rows of the table that are printed."""
     page: str
-    """HTML file of tokens a second against nodes, for nodes > 1."""
+    """HTML file for the chart of tokens per second against the number of nodes, if nodes > 1."""
     format: Format
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ class DoctorConfig(Config):
     """Keys of `doctor`: those of the training that the machine is checked for, and some of its own."""
 
     gpus: int | None
-    """Ranks on this machine; null: its number of GPUs, or 2 without GPUs."""
+    """Number of ranks on this machine; null: its number of GPUs, or 2 without GPUs."""
     nodes: int
 
     def __post_init__(self) -> None:
@@ -103,10 +103,10 @@ class DoctorConfig(Config):
 
 @dataclass(kw_only=True, slots=True)
 class TrainedModelConfig:
-    """The trained model that answers."""
+    """Keys of the trained model that answers questions."""
 
     checkpoint: str
-    """Folder of a run, or a model folder: ours, transformers' or the original's."""
+    """Folder of a run, or a model folder (this project's, transformers' or the original LLaVA's)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -119,28 +119,31 @@ class EvaluateConfig:
     task: Task
     """Kind of questions, and how their answers are scored."""
     questions: str | None
-    """File of questions; task=conversations takes data.path instead."""
+    """File of questions; task=conversations uses data.path instead."""
     annotations: str | None
-    """Right answers, if the file of questions has none: VQAv2's or TextVQA's annotations, POPE's label file or the
-    folder of them, ScienceQA's problems.json or its folder."""
+    """Files with the right answers, if the file of questions has none: VQAv2's or TextVQA's annotations, POPE's
+    label file or the folder of them, ScienceQA's problems.json or its folder."""
     split: str
     """Split of ScienceQA's problems, if questions=problems.json: test, val, minival, ..."""
     suffix: bool
-    """End every question with the original's last line for its task."""
+    """Whether to end every question with the last line that the original LLaVA uses for the task."""
     answers: str | None
-    """JSON Lines file of the answers, written as they come and continued after an interruption; null: not kept."""
+    """JSON Lines file to which answers are written as they come, and which is continued after an interruption; null:
+    not kept."""
     submission: str | None
-    """File of the answers as VQAv2's and VizWiz's servers take them: a JSON list, prepared as the original does."""
+    """File of the answers in the format that VQAv2's and VizWiz's servers take: a JSON list, prepared as the
+    original does."""
     limit: int | None
-    """Most questions; null: all."""
+    """Largest number of questions to answer; null: all."""
     batch_size: int
-    """Most answers that are generated at once."""
+    """Largest number of answers that are generated at once."""
     max_new_tokens: int
-    """Most tokens of an answer."""
+    """Largest number of tokens of an answer."""
     show: int
     """Number of answers that are printed."""
     blank: bool | None
-    """Answer every question a second time with an image of the mean colour; null: with task=conversations."""
+    """Whether to answer every question a second time with an image of the mean colour; null: only with
+    task=conversations."""
     format: Format
 
     def __post_init__(self) -> None:
@@ -169,26 +172,27 @@ class ChatConfig:
 
     model: TrainedModelConfig
     image: str | None
-    """An image file, or several: [a.jpg, b.jpg]."""
+    """Path of an image file, or several: [a.jpg, b.jpg]."""
     question: str | None
-    """A single question; null: a conversation in the terminal."""
+    """A single question to answer; null: a conversation in the terminal."""
     max_new_tokens: int
-    """Most tokens of an answer."""
+    """Largest number of tokens of an answer."""
     temperature: float
-    """Temperature of sampling; 0: always the likeliest token."""
+    """Temperature of sampling; 0: always the most likely token."""
     top_p: float
-    """With a temperature: sample from the likeliest tokens whose probabilities add up to this."""
+    """Share of probability to sample from: the most likely tokens whose probabilities add up to this; needs a
+    temperature."""
     seed: int | None
-    """With a temperature: seed of sampling; null: another one every time."""
+    """Seed of sampling; null: another one every time."""
     serve: bool
-    """Serve a page for the browser instead of the terminal."""
+    """Whether to serve a page for the browser instead of a conversation in the terminal."""
     host: str
     """Address that the page listens on."""
     port: int
     max_upload_mb: int
     """Largest image that can be uploaded to the page, in MiB."""
     max_images: int
-    """Most images of a conversation on the page."""
+    """Largest number of images in a conversation on the page."""
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "max_upload_mb", "max_images"):
@@ -212,28 +216,30 @@ class ConversionConfig:
     """Keys of `export`: convert a model from one format into another."""
 
     source: str
-    """A run, one of its checkpoints, or a model folder: ours, transformers' or the original's."""
+    """Model to convert: a run, one of its checkpoints, or a model folder (this project's, transformers' or the
+    original's)."""
     to: str | None
-    """Folder to write."""
+    """Folder to write the converted model to."""
     accept: list[str]
     """Paths in `source` of files that were changed on purpose: only their digests are written anew."""
     format: FolderFormat
-    """Which program the folder is for."""
+    """Program that the written folder is for."""
     dtype: KeptDType
-    """Dtype of the weights; keep: as in the source."""
+    """Dtype of the written weights; keep: as in the source."""
     merge: bool
-    """If the source has adapters, true writes a whole model with them merged into it, false a folder of adapters."""
+    """Whether to merge the source's adapters into a whole model; false writes a folder of adapters."""
     base: str | None
-    """Language model or whole LLaVA model that the source's adapters are for; null: the one that the source names."""
+    """Language model or whole LLaVA model that the source's adapters belong to; null: the one that the source names."""
     language: str | None
-    """Language model, for a source that has a projector only."""
+    """Language model to use if the source has a projector only."""
     vision: str | None
-    """Vision tower, instead of the one that an original's folder names; a folder in the original's format names it."""
+    """Vision tower to use instead of the one that an original's folder names; a folder in the original's format
+    names it."""
     template: str
-    """Conversation template, for a source that does not name its own."""
+    """Conversation template to record if the source does not name its own."""
     image_aspect_ratio: AspectRatio | None
     """How images are fitted into the vision tower's square; null: as in the source."""
     overwrite: bool
-    """Replace the model folder `to`, if there is one."""
+    """Whether to replace the model folder `to`, if there is one."""
     verify: bool
-    """Load what was written and compare its logits with the source's."""
+    """Whether to load what was written and compare its logits with the source's."""

@@ -1,4 +1,4 @@
-"""Keys of the data: sources, sampling order and the validation set."""
+"""Configuration keys of the data: sources, sampling order and the validation set."""
 
 import math
 import re
@@ -21,28 +21,28 @@ from llava_fsdp.config.enums import (
 from llava_fsdp.runtime.errors import ConfigError
 
 MOST_EPOCHS = 1000
-"""Largest `epochs` of a source."""
+"""Largest allowed value of `epochs` of a data source."""
 HELDOUT = "heldout.json"
-"""File of the embedded dataset's validation records."""
+"""File name of the embedded dataset's validation records."""
 
 
 @dataclass(kw_only=True, slots=True)
 class StageConfig:
     name: str
     corpus: str
-    """File of the embedded dataset: captions, instructions or heldout; other datasets ignore it."""
+    """File of the embedded dataset to train on: captions, instructions or heldout; other datasets ignore it."""
 
 
 @dataclass(kw_only=True, slots=True)
 class SourceConfig:
-    """One of several sources of a dataset."""
+    """Keys of one of several sources of a dataset."""
 
     path: str
-    """File of records, as data.path."""
+    """File of records, in one of the formats of data.path."""
     images: str | None = None
-    """Folder of their images; null: data.images."""
+    """Folder of the source's images; null: data.images."""
     epochs: float | None = None
-    """How often an epoch has each of its records; null: once."""
+    """How often each record of the source is in an epoch; null: once."""
     weight: float | None = None
     """Share of an epoch's samples, relative to the other sources' weights; an epoch then has as many samples as all
     sources together have records."""
@@ -60,58 +60,60 @@ class SourceConfig:
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
     source: Source
-    """shapes: the embedded dataset; llava_json: records in files."""
+    """Kind of dataset. shapes: the embedded dataset; llava_json: records in files."""
     root: str | None
-    """Folder in which the embedded dataset is drawn; other datasets ignore it."""
+    """Folder in which the files of the embedded dataset are generated; other datasets ignore it."""
     path: str | None
-    """A JSON list, JSON Lines or Parquet file of LLaVA records."""
+    """File of LLaVA records: a JSON list, JSON Lines or Parquet."""
     images: str | None
-    """Folder that the paths of the records' images are relative to."""
+    """Folder that the image paths in records are relative to."""
     sources: dict[str, SourceConfig]
     """Several sources by name, instead of `path`."""
     index: str | None
-    """Folder of the dataset's index; null: the (first) file of records with `.index` behind its name."""
+    """Folder of the dataset's index; null: the path of the (first) file of records with `.index` appended."""
     examine: Examine
-    """How much of every image is read before the first training."""
+    """Whether every image is decoded completely before the first training, or only its size is read."""
     allow_links: bool
-    """Whether symbolic links in the folder of images may lead out of it."""
+    """Whether symbolic links in the folder of images may lead to files outside of the folder."""
     bad_records: BadRecords
-    """What happens with records that cannot be trained on: fail ends the run before training begins, or where an image
-    breaks later; skip continues without them, on every rank alike, and lists them in skipped_records.jsonl."""
+    """What happens with records that cannot be trained on. fail: ends the run, before training begins or when an
+    image breaks later; skip: continues without them, on every rank alike, and lists them in skipped_records.jsonl."""
     max_bad_records: str
-    """Most records that data.bad_records=skip skips: a share of all (`0.1%`, rounded down) or a number (`20`)."""
+    """Largest number of records that data.bad_records=skip skips: a share of all (`0.1%`, rounded down) or a number
+    (`20`)."""
     template: str
-    """Conversation template."""
+    """Name of the conversation template."""
     image_aspect_ratio: AspectRatio
     """How an image is fitted into the vision tower's square."""
     grid_pinpoints: list[list[int]]
-    """anyres only: sizes [width, height] in pixels that an image may be fitted into, multiples of the vision tower's;
-    empty: LLaVA-NeXT's, 1x2, 2x1, 2x2, 3x1 and 1x3 times the vision tower's."""
+    """anyres only: sizes [width, height] in pixels that an image may be fitted into, multiples of the vision tower's
+    size; empty: LLaVA-NeXT's, 1x2, 2x1, 2x2, 3x1 and 1x3 times that size."""
     pixels: Pixels
-    """exact: images as a viewer shows them; llava_v1_5: as the original reads them (no EXIF orientation, 16-bit
-    and floating point values clipped, transparency ignored, anyres as square); fast: close to exact, in fewer
-    operations."""
+    """How image files are decoded to pixels. exact: as an image viewer shows them; llava_v1_5: as the original reads
+    them (no EXIF orientation, 16-bit and floating point values clipped, transparency ignored, anyres as square);
+    fast: close to exact, in fewer operations."""
     max_length: int
-    """Most tokens of a sample, image tokens included."""
+    """Largest number of tokens of a sample, image tokens included."""
     too_long: TooLong
-    """What happens with longer samples."""
+    """What happens with samples of more than data.max_length tokens."""
     special_tokens: SpecialTokens | None = None
-    """text: special tokens in a record's text (`</s>`) are tokenized as any other text; parse: they become the tokens
+    """How special tokens in a record's text (`</s>`) are tokenized. text: as any other text; parse: to the tokens
     that they name; null: text, but parse with labels=llava_v1_5, as the original does."""
     max_record_bytes: int = 4 << 20
-    """Most bytes of one record in its file; a larger one is skipped without being parsed, as it would take too much
-    memory (docs/data.md)."""
+    """Largest number of bytes of one record in its file; a larger one is skipped without being parsed, as it would
+    take too much memory (docs/data.md)."""
     workers: int | None
-    """Processes that prepare batches on each rank; 0: batches are prepared between steps; null: up to 4, as cores
-    allow."""
+    """Number of processes that prepare batches on each rank; 0: batches are prepared between steps; null: up to 4,
+    as cores allow."""
     prefetch: int
-    """Steps that each worker prepares ahead."""
+    """Number of steps that each worker process prepares ahead."""
     stall: int
     """Seconds without progress on one record after which a worker that training waits for counts as stalled."""
 
     @property
     def trained_aspect(self) -> AspectRatio:
-        """The aspect ratio in use: the original trains anyres as square (LLaVA train.py:702-718)."""
+        """The image aspect ratio that is used: with data.pixels=llava_v1_5, anyres becomes square as in the original
+        (LLaVA train.py:702-718)."""
         as_square = self.image_aspect_ratio is AspectRatio.anyres and self.pixels is Pixels.llava_v1_5
         return AspectRatio.square if as_square else self.image_aspect_ratio
 
@@ -122,11 +124,11 @@ class DataConfig:
 
     @property
     def source_names(self) -> list[str]:
-        """Names of all sources in order; a single source without a name has that of its file."""
+        """Names of all data sources in order; a single source without a name gets the name of its file."""
         return list(self.sources) or [Path(str(self.path)).stem]
 
     def budget(self, records: int) -> int:
-        """Most records of `records` that may be skipped."""
+        """Largest number of the `records` records that may be skipped."""
         if self.max_bad_records.endswith("%"):
             return math.floor(Fraction(self.max_bad_records[:-1]) * records / 100)
         return int(self.max_bad_records)
@@ -167,47 +169,52 @@ class DataConfig:
 @dataclass(kw_only=True, slots=True)
 class SamplerConfig:
     name: SamplerName
-    """shuffle: a permutation by (seed, epoch), the same on any number of ranks; llava_v1_5: the original's samplers,
-    whose order depends on the number of ranks and on micro_batch_size."""
+    """Order of the samples. shuffle: a permutation by (seed, epoch), the same on any number of ranks; llava_v1_5:
+    the original's samplers, whose order depends on the number of ranks and on micro_batch_size."""
     group_by_modality_length: bool
-    """llava_v1_5 only: use the sampler that groups samples with and without images, and of similar lengths."""
+    """llava_v1_5 only: whether to use the sampler that groups samples with and without images, and of similar
+    lengths."""
 
 
 @dataclass(kw_only=True, slots=True)
 class HeldOutConfig:
-    """One of several files of validation records."""
+    """Keys of one of several files of validation records."""
 
     path: str
     images: str | None = None
-    """Folder of their images; null: val.images."""
+    """Folder of the file's images; null: val.images."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ValConfig:
-    """Validation records, on which a run is measured while it trains. Nothing here changes what is trained."""
+    """Keys of the validation records, on which a run is measured while it trains. They do not change what is
+    trained."""
 
     every: int | None
-    """Steps between two validations, with one more after the last step; null: no validation."""
+    """Number of steps between two validations, with one more after the last step; null: no validation."""
     path: str | None
-    """File of validation records, as data.path; null: with data=shapes the embedded validation set."""
+    """File of validation records, in one of the formats of data.path; null: with data=shapes the embedded validation
+    set."""
     images: str | None
-    """Folder of their images; null: data.images."""
+    """Folder of the validation records' images; null: data.images."""
     sources: dict[str, HeldOutConfig]
-    """Several files by name, instead of `path`; each gets a loss of its own."""
+    """Several files of validation records by name, instead of `path`; each gets a loss of its own."""
     index: str | None
-    """Folder of their index; null: the (first) file with `.index` behind its name."""
+    """Folder of the validation records' index; null: the path of the (first) file with `.index` appended."""
     limit: int | None
-    """Most records of each file, spread evenly over it; null: all."""
+    """Largest number of records of each file, spread evenly over it; null: all."""
     answers: int
-    """Questions that the model answers and that are scored, spread evenly over the records; 0: the loss alone."""
+    """Number of questions that the model answers and that are scored, spread evenly over the records; 0: only the
+    loss is computed."""
     batch_size: int
-    """Most answers that a rank generates at once; fewer if they need more than half of a micro-batch's tokens."""
+    """Largest number of answers that a rank generates at once; fewer if they need more than half of a micro-batch's
+    tokens."""
     max_new_tokens: int
-    """Most tokens of an answer."""
+    """Largest number of tokens of an answer."""
     metric: Metric
     """How an answer is scored."""
     shown: int
-    """Number of answers that validation.jsonl keeps of each validation."""
+    """Number of answers of each validation that are written to validation.jsonl."""
 
     def __post_init__(self) -> None:
         for name in ("every", "limit", "batch_size", "max_new_tokens"):

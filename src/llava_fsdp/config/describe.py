@@ -1,4 +1,4 @@
-"""Descriptions of the values that a key takes, by the type of its field, for error messages."""
+"""Describe the values that a configuration key takes, by the type of its field, for error messages."""
 
 import types
 import typing
@@ -11,13 +11,14 @@ WORDS = {
     "tokens_per_micro_batch": "a number of tokens, auto or null",
     "profile_steps": "the first and the last step to profile, as [10, 12], or null",
 }
-"""Descriptions of keys whose type says too little."""
+"""Descriptions of the values of keys whose type says too little."""
 PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 MANY = {int: "whole numbers", float: "numbers", str: "texts"}
 
 
 def takes(schema: Any, key: str) -> str | None:
-    """Describe what a key of a schema takes; None for a group of keys, or a name that the user chose.
+    """Describe in words the values that a configuration key takes; None for a group of keys, or a name that the user
+    chooses.
 
     Args:
         key: dotted, with `[index]` behind it for an item of a list.

@@ -1,4 +1,4 @@
-"""Keys of sharding, precision, activation checkpointing, offload and communication."""
+"""Configuration keys of sharding, precision, activation checkpointing, offload and communication."""
 
 from dataclasses import dataclass
 
@@ -18,14 +18,14 @@ from llava_fsdp.runtime.errors import ConfigError
 @dataclass(kw_only=True, slots=True)
 class ShardingConfig:
     strategy: Strategy
-    """Strategy of the ZeRO table (distributed/zero.py)."""
+    """Sharding strategy, from the table in distributed/zero.py."""
     shard_size: int | None
     """Hybrid strategies only: number of ranks that share one copy of the model; null: the ranks of one node."""
     prefetch: int | None = None
-    """Number of units whose all-gathers begin before the unit in front of them runs, forward and backward; null:
-    FSDP2's own prefetching of the next unit."""
+    """Number of FSDP units whose all-gathers begin ahead of the unit that runs, forward and backward; null: FSDP2's
+    own prefetching of the next unit."""
     blocks_per_unit: int = 1
-    """Number of blocks that are gathered and reduced together."""
+    """Number of blocks that are gathered and reduced together as one FSDP unit."""
 
     def __post_init__(self) -> None:
         at_least("sharding.blocks_per_unit", self.blocks_per_unit, 1)
@@ -41,18 +41,20 @@ class ShardingConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ScalerConfig:
-    """Factor on the loss that keeps fp16 gradients from vanishing; DeepSpeed's five settings."""
+    """Keys of the loss scale that keeps fp16 gradients from vanishing; DeepSpeed's five settings."""
 
     scale: float | None = None
-    """A fixed factor; null: a dynamic one, halved when gradients overflow and doubled after `window` steps without."""
+    """A fixed loss scale; null: a dynamic one, halved when gradients overflow and doubled after `window` steps
+    without."""
     initial_power: int = 16
-    """The dynamic factor begins at 2 ** initial_power."""
+    """Exponent of the first dynamic loss scale, which is 2 ** initial_power."""
     window: int = 1000
-    """Steps without an overflow after which the factor is doubled."""
+    """Number of steps without an overflow after which the loss scale is doubled."""
     hysteresis: int = 2
-    """Number of overflows from which on each halves the factor; a doubling starts the count anew."""
+    """Number of overflows until the loss scale is halved, and halved again at each further one; a doubling starts
+    the count anew."""
     minimum: float = 1.0
-    """Smallest factor; a step that overflows with it ends the run."""
+    """Smallest loss scale; a step that overflows with it ends the run."""
 
     def __post_init__(self) -> None:
         above_zero("precision.scaler.scale", self.scale, "; null chooses a dynamic one")
@@ -69,20 +71,20 @@ class ScalerConfig:
 @dataclass(kw_only=True, slots=True)
 class PrecisionConfig:
     param_dtype: DType
-    """Dtype of forward and backward, and of frozen weights."""
+    """Dtype of the forward and backward pass, and of frozen weights."""
     reduce_dtype: DType
     """Dtype in which gradients are added over micro-batches and ranks."""
     norm_dtype: DType
-    """Dtype in which norms compute; their weights have it, too, if it is not param_dtype."""
+    """Dtype in which norms compute; their weights are stored in it, too, if it is not param_dtype."""
     master_dtype: MasterDType
     """Dtype of trainable weights and of their gradients at the update; bf16 weights are rounded at random, so that
     small updates are not lost on average."""
     moment_dtype: MomentDType
     """Dtype of the optimizer's two moments between steps; they are computed in fp32."""
     linear: LinearKind
-    """Format of the products in the linear layers of the language model's blocks."""
+    """Number format of the matrix products in the linear layers of the language model's blocks."""
     scaler: ScalerConfig
-    """Loss scaling; param_dtype=fp16 only."""
+    """Loss scaling, for param_dtype=fp16 only."""
 
     def __post_init__(self) -> None:
         for key in ("norm_dtype", "reduce_dtype"):
@@ -113,7 +115,8 @@ class ActivationCheckpointingConfig:
     mode: ActivationCheckpointing
     """What a block keeps of its activations for the backward pass."""
     budget: float | None
-    """budget only: share of a compiled block's activations that is kept, 0 (its input alone) to 1 (all worth it)."""
+    """budget only: share of a compiled block's activations that is kept, from 0 (only the block's input) to 1
+    (everything that saves recomputation)."""
 
     def __post_init__(self) -> None:
         is_budget = self.mode is ActivationCheckpointing.budget
@@ -134,7 +137,7 @@ class OffloadConfig:
     mode: OffloadMode
     """What is kept outside of the device's memory."""
     folder: str | None
-    """nvme only: folder on a local disk; null: output_dir. The files there have no name and end with the process."""
+    """nvme only: folder on a local disk; null: output_dir. The files there have no name and vanish with the process."""
 
     def __post_init__(self) -> None:
         if self.folder is not None and self.mode is not OffloadMode.nvme:
@@ -147,11 +150,12 @@ class OffloadConfig:
 @dataclass(kw_only=True, slots=True)
 class CommConfig:
     timeout: int
-    """Most seconds that a collective waits for the slowest rank."""
+    """Seconds that a collective waits for the slowest rank before it fails."""
     init_timeout: int
-    """The same until the first step is over, as weights are loaded and kernels compiled before."""
+    """Seconds that a collective waits until the first step is over: weights are loaded and kernels compiled in that
+    time."""
     warn_after: int
-    """Seconds after which ranks that wait log for whom."""
+    """Seconds after which waiting ranks log which ranks they wait for."""
 
     def __post_init__(self) -> None:
         for name in ("timeout", "init_timeout", "warn_after"):

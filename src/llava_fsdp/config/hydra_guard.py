@@ -1,4 +1,4 @@
-"""Checks of a command line before Hydra sees it: no secrets, and no Python that Hydra would call.
+"""Check a command line before Hydra reads it: no secrets, and no Python that Hydra would call.
 
 Hydra instantiates classes that its own `hydra` node names (launcher, sweeper, callbacks, logging) before our code sees
 a configuration. Words that set this node, and every YAML file of a `--config-dir`, are therefore read first. Imports
@@ -22,13 +22,15 @@ FOLDER_FLAGS = ("--config-dir", "-cd")
 PATH_FLAGS = ("--config-path", "-cp")
 FLAGS = (*FOLDER_FLAGS, *PATH_FLAGS)
 SETTABLE = ("mode", "verbose", "sweep", "launcher", "sweeper")
-"""Keys below `hydra` that may be set; their groups are hydra/launcher, hydra/sweeper and hydra/sweeper/..."""
+"""Keys below `hydra` that users may set; their groups are hydra/launcher, hydra/sweeper and hydra/sweeper/..."""
 CALLS = re.compile(rf"(?<!\w)(?:{'|'.join(TARGETS)}|custom_search_space)(?!\w)|oc\.(?:create|decode)\b")
-"""Keys by which Hydra or its Optuna plugin call Python, and resolvers that could make such a key out of a text."""
+"""Pattern of the keys by which Hydra or its Optuna plugin call Python, and of resolvers that could make such a key
+out of a text."""
 
 
 def check_command_line(words: list[str]) -> None:
-    """Check the words behind a program's name.
+    """Check the command-line arguments for secrets, for settings that are fixed, and for Python that Hydra would
+    call.
 
     Raises:
         ConfigError: one holds a secret, sets what is fixed, or Hydra would call what it or a YAML file names.
@@ -51,7 +53,7 @@ def check_command_line(words: list[str]) -> None:
 
 
 def flag_values(words: list[str]) -> dict[str, str]:
-    """`--flag value` and `--flag=value`, by flag."""
+    """Values of the folder and path flags on a command line (`--flag value` or `--flag=value`), by flag."""
     values = {}
     for word, behind in itertools.zip_longest(words, words[1:], fillvalue=""):
         flag, equals, value = word.partition("=")
@@ -61,7 +63,7 @@ def flag_values(words: list[str]) -> dict[str, str]:
 
 
 def refuse_secrets(words: list[str]) -> None:
-    """Raises ConfigError where a word sets a key that a secret belongs to, or has one for its value."""
+    """Raise ConfigError if an argument sets a key that is named like a secret, or contains one."""
     for word in words:
         key, equals, _ = word.partition("=")
         if (equals and is_secret_name(key.rpartition(".")[2])) or has_secret(word):
@@ -73,13 +75,13 @@ def refuse_secrets(words: list[str]) -> None:
 
 
 def refuse_calls(text: str, shown: str) -> None:
-    """Raises ConfigError where a setting could make Hydra call Python."""
+    """Raise ConfigError if a setting could make Hydra call Python."""
     if CALLS.search(text):
         raise ConfigError(f"{shown}: no configuration may name Python to call; take it out")
 
 
 def check_hydra_key(key: str, value: str, shown: str) -> None:
-    """Check one setting; those that are not Hydra's pass.
+    """Check one setting: raise if it is one of Hydra's own keys and not among those that users may set.
 
     Args:
         key: dotted, or a group; a package may stand behind its `@`.
@@ -103,7 +105,7 @@ def check_hydra_key(key: str, value: str, shown: str) -> None:
 
 
 def yaml_files(folder: str) -> Iterator[Path]:
-    """Every YAML file below a folder, through links to folders too; each folder once."""
+    """Yield every YAML file below a folder, also through links to folders; each folder once."""
     seen: set[str] = set()
     for place, folders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
@@ -115,7 +117,7 @@ def yaml_files(folder: str) -> Iterator[Path]:
 
 
 def check_yaml(path: Path, inside: Path) -> None:
-    """Check one file of a --config-dir.
+    """Check one YAML file of a --config-dir.
 
     Args:
         inside: its path within that folder, which makes it a choice of a group.
@@ -143,6 +145,7 @@ def check_yaml(path: Path, inside: Path) -> None:
 
 
 def default_of(keys: list[str], value: str) -> tuple[str, str]:
-    """Group and choice of an entry of a defaults list: `- override /GROUP: CHOICE`, or `- GROUP/CHOICE` (no keys)."""
+    """Parse an entry of a Hydra defaults list into group and choice: `- override /GROUP: CHOICE`, or `-
+    GROUP/CHOICE` (`keys` is empty)."""
     group, choice = (".".join(keys), value) if keys else value.rpartition("/")[::2]
     return re.sub(r"^(?:(?:override|optional)\s+)*/?", "", group), choice

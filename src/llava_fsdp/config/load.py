@@ -1,4 +1,4 @@
-"""Typed objects from a composed Hydra configuration, and clear errors for wrong keys and values."""
+"""Convert a composed Hydra configuration to typed objects, with clear errors for wrong keys and values."""
 
 import difflib
 import re
@@ -20,19 +20,19 @@ from llava_fsdp.runtime.redact import has_secret, is_secret_variable
 
 T = TypeVar("T")
 NAMED: Mapping[str, type] = MappingProxyType({"data.sources.": SourceConfig, "val.sources.": HeldOutConfig})
-"""Prefixes that a name chosen by the user follows, and the class behind such a name."""
+"""Key prefixes that are followed by a name that the user chooses, and the class of the keys behind that name."""
 SOURCES = tuple(NAMED)
 
 
 def config_dir() -> Path:
-    """The folder of YAML files: in the package if it was installed from a wheel, else in the checkout."""
+    """Folder of the YAML files: in the package if it was installed from a wheel, else in the checkout."""
     here = Path(__file__).parents[1]
     packaged = here / "conf"
     return packaged if packaged.is_dir() else here.parents[1] / "conf"
 
 
 def load(schema: type[T], node: DictConfig) -> T:
-    """Turn a composed configuration into an object of `schema`.
+    """Convert a composed configuration to an object of the class `schema`, and check it.
 
     Raises:
         ConfigError: a key that no class here has, a value of another type, or one that a check refuses; the message
@@ -58,8 +58,8 @@ def load(schema: type[T], node: DictConfig) -> T:
 
 
 def refuse_calls(node: DictConfig) -> None:
-    """Raise ConfigError for a key that names Python to call, and for a value that reads a secret from the
-    environment."""
+    """Raise ConfigError for a configuration key by which Hydra would call Python, and for a value that would read a
+    secret from the environment."""
     raw = OmegaConf.to_container(without_hydra(node), resolve=False)
     for name, key in keys_of(raw):
         if key in TARGETS:
@@ -78,7 +78,7 @@ def without_hydra(node: DictConfig) -> DictConfig:
 
 
 def describe_error(schema: Any, node: DictConfig, error: OmegaConfBaseException) -> str:
-    """Describe OmegaConf's error by the key, its value and what the key takes."""
+    """Turn OmegaConf's error into a message with the key, its value and what the key takes."""
     key = str(error.full_key or error.key)
     try:
         value: object = OmegaConf.select(node, key)
@@ -100,7 +100,7 @@ def describe_error(schema: Any, node: DictConfig, error: OmegaConfBaseException)
 
 
 def schema_keys(schema: Any, prefix: str = "") -> list[str]:
-    """All dotted keys of a schema."""
+    """All dotted keys of a configuration class, groups included."""
     keys = []
     for key in fields(schema):
         keys.append(prefix + key.name)
@@ -110,7 +110,7 @@ def schema_keys(schema: Any, prefix: str = "") -> list[str]:
 
 
 def refuse_unknown_keys(schema: Any, node: DictConfig) -> None:
-    """Raise ConfigError for a key that nothing reads: Hydra's `+key=value` adds any."""
+    """Raise ConfigError for a key that no configuration class has; Hydra's `+key=value` would add any."""
     known = schema_keys(schema)
 
     def visit(part: DictConfig, prefix: str) -> None:
@@ -132,7 +132,8 @@ def refuse_unknown_keys(schema: Any, node: DictConfig) -> None:
 
 
 def did_you_mean(name: str, known: list[str]) -> str:
-    """Suggest the present name of an old key, or the nearest key; a dotted name gets no group as a suggestion."""
+    """Suggestion for an unknown key: its present name if it was renamed, else the nearest key; for a dotted name
+    only full keys, never a group such as `data`."""
     if new := present_key(name):
         return f"; it is called {new} now"
     groups = {key.rpartition(".")[0] for key in known}

@@ -1,4 +1,4 @@
-"""Keys of the model: its parts, adapters and quantization."""
+"""Configuration keys of the model: its parts, adapters and quantization."""
 
 import math
 import re
@@ -11,24 +11,24 @@ from llava_fsdp.runtime.errors import ConfigError
 
 @dataclass(kw_only=True, slots=True)
 class LoraConfig:
-    """Low-rank adapters (arXiv 2106.09685) in the linear layers of the language model's and the vision tower's blocks,
-    of those that `model.train` names; the layers' own weights are frozen. The defaults are the original's recipe."""
+    """Low-rank adapters (LoRA, arXiv 2106.09685) in the linear layers of the blocks of the parts that `model.train`
+    names (language model, vision tower); the layers' own weights are frozen. Defaults are the original LLaVA's."""
 
     enabled: bool = False
     r: int = 128
     """Rank of the adapters."""
     alpha: float = 256
-    """The adapter's output is multiplied by alpha / r, or by alpha / sqrt(r) with use_rslora."""
+    """Numerator of the factor on an adapter's output: alpha / r, or alpha / sqrt(r) with use_rslora."""
     dropout: float = 0.05
     """Dropout rate of an adapter's input; the dropped values depend on the sample, not on the number of ranks."""
     bias: LoraBias = LoraBias.none
-    """Biases that train beside the adapters."""
+    """Biases that are trained beside the adapters."""
     use_dora: bool = False
-    """Weight-decomposed adapters (arXiv 2402.09353): train the length of every row of a weight, too."""
+    """Whether to train the norm of every row of a weight, too (weight-decomposed adapters, DoRA, arXiv 2402.09353)."""
     use_rslora: bool = False
-    """Rank-stabilised scaling (arXiv 2312.03732)."""
+    """Whether to scale adapters by alpha / sqrt(r) (rank-stabilised, arXiv 2312.03732)."""
     checkpoint: str | None = None
-    """Folder of an adapter to continue from (ours, peft's or the original's); null: a new adapter."""
+    """Folder of an adapter to continue from (this project's, peft's or the original LLaVA's); null: a new adapter."""
 
     def __post_init__(self) -> None:
         at_least("model.lora.r", self.r, 1)
@@ -49,12 +49,12 @@ class LoraConfig:
 
 @dataclass(kw_only=True, slots=True)
 class QuantizeConfig:
-    """Quantization of the frozen language model by bitsandbytes; it computes in precision.param_dtype."""
+    """Quantization of the frozen language model by bitsandbytes; computation is in precision.param_dtype."""
 
     mode: Quantizer = Quantizer.none
     """Format of the quantized weights."""
     double: bool = True
-    """nf4 and fp4 only: quantize the scales of the blocks of 64 weights, too, to 8 bits."""
+    """nf4 and fp4 only: whether to quantize the scales of the blocks of 64 weights to 8 bits, too."""
 
     def __post_init__(self) -> None:
         if not self.double and self.mode is Quantizer.none:
@@ -69,32 +69,37 @@ class ModelConfig:
     vision: str
     """Folder or hub name of the vision tower; `package:NAME` is a folder shipped with this package."""
     checkpoint: str | None
-    """A whole LLaVA model to start from (ours, transformers' or the original's); language and vision then only
-    fill in what it lacks, such as the config of the vision tower that an original's folder names."""
+    """A whole LLaVA model to start from (this project's, transformers' or the original's); language and vision are
+    then used only for what it lacks, such as the config of the vision tower that an original's folder names."""
     projector: str
-    """`random`, `auto` (the stage=pretrain run beside output_dir), or a run, folder or file with a projector."""
+    """Source of the projector's weights: `random`, `auto` (the stage=pretrain run beside output_dir), or a run,
+    folder or file with a projector."""
     projector_type: str
-    """linear, mlp2x_gelu, mlp3x_gelu, ..., identity (LLaVA multimodal_projector/builder.py:33-51)."""
+    """Type of projector: linear, mlp2x_gelu, mlp3x_gelu, ..., identity (LLaVA
+    multimodal_projector/builder.py:33-51)."""
     select_layer: int
-    """Hidden state of the vision tower that is the image's feature: -2 is the output of the last layer but one."""
+    """Number of the vision tower's hidden state that gives the image features: -2 is the output of the last layer
+    but one."""
     patch_merge: PatchMerge
-    """anyres only: how the tiles of an image make one sequence. flat: one after the other; spatial: line by line of
-    the whole image; spatial_unpad: as spatial, without the padding, with a learned vector at the end of each line."""
+    """anyres only: how the tiles of an image are joined to a sequence. flat: one after the other; spatial: row by
+    row of the whole image; spatial_unpad: as spatial, without the padding, with a learned vector at the end of each
+    row."""
     select_feature: Feature
-    """patch drops the CLS token (CLIP); full keeps every token (vision towers without CLS)."""
+    """Which of the vision tower's tokens are used: patch drops the CLS token (CLIP); full keeps every token (vision
+    towers without CLS)."""
     image_start_end: bool
-    """Put <im_start> and <im_end> around every image (the original's mm_use_im_start_end); the tokenizer must have
-    both, as that of a checkpoint trained with them has."""
+    """Whether to put <im_start> and <im_end> around every image (the original's mm_use_im_start_end); the tokenizer
+    must have both, as that of a checkpoint trained with them has."""
     random_weights: bool
-    """Draw the weights from the seed: the folders of language and vision have a config only."""
+    """Whether to draw all weights from the seed; the folders of language and vision then need only a config."""
     train: list[Part]
-    """Parts that train; with lora.enabled by adapters, but for the projector, which always trains whole."""
+    """Parts to train; with lora.enabled through adapters, except the projector, which is always trained whole."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
 
     @property
     def plain(self) -> "ModelConfig":
-        """The same model without adapters and quantization."""
+        """The same model configuration without adapters and quantization."""
         return replace(self, lora=LoraConfig(), quantize=QuantizeConfig())
 
     @property

@@ -1,4 +1,4 @@
-"""Checks of the paths that a configuration names, before anything is read. Imports no torch."""
+"""Check the paths that a configuration names, before anything is read. Imports no torch."""
 
 import os
 import re
@@ -22,7 +22,7 @@ def check_places(cfg: Config) -> None:
     """
     read = places_read(cfg)
     absent = [f"{key}={name}" for key, name in read.items() if not exists(name)]
-    if len(absent) > 1:  # a single one gets a better message from the code that reads it
+    if len(absent) > 1:  # the code that reads it has a better message for a single missing path
         raise ConfigError(
             f"{len(absent)} paths do not exist: {', '.join(absent)}; relative paths begin at {os.getcwd()}"
         )
@@ -33,7 +33,9 @@ def check_places(cfg: Config) -> None:
             continue
         # images are read by name, so that the run may write below their folder, which may be `/`
         within = place in out.parents and not key.endswith(".images")
-        inside = key == "model.lora.checkpoint" and out in place.parents  # a new start would move it away
+        inside = (
+            key == "model.lora.checkpoint" and out in place.parents
+        )  # a new start would move this adapter folder away
         if inside:
             raise ConfigError(f"{key}={name} is within output_dir={cfg.output_dir}; give another output_dir")
         if out == place or within:
@@ -44,7 +46,7 @@ def check_places(cfg: Config) -> None:
 
 
 def places_read(cfg: Config) -> dict[str, str]:
-    """Paths that a training reads, by key; without names on the hub or in the package."""
+    """Paths that a training reads, by configuration key; without names on the Hugging Face hub or in the package."""
     paths: dict[str, str | None] = {}
     is_read = {"data": cfg.data.source is not Source.shapes, "val": cfg.val.every is not None}
     for group in (group for group, read in is_read.items() if read):
@@ -70,7 +72,7 @@ def places_read(cfg: Config) -> dict[str, str]:
 def exists(name: str) -> bool:
     try:
         return Path(name).exists()
-    except (OSError, ValueError):  # too long, or with a NUL in it
+    except (OSError, ValueError):  # the name is too long, or has a NUL in it
         return False
 
 
@@ -78,7 +80,7 @@ PLACES = re.compile(
     r"model\.(language|vision|checkpoint|projector|lora\.checkpoint)|offload\.folder|"
     r"(data|val)\.(.+\.)?(path|images|root|index)"
 )
-"""Keys of paths that may differ between machines, each of which has its own copy."""
+"""Pattern of the keys whose paths may differ between machines, each of which has its own copy."""
 
 
 def check_same_settings(cfg: Config, gather: Callable[[list[dict[str, str]]], list[dict[str, str]]]) -> None:

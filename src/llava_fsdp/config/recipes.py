@@ -1,4 +1,4 @@
-"""Differences between a run's configuration and the recipe files of its stage and model. Imports no torch."""
+"""Compare a run's configuration with the recipe in the YAML files of its stage and model. Imports no torch."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -15,11 +15,11 @@ from llava_fsdp.config.tree import dotted, written
 from llava_fsdp.runtime.redact import redact_values, secrets_of
 
 Difference = list[str]
-"""key, the recipe's value, the run's"""
+"""One difference from the recipe: [key, the recipe's value, the run's value]."""
 
 
 def differences(cfg: Config, words: list[str]) -> list[Difference] | None:
-    """List the keys whose values differ from those of the run's stage and model alone; secrets are hidden.
+    """List the keys whose values differ from the recipe for the run's stage and model; secrets are hidden.
 
     Args:
         words: the command line, which may name a folder of the user's own YAML files.
@@ -38,7 +38,8 @@ def differences(cfg: Config, words: list[str]) -> list[Difference] | None:
 
 
 def recipe_of(cfg: Config, words: list[str]) -> dict[str, Any] | None:
-    """Values by dotted key of the configuration with this stage, model and kind of data, and nothing else set."""
+    """Values, by dotted key, of the configuration that only sets this run's stage, model and kind of data; None if
+    there is none."""
     flags = flag_values(words)
     folder = next((flags[flag] for flag in FOLDER_FLAGS if flag in flags), None)
     chosen = [f"stage={cfg.stage.name}", f"model={cfg.model.name}", f"data={cfg.data.source.value}"]
@@ -56,7 +57,7 @@ def recipe_of(cfg: Config, words: list[str]) -> dict[str, Any] | None:
 
 
 def values_of(cfg: Config) -> dict[str, Any]:
-    """Values of a typed configuration by dotted key."""
+    """Convert a typed configuration to values by dotted key."""
     tree = OmegaConf.to_container(OmegaConf.create(asdict(cfg), flags={"allow_objects": True}), enum_to_str=True)
     assert isinstance(tree, dict)
     return dotted({str(key): value for key, value in tree.items()})

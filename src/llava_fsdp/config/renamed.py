@@ -1,4 +1,5 @@
-"""Old names of keys, values, files and columns: for error messages, and to read what older versions wrote."""
+"""Tables of old names of configuration keys, values, files and columns, for error messages and to read what older
+versions wrote."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,19 +12,19 @@ KEYS: Mapping[str, str] = MappingProxyType({
     "data.bad": "data.bad_records",
     "data.bad_budget": "data.max_bad_records",
 })  # fmt: skip
-"""Old key or group to the present one; what follows a group's name is unchanged."""
+"""Old key or group -> present one; the part of a key that follows a group's name is unchanged."""
 VALUES: Mapping[tuple[str, str], str] = MappingProxyType({
     ("data.bad_records", "quarantine"): "skip",
     ("data.too_long", "quarantine"): "skip",
     ("data.pixels", "lean"): "fast",
 })  # fmt: skip
-"""Present key and old value to the present value."""
+"""(Present key, old value) -> present value."""
 OLD_FILES: Mapping[str, str] = MappingProxyType({"quarantine.jsonl": "skipped_records.jsonl"})
-"""Old name of a file in the run folder to the present one."""
+"""Old name of a file in the run folder -> present name."""
 
 
 def present_key(key: str) -> str | None:
-    """The present name of an old dotted key; None where the key was not renamed."""
+    """Present name of an old dotted key; None if the key was not renamed."""
     for old, new in KEYS.items():
         if key == old or key.startswith(f"{old}."):
             return new + key.removeprefix(old)
@@ -31,7 +32,7 @@ def present_key(key: str) -> str | None:
 
 
 def present_tree(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested configuration that an older version wrote, with the present keys and values."""
+    """Convert a nested configuration that an older version wrote to the present keys and values."""
     present: dict[str, Any] = {}
     for key, value in tree.items():
         name = KEYS.get(f"{prefix}{key}", f"{prefix}{key}")
@@ -44,7 +45,7 @@ def present_tree(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def present_row(row: Any) -> Any:
-    """A row of `metrics.jsonl` with the present column; anything else is returned unchanged."""
+    """Convert a row of `metrics.jsonl` to the present column names; anything else is returned unchanged."""
     if isinstance(row, dict) and "quarantined" in row:
         row = {**row, "skipped_records": row["quarantined"]}
         del row["quarantined"]

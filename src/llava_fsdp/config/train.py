@@ -1,4 +1,4 @@
-"""Keys of the optimizer, loss, checkpoints, export and trackers; and `Config`, all keys of a training."""
+"""Configuration keys of the optimizer, loss, checkpoints, export and trackers; and `Config`, all keys of a training."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,24 +36,24 @@ from llava_fsdp.runtime.errors import ConfigError
 @dataclass(kw_only=True, slots=True)
 class OptimConfig:
     lr: float
-    """Peak learning rate of all parts without one of their own."""
+    """Peak learning rate of all parts that have no learning rate of their own."""
     projector_lr: float | None
     """Peak learning rate of the projector; null: lr."""
     vision_lr: float | None
     """Peak learning rate of the vision tower; null: lr."""
     weight_decay: float
-    """Weight decay of AdamW; not for biases and norms."""
+    """Weight decay of AdamW; not applied to biases and norms."""
     beta1: float
     beta2: float
     eps: float
     clip: float | None
-    """Largest norm of all gradients together; larger ones are scaled down to it; null: no clipping."""
+    """Largest norm of all gradients together; larger gradients are scaled down to it; null: no clipping."""
     schedule: Schedule
-    """Shape of the learning rate after the warm-up."""
+    """Shape of the learning rate schedule after the warm-up."""
     warmup_ratio: float
     """Share of all steps in which the learning rate rises from 0."""
     warmup_steps: int | None
-    """Steps of warm-up; null: warmup_ratio of all steps."""
+    """Number of warm-up steps; null: warmup_ratio of all steps."""
 
     def __post_init__(self) -> None:
         for name in ("lr", "projector_lr", "vision_lr", "weight_decay", "eps"):
@@ -79,10 +79,10 @@ class CompatConfig:
 @dataclass(kw_only=True, slots=True)
 class LossConfig:
     normalize: Normalize
-    """step: the sum over label tokens divided by the label tokens of the whole step on all ranks, however it is split
-    into micro-batches; micro_batch: the original's mean of the micro-batches' means."""
+    """What the loss is divided by. step: the sum over label tokens divided by the label tokens of the whole step on
+    all ranks, however it is split into micro-batches; micro_batch: the original's mean of the micro-batches' means."""
     chunk_tokens: int
-    """Label tokens whose logits are in memory at once."""
+    """Number of label tokens whose logits are in memory at once."""
     kernel: LossKernel
     """Implementation of the loss."""
 
@@ -93,20 +93,22 @@ class LossConfig:
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
     every: int | None
-    """Steps between two checkpoints; null: one at the end of the run."""
+    """Number of steps between two checkpoints; null: one at the end of the run."""
     keep: int
     """Number of the newest valid checkpoints that are kept."""
     keep_every: int | None
-    """Checkpoints whose step is a multiple of this are never deleted; null: none are kept for this reason."""
+    """Number whose multiples are steps with checkpoints that are never deleted; null: none."""
     resume: str
-    """auto: from the newest valid checkpoint in output_dir; never: start over; else a `step-NNNNNN` folder."""
+    """Checkpoint to start from. auto: the newest valid one in output_dir; never: start over; else a `step-NNNNNN`
+    folder."""
     strict: bool
-    """With resume=auto: fail if the newest checkpoint is damaged, instead of a warning and the one before it."""
+    """With resume=auto: whether to fail if the newest checkpoint is damaged, instead of warning and using the one
+    before it."""
     asynchronous: bool
-    """Write to disk while training continues from a copy in host memory; steps wait for the disk if the copy does not
-    fit, or with offload=nvme."""
+    """Whether to write checkpoints while training continues, from a copy in host memory; steps wait for the disk if
+    the copy does not fit, or with offload=nvme."""
     on_save_error: OnSaveError
-    """What follows if a checkpoint cannot be written: raise ends the run, warn continues it."""
+    """What happens if a checkpoint cannot be written: raise ends the run, warn continues it."""
 
     def __post_init__(self) -> None:
         at_least("checkpoint.every", self.every, 1)
@@ -117,20 +119,23 @@ class CheckpointConfig:
 @dataclass(kw_only=True, slots=True)
 class ExportConfig:
     enabled: bool
-    """Write the trained model in transformers' format into output_dir/export at the end."""
+    """Whether to write the trained model in transformers' format into output_dir/export at the end."""
     dtype: DType
     verify: bool
-    """Load the exported model with transformers and compare its logits before the run counts as done."""
+    """Whether to load the exported model with transformers and compare its logits before the run counts as done."""
     merge: bool = True
-    """With adapters: export the base with the adapters merged into it. The adapters alone are always in adapter/."""
+    """With adapters: whether to export the base with the adapters merged into it. The adapters alone are always in
+    adapter/."""
 
 
 @dataclass(kw_only=True, slots=True)
 class NumericConfig:
     max_consecutive_skips: int
-    """Most consecutive steps that are skipped because their gradients are not finite; one more ends the run."""
+    """Largest number of consecutive steps that are skipped because their gradients are not finite; one more ends the
+    run."""
     spike_sigma: float | None
-    """Warn of a loss this many standard deviations above the mean of the steps before; null: never."""
+    """Number of standard deviations above the mean of the preceding losses from which a loss is warned about; null:
+    no warning."""
 
     def __post_init__(self) -> None:
         at_least("numeric.max_consecutive_skips", self.max_consecutive_skips, 0)
@@ -139,21 +144,22 @@ class NumericConfig:
 
 @dataclass(kw_only=True, slots=True)
 class TrackConfig:
-    """Trackers that get the rows of `metrics.jsonl` and `validation.jsonl`; rank 0 writes to them."""
+    """Keys of the trackers (TensorBoard, Weights & Biases) that get the rows of `metrics.jsonl` and
+    `validation.jsonl`; rank 0 writes to them."""
 
     tensorboard: bool = False
-    """Write event files to output_dir/tensorboard."""
+    """Whether to write event files to output_dir/tensorboard."""
     wandb: WandbMode = WandbMode.off
     """Whether and how Weights & Biases records the run."""
     project: str = "llava_fsdp"
-    """Project in Weights & Biases."""
+    """Name of the project in Weights & Biases."""
     name: str | None = None
     """Name of the run in Weights & Biases; null: the name of output_dir."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Config:
-    """One training run."""
+    """All configuration keys of a training run."""
 
     stage: StageConfig
     model: ModelConfig
@@ -172,55 +178,58 @@ class Config:
     numeric: NumericConfig
     val: ValConfig
     output_dir: str
-    """Run folder: checkpoints, logs, metrics and the export."""
+    """Folder of the run: checkpoints, logs, metrics and the export."""
     private: bool
-    """Make files and a new output_dir readable by their user alone."""
+    """Whether files and a new output_dir are readable by their user alone."""
     labels: Parity
-    """exact: every answer is supervised; llava_v1_5: as in the original's preprocessing, which masks whole samples
-    (LLaVA train.py:332-655)."""
+    """Which tokens are labels. exact: every answer is supervised; llava_v1_5: as in the original's preprocessing,
+    which masks whole samples (LLaVA train.py:332-655)."""
     seed: int
     epochs: int
     max_steps: int | None
-    """Steps after which training ends; null: every epoch to its end."""
+    """Number of steps after which training ends; null: every epoch to its end."""
     global_batch_size: int
-    """Samples of a step, on all ranks together."""
+    """Number of samples of a step, on all ranks together."""
     micro_batch_size: int
-    """Most rows that a rank runs at once; with pack=true as many times data.max_length tokens."""
+    """Largest number of rows that a rank runs at once; with pack=true as many times data.max_length tokens."""
     pack: bool
-    """Lay the samples of a micro-batch end to end in one row, each attending to itself alone; else pad rows."""
+    """Whether to pack the samples of a micro-batch end to end into one row, each attending to itself alone; else
+    rows are padded."""
     tokens_per_micro_batch: int | str | None
-    """pack=true only: most tokens a rank runs at once; null: micro_batch_size * data.max_length; auto: the planner
-    chooses when a training begins, and the run records its choice."""
+    """pack=true only: largest number of tokens that a rank runs at once; null: micro_batch_size * data.max_length;
+    auto: the planner chooses when a training begins, and the run records its choice."""
     attention: Attention
     """Implementation of attention."""
     compile: bool | str
     """Whether torch.compile compiles each block of the language model; auto: on CUDA with Triton."""
     log_every: int
-    """Steps between two lines on a plain terminal."""
+    """Number of steps between two lines of progress on a plain terminal."""
     gc_every: int | None
-    """Steps between two runs of Python's garbage collector, at the same steps on all ranks; null: Python decides."""
+    """Number of steps between two runs of Python's garbage collector, at the same steps on all ranks; null: Python
+    decides."""
     deterministic: bool
-    """Use bitwise repeatable kernels on CUDA; a CPU run is always repeatable."""
+    """Whether to use bitwise repeatable kernels on CUDA; a CPU run is always repeatable."""
     profile: bool
-    """Write a trace of some steps, a CUDA memory snapshot and a page of where the time goes to output_dir/profile."""
+    """Whether to write a trace of some steps, a CUDA memory snapshot and a page of where the time goes to
+    output_dir/profile."""
     profile_steps: list[int] | None
     """First and last step to profile, counted from 1 where this start begins; null: 10 to 12, or the last three of a
     shorter start."""
     track: TrackConfig = field(default_factory=TrackConfig)
     dry_run: int | None
-    """Number of ranks to imagine: run two steps of one rank and report its memory; nothing is trained or written."""
+    """Number of ranks to simulate: run two steps of one rank and report its memory; nothing is trained or written."""
     format: Format
     """Format of what dry_run prints."""
 
     @property
     def row_tokens(self) -> int:
-        """Most tokens of a packed row."""
+        """Largest number of tokens of a packed row."""
         assert not isinstance(self.tokens_per_micro_batch, str), "the planner has replaced auto before"
         return self.tokens_per_micro_batch or self.micro_batch_size * self.data.max_length
 
     @property
     def held_out(self) -> Self:
-        """The configuration that reads the records of `val` once, and as this one reads its own."""
+        """The configuration of the validation data: reads the records of `val` once, with this run's data settings."""
         val, files = self.val, self.val.sources
         embedded = str(Path(self.data.root or ".") / HELDOUT) if self.data.source is Source.shapes else None
         data = replace(
@@ -234,13 +243,14 @@ class Config:
 
     @property
     def trained_template(self) -> str:
-        """The conversation template in use: the original's --version v0 trains with v1 (LLaVA train.py:894-908)."""
+        """The conversation template that is used: the original's --version v0 trains with v1 (LLaVA
+        train.py:894-908)."""
         is_v0 = self.data.template == "v0" and self.labels is Parity.llava_v1_5
         return "v1" if is_v0 else self.data.template
 
     @property
     def trained_special_tokens(self) -> SpecialTokens:
-        """`data.special_tokens`, or the default that goes with `labels`."""
+        """How special tokens are tokenized: `data.special_tokens`, or the default that goes with `labels`."""
         is_original = self.labels is Parity.llava_v1_5
         return self.data.special_tokens or (SpecialTokens.parse if is_original else SpecialTokens.text)
 
@@ -251,7 +261,7 @@ class Config:
 
     @property
     def has_auto(self) -> bool:
-        """Whether a key is left to the planner."""
+        """Whether a key is set to `auto`, for the planner to choose."""
         return (
             self.sharding.strategy is Strategy.auto
             or self.activation_checkpointing.mode is ActivationCheckpointing.auto

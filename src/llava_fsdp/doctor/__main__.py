@@ -1,4 +1,4 @@
-"""The entry `python -m llava_fsdp.doctor`; see main.py."""
+"""Entry point of `python -m llava_fsdp.doctor`, the command that checks this machine for a training (see main.py)."""
 
 from llava_fsdp.runtime.log import leave_noise_out
 

@@ -1,4 +1,4 @@
-"""The table of all checks in their order, and how long each may take."""
+"""All checks of this machine in their order, with the time that each may take."""
 
 import os
 import socket
@@ -18,16 +18,16 @@ from llava_fsdp.runtime.errors import LlavaFsdpError
 from llava_fsdp.runtime.os_errors import existing, free_bytes
 
 USUAL = 30.0
-"""Seconds that a probe may take."""
+"""Seconds that a check may take."""
 SLOW = 240.0
-"""Seconds for a probe that imports torch and transformers, on a busy machine."""
+"""Seconds that a check may take if it imports torch and transformers, on a busy machine."""
 
 
 @dataclass(frozen=True)
 class Check:
     group: str
     name: str
-    """Name of the row if the probe itself fails."""
+    """Name of the printed row if the check itself fails with an error."""
     probe: Callable[[Context], Iterable[Finding]]
     seconds: float = USUAL
 
@@ -93,7 +93,9 @@ def output(context: Context) -> Iterator[Finding]:
         return
     keep, needs, needed = context.cfg.checkpoint.keep, context.known_needs, 0
     if needs is not None:
-        needed = needs.checkpoint * (keep + 1) + needs.export  # the next is written before the oldest is deleted
+        needed = (
+            needs.checkpoint * (keep + 1) + needs.export
+        )  # the next checkpoint is written before the oldest is deleted
     what = f"{keep + 1} checkpoints and the export take"
     cure = "make room, or give an output_dir on a larger disk"
     cure += "; or keep fewer checkpoints: checkpoint.keep=2, the fewest" if keep > 2 else ""
@@ -136,7 +138,7 @@ def places(context: Context) -> Iterator[Finding]:
     yield from config_checks.judge_places(context.cfg)
     read = places_read(context.cfg)
     for finding in config_checks.judge_model(context.cfg, os.environ, config_checks.hub_cache(os.environ)):
-        # a missing model can still be planned, by the shapes that the package knows
+        # memory can be planned even if the model is missing, from the model shapes that the package knows
         if finding.level is Level.FAIL and exists(read.get(finding.name, "\0")):
             context.unreadable = finding.name
         yield finding
@@ -193,9 +195,9 @@ CHECKS = (
 
 
 def run_check(check: Check, context: Context) -> list[Finding]:
-    """Run a probe. One that raises or does not end in time is a finding too.
+    """Run one check. An error in the check, or a check that does not end in time, becomes a row of the report too.
 
-    It runs in a thread, which is abandoned if it hangs on a disk or a driver that does not answer.
+    The check runs in a thread, which is abandoned if it hangs on a disk or a driver that does not answer.
     """
     found: list[Finding] = []
     failed: list[Finding] = []

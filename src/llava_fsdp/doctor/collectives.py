@@ -1,4 +1,4 @@
-"""Start ranks that send each other data, and report where they are stuck."""
+"""Check communication: start ranks that exchange data, and report in which collective they hang."""
 
 import contextlib
 import os
@@ -16,11 +16,11 @@ from llava_fsdp.runtime.humanize import readable
 from llava_fsdp.runtime.process_end import without_launcher
 
 LIMIT = 60.0
-"""Seconds that the ranks may take."""
+"""Seconds that all ranks of the communication check may take."""
 PROGRAM = ("-m", "llava_fsdp.doctor.collectives_worker")
 MORE = "NCCL_DEBUG=INFO prints more; NCCL_P2P_DISABLE=1 avoids access to each other's memory"
 LOOPBACK = "GLOO_SOCKET_IFNAME=lo lets them use loopback"
-# By the last stage that a rank has reached: what it hangs in, and the cure on GPUs and on the CPU.
+# last stage that a rank has reached -> (where it hangs, what to do on GPUs, what to do on the CPU)
 STUCK = {
     "": ("has not started", f"run it by hand: torchrun --standalone --nproc-per-node 2 {' '.join(PROGRAM)} /tmp", ""),
     "started": ("has not met the others", "localhost and this machine's name must lead here (/etc/hosts)", ""),
@@ -37,10 +37,10 @@ STUCK = {
 
 
 def try_ranks(count: int, on_gpus: bool, limit: float = LIMIT, program: Sequence[str] = PROGRAM) -> Iterator[Finding]:
-    """Start ranks under torchrun, as a training does, and wait for them at most `limit` seconds.
+    """Start ranks with torchrun, as a training does, and wait at most `limit` seconds for their collectives.
 
     Args:
-        program: arguments of `python` in each rank, before a folder, into which the program writes the stages.
+        program: arguments of `python` in each rank; the last argument is added: a folder for the reached stages.
     """
     name = f"{count} ranks, {'NCCL' if on_gpus else 'gloo'}"
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder, open(Path(folder) / "output", "w+") as output:
@@ -71,7 +71,7 @@ def try_ranks(count: int, on_gpus: bool, limit: float = LIMIT, program: Sequence
 
 
 def stages_of(folder: Path, count: int) -> list[str]:
-    """The last stage that each rank has reached; empty: none."""
+    """The last stage (started, joined, ...) that each rank has reached; empty string: none."""
     stages = []
     for rank in range(count):
         lines = []
@@ -82,7 +82,8 @@ def stages_of(folder: Path, count: int) -> list[str]:
 
 
 def stuck(name: str, stages: Sequence[str], limit: float, on_gpus: bool) -> Finding:
-    """Name the ranks that are behind the others, or all if all are equal, and what they hang in."""
+    """A failed check that names the ranks that are behind the others (or all if all are equal) and the collective in
+    which they hang."""
     order = list(STUCK)
     places = [order.index(stage.split()[0] if stage else "") for stage in stages]
     first = min(places)
@@ -93,7 +94,7 @@ def stuck(name: str, stages: Sequence[str], limit: float, on_gpus: bool) -> Find
 
 
 def reason(output: str) -> str:
-    """The most telling error line in the output of torchrun and its ranks."""
+    """The most informative error line in the output of torchrun and its ranks."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if re.search(r"(?i)^\S*(\[rank\d+\]:)?.*\b\w*(error|exception)\b.*:", line)]
     of_ranks = [line for line in errors if "ChildFailedError" not in line and "torch.distributed.elastic" not in line]
@@ -101,7 +102,7 @@ def reason(output: str) -> str:
 
 
 def end(process: subprocess.Popen) -> None:
-    """End torchrun, whose ranks end with it."""
+    """End a torchrun process; its ranks end with it."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             process.send_signal(number)

@@ -1,7 +1,8 @@
-"""A rank of doctor's network test: it joins the others as a training does, and checks the results of collectives.
+"""Program of one rank in doctor's network test: joins the process group as a training does, and checks the results of
+collectives.
 
 `torchrun --nnodes 2 --nproc-per-node 8 ... -m llava_fsdp.doctor.collectives_worker FOLDER` tests several machines. Each
-rank writes the stages that it has reached into FOLDER/rank-R.
+rank R writes the stages that it has reached into FOLDER/rank-R.
 """
 
 import os
@@ -59,7 +60,7 @@ def expect(found: torch.Tensor, wanted: torch.Tensor | float, what: str) -> None
 
 
 def speed(device: torch.device, size: int) -> float:
-    """Bytes per second that each rank sends in an all-reduce, as nccl-tests counts them."""
+    """Bytes per second that each rank sends in an all-reduce, computed as in nccl-tests."""
     count = (64 if device.type == "cuda" else 4) * MIB
     values = torch.ones(count // 4, device=device)
     dist.all_reduce(values)

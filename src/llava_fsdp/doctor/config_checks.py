@@ -1,4 +1,4 @@
-"""Check the paths, the model and the memory that the configuration needs."""
+"""Check the paths, the model and the memory that a training's configuration needs."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def judge_places(cfg: Config) -> Iterator[Finding]:
-    """Check that every path the training reads exists, and that it does not write into one of them."""
+    """Check that every path that the training reads exists, and that `output_dir` is not one of these paths."""
     paths = places_read(cfg)
     missing = {key: name for key, name in paths.items() if not exists(name)}
     for key, name in missing.items():
@@ -33,10 +33,10 @@ def judge_places(cfg: Config) -> Iterator[Finding]:
 
 
 def judge_model(cfg: Config, environment: Mapping[str, str], cache: Path) -> Iterator[Finding]:
-    """Check where the model's parts are: on this machine, in the hub's cache, or to be downloaded.
+    """Check where each part of the model is: on this machine, in the Hugging Face cache, or still to be downloaded.
 
     Args:
-        cache: the cache folder of the hub's client.
+        cache: the cache folder of the Hugging Face hub client.
     """
     names = {"model.language": cfg.model.language, "model.vision": cfg.model.vision}
     if cfg.model.checkpoint is not None:
@@ -60,7 +60,7 @@ def judge_model(cfg: Config, environment: Mapping[str, str], cache: Path) -> Ite
 
 
 def judge_folder(cfg: ModelConfig, key: str, name: str) -> Finding:
-    """Check that the configuration of a part of the model can be read. Weights are not read."""
+    """Check that the configuration in a model folder can be read. Weights are not read."""
     from llava_fsdp.model.pretrained import read_config  # loads torch and transformers
     from llava_fsdp.plan.model_shapes import shapes_of
 
@@ -74,13 +74,13 @@ def judge_folder(cfg: ModelConfig, key: str, name: str) -> Finding:
 
 
 def hub_cache(environment: Mapping[str, str]) -> Path:
-    """The cache folder of the hub's client."""
+    """The cache folder of the Hugging Face hub client."""
     home = environment.get("HF_HOME") or str(Path("~/.cache/huggingface").expanduser())
     return Path(environment.get("HF_HUB_CACHE") or f"{home}/hub")
 
 
 def judge_plan(needs: Needs, on_gpus: bool) -> Iterator[Finding]:
-    """Check that a rank fits into its device at the worst moment of a step."""
+    """Check that a rank's memory, at the peak of a step, fits into its GPU (or its share of the host's memory)."""
     row = needs.row
     total = row.bytes["total"]
     result = f"{readable(total)} of {readable(row.usable)} for tensors, a rank on {needs.machine}"
@@ -93,10 +93,10 @@ def judge_plan(needs: Needs, on_gpus: bool) -> Iterator[Finding]:
 
 
 def judge_taken(needs: Needs, free: Mapping[int, int]) -> Iterator[Finding]:
-    """Check that other processes leave enough of each GPU for a rank.
+    """Check that other processes leave enough memory on each GPU for a rank.
 
     Args:
-        free: free bytes of each GPU by its index.
+        free: free bytes of each GPU, by index.
     """
     total = needs.row.bytes["total"]
     tight = [index for index, count in free.items() if count < total <= needs.row.usable]
@@ -107,7 +107,7 @@ def judge_taken(needs: Needs, free: Mapping[int, int]) -> Iterator[Finding]:
 
 
 def judge_bf16(cfg: Config, devices: list[dict]) -> Iterator[Finding]:
-    """Check that the GPUs can compute in the chosen precision."""
+    """Check that the GPUs support the chosen precision."""
     lacking = [index for index, device in enumerate(devices) if not device["bf16"]]
     wants = cfg.precision.param_dtype.value == "bf16"
     if lacking and wants:
@@ -118,7 +118,8 @@ def judge_bf16(cfg: Config, devices: list[dict]) -> Iterator[Finding]:
 
 
 def data_paths(cfg: Config) -> tuple[dict[str, Path], dict[str, Path]]:
-    """Files of records and folders of images, by key; none for the embedded dataset, which is drawn."""
+    """Files of records and folders of images that the configuration names, by key; none for the generated example
+    dataset."""
     if cfg.data.source is Source.shapes:
         return {}, {}
     paths = {key: Path(name) for key, name in places_read(cfg).items() if exists(name)}

@@ -1,4 +1,4 @@
-"""The training that a machine is examined for, and values that several probes need, each computed once."""
+"""The training for which this machine is checked, and values that several checks need, each computed once."""
 
 import os
 from dataclasses import dataclass
@@ -18,23 +18,23 @@ CPU_RANKS = 2
 
 @dataclass(frozen=True)
 class Needs:
-    """What the training takes by its plan. Sizes are in bytes."""
+    """Memory and disk space that the training needs, from the memory plan. Sizes are in bytes."""
 
     row: "PlanRow"
     machine: str
     checkpoint: int
     export: int
     step: int
-    """A rank's part of a step, which is in memory until the rank takes it."""
+    """Size of a rank's share of a step's batch, which is prepared in advance and kept in memory."""
 
 
 class Context:
-    """A configuration on this machine."""
+    """The configuration of the training, and facts about this machine, for all checks."""
 
     def __init__(self, cfg: DoctorConfig):
         self.cfg = cfg
         self.unreadable: str | None = None
-        """Key of a part of the model that cannot be read. Then nothing can be planned, and one row reports it."""
+        """Configuration key of a model part that cannot be read; memory is then not planned, and one row says so."""
 
     @cached_property
     def smi(self) -> list[SmiGpu]:
@@ -42,7 +42,7 @@ class Context:
 
     @property
     def gpus(self) -> list[SmiGpu]:
-        """The GPUs of `smi` that the ranks run on."""
+        """The GPUs, as nvidia-smi reports them, that the ranks would run on."""
         return seen_gpus(self.smi, os.environ.get("CUDA_VISIBLE_DEVICES"), self.cfg.gpus)
 
     @cached_property
@@ -55,12 +55,12 @@ class Context:
 
     @property
     def ranks(self) -> int:
-        """Ranks on this machine."""
+        """Number of ranks on this machine."""
         return self.cfg.gpus or len(self.torch.devices) or CPU_RANKS
 
     @property
     def workers(self) -> int:
-        """Data workers of each rank."""
+        """Number of data workers of each rank."""
         workers = self.cfg.data.workers
         return self.host.data_workers(self.ranks) if workers is None else workers
 
@@ -70,7 +70,7 @@ class Context:
 
     @cached_property
     def needs(self) -> Needs:
-        """Plan the training; raises what a plan raises."""
+        """Plan the training's memory and disk space. Raises the errors of the planner."""
         import torch
 
         from llava_fsdp.distributed.memory import ITEM_SIZE, checkpoint_bytes
@@ -94,7 +94,7 @@ class Context:
 
     @cached_property
     def known_needs(self) -> Needs | None:
-        """None if nothing can be planned; the row of the plan, or of the model, reports why."""
+        """The planned memory and disk space; None if planning fails (another row reports why)."""
         if self.unreadable is not None:
             return None
         try:
@@ -104,5 +104,5 @@ class Context:
 
     @property
     def checkpoint(self) -> int:
-        """Bytes of a checkpoint; 0 if not known."""
+        """Size of a checkpoint in bytes; 0 if unknown."""
         return 0 if self.known_needs is None else self.known_needs.checkpoint

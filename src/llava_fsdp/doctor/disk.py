@@ -1,4 +1,4 @@
-"""Room and speed of the folders that a training writes to and reads from; a few seconds at most."""
+"""Check free space and speed of the folders that a training writes and reads, within a few seconds."""
 
 import contextlib
 import os
@@ -17,26 +17,27 @@ MIB = 1 << 20
 BLOCK = 8 * MIB
 MOST = 256 * MIB
 SECONDS = 2.0
-"""Time of each measurement, apart from the read or write that is under way when it is over."""
+"""Seconds after which a speed measurement stops, once its current read or write is finished."""
 IMAGES = 64
 SLOW_SAVE = 600
-"""Writing a checkpoint for more seconds than this is called slow."""
+"""Seconds for writing a checkpoint above which a disk is reported as slow."""
 SLOW_READ = 20 * MIB
-"""Reading a dataset at fewer bytes per second is called slow."""
+"""Bytes per second below which reading a dataset is reported as slow."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Bytes per second."""
+    """Speed of a disk in bytes per second."""
 
     write: float
-    """Includes the fsync."""
+    """Write speed, including the fsync."""
     read: float
-    """Without the file cache, if the system lets it be dropped."""
+    """Read speed, without the file cache if the system allows dropping it."""
 
 
 def measure(folder: Path, most: int = MOST) -> Speed:
-    """Write a file without a name, which cannot be left behind, force it to the disk, and read it."""
+    """Measure a folder's disk speed: write an unnamed temporary file, which cannot be left behind, fsync it and read
+    it."""
     block = os.urandom(MIB) * (BLOCK // MIB)  # a disk that compresses would seem too fast
     with tempfile.TemporaryFile(dir=folder) as file:
         handle, written, start = file.fileno(), 0, time.monotonic()
@@ -63,9 +64,12 @@ def read_speed(handle: int, most: int = MOST) -> float:
 
 
 def judge_room(name: str, folder: Path, free: int, needed: int, what: str, cure: str) -> Iterator[Finding]:
-    """
+    """Check that a folder's disk has enough free bytes and inodes.
+
     Args:
-        needed: bytes; 0: unknown.
+        needed: bytes that the training writes there; 0: unknown.
+        what: what needs them, for the printed result.
+        cure: advice if there is too little space.
     """
     result = f"{folder}: {readable(free)} free" + (f", {what} {readable(needed)}" if needed else "")
     if needed > free:
@@ -79,9 +83,10 @@ def judge_room(name: str, folder: Path, free: int, needed: int, what: str, cure:
 def judge_speed(
     name: str, folder: Path, checkpoint: int, measured: Callable[[Path], Speed] = measure
 ) -> Iterator[Finding]:
-    """
+    """Check how fast a folder's disk writes and reads, and how long writing a checkpoint takes.
+
     Args:
-        checkpoint: bytes; 0: unknown.
+        checkpoint: size of a checkpoint in bytes; 0: unknown.
     """
     try:
         speed = measured(folder)
@@ -101,7 +106,7 @@ def judge_speed(
 
 
 def check_writable(name: str, folder: Path) -> Iterator[Finding]:
-    """Check that a file can be created where the folder is, or will be."""
+    """Check that a file can be created in a folder, or in its nearest parent that exists."""
     place = existing(folder)
     try:
         with tempfile.TemporaryFile(dir=place):
@@ -112,7 +117,7 @@ def check_writable(name: str, folder: Path) -> Iterator[Finding]:
 
 
 def images_in(folder: Path, most: int = IMAGES) -> list[Path]:
-    """The first files below a folder that are found within `SECONDS`."""
+    """The first files below a folder, as many as are found within 2 seconds."""
 
     def files() -> Iterator[Path]:
         start = time.monotonic()
@@ -125,7 +130,7 @@ def images_in(folder: Path, most: int = IMAGES) -> list[Path]:
 
 
 def judge_images(name: str, paths: Iterable[Path]) -> Iterator[Finding]:
-    """Measure how fast single files are read, one after the other."""
+    """Measure how fast image files are read, one after the other."""
     count, files, start = 0, 0, time.monotonic()
     for path in paths:
         try:
@@ -150,7 +155,7 @@ def judge_images(name: str, paths: Iterable[Path]) -> Iterator[Finding]:
 
 
 def judge_records(name: str, path: Path) -> Iterator[Finding]:
-    """Measure how fast a file of records is read."""
+    """Measure how fast a dataset's file of records is read."""
     with open(path, "rb") as file:
         handle = file.fileno()
         count = os.fstat(handle).st_size

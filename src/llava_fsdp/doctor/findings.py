@@ -1,4 +1,4 @@
-"""Results of probes. Imports no torch, which may be what is broken."""
+"""Results of the checks of this machine. Imports no torch, which may itself be broken."""
 
 import subprocess
 from collections.abc import Sequence
@@ -9,21 +9,21 @@ from enum import Enum
 class Level(Enum):
     OK = "OK"
     WARN = "WARN"
-    """The training will run, but slower or not for certain."""
+    """The training will run, but slower, or possibly not."""
     FAIL = "FAIL"
-    """The training that was described will not run."""
+    """The training with the given configuration will not run."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A row of the report."""
+    """Result of one check: a row of the printed report."""
 
     level: Level
     name: str
-    """The thing that was examined."""
+    """Name of what was checked."""
     result: str
     cure: str = ""
-    """One line: what to do. Empty if nothing is wrong."""
+    """Advice in one line; empty if nothing is wrong."""
 
 
 def ok(name: str, result: str) -> Finding:
@@ -39,7 +39,7 @@ def fail(name: str, result: str, cure: str) -> Finding:
 
 
 def output_of(command: Sequence[str], seconds: float) -> str | None:
-    """Standard output of a program; None if it is missing, fails, or does not end in time."""
+    """Standard output of a program; None if the program is missing, fails, or does not end in time."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=False
@@ -50,7 +50,7 @@ def output_of(command: Sequence[str], seconds: float) -> str | None:
 
 
 def result_and_cure(error: Exception) -> tuple[str, str]:
-    """Split an error's message into what is wrong and the cure: the text after the last semicolon, or from `pip` on."""
+    """Split an error message into what is wrong and the advice: the text after the last semicolon, or from `pip` on."""
     for sign in ("; ", ": pip "):
         result, found, cure = str(error).rpartition(sign)
         if found:

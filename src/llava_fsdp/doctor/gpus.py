@@ -1,4 +1,4 @@
-"""Check the GPUs that the driver and torch see, and how they are connected."""
+"""Check the GPUs that the driver and torch report, and how they are connected."""
 
 import json
 import re
@@ -13,18 +13,19 @@ from llava_fsdp.runtime.visible_devices import visible_gpus
 
 MIB = 1 << 20
 SECONDS = 20
-"""Time limit of nvidia-smi, which is slow when GPUs are asleep."""
+"""Time limit of nvidia-smi in seconds; it is slow when GPUs are asleep."""
 TORCH_SECONDS = 90
-"""Time limit for importing torch and using every GPU once."""
+"""Time limit in seconds for importing torch and using every GPU once."""
 FIELDS = (
     "index", "name", "uuid", "memory.total", "memory.used", "driver_version", "compute_cap", "mig.mode.current",
     "ecc.errors.uncorrected.volatile.total",
 )  # fmt: skip
 QUERY = ["nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
 TAKEN = 0.1
-"""Share of a GPU's memory from which other processes' use of it is a warning."""
+"""Share of a GPU's memory above which use by other processes is reported as a warning."""
 SLOW_LINKS = ("SYS", "NODE", "PHB")
-"""Links through the CPU in nvidia-smi's topology. PIX and PXB are PCIe switches, NV4 is four NVLinks."""
+"""Connections between GPUs that pass through the CPU, as named in `nvidia-smi topo -m`. There PIX and PXB are PCIe
+switches, and NV4 means four NVLinks."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +45,19 @@ class SmiGpu:
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """What torch reports about itself and the GPUs, from a process of its own, which a broken driver may crash."""
+    """What torch reports about itself and the GPUs, collected in a separate process because a broken driver may crash
+    it."""
 
     version: str
     cuda: str | None
-    """Version that torch was built for; None: a CPU build."""
+    """CUDA version that torch was built for; None: a CPU build."""
     hip: str | None
     nccl: str | None
     available: bool
     devices: list[dict[str, Any]]
-    """name, capability, memory, bf16, error."""
+    """A dict for each GPU, with keys name, capability, memory, bf16, error."""
     no_peers: list[list[int]]
-    """Pairs of GPUs without access to each other's memory."""
+    """Pairs of GPUs that cannot access each other's memory."""
     error: str = ""
 
 
@@ -64,7 +66,7 @@ def read_smi() -> str | None:
 
 
 def parse_smi(text: str) -> list[SmiGpu]:
-    """Parse the output of nvidia-smi. Other lines are skipped; an unknown number counts as 0."""
+    """Parse nvidia-smi's output into GPUs. Other lines are skipped; an unknown number becomes 0."""
     gpus = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]
@@ -91,8 +93,8 @@ def seen_gpus(gpus: Sequence[SmiGpu], visible: str | None, count: int | None) ->
     """The GPUs that a training's ranks run on, in the order of the ranks.
 
     Args:
-        visible: CUDA_VISIBLE_DEVICES; None: not set. If it names MIG instances, all GPUs in MIG mode are returned: the
-            driver's list does not tell to which GPU an instance belongs.
+        visible: value of CUDA_VISIBLE_DEVICES; None: not set. If it names MIG instances, all GPUs in MIG mode are
+            returned: the driver's list does not say to which GPU an instance belongs.
         count: number of ranks; None: one on each GPU.
     """
     if visible is None:
@@ -117,10 +119,10 @@ def read_torch() -> TorchFacts:
 
 
 def judge_torch(facts: TorchFacts, gpus: Sequence[SmiGpu], visible: str | None) -> Iterator[Finding]:
-    """Compare torch, CUDA and NCCL with the GPUs that the driver reports.
+    """Compare the torch build (CUDA, NCCL) with the GPUs that the driver reports.
 
     Args:
-        visible: CUDA_VISIBLE_DEVICES.
+        visible: value of CUDA_VISIBLE_DEVICES; None: not set.
     """
     if facts.error:
         yield fail("torch", facts.error, f"run: {sys.executable} -c 'import torch; torch.cuda.init()'")
@@ -141,7 +143,7 @@ def judge_torch(facts: TorchFacts, gpus: Sequence[SmiGpu], visible: str | None) 
 
 
 def judge_gpus(gpus: Sequence[SmiGpu], facts: TorchFacts) -> Iterator[Finding]:
-    """Check each GPU: memory, what other processes use of it, memory errors, MIG."""
+    """Check each GPU: its memory, memory used by other processes, memory errors, MIG mode."""
     if not gpus and not facts.devices:
         yield ok("GPUs", "none: ranks run on the CPU, over gloo")
         return
@@ -200,7 +202,7 @@ def judge_links(matrix: str | None, facts: TorchFacts) -> Iterator[Finding]:
 
 
 def parse_links(matrix: str) -> dict[tuple[int, int], str]:
-    """The kind of link between every two GPUs."""
+    """The type of connection between each pair of GPUs: (index, index) -> `NV4`, `PIX`, `SYS` ..."""
     links = {}
     plain = re.sub(r"\x1b\[[0-9;]*m", "", matrix)  # the heading is underlined
     for line in plain.splitlines():
@@ -219,7 +221,7 @@ def pairs(found: Sequence[Sequence[int]], most: int = 4) -> str:
 
 
 def judge_count(needed: int, facts: TorchFacts, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Check that there is a GPU for each rank."""
+    """Check that there is a GPU for each rank of this machine."""
     count = len(facts.devices)
     if count and needed > count:
         visible = environment.get("CUDA_VISIBLE_DEVICES")

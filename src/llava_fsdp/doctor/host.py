@@ -1,4 +1,4 @@
-"""Check cores, memory, shared memory and limits of this machine or container."""
+"""Check CPU cores, memory, shared memory and process limits of this machine or container."""
 
 import os
 import resource
@@ -11,17 +11,19 @@ from llava_fsdp.runtime.humanize import readable
 
 GIB = 1 << 30
 FILES = 4096
-"""Open files that a process may need: sockets to other ranks, files of weights, images, shared memory of workers."""
+"""Number of open files that a process may need: sockets to other ranks, files of weights, images, shared memory of data
+workers."""
 MANY = 65536
-"""Open files that are enough for any training."""
+"""Number of open files that is enough for any training."""
 HEADROOM = 0.9
-"""Share of the host's memory that a training may be planned to take."""
+"""Share of the host's free memory that a training may be planned to use."""
 
 
 def judge_cores(host: Host, ranks: int, workers: int | None) -> Iterator[Finding]:
-    """
+    """Check that this machine has enough CPU cores for the ranks and their data workers.
+
     Args:
-        workers: data workers of each rank; None: chosen by the cores.
+        workers: data workers of each rank; None: chosen from the number of cores.
     """
     quota = f", {host.quota:.3g} by the container's quota" if host.quota is not None else ""
     result = f"{host.cores}{quota}, for {ranks} ranks"
@@ -37,10 +39,11 @@ def judge_cores(host: Host, ranks: int, workers: int | None) -> Iterator[Finding
 
 
 def judge_memory(host: Host, needed: int, what: str) -> Iterator[Finding]:
-    """
+    """Check that this machine has enough free memory for the training.
+
     Args:
-        needed: bytes of all ranks on this machine; 0: unknown.
-        what: what takes them.
+        needed: bytes that all ranks on this machine need; 0: unknown.
+        what: what needs them, for the printed result.
     """
     limit = f", {readable(host.limit)} for this container" if host.limit is not None else ""
     result = f"{readable(host.memory)}{limit}, {readable(host.free)} free"
@@ -55,16 +58,17 @@ def judge_memory(host: Host, needed: int, what: str) -> Iterator[Finding]:
 
 
 def read_shared(path: Path = Path("/dev/shm")) -> tuple[int, int]:
-    """Total and free bytes of shared memory."""
+    """Total and free bytes of shared memory (/dev/shm)."""
     found = os.statvfs(path)
     return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
 
 def judge_shared(total: int, free: int, needed: int, several: bool) -> Iterator[Finding]:
-    """Check shared memory, which holds the locks of data workers and NCCL's buffers between processes.
+    """Check that there is enough shared memory, which holds the locks of data workers and NCCL's buffers between
+    processes.
 
     Args:
-        needed: bytes of locks.
+        needed: bytes that the data workers' locks take.
         several: whether there are several GPUs.
     """
     result = f"/dev/shm of {readable(total)}, {readable(free)} free"
@@ -79,7 +83,7 @@ def judge_shared(total: int, free: int, needed: int, several: bool) -> Iterator[
 
 
 def read_limits() -> dict[str, int]:
-    """Soft limits of open files and locked memory, and the hard limit of open files; -1: no limit."""
+    """Limits of this process: soft and hard limit of open files, soft limit of locked memory in bytes; -1: no limit."""
     nofile, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return {"nofile": nofile, "hard": hard, "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]}
 

@@ -1,7 +1,7 @@
-"""Check this machine for a training: `python -m llava_fsdp.doctor stage=finetune model=llava_v1_5_7b ...`.
+"""Check this machine before a training: `python -m llava_fsdp.doctor stage=finetune model=llava_v1_5_7b ...`.
 
-Takes the keys of `train`. Checks software, GPUs, memory, disks and network, plans the training's memory, and starts
-ranks that send each other data. Exit code 0: no check fails; 2: some do, and their rows say what to do.
+Takes the same configuration keys as `train`. Checks software, GPUs, memory, disks and network, plans the training's
+memory, and starts ranks that exchange data. Exit code 0: no check fails; 2: some do, and their rows say what to do.
 """
 
 import json
@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def doctor(cfg: DoctorConfig) -> None:
-    """Run every check and print the results.
+    """Run every check of this machine and print the results.
 
     Raises:
         ConfigError: a check fails; the printed table says why.
@@ -53,7 +53,7 @@ def as_object(rows: list[tuple[str, Finding]]) -> dict:
 
 
 def show(rows: list[tuple[str, Finding]]) -> None:
-    """Print a table, with each cure below its result."""
+    """Print the results as a table, with the advice for a failed check below its result."""
     console = TextConsole(width=None if sys.stdout.isatty() else 140)
     table = Table("", "what", "result", title="this machine, for this training", title_justify="left")
     for column in table.columns:

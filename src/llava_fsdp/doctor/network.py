@@ -1,4 +1,4 @@
-"""Network interfaces and host names by which ranks find each other."""
+"""Check the network interfaces and host names with which ranks connect to each other."""
 
 import fcntl
 import socket
@@ -20,7 +20,7 @@ class Interface:
     address: str | None
     up: bool
     megabits: int | None
-    """Megabits per second; None: unknown."""
+    """Speed in megabits per second; None: unknown."""
 
 
 def read_interfaces(root: Path = Path("/sys/class/net")) -> list[Interface]:
@@ -34,7 +34,7 @@ def read_interfaces(root: Path = Path("/sys/class/net")) -> list[Interface]:
 
 
 def address_of(name: str) -> str | None:
-    """The IPv4 address, which torch's stores and gloo use first."""
+    """The IPv4 address of a network interface, which torch's stores and gloo prefer; None if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
@@ -44,7 +44,7 @@ def address_of(name: str) -> str | None:
 
 
 def read_infiniband(root: Path = Path("/sys/class/infiniband")) -> dict[str, str]:
-    """The state of each port of each card: `4: ACTIVE`."""
+    """The state of each InfiniBand port, by card and port: `4: ACTIVE`."""
     try:
         ports = sorted(root.glob("*/ports/*"))
     except OSError:
@@ -62,7 +62,7 @@ def lookup(host: str) -> str | None:
 def judge_interfaces(
     found: Sequence[Interface], ports: Mapping[str, str], environment: Mapping[str, str], nodes: int
 ) -> Iterator[Finding]:
-    """Report the interfaces, and check that those exist which the environment variables name."""
+    """Check and list the network interfaces, including those that NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name."""
     useful = [each for each in found if each.up and each.address is not None and each.name != "lo"]
     names = {each.name for each in found}
     for variable in CHOICES:
@@ -93,7 +93,7 @@ def speed_of(interface: Interface) -> str:
 
 
 def judge_name(host: str, address: str | None, nodes: int) -> Iterator[Finding]:
-    """Check that this machine's name has an address that others reach; gloo looks it up."""
+    """Check that this machine's host name has an address that other machines can reach; gloo looks it up."""
     if address is None:
         cure = f"add a line to /etc/hosts: ADDRESS {host}; or GLOO_SOCKET_IFNAME=eth0"
         make = fail if nodes > 1 else warn

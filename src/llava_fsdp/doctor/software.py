@@ -1,4 +1,4 @@
-"""Check Python, the packages that every training needs, and those that this configuration needs."""
+"""Check the Python version, the packages that every training needs, and those that this configuration needs."""
 
 import importlib.metadata
 import sys
@@ -20,12 +20,12 @@ SLOW = {
     "NCCL_IB_DISABLE": "InfiniBand is not used",
     "TORCH_COMPILE_DISABLE": "nothing is compiled",
 }
-"""Environment variables that cost speed, and why."""
+"""Environment variables that make training slower, and why."""
 OFF = ("", "0", "off", "false", "info")
 
 
 def version_of(package: str) -> str | None:
-    """Version of a package; None if it is not installed."""
+    """Installed version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -42,7 +42,8 @@ def judge_python(version: tuple[int, int, int]) -> Iterator[Finding]:
 
 
 def requirements() -> list[str]:
-    """Requirements that the installed package declares; empty if it runs from a checkout that is not installed."""
+    """The requirements that the installed llava-fsdp package declares; empty if it is not installed (run from a
+    checkout)."""
     try:
         return importlib.metadata.requires("llava-fsdp") or []
     except importlib.metadata.PackageNotFoundError:
@@ -50,10 +51,10 @@ def requirements() -> list[str]:
 
 
 def judge_packages(declared: list[str], version_of: Callable[[str], str | None]) -> Iterator[Finding]:
-    """Check that the packages which every training needs have versions in the declared ranges.
+    """Check that the packages that every training needs are installed in the declared versions.
 
     Args:
-        declared: requirements as in a package's metadata; those of extras are ignored.
+        declared: requirements as in a package's metadata; requirements of extras are ignored.
         version_of: returns a package's version.
     """
     from packaging.requirements import Requirement  # installed with transformers, and may be missing too
@@ -73,7 +74,7 @@ def judge_packages(declared: list[str], version_of: Callable[[str], str | None])
 
 
 def judge_optional(version_of: Callable[[str], str | None]) -> Iterator[Finding]:
-    """List optional packages; `judge_needs` checks whether the configuration needs them."""
+    """List which optional packages are installed."""
     versions = {name: version_of(name) for name in OPTIONAL}
     installed = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
     missing = ", ".join(name for name, version in versions.items() if version is None)
@@ -81,7 +82,8 @@ def judge_optional(version_of: Callable[[str], str | None]) -> Iterator[Finding]
 
 
 def needs_of(cfg: Config) -> dict[str, Callable[[], str]]:
-    """Checks of what the configuration needs, by name; each raises as a training would."""
+    """Functions that check what this configuration needs (attention kernel, peft, bitsandbytes ...), by name; each
+    raises the error that a training would raise."""
     import torch
 
     from llava_fsdp.config import Attention, LinearKind, Quantizer
@@ -133,7 +135,7 @@ def needs_of(cfg: Config) -> dict[str, Callable[[], str]]:
 
 
 def judge_needs(needs: Mapping[str, Callable[[], str]]) -> Iterator[Finding]:
-    """Run each check, so that one that fails does not hide another."""
+    """Run each of these check functions, so that one that fails does not hide another."""
     for name, need in needs.items():
         try:
             yield ok(name, need())
@@ -142,7 +144,7 @@ def judge_needs(needs: Mapping[str, Callable[[], str]]) -> Iterator[Finding]:
 
 
 def judge_environment(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Warn of environment variables that cost speed."""
+    """Warn of environment variables that make training slower."""
     slow = {name: why for name, why in SLOW.items() if environment.get(name, "").lower() not in OFF}
     for name, why in slow.items():
         yield warn(name, f"{environment[name]}: {why}", f"unset {name}")

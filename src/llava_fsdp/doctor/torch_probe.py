@@ -1,6 +1,6 @@
 """Print what torch reports about itself and the GPUs as one line of JSON, after using each GPU once.
 
-A process of its own (`python -m llava_fsdp.doctor.torch_probe`), as a broken driver may hang or crash it.
+This runs in a separate process (`python -m llava_fsdp.doctor.torch_probe`), as a broken driver may hang or crash it.
 """
 
 import json

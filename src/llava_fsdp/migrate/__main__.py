@@ -1,4 +1,5 @@
-"""The entry `python -m llava_fsdp.migrate`; main.py has what it does."""
+"""Entry point of `python -m llava_fsdp.migrate`, the command that translates other systems' training scripts (see
+main.py)."""
 
 from llava_fsdp.migrate.main import main
 

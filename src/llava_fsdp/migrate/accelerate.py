@@ -1,6 +1,6 @@
-"""The table of Accelerate's names: the keys of its YAML file and the flags of `accelerate launch`, which are the
-same (accelerate/commands/launch.py, commands/config/). A file's blocks `deepspeed_config`, `fsdp_config` and
-`dynamo_config` count as flat."""
+"""What each Accelerate setting becomes in llava_fsdp: a key of Accelerate's YAML file, or the flag of `accelerate
+launch` with the same name (accelerate/commands/launch.py, commands/config/). Keys inside the file's blocks
+`deepspeed_config`, `fsdp_config` and `dynamo_config` are looked up without the block's name."""
 
 from collections.abc import Callable, Mapping
 
@@ -35,7 +35,7 @@ def distributed_type(context: Context, value: object) -> Outcome:
 
 
 def unless_deepspeed(rule: Callable[[Context, object], Outcome]) -> Callable[[Context, object], Outcome]:
-    """A setting that counts where no DeepSpeed JSON has it."""
+    """Wrap a rule for a setting that Accelerate ignores if there is a separate DeepSpeed JSON file."""
 
     def wrapped(context: Context, value: object) -> Outcome:
         if plain(value) is False or value in (None, "none", ""):
@@ -47,7 +47,7 @@ def unless_deepspeed(rule: Callable[[Context, object], Outcome]) -> Callable[[Co
 
 
 def as_flag(flag: str, key: str) -> Callable[[Context, object], Outcome]:
-    """A setting that the training script has too, as another flag."""
+    """A rule for an Accelerate setting that the training script also has as a flag: the two values must be equal."""
 
     def rule(context: Context, value: object) -> Outcome:
         theirs = context.run.hf(flag)
@@ -57,7 +57,7 @@ def as_flag(flag: str, key: str) -> Callable[[Context, object], Outcome]:
 
 
 def read_file(context: Context, value: object) -> Outcome:
-    """config_file, and DeepSpeed's."""
+    """Rule for the settings `config_file` and `deepspeed_config_file`, which name another file to read."""
     found = context.run.accelerate if context.key == "config_file" else context.run.deepspeed
     return mapped(f"read: {found.name}") if found else unsupported("this file was not found: give it as another PATH")
 
@@ -114,7 +114,7 @@ ACCELERATE: Mapping[str, Rule] = {
 
 
 def rule_of(key: str) -> Rule | None:
-    """The row of the table for a flag or a file's dotted key."""
+    """The rule for a flag of `accelerate launch` or a dotted key of Accelerate's file; None if it is unknown."""
     name = key
     for block in ("deepspeed_config.", "fsdp_config.", "dynamo_config.", "fp8_config."):
         name = name.removeprefix(block) if key.removeprefix(block) in ACCELERATE else name

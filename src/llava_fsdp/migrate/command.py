@@ -1,4 +1,5 @@
-"""Another system's run as one llava_fsdp command, as short as the stage and the recipe allow."""
+"""Translate another system's training into one llava_fsdp command, as short as the stage's and the recipe's defaults
+allow."""
 
 import shlex
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from llava_fsdp.runtime.errors import ConfigError
 
 CHOICES = ("stage", "model", "data")
 GROUPS = ("sharding", "precision", "activation_checkpointing", "offload")
-HOST = "HOST"  # stands in the command for the first machine's address
+HOST = "HOST"  # placeholder in the command for the first machine's address
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,10 @@ class Migration:
     run: Run
     decided: Overrides
     kept: Overrides
-    """The overrides that the command has to give."""
+    """The overrides that must be in the command, because the stage and the recipe have other values."""
     rows: list[Row]
     refused: str
-    """The error with which llava_fsdp refuses the command; empty where it composes."""
+    """The error with which llava_fsdp refuses the command; empty if the command is valid."""
 
     @property
     def words(self) -> list[str]:
@@ -41,7 +42,7 @@ class Migration:
 
     @property
     def lacks(self) -> list[str]:
-        """Why the command is not complete; empty where it can be started as it is."""
+        """Reasons why the command is not complete; empty if it can be started as printed."""
         run = self.run
         found = [f"{name} was not found: give it as another PATH" for name in run.missing]
         found += lacking(run, self.decided)
@@ -54,7 +55,8 @@ class Migration:
 
     @property
     def cautions(self) -> list[str]:
-        """Where the command trains otherwise than the files say, or the files contradict each other."""
+        """Warnings: where the command trains differently from the original, or the original's files contradict each
+        other."""
         run = self.run
         found = [f"{row.key}: {row.text}" for row in self.rows if row.text.startswith(REFUSED)]
         if not run.launch.is_original:
@@ -81,7 +83,7 @@ def migrate(run: Run) -> Migration:
 
 
 def reduce(decided: Overrides) -> Overrides:
-    """The overrides without those that the stage, the model and their recipe have already."""
+    """The overrides without those that the stage, the model and their recipe already set to the same value."""
     chosen = {key: value for key, value in decided.items() if key in CHOICES}
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         base = compose("train", assignments(chosen))
@@ -101,7 +103,8 @@ def has_value(base: DictConfig, key: str, value: object) -> bool:
 
 
 def refusal(kept: Overrides) -> str:
-    """The error of the configuration's own checks, with a stand-in for a data file that is not given."""
+    """The error message of llava_fsdp's own configuration checks; empty if there is none. A missing data path is
+    replaced by a placeholder."""
     words = assignments({"data.path": "records.json"} | kept)
     try:
         with initialize_config_dir(str(config_dir()), version_base="1.3"):
@@ -129,7 +132,7 @@ def launcher(run: Run) -> list[str]:
 
 
 def lines(words: list[str], width: int = 100) -> str:
-    """The command, quoted for a shell, in lines of about `width` characters."""
+    """The command as text, quoted for a shell, in lines of about `width` characters."""
     made = [""]
     for word in map(shlex.quote, words):
         if "=" in word and len(made[-1]) + len(word) >= width:

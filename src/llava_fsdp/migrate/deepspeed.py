@@ -1,7 +1,8 @@
-"""The table of DeepSpeed's configuration keys (docs/_pages/config-json.md, runtime/config.py), nested ones with dots.
+"""What each key of a DeepSpeed configuration becomes in llava_fsdp (keys from DeepSpeed's docs/_pages/config-json.md
+and runtime/config.py); nested keys are joined with dots.
 
-`block.*` stands for every key of a block that is not listed by itself. `auto` is resolved as transformers does
-(integrations/deepspeed.py), and a value that contradicts the script's flag is refused as there.
+`block.*` matches every key of a block that is not listed itself. `auto` is resolved as in transformers
+(integrations/deepspeed.py), which also refuses a value that contradicts the script's flag.
 """
 
 from collections.abc import Mapping
@@ -40,7 +41,8 @@ ZERO3 = "no tensor, sequence or pipeline parallelism: sharding=zero3 for models 
 
 
 def compared(context: Context, value: object, theirs: object, text: str, name: str) -> Outcome:
-    """What transformers' `fill_match` does with a value of the JSON and one of the script."""
+    """The outcome for a DeepSpeed value that the training script also has as a flag; same comparison as transformers'
+    `fill_match`."""
     if value == AUTO:
         return mapped(text, theirs)
     if value == theirs:
@@ -53,7 +55,8 @@ def compared(context: Context, value: object, theirs: object, text: str, name: s
 
 @dataclass(frozen=True)
 class FromFlag:
-    """Mapped to an override; `auto` is the trainer's flag, and another value than the flag's is refused."""
+    """Rule: the key becomes an override; `auto` takes the value of the training script's flag, and a value that differs
+    from the flag's is refused."""
 
     flag: str
     key: str
@@ -65,7 +68,8 @@ class FromFlag:
 
 @dataclass(frozen=True)
 class Switched:
-    """A block with a switch: off it is as here, on it has no equivalent. A switch may be a size, 1 is off then."""
+    """Rule for a DeepSpeed block with an on/off switch: off needs nothing, on has no equivalent in llava_fsdp. The
+    switch may also be a size, where 1 means off."""
 
     why: str
     flag: str = "enabled"
@@ -117,7 +121,7 @@ def scheduler_type(context: Context, value: object) -> Outcome:
 
 
 def half_enabled(context: Context, value: object) -> Outcome:
-    """The switches of the blocks bf16 and fp16."""
+    """Rule for the switches `bf16.enabled` and `fp16.enabled`."""
     name = "fp16" if context.key.startswith("fp16") else "bf16"
     theirs = bool(context.run.hf(name))
     is_on = theirs if value == AUTO else plain(value) is True
@@ -126,7 +130,7 @@ def half_enabled(context: Context, value: object) -> Outcome:
 
 
 def bf16_kept(context: Context, value: object) -> Outcome:
-    """Masters, and with them moments, in bf16."""
+    """Rule for DeepSpeed's settings that keep master weights, or also optimizer moments, in bf16."""
     if not plain(value):
         return implied("fp32, as here")
     if context.decided.get("precision") != "bf16_pure":
@@ -145,7 +149,7 @@ def stage(context: Context, value: object) -> Outcome:
 
 
 def group_size(context: Context, value: object) -> Outcome:
-    """hpZ and MiCS: weights are sharded inside groups of ranks."""
+    """Rule for the group size of ZeRO++ hpZ and MiCS, which shard weights within groups of ranks."""
     gpus, size = context.run.gpus, plain(value)
     if size in (-1, 0, 1, None):
         return OFF
@@ -283,7 +287,7 @@ DEEPSPEED: Mapping[str, Rule] = {
 
 
 def rule_of(key: str) -> Rule | None:
-    """The row of the table for a dotted key: its own, else that of the nearest block around it."""
+    """The rule for a dotted key: its own, else the rule of the nearest enclosing block; None if the key is unknown."""
     if key in DEEPSPEED:
         return DEEPSPEED[key]
     parts = key.split(".")

@@ -1,4 +1,5 @@
-"""Files to runs: which script names which JSON, where that lies, and what was not found."""
+"""Read the files given to `migrate` as trainings: which script names which JSON or YAML, where that file is, and what
+was not found."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -21,7 +22,7 @@ LISTS = frozenset({"report_to", "label_names", "lora_target_modules"})  # flags 
 
 @dataclass(frozen=True)
 class Given:
-    """The files that the command line names."""
+    """The files that the command line names, by type."""
 
     scripts: list[Path]
     jsons: list[Path]
@@ -29,10 +30,10 @@ class Given:
 
 
 def sort_paths(paths: Iterable[str]) -> Given:
-    """The paths, sorted into kinds by their suffixes.
+    """Sort paths into scripts, JSON files and YAML files by their suffixes.
 
     Raises:
-        ConfigError: a path is not a file, or of a kind that holds no settings.
+        ConfigError: a path is not a file, or of a type that holds no settings.
     """
     given = Given([], [], [])
     for name in paths:
@@ -51,7 +52,7 @@ def sort_paths(paths: Iterable[str]) -> Given:
 
 
 def read_runs(given: Given, variables: Mapping[str, str], gpus: int | None = None) -> list[Run]:
-    """One run for every training command of the scripts.
+    """Read all given files: one training for every training command in the scripts.
 
     Raises:
         ConfigError: a file cannot be read, or belongs to no training command.
@@ -76,7 +77,8 @@ def read_runs(given: Given, variables: Mapping[str, str], gpus: int | None = Non
 
 
 def launches(script: Path, variables: Mapping[str, str]) -> list[Launch]:
-    """Raises ConfigError where the script starts no training, or in a way that only bash can read."""
+    """The training commands in a script. Raises ConfigError if it starts no training, or in a way that only bash can
+    interpret."""
     seen = commands(read_text(script), variables, str(script))
     found = [(command, launch) for command in seen if (launch := find_launch(command))]
     if not found:
@@ -95,7 +97,7 @@ def launches(script: Path, variables: Mapping[str, str]) -> list[Launch]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, without the byte order mark that Windows puts before UTF-8."""
+    """The text of a UTF-8 file, without the byte order mark that Windows programs write."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -107,10 +109,11 @@ def read_text(path: Path) -> str:
 def read_run(
     name: str, script: Path, launch: Launch, jsons: Mapping[Path, Block], yamls: Mapping[Path, Block], gpus: int | None
 ) -> tuple[Run, set[Path]]:
-    """A run with the files that belong to it.
+    """Read one training from its command and the files that belong to it. Returns the training and the paths of those
+    files.
 
     Raises:
-        ConfigError: nothing says how many GPUs train.
+        ConfigError: the number of GPUs is not given anywhere.
     """
     table = FLAGS if launch.is_original else OTHER_FLAGS
     flags, notes = read_flags(launch, table)
@@ -133,10 +136,10 @@ def read_run(
 
 
 def choose(named: object, script: Path, given: Mapping[Path, Block], missing: list[str]) -> Path | None:
-    """The file that a script names: one that was given wins, else the one that lies where the script says.
+    """The configuration file that a script names: one given on the command line, else one at the path in the script.
 
-    A relative name is looked for from here, from the script's folder, and from the two folders around that
-    (LLaVA's scripts are started from the folder around theirs). `missing` gets the name of one that is not found.
+    A relative path is searched in the current folder, in the script's folder and in its two parent folders (LLaVA's
+    scripts are started from a parent folder). The name of a file that is not found is added to `missing`.
     """
     if not isinstance(named, str) or not named:
         return next(iter(given)) if len(given) == 1 else None
@@ -153,7 +156,8 @@ def choose(named: object, script: Path, given: Mapping[Path, Block], missing: li
 
 
 def read_flags(launch: Launch, table: Mapping[str, Flag]) -> tuple[dict[str, object], list[str]]:
-    """`--flag value`, `--flag=value`, `--flag` alone and lists, as argparse reads them; the last wins."""
+    """The flags of a training command, read as by argparse: `--flag value`, `--flag=value`, `--flag` alone and lists;
+    the last of repeated flags counts."""
     flags: dict[str, object] = {}
     notes = []
     current: str | None = None
@@ -178,7 +182,7 @@ def read_flags(launch: Launch, table: Mapping[str, Flag]) -> tuple[dict[str, obj
 
 
 def read_json(path: Path) -> Block:
-    """A DeepSpeed configuration.
+    """Read a DeepSpeed configuration from a JSON file.
 
     Raises:
         ConfigError: the file is not a JSON object, or has a key twice, which DeepSpeed refuses too.
@@ -204,10 +208,10 @@ def read_json(path: Path) -> Block:
 
 
 def read_yaml(path: Path) -> Block:
-    """A file of `accelerate config`.
+    """Read a configuration file of Accelerate (written by `accelerate config`).
 
     Raises:
-        ConfigError: it is not YAML, or not a mapping of names.
+        ConfigError: the file is not YAML, or not a mapping of names to values.
     """
     refuse_yaml_bombs(path)
     try:
@@ -233,10 +237,10 @@ def block(path: Path, content: Mapping) -> Block:
 
 
 def flat(node: Mapping, prefix: str = "") -> dict[str, object]:
-    """Nested names joined with dots; an empty block is a value.
+    """Flatten nested mappings: names joined with dots. An empty block is kept as a value.
 
     Raises:
-        ConfigError: a name that has a dot in it is the same as that of a nested key.
+        ConfigError: a name with a dot in it equals the joined name of a nested key.
     """
     found: dict[str, object] = {}
     for key, value in node.items():

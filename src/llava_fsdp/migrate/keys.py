@@ -1,4 +1,4 @@
-"""What becomes of one key of another system's configuration, and the rules that most keys share."""
+"""What one key of another system's configuration becomes in llava_fsdp, and the rules that most keys share."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -19,17 +19,17 @@ class Verdict(Enum):
 class Outcome:
     verdict: Verdict
     text: str
-    """What it becomes, or why nothing does."""
+    """What the key becomes in llava_fsdp, or why it has no equivalent."""
     resolved: object = None
-    """What `auto` stands for, where the value is `auto`."""
+    """The value that `auto` stands for, if the key's value is `auto`."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One key of one input file or command."""
+    """A row of the printed table: one key of an input file or command, and what it becomes."""
 
     source: str
-    """The file that has it, or where its default comes from."""
+    """The file that has the key, or where its default value comes from."""
     key: str
     value: object
     outcome: Outcome
@@ -65,26 +65,26 @@ REFUSED = "the original refuses to start"
 
 
 def refused(why: str) -> Outcome:
-    """Two inputs contradict each other, which the original does not accept."""
+    """Outcome for a value that contradicts another input, so that the original program would refuse to start."""
     return unsupported(f"{REFUSED}: {why}; give the same value in both")
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a rule may look at."""
+    """The information that a rule may use."""
 
     run: Run
     decided: Mapping[str, object]
-    """Every override of the run."""
+    """All Hydra overrides of the training."""
     omitted: frozenset[str] = frozenset()
-    """Overrides that the command leaves out, because the stage or its recipe has the same value."""
+    """Keys of overrides that are left out of the command, because the stage or its recipe has the same value."""
     key: str = ""
-    """The key that the rule is applied to."""
+    """The key to which the rule is applied."""
     mentioned: set[str] = field(default_factory=set)
-    """Overrides that the rule's text names."""
+    """Keys of the overrides that the rule's text mentions."""
 
     def tell(self, key: str) -> str:
-        """`key=value` of an override, for a rule's text."""
+        """Text `key=value` of an override, for a rule's explanation."""
         self.mentioned.add(key)
         if key not in self.decided:
             return f"{key} stays as the stage has it"
@@ -105,7 +105,7 @@ def outcome(rule: object, context: Context, value: object) -> Outcome:
 
 
 def written(value: object) -> str:
-    """A value in Hydra's grammar."""
+    """A value as text in the syntax of Hydra overrides."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -119,13 +119,13 @@ def written(value: object) -> str:
 
 
 def each(rule: Rule, names: str, prefix: str = "") -> dict[str, Rule]:
-    """The rows of a table that share a rule; names are separated by blanks."""
+    """Give several keys the same rule: the keys are separated by spaces in `names`."""
     return {prefix + name: rule for name in names.split()}
 
 
 @dataclass(frozen=True)
 class To:
-    """Mapped to these overrides."""
+    """Rule: the key becomes these overrides."""
 
     keys: tuple[str, ...]
     note: str = ""
@@ -141,7 +141,7 @@ def to(*keys: str, note: str = "") -> To:
 
 @dataclass(frozen=True)
 class Where:
-    """Mapped to an override where the run has it; else another rule."""
+    """Rule: the key becomes an override if the training has that override; otherwise another rule applies."""
 
     key: str
     otherwise: Rule
@@ -155,7 +155,7 @@ class Where:
 
 @dataclass(frozen=True)
 class Usual:
-    """Implied for these values; any other value has no equivalent here."""
+    """Rule: for these values nothing needs to be set; any other value has no equivalent in llava_fsdp."""
 
     values: tuple[object, ...]
     text: str
@@ -168,10 +168,10 @@ class Usual:
 
 
 def off(why: str, *usual: object) -> Usual:
-    """A feature that is off by default and has no equivalent here."""
+    """Rule for a feature that is off by default and has no equivalent in llava_fsdp."""
     return Usual((None, False, "", "no", "none", {}, [], *usual), OFF.text, why)
 
 
 def on(why: str) -> Usual:
-    """A feature that is on by default, and always on here."""
+    """Rule for a feature that is on by default, and always on in llava_fsdp."""
     return Usual((None, True), "as here", why)

@@ -1,4 +1,5 @@
-"""How a training is started: `deepspeed`, `torchrun`, `accelerate launch` or plain `python`, and which program."""
+"""Find out how a training is started: with `deepspeed`, `torchrun`, `accelerate launch` or plain `python`, and which
+program."""
 
 import re
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ PYTHON = re.compile(r"python[\d.]*")
 MENTIONS = frozenset("echo printf which type command pkill killall grep cp mv ls rm alias".split())
 TRAINING = re.compile(r"train|sft|fine_?tune", re.IGNORECASE)
 PROGRAMS = frozenset({"train", "train_mem", "train_xformers"})
-# Flags that only the original's train program and its forks have.
+# Flags that only LLaVA's train program and its forks have.
 OWN_FLAGS = re.compile(r"--(mm_\w+|vision_tower|(tune|pretrain|freeze)_mm_mlp_adapter|lazy_preprocess|version)(=.*)?")
 SWITCHES = frozenset("""
     module m no_python no_local_rank no_ssh no_ssh_check force_multi save_pid enable_each_rank_log bind_cores_to_rank
@@ -20,27 +21,28 @@ SWITCHES = frozenset("""
     use_deepspeed use_fsdp use_megatron_lm use_xpu use_mps_device same_network tpu_cluster no_tpu_cluster tpu_use_sudo
     downcast_bf16 debug use_parallelism_config
 """.split())  # fmt: skip
-"""The launchers' flags that take no value."""
+"""Flags of the launchers that take no value."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A started training, in three parts: launcher, program, and the program's arguments."""
+    """A command that starts a training, in three parts: launcher, program, and the program's arguments."""
 
     launcher: str
-    """deepspeed, torchrun, accelerate or python."""
+    """Name of the launcher: deepspeed, torchrun, accelerate or python."""
     flags: dict[str, str | bool]
-    """The launcher's, in their own spelling with `_`."""
+    """The launcher's flags, with `_` instead of `-` in their names."""
     script: str
     arguments: list[str]
     line: int
     devices: str | None
-    """CUDA_VISIBLE_DEVICES, where the script sets it."""
+    """Value of CUDA_VISIBLE_DEVICES, if the script sets it."""
     notes: tuple[str, ...] = ()
 
     @property
     def is_original(self) -> bool:
-        """The program is the original LLaVA's: by its path, or by its name and a flag that only the original has."""
+        """Whether the program is the original LLaVA's, judged by its path, or by its name and a flag that only LLaVA
+        has."""
         path = PurePosixPath(self.script.removesuffix(".py").replace(".", "/"))
         if path.name not in PROGRAMS:
             return False
@@ -48,7 +50,7 @@ class Launch:
 
 
 def find_launch(command: Command) -> Launch | None:
-    """The training that a command starts; None where it starts none."""
+    """The training that a shell command starts; None if it starts none."""
     words = command.words
     if words[0] in MENTIONS or "install" in words:
         return None
@@ -72,7 +74,8 @@ def find_launch(command: Command) -> Launch | None:
 
 
 def split(command: Command, launcher: str, words: list[str]) -> Launch | None:
-    """The launcher's flags end where the program begins: at the first word that is not a flag's value."""
+    """Split a command into the launcher's flags, the program and its arguments. The program is the first word that is
+    neither a flag nor a flag's value."""
     flags: dict[str, str | bool] = {}
     notes = []
     place = 0
@@ -101,16 +104,16 @@ def split(command: Command, launcher: str, words: list[str]) -> Launch | None:
 
 @dataclass(frozen=True)
 class Ranks:
-    """How many processes train; None where the launcher does not say it."""
+    """Number of processes that train; None if the launcher does not say."""
 
     per_node: int | None
     nodes: int | None = 1
     devices: str | None = None
-    """The value of CUDA_VISIBLE_DEVICES that makes the launcher's choice of GPUs."""
+    """Value of CUDA_VISIBLE_DEVICES that selects the same GPUs as the launcher."""
 
 
 def ranks_of(launch: Launch) -> Ranks:
-    """From the launcher's flags alone, without Accelerate's file."""
+    """Number of ranks from the launcher's flags alone, without Accelerate's file."""
     flags = launch.flags
     if launch.launcher == "deepspeed":
         include = flags.get("include", flags.get("i"))
@@ -131,7 +134,8 @@ def ranks_of(launch: Launch) -> Ranks:
 
 
 def included(text: str) -> Ranks:
-    """DeepSpeed's `host:0,1@host:2,3`; a host without numbers stands for all of its GPUs, which cannot be counted."""
+    """Number of ranks from DeepSpeed's `--include host:0,1@host:2,3`. A host without numbers means all of its GPUs,
+    whose number is unknown."""
     hosts = [host.partition(":")[2] for host in text.split("@")]
     counts = {len(slots.split(",")) if slots else None for slots in hosts}
     per_node = counts.pop() if len(counts) == 1 else None

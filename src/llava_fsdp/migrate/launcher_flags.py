@@ -1,4 +1,4 @@
-"""The table of flags that `deepspeed`, `torchrun` and `accelerate launch` start and place processes with."""
+"""What each launcher flag of `deepspeed`, `torchrun` and `accelerate launch` becomes in llava_fsdp."""
 
 from collections.abc import Mapping
 

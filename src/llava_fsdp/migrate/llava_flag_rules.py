@@ -1,4 +1,4 @@
-"""Rules of those training flags that need more than a name (`llava_flags.FLAGS` is the table)."""
+"""Rules for those LLaVA training flags that need more than one override (`llava_flags.FLAGS` lists all flags)."""
 
 from collections.abc import Callable
 from pathlib import PurePosixPath
@@ -77,7 +77,7 @@ def lora_enable(context: Context, value: object) -> Outcome:
 
 
 def of_optimizer(key: str, note: str = "") -> Function:
-    """A setting that the DeepSpeed configuration may have another value for, which then counts."""
+    """A rule for a flag whose value counts only if the DeepSpeed configuration does not set another one."""
 
     def rule(context: Context, value: object) -> Outcome:
         text = context.tell(key)
@@ -108,7 +108,7 @@ def warmup_ratio(context: Context, value: object) -> Outcome:
 
 
 def half(context: Context, value: object) -> Outcome:
-    """bf16 and fp16."""
+    """Rule for the flags --bf16 and --fp16."""
     text = context.tell("precision")
     if not value:
         return OFF if context.key == "fp16" else mapped(text)
@@ -160,7 +160,7 @@ def report_to(context: Context, value: object) -> Outcome:
 
 
 def torch_compile(context: Context, value: object) -> Outcome:
-    """One of four flags, each of which switches compiling on in transformers."""
+    """Rule for four flags, each of which turns on torch.compile in transformers."""
     if value in (None, False, ""):
         if context.key != "torch_compile" or "torch_compile" not in context.run.flags:
             return implied("off; compile=auto compiles blocks on CUDA all the same")

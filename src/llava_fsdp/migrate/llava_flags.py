@@ -1,5 +1,5 @@
-"""The table of every flag of the original's train program: its own (LLaVA train.py:53-112) and transformers 4.37's
-TrainingArguments, with the defaults of the original's parser."""
+"""What each flag of LLaVA's train program becomes in llava_fsdp: LLaVA's own flags (train.py:53-112) and transformers
+4.37's TrainingArguments, with the defaults of LLaVA's argument parser."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,7 @@ METRICS = implied("metrics.jsonl has loss, tokens, seconds and memory of every s
 
 
 def same(rule: Rule, **defaults: object) -> dict[str, Flag]:
-    """Flags that share a rule. A type in place of a default: the default is None, and values are of that type."""
+    """Flags that share a rule: name=default value, or name=type if the default is None."""
     return {
         name: Flag(None, rule, default) if isinstance(default, type) else Flag(default, rule)
         for name, default in defaults.items()
@@ -178,7 +178,8 @@ FLAGS: Mapping[str, Flag] = {
 
 
 def canonical(name: str, table: Mapping[str, Flag]) -> str | None:
-    """The flag that a word of the command line means: exact, with `-` for `_`, or abbreviated as argparse allows."""
+    """The full name of a flag on the command line: exact, with `-` instead of `_`, or abbreviated as argparse allows;
+    None if unknown."""
     name = name.replace("-", "_")
     if name in table:
         return name

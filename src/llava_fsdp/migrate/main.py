@@ -1,7 +1,7 @@
-"""Move over from LLaVA, DeepSpeed or Accelerate: `python -m llava_fsdp.migrate finetune.sh zero3.json gpus=8`.
+"""Translate a LLaVA, DeepSpeed or Accelerate training: `python -m llava_fsdp.migrate finetune.sh zero3.json gpus=8`.
 
 Reads training scripts with their DeepSpeed JSON and Accelerate YAML files; prints the llava_fsdp command that does the
-same, and a table of every key: what it became, or why nothing. Runs nothing, and imports neither torch nor
+same, and a table of what every key became, or why it has no equivalent. Runs nothing, and imports neither torch nor
 transformers.
 """
 
@@ -70,10 +70,10 @@ def main() -> None:
 
 
 def parse(arguments: list[str]) -> Request:
-    """PATHs and `key=value`.
+    """Parse the command line: paths, and options written `key=value`.
 
     Raises:
-        ConfigError: an option has no such value, or no PATH was given.
+        ConfigError: an option has a wrong value, or no path was given.
     """
     request = Request()
     for argument in arguments:
@@ -98,7 +98,8 @@ def parse(arguments: list[str]) -> Request:
 
 
 def check_variables(request: Request) -> None:
-    """Raises ConfigError for a NAME=VALUE that no file reads, which is a misspelled option or variable."""
+    """Raise ConfigError if no file reads a variable given as NAME=VALUE: the name is then a misspelled option or
+    variable."""
     paths = [Path(path) for path in request.paths]
     text = "".join(path.read_text(errors="replace") for path in paths if path.is_file())
     for name, value in request.variables.items():
@@ -130,7 +131,7 @@ def as_json(migration: Migration) -> dict[str, object]:
 
 
 def plain(value: object) -> object:
-    """A value that JSON can hold: other types, and numbers that are not finite, become text."""
+    """A value that JSON can represent: other types, and numbers that are not finite, become text."""
     if isinstance(value, list):
         return [plain(v) for v in value]
     known = value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
@@ -138,7 +139,7 @@ def plain(value: object) -> object:
 
 
 def shown(row: Row, value: object) -> object:
-    """A value as JSON has it, without secrets, which a script should not have held."""
+    """A value for the JSON output, with secrets hidden."""
     if value is not None and is_secret_name(row.key.rpartition(".")[2]):
         return HIDDEN
     found = plain(value)
@@ -146,12 +147,12 @@ def shown(row: Row, value: object) -> object:
 
 
 def comment(text: str) -> str:
-    """Text on one line, whatever a name in a file has in it: these lines are pasted into shells."""
+    """Text on one line, with control characters escaped and secrets hidden: these lines are pasted into shells."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in redact(text))
 
 
 def show(migration: Migration) -> None:
-    """Print the command, remarks on it, and the table."""
+    """Print the command, remarks about it, and the table of keys."""
     run = migration.run
     print(f"# {comment(run.name)}")
     remarks = {"note": run.notes, "caution": migration.cautions, "incomplete": migration.lacks}
@@ -174,7 +175,7 @@ def show(migration: Migration) -> None:
 
 
 def table(rows: list[Row]) -> Table:
-    """The rows by source; long words are folded, nothing is cut."""
+    """The table of keys, grouped by source; long words are wrapped, nothing is cut."""
     made = Table()
     for name, most in {"key": 60, "value": 22, "verdict": 13, "what it becomes, or why nothing does": None}.items():
         made.add_column(name, max_width=most, overflow="fold")

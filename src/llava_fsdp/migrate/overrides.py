@@ -1,7 +1,7 @@
-"""The Hydra overrides that make llava_fsdp train as another system's run does.
+"""Decide the Hydra overrides with which llava_fsdp trains as another system's training does.
 
-They are decided for the run as a whole, because one key's meaning depends on others; the tables of keys only explain
-them. What a script of the original does not give has the original's default here.
+The overrides are decided for the training as a whole, because one key's meaning depends on others; the tables of keys
+only explain them. A flag that a LLaVA script does not give has LLaVA's default.
 """
 
 from collections.abc import Mapping
@@ -32,11 +32,11 @@ TEMPLATES = {
     "llama_2": "llama_2", "llava_llama_2": "llava_llama_2", "mistral_instruct": "mistral_instruct",
     "mpt": "mpt", "chatml_direct": "chatml", "mistral_direct": "chatml",
 }  # fmt: skip
-# transformers' names to ours; `constant` has no warm-up there.
+# transformers' names of schedules -> llava_fsdp's; transformers' `constant` has no warm-up.
 SCHEDULES = {
     "cosine": "cosine", "linear": "linear", "constant_with_warmup": "constant", "constant": "constant",
 }  # fmt: skip
-# DeepSpeed's, by type and kind of warm-up (lr_schedules.py).
+# DeepSpeed's schedules: (type, kind of warm-up) -> llava_fsdp's (lr_schedules.py).
 DS_SCHEDULES = {
     ("WarmupLR", "log"): "warmup_log", ("WarmupLR", "linear"): "constant",
     ("WarmupDecayLR", "log"): "warmup_decay", ("WarmupDecayLR", "linear"): "linear",
@@ -51,7 +51,7 @@ SCALER = {
 }
 HALF = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}  # DeepSpeed's blocks, and what each switches on
 DS_ADAM = frozenset({"adam", "adamw"})
-LEAST_WARMUP = 2  # DeepSpeed's
+LEAST_WARMUP = 2  # DeepSpeed's minimum of warm-up steps
 LEAST_KEPT = 2
 TRACKERS: Mapping[str, tuple[str, object]] = {
     "wandb": ("track.wandb", "online"),
@@ -60,7 +60,8 @@ TRACKERS: Mapping[str, tuple[str, object]] = {
 
 
 def decide(run: Run) -> Overrides:
-    """Every override, also those that a stage or a recipe already has; `command.reduce` leaves those out."""
+    """All overrides of the training, including those that a stage or a recipe already has (`command.reduce` removes
+    these)."""
     found = model(run) | data(run) if run.launch.is_original else other_program(run)
     found |= writing(run) | tracking(run) | sharding(run) | offload(run) | precision(run) | compiling(run)
     checkpointing = run.hf("gradient_checkpointing") or plain(run.launched("fsdp_activation_checkpointing")) is True
@@ -95,9 +96,9 @@ def model(run: Run) -> Overrides:
 
 
 def other_program(run: Run) -> Overrides:
-    """Model and data of a program that is not the original's: what its flags give, else the stage's values.
+    """Overrides for model and data of a program other than LLaVA's: what its flags give, else the stage's values.
 
-    Its names of models are whole checkpoints, as llava-hf's are. With peft only the adapters train.
+    Model names are taken for whole checkpoints, like those of llava-hf. With peft only the adapters train.
     """
     name = run.hf("model_name_or_path")
     found: Overrides = {"stage": "finetune_task_lora" if run.is_lora else "finetune_task", "data": "llava_json"}
@@ -114,7 +115,7 @@ def other_program(run: Run) -> Overrides:
 
 
 def quantized(run: Run) -> Overrides:
-    """A base in few bits, which only adapters or the projector can train on (LLaVA train.py:796-817)."""
+    """Overrides for a quantized base model, on which only adapters or a projector train (LLaVA train.py:796-817)."""
     if run.bits is None or not (run.is_lora or run.stage == "pretrain"):
         return {}
     if run.bits == 8:
@@ -123,7 +124,8 @@ def quantized(run: Run) -> Overrides:
 
 
 def model_choice(name: str) -> str:
-    """The choice of `model=` with this language model, else the one of its size."""
+    """The value for `model=` whose language model is `name`; if there is none, the LLaVA model of the same size (13B,
+    else 7B)."""
     for path in sorted((config_dir() / "model").glob("*.yaml")):
         if OmegaConf.select(OmegaConf.load(path), "language") == name:
             return path.stem
@@ -131,7 +133,8 @@ def model_choice(name: str) -> str:
 
 
 def trained(run: Run) -> list[str]:
-    """LLaVA train.py:843-845, 926-935; a frozen backbone leaves lm_head trainable there, which model.train cannot."""
+    """The parts of the model that train, as in LLaVA train.py:843-845, 926-935. With a frozen backbone LLaVA also
+    trains lm_head, which model.train cannot select."""
     if run.stage == "pretrain" or (run.hf("freeze_backbone") and not run.is_lora):
         return ["projector"]
     return ["language"] if run.hf("freeze_mm_mlp_adapter") else ["projector", "language"]
@@ -152,7 +155,7 @@ def data(run: Run) -> Overrides:
 
 
 def writing(run: Run) -> Overrides:
-    """Where a run writes, when, and how long it is."""
+    """Overrides for where and when the run writes, how long it is, and its seed."""
     found: Overrides = {"seed": run.hf("seed"), "comm.timeout": run.hf("ddp_timeout")}
     if run.hf("output_dir"):
         found["output_dir"] = run.hf("output_dir")
@@ -176,7 +179,8 @@ def writing(run: Run) -> Overrides:
 
 
 def tracking(run: Run) -> Overrides:
-    """Trackers of the steps. Without `--report_to` transformers takes those that are installed, which is not known."""
+    """Overrides for experiment trackers. Without `--report_to`, transformers uses all installed trackers, which are not
+    known here."""
     names = str(run.hf("report_to") or "").split()
     found = dict(TRACKERS[name] for name in TRACKERS if name in names or "all" in names)
     if "track.wandb" in found and run.hf("run_name"):
@@ -185,9 +189,9 @@ def tracking(run: Run) -> Overrides:
 
 
 def compiling(run: Run) -> Overrides:
-    """The script's torch_compile, which a backend or a mode switches on too, or the launcher's dynamo_backend.
+    """Override for torch.compile, from the script's torch_compile flags or the launcher's dynamo_backend.
 
-    A script that gives none of them leaves compile=auto, and `migrate` prints a note about that.
+    If a script gives none of these, compile=auto is kept, and `migrate` prints a note about that.
     """
     launched = run.launched("dynamo_backend")
     names = ("torch_compile", "torch_compile_backend", "torch_compile_mode", "torchdynamo")
@@ -210,14 +214,15 @@ def sharding(run: Run) -> Overrides:
 
 
 def divides(group: int, gpus: int | None) -> bool:
-    """Whether the ranks, where their number is known, make several groups of this size."""
+    """Whether the ranks can be split into several groups of this size; True if their number is unknown."""
     return gpus is None or (group < gpus and gpus % group == 0)
 
 
 def offload(run: Run) -> Overrides:
-    """DeepSpeed's optimizer on the CPU is masters, gradients and moments in host memory, updated there: `params` here.
+    """Overrides for offloading to host memory or disk. DeepSpeed's optimizer offload keeps master weights, gradients
+    and moments in host memory and updates them there, which is `offload=params` in llava_fsdp.
 
-    ZeRO-1 keeps whole gradients on the device in both systems; only the moments are offloaded then.
+    ZeRO-1 keeps whole gradients on the GPU in both systems; only the moments are offloaded then.
     """
     if run.lacks_deepspeed:
         return {}
@@ -238,12 +243,13 @@ def offload(run: Run) -> Overrides:
 
 
 def fsdp_words(run: Run) -> list[str]:
-    """The trainer's `--fsdp "full_shard auto_wrap"`."""
+    """The words of transformers' flag `--fsdp "full_shard auto_wrap"`, in upper case."""
     return str(run.hf("fsdp") or "").upper().split()
 
 
 def fsdp_strategy(run: Run) -> str | None:
-    """From Accelerate's `fsdp_config`, or from the trainer's --fsdp."""
+    """The `sharding=` choice for an FSDP strategy, from Accelerate's `fsdp_config` or from the script's --fsdp; None if
+    neither gives one."""
     if run.distributed_type == "FSDP":
         reshard = plain(run.launched("fsdp_reshard_after_forward"))
         if isinstance(reshard, bool):
@@ -254,7 +260,7 @@ def fsdp_strategy(run: Run) -> str | None:
 
 
 def precision(run: Run) -> Overrides:
-    """bf16 wins over fp16 where both are given; the original refuses that."""
+    """Overrides for the precision. If both bf16 and fp16 are given, which the original refuses, bf16 is used."""
     half = half_precision(run)
     if half == "bf16":
         return bf16(run)
@@ -264,7 +270,8 @@ def precision(run: Run) -> Overrides:
 
 
 def half_precision(run: Run) -> str | None:
-    """By DeepSpeed's blocks, the trainer's flags or Accelerate's file."""
+    """The 16-bit or 8-bit precision that DeepSpeed's blocks, the script's flags or Accelerate's file turn on: bf16,
+    fp16, fp8 or None."""
     on = {HALF[name] for name in HALF if run.ds(f"{name}.enabled") is True}
     on |= {flag for flag in ("bf16", "fp16") if run.hf(flag)}
     on.add(str(run.launched("mixed_precision")))
@@ -272,7 +279,8 @@ def half_precision(run: Run) -> str | None:
 
 
 def bf16(run: Run) -> Overrides:
-    """DeepSpeed rounds masters and moments in bf16 to nearest, a run here rounds them at random."""
+    """Overrides for bf16. DeepSpeed rounds bf16 master weights and moments to nearest, llava_fsdp rounds them
+    stochastically."""
     if run.ds("bf16.bf16_master_weights_and_grads") is not True:
         return {"precision": "bf16"}
     if run.ds("bf16.bf16_optimizer_states") is True:
@@ -281,7 +289,8 @@ def bf16(run: Run) -> Overrides:
 
 
 def scaler(run: Run) -> Overrides:
-    """DeepSpeed's settings, as far as they are given; without DeepSpeed those of torch's GradScaler."""
+    """Overrides for the fp16 loss scale: DeepSpeed's settings if given; without DeepSpeed, those of GradScaler in
+    torch."""
     if not run.uses_deepspeed:
         return {"precision.scaler.window": 2000, "precision.scaler.hysteresis": 1}
     given = {ours: run.ds(f"fp16.{theirs}") for theirs, ours in SCALER.items()}
@@ -291,7 +300,8 @@ def scaler(run: Run) -> Overrides:
 
 
 def optimizer(run: Run) -> Overrides:
-    """DeepSpeed's entry where there is one; the trainer's flags where it has `auto` or is absent."""
+    """Overrides for the optimizer: from DeepSpeed's `optimizer` entry, or the script's flags if that is missing or
+    `auto`."""
     values = {
         "optim.lr": ("optimizer.params.lr", "learning_rate"),
         "optim.weight_decay": ("optimizer.params.weight_decay", "weight_decay"),
@@ -311,13 +321,15 @@ def optimizer(run: Run) -> Overrides:
 
 
 def filled(run: Run, key: str, flag: str) -> object:
-    """A value of DeepSpeed's optimizer or scheduler; where it is `auto`, or its block is absent, the trainer's flag."""
+    """A value of DeepSpeed's optimizer or scheduler; the script's flag if the value is `auto` or there is no such
+    block."""
     value = AUTO if run.ds(key.partition(".")[0] + ".type") is None else run.ds_or_default(key)
     return run.hf(flag) if value == AUTO else value
 
 
 def clip(run: Run) -> object:
-    """DeepSpeed clips by its own key, by default not at all; transformers fills it in only where it is `auto`."""
+    """Gradient clipping norm. DeepSpeed uses its own key (default: no clipping); the script's flag counts only if that
+    is `auto`, or without DeepSpeed."""
     value = run.ds("gradient_clipping", 0) if run.uses_deepspeed else run.hf("max_grad_norm")
     return (run.hf("max_grad_norm") if value == AUTO else value) or None
 

@@ -1,4 +1,4 @@
-"""The commands of a training script, split with `shlex` and never run.
+"""Read the commands of a training script, split with `shlex` and never run.
 
 Understood: quotes, comments, continued lines, `X=v1`, `export X=v1`, `$X` and `${X}`. Control flow, arrays, functions
 and here-documents are refused by file and line. Redirections, `| tee FILE` and `&` at the end of a line are dropped.
@@ -37,25 +37,25 @@ ASSIGNING = re.compile(rf"\s*(?:(?:{'|'.join(DECLARE)})\s+)?(?:{NAME}\+?=\S*\s+)
 
 @dataclass(frozen=True)
 class Command:
-    """One simple command of a script."""
+    """One simple command of a shell script."""
 
     words: list[str]
     line: int
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables that are exported, or set before the command's name."""
+    """Environment variables of the command: exported ones, and those set before its name."""
     problems: tuple[str, ...] = ()
-    """What of its line only bash could know; its words cannot be relied on then."""
+    """Parts of the line that only bash could evaluate; the words are unreliable then."""
 
 
 def commands(text: str, given: Mapping[str, str], where: str) -> list[Command]:
-    """Every simple command of a script, in order.
+    """All simple commands of a shell script, in order.
 
     Args:
-        given: values of variables that the script leaves to its caller; what it sets itself wins.
+        given: values of variables that the script does not set; a value that the script sets takes precedence.
         where: the file's name, for messages.
 
     Raises:
-        ConfigError: a quote is not closed, or the script needs more of bash than is read here.
+        ConfigError: a quote is not closed, or the script uses bash syntax that is not supported here.
     """
     text = text.replace("\r\n", "\n")
     variables = {"HOME": str(Path.home()), **given}
@@ -96,7 +96,8 @@ def commands(text: str, given: Mapping[str, str], where: str) -> list[Command]:
 
 
 def expanded(line: str, variables: Mapping[str, str], problems: list[str]) -> str:
-    """A line with the values of its variables, still quoted, without comments; `problems` gets what has no value."""
+    """A line with variables replaced by their values, quotes kept and comments removed; variables without a value are
+    added to `problems`."""
 
     def value(found: re.Match[str], quote: Callable[[str], str]) -> str:
         name = found[1] or found[2]
@@ -124,7 +125,7 @@ def expanded(line: str, variables: Mapping[str, str], problems: list[str]) -> st
 
 
 def split(line: str) -> list[str]:
-    """The words of a line without quotes; runs of `();<>|&` are words of their own."""
+    """The words of a line, without quotes; runs of the operators `();<>|&` are separate words."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
     lexer.commenters = ""
     lexer.whitespace_split = True
@@ -146,7 +147,8 @@ def simple_commands(words: list[str]) -> list[list[str]]:
 
 
 def refuse_bash(command: list[str], operators: list[str], problems: list[str], where: str) -> None:
-    """Raises ConfigError for what changes the meaning of other lines of the script."""
+    """Raise ConfigError for bash syntax that changes the meaning of other lines of the script (loops, functions, arrays
+    ...)."""
     needs = ""
     if command[0] in KEYWORDS:
         needs = f"`{command[0]}`"

@@ -1,4 +1,4 @@
-"""One training of another system, as its script, its DeepSpeed JSON and its Accelerate file describe it together."""
+"""One training of another system, described by its script, its DeepSpeed JSON and its Accelerate file together."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from llava_fsdp.runtime.errors import ConfigError
 AUTO = "auto"
 TRUE = frozenset({"yes", "true", "t", "y", "1"})
 FALSE = frozenset({"no", "false", "f", "n", "0"})
-# What DeepSpeed takes where its configuration is silent (runtime/constants.py, lr_schedules.py, ops/adam).
+# DeepSpeed's default values (runtime/constants.py, lr_schedules.py, ops/adam).
 DS_DEFAULTS: Mapping[str, object] = {
     "zero_optimization.stage": 0,
     "gradient_clipping": 0.0,
@@ -23,7 +23,7 @@ DS_DEFAULTS: Mapping[str, object] = {
     "bf16.enabled": False,
 }
 TORCH_ADAMW_DECAY = 0.01
-# DeepSpeed's keys that Accelerate has names of its own for.
+# DeepSpeed's keys -> Accelerate's names for them.
 ACCELERATE_NAMES = {
     "zero_optimization.stage": "zero_stage",
     "gradient_clipping": "gradient_clipping",
@@ -32,7 +32,7 @@ ACCELERATE_NAMES = {
     "zero_optimization.offload_param.nvme_path": "offload_param_nvme_path",
     "zero_optimization.offload_optimizer.nvme_path": "offload_optimizer_nvme_path",
 }
-# Other programs' names of the original's flags.
+# Names that other training programs use for LLaVA's flags.
 ALIASES = {
     "model_name_or_path": ("model_id", "model_name", "pretrained_model_name_or_path"),
     "model_max_length": ("max_seq_length", "max_seq_len", "max_length", "cutoff_len"),
@@ -47,7 +47,7 @@ ALIASES = {
 
 @dataclass(frozen=True)
 class Block:
-    """A file of keys; nested names are joined with dots."""
+    """The keys of a configuration file; nested names are joined with dots."""
 
     name: str
     values: Mapping[str, object]
@@ -55,13 +55,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag of a training program, as its argument parser has it."""
+    """A flag of a training program, as its argument parser defines it."""
 
     default: object
     rule: object
-    """An Outcome, or what makes one of the value (`keys.Rule`)."""
+    """The rule for what the flag becomes: an `Outcome`, or a function that returns one for a value (`keys.Rule`)."""
     kind: type | None = None
-    """Type of the value where the default does not tell."""
+    """Type of the value if the default value does not show it."""
 
     @property
     def type(self) -> type:
@@ -73,32 +73,33 @@ class Run:
     name: str
     launch: Launch
     table: Mapping[str, Flag]
-    """The flags of its program."""
+    """The flags that the training program accepts."""
     flags: Mapping[str, object]
-    """As given on the command line, before their types are known."""
+    """The flags' values as given on the command line, not yet converted to their types."""
     given_gpus: int | None = None
-    """`gpus=N`, which wins over what the launcher has."""
+    """Number of GPUs that the user gave (`gpus=N`); takes precedence over the launcher's."""
     deepspeed: Block | None = None
     accelerate: Block | None = None
     notes: tuple[str, ...] = ()
-    """What was assumed or chosen while reading."""
+    """Remarks on what was assumed or chosen while reading the files."""
     missing: tuple[str, ...] = ()
-    """Files that are named and were not found."""
+    """Names of files that the script mentions and that were not found."""
 
     def given(self, name: str) -> str | None:
-        """The spelling under which a flag was given."""
+        """The spelling (name or alias) with which a flag was given on the command line; None if it was not given."""
         names = (name,) if self.launch.is_original else (name, *ALIASES.get(name, ()))
         return next((spelling for spelling in names if spelling in self.flags), None)
 
     def hf(self, name: str) -> object:
-        """A flag's value as the training program sees it."""
+        """A flag's value as the training program would see it."""
         flag, spelling = self.table[name], self.given(name)
         return (
             flag.default if spelling is None else parse(self.flags[spelling], flag.type, f"{self.name}: --{spelling}")
         )
 
     def launched(self, name: str) -> object:
-        """A value of Accelerate's: its launcher's flag, or its file's key in whatever block."""
+        """The value of an Accelerate setting: the launcher's flag, or the key in any block of Accelerate's file; None
+        if not set."""
         if self.launch.launcher == "accelerate" and name in self.launch.flags:
             return self.launch.flags[name]
         for prefix in ("", "deepspeed_config.", "fsdp_config.", "dynamo_config."):
@@ -108,7 +109,7 @@ class Run:
 
     @property
     def distributed_type(self) -> str:
-        """Accelerate's name of what it sets up; empty where it does not say."""
+        """Accelerate's type of distributed training (DEEPSPEED, FSDP, MULTI_GPU ...); empty if it is not set."""
         for flag, name in (("use_deepspeed", "DEEPSPEED"), ("use_fsdp", "FSDP")):
             if self.launched(flag):
                 return name
@@ -120,11 +121,12 @@ class Run:
 
     @property
     def lacks_deepspeed(self) -> bool:
-        """Its DeepSpeed configuration is named and was not found: what it says is unknown."""
+        """Whether the DeepSpeed configuration file is named but was not found, so that its settings are unknown."""
         return self.uses_deepspeed and self.deepspeed is None and self.distributed_type != "DEEPSPEED"
 
     def ds(self, key: str, default: object = None) -> object:
-        """A value of the DeepSpeed configuration: of the JSON, else of what Accelerate makes one of."""
+        """A value of the DeepSpeed configuration: from the JSON file, else from the settings from which Accelerate
+        creates one."""
         if self.deepspeed is not None:
             return plain(self.deepspeed.values.get(key, default))
         found = self.launched(ACCELERATE_NAMES[key]) if key in ACCELERATE_NAMES else None
@@ -133,7 +135,7 @@ class Run:
         return plain(default if found is None else found)
 
     def ds_or_default(self, key: str) -> object:
-        """A value that DeepSpeed uses, its default where the configuration is silent."""
+        """A value of the DeepSpeed configuration, or DeepSpeed's default if it is not set."""
         torch_adam = key == "optimizer.params.weight_decay" and self.ds("optimizer.params.torch_adam") is True
         return self.ds(key, TORCH_ADAMW_DECAY if torch_adam else DS_DEFAULTS[key])
 
@@ -143,19 +145,21 @@ class Run:
 
     @property
     def has_ds_warmup(self) -> bool:
-        """DeepSpeed's schedulers that give every group of parameters one rate."""
+        """Whether the scheduler is one of DeepSpeed's warm-up schedulers, which give all parameter groups the same
+        learning rate."""
         return self.ds("scheduler.type") in ("WarmupLR", "WarmupDecayLR")
 
     @property
     def devices(self) -> str | None:
-        """CUDA_VISIBLE_DEVICES, as the launcher chooses it or the script sets it."""
+        """Value of CUDA_VISIBLE_DEVICES, as the launcher chooses it or the script sets it; None if neither does."""
         chosen = self.launched("gpu_ids")
         ids = str(chosen) if chosen not in (None, "all") else None
         return self.ranks.devices or ids or self.launch.devices
 
     @property
     def ranks(self) -> Ranks:
-        """By the launcher's flags and Accelerate's file, unless the user gave another number of GPUs."""
+        """Number of ranks, from the launcher's flags and Accelerate's file, unless the user gave another number of
+        GPUs."""
         found = ranks_of(self.launch)
         if self.launch.launcher == "accelerate" and not found.per_node:
             total, nodes = number(str(self.launched("num_processes"))), number(str(self.launched("num_machines") or 1))
@@ -172,14 +176,14 @@ class Run:
 
     @property
     def batch(self) -> int:
-        """Samples a step: micro-batch x accumulation x ranks."""
+        """Samples per step: micro-batch x accumulation x ranks."""
         micro, accumulation = self.hf("per_device_train_batch_size"), self.hf("gradient_accumulation_steps")
         assert isinstance(micro, int) and isinstance(accumulation, int) and self.gpus  # read_run asks for the number
         return micro * accumulation * self.gpus
 
     @property
     def bits(self) -> int | None:
-        """4 or 8 where the base is quantized; other numbers of --bits quantize nothing."""
+        """Bits of the quantized base model: 4 or 8; None if it is not quantized."""
         if not self.launch.is_original:
             return 4 if self.hf("load_in_4bit") else 8 if self.hf("load_in_8bit") else None
         bits = self.hf("bits")
@@ -187,7 +191,7 @@ class Run:
 
     @property
     def is_lora(self) -> bool:
-        """Adapters train; the original's first stage freezes them again (LLaVA train.py:926-930)."""
+        """Whether adapters train; in LLaVA's pretraining stage they are frozen again (LLaVA train.py:926-930)."""
         return bool(self.hf("lora_enable")) and self.stage != "pretrain"
 
     @property
@@ -201,7 +205,7 @@ class Run:
 
 
 def plain(value: object) -> object:
-    """A value of a JSON or YAML file; text that spells a boolean or a number becomes that."""
+    """A value of a JSON or YAML file; text that spells a boolean or a number is converted to it."""
     if not isinstance(value, str):
         return value
     if value.lower() in ("true", "false"):
@@ -215,10 +219,10 @@ def plain(value: object) -> object:
 
 
 def parse(given: object, kind: type, where: str) -> object:
-    """A flag's text as its type.
+    """Convert a flag's text to the flag's type.
 
     Raises:
-        ConfigError: it is not of that type; the program's own parser would have stopped too.
+        ConfigError: the text is not of that type; the program's own parser would have refused it too.
     """
     if given is True:
         if kind is bool:

@@ -1,4 +1,4 @@
-"""The rows of a run's table: every key of every input, once, with its verdict."""
+"""Build the printed table of a training: every key of every input file, with what the key becomes."""
 
 import difflib
 from collections.abc import Callable, Collection, Iterator
@@ -12,8 +12,8 @@ from llava_fsdp.migrate.trainer_flags import OTHER_PROGRAM
 
 DEFAULT = "not in the script"
 PROGRAM = "the program"
-MOST = 1000  # keys: in a longer file looking for similar names would take minutes
-# What DeepSpeed takes where the JSON is silent and the command has to say: its key, and ours.
+MOST = 1000  # keys: in a longer file, searching for similar names would take minutes
+# DeepSpeed's keys whose defaults must be in the command -> llava_fsdp's keys.
 DEFAULTS = {
     "gradient_clipping": "optim.clip",
     "zero_optimization.stage": "sharding",
@@ -70,7 +70,7 @@ def block_rows(
         if key not in table and value in ({}, None) and any(known.startswith(key + ".") for known in table):
             rule = implied("an empty block: all of it has its defaults")
         if rule is None and block is context.run.accelerate and plain(value) in (None, False, "", "no", {}, []):
-            rule = OFF  # `accelerate config` writes the keys of every kind of machine
+            rule = OFF  # `accelerate config` writes keys for all kinds of machines
         near = table if len(block.values) < MOST else ()
         rows.append(answered(context, block.name, key, value, rule, near))
     return rows
@@ -85,7 +85,8 @@ def answered(context: Context, source: str, key: str, value: object, rule: objec
 
 
 def default_rows(context: Context) -> Iterator[Row]:
-    """Defaults of DeepSpeed and of the script's program that the command has to give, or that nothing can."""
+    """Rows for keys that are not set, whose defaults (DeepSpeed's or the script's program's) must be in the command or
+    have no equivalent."""
     run = context.run
     for key, override in DEFAULTS.items() if run.deepspeed else ():
         assert run.deepspeed is not None

@@ -1,6 +1,7 @@
-"""The table of flags of programs that are not the original's: transformers' Trainer, peft and TRL names.
+"""What each flag of training programs other than LLaVA's becomes in llava_fsdp: names of transformers' Trainer, peft
+and TRL.
 
-A flag that is not here is refused by name: only the program itself knows what it means.
+A flag that is not listed here is reported as unknown: only the program itself defines what it means.
 """
 
 from collections.abc import Mapping
@@ -34,7 +35,7 @@ TRAINER = """
     save_safetensors save_only_model logging_steps logging_strategy logging_dir logging_first_step log_level
     disable_tqdm report_to run_name push_to_hub evaluation_strategy load_best_model_at_end do_train
 """.split()
-# Flags without which the command would train with the stage's value, and not with the program's.
+# Flags that must be given: without them the command would use the stage's values instead of the program's.
 NEEDED = {
     "data_path": "data.path",
     "model_name_or_path": "model.checkpoint",
@@ -97,7 +98,7 @@ OTHER_FLAGS: Mapping[str, Flag] = {
 
 
 def lacking(run: Run, decided: Mapping[str, object]) -> list[str]:
-    """What the command cannot know because the script does not give it."""
+    """Settings that the command needs and that the script does not give."""
     if run.launch.is_original:
         return [] if "data.path" in decided else ["data.path: the script has no --data_path"]
     needed = NEEDED | (NEEDED_BY_LORA if run.is_lora else {})

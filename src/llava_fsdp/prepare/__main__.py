@@ -1,4 +1,4 @@
-"""The entry `python -m llava_fsdp.prepare`; main.py has what it does."""
+"""Entry point of `python -m llava_fsdp.prepare`; the program is in main.py."""
 
 from llava_fsdp.runtime.log import leave_noise_out
 

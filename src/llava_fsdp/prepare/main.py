@@ -37,8 +37,9 @@ def main() -> None:
 
 
 def prepare(cfg: PrepareConfig) -> None:
-    """Make or update the index, and write and print a report; bad records are not an error here. The same for the
-    validation records, if there are any. With `verify`, only compare the index with the files."""
+    """Make or update a dataset's index, and write and print a report about its records; bad records are not an error
+    here. Validation records are treated alike, if there are any. With `verify`, only compare the index with the
+    files."""
     draw_shapes(cfg.data)
     parts = find_parts(cfg.model)
     model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])  # on meta: shapes only
@@ -61,7 +62,7 @@ def prepare(cfg: PrepareConfig) -> None:
 
 
 def verify(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader]) -> None:
-    """Compare the index of every dataset with its files, and print that they agree.
+    """Compare the index of every dataset with the dataset's files; prints a line for each if they agree.
 
     Raises:
         DataError: they differ; names records and images.

@@ -1,4 +1,4 @@
-"""The entry `python -m llava_fsdp.report`; main.py has what it does."""
+"""Entry point of `python -m llava_fsdp.report`, the command that writes report pages (see main.py)."""
 
 from llava_fsdp.report.main import main
 

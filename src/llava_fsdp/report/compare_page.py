@@ -1,4 +1,5 @@
-"""The page of several runs: their curves in common charts, their results, and the keys in which they differ."""
+"""Report page that compares several runs: their curves in common charts, their results, and the configuration keys in
+which they differ."""
 
 import time
 from collections.abc import Iterator
@@ -16,9 +17,9 @@ from llava_fsdp.report.svg import Chart, Line, points_each
 from llava_fsdp.runtime.humanize import moment
 
 MOST_DRAWN = 64
-"""Runs with curves; the tables have all."""
+"""Number of runs whose curves are drawn; the tables list all runs."""
 IGNORED = ("output_dir", "track.name")
-"""Keys that no two runs share."""
+"""Configuration keys that differ between any two runs, and are not compared."""
 
 
 def comparison_page(runs: list[Run]) -> str:
@@ -33,7 +34,7 @@ def comparison_page(runs: list[Run]) -> str:
 
 
 def results_table(runs: list[Run]) -> str:
-    """Results of all runs; the one with the lowest value of a sweep's metric is marked best."""
+    """HTML table of all runs' results; the run with the lowest value of a sweep's metric is marked best."""
     best = min((run for run in runs if run.value is not None), key=lambda run: run.value or 0.0, default=None)
     texts_by_column = columns([results_of(run) for run in runs])
     rows = (
@@ -48,7 +49,8 @@ def results_table(runs: list[Run]) -> str:
 
 
 def charts(runs: list[Run]) -> Iterator[Chart]:
-    """A chart of every curve, with a line for each run, without bands: they would cover other runs' curves."""
+    """One chart for each curve, with a line for each run. Bands from least to greatest value are left out, as they
+    would cover other runs' curves."""
     curves = [(chart, names, key) for chart, names in CURVES for key in names]
     most = points_each(len(runs) * (len(curves) + 2))
     for chart, names, key in curves:
@@ -65,7 +67,8 @@ def charts(runs: list[Run]) -> Iterator[Chart]:
 
 
 def differences(runs: list[Run]) -> Iterator[str]:
-    """Keys of the configuration that are not the same everywhere, then versions and machines."""
+    """HTML sections: configuration keys that differ between the runs, then versions and machines, then why the runs
+    ended."""
     keys = differing([run.config for run in runs], [run.overrides for run in runs], IGNORED)
     names = ["key", *(run.name for run in runs)]
     without = ", ".join(run.name for run in runs if not run.config)
@@ -80,10 +83,11 @@ def differences(runs: list[Run]) -> Iterator[str]:
 def differing(
     trees: list[dict[str, Any]], overrides: list[dict[str, Any]] | None = None, ignored: tuple[str, ...] = ()
 ) -> list[list[str]]:
-    """Rows of a key and its value in each tree, of the keys that do not have one value in all.
+    """Table rows (key, its value in each run) of the keys that do not have the same value in all runs.
 
     Args:
-        overrides: the few values that are known of a run whose tree is empty; keys that it lacks are not compared.
+        overrides: for a run whose configuration is unknown (empty tree), the values that a sweep has set; its other
+            keys are not compared.
     """
     overrides = overrides or [{} for _ in trees]
     rows = []

@@ -1,4 +1,5 @@
-"""The page of a dataset: what it holds, what a maximum length costs, what is wrong with its records."""
+"""Report page of a dataset: its sources and lengths, what a maximum length would truncate, and which records have
+problems."""
 
 from collections.abc import Iterable, Iterator
 from html import escape
@@ -9,9 +10,10 @@ from llava_fsdp.report.svg import Bar, draw_bars
 
 
 def dataset_page(report: dict[str, Any]) -> str:
-    """
+    """The report page of a dataset, as HTML.
+
     Args:
-        report: what report.json holds.
+        report: content of report.json, the statistics of the dataset.
     """
     out = report["left_out"]
     counts = f"{report['records']:,} records, {report['kept']:,} kept, {out['wrong']:,} skipped as wrong, "
@@ -38,7 +40,7 @@ def lengths(statistics: dict[str, Any]) -> Iterator[str]:
 
 
 def truncation(report: dict[str, Any]) -> Iterator[str]:
-    """Records that a maximum length truncates or leaves without label tokens, for several maximum lengths."""
+    """Chart and table of how many records several maximum lengths would truncate or leave without label tokens."""
     names = ["records_cut", "positions_lost", "label_tokens_lost", "left_without_labels"]
     samples = max(1, report["lengths"]["samples"])
     labels = {"records_cut": "truncated", "left_without_labels": "left without label tokens"}
@@ -67,5 +69,5 @@ def problems(kinds: dict[str, Any]) -> Iterator[str]:
 
 
 def spaced(names: Iterable[str]) -> list[str]:
-    """Names of fields as words."""
+    """Names of fields with spaces instead of underscores."""
     return [name.replace("_", " ") for name in names]

@@ -1,4 +1,5 @@
-"""Curves of a training, step by step, in bounded memory however long it is. Imports only the standard library.
+"""Downsample the curves of a training step by step, in limited memory however long the training is. Imports only the
+standard library.
 
 A curve keeps stretches of equally many steps, and of each its mean, its least and its greatest value: a spike of one
 step is still seen among a hundred thousand. The steps' numbers alone decide where stretches begin, so that a curve read
@@ -12,39 +13,40 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 MOST_POINTS = 1000
-"""Stretches of a curve."""
+"""Maximum number of points of a curve; each is a stretch of consecutive steps."""
 WINDOW = 20
-"""Steps over which the last and the lowest loss are taken: a single step's is noise."""
+"""Number of steps over which the reported last loss and lowest loss are averaged: a single step's loss is noisy."""
 MOST_SKIPS = 100
-"""Skipped steps that are named."""
+"""Maximum number of skipped steps that are listed by number."""
 MOST_SOURCES = 200
-"""Sources that have curves."""
+"""Maximum number of data sources for which loss curves are kept."""
 
 
 class Point(NamedTuple):
-    """A stretch of a curve."""
+    """A point of a curve: the mean, least and greatest value over a stretch of consecutive steps."""
 
     step: float
-    """Mean of its steps."""
+    """Mean number of the steps in this stretch."""
     mean: float
     least: float
     most: float
 
 
 class Curve:
-    """A value over steps."""
+    """A value over training steps, downsampled to a limited number of points."""
 
     def __init__(self, most: int = MOST_POINTS):
         self.most = most
         self.width = 1
         self.stretches: dict[int, list[float]] = {}
-        """By step // width: number of values, sum of their steps, their sum, the least and the greatest."""
+        """Stretches of steps by `step // width`: [number of values, sum of their steps, sum of the values, least,
+        greatest]."""
 
     def __len__(self) -> int:
         return len(self.stretches)
 
     def add(self, step: int, value: float | None) -> None:
-        """Add a value; one that is missing or not finite is skipped."""
+        """Add the value of a step; a value that is missing or not finite is skipped."""
         if value is None or not math.isfinite(value):
             return
         put(self.stretches, step // self.width, [1.0, float(step), value, value, value])
@@ -53,7 +55,7 @@ class Curve:
             self.stretches = halved(self.stretches)
 
     def points(self, most: int | None = None) -> list[Point]:
-        """The stretches in the order of steps, at most `most` of them."""
+        """The points of the curve in the order of steps, at most `most` of them."""
         stretches = self.stretches
         while most is not None and len(stretches) > max(1, most):
             stretches = halved(stretches)
@@ -74,7 +76,7 @@ def put(stretches: dict[int, list[float]], number: int, values: list[float]) -> 
 
 
 def halved(stretches: dict[int, list[float]]) -> dict[int, list[float]]:
-    """The stretches with neighbours made one."""
+    """Merge neighbouring stretches of a curve in pairs, which halves their number."""
     pairs: dict[int, list[float]] = {}
     for number, values in stretches.items():
         put(pairs, number // 2, list(values))
@@ -85,44 +87,44 @@ VALUES = (
     "loss", "lr", "grad_norm", "tokens_per_second", "mfu", "hfu", "peak_memory_bytes", "seconds", "data_seconds",
     "loss_scale",
 )  # fmt: skip
-"""Keys of a row of metrics that become curves."""
+"""Keys of a row of metrics.jsonl that become curves."""
 SUMS = (
     "samples", "tokens", "label_tokens", "images", "seconds", "data_seconds", "truncated", "skipped_records",
     "unlabelled",
 )  # fmt: skip
-"""Keys of a row of metrics that are added up."""
+"""Keys of a row of metrics.jsonl whose values are added up over the run."""
 
 
 @dataclass
 class History:
-    """The curves of a run, and its sums."""
+    """The curves of a run and sums over its steps, collected from metrics.jsonl."""
 
     window: int = WINDOW
-    """Steps over which the last and the lowest loss are taken."""
+    """Number of steps over which the last loss and the lowest loss are averaged."""
     curves: dict[str, Curve] = field(default_factory=dict)
     sources: dict[str, Curve] = field(default_factory=dict)
-    """Loss by source."""
+    """Loss curve of each data source."""
     source_labels: dict[str, int] = field(default_factory=dict)
-    """Label tokens by source."""
+    """Number of label tokens of each data source."""
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SUMS, 0))
     steps: int = 0
-    """Number of rows."""
+    """Number of rows (steps) added."""
     last: dict[str, Any] = field(default_factory=dict)
-    """The last row."""
+    """The last row added."""
     skipped: list[int] = field(default_factory=list)
-    """The first steps that were skipped."""
+    """Numbers of the first steps that were skipped, at most `MOST_SKIPS`."""
     skipped_steps: int = 0
     """Number of steps that were skipped."""
     lowest: tuple[float, int] | None = None
-    """The lowest mean of a whole window, and its last step."""
+    """The lowest mean loss of `window` consecutive steps, and the last of these steps."""
     recent: deque[tuple[float, float]] = field(default_factory=deque)
-    """Loss and label tokens of the last steps that have a loss, at most `window` of them."""
+    """(loss, label tokens) of the last steps that have a loss, at most `window` of them."""
 
     def add(self, row: dict[str, Any]) -> None:
         """Add a row of metrics.jsonl.
 
         Raises:
-            ValueError: it is not one; nothing has been added then.
+            ValueError: the row is not a row of metrics.jsonl; nothing is added then.
         """
         step, values = checked(row)
         sources = sources_of(row)
@@ -156,18 +158,18 @@ class History:
 
     @property
     def loss(self) -> float | None:
-        """Mean loss of the last steps."""
+        """Mean loss of the last `window` steps; None if no step has a loss."""
         return mean_loss(self.recent) if self.recent else None
 
     @property
     def lowest_loss(self) -> tuple[float, int] | None:
-        """The lowest loss and its step; while no window is full, the last loss."""
+        """The lowest mean loss and its step; the last loss while there are fewer than `window` steps."""
         if self.lowest is None and self.loss is not None:
             return self.loss, self.step
         return self.lowest
 
     def mean(self, name: str) -> float | None:
-        """Mean of the second half of a curve: the first half has loading and compiling in it."""
+        """Mean of the second half of a curve: the first half includes loading and compiling."""
         points = self.curves[name].points() if name in self.curves else []
         rest = points[len(points) // 2 :]
         return sum(point.mean for point in rest) / len(rest) if rest else None
@@ -177,17 +179,17 @@ class History:
         return max((point.most for point in points), default=None)
 
     def largest_sources(self, most: int) -> Iterator[tuple[str, Curve]]:
-        """The sources with most label tokens."""
+        """Names and loss curves of the data sources with the most label tokens."""
         chosen = sorted(self.source_labels, key=lambda name: -self.source_labels[name])[:most]
         return ((name, self.sources[name]) for name in self.sources if name in chosen)
 
 
 def mean_loss(steps: Iterable[tuple[float, float]]) -> float:
-    """Mean of the losses of one step or more over their label tokens, as the loss of a step is; equal losses give
-    themselves to the last bit.
+    """Mean loss of several steps, weighted by their label tokens as in the loss of one step. If all losses are equal,
+    exactly that loss.
 
     Args:
-        steps: loss and label tokens of each; without any label tokens every step counts the same.
+        steps: (loss, label tokens) of each step; without any label tokens every step counts the same.
     """
     losses, tokens = zip(*steps, strict=True)
     if len(set(losses)) == 1:
@@ -197,17 +199,17 @@ def mean_loss(steps: Iterable[tuple[float, float]]) -> float:
 
 
 def checked(row: object) -> tuple[int, dict[str, float | None]]:
-    """A row's step, and its values by name."""
+    """The step of a row of metrics.jsonl, and its values by name. Raises ValueError if the row has no step."""
     if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] < 0:
         raise ValueError("it has no step")
     return row["step"], {name: number_of(row, name) for name in VALUES}
 
 
 def number_of(row: dict[str, Any], name: str) -> float | None:
-    """A number of a row; None where it is missing or not finite.
+    """A number in a row of metrics; None if it is missing or not finite.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the value is not a number.
     """
     value = row.get(name)
     if value is None:
@@ -218,7 +220,7 @@ def number_of(row: dict[str, Any], name: str) -> float | None:
 
 
 def sources_of(row: dict[str, Any]) -> dict[str, tuple[float | None, int]]:
-    """Loss and label tokens by source."""
+    """(loss, label tokens) of each data source in a row of metrics."""
     sources = row.get("sources") or {}
     if not isinstance(sources, dict) or not all(isinstance(source, dict) for source in sources.values()):
         raise ValueError("sources is not an object of objects")

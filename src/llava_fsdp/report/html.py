@@ -1,4 +1,5 @@
-"""What all pages share: the page around a body, tables, texts. Text from data, models and users is escaped."""
+"""HTML parts that all report pages use: the page around a body, tables, headings. Text from data, models and users is
+escaped."""
 
 import json
 from collections.abc import Iterable
@@ -9,13 +10,13 @@ from typing import Any
 ASSETS = Path(__file__).parent / "assets"
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 DATA = "<script type='application/json'>"
-"""Begins the values of a chart, from which assets/charts.js draws it."""
+"""HTML tag before a chart's values, from which assets/charts.js draws the chart."""
 LONGEST_CELL = 2000
-"""Characters of a cell of a table."""
+"""Maximum number of characters of a table cell; longer text is cut."""
 
 
 def whole_page(title: str, body: str) -> str:
-    """One file of HTML that loads nothing, with the script only where a chart needs it."""
+    """A complete HTML page that loads no other file. The chart script is included only if the body has a chart."""
     script = f"<script>\n{(ASSETS / 'charts.js').read_text()}</script>" if DATA in body else ""
     return (
         "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
@@ -51,5 +52,5 @@ def shortened(text: str, most: int = LONGEST_CELL) -> str:
 
 
 def inline_json(value: Any) -> str:
-    """JSON that stands within a script element: nothing in it can end that element."""
+    """JSON for use inside an HTML script element: no text in it can end that element."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c").replace("&", "\\u0026")

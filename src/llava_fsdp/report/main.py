@@ -1,6 +1,7 @@
-"""Writes a run as a page, or several side by side: `python -m llava_fsdp.report outputs/finetune`.
+"""Write an HTML report of one run or a comparison of several: `python -m llava_fsdp.report outputs/finetune`.
 
-Reads what trainings leave behind, whether they run, have ended or were killed. Imports neither torch nor transformers.
+Reads the files in a training's output folder, whether the training is going on, has ended or was killed. Imports
+neither torch nor transformers.
 """
 
 import sys
@@ -37,10 +38,10 @@ def main() -> None:
 
 
 def write(words: list[str]) -> Path:
-    """Write the page that a command line asks for, and return its path.
+    """Write the report page that a command line asks for, and return its path.
 
     Raises:
-        LlavaFsdpError: a RUN is not one or cannot be read; or the page cannot be written.
+        LlavaFsdpError: a folder is not a run's or cannot be read; or the page cannot be written.
     """
     folders, out = parse(words)
     runs = [run for folder in folders for run in runs_in(folder)]
@@ -55,7 +56,7 @@ def write(words: list[str]) -> Path:
 
 
 def parse(words: list[str]) -> tuple[list[Path], Path | None]:
-    """RUNs, and where the page goes."""
+    """The run folders that a command line names, and the path of the page (`out=`), if given."""
     for word in words:
         if word.startswith("-"):
             raise ConfigError(f"{word} is not an option; options are written key=value, and -h lists them")
@@ -69,7 +70,7 @@ def parse(words: list[str]) -> tuple[list[Path], Path | None]:
 
 
 def uniquely_named(runs: list[Run]) -> list[Run]:
-    """The runs, with whole paths in their names where two have the same name."""
+    """The runs; if two have the same name, all names get the whole path."""
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
             run.name = f"{run.name} ({run.folder.resolve()})" if run.name != name_of(run.folder) else str(run.folder)

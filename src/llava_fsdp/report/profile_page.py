@@ -1,4 +1,4 @@
-"""The page of where the time of recorded steps went."""
+"""Report page of a profile: where the time of the recorded steps went."""
 
 from llava_fsdp.report.html import heading, section, table, whole_page
 from llava_fsdp.report.profile_trace import CATEGORIES, Times
@@ -17,14 +17,16 @@ LONGEST = {
     False: "Each without the operations it calls, and without waiting for a collective, which is communication above. "
     "autograd::... is autograd's own work around an operation, FSDP's hooks among it.",
 }
-"""What to know of the second table, with a GPU and without."""
+"""Note above the table of longest kernels or operations: with a GPU (True) and without (False)."""
 NAME_LENGTH = 100
 
 
 def profile_page(times: Times, title: str, first: int = 1) -> str:
-    """
+    """The report page of a profile, as HTML: time of each step by category, and the kernels or operations that took
+    longest.
+
     Args:
-        first: number of the first step.
+        first: number of the first recorded step.
     """
     count = len(times.steps)
     total = {name: sum(step[name] for step in times.steps) for name in CATEGORIES}

@@ -1,8 +1,8 @@
-"""Where the time of recorded steps went, from a trace of torch's profiler.
+"""Compute where the time of recorded training steps went, from a trace of PyTorch's profiler.
 
-With a GPU it is the device's time: kernels count for the part of the step that launched them, collectives where nothing
-computes beside them, and the rest is waiting for the host. Without one it is the main thread's time: operations,
-collectives that no operation hides, and Python between them.
+With a GPU this is the GPU's time: a kernel counts for the part of the step that launched it, a collective counts while
+no other kernel runs, and the rest is waiting for the host. Without a GPU this is the main thread's time: operations,
+collectives that do not overlap with operations, and Python between them.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ from pathlib import Path
 from typing import Any
 
 RANGE = "llava_fsdp::"
-"""Prefix of the names of a step's parts in a trace."""
+"""Prefix of the profiler ranges that mark the parts of a step (data, forward, backward, optimizer)."""
 COMPUTING = ("forward", "backward", "optimizer")
 CATEGORIES = ("data", *COMPUTING, "communication", "host gaps")
 STEP = "ProfilerStep#"
-"""torch's name for a step."""
+"""Beginning of the name that PyTorch's profiler gives each step."""
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHING = ("cuda_runtime", "cuda_driver")
 COLLECTIVE_KERNEL, COLLECTIVE_OP = "nccl", ("gloo:", "nccl:", "c10d::")
 MOST_LONGEST = 15
 
 Spans = list[tuple[float, float]]
-"""Begin and end in microseconds, sorted; none touches another."""
+"""Time spans (begin, end) in microseconds, sorted and not overlapping."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """Times of the recorded steps; there is at least one."""
+    """Times of the recorded steps, of which there is at least one."""
 
     on_device: bool
     steps: list[dict[str, float]]
-    """Seconds of each step by category; their sum is the step's."""
+    """For each step the seconds of each category; their sum is the step's time."""
     longest: list[tuple[str, float]]
-    """Kernels, or operations without a GPU, with their seconds in all steps together. An operation's are without those
-    of operations that it called, and without waiting for a collective, which is communication."""
+    """The kernels (operations, without a GPU) that took longest: name and seconds over all steps. An operation's time
+    excludes the operations that it called and waiting for a collective."""
 
 
 class TraceError(Exception):
-    """A trace is not whole."""
+    """Error: a profiler trace is incomplete."""
 
 
 def times_of(path: Path) -> Times:
-    """Read a gzipped trace of `export_chrome_trace`.
+    """Read a gzipped trace that PyTorch's profiler wrote (`export_chrome_trace`), and compute the times of its steps.
 
     Raises:
-        OSError: it cannot be read.
-        TraceError: it was cut short, or holds no step.
+        OSError: the file cannot be read.
+        TraceError: the trace is incomplete, or holds no step.
     """
     try:
         with gzip.open(path, "rt") as file:
@@ -90,7 +90,8 @@ def times_of(path: Path) -> Times:
 
 
 def device_spans(kernels: list[Any], events: list[Any], parts: dict[str, Spans]) -> tuple[dict[str, Spans], Spans]:
-    """Spans of kernels by the part that launched them, no instant in two parts; and spans of collectives."""
+    """Time spans in which kernels ran, by the part of the step that launched them (no instant counts for two parts),
+    and the spans of collectives."""
     launches = {e["args"].get("correlation"): e["ts"] for e in events if e.get("cat") in LAUNCHING and "args" in e}
     ran: dict[str, list[Any]] = {name: [] for name in COMPUTING}
     collectives = []
@@ -114,8 +115,8 @@ def device_spans(kernels: list[Any], events: list[Any], parts: dict[str, Spans])
 def host_spans(
     operations: list[Any], annotations: list[Any], main: Any, parts: dict[str, Spans]
 ) -> tuple[dict[str, Spans], Spans]:
-    """The same of the main thread. Collectives run in other threads; an operation that waits for one does not
-    compute."""
+    """Time spans in which the main thread ran operations, by part of the step, and the spans of collectives that it
+    waited for. Collectives run in other threads; an operation that waits for one does not compute."""
     here = [e for e in operations if e["tid"] == main and not e["name"].startswith(COLLECTIVE_OP)]
     kernels = united(spans_of(e for e in here if e["name"].startswith("aten::")))
     collectives = united(spans_of(e for e in (*operations, *annotations) if e["name"].startswith(COLLECTIVE_OP)))
@@ -125,7 +126,7 @@ def host_spans(
 
 
 def add_exclusive(events: list[Any], waiting: Spans, total: Counter[str]) -> None:
-    """Add the microseconds of one thread's operations by name, without those of operations that they called."""
+    """Add to `total` the microseconds of one thread's operations by name, excluding the operations that they called."""
     open_: list[Any] = []
     for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
         while open_ and open_[-1]["ts"] + open_[-1]["dur"] <= event["ts"]:
@@ -138,7 +139,7 @@ def add_exclusive(events: list[Any], waiting: Spans, total: Counter[str]) -> Non
 
 
 def spans_of(events: Iterable[Any]) -> Spans:
-    """Begin and end of each event, in the events' order."""
+    """The time span (begin, end) of each event, in the order of the events."""
     return [(e["ts"], e["ts"] + e["dur"]) for e in events]
 
 
@@ -153,7 +154,7 @@ def united(spans: Iterable[tuple[float, float]]) -> Spans:
 
 
 def within(spans: Spans, others: Spans) -> Spans:
-    """What both have."""
+    """Intersection of two lists of time spans."""
     common, at = [], 0
     for begin, end in spans:
         while at < len(others) and others[at][1] <= begin:
@@ -166,11 +167,11 @@ def within(spans: Spans, others: Spans) -> Spans:
 
 
 def without(spans: Spans, others: Spans) -> Spans:
-    """What the first have and the others do not."""
+    """The parts of `spans` that no span of `others` covers."""
     edges = [float("-inf"), *(edge for span in others for edge in span), float("inf")]
     return within(spans, list(zip(edges[::2], edges[1::2], strict=True)))
 
 
 def length(spans: Spans) -> float:
-    """Seconds."""
+    """Total length of time spans, in seconds."""
     return sum(end - begin for begin, end in spans) / 1e6

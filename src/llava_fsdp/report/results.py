@@ -1,4 +1,5 @@
-"""Results of a run: one name and one value for each, in the table and results.json of a sweep and on the pages."""
+"""The results of a run (final loss, speed, memory ...), with their names for tables, report pages and a sweep's
+results.json."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,24 +18,24 @@ class Results:
 
     steps: int = 0
     loss: float | None = None
-    """Mean over the label tokens of the last steps (`History.window`)."""
+    """Mean loss over the label tokens of the last steps (20 by default)."""
     lowest_loss: float | None = None
-    """Lowest mean of so many steps in a row."""
+    """Lowest mean loss of equally many consecutive steps."""
     val_loss: float | None = None
-    """Lowest of all validations."""
+    """Lowest loss of all validations."""
     val_score: float | None = None
-    """Best of all validations."""
+    """Best score of all validations."""
     tokens_per_second: float | None = None
-    """All ranks, mean of the second half."""
+    """Tokens per second of all ranks together, mean over the second half of the run."""
     mfu: float | None = None
-    """Part of the peak, mean of the second half."""
+    """Model FLOPs utilization as a share of the GPU's peak, mean over the second half of the run."""
     peak_memory_bytes: int | None = None
-    """Rank 0."""
+    """Peak memory of rank 0 in bytes."""
     data_share: float | None = None
-    """Part of the time in steps that rank 0 waited for data."""
+    """Share of the time in steps that rank 0 waited for data."""
     skipped_steps: int = 0
     train_seconds: float = 0.0
-    """Time in steps."""
+    """Seconds spent in training steps."""
 
 
 TEXTS: dict[str, Callable[[Results], str | None]] = {
@@ -50,7 +51,7 @@ TEXTS: dict[str, Callable[[Results], str | None]] = {
     "skipped": lambda r: str(r.skipped_steps) if r.skipped_steps else None,
     "training": lambda r: duration(r.train_seconds) if r.steps else None,
 }
-"""Columns of a table of results, each with its text."""
+"""Columns of a table of results: column name -> function that returns the result as text."""
 
 
 def number(value: float | None, form: str) -> str | None:
@@ -58,7 +59,7 @@ def number(value: float | None, form: str) -> str | None:
 
 
 def columns(results: list[Results]) -> dict[str, list[str]]:
-    """Texts of the columns that at least one of the runs has a value for."""
+    """The texts of a table of results by column, only columns for which at least one run has a value."""
     texts_by_column = {name: [text(one) or "" for one in results] for name, text in TEXTS.items()}
     return {name: texts for name, texts in texts_by_column.items() if any(texts)}
 
@@ -83,10 +84,10 @@ def results_of(run: Run) -> Results:
 
 
 def read_results(folder: Path, window: int) -> Results:
-    """Results of a run's folder, also of a run that has not finished.
+    """Read the results from a run's folder, even if the run has not finished.
 
     Args:
-        window: steps over which the loss is taken.
+        window: number of steps over which the loss is averaged.
     """
     run = Run(folder, "", History(window))
     try:

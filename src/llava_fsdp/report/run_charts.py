@@ -1,4 +1,4 @@
-"""The charts of a run's history, for its page and for that of several runs."""
+"""Charts of a run's metrics, for the report page of one run and the comparison of several runs."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -11,7 +11,7 @@ from llava_fsdp.report.svg import Chart, Line, draw, points_each
 GIB = 1 << 30
 MOST_MARKS = 100
 MOST_SOURCES = 12
-"""Sources whose curves are drawn."""
+"""Maximum number of data sources whose loss curves are drawn."""
 HELP = "Drag over a chart to zoom all of them, with Shift to pan; a double click shows everything again."
 CURVES = (
     (Chart("Loss", unit="a label token", smooths=True, logs=True, wide=True), {"loss": "loss"}),
@@ -26,11 +26,11 @@ CURVES = (
     (Chart("Peak memory", unit="GiB, rank 0"), {"peak_memory_bytes": "peak memory"}),
     (Chart("Loss scale", unit="fp16", logs=True), {"loss_scale": "loss scale"}),
 )
-"""Charts without their lines, and the names of their lines by key of metrics.jsonl."""
+"""The charts of a run, still without lines, each with its metrics: key in metrics.jsonl -> name of the line."""
 
 
 def figures(charts: Iterable[Chart]) -> str:
-    """The charts that have something to draw; empty where none has."""
+    """HTML of the charts that have something to draw; empty if there are none."""
     drawn = "".join(map(draw, charts))
     return f"<p class='help'>{HELP}</p><div class='charts'>{drawn}</div>\n" if drawn else ""
 
@@ -57,7 +57,7 @@ def charts_of(run: Run) -> Iterator[Chart]:
 
 
 def points_of(run: Run, key: str, most: int) -> list[Point]:
-    """A curve of the history in the unit of its chart."""
+    """The points of one of the run's curves, in the unit of its chart (memory in GiB)."""
     curve = run.history.curves.get(key)
     points = curve.points(most) if curve is not None else []
     size = GIB if key == "peak_memory_bytes" else 1

@@ -1,4 +1,4 @@
-"""The page of one run. Imports no torch."""
+"""Report page of one run. Imports no torch."""
 
 import time
 from html import escape
@@ -36,7 +36,7 @@ def header(run: Run) -> str:
 
 
 def tiles(run: Run) -> str:
-    """The numbers that are looked for first."""
+    """HTML list of the run's most important numbers: steps, loss, speed, memory, validation, time."""
     history, results, about = run.history, results_of(run), run.about
     total, planned = about.get("total_steps"), about.get("planned_peak")
     lowest = f", to step {history.lowest_loss[1]:,}" if history.lowest_loss else ""

@@ -1,7 +1,7 @@
-"""A training's folder read back: what it measured, how it was started, how it ended. Imports no torch.
+"""Read a training's output folder: its metrics, how it was started, how it ended. Imports no torch.
 
-A run may be under way, killed, or on another machine: a line that was cut short is counted and skipped, and a folder
-that is not a run's is refused.
+The training may be going on, may have been killed, or may run on another machine. Incomplete lines are counted and
+skipped; a folder that is not a training's is refused.
 """
 
 import contextlib
@@ -40,47 +40,47 @@ JOB: dict[str, Kinds] = {
     "number": (int,), "overrides": (list,), "exit_code": (int, type(None)), "reason": (str, type(None)),
     "has_own_run": (bool, type(None)), "value": (float, type(None)), "last_steps": (int, type(None)),
 }  # fmt: skip
-"""What a page reads of a sweep's job.json."""
+"""Allowed types of the values that are read from a sweep's job.json."""
 LONGEST_LINE = 1 << 22
-"""Characters of a line that is read: a validation with its answers has some thousand."""
+"""Maximum number of characters that are read of a line; a validation with its answers has a few thousand."""
 MOST_VALIDATIONS = 2000
 
 
 @dataclass
 class Run:
-    """What a folder says of its training."""
+    """The contents of a training's output folder."""
 
     folder: Path
     name: str
     history: History = field(default_factory=History)
     starts: list[dict[str, Any]] = field(default_factory=list)
-    """Every start that the steps come from, as `run_info.py` describes it."""
+    """A description of each start of the run (versions, device, command ...; see `run_info.py`), in order."""
     validations: list[dict[str, Any]] = field(default_factory=list)
     status: dict[str, Any] = field(default_factory=dict)
-    """run_status.json"""
+    """Content of run_status.json."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Values by dotted key."""
+    """Configuration values by dotted key."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """What the overrides of a sweep's job set, by dotted key."""
+    """Configuration values that the overrides of a sweep's job set, by dotted key."""
     value: float | None = None
-    """What the sweeper of a sweep's job minimises; None without a sweep, and for a job that did not finish."""
+    """The value that the sweep minimises, for a sweep's job; None without a sweep, or if the job did not finish."""
     unread: dict[str, int] = field(default_factory=dict)
-    """Number of lines by file that could not be read."""
+    """Number of lines that could not be read, by file."""
 
     @property
     def about(self) -> dict[str, Any]:
-        """The last start."""
+        """The description of the run's most recent start (versions, device, command ...)."""
         return self.starts[-1] if self.starts else {}
 
     @property
     def num_lost(self) -> int:
-        """Steps that were taken and have no row: metrics.jsonl was truncated or damaged."""
+        """Number of steps that were taken but have no row in metrics.jsonl, which was truncated or damaged."""
         first = min((start["step"] for start in self.starts), default=0)
         return max(0, self.history.step - first - self.history.steps) if self.starts else 0
 
     @property
     def end(self) -> dict[str, Any]:
-        """Status of the last start that took steps; a later start that was refused does not change the run."""
+        """Status of the last start that took steps. A later start that failed before its first step does not count."""
         before = self.status.get("before")
         is_refused = self.status.get("status") not in ("running", "stopping", "done")
         return before if is_refused and isinstance(before, dict) else self.status
@@ -91,7 +91,7 @@ class Run:
 
     @property
     def reason(self) -> str:
-        """Why it ended, and why a later start failed."""
+        """Why the run ended, and why a later start failed."""
         reason = str(self.end.get("reason") or "")
         refused = self.status.get("refused") if self.end is self.status else self.status
         if not isinstance(refused, dict):
@@ -101,12 +101,12 @@ class Run:
 
 
 def read_run(folder: Path, name: str | None = None, is_own: bool = False, window: int = WINDOW) -> Run:
-    """Everything of a run but its weights.
+    """Read everything in a run's folder except the weights.
 
     Args:
-        name: what it is called; None: as its folder.
-        is_own: this process runs, or ran, in the folder, so that its lock is not looked at.
-        window: steps over which the last and the lowest loss are taken.
+        name: name of the run; None: from its folder's name.
+        is_own: whether this process runs, or ran, the training in the folder, so that the lock is not checked.
+        window: number of steps over which the last loss and the lowest loss are averaged.
 
     Raises:
         ConfigError: the folder is missing or not a training's; or its configuration cannot be read.
@@ -132,7 +132,7 @@ def read_run(folder: Path, name: str | None = None, is_own: bool = False, window
 
 
 def status_or_why(folder: Path) -> dict[str, Any]:
-    """How a run ended, or why that cannot be read; empty without a status."""
+    """The status of a run, or the reason why its status file cannot be read; empty if there is no status file."""
     try:
         return status_of(folder)
     except MissingJson:
@@ -142,7 +142,7 @@ def status_or_why(folder: Path) -> dict[str, Any]:
 
 
 def runs_in(folder: Path) -> list[Run]:
-    """A folder's run, or those of a sweep's jobs in their order."""
+    """The run in a folder, or the runs of all jobs of a sweep in the order of their numbers."""
     jobs = [] if (folder / JOB_FILE).is_file() or not folder.is_dir() else sorted(job_files(folder))
     if not jobs:
         return [read_run(folder)]
@@ -152,12 +152,12 @@ def runs_in(folder: Path) -> list[Run]:
 
 
 def job_files(folder: Path) -> Iterator[Path]:
-    """job.json of every job of a sweep; hydra.sweep.subdir may put each into folders of its own."""
+    """The paths of job.json of all jobs of a sweep, which may be several folders deep (hydra.sweep.subdir)."""
     return folder.glob(f"**/{JOB_FILE}")
 
 
 def read_job(path: Path) -> dict[str, Any]:
-    """Raises ConfigError where it is not what a sweep writes."""
+    """Read a sweep's job.json. Raises ConfigError if its content is not what a sweep writes."""
     try:
         job = read_object(path, JOB)
         if not all(isinstance(word, str) for word in job["overrides"]):
@@ -170,7 +170,7 @@ def read_job(path: Path) -> dict[str, Any]:
 
 
 def run_of_job(job: dict[str, Any], folder: Path, name: str) -> Run:
-    """The run of a job; an empty one for a job that ended before it had a run, or whose run cannot be read."""
+    """The run of a sweep's job; an empty run if the job ended before its first step, or its run cannot be read."""
     status = {"status": "failed" if job.get("exit_code") else "unknown", "reason": str(job.get("reason") or "")}
     run = Run(folder, name, status=status)
     if job.get("has_own_run", True):
@@ -184,7 +184,7 @@ def run_of_job(job: dict[str, Any], folder: Path, name: str) -> Run:
 
 
 def job_names(jobs: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
-    """Names of jobs from their numbers and overrides: the number, and what differs."""
+    """Names for a sweep's jobs: the job's number, and the overrides that not all jobs have."""
     differing = own_overrides([overrides for _, overrides in jobs])
     return [
         f"{number}: {' '.join(words) or 'as the others'}" for (number, _), words in zip(jobs, differing, strict=True)
@@ -192,13 +192,13 @@ def job_names(jobs: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
 
 
 def own_overrides(jobs: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The overrides of each job that not all jobs have; all of a single job."""
+    """The overrides of each job that not all jobs have; all overrides if there is only one job."""
     count = Counter(override for overrides in jobs for override in set(overrides))
     return [[word for word in overrides if count[word] < len(jobs) or len(jobs) == 1] for overrides in jobs]
 
 
 def values_typed(overrides: Sequence[str]) -> dict[str, Any]:
-    """What overrides set, by key; as values, so that 1e-4 equals the 0.0001 of a configuration."""
+    """The values that overrides set, by key; parsed, so that 1e-4 equals the 0.0001 of a configuration."""
     values: dict[str, Any] = {}
     for word in overrides:
         key, equals, text = word.lstrip("+").partition("=")
@@ -219,13 +219,14 @@ def value_typed(text: str) -> int | float | bool | str | None:
 
 
 def name_of(folder: Path) -> str:
-    """The folder's name with that of the folder around it, which tells runs of one stage apart."""
+    """A name for a run: its folder's name and the parent folder's name, which keeps runs of one stage apart."""
     whole = folder.resolve()
     return "/".join(part for part in (whole.parent.name, whole.name) if part)
 
 
 def read_metrics(run: Run) -> None:
-    """Raises DataError where a file has lines and not one of them is a step's."""
+    """Read metrics.jsonl into the run's history. Raises DataError if the file has lines but none of them is a training
+    step's."""
     path, first = run.folder / METRICS_FILE, ""
     for number, line in lines_of(path):
         try:
@@ -241,12 +242,12 @@ def read_metrics(run: Run) -> None:
 
 
 def read_validations(run: Run) -> list[dict[str, Any]]:
-    """The last validation of every step that the metrics have come to; call after `read_metrics`."""
+    """The last validation of each step, up to the run's last step. Call after `read_metrics`."""
     return validations_until(read_rows(run, VALIDATION_FILE, check_validation), run.history.step)
 
 
 def read_rows(run: Run, name: str, check: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
-    """The valid objects of a file of JSON Lines; other lines are counted in `run.unread`."""
+    """The valid JSON objects in a JSON Lines file; other lines are counted in `run.unread`."""
     rows = []
     for _, line in lines_of(run.folder / name):
         try:
@@ -261,10 +262,10 @@ def read_rows(run: Run, name: str, check: Callable[[dict[str, Any]], None]) -> l
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, str]]:
-    """Every line with its number; nothing without a file.
+    """Every line of a file that is not blank, with its number; nothing if there is no file.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: the file cannot be read.
     """
     if not path.is_file():
         return
@@ -306,19 +307,20 @@ def are_numbers(values: list[Any]) -> bool:
 
 
 def validations_until(rows: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
-    """The last row of every step up to `step`, in order; a resumed run has not come to later ones again."""
+    """The last row of each step up to `step`, in order. Later rows are from before a resume, and are left out."""
     by_step = {row["step"]: row for row in rows if row["step"] <= step}
     return [by_step[step] for step in sorted(by_step)]
 
 
 def thinned(rows: list[dict[str, Any]], most: int = MOST_VALIDATIONS) -> list[dict[str, Any]]:
-    """At most so many rows, the last among them."""
+    """Every n-th row, so that at most `most` rows remain, including the last."""
     every = -(-len(rows) // most) or 1
     return rows[::-1][::every][::-1]
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Values by dotted key, without secrets: they are shown. Raises ConfigError where it is not YAML."""
+    """Configuration values by dotted key from a config.yaml, with secrets hidden. Raises ConfigError if the file is not
+    YAML."""
     if not path.is_file():
         return {}
     try:
@@ -329,6 +331,6 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def put_page(path: Path, page: str, *folders: Path) -> None:
-    """Write a page in one piece, for those who may read the metrics of every run that is in it."""
+    """Write an HTML page in one step. It can be read by those users who may read the metrics of every run on it."""
     modes = [mode_of(folder / METRICS_FILE) for folder in folders]
     replace_file(path, shown_text(page).encode(), functools.reduce(operator.and_, modes))

@@ -1,4 +1,4 @@
-"""What stands below the charts of one run: sample answers, what trains, the recipe, where it ran."""
+"""The parts of a run's report page below the charts: sample answers, trained parts, recipe, environment."""
 
 from collections.abc import Callable, Iterator
 from html import escape
@@ -13,16 +13,16 @@ MOST_STARTS = 50
 MOST_ANSWERS = 12
 MOST_EARLIER = 5
 MOST_TEXT = 1200
-"""Characters of a question or an answer."""
+"""Maximum number of characters shown of a question or an answer."""
 MOST_ROWS = 1000
 MOST_COMMAND = 20_000
-"""Characters."""
+"""Maximum number of characters shown of the command."""
 Thumbnail = Callable[[str], str | None]
-"""Path of an image -> a data URL of it in small, or None."""
+"""Function: path of an image -> data URL of a thumbnail, or None."""
 
 
 def answers(run: Run, thumbnail: Thumbnail) -> Iterator[str]:
-    """Answers of the last validation that has some, with earlier answers to the same questions."""
+    """HTML of the sample answers of the last validation that has some, with earlier answers to the same questions."""
     rows = [row for row in run.validations if row.get("answers")]
     if not rows:
         return
@@ -50,7 +50,7 @@ def texts_of(answer: dict[str, Any], rows: list[dict[str, Any]]) -> Iterator[str
 
 
 def earlier(answer: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[int, str]]:
-    """Step and text of earlier answers to the same question, where they changed."""
+    """(step, text) of earlier answers to the same question, only those that changed."""
     key = answer.get("record"), answer.get("question")
     texts: list[tuple[int, str]] = []
     for row in rows[:-1]:
@@ -63,7 +63,7 @@ def earlier(answer: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[in
 
 
 def settings(run: Run) -> Iterator[str]:
-    """What trains, by which recipe, and the memory it takes."""
+    """HTML of what trains, the recipe, and the memory that the run takes."""
     trains = run.about.get("trains")
     parts = [section("What trains", table(["part", "trains", "frozen"], trains))] if trains else []
     yield columns(*parts, *sources(run), *memory(run))
@@ -115,7 +115,7 @@ def memory(run: Run) -> Iterator[str]:
 
 
 def history_tables(run: Run) -> Iterator[str]:
-    """Where and how it was started, and steps and samples that were skipped."""
+    """HTML of where and how the run was started, and of skipped steps and samples."""
     yield columns(*environment(run), *starts(run), *samples(run))
     if run.about.get("command"):
         yield section("Command", f"<pre>{escape(shortened(str(run.about['command']), MOST_COMMAND))}</pre>")

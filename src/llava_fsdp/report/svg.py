@@ -1,6 +1,7 @@
-"""Charts as figures with SVG: curves, which assets/charts.js makes zoom, pan, smooth and show values, and bars.
+"""Draw charts as HTML figures with SVG: curves, and bars. A script (assets/charts.js) adds zoom, pan, smoothing and
+values on hover to the curves.
 
-Without JavaScript the same pictures are seen, still.
+Without JavaScript the same charts are shown, without these functions.
 """
 
 import math
@@ -15,20 +16,20 @@ WIDTH, HEIGHT = 640, 240
 WIDE_WIDTH, WIDE_HEIGHT = 1296, 330
 LEFT, RIGHT, TOP, BELOW = 58, 10, 10, 24
 COLOURS = 8
-"""Number of colours in the style sheet; lines beyond them are dashed."""
+"""Number of line colours in the style sheet; further lines are dashed."""
 DIGITS = 6
-"""Significant digits of a value in a page."""
+"""Significant digits of the values in a page."""
 PAGE_POINTS = 40_000
-"""Points of all lines of a page together, some 80 bytes each."""
+"""Maximum number of points of all lines of a page together; a point takes about 80 bytes."""
 NAME_LENGTH = 80
 FLAT = 1e-12
-"""A range that is this small a part of its values is rounding, and is drawn as one value."""
+"""Values whose range is a smaller share of their size than this differ only by rounding, and are drawn as one value."""
 RARE = 3
-"""Percent of the bands that may lie outside of a chart: a spike of one step would flatten everything else."""
+"""Percentage of a line's bands that a chart may cut off, so that a spike of one step does not flatten all the rest."""
 MOST_LABELS = 16
-"""Bars that have their label below them."""
+"""Maximum number of bars that have a label below them."""
 WIDEST_BAR = 90
-"""Pixels."""
+"""Largest width of a bar in pixels."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Line:
     points: list[Point]
     colour: int = 0
     dots: bool = False
-    """For values that are few and far apart."""
+    """Whether points are drawn as dots, for values that are few and far apart."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +48,16 @@ class Chart:
     unit: str = ""
     note: str = ""
     smooths: bool = False
-    """Has a slider that smooths."""
+    """Whether the chart has a slider for smoothing."""
     logs: bool = False
-    """Has a switch to a logarithmic axis."""
+    """Whether the chart has a switch for a logarithmic axis."""
     marks: list[int] = field(default_factory=list)
-    """Steps after which the run was started again."""
+    """Steps after which the run was restarted; marked by vertical lines."""
     level: tuple[str, float] | None = None
-    """A value that the lines are to be compared with, and its name."""
+    """(name, value) of a horizontal line to compare the curves with."""
     wide: bool = False
     share: bool = False
-    """Values are parts of 1, shown in percent."""
+    """Whether values are fractions of 1, shown in percent."""
     along: str = "step"
     """Name of the horizontal axis."""
 
@@ -66,18 +67,18 @@ class Bar:
     label: str
     values: Sequence[float]
     texts: Sequence[str]
-    """What hovering over each value shows."""
+    """Text that is shown on hover, for each value."""
     sum: str = ""
-    """Stands above the bar."""
+    """Text above the bar."""
 
 
 def points_each(curves: int) -> int:
-    """How many points each of so many curves of a page may have."""
+    """Maximum number of points for each curve of a page that has this number of curves."""
     return max(20, min(1000, PAGE_POINTS // max(1, curves)))
 
 
 def draw(chart: Chart) -> str:
-    """A figure of curves; empty where there is no value to draw."""
+    """A chart of curves as an HTML figure; empty if there is no value to draw."""
     lines = [line for line in chart.lines if line.points]
     if not lines:
         return ""
@@ -91,11 +92,11 @@ def draw(chart: Chart) -> str:
 
 
 def draw_bars(title: str, unit: str, bars: Sequence[Bar], names: Sequence[str] = (), stacked: bool = False) -> str:
-    """A figure of vertical bars; empty where every value is 0.
+    """A chart of vertical bars as an HTML figure; empty if all values are 0.
 
     Args:
-        names: what each value of a bar is; empty with one value.
-        stacked: the values of a bar stand on each other, not side by side.
+        names: legend, the name of each value of a bar; empty if a bar has one value.
+        stacked: whether the values of a bar are stacked instead of side by side.
     """
     longest = max((sum(bar.values) if stacked else max(bar.values) for bar in bars), default=0)
     if longest <= 0:
@@ -123,10 +124,11 @@ def draw_bars(title: str, unit: str, bars: Sequence[Bar], names: Sequence[str] =
 def figure(
     kind: str, title: str, unit: str, scale: "Scale", body: Iterable[str], names: list[tuple[str, str]], more: str = ""
 ) -> str:
-    """A figure element.
+    """A chart as an HTML <figure>: title, unit, SVG shapes and legend.
 
     Args:
-        names: of the legend, each with the class of its colour; one name needs none.
+        names: legend entries (name, CSS class of the colour); a single entry is not shown.
+        more: HTML below the legend.
     """
     items = "".join(f"<li class='{colour}'>{escape(shortened(name, NAME_LENGTH))}</li>" for name, colour in names)
     return (
@@ -139,7 +141,7 @@ def figure(
 
 @dataclass(frozen=True)
 class Scale:
-    """Values to pixels."""
+    """Converts steps and values to pixel coordinates of a chart."""
 
     first: float
     last: float
@@ -177,7 +179,7 @@ class Scale:
 
 
 def extent(line: Line) -> tuple[float, float]:
-    """Least and greatest of its means, and of its bands without a few spikes."""
+    """Least and greatest value of a line that a chart must show: all means, and the bands without a few spikes."""
     means = [point.mean for point in line.points]
     spare = len(means) * RARE // 100
     low, high = sorted(p.least for p in line.points)[spare], sorted(p.most for p in line.points)[-1 - spare]
@@ -185,7 +187,7 @@ def extent(line: Line) -> tuple[float, float]:
 
 
 def grid(scale: Scale, share: bool = False) -> list[str]:
-    """Horizontal lines with their values."""
+    """Horizontal grid lines of a chart with their values, as SVG."""
     values, parts = ticks(scale.low, scale.high, 5), []
     for value in values:
         y = scale.y(value)
@@ -208,7 +210,7 @@ def level(scale: Scale, chart: Chart) -> list[str]:
 
 
 def marks(scale: Scale, chart: Chart) -> list[str]:
-    """Vertical lines where the run was started again."""
+    """Vertical lines at the steps where the run was restarted, as SVG."""
     bottom = scale.height - BELOW
     return [
         f"<path class='mark' d='M{scale.x(step):.1f} {TOP}V{bottom}'><title>started after step {step:,}</title></path>"
@@ -222,7 +224,7 @@ def text_at(x: float, y: float, text: str, anchor: str, more: str = "") -> str:
 
 
 def shapes(scale: Scale, line: Line) -> list[str]:
-    """The band from least to greatest values, and the means as a line."""
+    """A line of a chart as SVG: the means, and the band from least to greatest value."""
     at = [(f"{scale.x(p.step):.1f}", p) for p in line.points]
     colour, parts = colour_class(line.colour), []
     if any(p.least < p.most for p in line.points):
@@ -240,7 +242,7 @@ def colour_class(number: int) -> str:
 
 
 def data(chart: Chart, lines: Sequence[Line]) -> str:
-    """The values from which the script draws the chart for other ranges."""
+    """Script element with a chart's values, from which the page's script redraws the chart when zoomed."""
     values = {
         "share": chart.share,
         "smooths": chart.smooths,
@@ -268,14 +270,14 @@ def data(chart: Chart, lines: Sequence[Line]) -> str:
 
 
 def rounded(value: float) -> float | int:
-    """A value in few characters."""
+    """A value rounded so that it takes few characters in JSON."""
     if value == int(value) and abs(value) < 1e7:
         return int(value)
     return float(f"{value:.{DIGITS}g}") if abs(value) < 1e6 else round(value, 1)
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
-    """Round numbers from `low` to `high`, about `most` of them at most."""
+    """Round numbers from `low` to `high` for an axis, about `most` of them."""
     if not high > low:
         return [low]
     rough = (high - low) / most
@@ -286,14 +288,14 @@ def ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def digits(values: list[float]) -> int:
-    """How many significant digits tell neighbours on an axis apart."""
+    """Number of significant digits at which neighbouring values of an axis differ."""
     if len(values) < 2 or not values[1] > values[0]:
         return 4
     return max(4, 1 + math.ceil(math.log10(max(map(abs, values)) / (values[1] - values[0]))))
 
 
 def short_text(value: float, share: bool = False, digits: int = 4) -> str:
-    """A value on an axis or in a table, in few characters: 20k, 61G, 2e-5."""
+    """A value as short text for an axis or a table: 20k, 61G, 2e-5."""
     if share:
         return f"{100 * value:.{digits}g} %"
     if value == 0:

@@ -1,4 +1,5 @@
-"""Console of rich for tables and progress bars, in which every text is guarded. Imports no torch."""
+"""Console of the library rich, for tables and progress bars, that escapes control characters in every text. Imports no
+torch."""
 
 import sys
 from collections.abc import Iterable
@@ -12,10 +13,11 @@ from llava_fsdp.runtime.terminal_text import Guarded, shown_text
 
 
 class TextConsole(Console):
-    """Prints texts without interpreting markup, emoji codes or control characters in them."""
+    """Console of the library rich that prints texts literally: without markup, emoji codes, or control characters."""
 
     def __init__(self, on_stderr: bool = False, **options: Any):
-        """
+        """Open the console on standard output, or on standard error.
+
         Args:
             options: options of rich's console.
         """
@@ -25,7 +27,7 @@ class TextConsole(Console):
         super().__init__(file=plain, markup=False, emoji=False, highlight=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Guard a text before it is measured, so that no table cell is cut off."""
+        """Escape control characters in a text before its width is measured, so that no table cell is cut off."""
         return super().render_str(shown_text(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:

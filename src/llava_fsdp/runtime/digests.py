@@ -1,4 +1,5 @@
-"""Digests (XXH128) of files, and of a JSON file's own content at its end. They detect damage, not forgery."""
+"""XXH128 digests of files, and JSON files that end in a digest of their own content. Digests detect damage, not
+forgery."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,25 +10,26 @@ from typing import TypeVar
 from xxhash import xxh3_128
 
 CHUNK = 8 << 20
-"""Bytes that are written, digested or searched at a time: few enough to stay in the CPU's cache."""
+"""Bytes of a file that are written, digested or searched at a time: few enough for the CPU's cache."""
 BEFORE, AFTER = b',\n"digest": "', b'"}\n'
 TAIL = len(BEFORE) + 32 + len(AFTER)
 THREADS = 4
-"""Threads of a process that digest files at the same time."""
+"""Number of threads of a process that compute digests of files."""
 
 K = TypeVar("K", str, Path)
 
 
 @dataclass(frozen=True)
 class Digest:
-    """The size and digest of a file."""
+    """The size in bytes and the XXH128 digest of a file."""
 
     bytes: int
     xxh128: str
 
 
 def digest_of(file: RawIOBase) -> Digest:
-    """The digest of an unbuffered file from its current position on. Raises OSError if it cannot be read."""
+    """The size and digest of an unbuffered file, read from its current position to the end. Raises OSError if the file
+    cannot be read."""
     digest, size, buffer = xxh3_128(), 0, bytearray(CHUNK)
     while count := file.readinto(buffer):
         digest.update(memoryview(buffer)[:count])
@@ -36,13 +38,13 @@ def digest_of(file: RawIOBase) -> Digest:
 
 
 def digest_of_file(path: Path) -> Digest:
-    """The digest of a file; links are followed. Raises OSError if it cannot be read."""
+    """The size and digest of a file; symbolic links are followed. Raises OSError if the file cannot be read."""
     with path.open("rb", buffering=0) as file:
         return digest_of(file)
 
 
 def sealed(body: bytes) -> bytes:
-    """The content of a JSON file whose last key, `digest`, is the digest of all bytes before it.
+    """The content of a JSON file with a last key `digest` added: the digest of all bytes before that key.
 
     Args:
         body: a JSON object without its closing brace.
@@ -51,13 +53,14 @@ def sealed(body: bytes) -> bytes:
 
 
 def unsealed(content: bytes) -> bytes | None:
-    """The body that was given to `sealed`; None if the content does not match its digest."""
+    """The content of a JSON file up to its last key `digest`; None if the content does not match that digest."""
     body = content[:-TAIL]
     return body if content == sealed(body) else None
 
 
 def share(files: Mapping[K, Digest], rank: int, size: int) -> list[K]:
-    """The files that this rank is to digest. The largest are assigned first, each to the rank with the fewest bytes."""
+    """The files whose digests this rank is to compute. The largest files are assigned first, each to the rank with the
+    fewest bytes."""
     load = [0] * size
     mine: list[K] = []
     by_size: Iterable[K] = sorted(files, key=lambda name: (-files[name].bytes, str(name)))

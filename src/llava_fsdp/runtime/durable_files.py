@@ -1,4 +1,4 @@
-"""Write files that are whole after a crash, replace them in one step, and check that a disk has room."""
+"""Write files that survive a crash complete, replace files in one step, and check that a disk has room."""
 
 import contextlib
 import errno
@@ -14,15 +14,15 @@ from llava_fsdp.runtime.humanize import readable
 from llava_fsdp.runtime.os_errors import free_bytes, free_inodes
 
 NO_FOLDERS = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
-"""Errors of file systems that cannot fsync folders: SMB, some of FUSE."""
+"""Error numbers that file systems give that cannot fsync folders: SMB, some FUSE file systems."""
 FILES = 16
-"""Fewest inodes that a checkpoint needs."""
+"""Number of free inodes (new files) that a checkpoint needs at least."""
 READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 def require_room(folder: Path, needed: int) -> None:
-    """Raise CheckpointError if fewer bytes are free, or the disk takes no more files."""
+    """Raise CheckpointError if the folder's disk has fewer than `needed` bytes free, or almost no inodes."""
     inodes = free_inodes(folder)
     if inodes is not None and inodes < FILES:
         raise CheckpointError(
@@ -38,7 +38,8 @@ def require_room(folder: Path, needed: int) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a private folder. Its parent must exist: a run whose folder was deleted must not make it again."""
+    """Create a folder that only its owner can read. The parent folder must exist, so that a run folder that was deleted
+    is not created again."""
     folder.mkdir(mode=0o700, exist_ok=True)
 
 
@@ -49,13 +50,13 @@ def make_empty(folder: Path) -> None:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a new private file, which is on the disk when this returns."""
+    """Write a new file that only its owner can read, and fsync it."""
     with new_file(path) as descriptor:
         write_all(descriptor, memoryview(content))
 
 
 def create(path: Path, mode: int = 0o666) -> BinaryIO:
-    """Open a new file. Raises FileExistsError if anything has this name, also a link.
+    """Open a new file for writing. Raises FileExistsError if the path exists, even as a link.
 
     Args:
         mode: permissions before the umask.
@@ -64,22 +65,21 @@ def create(path: Path, mode: int = 0o666) -> BinaryIO:
 
 
 def replace_file(path: Path, content: bytes, mode: int = 0o666, durable: bool = False) -> None:
-    """Write a file, or replace it in one step. See `replacing`."""
+    """Write a file, replacing an existing one in one step: readers see the old content or all of the new."""
     with replacing(path, mode, durable) as file:
         file.write(content)
 
 
 @contextlib.contextmanager
 def replacing(path: Path, mode: int = 0o666, durable: bool = False) -> Iterator[BinaryIO]:
-    """Open a new file that takes the name `path` when the block ends: readers see the old content or all of the new.
+    """Open a temporary file that replaces `path` when the block ends: readers see the old content or all of the new.
 
-    It is written beside `path` as `NAME.XXXXXXXX.tmp`, so that several processes, also of several machines, may
-    replace one file. If the block or the disk fails, the old file stays.
+    The temporary file is written beside `path` as `NAME.XXXXXXXX.tmp`, so that several processes, also on several
+    machines, may replace one file. If the block or the disk fails, the old file is kept.
 
     Args:
         mode: permissions before the umask.
-        durable: content and name are on the disk when the block ends. Otherwise a loss of power may leave an empty
-            file.
+        durable: fsync the file and its folder when the block ends. Otherwise a power failure may leave an empty file.
 
     Raises:
         OSError: its `filename` is `path`.
@@ -109,7 +109,8 @@ def write_all(descriptor: int, content: memoryview) -> None:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[int]:
-    """Open a descriptor of a new private file, which is on the disk when the block ends. Errors name the file."""
+    """Open a descriptor of a new file that only its owner can read; the file is fsynced when the block ends. Errors
+    name the file."""
     try:
         descriptor = os.open(path, WRITE, 0o600)
         try:
@@ -123,7 +124,7 @@ def new_file(path: Path) -> Iterator[int]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Fsync a folder, if the file system can: the names in it are on the disk then."""
+    """Fsync a folder, so that the names in it are on the disk. Does nothing on file systems that cannot do this."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,6 +1,6 @@
-"""Errors that a user can cause or meet, each with the exit code of its type.
+"""Errors that users can cause or encounter, each with the exit code of its type.
 
-The message names the file, record or key, the value and the cure. Our own mistakes are asserts.
+The message names the file, record or key, the wrong value and what to do. Mistakes of this package are asserts.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,8 @@ from llava_fsdp.runtime.terminal_text import shown_name
 
 
 class ExitCode(IntEnum):
-    """Exit codes of a rank. torchrun itself always returns 1, so launchers read `run_status.json`."""
+    """Exit codes of a rank's process. torchrun itself always returns 1, so launch scripts read `run_status.json`
+    instead."""
 
     DONE = 0
     BUG = 1
@@ -25,15 +26,15 @@ class ExitCode(IntEnum):
 
 @dataclass(frozen=True)
 class Ending:
-    """A way for a run to end: `class` in `run_status.json`."""
+    """One of the ways in which a run can end; `name` is the value of `class` in `run_status.json`."""
 
     name: str
     exit_code: ExitCode
     is_permanent: bool
-    """Starting it again at once would end in the same way, or is not wanted."""
+    """Whether a restart at once would end in the same way, or is not wanted."""
 
 
-# The table of all endings. A killed process leaves none; it is worth a restart.
+# All ways in which a run can end. A killed process records none, and is worth a restart.
 ENDINGS = {
     ending.name: ending
     for ending in (
@@ -44,7 +45,7 @@ ENDINGS = {
         Ending("memory", ExitCode.USER, True),
         Ending("checkpoint", ExitCode.CHECKPOINT, True),
         Ending("numeric", ExitCode.NUMERIC, True),
-        Ending("corruption", ExitCode.NUMERIC, False),  # the last checkpoint is from before it
+        Ending("corruption", ExitCode.NUMERIC, False),  # the last checkpoint is from before the corruption
         Ending("communication", ExitCode.COMMUNICATION, False),
         Ending("bug", ExitCode.BUG, False),
         Ending("stopped", ExitCode.STOPPED, True),
@@ -54,14 +55,14 @@ ENDINGS = {
 
 
 class LlavaFsdpError(Exception):
-    """Base of all errors that a user can cause or meet."""
+    """Base class of all errors that users can cause or encounter."""
 
     ending = "bug"
-    """A name of `ENDINGS`."""
+    """The way in which this error ends a run: a key of `ENDINGS`."""
     on_every_rank = True
-    """Whether every rank raises it, so that only rank 0 reports it."""
+    """Whether every rank raises this error; only rank 0 then prints it."""
     leaves_word = True
-    """Whether it may be written into `output_dir`, which may belong to another run."""
+    """Whether this error may be recorded in `output_dir`; not if that folder may belong to another run."""
     culprit: dict[str, Any] = {}  # noqa: RUF012  never changed in place; see `about`
 
     @property
@@ -69,155 +70,163 @@ class LlavaFsdpError(Exception):
         return ENDINGS[self.ending].exit_code
 
     def about(self, **culprit: Any) -> Self:
-        """Add what the error is about by name (record, image, key, file), for the run's status."""
+        """Add details of the error (record, image, key, file) for `run_status.json`, and return the error."""
         self.culprit = {**self.culprit, **culprit}
         return self
 
 
 class CommunicationError(LlavaFsdpError):
-    """Another rank is gone or late. It is not the cause: the report of the rank that failed comes first."""
+    """Error: another rank has ended or is late. The cause is in the report of the rank that failed first."""
 
     ending = "communication"
     on_every_rank = False
 
 
 class Stopped(LlavaFsdpError):
-    """A stop was asked for, and the run has stopped at the end of a step."""
+    """Raised when a stop was requested and the run has stopped at the end of a step."""
 
     ending = "stopped"
 
     def __init__(self, message: str, asked_here: bool = True):
-        """
+        """Create the error.
+
         Args:
-            asked_here: whether this rank was asked.
+            asked_here: whether this rank itself received the request to stop.
         """
         super().__init__(message)
         self.asked_here = asked_here
 
 
 class ConfigError(LlavaFsdpError):
-    """A key, a choice or a combination of them is wrong."""
+    """Error: a configuration key, a value or a combination of values is wrong."""
 
     ending = "config"
 
 
 class ModelError(LlavaFsdpError):
-    """A model folder is missing, incomplete or of another model."""
+    """Error: a model folder is missing, incomplete, or holds another model than expected."""
 
     ending = "model"
 
 
 class DamagedModel(ModelError):
-    """A file of a model or adapter that this package wrote was changed, is missing, or cannot be read."""
+    """Error: a model or adapter file that this package wrote was changed, is missing, or cannot be read."""
 
 
 class DataError(LlavaFsdpError):
-    """A dataset file or a record is wrong."""
+    """Error: a dataset file or a record is wrong."""
 
     ending = "data"
 
     def __init__(self, message: str, kind: str | None = None):
-        """
+        """Create the error.
+
         Args:
-            kind: a record's problem, from the table in `data/records/problems.py`. The message is then made one line,
-                as it has names and values from the record.
+            kind: a record's problem, from the table in `data/records/problems.py`; line breaks in the message are then
+                escaped, as it contains names and values from the record.
         """
         super().__init__(message if kind is None else shown_name(message))
         self.kind = kind
 
 
 class ImageError(DataError):
-    """An image is missing or broken. Only the rank that opens it raises this."""
+    """Error: an image is missing or broken. Only the rank that opens the image raises this."""
 
     on_every_rank = False
 
     def __init__(self, message: str, kind: str = "image_unreadable"):
         super().__init__(message, kind)
         self.kind: str = kind
-        """image_missing, image_empty, image_truncated, image_unreadable, image_bomb or image_shape"""
+        """The problem: image_missing, image_empty, image_truncated, image_unreadable, image_bomb or image_shape."""
 
 
 class WorkerError(DataError):
-    """A data worker died or stalled. Only its rank raises this."""
+    """Error: a data worker process died or stalled. Only the rank that started the worker raises this."""
 
     on_every_rank = False
 
 
 class WorkerLost(WorkerError):
-    """A data worker was killed between two records: no record is the cause, and a restart may help."""
+    """Error: a data worker process was killed between two records, so that no record is the cause and a restart may
+    help."""
 
     ending = "communication"
 
 
 class SourceError(DataError):
-    """A file of a dataset or its index cannot be read or has changed. Only the rank that reads it raises this."""
+    """Error: a dataset file or the dataset's index cannot be read or has changed. Only the rank that reads the file
+    raises this."""
 
     on_every_rank = False
 
 
 class DamagedError(DataError):
-    """The index of a dataset is not what was written. Only the rank that reads it raises this."""
+    """Error: the content of a dataset's index has changed since it was written. Only the rank that reads the index
+    raises this."""
 
     on_every_rank = False
 
 
 class FolderInUse(ConfigError):
-    """Another run uses `output_dir`. Only rank 0 checks this."""
+    """Error: another run uses `output_dir`. Only rank 0 checks this."""
 
     on_every_rank = False
     leaves_word = False
 
 
 class BuildError(ConfigError):
-    """The index of a dataset cannot be written. Only the rank that makes it raises this."""
+    """Error: the index of a dataset cannot be written. Only the rank that builds the index raises this."""
 
     on_every_rank = False
 
 
 class StorageError(ConfigError):
-    """`output_dir` cannot be written. Only the rank that writes raises this."""
+    """Error: `output_dir` cannot be written. Only the rank that writes raises this."""
 
     on_every_rank = False
 
 
 class CheckpointError(LlavaFsdpError):
-    """A checkpoint cannot be written, read, or continued with this configuration."""
+    """Error: a checkpoint cannot be written or read, or cannot be resumed with this configuration."""
 
     ending = "checkpoint"
 
 
 class FolderLost(CheckpointError):
-    """`output_dir` was deleted, moved, replaced or taken by another run while this one was under way."""
+    """Error: `output_dir` was deleted, moved, replaced or taken by another run during this run."""
 
     def __init__(self, message: str, leaves_word: bool):
-        """
+        """Create the error.
+
         Args:
-            leaves_word: whether the folder of that name belongs to this run again.
+            leaves_word: whether the folder now at that path belongs to this run, so that the error may be
+                recorded there.
         """
         super().__init__(message)
         self.leaves_word = leaves_word
 
 
 class OffloadError(ConfigError):
-    """Host memory or disk space for `offload` is not available. Only the rank that asked raises this."""
+    """Error: there is not enough host memory or disk space for `offload`. Only the rank that needs the space raises
+    this."""
 
     on_every_rank = False
 
 
 class OutOfMemory(LlavaFsdpError):
-    """Memory of the device or the host ran out. Only the rank that asked raises this."""
+    """Error: GPU memory or host memory ran out. Only the rank that needed the memory raises this."""
 
     ending = "memory"
     on_every_rank = False
 
 
 class NumericError(LlavaFsdpError):
-    """The loss or a gradient is not finite."""
+    """Error: the loss or a gradient is not finite."""
 
     ending = "numeric"
 
 
 class ReplicaError(LlavaFsdpError):
-    """Ranks that must hold the same numbers differ. Every rank raises this."""
+    """Error: ranks that must hold identical values hold different ones. Every rank raises this."""
 
     ending = "corruption"

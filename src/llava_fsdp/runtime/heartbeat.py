@@ -1,7 +1,8 @@
-"""Heartbeats: each rank writes what it does into a file, and compares the others' files. Imports no torch.
+"""Heartbeats: every second each rank writes its state into a file, and compares the files of other ranks. Imports no
+torch.
 
-The files are in the run's folder, which all machines share. Clocks of machines are not compared: what counts is for how
-long a file has not changed, or has stayed behind.
+The files are in the run's folder, which all machines share. Clocks of machines are not compared: a rank
+is late if its file has not changed for long, or shows less progress than others.
 """
 
 import json
@@ -17,7 +18,7 @@ FOLDER = ".heartbeats"
 
 
 class Phase(Enum):
-    """Phases in the order of a step."""
+    """What a rank is doing, in the order in which a training step goes through these phases."""
 
     LOADING = "loading weights and data"
     REPORT = "reporting the step"
@@ -35,24 +36,24 @@ ORDER = {phase.value: number for number, phase in enumerate(Phase)}
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank writes every second."""
+    """A heartbeat: the state that a rank writes into its file every second."""
 
     rank: int
     host: str
     pid: int
     step: int
-    """Steps finished."""
+    """Number of finished steps."""
     phase: str
     work: int
-    """Collectives begun. Within one phase, a late rank has begun fewer."""
+    """Number of collectives that the rank has started. A late rank has started fewer than others in the same phase."""
     detail: str
-    """The record or image that the rank waits for."""
+    """The record or image that the rank is waiting for, if any."""
     count: int
-    """Beats so far; it stays the same if the process is frozen."""
+    """Number of heartbeats so far; it stops growing if the process is frozen."""
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """Grows as the rank progresses."""
+        """The rank's progress as (step, phase, collectives): the tuple grows as the rank makes progress."""
         return self.step, ORDER.get(self.phase, 0), self.work
 
     @property
@@ -72,7 +73,7 @@ def put_beat(folder: Path, beat: Beat) -> None:
 def read_beat(folder: Path, rank: int) -> Beat | None:
     try:
         return Beat(**read_object(folder / FOLDER / f"rank-{rank}.json", kinds_of(Beat)))
-    except (BadJson, TypeError):  # a TypeError: unknown keys
+    except (BadJson, TypeError):  # TypeError: the file has unknown keys
         return None
 
 
@@ -80,9 +81,9 @@ def read_beat(folder: Path, rank: int) -> Beat | None:
 class Late:
     beat: Beat
     seconds: float
-    """Time without progress."""
+    """Seconds without progress."""
     is_frozen: bool
-    """It writes no heartbeats: it is stopped, or its machine is gone."""
+    """Whether the rank writes no heartbeats: its process is stopped, or its machine is gone."""
 
     def __str__(self) -> str:
         silent = ", and its process does not answer" if self.is_frozen else ""
@@ -90,7 +91,7 @@ class Late:
 
 
 class Watcher:
-    """Reads other ranks' heartbeats, and notes since when they have not changed."""
+    """Reads other ranks' heartbeats, and records since when each has not changed."""
 
     def __init__(self, folder: Path, frozen_after: float):
         self.folder = folder
@@ -100,7 +101,7 @@ class Watcher:
         self.last: dict[int, Beat] = {}
 
     def late(self, own: Beat, ranks: list[int]) -> list[Late]:
-        """The ranks for which this one waits: those that are frozen, and those that are furthest behind."""
+        """The ranks that this rank is waiting for: those that are frozen, and those that are furthest behind."""
         now = time.monotonic()
         for rank in ranks:
             beat = read_beat(self.folder, rank)
@@ -121,5 +122,5 @@ class Watcher:
 
 
 def beat_age(folder: Path, rank: int) -> float:
-    """Seconds since the last heartbeat of a rank on this machine."""
+    """Seconds since a rank on this machine wrote its last heartbeat."""
     return time.time() - (folder / FOLDER / f"rank-{rank}.json").stat().st_mtime

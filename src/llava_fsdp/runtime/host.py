@@ -1,4 +1,4 @@
-"""Cores and memory that this process may use: of the machine, or of the container (cgroup) that it runs in."""
+"""CPU cores and memory that this process may use: those of the machine, or less if a container (cgroup) limits them."""
 
 import math
 import os
@@ -6,19 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 UNLIMITED = 1 << 60
-"""Limits of this many bytes or more mean unlimited: cgroups of version 1 write nearly 2**63 for no limit."""
+"""Cgroup limits of this many bytes or more mean that there is no limit: cgroups of version 1 write nearly 2**63."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """What this process may use of its machine. Memory is in bytes."""
+    """CPU cores and memory that this process may use. Memory is in bytes."""
 
     cores: int
-    """By CPU affinity."""
+    """Number of cores in this process's CPU affinity."""
     quota: float | None
     """Cores that the container may keep busy; None: no limit."""
     memory: int
-    """All memory of the machine."""
+    """Total memory of the machine."""
     available: int
     """Memory of the machine that can be allocated now."""
     limit: int | None
@@ -32,21 +32,23 @@ class Host:
 
     @property
     def usable_memory(self) -> int:
-        """All memory that this process could ever have."""
+        """Most memory that this process could ever have, in bytes."""
         return self.memory if self.limit is None else min(self.memory, self.limit)
 
     @property
     def free(self) -> int:
-        """Memory that this process can allocate now."""
+        """Memory that this process can allocate now, in bytes."""
         return self.available if self.limit is None else max(0, min(self.available, self.limit - self.used))
 
     def data_workers(self, ranks: int) -> int:
-        """Default of `data.workers` for each of `ranks` ranks: LLaVA's 4, or fewer so that each rank keeps a core."""
+        """Default number of data workers (`data.workers`) of each of `ranks` ranks: 4, as in LLaVA, or fewer so that
+        each rank keeps a core."""
         return max(0, min(4, self.usable_cores // ranks - 1))
 
 
 def read_host(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> Host:
-    """Read the limits of this process, also those of the cgroups around its own: the tightest counts."""
+    """Read the limits on this process's CPU cores and memory, including those of all enclosing cgroups: the lowest
+    limit counts."""
     memory = {
         line.split(":")[0]: int(line.split()[1]) * 1024
         for line in (text_of(proc / "meminfo") or "").splitlines()
@@ -68,8 +70,8 @@ def read_host(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -
 
 
 def cgroups(listed: str, root: Path) -> list[Path]:
-    """Folders with this process's limits, innermost first: its cgroups, those around them, and the root, which is a
-    container's own.
+    """Folders of the cgroups that limit this process, innermost first: its own, the enclosing ones, and the root, which
+    in a container is the container's own.
 
     Args:
         listed: content of /proc/self/cgroup.
@@ -87,13 +89,13 @@ def cgroups(listed: str, root: Path) -> list[Path]:
 
 
 def limit_of(group: Path) -> int | None:
-    """Bytes that a cgroup may use; None: no limit. The file has another name in version 1."""
+    """Most bytes of memory that a cgroup may use; None: no limit. Reads the files of cgroup version 2 or 1."""
     limits = (integer(text_of(group / name)) for name in ("memory.max", "memory.limit_in_bytes"))
     return next((limit for limit in limits if limit is not None and limit < UNLIMITED), None)
 
 
 def used_of(group: Path) -> int:
-    """Bytes that a cgroup uses, without the file cache, which the kernel frees when memory is needed."""
+    """Bytes of memory that a cgroup uses, without the file cache, which the kernel frees when memory is needed."""
     counts = (integer(text_of(group / name)) for name in ("memory.current", "memory.usage_in_bytes"))
     current = next((count for count in counts if count is not None), 0)
     lines = (text_of(group / "memory.stat") or "").splitlines()
@@ -102,7 +104,7 @@ def used_of(group: Path) -> int:
 
 
 def quota_of(group: Path) -> float | None:
-    """Cores that a cgroup may keep busy: microseconds of CPU time per period; None: no limit."""
+    """Number of cores that a cgroup may keep busy (CPU time per period); None: no limit."""
     words = (text_of(group / "cpu.max") or "").split()
     if len(words) != 2:
         words = [text_of(group / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
@@ -118,7 +120,7 @@ def integer(text: str | None) -> int | None:
 
 
 def text_of(path: Path) -> str | None:
-    """Content of a file of the system; None if it cannot be read."""
+    """Content of a file of the kernel (/proc, /sys); None if it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""Files of JSON Lines, and appending to them without ending the run when the disk is full."""
+"""Read and append to JSON Lines files; a full disk does not end the run."""
 
 import contextlib
 import json
@@ -12,14 +12,15 @@ from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.os_errors import why
 
 MOST_WAITING = 200_000
-"""Rows that are kept in memory, a few hundred bytes each."""
+"""Largest number of unwritten rows that are kept in memory; a row has a few hundred bytes."""
 
 
 class Rows:
-    """Appends rows. Rows that cannot be written now wait in memory, and are written in order as soon as possible.
+    """Appends rows to a JSON Lines file. Rows that cannot be written now (disk full) are kept in memory, and are
+    written in order as soon as possible.
 
-    A day of training is worth more than its log, so an error is only a warning: when it first happens, and at the end
-    if rows are lost.
+    An error of writing does not end the training: a warning is logged when it first happens, and at the end if rows are
+    lost.
     """
 
     def __init__(self, path: Path):
@@ -43,7 +44,8 @@ class Rows:
             log().warning("%s can be written again, and has all rows that waited", self.path)
 
     def write(self) -> OSError | None:
-        """Write all waiting rows, or none: a partial line on a full disk would spoil the next one."""
+        """Write all unwritten rows to the file, or none: a partial line on a full disk would spoil the next one.
+        Returns the error, if any."""
         if not self.waiting:
             return None
         try:
@@ -54,7 +56,7 @@ class Rows:
         return None
 
     def close(self) -> None:
-        """Try to write a last time."""
+        """Try a last time to write the rows that are still in memory, and warn if rows are lost."""
         error = self.write()
         if error is not None or self.lost:
             lost = self.lost + len(self.waiting)
@@ -63,7 +65,7 @@ class Rows:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Append all of the data to a file, or nothing; not through a symbolic link.
+    """Append bytes to a file, all or none. Symbolic links are refused.
 
     Raises:
         OSError
@@ -85,12 +87,13 @@ def append(path: Path, data: bytes) -> None:
 
 
 def replace_lines(path: Path, lines: Iterable[str]) -> None:
-    """Write a file anew, in one step."""
+    """Replace the content of a file by these lines, in one step."""
     replace_file(path, "".join(line + "\n" for line in lines).encode(), durable=True)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file; none if it is missing. Partial lines of a crash or a full disk are skipped."""
+    """The rows of a JSON Lines file; none if the file is missing. Incomplete lines, left by a crash or a full disk, are
+    skipped."""
     found = []
     with contextlib.suppress(FileNotFoundError):
         for line in path.read_text(errors="replace").splitlines():

@@ -1,4 +1,5 @@
-"""Which launch, attempt and rank this process belongs to, from the variables that torchrun sets. Imports no torch."""
+"""Which launch of torchrun, which restart and which rank this process belongs to, from torchrun's environment
+variables. Imports no torch."""
 
 import os
 import socket
@@ -11,9 +12,10 @@ def env_rank() -> int:
 
 
 def launch_id() -> str | None:
-    """The name of this launch, which stays the same through torchrun's restarts; None without torchrun.
+    """The name of this launch of torchrun, which stays the same when torchrun restarts the ranks; None without
+    torchrun.
 
-    If the user gave no name, it is "none" for every launch; torchrun's process id then tells launches apart.
+    Without a name from the user (--rdzv-id), torchrun calls every launch "none"; torchrun's process id is then added.
     """
     given = os.environ.get("TORCHELASTIC_RUN_ID")
     return f"none-{socket.gethostname()}-{os.getppid()}" if given == "none" and is_one_node() else given
@@ -24,15 +26,15 @@ def is_one_node() -> bool:
 
 
 def attempt() -> int:
-    """Restarts of this node's workers before this one."""
+    """Number of times that torchrun has restarted the ranks of this node before this start."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def incarnation() -> str:
-    """The name of this start of the ranks, the same on all of them.
+    """An identifier of this start of the ranks, the same on all ranks and different after each restart.
 
-    Attempts are counted on each node. On several nodes the port of the store is used, which is new for each start
-    (launch/multinode.sh).
+    Each node counts its own restarts. On several nodes the port of torchrun's store is used instead, which is new for
+    each start (launch/multinode.sh).
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return f"process {os.getpid()}"
@@ -41,7 +43,7 @@ def incarnation() -> str:
 
 
 def started(pid: int) -> float:
-    """When a process began, in seconds since 1970; 0 if unknown."""
+    """Time at which a process started, in seconds since 1970; 0 if unknown."""
     try:
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
         since_boot = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -15,8 +15,8 @@ NOISE = {
     "torch.utils._pytree": "<enum ",
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
 }
-"""Irrelevant messages of libraries while imported, by logger and first words: torchao's kernels for other GPUs, its use
-of deprecated torch functions, an optional kernel of bitsandbytes."""
+"""Irrelevant messages that libraries log when they are imported: logger -> beginning of the message. They concern
+torchao's kernels for other GPUs, torchao's use of deprecated torch functions, and an optional bitsandbytes kernel."""
 
 
 class WithoutNoise(logging.Filter):
@@ -29,21 +29,23 @@ class WithoutNoise(logging.Filter):
 
 
 def leave_noise_out() -> None:
-    """Hide `NOISE`. To be called before those libraries are imported, as they may keep the streams."""
+    """Hide irrelevant messages of torchao, torch and bitsandbytes (`NOISE`), and escape control characters in all
+    output. Call this before those libraries are imported, as they may keep references to stdout and stderr."""
     guard_streams()
     for name, start in NOISE.items():
         logging.getLogger(name).addFilter(WithoutNoise(start))
 
 
 class WithoutSecrets(logging.Formatter):
-    """Hides texts that look like secrets, and secrets of the environment."""
+    """Log formatter that hides texts that look like secrets, and the values of secret environment variables."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record), secrets_of())
 
 
 def setup_logging() -> None:
-    """Log INFO on rank 0 and WARNING on others to standard error. Called by entries, never by an import."""
+    """Log to standard error: INFO on rank 0, WARNING on other ranks. Called by the commands' main functions, never by
+    an import."""
     guard_streams()
     rank = int(os.environ.get("RANK", "0"))
     handler = logging.StreamHandler(sys.stderr)

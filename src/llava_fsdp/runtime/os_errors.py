@@ -1,4 +1,4 @@
-"""Explain errors of a file system in words, and measure the free space of a disk. Imports no torch."""
+"""Explain file system errors in words, and measure the free space of a disk. Imports no torch."""
 
 import errno
 import os
@@ -7,12 +7,12 @@ from pathlib import Path
 from llava_fsdp.runtime.humanize import readable
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""The disk or the user's quota is full."""
+"""Error numbers that mean that the disk or the user's quota is full."""
 FORBIDDEN = (errno.EACCES, errno.EPERM)
 
 
 def why(error: OSError, path: Path) -> str:
-    """Explain an OSError in words, with the path and, where known, what to do."""
+    """Explain an OSError in words, with the path and, where known, what to do about it."""
     where = error.filename or path
     said = error.strerror or str(error)
     if error.errno in FULL:
@@ -37,7 +37,7 @@ def why(error: OSError, path: Path) -> str:
 
 
 def full(path: Path) -> str:
-    """Whether a full disk has run out of inodes or of bytes, in words."""
+    """A message about a full disk: whether inodes or bytes have run out."""
     free = readable(free_bytes(path))
     if free_inodes(path) == 0:
         return f"the disk of {path} has no inodes left and takes no new file (df -i), though {free} are free"
@@ -45,7 +45,7 @@ def full(path: Path) -> str:
 
 
 def existing(path: Path) -> Path:
-    """The folder itself, or the nearest above it that exists."""
+    """The path itself if it exists, else its nearest parent folder that exists."""
     path = path.absolute()
     while not os.path.exists(path) and path != path.parent:
         path = path.parent
@@ -53,7 +53,7 @@ def existing(path: Path) -> Path:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that this user can still write on the disk of `path`, which need not exist yet."""
+    """Bytes that this user can still write to the disk of `path`; 0 if unknown. `path` need not exist yet."""
     try:
         found = os.statvfs(existing(path))
     except OSError:
@@ -62,7 +62,8 @@ def free_bytes(path: Path) -> int:
 
 
 def free_inodes(path: Path) -> int | None:
-    """How many more files the disk can hold; None if it has no fixed number, or the number is unknown."""
+    """Number of files that the disk of `path` can still take; None if the file system has no fixed limit, or the number
+    is unknown."""
     try:
         found = os.statvfs(existing(path))
     except OSError:

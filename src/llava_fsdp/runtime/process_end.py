@@ -1,4 +1,4 @@
-"""Find out how another process ended, and end processes with the one that started them. Needs Linux."""
+"""Find out how another process ended, and end processes together with the process that started them. Needs Linux."""
 
 import ctypes
 import fcntl
@@ -13,14 +13,15 @@ from pathlib import Path
 PIDFD_GET_INFO = 0xC040FF0B
 PIDFD_INFO_EXIT = 1 << 3
 PIDFD_INFO = struct.Struct("=QQ11Ii")
-"""`struct pidfd_info` in its first version: mask and cgroup, eleven numbers of the process, its wait status."""
+"""Layout of the kernel's first `struct pidfd_info`: mask and cgroup, eleven numbers of the process, its wait status."""
 
 LAUNCHER_VARIABLES = re.compile(r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|(MASTER|GROUP|ROLE|TORCHELASTIC)_.*)")
-"""Variables that torchrun sets for its workers. A torchrun inside such a worker must not see them."""
+"""Names of the environment variables that torchrun sets for its workers. A torchrun started inside such a worker must
+not see them."""
 
 
 def ending_of(pidfd: int, pid: int) -> str:
-    """How a process has ended, in words. Kernels before 6.15 cannot tell after its parent has waited for it."""
+    """How a process has ended, in words. Linux before 6.15 knows this only until the parent has waited for it."""
     status = status_of_zombie(pid)  # first, as a zombie may be gone a moment later
     if status is None:
         status = status_of_reaped(pidfd)
@@ -51,7 +52,8 @@ def status_of_reaped(pidfd: int) -> int | None:
 
 
 def end_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when its parent ends. Does nothing on other systems than Linux."""
+    """Have the kernel send this process a signal when its parent process ends. Does nothing on systems other than
+    Linux."""
     if sys.platform.startswith("linux"):
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
@@ -60,9 +62,9 @@ def end_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def end_torchrun() -> None:
-    """End this machine's torchrun with its ranks, after a stop was requested on another machine.
+    """End this machine's torchrun together with its ranks, after a stop was requested on another machine.
 
-    The other machine's torchrun leaves, and this one would start its ranks again and wait for the other until the
+    The other machine's torchrun ends; this one would otherwise restart its ranks and wait for the other until the
     rendezvous times out. Not needed on a single machine.
     """
     env = os.environ
@@ -71,5 +73,5 @@ def end_torchrun() -> None:
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment without the variables of a torchrun around this process."""
+    """A copy of an environment without the variables that torchrun sets for its workers."""
     return {name: value for name, value in environment.items() if not LAUNCHER_VARIABLES.fullmatch(name)}

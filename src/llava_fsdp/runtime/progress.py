@@ -1,4 +1,4 @@
-"""Progress of a long pass over a dataset: a bar on a terminal, else log lines."""
+"""Progress of long work on a dataset: a progress bar on a terminal, otherwise log lines."""
 
 import contextlib
 import sys
@@ -19,17 +19,18 @@ from llava_fsdp.runtime.console import TextConsole
 from llava_fsdp.runtime.log import log
 
 SECONDS = 10
-"""Time between two log lines."""
+"""Seconds between two log lines of progress."""
 
 Advance = Callable[[int], None]
-"""Called with the number of chunks done since the last call."""
+"""Function that reports progress: its argument is the number of chunks finished since the last call."""
 Watch = Callable[[str, int], contextlib.AbstractContextManager[Advance]]
-"""(label, number of chunks) -> context of an `Advance`."""
+"""Function that starts a progress display: (label, total number of chunks) -> context that yields an `Advance`."""
 
 
 @contextlib.contextmanager
 def watch(label: str, chunks: int) -> Iterator[Advance]:
-    """Show how many chunks are done. A pass of less than `SECONDS` logs nothing."""
+    """Show how many chunks are done, as a progress bar on a terminal or else as log lines. Work of less than `SECONDS`
+    logs nothing."""
     if sys.stderr.isatty():
         with show_bar(label, chunks) as advance:
             yield advance
@@ -64,7 +65,7 @@ def log_lines(label: str, chunks: int) -> Advance:
 
 
 def watch_loading(is_first_rank: bool, what: str = "weights") -> Callable[[Iterable[str]], Iterable[str]]:
-    """A function that shows a bar over names of weights on rank 0's terminal."""
+    """A function that wraps an iterable of weight names in a progress bar, on rank 0 and only on a terminal."""
 
     def watch(names: Iterable[str]) -> Iterable[str]:
         if not (is_first_rank and sys.stderr.isatty()):

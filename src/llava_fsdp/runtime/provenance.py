@@ -1,7 +1,7 @@
 """Read, write and check `llava_fsdp.json`, the notes in each folder of a model or adapter that this package writes.
 
-Notes hold what no other file says of how the model was made, and the size and digest of every file in the folder. They
-end in a digest of themselves. Programs that load such a folder first compare its files with the notes
+Notes record how the model was made, as far as no other file does, and the size and digest of every file in the folder.
+They end in a digest of themselves. Programs that load such a folder first compare its files with the notes
 (docs/artifacts.md). Folders that other programs wrote have no notes, and are not compared.
 """
 
@@ -33,9 +33,9 @@ KINDS: dict[str, Kinds] = {
     }.items()
     for key in keys
 }  # fmt: skip
-"""The types of the values that programs read from the notes."""
+"""Allowed types of the values that are read from a folder's notes, by key."""
 RELATIVE = re.compile(r"[\w+=-][\w.+= -]*(/[\w+=-][\w.+= -]*)*")
-"""The path of a listed file, relative to the folder."""
+"""Pattern for the path of a file in the notes, relative to the folder."""
 HEX = re.compile(r"[0-9a-f]{32}")
 LOADED = (
     "config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
@@ -45,26 +45,26 @@ LOADED = (
     "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "preprocessor_config.json",
     "processor_config.json",
 )  # fmt: skip
-"""Files that programs load because of their names. One that is added to a folder later may change the model that is
-loaded from it."""
+"""Names of the files that programs load from a model folder. A file of such a name that is added later may change the
+model that is loaded."""
 
 
 def read_notes(folder: Path) -> dict[str, Any]:
-    """The notes of a folder; empty if it has none. Notes of earlier versions, which have no digest of themselves, are
-    not checked.
+    """Read the notes (`llava_fsdp.json`) of a model or adapter folder; empty if the folder has none. Notes written by
+    earlier versions of this package, which have no digest of themselves, are not checked.
 
     Raises:
-        DamagedModel: the notes are not what was written, or cannot be read.
+        DamagedModel: the notes were changed after they were written, or cannot be read.
     """
     content = read_bytes(folder / NOTES)
     return {} if content is None else parse(content, folder)
 
 
 def parse(content: bytes, folder: Path, is_accepted: bool = False) -> dict[str, Any]:
-    """Parse the content of a notes file, and check it against its digest of itself.
+    """Parse the content of a folder's notes (`llava_fsdp.json`), and check the content against the digest at its end.
 
     Args:
-        is_accepted: a user changed the notes on purpose; do not check their digest.
+        is_accepted: whether a user changed the notes on purpose, so that their digest is not checked.
     """
     advice = "copy the whole folder again" if is_accepted else cure(folder, NOTES)
     with foreign(f"{folder / NOTES} is not what was written; {advice}", DamagedModel):
@@ -77,12 +77,13 @@ def parse(content: bytes, folder: Path, is_accepted: bool = False) -> dict[str, 
 
 
 def is_older(notes: Mapping[str, Any]) -> bool:
-    """Whether an earlier version wrote the notes. They then list no files, or only an adapter's tensor files."""
+    """Whether an earlier version of this package wrote these notes. Such notes list no files, or only an adapter's
+    tensor files."""
     return DIGEST not in notes and not any(isinstance(entry, dict) for entry in notes.get(FILES, {}).values())
 
 
 def read_bytes(path: Path) -> bytes | None:
-    """A small file's content; None where there is no such file."""
+    """Content of a file of at most 64 MiB; None if the file does not exist."""
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode) or found.st_size > SMALL:
@@ -98,7 +99,7 @@ def listed(folder: Path) -> dict[str, Digest]:
     """The size and digest of each file that a folder's notes list, by relative path; empty if it has no notes.
 
     Raises:
-        DamagedModel: the notes are not what was written.
+        DamagedModel: the notes were changed after they were written.
     """
     return files_of(read_notes(folder), folder)
 
@@ -116,7 +117,8 @@ def checked_name(name: str) -> str:
 
 
 def read_digest(path: Path, said: Any) -> Digest:
-    """The size and digest in an entry of the notes. If an earlier version left the size out, it is the file's own."""
+    """The size and digest of a file from its entry in the notes. If an earlier version left out the size, the file's
+    present size is used."""
     said = {"bytes": path.stat().st_size if path.is_file() else 0, "xxh128": said} if isinstance(said, str) else said
     found = Digest(said["bytes"], said["xxh128"])
     if type(found.bytes) is not int or found.bytes < 0 or not HEX.fullmatch(found.xxh128):
@@ -125,13 +127,14 @@ def read_digest(path: Path, said: Any) -> Digest:
 
 
 def check_folder(folder: Path, largest: int | None = None) -> None:
-    """Check that all files that the notes list are what was written, and that no other file would be loaded with them.
+    """Check that all files listed in a model folder's notes are unchanged, and that no file was added that programs
+    would load with them.
 
     Args:
-        largest: of larger files, in bytes, only the size is checked; None: all files are read.
+        largest: files of more bytes are not read, only their size is checked; None: all files are read.
 
     Raises:
-        DamagedModel: with the file, and what the user can do.
+        DamagedModel: a file was changed, added or removed; the message says what the user can do.
     """
     notes = read_notes(folder)
     files = files_of(notes, folder)
@@ -142,7 +145,7 @@ def check_folder(folder: Path, largest: int | None = None) -> None:
 
 
 def check_sizes(folder: Path, files: Mapping[str, Digest]) -> None:
-    """Check, without reading them, that the files exist and have the right sizes."""
+    """Check, without reading any file, that the listed files exist and have the listed sizes."""
     for name, expected in files.items():
         path = folder / name
         try:
@@ -167,7 +170,7 @@ def refuse_strangers(folder: Path, files: Mapping[str, Digest]) -> None:
 
 
 def check_digests(files: Mapping[Path, Digest], folder: Path) -> None:
-    """Read files whole, several at a time, and compare their digests.
+    """Read files in several threads, and compare their digests with the expected ones.
 
     Args:
         folder: the folder whose notes list these files.
@@ -187,7 +190,7 @@ def check_digest(path: Path, expected: Digest, folder: Path) -> None:
 
 
 def cure(folder: Path, name: str) -> str:
-    """What the user can do about a file that is not what was written, in words."""
+    """Advice to the user about a model file that was changed, as text."""
     is_of_run = (folder.parent / "config.yaml").is_file()
     again = (
         "start its run again, which writes it anew from its checkpoint" if is_of_run else "copy the whole folder again"
@@ -197,7 +200,7 @@ def cure(folder: Path, name: str) -> str:
 
 
 def seal(folder: Path, said: Mapping[str, Any]) -> None:
-    """Write a folder's notes, with the digest of every file that is there.
+    """Write the notes (`llava_fsdp.json`) of a folder, with the size and digest of every file in the folder.
 
     Args:
         said: all other entries of the notes.
@@ -207,14 +210,14 @@ def seal(folder: Path, said: Mapping[str, Any]) -> None:
 
 
 def digests(folder: Path, names: Iterable[str]) -> dict[str, Digest]:
-    """The size and digest of each of these files. Raises OSError if one cannot be read."""
+    """The size and digest of each named file of a folder. Raises OSError if one cannot be read."""
     names = list(names)
     with ThreadPoolExecutor(THREADS) as threads:
         return dict(zip(names, threads.map(lambda name: digest_of_file(folder / name), names), strict=True))
 
 
 def render(said: Mapping[str, Any], files: Mapping[str, Digest]) -> bytes:
-    """The content of the notes file: what it says, the files' digests, and the digest of itself."""
+    """The content of the notes file: the given entries, the files' digests, and at the end the digest of itself."""
     found = {name: {"bytes": own.bytes, "xxh128": own.xxh128} for name, own in files.items()}
     plain = {key: value for key, value in said.items() if key != DIGEST}
     return sealed(json.dumps({**plain, FILES: found}, indent=1).removesuffix("\n}").encode())

@@ -13,7 +13,8 @@ NAMES = re.compile(
     r"[._-]?token|auth|token(?![._-]id))(?:[._-](?:id|key|value|file|path))?",
     re.IGNORECASE,
 )
-"""Names of secrets, with prefixes: `hub_token`, `WANDB_API_KEY`, but not `image_token`, `token_id`, `chunk_tokens`."""
+"""Pattern for names of keys, flags and variables that hold secrets: matches `hub_token`, `WANDB_API_KEY`, but not
+`image_token`, `token_id`, `chunk_tokens`."""
 ENV_NAMES = re.compile(
     r"(?i)(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|API_?KEY|ACCESS_?KEY|CREDENTIALS?|PAT)(?:_|$)"
 )
@@ -24,35 +25,35 @@ VALUES = re.compile(
     r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+)"
 )
 LOGIN = re.compile(r"(?<=://)[^\s/@'\"]*:[^\s/@'\"]*(?=@)")
-"""user:password in a URL"""
+"""Pattern for user:password in a URL."""
 VALUE = r"(?P<value>[^\s,;&'\"]+|'[^']*'|\"[^\"]*\")"
 ASSIGNED = re.compile(r"(?P<name>[\w.-]+)(?P<sign>['\"]?\s*[=:]\s*)" + VALUE)
 FLAG = re.compile(r"(?P<name>--[\w.-]+)(?P<sign>\s+)" + VALUE)
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a key, flag or variable of this name holds a secret."""
+    """Whether a key, flag or variable with this name holds a secret."""
     return NAMES.fullmatch(name.lstrip("+~-")) is not None
 
 
 def is_secret_variable(name: str) -> bool:
-    """Whether an environment variable of this name holds a secret."""
+    """Whether an environment variable with this name holds a secret."""
     return ENV_NAMES.search(name) is not None
 
 
 def has_secret(text: str) -> bool:
-    """Whether a text contains a secret."""
+    """Whether a text contains something that looks like a secret (an access token, or a password in a URL)."""
     return VALUES.search(text) is not None or LOGIN.search(text) is not None
 
 
 def secrets_of(env: Mapping[str, str] = os.environ) -> list[str]:
-    """Secret values of the environment, the longest first."""
+    """The values of secret environment variables, the longest first."""
     found = {value for name, value in env.items() if is_secret_variable(name) and len(value) >= 8}
     return sorted(found, key=len, reverse=True)
 
 
 def redact(text: str, known: Iterable[str] = ()) -> str:
-    """Hide every secret of a text.
+    """Replace every secret in a text by `***`.
 
     Args:
         known: known secrets, which are hidden whatever they look like.
@@ -64,7 +65,7 @@ def redact(text: str, known: Iterable[str] = ()) -> str:
 
 
 def redact_values(values: Mapping[str, Any], known: Iterable[str] = ()) -> dict[str, Any]:
-    """Hide secrets in values by dotted key; all of a value whose key is that of a secret."""
+    """Replace secrets in configuration values by `***`; the whole value if its key is the name of a secret."""
     known = list(known)
 
     def clean(value: Any, is_secret: bool) -> Any:
@@ -78,7 +79,7 @@ def redact_values(values: Mapping[str, Any], known: Iterable[str] = ()) -> dict[
 
 
 def hide(found: re.Match[str]) -> str:
-    """Hide the value of `name=value` if the name is that of a secret."""
+    """Replace the value of a matched `name=value` by `***` if the name is the name of a secret."""
     if not is_secret_name(found["name"]) or found["value"] in ("null", "None", "True", "False"):
         return found[0]
     return f"{found['name']}{found['sign']}{HIDDEN}"

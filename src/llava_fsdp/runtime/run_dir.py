@@ -1,4 +1,5 @@
-"""The folder of a run: its lock, the names of its checkpoints, and the step where it began. Imports no torch."""
+"""The output folder of a run: its lock, the names of its checkpoints, and the step where the run began. Imports no
+torch."""
 
 import contextlib
 import fcntl
@@ -46,11 +47,11 @@ WRITTEN = frozenset({
     "validation.jsonl", "skipped_records.jsonl", "starts.jsonl", "report.html", ".heartbeats", "stacks", "checkpoints",
     "export", "adapter", "tensorboard", "profile", "profile.html",
 })  # fmt: skip
-"""Files and folders that a training writes into `output_dir`."""
+"""Names of the files and folders that a training writes into `output_dir`."""
 LOCK: dict[str, Kinds] = {"pid": (int,), "host": (str,), "since": (str,), "launch": (str, NONE)}
 BEGUN: dict[str, Kinds] = {"wish": (str,), "step": (int,), "launch": (str,), "time": (float,)}
 HANDOVER = 30
-"""Seconds that a restarted rank 0 waits for the end of its predecessor."""
+"""Seconds that a restarted rank 0 waits for the previous rank 0 to end and release the lock."""
 CLAIMING = 15
 """Seconds that the other ranks wait until rank 0 has locked the folder."""
 
@@ -60,19 +61,19 @@ NAME = re.compile(r"step-(\d{6,})")
 
 @contextlib.contextmanager
 def claimed(folder: Path, rank: int, private: bool = True) -> Iterator[int | None]:
-    """Make and lock the folder, and write into it that a run is under way. Rank 0 does this for all.
+    """Create and lock the run's folder (on rank 0), and record in it that a run is going on.
 
-    The other ranks wait for it: if another run has the folder, none of them may write into it.
+    The other ranks wait for rank 0: if another run uses the folder, none of them may write into it.
 
     A process loses the lock when it dies, and its children do not inherit it (POSIX record locks), so that data workers
     which outlive a rank for a moment do not block the next start. A killed run leaves the status "running" or
     "stopping", which the next start reports.
 
     Args:
-        private: a new folder, and the run's status, can be read only by their owner.
+        private: whether a new folder and the run's status can be read only by their owner.
 
     Yields:
-        On rank 0 the descriptor of the locked file, which is closed at the end; None on other ranks.
+        On rank 0 the descriptor of the lock file, which is closed at the end; None on other ranks.
 
     Raises:
         ConfigError: the folder cannot be written, has links where a run writes, or another run uses it (FolderInUse).
@@ -118,7 +119,8 @@ def open_lock(folder: Path) -> int:
 
 
 def refuse_links(folder: Path) -> None:
-    """
+    """Refuse a run folder in which a file or folder that a run writes is a symbolic link.
+
     Raises:
         ConfigError: something that a run writes into the folder is a symbolic link.
         OSError: the folder cannot be read.
@@ -134,7 +136,7 @@ def refuse_links(folder: Path) -> None:
 
 @contextlib.contextmanager
 def restored_umask() -> Iterator[None]:
-    """Restore the umask of the process at the end."""
+    """Context that restores the umask of the process at its end."""
     before = os.umask(0o077)
     os.umask(before)
     try:
@@ -144,14 +146,15 @@ def restored_umask() -> Iterator[None]:
 
 
 def make_run_folder(folder: Path, private: bool) -> None:
-    """Make the folder, for its owner only if `private`. An existing one is not changed."""
+    """Create the run's folder, readable only by its owner if `private`. An existing folder is not changed."""
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700 if private else 0o777, exist_ok=True)
 
 
 def await_claim(folder: Path) -> None:
-    """Wait a while until rank 0 of this launch has locked the folder, which a network file system may show late."""
+    """Wait up to 15 seconds until rank 0 of this launch has locked the folder; a network file system may show the lock
+    late."""
     until = time.monotonic() + CLAIMING
     while launch_id() is not None and time.monotonic() < until:
         if (object_or_none(folder / LOCK_FILE, LOCK) or {}).get("launch") == launch_id():
@@ -174,14 +177,14 @@ def lock(handle: int, folder: Path) -> None:
                     "another folder"
                 ) from None
             time.sleep(0.1)
-        except OSError as error:  # a file system without locks
+        except OSError as error:  # the file system has no locks
             log().warning("output_dir=%s cannot be locked (%s): make sure that no second run uses it", folder, error)
             break
     sign_lock(handle)
 
 
 def sign_lock(handle: int) -> None:
-    """Write into the locked file who holds it."""
+    """Write into the lock file which process holds the lock."""
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "launch": launch_id()}
     os.ftruncate(handle, 0)
@@ -196,21 +199,23 @@ def holder_of(handle: int) -> dict[str, Any]:
 
 
 def held_by(folder: Path) -> dict[str, Any] | None:
-    """The holder of the folder's lock; None if there is none, as far as known.
+    """Information about the process that has locked the run's folder; None if no lock is known.
 
-    Must not be called by the holder: closing the file would release the lock.
+    Must not be called by the process that holds the lock: closing the file would release it.
     """
     is_held, holder = look_at_lock(folder)
     return holder if is_held else None
 
 
 def is_known_free(folder: Path) -> bool:
-    """Whether certainly no run uses the folder. Must not be called by the holder, as `held_by`."""
+    """Whether it is certain that no run uses the folder. Must not be called by the process that holds the lock (this
+    would release it)."""
     return look_at_lock(folder)[0] is False
 
 
 def look_at_lock(folder: Path) -> tuple[bool | None, dict[str, Any]]:
-    """Whether the folder is locked, and by whom; None if unknown: no permission, or no locks on this file system."""
+    """Whether the run's folder is locked, and by which process; None if unknown (no permission, or a file system
+    without locks)."""
     try:
         # read-only, for a read-only mount
         handle = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -230,13 +235,13 @@ def look_at_lock(folder: Path) -> tuple[bool | None, dict[str, Any]]:
 
 
 def is_others(folder: Path) -> bool:
-    """Whether a run of another launch holds the folder."""
+    """Whether a run of another launch has locked the folder."""
     holder = held_by(folder)
     return holder is not None and (holder.get("launch") is None or holder["launch"] != launch_id())
 
 
 def warn_of_killed(folder: Path) -> None:
-    """Warn if the previous run was killed. Called by the process that holds the folder."""
+    """Log a warning if the previous run in this folder was killed. Called by the process that holds its lock."""
     try:
         status = status_of(folder)
     except MissingJson:
@@ -253,7 +258,7 @@ def warn_of_killed(folder: Path) -> None:
 
 
 def mark_begun(folder: Path, wish: str, step: int) -> None:
-    """Note for restarts that the run has begun as requested (over again, or from a folder), and at which step."""
+    """Record for restarts that the run has begun as requested (over again, or from a folder), and at which step."""
     if launch_id() is None or begun_at(folder, wish) is not None:
         return
     begun = {"wish": wish, "step": step, "launch": launch_id(), "time": time.time()}
@@ -261,10 +266,10 @@ def mark_begun(folder: Path, wish: str, step: int) -> None:
 
 
 def begun_at(folder: Path, wish: str) -> int | None:
-    """The step at which an earlier attempt of this launch began as requested; None if none did.
+    """The step at which an earlier attempt of this launch began as requested (`mark_begun`); None if none did.
 
-    A scheduler that starts a job again gives it the same name (RDZV_ID), so it is the same launch. A name of torchrun's
-    own may be used by another launch too.
+    A scheduler that starts a job again gives it the same name (RDZV_ID), so that it counts as the same launch. The
+    name that torchrun gives by default may be used by another launch too.
     """
     try:
         begun = read_object(folder / BEGUN_FILE, BEGUN)
@@ -285,13 +290,13 @@ def folder_name(step: int) -> str:
 
 
 def step_of(folder: Path) -> int | None:
-    """The step in a checkpoint's name; None if it is not the name of a checkpoint."""
+    """The step number in a checkpoint's folder name; None if the name is not the name of a checkpoint."""
     match = NAME.fullmatch(folder.name)
     return int(match[1]) if match and folder.name == folder_name(int(match[1])) else None
 
 
 def list_checkpoints(parent: Path) -> list[Path]:
-    """Paths with the name of a checkpoint, oldest first. `verify` checks their content."""
+    """The checkpoint folders in a folder, oldest first. Only their names are checked."""
     if not parent.is_dir():
         return []
     steps = {path: step for path in parent.iterdir() if (step := step_of(path)) is not None}

@@ -1,4 +1,5 @@
-"""Check that a run's folder is still the one that it began in, and still locked by the run. Imports no torch."""
+"""Check during a run that its folder has not been deleted, moved or replaced and is still locked by the run. Imports no
+torch."""
 
 import contextlib
 import fcntl
@@ -13,27 +14,29 @@ from llava_fsdp.runtime.run_dir import LOCK_FILE, make_run_folder, open_lock, si
 from llava_fsdp.runtime.status_file import put_status
 
 AGAIN = 0.2
-"""Seconds before a missing folder is looked for once more: a network file system may show it late."""
+"""Seconds until a missing folder is checked a second time: a network file system may show it late."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What happened to a run's folder that is lost."""
+    """What happened to a run's folder that was deleted, moved or taken by another run."""
 
     what: str
-    """The words that follow `output_dir=...` in the message."""
+    """The rest of the error message, after `output_dir=...`."""
     can_be_remade: bool = False
-    """Nothing else has its name now, and its file system is still mounted."""
+    """Whether the folder can be created again: nothing else has its path now, and its file system is still mounted."""
 
 
 class Hold:
-    """Rank 0's lock on the run's folder. Two threads call `look`."""
+    """Rank 0's lock on the run's folder, with checks that the folder is still the same. `look` may be called from two
+    threads."""
 
     def __init__(self, folder: Path, handle: int, private: bool = True):
-        """
+        """Record the folder's identity (device and inode) and the content of its lock file.
+
         Args:
-            handle: descriptor of the locked file, from `claimed`; its number stays the same when the file is replaced.
-            private: see `claimed`.
+            handle: descriptor of the lock file; its number stays the same when the file is replaced.
+            private: whether a folder that is created again can be read only by its owner.
         """
         self.folder, self.handle, self.private = folder, handle, private
         self.content = os.pread(handle, 4096, 0)
@@ -42,9 +45,10 @@ class Hold:
         self.is_warned = False
 
     def look(self) -> Loss | None:
-        """What happened to the folder; None if it is intact, was repaired here, or cannot be checked.
+        """Check the run's folder. Returns what happened to it; None if the folder is intact, has been locked again, or
+        cannot be checked.
 
-        It costs two calls of stat if nothing has happened. Some file systems (FUSE, overlays) may change the inode
+        This costs two calls of stat if nothing has happened. Some file systems (FUSE, overlays) may change the inode
         number of the same folder. After such a change the content of the locked file decides.
         """
         with self.one_at_a_time:
@@ -70,7 +74,8 @@ class Hold:
             return identity(os.stat(self.folder))
 
     def look_closer(self, found: tuple[int, int]) -> Loss | None:
-        """Check by content, as the folder or its locked file may be another one, and lock the file again."""
+        """Check the folder by the content of its lock file, as the folder or that file may have been replaced, and lock
+        the file again."""
         if found != self.place and not self.says_ours():
             return Loss("is another folder now than the one that this run began in")
         if os.path.islink(self.folder / LOCK_FILE):
@@ -84,7 +89,7 @@ class Hold:
             return None
 
     def says_ours(self) -> bool:
-        """Whether the lock file that is there now has the content that this run wrote."""
+        """Whether the present lock file has the content that this run wrote."""
         with contextlib.suppress(OSError):
             handle = os.open(self.folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
@@ -94,8 +99,8 @@ class Hold:
         return False
 
     def lock_again(self) -> Loss | None:
-        """Lock the file that is there now, with the same descriptor number as before. The second descriptor is closed
-        first: closing any descriptor of a file releases its POSIX locks."""
+        """Lock the present lock file, keeping the number of the old descriptor. The new descriptor is closed before
+        locking, because closing any descriptor of a file releases its POSIX locks."""
         handle = open_lock(self.folder)
         os.dup2(handle, self.handle, inheritable=False)
         os.close(handle)
@@ -113,7 +118,7 @@ class Hold:
         return None
 
     def remake(self) -> None:
-        """Make the folder again, empty and locked.
+        """Create the run's folder again, empty and locked.
 
         Raises:
             OSError
@@ -134,7 +139,7 @@ class Hold:
         self.place, self.lock_place = identity(os.stat(self.folder)), identity(os.fstat(self.handle))
 
     def warn(self, said: str) -> None:
-        """Log a warning, the first time only: the cause may recur at every look."""
+        """Log a warning, the first time only: the cause may recur at every check."""
         if not self.is_warned:
             log().warning("output_dir=%s: %s", self.folder, said)
         self.is_warned = True

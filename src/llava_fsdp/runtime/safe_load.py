@@ -1,6 +1,7 @@
 """Read files of unknown origin (models, datasets, settings) without running code from them.
 
-A file of the wrong kind, size or depth is refused with an error that names it. Nothing is read from outside its folder.
+A file of the wrong type, size or nesting depth is refused with an error that names the file. Other files that such a
+file refers to must be in the same folder.
 """
 
 import contextlib
@@ -17,18 +18,18 @@ from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError, ModelError
 
 MiB = 1 << 20
 SMALL = 64 * MiB
-"""Largest JSON file of a model, in bytes."""
+"""Largest JSON file of a model that is read, in bytes."""
 LARGE = 512 * MiB
-"""Largest file of a tokenizer, in bytes."""
+"""Largest file of a tokenizer that is read, in bytes."""
 CODE_KEYS = ("auto_map", "custom_pipelines", "custom_generate")
-"""Keys that make transformers load a Python file beside a model."""
+"""Keys of JSON files that make transformers load a Python file from the model folder."""
 
 
 def read_text(path: Path, error: type[LlavaFsdpError] = ModelError, largest: int = SMALL) -> str:
-    """Read a file of UTF-8 text.
+    """Read a UTF-8 text file of limited size.
 
     Raises:
-        LlavaFsdpError: of the given type; it cannot be read, or is too large.
+        LlavaFsdpError: of type `error`; the file cannot be read, or is too large.
     """
     try:
         if not path.is_file():
@@ -37,15 +38,15 @@ def read_text(path: Path, error: type[LlavaFsdpError] = ModelError, largest: int
         if size > largest:
             raise error(f"{path} has {size:,} bytes, more than the {largest:,} allowed here")
         return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as problem:  # a path with a NUL in it is a ValueError
+    except (OSError, ValueError) as problem:  # a path with a NUL character raises ValueError
         raise error(f"{str(path)!r} cannot be read: {problem}") from problem
 
 
 def read_json(path: Path, error: type[LlavaFsdpError] = ModelError, largest: int = SMALL) -> dict[str, Any]:
-    """Read a file that holds a JSON object.
+    """Read a JSON file that holds an object, as a dict.
 
     Raises:
-        LlavaFsdpError: of the given type; it does not.
+        LlavaFsdpError: of type `error`; the file cannot be read, or does not hold a JSON object.
     """
     text = read_text(path, error, largest)
     try:
@@ -61,17 +62,18 @@ def read_json(path: Path, error: type[LlavaFsdpError] = ModelError, largest: int
 
 @contextlib.contextmanager
 def foreign(what: str, error: type[LlavaFsdpError] = ModelError) -> Iterator[None]:
-    """Within it a library parses a foreign file: whatever it raises is reported as an error of the file.
+    """Context in which a library parses a file of unknown origin: any exception is raised again as an error that names
+    the file.
 
     Raises:
-        LlavaFsdpError: unchanged if one was raised; of the given type for anything else.
+        LlavaFsdpError: unchanged if the block raised one; of type `error` for any other exception.
     """
     try:
         yield
     except LlavaFsdpError:
         raise
     except BaseException as problem:
-        panic = type(problem).__name__ == "PanicException"  # Rust's, which is not an Exception
+        panic = type(problem).__name__ == "PanicException"  # raised by Rust libraries, not a subclass of Exception
         if not isinstance(problem, Exception) and not panic:
             raise
         why = " ".join(str(problem).split())[:500]
@@ -79,7 +81,7 @@ def foreign(what: str, error: type[LlavaFsdpError] = ModelError) -> Iterator[Non
 
 
 def refuse_model_code(fields: dict[str, Any], path: Path) -> None:
-    """Raise ModelError if a model's file names Python code to be loaded with it."""
+    """Raise ModelError if a model's JSON file names Python code that transformers would load from the model folder."""
     for key in CODE_KEYS:
         if fields.get(key):
             raise ModelError(
@@ -89,7 +91,7 @@ def refuse_model_code(fields: dict[str, Any], path: Path) -> None:
 
 
 def beside(path: Path, name: object) -> Path:
-    """The path of a file that an index names, in the folder of the index.
+    """The path of a file that is named in another file (such as an index of weights) and must be in the same folder.
 
     Raises:
         ModelError: the name is not a plain file name.
@@ -101,10 +103,10 @@ def beside(path: Path, name: object) -> Path:
 
 
 def refuse_yaml_bombs(path: Path, largest: int = MiB) -> str:
-    """Read the text of a YAML file without aliases, which could make it grow without limit when parsed.
+    """Read the text of a YAML file and refuse aliases, which could make the parsed content grow without limit.
 
     Raises:
-        ConfigError: it is too large, has an alias, or is not YAML.
+        ConfigError: the file is too large, has an alias, or is not YAML.
     """
     text = read_text(path, ConfigError, largest)
     try:
@@ -119,7 +121,7 @@ def refuse_yaml_bombs(path: Path, largest: int = MiB) -> str:
 
 
 def is_open_to_others(path: Path) -> bool:
-    """Whether any user of this machine may create files in a folder, with or without the sticky bit."""
+    """Whether every user of this machine may create files in a folder, with or without the sticky bit."""
     try:
         mode = path.stat().st_mode
     except OSError:

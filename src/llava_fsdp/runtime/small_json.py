@@ -11,18 +11,18 @@ from types import UnionType
 from typing import Any, get_args, get_origin
 
 LARGEST = 1 << 20
-"""Largest file in bytes; our own have a few thousand."""
+"""Largest JSON file that is read, in bytes; files of this package have a few thousand."""
 DEEPEST = 40
-"""Deepest nesting of objects and lists. Python's functions fail at a few hundred levels."""
+"""Deepest nesting of objects and lists that is accepted. Python's JSON functions fail at a few hundred levels."""
 Kinds = tuple[type, ...]
 
 
 class BadJson(ValueError):
-    """A file or text is not the expected JSON. The message says why, and names the file."""
+    """Error: a file or text is not the expected JSON. The message names the file and the reason."""
 
 
 class MissingJson(BadJson):
-    """The file is missing."""
+    """Error: a JSON file does not exist."""
 
 
 def parse(content: bytes | str) -> Any:
@@ -55,10 +55,10 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_object(content: bytes | str, kinds: Mapping[str, Kinds] | None = None) -> dict[str, Any]:
-    """Parse an object of few levels, whose values have the types in `kinds`.
+    """Parse a JSON object and check the types of its values.
 
-    A key that may be missing has `type(None)` among its types. An integer counts as a float too, and has at most 63
-    bits; True and False are not numbers.
+    `kinds` lists the allowed types of each key; a key that may be missing has `type(None)` among them. An
+    integer counts as a float too, and has at most 63 bits; True and False are not numbers.
 
     Raises:
         BadJson
@@ -70,7 +70,7 @@ def parse_object(content: bytes | str, kinds: Mapping[str, Kinds] | None = None)
 
 
 def require_kinds(found: Any, kinds: Mapping[str, Kinds]) -> dict[str, Any]:
-    """Check that a value is an object whose values have the types in `kinds` (see `parse_object`), and return it.
+    """Check that a value is a dict whose values have the types that `kinds` lists by key, and return the dict.
 
     Raises:
         BadJson: naming the key.
@@ -87,7 +87,8 @@ def require_kinds(found: Any, kinds: Mapping[str, Kinds]) -> dict[str, Any]:
 
 
 def kinds_of(schema: type) -> dict[str, Kinds]:
-    """`kinds` for the fields of a dataclass, from their annotations: `int`, `float | None`, `list[str]` (any list)."""
+    """Allowed types of each field of a dataclass, from the annotations, to check a JSON object: `int`, `float | None`,
+    `list[str]` (any list)."""
     found = {}
     for own in fields(schema):
         choices = get_args(own.type) if isinstance(own.type, UnionType) else (own.type,)
@@ -96,7 +97,7 @@ def kinds_of(schema: type) -> dict[str, Kinds]:
 
 
 def is_flat(tree: Any) -> bool:
-    """Whether a value has at most `DEEPEST` levels. Does not recurse."""
+    """Whether a parsed JSON value is nested at most `DEEPEST` levels deep. Does not recurse."""
     inside = [tree]
     for _ in range(DEEPEST):
         nested = [own for own in inside if isinstance(own, dict | list)]
@@ -107,10 +108,10 @@ def is_flat(tree: Any) -> bool:
 
 
 def read_object(path: Path, kinds: Mapping[str, Kinds] | None = None, largest: int = LARGEST) -> dict[str, Any]:
-    """Read an object from a file; see `parse_object`.
+    """Read a JSON object from a file and check the types of its values.
 
     Raises:
-        BadJson: naming the file; MissingJson if it is missing.
+        BadJson: naming the file; MissingJson if there is no such file.
     """
     try:
         return parse_object(read_bytes(path, largest), kinds)
@@ -119,7 +120,7 @@ def read_object(path: Path, kinds: Mapping[str, Kinds] | None = None, largest: i
 
 
 def read_bytes(path: Path, largest: int) -> bytes:
-    """Read a regular file, without waiting for a pipe or device of that name.
+    """Read a regular file. Does not wait if the path is a pipe or a device.
 
     Raises:
         BadJson: without the file's name.
@@ -141,7 +142,7 @@ def read_bytes(path: Path, largest: int) -> bytes:
 def object_or_none(
     path: Path, kinds: Mapping[str, Kinds] | None = None, largest: int = LARGEST
 ) -> dict[str, Any] | None:
-    """Like `read_object`, but None if the file is missing or cannot be read."""
+    """Read a JSON object from a file and check its values' types; None if the file is missing or cannot be read."""
     try:
         return read_object(path, kinds, largest)
     except BadJson:

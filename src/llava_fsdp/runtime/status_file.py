@@ -1,4 +1,5 @@
-"""`run_status.json`: the state of a run and how it ended, written by the rank that failed first. Imports no torch."""
+"""The file `run_status.json`: the state of a run, or how it ended, written by the rank that failed first. Imports no
+torch."""
 
 import contextlib
 import json
@@ -23,52 +24,53 @@ from llava_fsdp.runtime.small_json import BadJson, Kinds, MissingJson, read_obje
 STATUS_FILE = "run_status.json"
 FIRST_FAILURE = ".run_failed"
 RESERVED = 4096
-"""Size of `run_status.json`, padded so that the end of the run can be written onto a full disk."""
+"""Size in bytes to which `run_status.json` is padded, so that the run's end can be recorded on a full disk too."""
 LONGEST_BEFORE = 1000
-"""Characters kept of the reason for which the previous start ended."""
+"""Number of characters that are kept of the reason why the previous start of the run ended."""
 KILLED = "killed"
-"""Status that is reported for a run without an end that no process holds; not written by the run itself."""
+"""Status that is reported for a run that has recorded no end and has no process; never written by the run itself."""
 STEPPED_FILE = ".stepped"
-"""Exists once the last start in the folder has taken a step."""
+"""Name of an empty file that exists once the most recent start of the run has taken a step."""
 NONE = type(None)
 WORD: dict[str, Kinds] = {
     "status": (str,), "class": (str, NONE), "exit_code": (int, NONE), "reason": (str, NONE), "culprit": (dict, NONE),
     "step": (int, NONE), "rank": (int, NONE), "pid": (int, NONE), "host": (str, NONE), "attempt": (int, NONE),
     "launch": (str, NONE), "time": (float, NONE),
 }  # fmt: skip
-"""The types of the values in `run_status.json`, and in each status within it."""
+"""Allowed types of the values in `run_status.json`, and in each status nested in it."""
 FAILURE: dict[str, Kinds] = {
     "incarnation": (str,), "rank": (int,), "class": (str,), "exit_code": (int,), "reason": (str,),
 }  # fmt: skip
 PATIENCE = 2
-"""Seconds for which a rank that has nothing to report waits for another's report: torchrun ends all ranks as soon as
-one has failed, and takes that one for the cause."""
+"""Seconds for which a rank that lost contact waits for another rank's failure report: torchrun ends all ranks as soon
+as one has failed, and takes that one for the cause."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rank ended."""
+    """How a rank ended, and why."""
 
     ending: Ending
     reason: str = ""
     culprit: dict[str, Any] = field(default_factory=dict)
-    """What the ending is about, by name: rank, host, record, image, key, file."""
+    """Details of the failure, by name: rank, host, record, image, key, file."""
     step: int | None = None
-    """Steps finished, if known."""
+    """Number of finished steps, if known."""
 
 
 def is_without_end(said: dict[str, Any]) -> bool:
-    """Whether a status is that of a run which is under way or was killed."""
+    """Whether a status records no end: the run is still going on or was killed."""
     return said.get("status") in ("running", "stopping")
 
 
 def came_before(folder: Path, is_claiming: bool = False) -> dict[str, Any] | None:
-    """The status of the last start that took steps or finished; None if this one took steps, or is the first.
+    """The status of the previous start of the run that took steps or finished; None if the present start has taken
+    steps, or there was no earlier one.
 
-    So a command that is refused does not change the status of a finished run.
+    The status of a finished run is thus kept if a later command fails before its first step.
 
     Args:
-        is_claiming: this start has written nothing yet, so that the file is of another start.
+        is_claiming: whether this start has written nothing yet, so that the file is from another start.
     """
     said = read_status(folder)
     if said is None:
@@ -86,9 +88,9 @@ def came_before(folder: Path, is_claiming: bool = False) -> dict[str, Any] | Non
 
 
 def note_steps(folder: Path) -> None:
-    """Note that a step was taken, so that the end of this start counts as the end of the run.
+    """Record that this start of the run has taken a step, so that its end counts as the end of the run.
 
-    In a separate file, because another rank may be writing its end into `run_status.json`.
+    The record is a separate file, because another rank may be writing `run_status.json` at the same time.
     """
     os.close(os.open(folder / STEPPED_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
 
@@ -100,11 +102,11 @@ def put_status(
     mode: int | None = None,
     before: dict[str, Any] | None = None,
 ) -> None:
-    """Write `run_status.json`.
+    """Write `run_status.json`, with details of this process.
 
     Args:
         mode: permissions before the umask; None: those of the existing file.
-        before: for a start that has taken no step, `came_before`.
+        before: the previous start's status, if this start has taken no step (see `came_before`).
     """
     said = {
         "status": status,
@@ -137,8 +139,8 @@ def put_status(
 
 
 def own_word(said: dict[str, Any]) -> dict[str, Any]:
-    """The last start's own part of a status. A start that was refused in the folder of a finished run writes its part
-    beside that run's status."""
+    """The part of a status that the most recent start wrote. If that start failed before its first step in the folder
+    of a finished run, that is the entry `refused`."""
     refused = said.get("refused")
     if not isinstance(refused, dict):
         return said
@@ -146,7 +148,7 @@ def own_word(said: dict[str, Any]) -> dict[str, Any]:
 
 
 def mode_of(path: Path) -> int:
-    """Permissions of a file; those of a private one if it does not exist."""
+    """Permissions of a file; 0600 if the file does not exist."""
     try:
         return stat.S_IMODE(path.stat().st_mode)
     except OSError:
@@ -154,7 +156,7 @@ def mode_of(path: Path) -> int:
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:
-    """Like `status_of`, but None if the status is missing or cannot be read."""
+    """The content of a run folder's `run_status.json`; None if the file is missing or cannot be read."""
     try:
         return status_of(folder)
     except BadJson:
@@ -162,10 +164,11 @@ def read_status(folder: Path) -> dict[str, Any] | None:
 
 
 def status_of(folder: Path) -> dict[str, Any]:
-    """The status of the last run in a folder, with `before` only if it has taken no step.
+    """The content of a run folder's `run_status.json`. The entry `before` (status of the previous start) is kept only
+    if the most recent start has taken no step.
 
     Raises:
-        BadJson: its status cannot be read; MissingJson: the file is missing.
+        BadJson: the file cannot be read; MissingJson: it does not exist.
     """
     path = folder / STATUS_FILE
     said = read_object(path, WORD)
@@ -178,7 +181,7 @@ def status_of(folder: Path) -> dict[str, Any]:
 
 
 def check_word(said: Any, path: Path) -> None:
-    """Raise BadJson if a part of a status has wrong types."""
+    """Raise BadJson if a status, or a status nested in it, has values of wrong types."""
     try:
         require_kinds(said, WORD)
     except BadJson as error:
@@ -188,7 +191,7 @@ def check_word(said: Any, path: Path) -> None:
 
 
 def drop_stale_failure(folder: Path) -> None:
-    """Remove the failure of a rank of another start, or one that cannot be read."""
+    """Remove the failure report of an earlier start, or one that cannot be read."""
     unreadable = None
     try:
         if failure_of(folder)["incarnation"] == incarnation():
@@ -203,7 +206,7 @@ def drop_stale_failure(folder: Path) -> None:
 
 
 def failure_of(folder: Path) -> dict[str, Any]:
-    """Read the first failure. Raises BadJson if it is missing or cannot be read."""
+    """Read the report of the rank that failed first. Raises BadJson if the report is missing or cannot be read."""
     path = folder / FIRST_FAILURE
     said = read_object(path, FAILURE)
     if not 0 < said["exit_code"] <= 255:
@@ -212,7 +215,7 @@ def failure_of(folder: Path) -> dict[str, Any]:
 
 
 def first_failure(folder: Path) -> dict[str, Any] | None:
-    """The report of the rank that failed first in this start; None if there is none."""
+    """The report of the rank that failed first since this start; None if no rank has failed."""
     try:
         said = failure_of(folder)
     except BadJson:
@@ -229,8 +232,8 @@ def await_first_failure(folder: Path, seconds: float) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def last_word(path: Path) -> Iterator[None]:
-    """Within it a file about the end of the run is written. An error is only logged: it changes neither the exit code
-    nor other files."""
+    """Context in which a file about the end of the run is written. An error is only logged: it changes neither the exit
+    code nor other files."""
     try:
         yield
     except Exception as error:
@@ -239,12 +242,12 @@ def last_word(path: Path) -> Iterator[None]:
 
 
 def write_ending(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
-    """Write into `run_status.json` how the run ended, unless another rank has done so.
+    """Record in `run_status.json` how the run ended, unless another rank has done so.
 
-    A rank that lost another waits for that one's report. Errors of writing are only logged.
+    A rank that lost contact to another rank first waits for that rank's report. Errors of writing are only logged.
 
     Returns:
-        The first failure, if it is another rank's.
+        The report of the first failure, if another rank wrote it.
     """
     rank, ending = env_rank(), outcome.ending
     is_done = ending.name == "done"
@@ -267,7 +270,7 @@ def write_ending(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
 
 
 def is_absent(folder: Path) -> bool:
-    """Whether certainly no folder of this path exists."""
+    """Whether there is certainly no folder at this path."""
     try:
         return not stat.S_ISDIR(os.stat(folder).st_mode)
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -277,7 +280,7 @@ def is_absent(folder: Path) -> bool:
 
 
 def fail_first(folder: Path, outcome: Outcome) -> bool:
-    """Write this rank's failure, and return whether it is the first: only one rank can create the file."""
+    """Write this rank's failure report. Returns whether it is the first: only one rank can create the file."""
     drop_stale_failure(folder)
     said = {
         "incarnation": incarnation(),
@@ -294,7 +297,7 @@ def fail_first(folder: Path, outcome: Outcome) -> bool:
         return True
     except FileExistsError:
         return False
-    except OSError:  # a file system without links
+    except OSError:  # a file system without hard links
         with contextlib.suppress(FileExistsError), create(path, mode) as file:
             file.write(text)
             return True
@@ -305,14 +308,14 @@ def fail_first(folder: Path, outcome: Outcome) -> bool:
 
 
 def is_of_this_launch(said: dict[str, Any]) -> bool:
-    """Whether an earlier attempt of this launch has written that."""
+    """Whether a status was written by an earlier attempt of this launch (torchrun restarts the ranks)."""
     if launch_id() is None or said.get("launch") != launch_id():
         return False
     return (said.get("time") or 0.0) >= started(os.getppid())  # otherwise by a requeued job of the same name
 
 
 def settled(folder: Path) -> dict[str, Any] | None:
-    """The status of an earlier attempt of this launch, if starting again cannot help or is not wanted."""
+    """The status of an earlier attempt of this launch if another attempt cannot help or is not wanted; else None."""
     said = read_status(folder)
     said = own_word(said) if said is not None else None
     if said is None or not is_of_this_launch(said):

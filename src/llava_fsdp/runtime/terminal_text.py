@@ -1,7 +1,7 @@
-"""Text for terminals and logs in which foreign text cannot move the cursor, set the title or forge a line.
+"""Make text of unknown origin safe for terminals and logs: it cannot move the cursor, set the title or fake a log line.
 
 Names of records and images, keys of files and answers of models may hold any character. Control characters, those that
-change the direction of text, and invisible ones are written as JSON escapes (`\\u001b`), so that a line of JSON stays
+change the direction of text, and invisible ones are written as JSON escapes (`\u001b`), so that a line of JSON stays
 valid.
 """
 
@@ -20,16 +20,16 @@ OBEYED = (
 IN_NAMES = re.compile(f"[{OBEYED}\t\n\r\u200c\u200d]")
 IN_TEXTS = re.compile(rf"[{OBEYED}]|\r(?!\n)")  # joiners are used in Persian, Hindi and emoji
 MOVES = re.compile(r"\r|\n*(?:\x1b\[A)+\Z")
-"""What tqdm's bars write first or alone: a move to the beginning of the line, or up a line if there are several."""
+"""What tqdm's progress bars write before a line: a move to the beginning of the line, or up if several."""
 
 
 def shown_name(name: object) -> str:
-    """A foreign name, id, key or value, on one line."""
+    """A name, id, key or value of unknown origin, with control characters and line breaks escaped: always one line."""
     return IN_NAMES.sub(escape, str(name))
 
 
 def shown_text(text: str) -> str:
-    """A foreign text; of its control characters only newlines and tabs are kept."""
+    """A text of unknown origin with its control characters escaped, except newlines and tabs."""
     return IN_TEXTS.sub(escape, text)
 
 
@@ -39,7 +39,7 @@ def escape(found: re.Match[str]) -> str:
 
 
 class Guarded:
-    """A text stream that writes `shown_text` of everything.
+    """A text stream that escapes control characters in everything that is written to it.
 
     A carriage return at the beginning of a write is kept, as progress bars need it.
     """
@@ -61,8 +61,8 @@ class Guarded:
 
 
 def guard_streams() -> None:
-    """Guard what this process and its forks print. Called by entries, before libraries keep the streams. A second call
-    changes nothing."""
+    """Replace stdout and stderr by streams that escape control characters. Call this before libraries keep references
+    to the streams. A second call changes nothing."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, Guarded):

@@ -1,17 +1,17 @@
-"""The GPUs of a machine that a process sees."""
+"""Find which GPUs of a machine a process can see."""
 
 from collections.abc import Sequence
 
 
 def visible_gpus(gpus: Sequence[str], visible: str) -> list[tuple[str, str]]:
-    """Parse CUDA_VISIBLE_DEVICES as CUDA does.
+    """Parse the value of CUDA_VISIBLE_DEVICES in the same way as CUDA.
 
     Args:
         gpus: UUIDs of all GPUs, in nvidia-smi's order.
-        visible: indices, UUIDs or prefixes of them, separated by commas; also UUIDs of MIG instances.
+        visible: GPU indices, UUIDs or beginnings of UUIDs, separated by commas; also UUIDs of MIG instances.
 
     Returns:
-        For each its name in `visible` and its UUID, or the name again if it is not in `gpus`.
+        For each visible GPU its name in `visible` and its UUID, or the name again if it is not in `gpus`.
     """
     found = []
     for name in (own.strip() for own in visible.split(",")):

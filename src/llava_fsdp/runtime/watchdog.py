@@ -1,6 +1,7 @@
-"""Watch a rank's process: signals, its heartbeat, and other ranks that end or stall. Imports no torch.
+"""A background thread in each rank that handles signals, writes heartbeats, and ends the process when other ranks end
+or stall. Imports no torch.
 
-One thread does all of it, because the main thread may be inside a collective or a read that never returns. A Python
+One thread does all of this, because the main thread may be inside a collective or a read that never returns. A Python
 handler of a signal would wait for the main thread too, so the thread reads signals from the pipe that Python's C
 handler writes to. The main thread asks at the end of every step what was requested, together with all other ranks
 (`Votes` in consensus.py).
@@ -39,44 +40,48 @@ from llava_fsdp.runtime.status_file import (
 )
 
 BEAT = 1.0
-"""Seconds between two heartbeats."""
+"""Seconds between two heartbeats of a rank."""
 FROZEN = 5.0
 """Seconds without a heartbeat after which a process counts as frozen."""
 HEARING = 3.0
 """Seconds that a signal may take to be handled on a busy machine."""
 ONE_WISH = 0.5
-"""Seconds within which a second Ctrl-C counts as the first: a key pressed twice, or a launcher that passes on what the
-terminal has sent to all."""
+"""Seconds within which two SIGINT signals count as one Ctrl-C: the key was pressed twice, or a launcher forwards the
+signal that the terminal has already sent to all processes."""
 SETTLE = 0.3
-"""Seconds until a SIGTERM counts as a request: torchrun sends it as well when another rank has failed."""
+"""Seconds to wait before a SIGTERM is taken for a request to stop: torchrun also sends SIGTERM when another rank has
+failed."""
 STACKS = "stacks"
 TOGETHER = (Phase.AGREEING, Phase.COMPUTE, Phase.OPTIMIZER)
-"""Phases in which ranks wait only for each other. If all stay in one of them for long, the network is at fault."""
+"""Phases of a step in which ranks wait only for other ranks. If all ranks stay in one of these phases for long, the
+network is at fault."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Run:
-    """What the watchdog asks of a run, in its own thread. This base class stands for a process without a run."""
+    """Functions of a training run that the watchdog calls from its thread. This base class is for a process without a
+    run."""
 
     def check_folder(self) -> None:
-        """Look after the folder of the run; called every second."""
+        """Check that the run's folder still exists and is locked. Called every second."""
 
     def collectives(self) -> int:
-        """Number of collectives that this rank has begun."""
+        """Number of collectives that this rank has started."""
         return 0
 
     def data_position(self) -> str:
-        """The record or image that this rank waits for."""
+        """The record or image that this rank is waiting for, as text."""
         return ""
 
     def last_words(self) -> None:
-        """Show how the run ended, when the watchdog ends the process. Must take no more than seconds."""
+        """Print how the run ended, before the watchdog ends the process. Must not take more than seconds."""
 
 
 class Watchdog:
-    """Notes what this rank does, takes requests to stop or save, and ends the process when other ranks end or stall.
+    """Background thread of a rank: writes heartbeats, receives requests to stop or to save a checkpoint (signals), and
+    ends the process when other ranks end or stall.
 
-    Does nothing before it is entered.
+    The thread starts when the object is entered with `with`.
     """
 
     def __init__(
@@ -87,10 +92,12 @@ class Watchdog:
         warn_after: int | None = None,
         run: Run | None = None,
     ):
-        """
+        """Set the limits; the thread starts in `__enter__`.
+
         Args:
             limit: seconds that a collective may wait. May be changed later.
-            warn_after: seconds after which waiting ranks report for whom they wait; None: ranks are not compared.
+            warn_after: seconds after which waiting ranks report which ranks they wait for; None: the progress of
+                ranks is not compared.
         """
         self.folder = folder or Path()
         self.rank = rank
@@ -99,36 +106,36 @@ class Watchdog:
         self.warn_after = warn_after
         self.run = run or Run()
         self.stop = ""
-        """The signal that asked this rank to stop; empty: none did."""
+        """Name of the signal that asked this rank to stop; empty if none did."""
         self.was_signalled = False
-        """SIGTERM or SIGINT has come, whatever became of it."""
+        """Whether this process has received SIGTERM or SIGINT, even if the signal had no effect."""
         self.interrupted_at: float | None = None
-        """When the first SIGINT was handled, on the monotonic clock."""
+        """Time of the first SIGINT, by the monotonic clock."""
         self.saves = 0
-        """How often SIGUSR1 has asked for a checkpoint; counted by the watchdog's thread."""
+        """Number of SIGUSR1 signals so far, each of which asks for a checkpoint; counted by the watchdog's thread."""
         self.saves_taken = 0
-        """How many of these requests the main thread has taken."""
+        """Number of these SIGUSR1 requests that the main thread has already handled."""
         self.step = 0
         self.phase = Phase.LOADING
         self.stepping = False
-        """A step of this start is over, and the last one is not."""
+        """Whether this process has finished a step and will take more: a signal then waits for the end of a step."""
         self.has_stepped = False
         self.is_entered = False
         self.count = 0
         self.place: tuple[int, int, int] = (0, 0, 0)
         self.since = time.monotonic()
-        """When this rank came to its place."""
+        """Time, by the monotonic clock, at which this rank last made progress."""
         self.warned = 0.0
         self.dumped = False
         self.failed = False
         self.peers: dict[int, tuple[int, int]] = {}
-        """pidfd -> rank and process, of the other ranks on this machine."""
+        """The other ranks on this machine: pidfd -> (rank, process id)."""
 
     def at(self, phase: Phase, step: int | None = None) -> None:
-        """The main thread begins a phase.
+        """Record that the main thread begins a phase of a step.
 
         Args:
-            step: steps finished; None: unchanged.
+            step: number of finished steps; None: unchanged.
         """
         self.phase = phase
         self.step = self.step if step is None else step
@@ -137,14 +144,15 @@ class Watchdog:
         return bool(self.stop)
 
     def wants_save(self) -> bool:
-        """Whether a checkpoint was asked for since the last call."""
+        """Whether a checkpoint was requested (by SIGUSR1) since the last call."""
         before, self.saves_taken = self.saves_taken, self.saves
         return self.saves_taken > before
 
     def wants_stop_soon(self) -> bool:
-        """Whether a stop was asked for by now or within `HEARING` seconds.
+        """Whether a stop is requested now or within the next `HEARING` seconds.
 
-        A signal to the whole process group ends children, such as a compiler, before this thread has handled it.
+        A signal to the whole process group may end child processes, such as a compiler, before the watchdog's thread
+        has handled the signal.
         """
         until = time.monotonic() + HEARING
         while not self.stop and time.monotonic() < until:
@@ -153,9 +161,11 @@ class Watchdog:
 
     @contextlib.contextmanager
     def steps(self) -> Iterator[None]:
-        """Within it steps are taken. Once the first is done, a signal waits for the end of a step.
+        """Context in which the training steps are taken. After the first step, a stop signal takes effect only at the
+        end of a step.
 
-        Before that no step can be lost, and the first one may compile for longer than torchrun waits until it kills.
+        Before the first step ends no work can be lost, and that step may compile for longer than torchrun waits before
+        it kills its ranks.
         """
         try:
             yield
@@ -175,7 +185,7 @@ class Watchdog:
         for end in self.pipe:
             os.set_blocking(end, False)
         try:
-            for name in (FOLDER, STACKS):  # private: stacks and names of records
+            for name in (FOLDER, STACKS):  # readable only by the owner: stack traces and names of records
                 (self.folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
             self.stacks = fresh(self.folder / STACKS / f"rank-{self.rank}.txt")
         except OSError as error:
@@ -196,7 +206,7 @@ class Watchdog:
         self.lost_peer = isinstance(error, CommunicationError)
         self.ending.set()
         os.write(self.pipe[1], b"\0")
-        self.thread.join()  # before the handlers go: torchrun's SIGTERM must not cut the last report short
+        self.thread.join()  # before the handlers are removed: torchrun's SIGTERM must not interrupt the last report
         if self.handlers:
             for number, handler in self.handlers.items():
                 signal.signal(number, handler)
@@ -214,10 +224,10 @@ class Watchdog:
 
     @contextlib.contextmanager
     def among(self, ranks: list[tuple[int, str, int]]) -> Iterator[None]:
-        """Within it the other ranks are watched; left at the last barrier.
+        """Context in which the other ranks are watched. It ends after the run's last barrier.
 
         Args:
-            ranks: rank, host and process of each.
+            ranks: (rank, host, process id) of each rank.
         """
         self.size = len(ranks)
         here = socket.gethostname()
@@ -235,16 +245,16 @@ class Watchdog:
                 next_beat = time.monotonic() + BEAT
                 try:
                     self.beat()
-                except Exception:  # signals must be handled all the same
+                except Exception:  # signals must still be handled
                     if not self.failed:
                         log().warning("the other ranks are not watched: %s", traceback.format_exc())
                     self.failed = True
             self.wait(max(0.0, next_beat - time.monotonic()))
-        if self.lost_peer:  # the main thread noticed first, and does not know which rank ended, and how
+        if self.lost_peer:  # the main thread noticed first, but does not know which rank ended, and how
             self.wait(SETTLE)
 
     def wait(self, seconds: float) -> None:
-        """Wait for a signal or the end of another rank, and handle it."""
+        """Wait until a signal arrives or another rank ends, and handle that event."""
         poll = select.poll()
         poll.register(self.pipe[0], select.POLLIN)
         if self.size > 1:
@@ -272,7 +282,7 @@ class Watchdog:
         until = time.monotonic() + SETTLE
         while self.size > 1 and time.monotonic() < until:
             if first_failure(self.folder) is not None:
-                return  # torchrun ends this rank because another one has failed; `beat` does the rest
+                return  # torchrun ends this rank because another one has failed; `beat` ends this process
             self.wait(0.05)
         if self.stop:
             return  # the run is stopping already
@@ -292,13 +302,14 @@ class Watchdog:
                     put_status(self.folder, "stopping", Outcome(ENDINGS["stopped"], name, step=self.step))
 
     def is_second_interrupt(self) -> bool:
-        """Whether a Ctrl-C came before, and long enough ago not to be the same one."""
+        """Whether there was an earlier SIGINT, long enough ago (`ONE_WISH` seconds) to be a separate Ctrl-C."""
         first, now = self.interrupted_at, time.monotonic()
         self.interrupted_at = now if first is None else first
         return first is not None and now - first > ONE_WISH
 
     def end_with_peer(self, pidfd: int, rank: int, pid: int) -> None:
-        """End, as another rank on this machine has ended. Its own report is there already, if it left one."""
+        """End this process because another rank on this machine has ended. That rank has written its failure report
+        already, if it could."""
         how = ending_of(pidfd, pid)
         if first_failure(self.folder) is None:
             reason = f"rank {rank} (process {pid} on {socket.gethostname()}) {how}"
@@ -326,7 +337,7 @@ class Watchdog:
         beat = self.write_beat()
         if self.warn_after is None:
             return
-        if has_others() and first_failure(self.folder) is not None:  # also of a rank that has not joined yet
+        if has_others() and first_failure(self.folder) is not None:  # also if that rank has not joined the group yet
             self.end_after_failure()
         if self.size == 1:
             return
@@ -354,7 +365,8 @@ class Watchdog:
                 log().warning("waiting for %.0f seconds: %s", waiting, each)
 
     def give_up(self, beat: Beat, waiting: float, late: list[Late]) -> None:
-        """End the run before the process group's own timeout does, whose message names the waiting rank."""
+        """End the run because ranks wait too long. This comes before the process group's own timeout, whose message
+        would name the waiting rank instead of the late one."""
         faulthandler.dump_traceback(self.stacks, all_threads=True)
         if not late:
             late = self.watcher.late(beat, list(range(self.size)))
@@ -372,7 +384,8 @@ class Watchdog:
         )
 
     def end_after_failure(self) -> None:
-        """End without a report of its own, as another rank has reported the cause, after torchrun has seen that one."""
+        """End this process because another rank has reported a failure, without a report of its own, after torchrun has
+        noticed the failed rank."""
         time.sleep(PATIENCE)
         first = first_failure(self.folder)
         self.kill_frozen()
@@ -382,7 +395,7 @@ class Watchdog:
         self.exit(code)
 
     def end(self, outcome: Outcome) -> None:
-        """Report the outcome and end this process, whatever the main thread does."""
+        """Write the outcome of the run and end this process, even if the main thread is blocked."""
         first = write_ending(self.folder, replace(outcome, step=self.step))
         if first is None:
             (log().info if outcome.ending.name == "stopped" else log().error)(
@@ -392,7 +405,8 @@ class Watchdog:
         self.exit(int(outcome.ending.exit_code if first is None else first["exit_code"]))
 
     def kill_frozen(self) -> None:
-        """Kill frozen ranks: they do not react to torchrun's SIGTERM, for which it would wait half a minute."""
+        """Kill the frozen ranks of this machine: they do not react to torchrun's SIGTERM, and torchrun would wait half
+        a minute for them."""
         for handle, (rank, _) in self.peers.items():
             with contextlib.suppress(OSError):
                 if beat_age(self.folder, rank) > FROZEN:
@@ -411,7 +425,8 @@ def has_others() -> bool:
 
 
 def fresh(path: Path) -> TextIO:
-    """Open a new private file; a file of an earlier start is kept as `NAME.N.txt`, an empty one is not."""
+    """Open a new file that only its owner can read. An existing file that is not empty is first renamed to
+    `NAME.N.txt`."""
     if os.path.lexists(path) and path.lstat().st_size:
         number = next(n for n in itertools.count(1) if not path.with_suffix(f".{n}.txt").exists())
         os.replace(path, path.with_suffix(f".{number}.txt"))

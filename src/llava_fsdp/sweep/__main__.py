@@ -1,4 +1,4 @@
-"""The entry `python -m llava_fsdp.sweep`; main.py has what it does."""
+"""Entry point of `python -m llava_fsdp.sweep`, the command that runs several trainings (see main.py)."""
 
 from llava_fsdp.sweep.main import main
 

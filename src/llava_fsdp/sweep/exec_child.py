@@ -1,7 +1,7 @@
-"""Becomes a command that ends with its parent: `python -m llava_fsdp.sweep.exec_child PARENT COMMAND...`.
+"""Run a command that ends when the calling process ends: `python -m llava_fsdp.sweep.exec_child PARENT COMMAND...`.
 
-The process receives SIGTERM when PARENT ends, and signals again: a launcher's workers ignore them (stop.py), which what
-they start would inherit.
+This process receives SIGTERM when process PARENT ends. It also restores the default handling of SIGINT and SIGTERM:
+workers of a Hydra launcher ignore these signals, which a command that they start would inherit.
 """
 
 import os
@@ -14,7 +14,7 @@ from llava_fsdp.runtime.process_end import end_with
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    end_with(int(sys.argv[1]), signal.SIGTERM)  # on which torchrun lets its ranks save a checkpoint
+    end_with(int(sys.argv[1]), signal.SIGTERM)  # on SIGTERM, torchrun lets its ranks save a checkpoint
     os.execvp(sys.argv[2], sys.argv[2:])
 
 

@@ -1,7 +1,8 @@
-"""Locks by which jobs that run side by side get GPUs of their own, whatever launcher has placed them.
+"""File locks with which trainings that run side by side on a machine each get their own GPUs, whichever Hydra launcher
+starts them.
 
-A lock is on a file named after the GPU, and a process loses it however it ends. The files lie in a folder of the user's
-on this machine, so that two sweeps share a machine as two jobs do. Imports no torch.
+A lock is on a file named after the GPU, and is released whenever the process ends. The files are in a folder of the
+user on this machine, so that two sweeps can share a machine as well. Imports no torch.
 """
 
 import contextlib
@@ -21,19 +22,19 @@ from llava_fsdp.runtime.visible_devices import visible_gpus
 
 GPU_LINE = re.compile(r"(\s*)(GPU|MIG)\b.*?\(UUID:\s*((?:GPU|MIG)-[^)\s]+)\)")
 WAIT_SECONDS = 1.0
-"""Between two looks for GPUs that have become free."""
+"""Seconds between two attempts to lock GPUs."""
 SMI_SECONDS = 20
-"""How long nvidia-smi may take."""
+"""Seconds that nvidia-smi may take."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU, or a part of one."""
+    """A GPU, or a MIG instance of a GPU."""
 
     name: str
-    """As in CUDA_VISIBLE_DEVICES."""
+    """The device's name for CUDA_VISIBLE_DEVICES."""
     key: str
-    """The same in every process of this machine."""
+    """The device's UUID, the same in every process of this machine."""
 
     @property
     def is_part(self) -> bool:
@@ -44,8 +45,8 @@ def list_devices(listed: str, visible: str | None) -> list[Device]:
     """The GPUs that a process started now would see.
 
     Args:
-        listed: what `nvidia-smi -L` prints.
-        visible: CUDA_VISIBLE_DEVICES; None: it is not set.
+        listed: output of `nvidia-smi -L`.
+        visible: value of CUDA_VISIBLE_DEVICES; None: not set.
     """
     gpus: list[str] = []
     parts: dict[int, list[str]] = {}
@@ -62,7 +63,7 @@ def list_devices(listed: str, visible: str | None) -> list[Device]:
 
 
 def devices_here() -> list[Device]:
-    """GPUs of this machine; empty where nvidia-smi fails."""
+    """The GPUs of this machine that this process may use; empty if nvidia-smi fails."""
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=SMI_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -71,7 +72,7 @@ def devices_here() -> list[Device]:
 
 
 def check_devices(devices: list[Device], count: int) -> None:
-    """Raises ConfigError where a job of `count` ranks needs more GPUs than there are, or several parts of GPUs."""
+    """Raise ConfigError if a training with `count` ranks needs more GPUs than there are, or several MIG instances."""
     if devices and count > len(devices):
         raise ConfigError(
             f"launch.nproc_per_node={count}: a job needs as many GPUs, and there are {len(devices)}; "
@@ -88,10 +89,10 @@ def check_devices(devices: list[Device], count: int) -> None:
 def locked(
     devices: list[Device], count: int, name: str, level: Callable[[], int]
 ) -> Iterator[tuple[list[Device], list[int]]]:
-    """Hold `count` of the GPUs, each locked against other jobs; wait until so many are free.
+    """Context that holds locks on `count` GPUs, so that no other job uses them; waits until so many are free.
 
     Args:
-        level: above 0 where waiting is over; then none is held.
+        level: returns the level of the stop request; above 0, waiting ends and no GPU is locked.
 
     Yields:
         The devices, and the open files that are their locks.
@@ -116,8 +117,8 @@ def locked(
 
 
 def take(devices: list[Device], count: int, folder: Path) -> list[tuple[Device, int]]:
-    """Lock the first `count` that are free; none where fewer are. One process at a time looks: two might else wait for
-    halves that the other has."""
+    """Lock the first `count` free GPUs; return an empty list if fewer are free. Only one process at a time does this:
+    otherwise two could each lock half of the GPUs and wait for the other half."""
     with contextlib.ExitStack() as stack:
         door = open_lock(folder / "door")
         stack.callback(os.close, door)
@@ -142,9 +143,10 @@ def open_lock(path: Path) -> int:
 
 
 def lock_folder() -> Path:
-    """
+    """Create and return this user's folder of GPU locks on this machine.
+
     Raises:
-        ConfigError: another user has made it.
+        ConfigError: the folder belongs to another user.
     """
     folder = Path(tempfile.gettempdir()) / f"llava_fsdp-devices-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)

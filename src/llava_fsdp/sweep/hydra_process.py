@@ -1,4 +1,4 @@
-"""Hydra, its launcher and its sweeper, in a process of their own (stop.py)."""
+"""Process of a sweep that runs Hydra with its launcher and sweeper, separate from the process that the user started."""
 
 import contextlib
 import io
@@ -21,9 +21,10 @@ from llava_fsdp.sweep.torchrun import JobFailed
 
 
 def main() -> None:
-    """Run every job, write and print the results, and exit with the code of the first job that failed.
+    """Run all jobs of a sweep, write and print the results, and exit with the code of the first job that failed.
 
-    The first argument is the file of the stop request; the second the sweep's folder, empty for a single job.
+    The first command-line argument is the path of the stop file; the second is the sweep's folder, empty for a single
+    job.
     """
     setup_logging()
     stop, folder = StopRequest(Path(sys.argv[1])), sys.argv[2]
@@ -38,7 +39,8 @@ def main() -> None:
 
 
 def run_jobs(stop: StopRequest) -> tuple[list[Job], bool, str]:
-    """The jobs that ran in this process, whether Hydra and all jobs ended well, and Hydra's error messages."""
+    """Run all jobs with Hydra. Returns the jobs that ran in this process, whether Hydra and all jobs succeeded, and
+    Hydra's error messages."""
     jobs: list[Job] = []
     errors = io.StringIO()
 
@@ -54,9 +56,9 @@ def run_jobs(stop: StopRequest) -> tuple[list[Job], bool, str]:
 
 
 def run_hydra(program: Callable[[], object], errors: io.StringIO) -> bool:
-    """Run Hydra with its error messages kept in `errors`; return whether it and all jobs ended well.
+    """Run Hydra with its error messages collected in `errors`; return whether Hydra and all jobs succeeded.
 
-    Hydra runs every job of a batch before it raises the first one's error, which the job has reported already.
+    Hydra runs every job of a batch before it raises the first job's error, which has been printed already.
     """
     full = os.environ.get("HYDRA_FULL_ERROR") == "1"
     try:
@@ -70,7 +72,8 @@ def run_hydra(program: Callable[[], object], errors: io.StringIO) -> bool:
 
 
 def end(jobs: list[Job], succeeded: bool, was_stopped: bool, errors: str) -> None:
-    """Exit with the code of the first job that failed; 75 where the same command continues what was stopped."""
+    """Exit with the code of the first job that failed; with 75 if the sweep was stopped and the same command continues
+    it."""
     failed = [job.exit_code for job in jobs if job.exit_code not in (ExitCode.DONE, ExitCode.STOPPED)]
     if failed:
         sys.exit(failed[0])

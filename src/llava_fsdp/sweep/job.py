@@ -1,4 +1,4 @@
-"""One job, from its composed configuration to its result."""
+"""One training of a sweep (a job), from its configuration to its result."""
 
 import json
 import os
@@ -34,29 +34,30 @@ RUNNING = "running"
 
 @dataclass(kw_only=True)
 class Job:
-    """A job and its end; written to `job.json`, because a launcher may run it in another process or machine."""
+    """One training of a sweep and how it ended. Written to `job.json`, because a Hydra launcher may run the job in
+    another process or on another machine."""
 
     number: int
     overrides: list[str]
     folder: str
     command: str = ""
     devices: list[str] = field(default_factory=list)
-    """Its GPUs; empty: there are none, or it saw all."""
+    """The GPUs of the job, as in CUDA_VISIBLE_DEVICES; empty if there are no GPUs or the job could use all."""
     status: str = RUNNING
     exit_code: int = ExitCode.BUG
     reason: str = ""
     metric: str = SweepMetric.loss.value
     value: float | None = None
-    """What the sweeper minimises."""
+    """The value that the sweeper minimises."""
     last_steps: int = WINDOW
-    """Steps over which the loss is taken."""
+    """Number of steps over which the loss is averaged."""
     numbers: Results = field(default_factory=Results)
     seconds: float = 0.0
-    """From the launch of its processes to their end, in this start."""
+    """Seconds from the start of the job's processes to their end, in this start of the sweep."""
     has_own_run: bool = True
-    """False where it ended before its first step: the folder may hold the run of a job with other overrides."""
+    """False if the job ended before its first step: the folder may then hold the run of a job with other overrides."""
     private: bool = True
-    """Files that the sweep writes of it are readable by their owner alone, as those of the run."""
+    """Whether files about this job can be read only by their owner, like the files of the training."""
 
     @property
     def is_done(self) -> bool:
@@ -67,13 +68,14 @@ class Job:
         return 0o600 if self.private else 0o666
 
     def write(self) -> None:
-        """Write job.json in one piece: other processes look for it."""
+        """Write job.json in one step, as other processes read this file."""
         content = json.dumps(asdict(self), indent=2) + "\n"
         replace_file(Path(self.folder) / JOB_FILE, content.encode(), self.file_mode)
 
 
 def read_jobs(folder: Path) -> list[Job]:
-    """The jobs of a sweep's folder, by number. One whose status is still `running` was killed with its process."""
+    """Read the jobs of a sweep's folder, ordered by number. A job whose status is still `running` was killed with its
+    process."""
     jobs = []
     for path in job_files(folder):
         try:
@@ -90,7 +92,7 @@ def read_jobs(folder: Path) -> list[Job]:
 
 
 def run_job(node: DictConfig, stop: StopRequest) -> Job:
-    """Run one job to its end; a failure is logged, recorded and returned."""
+    """Run one training of a sweep to its end. A failure is logged, recorded and returned, not raised."""
     if not log().handlers:  # a launcher has started a process for the job
         setup_logging()
     settings = HydraConfig.get()
@@ -131,15 +133,15 @@ def run_job(node: DictConfig, stop: StopRequest) -> Job:
 
 
 def value_of(results: Results, metric: SweepMetric) -> float | None:
-    """The value that a sweeper minimises; None where the run has no such result."""
+    """The value that the sweeper minimises; None if the run has no such result."""
     value = getattr(results, metric.value)
     return -value if metric is SweepMetric.val_score and value is not None else value
 
 
 def make_job_folder(folder: Path, private: bool, is_sweep: bool) -> None:
-    """Make the folder as a run does: with `private` a new one is the user's alone; one that holds a run is left alone.
+    """Create a job's folder, readable only by its owner if `private`. A folder that already holds a run is not changed.
 
-    Hydra has made the folder of a sweep's job a moment before, with the umask's mode.
+    Hydra has created the folder of a sweep's job a moment before, with default permissions.
     """
     has_run = any((folder / name).exists() for name in (LOG_FILE, STATUS_FILE))
     make_run_folder(folder, private)
@@ -148,12 +150,12 @@ def make_job_folder(folder: Path, private: bool, is_sweep: bool) -> None:
 
 
 def record_failure(job: Job, error: LlavaFsdpError, is_stopping: bool) -> None:
-    """Record why a job did not finish, and its results so far: none where this start took no step, as where it was
-    refused because the folder holds a run of another recipe.
+    """Record why a job did not finish, and its results so far. There are no results if this start took no step, for
+    example because the folder holds a run with another configuration.
 
     Args:
-        is_stopping: a stop was requested; a job that had not begun is then left to the next start, whatever an earlier
-            one has left in the folder.
+        is_stopping: whether a stop was requested; a job that had not begun then counts as stopped, and runs at the next
+            start of the sweep.
     """
     code, job.reason = error.exit_code, str(error)
     if isinstance(error, JobFailed) and not job.command and is_stopping:
@@ -167,7 +169,8 @@ def record_failure(job: Job, error: LlavaFsdpError, is_stopping: bool) -> None:
 
 
 def train(config: SweepConfig, job: Job, level: Callable[[], int]) -> None:
-    """Raises JobFailed where the training failed, or a stop was requested before it began."""
+    """Run a job's training with torchrun on free GPUs. Raises JobFailed if the training failed, or a stop was requested
+    before it began."""
     folder, count, name = Path(job.folder), config.launch.nproc_per_node, f"job {job.number}"
     devices = devices_here() if config.launch.devices is Devices.own else []
     check_devices(devices, count)
@@ -195,7 +198,7 @@ def report_end(job: Job) -> None:
 
 
 def check_job(config: SweepConfig, overrides: list[str], is_sweep: bool) -> None:
-    """Raises ConfigError where it cannot be a job of a sweep."""
+    """Raise ConfigError if a configuration cannot be a job of a sweep."""
     at_least("launch.nproc_per_node", config.launch.nproc_per_node, 1)
     if config.launch.nnodes != 1:
         raise ConfigError(
@@ -216,10 +219,10 @@ def check_job(config: SweepConfig, overrides: list[str], is_sweep: bool) -> None
 
 
 def train_command(config: SweepConfig, overrides: list[str], folder: Path, config_folders: list[str]) -> list[str]:
-    """The torchrun of one job: its overrides without the sweep's keys, and its output folder.
+    """The torchrun command of one job: with the job's overrides except the sweep's own keys, and its output folder.
 
     Args:
-        config_folders: of `--config-dir`.
+        config_folders: folders given with `--config-dir`.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(config.launch.nproc_per_node), "-m", "llava_fsdp.train"]
@@ -228,6 +231,6 @@ def train_command(config: SweepConfig, overrides: list[str], folder: Path, confi
     command += [o for o in overrides if not re.match(r"[+~]*(launch|sweep)[.=]", o)]
     pretrain = Path(config.output_dir).parent / "pretrain"
     if config.model.projector == "auto" and config.model.checkpoint is None and pretrain.is_dir():
-        # `auto` looks beside output_dir, which a job has inside the sweep's folder
+        # `auto` searches beside output_dir, but a job's output_dir is inside the sweep's folder
         command.append(f"model.projector={quoted(str(pretrain.absolute()))}")
     return [*command, f"output_dir={quoted(str(folder.absolute()))}"]

@@ -1,7 +1,7 @@
-"""Several runs from one command line: `python -m llava_fsdp.sweep -m stage=finetune optim.lr=1e-5,2e-5`.
+"""Run several trainings with different settings: `python -m llava_fsdp.sweep -m stage=finetune optim.lr=1e-5,2e-5`.
 
-Hydra makes the jobs and its launcher places them; a job is one torchrun. Several jobs in one process group do not
-work: the second meets the addresses that the first left in torchrun's store, and hangs. Imports neither torch nor
+Hydra composes the jobs and its launcher starts them; each job is a torchrun of its own. Several jobs in one process
+group do not work: the second finds the first job's addresses in torchrun's store, and hangs. Imports neither torch nor
 transformers.
 """
 
@@ -21,7 +21,7 @@ from llava_fsdp.sweep.stop import STOP_FILE, StopRequest, supervise
 
 
 def main() -> None:
-    """Run Hydra and its jobs, and exit with their code."""
+    """Run Hydra and all jobs, and exit with their exit code."""
     setup_logging()
     try:
         check_command_line(sys.argv[1:])
@@ -45,9 +45,9 @@ def main() -> None:
 
 
 def sweep_folder() -> Path | None:
-    """The folder of the sweep, None without `-m`; results of an earlier sweep in it are removed.
+    """The output folder of the sweep; None without `-m`. Results of an earlier sweep in the folder are removed.
 
-    It is fixed before Hydra starts, so that the jobs' results are found there whatever launcher places the jobs.
+    The folder is chosen before Hydra starts, so that the jobs' results are found in it with every launcher.
     """
     if not {"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(sys.argv[1:]):
         return None
@@ -64,7 +64,7 @@ def sweep_folder() -> Path | None:
 
 
 def refuse_maximizing(words: list[str]) -> None:
-    """Raises ConfigError where a sweeper is told to look for the largest value: it is handed values to minimise."""
+    """Raise ConfigError if a Hydra sweeper is configured to maximise: it receives values to be minimised."""
     for word in words:
         key, _, value = word.partition("=")
         if re.fullmatch(r"[+~]*hydra\.sweeper\.direction", key) and "maximize" in value.lower():

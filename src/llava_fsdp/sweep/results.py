@@ -1,4 +1,4 @@
-"""Results of a sweep: a table, `results.json` and a page. Imports no torch."""
+"""Results of a sweep: a printed table, `results.json` and a report page. Imports no torch."""
 
 import json
 import os
@@ -22,12 +22,12 @@ from llava_fsdp.sweep.torchrun import LOG_FILE
 
 RESULTS_FILE = "results.json"
 PRINTED = ("steps", "loss", "val loss", "val score", "tokens/s", "memory", "training")
-"""Columns of results that a terminal has room for."""
+"""Result columns of the printed table, for which a terminal has room."""
 
 
 @restored_umask()
 def write_results(folder: Path, jobs: Sequence[Job]) -> None:
-    """Write the results of all jobs into the sweep's folder; an error costs the files, not the sweep."""
+    """Write the results of all jobs into the sweep's folder. An error is logged and does not end the sweep."""
     if not jobs:
         return
     if any(job.private for job in jobs):
@@ -47,7 +47,7 @@ def write_results(folder: Path, jobs: Sequence[Job]) -> None:
 
 
 def write_page(folder: Path) -> None:
-    """Write the page of all jobs; an error costs neither the table nor the exit code of the sweep."""
+    """Write the report page that compares all jobs. An error is logged and changes nothing else."""
     path = folder / REPORT_FILE
     try:
         put_page(path, comparison_page(runs_in(folder)), folder)
@@ -57,7 +57,7 @@ def write_page(folder: Path) -> None:
 
 
 def best_of(jobs: Sequence[Job]) -> Job | None:
-    """The finished job with the lowest value; the first of equals."""
+    """The finished job with the lowest value of the sweep's metric; the first of several equals."""
     done = [job for job in jobs if job.is_done and job.value is not None]
     return min(done, key=lambda job: job.value or 0.0, default=None)
 
@@ -67,7 +67,7 @@ def differing(jobs: Sequence[Job]) -> list[list[str]]:
 
 
 def show(jobs: Sequence[Job]) -> None:
-    """Print the table, the best job, and why jobs failed."""
+    """Print the table of all jobs, the best job, and why jobs failed."""
     if not jobs:
         return
     best, differences = best_of(jobs), differing(jobs)

@@ -1,9 +1,9 @@
-"""How a sweep is stopped, whatever launcher has placed its jobs.
+"""Stop a sweep on a signal, with every Hydra launcher.
 
-A signal to the sweep writes a file that every job watches: jobs that run end their torchrun, which saves a checkpoint
-first, and those that have not begun do not. Launchers know nothing of that: joblib kills its workers and all below
-them as soon as it or one of the workers is interrupted, and a terminal's Ctrl-C goes to every process of the
-foreground. So Hydra and its launcher run in a session of their own, and what the user started is a process that takes
+A signal to the sweep writes a stop file that every job watches: running jobs end their torchrun, which saves a
+checkpoint first, and other jobs do not begin. Hydra's launchers cannot do this: joblib kills its workers and their
+child processes as soon as joblib or a worker is interrupted, and Ctrl-C in a terminal goes to every foreground process.
+Therefore Hydra and its launcher run in a session of their own, and the process that the user started only handles
 signals and waits.
 """
 
@@ -31,18 +31,18 @@ MEANING = {
 
 
 class StopRequest:
-    """A file in a folder that all jobs see; the object is pickled to wherever jobs run."""
+    """A stop file in a folder that all jobs see. The object is pickled and sent to wherever jobs run."""
 
     def __init__(self, path: Path):
         self.path = path
         self.main = (socket.gethostname(), os.getpid())
-        """The process that runs Hydra."""
+        """(host, process id) of the process that runs Hydra."""
 
     def is_main(self) -> bool:
         return self.main == (socket.gethostname(), os.getpid())
 
     def is_abandoned(self) -> bool:
-        """Whether the process that runs Hydra is gone, as far as this machine can tell."""
+        """Whether the process that runs Hydra has ended, as far as this machine can tell."""
         host, pid = self.main
         with contextlib.suppress(PermissionError):
             try:
@@ -52,7 +52,7 @@ class StopRequest:
         return False
 
     def level(self) -> int:
-        """0: continue; 1: save and end; 2: end at once."""
+        """The level of the stop request: 0 continue, 1 save a checkpoint and end, 2 end at once."""
         with contextlib.suppress(OSError, ValueError):
             return int(self.path.read_text())
         return SAVE if self.is_abandoned() else 0
@@ -66,26 +66,27 @@ class StopRequest:
         self.path.unlink(missing_ok=True)
 
     def take_signals(self) -> None:
-        """Make a signal to the process that runs Hydra ask all jobs to end."""
+        """Install signal handlers that ask all jobs to end, in the process that runs Hydra."""
         for number in SIGNALS:
             signal.signal(number, lambda *_: self.raise_to(SAVE))
 
 
 def ignore_signals() -> None:
-    """Leave signals to the sweep, in a launcher's worker: they reach the sweep too."""
+    """Ignore SIGINT and SIGTERM in a worker of a Hydra launcher: the sweep's main process receives and handles them
+    too."""
     with contextlib.suppress(ValueError):  # not the main thread
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
 
 def supervise(words: Sequence[str], stop: StopRequest) -> int:
-    """Run a Python module's command in a session of its own; each signal raises the level of the stop request.
+    """Run a Python module in a session of its own and wait for it; each signal raises the level of the stop request.
 
     Args:
-        words: module and arguments.
+        words: name of the module, and its arguments.
 
     Returns:
-        Its exit code; of a process that was killed, minus the signal's number.
+        The exit code; if the process was killed, minus the signal's number.
     """
     start = [sys.executable, "-m", "llava_fsdp.sweep.exec_child", str(os.getpid()), sys.executable, "-m", *words]
     child = subprocess.Popen(start, start_new_session=True)
@@ -93,7 +94,7 @@ def supervise(words: Sequence[str], stop: StopRequest) -> int:
     def on_signal(number: int, frame: FrameType | None) -> None:
         level = stop.level() + 1
         if level > NOW:
-            child.kill()  # what it has started ends with it
+            child.kill()  # the processes that it has started end with it
             os._exit(ExitCode.INTERRUPTED)
         stop.raise_to(level)
         log().warning("%s: %s", signal.Signals(number).name, MEANING[level])

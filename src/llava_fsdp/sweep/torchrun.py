@@ -1,4 +1,4 @@
-"""Runs one torchrun to its end."""
+"""Run one torchrun of a sweep to its end."""
 
 import contextlib
 import io
@@ -20,18 +20,19 @@ from llava_fsdp.runtime.status_file import own_word, read_status
 LOG_FILE = "train.log"
 PROGRESS_SECONDS = 10
 STOP_SECONDS = "600"
-"""How long torchrun lets its ranks save a checkpoint before it kills them; its default is 30."""
+"""Seconds that torchrun gives its ranks to save a checkpoint before it kills them; torchrun's default is 30."""
 STEP_LINE = re.compile(r"step \d+/\d+ .*")
 
 
 class JobFailed(LlavaFsdpError):
-    """One job of a sweep did not finish."""
+    """Error: one training of a sweep did not finish."""
 
     def __init__(self, reason: str, code: ExitCode = ExitCode.BUG, took_steps: bool = False):
-        """
+        """Create the error.
+
         Args:
-            code: of the worker that failed first.
-            took_steps: in this start; if not, the folder may hold an earlier run.
+            code: exit code of the rank that failed first.
+            took_steps: whether this start took a step; if not, the folder may hold an earlier run.
         """
         super().__init__(reason)
         self.code = code
@@ -46,18 +47,18 @@ def run_torchrun(
     visible: str | None = None,
     held: Sequence[int] = (),
 ) -> None:
-    """Run a command to its end, with its output in `train.log` and a step's line now and then on the terminal.
+    """Run a torchrun command to its end; its output goes to `train.log`, and every 10 seconds a step's line is logged.
 
-    The workers write to the file itself: with a pipe, a worker that outlives its torchrun would keep us waiting. It has
-    a session of its own, so that a Ctrl-C reaches it through us alone, and once.
+    The ranks write to the file directly: with a pipe, this process would wait for a rank that outlives torchrun. The
+    command runs in a session of its own, so that a Ctrl-C reaches it only once, through this process.
 
     Args:
-        level: level of the stop request: 0 continue, 1 save and end, 2 end at once.
-        visible: CUDA_VISIBLE_DEVICES; None: as it is.
-        held: files that it keeps open: locks that must be held while it runs.
+        level: returns the level of the stop request: 0 continue, 1 save and end, 2 end at once.
+        visible: value of CUDA_VISIBLE_DEVICES for the command; None: unchanged.
+        held: file descriptors that the command inherits: locks that must be held while it runs.
 
     Raises:
-        JobFailed: it returned an error; the message has the reason that a worker gave.
+        JobFailed: the command returned an error; the message has the reason that a rank recorded.
     """
     earlier = read_status(folder)
     environment = without_launcher(os.environ)
@@ -86,13 +87,13 @@ def run_torchrun(
     if child.returncode != 0:
         status = status_after(folder, earlier)
         reason = status.get("reason") or f"torchrun {ending(child.returncode)}: {tail(path)}"
-        # `before` is made of an earlier run's status by a start that took no step
+        # a start that took no step records the earlier run's status as `before`
         took_steps = bool(status) and not isinstance(status.get("before"), dict)
         raise JobFailed(reason, failure_code(status), took_steps)
 
 
 def follow(child: subprocess.Popen, reader: io.TextIOBase, name: str, level: Callable[[], int]) -> None:
-    """Wait for the child, pass a stop request on to it, and log its last step every `PROGRESS_SECONDS`."""
+    """Wait for the torchrun process, pass a stop request on to it, and log its latest step every 10 seconds."""
     next_line, sent = 0.0, 0
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -118,13 +119,13 @@ def ending(code: int) -> str:
 
 
 def status_after(folder: Path, earlier: dict[str, Any] | None) -> dict[str, Any]:
-    """The status that this start wrote, without that of an earlier run beside it; empty where it wrote none."""
+    """The run status that this start wrote; empty if it wrote none."""
     status = read_status(folder)
     return {} if status is None or status == earlier else own_word(status)
 
 
 def failure_code(status: dict[str, Any]) -> ExitCode:
-    """Exit code of the worker that failed first; BUG where none could write it."""
+    """Exit code of the rank that failed first; BUG if no rank could record it."""
     try:
         return ExitCode(status.get("exit_code") or ExitCode.BUG)
     except ValueError:

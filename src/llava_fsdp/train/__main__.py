@@ -1,4 +1,4 @@
-"""The entry `torchrun -m llava_fsdp.train`; main.py has what it does."""
+"""Entry point of `torchrun -m llava_fsdp.train`; the program is in main.py."""
 
 from llava_fsdp.config import Config, cli
 

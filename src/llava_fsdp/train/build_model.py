@@ -1,4 +1,4 @@
-"""Shared setup of the entries: a model on the meta device, and its data shape."""
+"""Build a model on the meta device; shared by the command-line programs."""
 
 import torch
 

@@ -44,12 +44,13 @@ from llava_fsdp.train.peak_memory import PeakMeter
 from llava_fsdp.train.state import TrainState
 
 STEPS = 2
-"""The first step creates the optimizer's states; the second is measured with them."""
+"""Number of steps that are run: the first creates the optimizer's states, the second is measured with them."""
 STATES = ("parameters", "gradients", "optimizer")
 
 
 def dry_run(cfg: Config) -> None:
-    """Measure, and print a table, or one JSON object with format=json. Leaves no files."""
+    """Measure the memory of a simulated rank, and print a table, or one JSON object with format=json. Leaves no
+    files."""
     with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
         if cfg.offload.mode is OffloadMode.nvme and cfg.offload.folder is None:  # its default is output_dir
             cfg = replace(cfg, offload=replace(cfg.offload, folder=folder))
@@ -126,7 +127,7 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
 
 
 def plan_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
-    """The planner's estimate of the same steps."""
+    """The planner's memory estimate for the same two steps."""
     rows = 1 if cfg.pack else len(contents.lengths)
     samples, positions = len(contents.lengths), contents.tokens
     micro = MicroBatch(rows, positions // rows, samples, contents.tiles, contents.labels)

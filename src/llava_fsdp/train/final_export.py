@@ -126,7 +126,8 @@ def export_adapter(state: TrainState, cfg: Config, is_first_rank: bool) -> Adapt
 
 
 def with_trained(state: TrainState, is_first_rank: bool) -> dict[str, Stored]:
-    """All parameters: on rank 0 with their trained values, in memory; on other ranks with their initial values.
+    """All parameters by name: on rank 0 with their trained values, in memory; on other ranks with their initial
+    values.
 
     A collective.
     """
@@ -135,7 +136,8 @@ def with_trained(state: TrainState, is_first_rank: bool) -> dict[str, Stored]:
 
 
 def reader(state: TrainState, adapted: Adapted | None, is_first_rank: bool) -> Callable[[str], torch.Tensor]:
-    """A function that returns a whole parameter by name. With adapters, rank 0 has them all and merges alone."""
+    """Return a function that reads a whole parameter by name. With adapters, rank 0 alone has all parameters and
+    merges."""
     if adapted is None:
         return lambda name: parameter_values(name, state, is_first_rank)
     merged = adapted.merged
@@ -165,7 +167,7 @@ def is_current(state: TrainState, cfg: Config) -> bool:
 
 
 def parameter_values(name: str, state: TrainState, is_first_rank: bool) -> torch.Tensor:
-    """A whole parameter, on the CPU of rank 0; a collective for trainable ones."""
+    """Gather a whole parameter on the CPU of rank 0; a collective for trainable parameters."""
     master = state.masters.named.get(name)
     if master is not None:
         full = whole(master)
@@ -175,7 +177,8 @@ def parameter_values(name: str, state: TrainState, is_first_rank: bool) -> torch
 
 
 def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None, is_first_rank: bool) -> None:
-    """Load the written folder with transformers, on rank 0's CPU, and compare logits on a few samples. A collective.
+    """Load the exported folder with transformers, on rank 0's CPU, and compare its logits on a few samples. A
+    collective.
 
     Raises:
         ModelError: they differ by more than rounding to `export.dtype` explains.
@@ -236,7 +239,7 @@ def writer_of(state: TrainState, cfg: Config) -> AdapterWriter:
 
 
 def in_checkpoints(state: TrainState, cfg: Config) -> AdapterFolder | None:
-    """The writer of the adapter folder in each checkpoint; None without adapters and on other ranks. A collective."""
+    """How adapters are written into each checkpoint; None without adapters and on other ranks than 0. A collective."""
 
     if not cfg.model.lora.enabled:
         return None

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def collected_by_plan(every: int | None) -> Iterator[Callable[[int], None]]:
-    """Turn automatic collection off inside, and yield a function that collects when given the number of finished steps.
+    """Context manager that turns automatic garbage collection off, and yields a function that collects at the due
+    steps, given the number of finished steps.
 
     Args:
         every: steps between two collections. They leave out the oldest generation, which holds the model. None keeps

@@ -50,7 +50,7 @@ class LivePage:
         self.path = self.run.folder / REPORT_FILE
         self.thumbnails = Thumbnails()
         self.seen: tuple[int, int] | None = None
-        """Size and time of `validation.jsonl` when it was last read."""
+        """File size and modification time of `validation.jsonl` when it was last read."""
         self.last_reported = self.last_validated(first_step)
         self.on_validation: Callable[[dict[str, Any]], None] = lambda row: None
         self.failed = False
@@ -64,7 +64,7 @@ class LivePage:
         self.write()
 
     def last_validated(self, first_step: int) -> int:
-        """Last step with a validation before this start; later ones are reported."""
+        """Last step with a validation before this start; validations of later steps are reported to the trackers."""
         try:
             rows = read_rows(self.run, VALIDATION_FILE, check_validation)
         except Exception:
@@ -72,7 +72,7 @@ class LivePage:
         return max((row["step"] for row in rows if row["step"] <= first_step), default=-1)
 
     def begin(self, first_step: int, start: dict[str, Any]) -> None:
-        """Keep earlier starts that have steps before this one, and append this start."""
+        """Record this start in `starts.jsonl`, after those of the earlier starts that have steps before it."""
         earlier = read_rows(self.run, STARTS_FILE, check_start) if first_step else []
         is_start = "time" in start and first_step < start["total_steps"]  # a finished run has no later starts
         self.run.starts = [own for own in earlier if own["step"] <= first_step] + ([start] if is_start else [])

@@ -35,7 +35,7 @@ def fit(
     watchdog: Watchdog | None = None,
     profiler: NoProfiler | None = None,
 ) -> None:
-    """Train to the last step.
+    """Train from the current step to the last one.
 
     Args:
         after_step: runs on every rank, after the weights have been updated.
@@ -163,10 +163,10 @@ class SourceSums:
     def __init__(self, facts: StepFacts, device: torch.device):
         self.labels = facts.source_labels
         self.sums = torch.zeros(len(self.labels) if len(self.labels) > 1 else 0, device=device)
-        """float32 [sources]; [0] with one source"""
+        """Sum of the losses of each data source, float32 [sources]; [0] with one source."""
 
     def each(self) -> Each | None:
-        """A collector of the losses by token of one forward pass; None with one source."""
+        """Create a collector of the losses by token of one forward pass; None with one source."""
         return Each() if len(self.sums) else None
 
     def add(self, micro: MicroBatch, each: Each | None) -> None:
@@ -179,11 +179,12 @@ class SourceSums:
         self.sums += torch.where(micro.label_sources == numbers[:, None], losses, 0.0).sum(1)
 
     def summed(self) -> torch.Tensor:
-        """float32 [sources], or [0] with one source: the sums over all ranks."""
+        """Sum the losses of each source over all ranks: float32 [sources], or [0] with one source."""
         return summed(self.sums) if len(self.sums) else self.sums
 
     def means(self, loss: float, sums: list[float]) -> dict[str, float | None]:
-        """Loss by name of the source: the step's own with one source, the mean over its label tokens with several.
+        """Mean loss of each data source by name: with one source the step's loss, else the mean over the source's
+        label tokens.
 
         Args:
             loss: the whole step's, normalized as `loss.normalize` asks.
@@ -222,7 +223,7 @@ def clip_gradients(masters: MasterWeights, largest: float | None, scale: float =
 
 
 def summed(value: torch.Tensor) -> torch.Tensor:
-    """The sum over all ranks, in place."""
+    """Sum a tensor over all ranks, in place."""
     if dist.is_initialized():
         dist.all_reduce(value)
     return value

@@ -20,11 +20,11 @@ class LossScaler:
 
     cfg: ScalerConfig
     scale: float
-    """Factor on the loss."""
+    """Loss scale: the factor on the loss."""
     hysteresis: int
-    """Overflows until the scale is halved; 1 halves it at the next one."""
+    """Number of further overflows until the scale is halved; 1 halves it at the next one."""
     steps: int = 0
-    """Number of updates."""
+    """Number of updates so far."""
     last_overflow: int = -1
     """Index of the last update with an overflow; -1 before the first."""
 
@@ -71,7 +71,7 @@ class LossScaler:
         self.scale = max(self.scale / FACTOR, self.cfg.minimum)
 
     def state(self) -> dict[str, Any]:
-        """Values that a checkpoint stores."""
+        """Values that a checkpoint stores to restore the scaler."""
         return {name: getattr(self, name) for name in ("scale", "hysteresis", "steps", "last_overflow")}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -60,13 +60,13 @@ def due_between(begin: int, end: int, facts: dict[str, Any]) -> range:
 
 
 def faults_of(row: dict[str, Any]) -> int:
-    """How many rows a step must have in `skipped_records.jsonl`, according to its row in the metrics file."""
+    """Number of rows that a step must have in `skipped_records.jsonl`, according to its row in the metrics file."""
     counts = [present_row(row).get("skipped_records"), row.get("unlabelled")]
     return sum(count for count in counts if type(count) is int)
 
 
 def of_steps(path: Path, last: int) -> list[dict[str, Any]]:
-    """The rows of a file whose step is at most `last`."""
+    """Rows of a JSON Lines file whose step is at most `last`."""
     return [row for row in read_rows(path) if type(row.get("step")) is int and row["step"] <= last]
 
 
@@ -75,7 +75,7 @@ def steps_in(path: Path, last: int) -> list[int]:
 
 
 def stretches(steps: Iterable[int]) -> str:
-    """Sorted steps as ranges in text, such as `1 to 16, 20`."""
+    """Format sorted steps as ranges in text, such as `1 to 16, 20`."""
     found: list[list[int]] = []
     for step in steps:
         if found and step == found[-1][1] + 1:

@@ -52,7 +52,8 @@ from llava_fsdp.train.validation import open_validation
 
 @dataclass
 class RunParts(Run):
-    """Parts of a run, None before they exist. The watchdog and the end of the process ask for them."""
+    """Parts of a run (state, reporter, ...), None before they exist; used by the watchdog and at the end of the
+    process."""
 
     folder: Path = Path()
     hold: Hold | None = None
@@ -93,7 +94,7 @@ def main() -> None:
 
 
 def train(cfg: Config, parts: RunParts | None = None) -> None:
-    """Train one run from its configuration to its export."""
+    """Run a training from its configuration to its export."""
     parts = parts or RunParts()
     if cfg.dry_run is not None:
         return dry_run(cfg)

@@ -38,9 +38,9 @@ from llava_fsdp.train.state import StepResult
 from llava_fsdp.train.trackers import HURRY, PATIENCE, Trackers
 
 WINDOW = 128
-"""Number of preceding losses that a loss is compared with."""
+"""Number of preceding losses that a loss is compared with to find spikes."""
 FEWEST = 16
-"""Fewest preceding losses for a comparison."""
+"""Smallest number of preceding losses with which a loss is compared."""
 
 
 class Reporter:
@@ -57,7 +57,8 @@ class Reporter:
         run: str = "",
         about: dict[str, Any] | None = None,
     ):
-        """
+        """Open the files, the page and the trackers that a run reports to.
+
         Args:
             left_out: records skipped before training (record, kind, reason), listed with step 0.
             utilization: computes FLOPs and MFU of a step; None leaves them out.
@@ -133,7 +134,7 @@ class Reporter:
             self.trackers.close(int(self.page.run.status.get("exit_code") or 0), patience)
 
     def last_words(self) -> None:
-        """Do as `end` does, in a process that must end within seconds."""
+        """Write the final page and close the trackers, in a process that must end within seconds."""
         self.end(HURRY)
 
     def __call__(self, result: StepResult) -> None:
@@ -232,7 +233,7 @@ def metrics_row(result: StepResult, utilization: Utilization | None = None) -> d
 
 
 def finite(value: float) -> float | None:
-    """The value, or None if it is not finite, for which JSON has no number."""
+    """The value, or None if it is not finite, because JSON has no such number."""
     return value if math.isfinite(value) else None
 
 
@@ -279,7 +280,8 @@ class Spikes:
         self.losses: deque[float] = deque(maxlen=WINDOW)
 
     def stands_out(self, loss: float) -> tuple[float, float] | None:
-        """Mean and deviation of the preceding losses if this one is at least `sigma` deviations above; else None.
+        """Mean and standard deviation of the preceding losses if this loss is at least `sigma` deviations above;
+        else None.
 
         The loss is then added to them, so that one that stays high is reported only for a while.
         """

@@ -69,7 +69,7 @@ class LearningRate:
     warmup_steps: int
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
-        """Set every group's learning rate for a step, and return that of `optim.lr`."""
+        """Set every parameter group's learning rate for a step, and return that of `optim.lr`."""
         factor = SCHEDULES[self.schedule](step, self.total_steps, self.warmup_steps)
         for group in optimizer.param_groups:
             group["lr"] = group["base_lr"] * factor
@@ -79,7 +79,7 @@ class LearningRate:
 def build_optimizer(
     model: nn.Module, masters: MasterWeights, cfg: Config, total_steps: int
 ) -> tuple[torch.optim.Optimizer, LearningRate]:
-    """Build AdamW over the master weights, and its schedule over `total_steps`."""
+    """Build AdamW over the master weights, and the learning rate schedule over `total_steps`."""
     optim = cfg.optim
     decayed = decayed_names(model)
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}

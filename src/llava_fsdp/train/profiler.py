@@ -25,7 +25,7 @@ from llava_fsdp.runtime.os_errors import why
 T = TypeVar("T")
 FOLDER = "profile"
 LATE = 12
-"""Last profiled step by default."""
+"""Number of the last profiled step by default."""
 KINETO = b"USDT:"
 """Prefix of the lines that torch's profiler prints when it starts and stops."""
 CLOSING = 5.0
@@ -81,7 +81,7 @@ class StepProfiler(NoProfiler):
         self.profiler: profile | None = None
 
     def steps(self, steps: Iterator[T]) -> Iterator[T]:
-        """The same steps, None among them, which asks to stop; what waits for one is a part of it."""
+        """Yield the steps of `steps` unchanged, and profile the ones in the range, each with the wait for its data."""
         try:
             for number in itertools.count(1):
                 self.begin(number)
@@ -104,7 +104,7 @@ class StepProfiler(NoProfiler):
         return nullcontext() if self.profiler is None else record_function(RANGE + name)
 
     def begin(self, number: int) -> None:
-        """Before anything of this step; the profiler needs a step to warm up, where there is one."""
+        """Start or advance the profiler before a step; profiling begins a step early to warm up, if there is one."""
         if number == max(1, self.first - 1):
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_cuda else [])]
             plan = schedule(wait=0, warmup=self.first - number, active=self.last - self.first + 1, repeat=1)
@@ -121,7 +121,7 @@ class StepProfiler(NoProfiler):
             torch.cuda.memory._record_memory_history(max_entries=MOST_ENTRIES)
 
     def finish(self, profiler: profile) -> None:
-        """Write trace, memory history and page.
+        """Write the trace, the memory history and the page.
 
         Raises:
             StorageError: a file cannot be written.
@@ -153,7 +153,7 @@ class StepProfiler(NoProfiler):
 
 
 def open_profiler(cfg: Config, rank: int, device: torch.device, done: int, total: int) -> NoProfiler:
-    """What `profile` asks for.
+    """Create the profiler that the key `profile` asks for; one that records nothing if it is off.
 
     Args:
         done: steps of the run that are finished, of `total`.
@@ -174,7 +174,7 @@ def open_profiler(cfg: Config, rank: int, device: torch.device, done: int, total
 
 
 def usual_steps(left: int) -> tuple[int, int]:
-    """The first and the last of three steps, when what is compiled and cached is there; a short start's last ones,
-    without its first where it has more: the profiler needs that to warm up."""
+    """The first and the last of three steps to profile, late enough that everything is compiled and cached; in a
+    short start the last ones, leaving a step before them for the profiler's warm-up."""
     last = min(left, LATE)
     return min(last, max(2, last - 2)), last

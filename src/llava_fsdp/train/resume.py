@@ -33,7 +33,8 @@ FREE_KEYS = {  # paths, how records are read from disk, and names; none of them 
 
 
 def resume(state: TrainState, cfg: Config) -> Path | None:
-    """Load the checkpoint that `checkpoint.resume` names, and return its folder; None starts at step 0. A collective.
+    """Load the checkpoint that `checkpoint.resume` names, and return its folder; None if training starts at step 0.
+    A collective.
 
     Raises:
         CheckpointError: no checkpoint is undamaged, or it was written with another model, dataset or recipe.
@@ -63,7 +64,8 @@ def resume(state: TrainState, cfg: Config) -> Path | None:
 
 
 def choose(cfg: Config) -> Checkpoint | None:
-    """Choose and verify the checkpoint to resume from; None starts at step 0. A collective; rank 0 chooses."""
+    """Choose and verify the checkpoint to resume from; None if training starts at step 0. A collective; rank 0
+    chooses."""
     output = Path(cfg.output_dir)
     wanted = on_first_rank(lambda: wish_of(cfg), f"cannot look for checkpoints in {output}")
     if wanted == "never":
@@ -85,7 +87,8 @@ def choose(cfg: Config) -> Checkpoint | None:
 
 
 def wish_of(cfg: Config) -> str:
-    """The value of `checkpoint.resume` for this start. Only a first start uses it: restarts resume what they saved."""
+    """The value of `checkpoint.resume` that holds for this start: the configured one at a first start, `auto` at a
+    restart that has saved since."""
     output, wanted = Path(cfg.output_dir), cfg.checkpoint.resume
     begun = begun_at(output, wanted) if wanted != "auto" else None
     if begun is not None and any((step_of(p) or 0) > begun for p in list_checkpoints(output / FOLDER)):
@@ -174,7 +177,7 @@ def other_settings(folder: Path, differing: list[str]) -> str:
 
 
 def settings_then(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration that a checkpoint records, by dotted key."""
+    """Read the configuration that a checkpoint records, by dotted key."""
     added = {"model": {"lora": asdict(LoraConfig()), "quantize": asdict(QuantizeConfig())}}
     return flat(jsonable(added)) | flat(
         present_tree(config)

@@ -33,7 +33,7 @@ VARIABLES = (
 SHOWN = 3
 """How many hosts or files a message names at most."""
 Gather = Callable[[list[Any]], list[Any]]
-"""Takes this rank's items, and returns the items of all ranks in rank order."""
+"""A function that takes this rank's items, and returns the items of all ranks in rank order."""
 
 
 def check_same_software(cfg: Config, device: torch.device, gather: Gather) -> None:
@@ -62,7 +62,7 @@ def check_same_software(cfg: Config, device: torch.device, gather: Gather) -> No
 
 
 def must_agree(cfg: Config) -> dict[str, Callable[[], str]]:
-    """THE table of software that must be the same on all ranks, since it changes results: name -> its version."""
+    """Software that must be the same on all ranks because it changes results: name -> version."""
     used = {
         "peft": cfg.model.lora.enabled,
         "bitsandbytes": cfg.model.quantize.mode is not Quantizer.none,
@@ -82,7 +82,7 @@ def must_agree(cfg: Config) -> dict[str, Callable[[], str]]:
 
 
 def may_differ(device: torch.device) -> dict[str, Callable[[], str]]:
-    """What may differ, with a warning: hardware, and packages that read files alike in every version."""
+    """Hardware and software that may differ between ranks, with a warning: name -> version."""
     return {
         "device": lambda: device_name(device),
         "CPU": lambda: f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
@@ -171,7 +171,7 @@ def differences(hosts: list[str], facts: list[dict[str, str]]) -> dict[str, str]
 
 
 def describe(ranks: list[int], hosts: list[str]) -> str:
-    """Ranks and their hosts in words, such as `ranks 8-15 (node1)`."""
+    """Describe ranks and their hosts in words, such as `ranks 8-15 (node1)`."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and spans[-1][-1] == rank - 1:

@@ -22,7 +22,7 @@ from llava_fsdp.train.replica_check import check_replicas
 from llava_fsdp.train.state import StepResult, TrainState
 
 SHOWN = 8
-"""How many records a message names at most; run_status.json has them all."""
+"""Largest number of records that a message names; run_status.json has them all."""
 
 
 class RunController:
@@ -37,7 +37,8 @@ class RunController:
         watchdog: Watchdog,
         hold: Hold | None = None,
     ):
-        """
+        """Create the controller of a run.
+
         Args:
             saver: None if no step is left.
             hold: the lock on the run's folder; None on other ranks than 0.
@@ -138,13 +139,14 @@ class RunController:
             )
 
     def loss(self) -> Loss | None:
-        """What happened to the run's folder if it is lost; always None on other ranks than 0. Not a collective."""
+        """How the run's folder was lost (deleted, moved, ...); None if it was not, and on other ranks than 0. Not a
+        collective."""
         return self.hold.look() if self.hold is not None else None
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """A context in which all ranks write into the run's folder. If that fails because the folder is lost, the
-        error says so.
+        """Context manager for writing into the run's folder on all ranks: if writing fails because the folder is
+        lost, the error says so.
 
         Raises:
             FolderLost
@@ -206,7 +208,7 @@ class RunController:
         return self.watchdog.stop or "a signal on another rank"
 
     def give_up(self, result: StepResult) -> None:
-        """Raise NumericError, with the records of the last step as suspects."""
+        """Raise NumericError, naming the records of the last step as suspects."""
         self.finish()
         state, step = self.state, self.state.step
         # gradients are sums over all ranks, but a rank whose own loss is not finite had the bad samples
@@ -225,14 +227,14 @@ class RunController:
 
 
 def is_due(step: int, last_step: int, cfg: CheckpointConfig) -> bool:
-    """Whether to save after this step: at the end, and every `checkpoint.every`."""
+    """Whether to save a checkpoint after this step: after the last step, and every `checkpoint.every` steps."""
     return step == last_step or (cfg.every is not None and step % cfg.every == 0)
 
 
 def open_saver(
     state: TrainState, cfg: Config, resumed: Path | None = None, adapter_folder: AdapterFolder | None = None
 ) -> "Saver":
-    """The saver of a run that is about to begin or to continue. A collective.
+    """Create the saver of a run that is about to begin or to continue. A collective.
 
     Args:
         resumed: the checkpoint that it continues from, which has been verified.

@@ -46,7 +46,7 @@ class TrainState:
     samples: int = 0
     """Samples consumed by the finished steps."""
     scaler: LossScaler | None = None
-    """None unless the precision is fp16."""
+    """Loss scaler; None unless the precision is fp16."""
     skipped: int = 0
     """Finished steps without an update, because the loss or the gradients were not finite."""
     utilization: Utilization | None = None

@@ -121,7 +121,8 @@ def show_run(
 
 
 def describe_adapters(lora: LoraConfig, names: list[str]) -> str:
-    """Rank and scale of the adapters, and the modules that have one; layers are listed without their number."""
+    """Text with rank and scale of the adapters, and the modules that have one; layers are listed without their
+    number."""
     modules = [module_of(name) for name in names if name.endswith(LORA_A)]
     kinds = Counter(re.sub(r"\.\d+\.", ".*.", module) for module in modules)
     found = f"rank {lora.r}, scale {lora.scaling:g}, dropout {lora.dropout:g}"
@@ -132,7 +133,7 @@ def describe_adapters(lora: LoraConfig, names: list[str]) -> str:
 
 
 def describe_packed(cfg: Config, weights: Iterable[Weight]) -> str:
-    """Number of quantized weights, and their bits each, quantization statistics included."""
+    """Text with the number of quantized weights, and bits per weight, quantization statistics included."""
     packed = [w for w in weights if w.per_element > 1]
     held = sum(w.numel * w.item_size(cfg.precision) + w.statistics for w in packed)
     count, quantize = sum(w.count for w in packed), cfg.model.quantize
@@ -208,7 +209,7 @@ def trains_table(weights: dict[str, Weight]) -> Table:
 
 
 def trained_counts(weights: dict[str, Weight]) -> dict[str, tuple[int, int]]:
-    """Part of the model -> numbers of trainable and of frozen parameters."""
+    """Numbers of trainable and of frozen parameters, by part of the model."""
     found = {}
     for part in ("vision_tower", "multi_modal_projector", "image_newline", "language_model", "lm_head"):
         own = [w for n, w in weights.items() if n.partition(".")[0] == part]
@@ -219,7 +220,7 @@ def trained_counts(weights: dict[str, Weight]) -> dict[str, tuple[int, int]]:
 
 
 def bytes_table(cfg: Config, world: World, weights: Iterable[Weight]) -> Table:
-    """GiB of states on the rank that holds most, for every sharding strategy."""
+    """Table with the bytes of model and optimizer states on rank 0, which holds most, for every sharding strategy."""
     weights = list(weights)
     table = Table(
         "sharding", "strategy", "parameters", "gradients", "optimizer", "sum",

@@ -22,7 +22,7 @@ from llava_fsdp.runtime.redact import redact, redact_values, secrets_of
 
 FOLDER = "tensorboard"
 MOST_WAITING = 20_000
-"""Most rows in the queue; further ones are dropped."""
+"""Largest number of rows in the queue; further ones are dropped."""
 PATIENCE = 15
 """Seconds that the end of a run waits for queued rows."""
 HURRY = 4
@@ -34,7 +34,7 @@ NAMES = {
     "seconds": "speed/step_seconds", "data_seconds": "speed/data_seconds",
     "peak_memory_bytes": "memory/peak_bytes",
 }  # fmt: skip
-"""Column of metrics.jsonl -> name in the tracker."""
+"""Names in the trackers, by column of metrics.jsonl."""
 
 
 class Tracker(Protocol):
@@ -76,7 +76,8 @@ class Trackers:
     """The enabled trackers, fed by one thread."""
 
     def __init__(self, cfg: Config, first_step: int, run: str, about: dict[str, Any], values: dict[str, Any]):
-        """
+        """Prepare the enabled trackers; they are opened with the first row.
+
         Args:
             run: identifier of the run, kept when it resumes.
             values: the configuration by dotted key.
@@ -115,7 +116,7 @@ class Trackers:
                 log().warning("tracking is behind by %d rows, and goes without more until it is not", MOST_WAITING)
 
     def work(self) -> None:
-        """Open the trackers, log queued rows, close them. Runs in the thread."""
+        """Open the trackers, log the queued rows and close the trackers. Runs in the thread."""
         opened: list[Tracker] = []
         with warned_of("TensorBoard cannot log this run"):
             opened += [TensorBoard(self)] if self.cfg.track.tensorboard else []
@@ -164,7 +165,8 @@ def warned_of(what: str) -> Iterator[list[None]]:
 
 
 class TensorBoard:
-    """Event files. For steps that a resumed run repeats, TensorBoard shows the later values."""
+    """Tracker that writes TensorBoard event files. For steps that a resumed run repeats, TensorBoard shows the later
+    values."""
 
     def __init__(self, run: Trackers):
         from torch.utils.tensorboard import SummaryWriter
@@ -220,7 +222,7 @@ class WeightsAndBiases:
 
 
 def flat(about: dict[str, Any]) -> dict[str, str]:
-    """A nested description as texts by dotted key, without secrets."""
+    """Flatten a nested description to texts by dotted key, without secrets."""
     known = secrets_of()
     plain = {key: value for key, value in about.items() if not isinstance(value, list) and value is not None}
     return {f"about.{key}": redact(written(value), known) for key, value in dotted(plain).items()}

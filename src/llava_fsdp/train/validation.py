@@ -36,7 +36,7 @@ from llava_fsdp.train.validation_answers import Answered, AnswerGenerator
 
 @dataclass(frozen=True)
 class Loss:
-    """Sum of the losses of label tokens, and their number."""
+    """Sum of the losses of label tokens, and the number of these tokens."""
 
     total: float
     """Sum of the losses of label tokens."""
@@ -44,7 +44,8 @@ class Loss:
 
     @property
     def row(self) -> dict[str, Any]:
-        """The mean loss of a label token, None without label tokens or if it is not finite."""
+        """Values for a row of `validation.jsonl`: mean loss per label token (None if it is not finite), and number
+        of label tokens."""
         mean = self.total / self.label_tokens if self.label_tokens else math.nan
         return {"loss": finite(mean), "label_tokens": self.label_tokens}
 
@@ -72,7 +73,8 @@ class Validation(NoValidation):
         pause: Callable[[], None],
         note: Callable[[str], None],
     ):
-        """
+        """Prepare the validation of a run.
+
         Args:
             pause: a collective between two batches; saves or stops the run if any rank was asked to.
             note: shows the progress.
@@ -139,7 +141,7 @@ class Validation(NoValidation):
             self.report(losses, answers, time.perf_counter() - started)
 
     def losses(self) -> list[Loss]:
-        """Loss by data source, over all records of all ranks. A collective."""
+        """Compute the loss of each data source, over all records of all ranks. A collective."""
         loader, sampler = self.held_out.loader, self.held_out.sampler
         labels = [0] * len(self.held_out.names)
         sums = torch.zeros(len(labels), dtype=torch.float64, device=loader.device)
@@ -184,7 +186,7 @@ def row_of(step: int, losses: dict[str, Loss], answers: list[Answered], seconds:
 
 
 def as_object(question: HeldOutQuestion, answered: Answered) -> dict[str, Any]:
-    """An answer as an object of `validation.jsonl`."""
+    """Convert an answer to an object of `validation.jsonl`."""
     return {
         "record": question.record,
         "question": question.question,
@@ -196,7 +198,7 @@ def as_object(question: HeldOutQuestion, answered: Answered) -> dict[str, Any]:
 
 
 def as_line(row: dict[str, Any]) -> str:
-    """A row of `validation.jsonl` as one line of text."""
+    """Format a row of `validation.jsonl` as one line of text."""
 
     def loss(own: dict[str, Any]) -> str:
         return "none" if own["loss"] is None else f"{own['loss']:.4f}"

@@ -31,7 +31,7 @@ class Answered:
     """An answer to a question, with its score from 0 to 1."""
 
     number: int
-    """Number of the question."""
+    """Index of the question."""
     text: str
     score: float
 
@@ -51,7 +51,8 @@ class AnswerGenerator:
         wants_stop: Callable[[], bool],
         pause: Callable[[], None],
     ):
-        """
+        """Create a generator of answers for a run's model.
+
         Args:
             wants_stop: whether this rank was asked to stop.
             pause: a collective between two batches; stops the run if any rank was asked to.
@@ -69,7 +70,7 @@ class AnswerGenerator:
 
     @property
     def rows(self) -> int:
-        """Number of questions that a rank answers in a batch.
+        """Number of questions that a rank answers in one batch.
 
         Keys and values of a token take up to twice the memory that a block keeps of it for its backward pass. Half of a
         micro-batch's tokens therefore needs no more memory than training.
@@ -78,7 +79,8 @@ class AnswerGenerator:
         return max(1, min(self.cfg.val.batch_size, self.cfg.row_tokens // 2 // longest))
 
     def answers(self) -> list[Answered]:
-        """Answers of all ranks, in the order of the questions, on every rank. A collective.
+        """Answer all questions, each on one rank; returns the answers in the order of the questions, on every rank.
+        A collective.
 
         Raises:
             ImageError: an image cannot be read any more, and `data.bad_records=fail`.
@@ -122,7 +124,7 @@ class AnswerGenerator:
         ]
 
     def read(self, question: HeldOutQuestion) -> Row | None:
-        """A question and its image tiles; None if an image is broken and `data.bad_records=skip`."""
+        """Read a question and its image tiles; None if an image is broken and `data.bad_records=skip`."""
         try:
             return question.sample, [
                 self.loader.steps.image_reader.load(path, question.record) for path in question.images
