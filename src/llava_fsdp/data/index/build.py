@@ -3,13 +3,13 @@
     known.json               the KEY of each known state of the source files, by their size and time
     lock                     held by the one process that builds
     pictures-KEY.looked      changes whenever all bad images have been examined again
-    KEY/texts                where records are (`Texts`); KEY depends on the sources' content
+    KEY/texts                positions of the records (`Texts`); KEY depends on the sources' content
     KEY/records              columns of the records themselves
-    KEY/pictures-KEY.N       columns of their images; a new N when a bad one has been fixed
+    KEY/pictures-KEY.N       columns of the records' images; a new N when a bad image has been fixed
     KEY/encoded-KEY          columns for one tokenizer, template and maximum length
 
-A folder gets its name when it is whole, so any folder that exists may be read. No collectives are needed: the first
-process builds, under a lock that the system releases when its holder dies; the next one continues from what it left.
+A folder gets its final name when it is complete, so any folder that exists may be read. Ranks need no collectives: the
+first process builds the index, under a lock that the system releases if it dies; the next one then continues its work.
 """
 
 import contextlib
@@ -104,7 +104,7 @@ def open_index(plan: Plan, watch: Watch, look_again: bool = False, since: str | 
     Args:
         look_again: read the sources and every bad image again, as they may have been fixed.
         since: an earlier result of `last_look`; if another process has examined bad images since then, do not do it
-        again.
+            again.
 
     Raises:
         DataError: a source is not a list of records.
@@ -126,10 +126,10 @@ def open_index(plan: Plan, watch: Watch, look_again: bool = False, since: str | 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder / LOCK):
-            found = look_up()  # made while this process waited for the lock
+            found = look_up()  # another process may have made the index while this one waited for the lock
             return build(plan, sources, folder, watch, look_again) if found is None else found
     except LlavaFsdpError as error:
-        error.on_every_rank = False  # only the rank that builds meets this; the others may wait for the lock for long
+        error.on_every_rank = False  # only the rank that builds has this error; the others may still wait for the lock
         raise
     except OSError as error:
         if is_foreign(error, folder):

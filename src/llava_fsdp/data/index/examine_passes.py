@@ -248,7 +248,7 @@ class PictureSizes:
         self.width, self.height, self.stored_height = (open_column(pictures, name) for name in names)
 
     def of(self, number: int, place: int) -> tuple[int, int, int]:
-        """width, height and stored height of one of a record's images; 0 if it has problems."""
+        """Return (width, height, stored height) of one of a record's images in pixels; 0 if the image has problems."""
         row = int(self.first[number]) + place
         return int(self.width[row]), int(self.height[row]), int(self.stored_height[row])
 

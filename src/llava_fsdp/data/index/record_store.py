@@ -87,9 +87,10 @@ def digest(path: Path) -> str:
 
 
 class Texts:
-    """The records of all sources by number, in the order of the sources.
+    """Reads the records of all sources by number, counted through the sources in order.
 
-    Columns `offset` (int64), `size` and `line` (int32) hold where a record's bytes are. Pickled as a path.
+    Columns `offset` (int64), `size` and `line` (int32) give the place of a record's bytes. Pickled as the folder's
+    path.
     """
 
     def __init__(self, folder: Path):
@@ -232,13 +233,13 @@ class Texts:
 def split(
     sources: list[SourceFile], folder: Path, texts: list[Path], fingerprint: str, most: int, check: Callable[[], None]
 ) -> None:
-    """Find every record of every text file, and write their positions as a `Texts` folder.
+    """Find all records of the sources' text files, and write their positions into a folder that `Texts` opens.
 
     Args:
         texts: the text file of each source.
         fingerprint: digest of the sources' content.
         most: largest number of bytes of a record.
-        check: called before the folder gets its name; may raise.
+        check: called before the folder gets its final name; raises if a source has changed.
 
     Raises:
         DataError: a source is not a list of records, or is empty.
@@ -267,10 +268,10 @@ def split(
 
 
 def split_file(path: Path, folder: Path, most: int) -> list[Path]:
-    """Find a file's records, after those of the pieces that are there.
+    """Find the positions of a file's records and write them in pieces; pieces that exist already are kept.
 
     Returns:
-        Files of pieces: offset, size and line of each record, int64 [records, 3].
+        Paths of the pieces, .npy files with offset, size and line of each record, int64 [records, 3].
     """
     folder.mkdir(parents=True, exist_ok=True)
     pieces = sorted(folder.glob("*.npy"))

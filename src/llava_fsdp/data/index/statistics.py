@@ -35,7 +35,7 @@ class SourceCounts:
     """Number of skipped records; all other counts are of the records that are trained on."""
     text_only: int = 0
     pictures: int = 0
-    """Number of images in all records; an image counts as often as it occurs."""
+    """Number of images in these records; an image counts as often as it occurs."""
     tokens: int = 0
     """Number of tokens after truncation at data.max_length, including image tokens."""
     label_tokens: int = 0

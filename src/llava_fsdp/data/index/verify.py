@@ -83,7 +83,7 @@ def verify_index(plan: Plan, watch: Watch) -> tuple[int, int]:
 
     Raises:
         ConfigError: there is no complete index of these files.
-        DataError: with the records and images that have changed.
+        DataError: records or images have changed; names them.
         DamagedError: a file of the index is not what was written.
     """
     folder = plan.cfg.index_folder

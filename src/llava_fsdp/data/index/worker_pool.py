@@ -1,8 +1,8 @@
 """Run a pass over a dataset in chunks, in worker processes, and join the chunks' columns at the end.
 
 A chunk's result is one file, which a later run reuses. Workers are spawned, and import only what a pass needs: torch
-would take a third of a gigabyte in each. A spawned process imports the main module of its parent
-again, unless that is the `__main__` of a package, as in all commands that make an index.
+would take a third of a gigabyte in each. A spawned process imports the main module of its parent again, unless that is
+the `__main__` of a package, as in all commands that make an index.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from llava_fsdp.runtime.progress import Advance
 from llava_fsdp.runtime.terminal_text import guard_streams
 
 Columns = dict[str, np.ndarray]
-"""Columns of one chunk by name: one value per record, or one per image."""
+"""Columns of one chunk by name; each has one value per record or one per image."""
 ROWS = "rows"
 """Name of the column of text: JSON Lines as bytes (uint8)."""
 BLOCK = 1 << 20
@@ -53,7 +53,7 @@ def run_chunks(task: Task, folder: Path, chunks: int, workers: int, advance: Adv
         workers: number of processes; 1 does all in this process.
 
     Raises:
-        LlavaFsdpError: what a chunk raised; WorkerError if a worker died.
+        LlavaFsdpError: the error that a chunk raised; WorkerError if a worker died.
         OSError: a file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def run_chunks(task: Task, folder: Path, chunks: int, workers: int, advance: Adv
         context = RecordingContext()
         try:
             pool = ProcessPoolExecutor(workers, context, initializer=begin, initargs=(os.getpid(), task, folder))
-        except (OSError, ImportError) as error:  # their queues have locks in /dev/shm
+        except (OSError, ImportError) as error:  # the pool's queues have locks in /dev/shm
             log().warning("no worker processes (%s): this process does all; is /dev/shm full or missing?", error)
         else:
             return run_in_workers(pool, context, pending, advance)
@@ -101,7 +101,7 @@ def run_in_workers(
                 raise
             except BaseException:
                 for worker in context.workers:
-                    worker.kill()  # a chunk may take long
+                    worker.kill()  # killed, as a chunk may take long
                 raise
     except BrokenProcessPool:
         # the pool ends the other workers with SIGTERM
@@ -135,7 +135,7 @@ def begin(parent: int, task: Task, folder: Path) -> None:
     """Initialise a worker process, which ends with its parent and ignores Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with(parent)
-    os.dup2(2, 1)  # what a library prints is no output of the command
+    os.dup2(2, 1)  # libraries' messages are not part of the command's output
     guard_streams()
     WORK.append(partial(do, task, folder))
 
